@@ -1,0 +1,484 @@
+"""What was asked: a recipe in YAML, changed by `key=value` words, typed, bounded and frozen.
+
+Promise: what comes out of `load` is complete and valid on its own terms, and any mistake in what went in is one
+`RequestError` of one line with the key, the value, what is allowed and, for a name, the nearest one. Why that holds: YAML
+is read as text alone (so `1e-4` is a number, `no` a word and a date never appears), pydantic types and bounds every
+field, and unknown or repeated keys are refused. What depends on the machine or the data is the plan's business.
+"""
+
+import difflib
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+
+from pipeline.verdict import RequestError
+
+RECIPES = Path(__file__).parent / "recipes"
+MAX_YAML_BYTES = 1 << 20
+
+Unit = Literal["epochs", "steps", "%"]
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A length of training in the unit its author thinks in; the plan turns it into steps."""
+
+    amount: float
+    unit: Unit
+
+    @classmethod
+    def parse(cls, text: object) -> "Duration":
+        """Reads `10 epochs`, `500 steps`, `5 %` (of all steps) or `0`; ValueError otherwise."""
+        if isinstance(text, Duration):
+            return text
+        match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)\s*(epochs?|steps?|%)", str(text).strip(), re.ASCII)
+        if match:
+            amount, word = float(match[1]), match[2]
+            unit: Unit = "%" if word == "%" else "epochs" if word.startswith("epoch") else "steps"
+            if unit != "steps" or amount.is_integer():
+                return cls(amount, unit)
+        elif str(text).strip() == "0":
+            return cls(0, "steps")
+        raise ValueError("not a duration")
+
+    def __str__(self) -> str:
+        return f"{self.amount:.12g} {self.unit}"
+
+
+DurationField = Annotated[
+    Duration,
+    BeforeValidator(Duration.parse),
+    PlainSerializer(str),
+    WithJsonSchema({"type": "string", "format": "duration"}),
+]
+
+
+def _absent(value: object) -> object:
+    return None if isinstance(value, str) and value.lower() in ("auto", "none", "null", "~", "") else value
+
+
+Absent = BeforeValidator(_absent)
+"""Reads `auto` and `none` as None: `auto` where the plan fills it in, `none` where the thing is then off."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        validate_by_name=True,
+        validate_by_alias=True,
+    )
+
+
+class Run(Section):
+    dir: Annotated[str, Field(min_length=1)] = ""
+    """Folder of this run: configuration, journal, checkpoints. Default: runs/<recipe>."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of everything: first weights, order of samples, augmentation, dropout."""
+    deterministic: bool = False
+    """Same bits from run to run and across a resume; slower kernels on a GPU, one thread a process unless told."""
+    resume: Annotated[str, Field(min_length=1)] = "auto"
+    """auto: go on from the newest good checkpoint in run.dir; never: start anew, what is there is set aside; a path: go
+    on from that checkpoint."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes GPUs where there are any, and refuses, rather than falls back, where they cannot be used."""
+    trace: bool = False
+    """Write trace.jsonl: after each update the sample ids and a digest of the global batch, pixel for pixel."""
+    threads: Annotated[Annotated[int, Field(ge=1, le=1024)] | None, Absent] = None
+    """Intra-op threads a process. auto: the CPUs allowed divided by the processes on the machine; deterministic: 1."""
+    timeout: Annotated[float, Field(ge=1, le=86400)] = 300
+    """Seconds that a process waits for the others in one exchange before it gives up."""
+
+
+class Data(Section):
+    source: Literal["folder", "digits", "synthetic"] = "folder"
+    """folder: images in class folders; digits: 1,797 real handwritten digits, made on first use; synthetic: patterns."""
+    root: Annotated[str | None, Absent] = None
+    """Folder that holds train/ and val/, or class folders that are then split by data.val_split. digits: data/digits."""
+    workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | None, Absent] = None
+    """Loader processes a node, shared out to its processes, rounded up. auto: one for each CPU allowed."""
+    prefetch: Annotated[int, Field(ge=1, le=64)] = 2
+    """Batches that each worker prepares ahead."""
+    val_split: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Where there is one folder only: the share held out, chosen by a digest of each file's name."""
+    max_bad: Annotated[float, Field(ge=0, le=1)] = 0.001
+    """Share of the training images that may fail to decode; each is named and replaced. Above it: exit 4."""
+    num_images: Annotated[int, Field(ge=1, le=1 << 40)] = 1024
+    """Images for training in the synthetic source; a quarter as many, rounded up, for validation."""
+    num_classes: Annotated[int, Field(ge=2, le=1 << 20)] = 10
+    """Classes of the synthetic source. Any other source tells its own."""
+
+
+class Augment(Section):
+    size: Annotated[int, Field(ge=8, le=2048)] = 224
+    """Side of the square that the model sees in training, in pixels."""
+    scale: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] = (0.08, 1.0)
+    """Random resized crop: least and largest share of the picture's area."""
+    ratio: tuple[Annotated[float, Field(gt=0, le=100)], Annotated[float, Field(gt=0, le=100)]] = (3 / 4, 4 / 3)
+    """Random resized crop: least and largest width over height."""
+    flip: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Probability of a horizontal flip."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        for name in ("scale", "ratio"):
+            low, high = getattr(self, name)
+            if low > high:
+                raise ValueError(f"augment.{name}=[{low:g}, {high:g}]: the least comes first")
+        return self
+
+
+class Model(Section):
+    arch: Annotated[str, Field(min_length=1)] = "resnet50"
+    """A classification model of torchvision by its name; its head is sized by the data's classes."""
+    channels_last: bool = False
+    """Keep images and weights in NHWC order: faster convolutions on GPUs with tensor cores."""
+
+
+class Batch(Section):
+    global_: Annotated[int, Field(alias="global", ge=1, le=1 << 24)] = 256
+    """Images an update, over all processes and accumulation steps."""
+    accumulate: Annotated[int, Field(ge=1, le=1 << 16)] = 1
+    """Passes that a process's share is cut into; gradients are exchanged once, in the last."""
+
+
+class Optimizer(Section):
+    name: Literal["sgd", "adamw"] = "sgd"
+    """sgd with momentum, or AdamW."""
+    lr: Annotated[float, Field(gt=0, le=1e6)] = 0.1
+    """Learning rate for a global batch of 256; the plan scales it by batch.global / 256."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Of sgd."""
+    nesterov: bool = False
+    """Of sgd; wants momentum > 0."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    """Of adamw."""
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = 1e-4
+    """Decay of weights; norms and biases have none."""
+
+    @model_validator(mode="after")
+    def _nesterov_has_momentum(self) -> Self:
+        if self.nesterov and self.momentum == 0:
+            raise ValueError("optimizer.nesterov=true: wants optimizer.momentum above 0; set it, or nesterov=false")
+        return self
+
+
+class Schedule(Section):
+    name: Literal["cosine", "step", "linear", "constant"] = "cosine"
+    """Shape of the learning rate after the warm-up; cosine and linear end at 0."""
+    warmup: DurationField = Duration(0, "steps")
+    """Linear rise to the full learning rate."""
+    every: DurationField = Duration(30, "epochs")
+    """Of step: how long until the next drop."""
+    gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Of step: factor of each drop."""
+
+
+class Train(Section):
+    epochs: Annotated[int, Field(ge=1, le=1_000_000)] = 90
+    """Passes over the training images; the schedule's length."""
+    max_steps: Annotated[Annotated[int, Field(ge=1, le=1 << 50)] | None, Absent] = None
+    """Stop after so many updates; moves no schedule."""
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
+    """Of the arithmetic: tf32 is for GPUs of Ampere and later; bf16 is autocast, weights stay fp32."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the target spread over all classes."""
+    clip: Annotated[Annotated[float, Field(gt=0, le=1e9)] | None, Absent] = None
+    """Largest norm of the whole gradient; larger ones are scaled down to it."""
+
+
+class Evaluate(Section):
+    every: DurationField = Duration(1, "epochs")
+    """How often the validation images are all judged; always once more at the end."""
+    batch: Annotated[int, Field(ge=1, le=1 << 20)] = 64
+    """Images a forward pass. Batches are cut from the whole set, so any world size sees the same ones."""
+    resize: Annotated[Annotated[int, Field(ge=8, le=4096)] | None, Absent] = None
+    """Shorter side before the centre crop. auto: 8/7 of evaluate.size, as 256 is to 224."""
+    size: Annotated[Annotated[int, Field(ge=8, le=2048)] | None, Absent] = None
+    """Side of the centre crop. auto: augment.size."""
+
+
+class Checkpoint(Section):
+    every: DurationField = Duration(1, "epochs")
+    """How often the state is saved; always at the end and at a signal."""
+    keep: Annotated[int, Field(ge=1, le=10_000)] = 2
+    """How many of the newest to keep; the best stays besides."""
+
+
+class Track(Section):
+    uri: Annotated[str, Field(min_length=1), PlainSerializer(lambda uri: re.sub(r"//[^/@]*@", "//", uri))] = "auto"
+    """MLflow's address. auto: MLFLOW_TRACKING_URI, else a SQLite file mlflow.db beside the run's folder; none: the
+    journal alone. A password in it is used and never written down."""
+    experiment: Annotated[Annotated[str, Field(min_length=1)] | None, Absent] = None
+    """MLflow experiment. auto: the recipe's name."""
+    required: bool = False
+    """Refuse to start (exit 2) while MLflow cannot be reached."""
+    every: DurationField = Duration(20, "steps")
+    """How often training metrics are summed over the processes and reported."""
+
+
+class Config(Section):
+    """The whole request."""
+
+    recipe: Annotated[str, Field(min_length=1)]
+    """Name of the recipe, from the file's name."""
+    parallel: Literal["ddp"] = "ddp"
+    """How gradients meet: DistributedDataParallel (in one process: not at all)."""
+    run: Run = Run()
+    data: Data = Data()
+    augment: Augment = Augment()
+    model: Model = Model()
+    batch: Batch = Batch()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    train: Train = Train()
+    evaluate: Evaluate = Evaluate()
+    checkpoint: Checkpoint = Checkpoint()
+    track: Track = Track()
+
+    @model_validator(mode="after")
+    def _folder_has_root(self) -> Self:
+        if self.data.source == "folder" and self.data.root is None:
+            raise ValueError("data.root is missing: data.source=folder wants data.root=FOLDER, with train/ and val/ in it")
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.run.dir)
+
+    def to_yaml(self) -> str:
+        """The configuration as resolved; `from_yaml` reads it back to an equal one."""
+        return yaml.safe_dump(self.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
+
+
+# What may differ between a run and its resumption; a key, or a section with all its keys. `run.dir` is where we are and
+# `run.resume` the decision itself. An epoch may only be added: `refuse_changes` looks at that.
+FREE_ON_RESUME = (
+    "run.dir", "run.resume", "run.trace", "data.workers", "train.max_steps", "train.epochs", "checkpoint", "track",
+)  # fmt: skip
+
+
+def load(recipe: str, overrides: list[str]) -> Config:
+    """The configuration of `recipe` (a name from `recipes/` or a path to YAML) with `key=value` overrides on top."""
+    path = _find(recipe)
+    tree = _read_yaml(path)
+    tree.setdefault("recipe", path.stem)
+    _apply(tree, overrides)
+    run = tree.setdefault("run", {})
+    if isinstance(run, dict):
+        run.setdefault("dir", f"runs/{tree['recipe']}")
+    return _validate(tree)
+
+
+def from_yaml(text: str, origin: str, overrides: list[str] | None = None) -> Config:
+    """A configuration that `to_yaml` wrote, with overrides on top."""
+    tree = _parse_yaml(text, origin)
+    _apply(tree, overrides or [])
+    return _validate(tree)
+
+
+def refuse_changes(before: Config, now: Config) -> None:
+    """RequestError if a resumption changes what it may not, naming each key with both values."""
+    old, new = _leaves(before), _leaves(now)
+    changed = [
+        f"{key}: {old.get(key)} -> {new.get(key)}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not any(key == free or key.startswith(f"{free}.") for free in FREE_ON_RESUME)
+    ]
+    if now.train.epochs < before.train.epochs:
+        changed.append(f"train.epochs: {before.train.epochs} -> {now.train.epochs} (it may only grow)")
+    if changed:
+        raise RequestError(
+            f"the run in {now.run_dir} was started with another configuration: {'; '.join(changed)}: put it back, give"
+            " another run.dir, or start anew with run.resume=never"
+        )
+
+
+def describe_keys() -> str:
+    """Every key with its default, what is allowed and what it does, for `--help`."""
+    lines = []
+    for key, (schema, default) in _keys().items():
+        if key != "recipe":
+            text = " ".join(schema.get("description", "").split())
+            lines.append(f"  {key}={_show(default)}\n      {text} ({_allowed(schema)})")
+    return "\n".join(lines)
+
+
+def nearest(word: str, words: list[str]) -> str:
+    """`; did you mean X?` for the nearest of `words`, or nothing."""
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _find(recipe: str) -> Path:
+    names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    if recipe in names:
+        return RECIPES / f"{recipe}.yaml"
+    path = Path(recipe)
+    if path.suffix in (".yaml", ".yml") or "/" in recipe:
+        return path
+    raise RequestError(
+        f"recipe {recipe!r} is unknown: the recipes are {', '.join(names)}, or give the path of a .yaml file"
+        + nearest(recipe, names)
+    )
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(MAX_YAML_BYTES + 1)
+        if len(raw) > MAX_YAML_BYTES:
+            raise RequestError(f"recipe {path} is larger than 1 MiB: that is no recipe")
+        return _parse_yaml(raw.decode(), str(path))
+    except OSError as error:
+        raise RequestError(f"recipe {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise RequestError(f"recipe {path} is not UTF-8 text") from None
+
+
+class _TextLoader(yaml.BaseLoader):
+    """YAML in which every scalar is text and a key may stand once; the schema says what a text means."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"key {key.value!r} stands twice", problem_mark=key.start_mark)
+            if isinstance(key.value, str):
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _parse_yaml(text: str, origin: str) -> dict[str, Any]:
+    try:
+        tree = yaml.load(text, _TextLoader)
+    except (yaml.YAMLError, RecursionError, TypeError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error) or type(error).__name__
+        raise RequestError(f"{origin}{where} is not YAML that can be read: {problem}") from None
+    if tree in ("", None):
+        return {}
+    if not isinstance(tree, dict):
+        raise RequestError(f"{origin} holds no sections: a recipe is a mapping such as 'model: {{arch: resnet18}}'")
+    return tree
+
+
+def _apply(tree: dict[str, Any], overrides: list[str]) -> None:
+    for word in overrides:
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            raise RequestError(f"{word!r} is not key=value, such as train.epochs=10{nearest(key, list(_keys()))}")
+        try:
+            value = yaml.load(text, _TextLoader) if text[:1] in "[{" and text else text
+        except (yaml.YAMLError, RecursionError, TypeError, ValueError):
+            value = text
+        *sections, leaf = key.split(".")
+        place = tree
+        for name in sections:
+            place = place.setdefault(name, {})
+            if not isinstance(place, dict):
+                raise RequestError(_unknown(key, text))
+        place[leaf] = value
+
+
+def _validate(tree: dict[str, Any]) -> Config:
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as failure:
+        errors = failure.errors(include_url=False)
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        raise RequestError(_line(errors[0]) + more) from None
+    except RecursionError:
+        raise RequestError("the configuration refers to itself; write its values out") from None
+
+
+def _line(error: Any) -> str:
+    parts = [str(part) for part in error["loc"]]
+    while parts and ".".join(parts) not in _keys() and parts[-1].isdigit():  # an element of a list: name the list
+        parts.pop()
+    key, given = ".".join(parts), error["input"]
+    if error["type"] == "extra_forbidden":
+        return _unknown(key, given)
+    if error["type"] == "value_error" and key not in _keys():  # a rule over several fields words its own line
+        return str(error["ctx"]["error"])
+    if key in Config.model_fields and key not in _keys():
+        inside = ", ".join(name for name in _keys() if name.startswith(f"{key}."))
+        return f"{key}={_show(given)} is not a section; its keys are {inside}"
+    schema, _ = _keys().get(key, ({}, None))
+    return f"{key}={_show(given)} is not allowed: {_allowed(schema)}"
+
+
+def _unknown(key: str, given: object) -> str:
+    while isinstance(given, dict) and given:  # a whole section is unknown: name the first key in it
+        inner, given = next(iter(given.items()))
+        key = f"{key}.{inner}"
+    keys = list(_keys())
+    close = nearest(key, keys) or f"; the sections are {', '.join(Config.model_fields)}"
+    return f"{key}={_show(given)}: there is no key {key!r}{close}"
+
+
+def _show(value: object) -> str:
+    if value is None:
+        return "auto"
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = str(list(value)) if isinstance(value, tuple) else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+@cache
+def _keys() -> dict[str, tuple[dict[str, Any], Any]]:
+    """Every dotted key -> (its JSON schema, its default), in the order of this file."""
+    schema = Config.model_json_schema(by_alias=True)
+    keys: dict[str, tuple[dict[str, Any], Any]] = {}
+    for name, field in Config.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            section = schema["$defs"][field.annotation.__name__]["properties"]
+            for inner_name, inner in field.annotation.model_fields.items():
+                alias = inner.alias or inner_name
+                keys[f"{name}.{alias}"] = (section[alias], inner.default)
+        else:
+            keys[name] = (schema["properties"][name], field.default)
+    return keys
+
+
+def _allowed(schema: dict[str, Any]) -> str:
+    """A JSON schema in words."""
+    if "anyOf" in schema:
+        return " or ".join(_allowed(option) for option in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        return " | ".join(schema.get("enum", [schema.get("const")]))
+    if schema.get("format") == "duration":
+        return "a duration such as '10 epochs', '500 steps' or '5 %'"
+    if schema.get("type") == "array":
+        return "[" + ", ".join(_allowed(item) for item in schema["prefixItems"]) + "]"
+    kind = {
+        "integer": "a whole number", "number": "a number", "boolean": "true | false", "string": "a text", "null": "auto | none",
+    }[schema.get("type", "string")]  # fmt: skip
+    bounds = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    return kind + " and".join(f" {sign} {schema[name]:.12g}" for name, sign in bounds.items() if name in schema)
+
+
+def _leaves(config: Config) -> dict[str, Any]:
+    tree = config.model_dump(mode="json", by_alias=True)
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+    return flat

@@ -1,0 +1,68 @@
+"""What a sample looks like in training and in validation: geometry on uint8, the same on any machine.
+
+Promise: the augmentation of a sample is a function of (seed, epoch, sample id), so it does not matter which process or
+worker makes it, or in which order. Pixels stay uint8; normalisation is the device's work.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pipeline.config import Augment, Evaluate
+from pipeline.randomness import generator
+
+_ATTEMPTS = 10
+
+
+def augment(pixels: Tensor, options: Augment, seed: int, epoch: int, sample: int) -> Tensor:
+    """Random resized crop and flip. pixels: [3, H, W] uint8 -> [3, size, size] uint8."""
+    height, width = pixels.shape[1:]
+    draws = torch.rand(4 * _ATTEMPTS + 1, generator=generator(seed, "augment", epoch, sample), dtype=torch.float64).tolist()
+    top, left, h, w = _crop_box(height, width, options, draws)
+    crop = _resize(pixels[:, top : top + h, left : left + w], options.size, options.size)
+    return crop.flip(-1) if draws[-1] < options.flip else crop
+
+
+def centre(pixels: Tensor, size: int, resize: int) -> Tensor:
+    """Shorter side to `resize`, then the central square. pixels: [3, H, W] uint8 -> [3, size, size] uint8."""
+    height, width = pixels.shape[1:]
+    scale = max(resize, size) / min(height, width)
+    pixels = _resize(pixels, max(size, round(height * scale)), max(size, round(width * scale)))
+    top, left = (pixels.shape[1] - size) // 2, (pixels.shape[2] - size) // 2
+    return pixels[:, top : top + size, left : left + size]
+
+
+def evaluation_geometry(evaluate: Evaluate, options: Augment) -> tuple[int, int]:
+    """(size, resize) of `centre`, with what the configuration leaves open filled in."""
+    size = evaluate.size or options.size
+    return size, evaluate.resize or round(size * 8 / 7)
+
+
+def _crop_box(height: int, width: int, options: Augment, draws: list[float]) -> tuple[int, int, int, int]:
+    """torchvision's RandomResizedCrop.get_params, from given draws: (top, left, height, width)."""
+    area = height * width
+    low, high = (math.log(bound) for bound in options.ratio)
+    for attempt in range(_ATTEMPTS):
+        share, shape, down, right = draws[4 * attempt : 4 * attempt + 4]
+        target = area * (options.scale[0] + share * (options.scale[1] - options.scale[0]))
+        aspect = math.exp(low + shape * (high - low))
+        w, h = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
+        if 0 < w <= width and 0 < h <= height:
+            return int(down * (height - h + 1)), int(right * (width - w + 1)), h, w
+    ratio = width / height
+    if ratio < options.ratio[0]:
+        w, h = width, round(width / options.ratio[0])
+    elif ratio > options.ratio[1]:
+        h, w = height, round(height * options.ratio[1])
+    else:
+        h, w = height, width
+    h, w = max(1, min(h, height)), max(1, min(w, width))
+    return (height - h) // 2, (width - w) // 2, h, w
+
+
+def _resize(pixels: Tensor, height: int, width: int) -> Tensor:
+    if pixels.shape[1:] == (height, width):
+        return pixels
+    return functional.interpolate(pixels[None], (height, width), mode="bilinear", antialias=True, align_corners=False)[0]

@@ -1,0 +1,175 @@
+"""From positions to batches: a loader whose only input is a range of integers.
+
+Promise: batch number n is a function of (seed, n) wherever it is made, so workers may be any number, may die and be
+replaced at the same position, and an epoch's end is no event: the next epoch's first batch is prepared while this one's
+last is trained on. Memory of a worker stays flat: it holds the mapped index and one epoch's permutation.
+"""
+
+import hashlib
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from pipeline.config import Config
+from pipeline.data.augment import augment, centre, evaluation_geometry
+from pipeline.data.images import BadImageError, decode
+from pipeline.data.order import Order
+from pipeline.data.sources import Images, UnreadableError
+from pipeline.plan import Plan, Resources
+from pipeline.verdict import StorageError
+from pipeline.world import die_with_parent
+
+_REPLACEMENTS = 16
+_REBUILDS = 3
+NO_LABEL = -1
+"""Label of a validation image that cannot be decoded: it counts, and no answer is right."""
+
+
+class Batch(NamedTuple):
+    images: Tensor
+    """[B, 3, H, W] uint8."""
+    labels: Tensor
+    """[B] int64."""
+    ids: Tensor
+    """[B] int64: sample ids as the order drew them, also where another stands in."""
+    digests: Tensor
+    """[B, 32] uint8: SHA-256 of each sample's pixels and label where the run is traced, else [0, 32]."""
+    defects: list[tuple[int, str]]
+    """Sample id and what is wrong, for each that could not be decoded."""
+
+
+@dataclass
+class TrainBatches(Dataset[Batch]):
+    """Batch of position step × accumulate + micro, for one process."""
+
+    images: Images
+    config: Config
+    plan: Plan
+    rank: int
+
+    def __post_init__(self) -> None:
+        self._order = Order(self.plan, self.config.run.seed)
+
+    def __getitem__(self, position: int) -> Batch:
+        step, micro = divmod(position, self.plan.accumulate)
+        epoch = self.plan.epoch(step)
+        ids = self._order.micro_ids(step, self.rank, micro)
+        size = self.config.augment.size
+        pixels = torch.empty((len(ids), 3, size, size), dtype=torch.uint8)
+        labels = torch.empty(len(ids), dtype=torch.int64)
+        defects: list[tuple[int, str]] = []
+        for row, sample in enumerate(ids.tolist()):
+            used, raw = self._load(epoch, sample, defects)
+            pixels[row] = augment(raw, self.config.augment, self.config.run.seed, epoch, sample)
+            labels[row] = self.images.label(used)
+        digests = _digests(pixels, labels) if self.config.run.trace else torch.empty((0, 32), dtype=torch.uint8)
+        return Batch(pixels, labels, torch.from_numpy(ids.copy()), digests, defects)
+
+    def _load(self, epoch: int, sample: int, defects: list[tuple[int, str]]) -> tuple[int, Tensor]:
+        used = sample
+        for attempt in range(_REPLACEMENTS):
+            try:
+                return used, decode(self.images.read(used))
+            except (BadImageError, UnreadableError) as defect:
+                defects.append((used, str(defect)))
+            used = self._order.replacement(epoch, sample, attempt)
+        return sample, torch.zeros((3, 8, 8), dtype=torch.uint8)  # the defects say it; data.max_bad decides
+
+
+@dataclass
+class EvalBatches(Dataset[Batch]):
+    """Batch n of the validation images in index order, the same at any world size."""
+
+    images: Images
+    config: Config
+
+    def __len__(self) -> int:
+        return -(-len(self.images) // self.config.evaluate.batch)
+
+    def __getitem__(self, position: int) -> Batch:
+        size, resize = evaluation_geometry(self.config.evaluate, self.config.augment)
+        start = position * self.config.evaluate.batch
+        ids = torch.arange(start, min(start + self.config.evaluate.batch, len(self.images)))
+        pixels = torch.empty((len(ids), 3, size, size), dtype=torch.uint8)
+        labels = torch.empty(len(ids), dtype=torch.int64)
+        defects = []
+        for row, sample in enumerate(ids.tolist()):
+            try:
+                pixels[row] = centre(decode(self.images.read(sample)), size, resize)
+                labels[row] = self.images.label(sample)
+            except (BadImageError, UnreadableError) as defect:
+                pixels[row], labels[row] = 0, NO_LABEL
+                defects.append((sample, str(defect)))
+        return Batch(pixels, labels, ids, torch.empty((0, 32), dtype=torch.uint8), defects)
+
+
+def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, *, pin: bool) -> Iterator[Batch]:
+    """The batches of `positions`, in order, from `plan.workers` processes (0: made right here).
+
+    A worker that dies is noticed within 5 s, and the loader is built again at the position that is due; after three in a
+    row without a batch between them, StorageError. To be called on the main thread: workers die with the thread that
+    made them.
+    """
+    done, failures = 0, 0
+    while done < len(positions):
+        loader = DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=positions[done:],  # type: ignore[arg-type]  # any sequence of positions
+            num_workers=plan.workers,
+            prefetch_factor=plan.prefetch if plan.workers else None,
+            worker_init_fn=_Guard(os.getpid()),
+            pin_memory=pin,
+            generator=torch.Generator(),  # else the loader draws a seed from the network's generator
+        )
+        iterator = iter(loader)
+        # torch raises a worker's death at any line of the main thread, an update's included; ours is the fetch alone
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        try:
+            for batch in iterator:
+                yield batch
+                done, failures = done + 1, 0
+        except RuntimeError as error:
+            failures += 1
+            if "DataLoader worker" not in str(error) or failures > _REBUILDS:
+                raise _worker_failure(error, failures) from error
+        finally:
+            # workers ignore SIGTERM, so an iterator left to the garbage collector could hang the exit
+            if plan.workers:
+                iterator._shutdown_workers()  # type: ignore[attr-defined]
+
+
+class _Guard:
+    """Start of a worker: it leaves when its process does and not before, whatever a launcher signals to the group."""
+
+    def __init__(self, parent: int) -> None:
+        self._parent = parent
+
+    def __call__(self, worker: int) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        die_with_parent(self._parent)
+
+
+def _worker_failure(error: RuntimeError, failures: int) -> Exception:
+    if failures <= _REBUILDS:
+        return error
+    return StorageError(
+        f"loader workers died {failures} times at one batch: look at memory and /dev/shm, or set data.workers=0 ({error})"
+    )
+
+
+def _digests(pixels: Tensor, labels: Tensor) -> Tensor:
+    """SHA-256 of each sample: its uint8 pixels [3, H, W], then its label as 8 bytes little-endian. [B, 32] uint8."""
+    rows = [
+        hashlib.sha256(image.numpy().tobytes() + label.to_bytes(8, "little")).digest()
+        for image, label in zip(pixels, labels.tolist(), strict=True)
+    ]
+    return torch.from_numpy(np.frombuffer(b"".join(rows), np.uint8).reshape(-1, 32).copy())

@@ -1,0 +1,401 @@
+"""Which images there are: an index of an image folder, flat in memory, with a digest over names, sizes and labels.
+
+Promise: two processes with the same digest agree on what sample id 17 is, and a file that was added, removed or changed
+in size gives another digest and can be named. Why memory stays flat: names are one byte buffer with offsets, not a Python
+list (1.28 M tuples grow each worker from 37 to 257 MB in an epoch as their reference counts are touched; this does not).
+
+The layout is torchvision's ImageFolder: `train/<class>/…` and `val/<class>/…`, or class folders alone, of which a share
+is held out by a digest of each file's name, so that adding a file moves no other. Names are bytes: a file system's names
+need not be UTF-8. No torch in here: a wrong layout is an error of the first second.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.plan import DataSize
+from pipeline.verdict import RequestError
+
+EXTENSIONS = (b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b".tiff", b".webp")
+SPLITS = ("train", "val")
+SUMS = "SHA256SUMS"
+CACHE = ".pipeline-index"
+_MAGIC = b"pipeline-index-1\n"
+_MISSING = -1  # size of a name that leads to no file, such as a dangling link
+
+
+@dataclass(frozen=True)
+class Split:
+    """The images of one split. names: [bytes] uint8, ends: [N] int64, sizes: [N] int64, labels: [N] int32."""
+
+    names: NDArray[np.uint8]
+    ends: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    labels: NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def name(self, i: int) -> bytes:
+        """Path of image i below the root, as the file system spells it."""
+        start = int(self.ends[i - 1]) if i else 0
+        return self.names[start : int(self.ends[i])].tobytes()
+
+    @classmethod
+    def of(cls, entries: list[tuple[bytes, int, int]]) -> "Split":
+        """From (name, size, label), in any order; sample ids follow the sorted names."""
+        entries = sorted(entries)
+        return cls(
+            np.frombuffer(b"".join(name for name, _, _ in entries), np.uint8),
+            np.cumsum([len(name) for name, _, _ in entries], dtype=np.int64),
+            np.array([size for _, size, _ in entries], np.int64),
+            np.array([label for _, _, label in entries], np.int32),
+        )
+
+
+@dataclass(frozen=True)
+class Index:
+    """Both splits of a data set, its classes, and what tells whether this index is still true."""
+
+    train: Split
+    val: Split
+    classes: tuple[str, ...]
+    """Names in label order (bytes that are not UTF-8 are escaped)."""
+    sums: str | None
+    """SHA-256 of the file SHA256SUMS, where there is one."""
+    folders: dict[str, int]
+    """Each folder's time of last change: a file that comes or goes moves it."""
+    val_split: float
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over classes, names, sizes and labels of both splits, and over the contents' sums where written."""
+        digest = hashlib.sha256(json.dumps([self.classes, self.sums]).encode())
+        for split in (self.train, self.val):
+            for array in (split.names, split.ends, split.sizes, split.labels):
+                digest.update(b"%d;" % array.nbytes)
+                digest.update(np.ascontiguousarray(array))
+        return digest.hexdigest()
+
+    @property
+    def size(self) -> DataSize:
+        return DataSize(len(self.train), len(self.val), len(self.classes))
+
+    def to_bytes(self) -> bytes:
+        """One buffer: magic, length and text of a JSON header, the arrays. `from_bytes` maps it back without a copy."""
+        arrays = [array for split in (self.train, self.val) for array in vars(split).values()]
+        head = {
+            "classes": self.classes, "sums": self.sums, "folders": self.folders, "val_split": self.val_split,
+            "arrays": [[array.dtype.str, len(array)] for array in arrays],
+        }  # fmt: skip
+        text = json.dumps(head).encode()
+        text += b" " * (-(len(_MAGIC) + 8 + len(text)) % 8)
+        parts = [_MAGIC, len(text).to_bytes(8, "little"), text]
+        for array in arrays:
+            parts += [array.tobytes(), b"\0" * (-array.nbytes % 8)]
+        return b"".join(parts)
+
+    @classmethod
+    def from_bytes(cls, buffer: Any) -> "Index":
+        """Reads `to_bytes`. ValueError if the buffer is something else."""
+        view = memoryview(buffer)
+        at = len(_MAGIC)
+        if bytes(view[:at]) != _MAGIC:
+            raise ValueError("not an index")
+        length = int.from_bytes(view[at : at + 8], "little")
+        head = json.loads(bytes(view[at + 8 : at + 8 + length]))
+        at += 8 + length
+        arrays = []
+        for dtype, count in head["arrays"]:
+            array = np.frombuffer(view, np.dtype(dtype), count, at)
+            arrays.append(array)
+            at += array.nbytes + (-array.nbytes % 8)
+        return cls(
+            Split(*arrays[:4]), Split(*arrays[4:]), tuple(head["classes"]), head["sums"], head["folders"], head["val_split"]
+        )
+
+    def differences(self, other: "Index") -> Iterator[str]:
+        """What changed from this index to `other`, a line a file."""
+        if self.classes != other.classes:
+            for name in sorted(set(self.classes) ^ set(other.classes)):
+                yield f"class {name} {'is gone' if name in self.classes else 'is new'}"
+        for ours, theirs in ((self.train, other.train), (self.val, other.val)):
+            old = {ours.name(i): int(ours.sizes[i]) for i in range(len(ours))}
+            new = {theirs.name(i): int(theirs.sizes[i]) for i in range(len(theirs))}
+            for name in sorted(old.keys() | new.keys()):
+                if name not in new:
+                    yield f"{show(name)} is gone"
+                elif name not in old:
+                    yield f"{show(name)} is new"
+                elif old[name] != new[name]:
+                    yield f"{show(name)} had {old[name]:,} bytes and has {new[name]:,}"
+        if self.sums != other.sums:
+            yield f"{SUMS} is another"
+
+
+def show(name: bytes) -> str:
+    """A file name for people and logs: bytes that are no text are escaped."""
+    return name.decode("utf-8", "backslashreplace")
+
+
+def open_index(root: Path, val_split: float, spare: Path, *, check_sizes: bool) -> Index:
+    """The index of `root`, from its cache where that is still true, else scanned and cached.
+
+    The cache lies in `root`, or in the folder `spare` where `root` is read-only. A cached index holds as long as no folder
+    below `root` has changed, which says that no file came or went; `check_sizes` looks at every file besides.
+    RequestError if the layout is wrong.
+    """
+    if not root.is_dir():
+        raise RequestError(
+            f"data.root={root} is not a folder: give one with train/ and val/ in it, each with a folder a class,"
+            " or make one with 'pipeline data make'"
+        )
+    for cached in _cached(root, spare):
+        if cached.val_split == val_split and _still_true(cached, root, check_sizes):
+            return cached
+    index = scan(root, val_split)
+    data = index.to_bytes()
+    for folder in (root / CACHE, spare):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            aside = folder / f".{os.getpid()}"
+            aside.write_bytes(data)
+            os.replace(aside, folder / f"{index.digest[:16]}.index")
+            break
+        except OSError:
+            continue
+    return index
+
+
+def remembered(root: Path, spare: Path, digest: str) -> Index | None:
+    """The index that had this digest, if a cache still holds it: to say what has changed since."""
+    return next((index for index in _cached(root, spare) if index.digest == digest), None)
+
+
+def scan(root: Path, val_split: float) -> Index:
+    """Looks at every file below `root`. RequestError, naming the folder, if the layout is not that of an image folder."""
+    base = os.fsencode(root)
+    folders: dict[str, int] = {}
+    try:
+        top = {entry.name for entry in os.scandir(base) if entry.is_dir() and not entry.name.startswith(b".")}
+        present = [split for split in SPLITS if split.encode() in top]
+        if present == list(SPLITS):
+            classes, entries = _scan_two(base, folders)
+        elif present:
+            missing = next(split for split in SPLITS if split not in present)
+            raise RequestError(f"data.root={root} has {present[0]}/ but no {missing}/: add {missing}/ with a folder a class")
+        else:
+            classes, entries = _scan_one(root, base, top, val_split, folders)
+        sums = (root / SUMS).read_bytes() if (root / SUMS).exists() else None
+    except OSError as error:
+        raise RequestError(f"data.root={root} cannot be read: {error.filename!r}: {error.strerror}") from None
+    return Index(
+        Split.of(entries["train"]),
+        Split.of(entries["val"]),
+        tuple(show(name) for name in classes),
+        hashlib.sha256(sums).hexdigest() if sums is not None else None,
+        folders,
+        val_split,
+    )
+
+
+def scan_validation(root: Path, classes: tuple[str, ...], val_split: float) -> Split:
+    """The images to judge a model of `classes` on: those of val/, or the share held out of class folders.
+
+    Labels are the model's, by the folders' names; a class may be missing or empty here. RequestError if a folder is no
+    class of the model, or if there is no image.
+    """
+    base = os.fsencode(root)
+    labels = {name: label for label, name in enumerate(classes)}
+    try:
+        has_val = (root / "val").is_dir()
+        folders = _class_folders(os.path.join(base, b"val"), "val") if has_val else _class_folders(base, str(root))
+        unknown = [show(name) for name in folders if show(name) not in labels]
+        if unknown:
+            raise RequestError(f"{root} has class folders that the model does not know: {', '.join(sorted(unknown)[:5])}")
+        entries = [
+            (file, size, labels[show(folder)])
+            for folder in folders
+            for file, size in _images(base, os.path.join(b"val", folder) if has_val else folder, {})
+            if has_val or _is_held_out(file, val_split)
+        ]
+    except OSError as error:
+        raise RequestError(f"data.root={root} cannot be read: {error.filename!r}: {error.strerror}") from None
+    if not entries:
+        raise RequestError(f"data.root={root} holds no image to judge the model on")
+    return Split.of(entries)
+
+
+Entries = dict[str, list[tuple[bytes, int, int]]]
+
+
+def _scan_two(base: bytes, folders: dict[str, int]) -> tuple[list[bytes], Entries]:
+    of_split = {split: _class_folders(os.path.join(base, split.encode()), split) for split in SPLITS}
+    train, val = set(of_split["train"]), set(of_split["val"])
+    if train != val:
+        only = [f"{show(name)} in train/ alone" for name in sorted(train - val)]
+        only += [f"{show(name)} in val/ alone" for name in sorted(val - train)]
+        raise RequestError(
+            f"the classes of train/ and val/ differ: {', '.join(only[:5])}"
+            + (f" and {len(only) - 5} more" if len(only) > 5 else "")
+            + ": both need the same class folders"
+        )
+    classes = sorted(train)
+    entries: Entries = {}
+    for split in SPLITS:
+        entries[split] = []
+        folders[split] = os.stat(os.path.join(base, split.encode())).st_mtime_ns
+        for label, name in enumerate(classes):
+            found = [(file, size, label) for file, size in _images(base, os.path.join(split.encode(), name), folders)]
+            if not found:
+                raise _empty_class(f"{split}/{show(name)}")
+            entries[split] += found
+    return classes, entries
+
+
+def _scan_one(
+    root: Path, base: bytes, top: set[bytes], val_split: float, folders: dict[str, int]
+) -> tuple[list[bytes], Entries]:
+    if not top:
+        raise RequestError(f"data.root={root} holds no folders: it needs train/ and val/, each with a folder a class")
+    classes = sorted(top)
+    if len(classes) < 2:
+        raise RequestError(f"data.root={root} holds one class folder, {show(classes[0])}/: at least two are needed")
+    folders["."] = os.stat(base).st_mtime_ns
+    entries: Entries = {"train": [], "val": []}
+    for label, name in enumerate(classes):
+        found = list(_images(base, name, folders))
+        if not found:
+            raise _empty_class(show(name))
+        for file, size in found:
+            entries["val" if _is_held_out(file, val_split) else "train"].append((file, size, label))
+    for split, other in (("val", "less"), ("train", "more")):
+        if not entries[split]:
+            raise RequestError(f"data.val_split={val_split:g} leaves no image to {split}: there is {other} than it needs")
+    return classes, entries
+
+
+def _is_held_out(name: bytes, val_split: float) -> bool:
+    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") < val_split * 2**64
+
+
+def _class_folders(folder: bytes, split: str) -> list[bytes]:
+    names, images = [], 0
+    for entry in os.scandir(folder):
+        if entry.is_dir() and not entry.name.startswith(b"."):
+            names.append(entry.name)
+        images += entry.name.lower().endswith(EXTENSIONS)
+    if not names and images:
+        raise RequestError(
+            f"{split}/ is flat: {images:,} images lie right in it, not in class folders; sort them into {split}/<class>/,"
+            " with the class names of train/"
+        )
+    if not names:
+        raise RequestError(f"{split}/ holds no class folders: it needs one for each class, with images in it")
+    return names
+
+
+def _images(base: bytes, folder: bytes, folders: dict[str, int]) -> Iterator[tuple[bytes, int]]:
+    """(name below `base`, bytes) of each image in `folder` and the folders in it."""
+    folders[os.fsdecode(folder)] = os.stat(os.path.join(base, folder)).st_mtime_ns
+    with os.scandir(os.path.join(base, folder)) as found:
+        for entry in found:
+            name = os.path.join(folder, entry.name)
+            if entry.name.lower().endswith(EXTENSIONS):
+                yield name, _size(entry)
+            elif entry.is_dir():
+                yield from _images(base, name, folders)
+
+
+def _size(entry: os.DirEntry[bytes]) -> int:
+    try:
+        return entry.stat().st_size
+    except OSError:
+        return _MISSING
+
+
+def _empty_class(where: str) -> RequestError:
+    kinds = " ".join(kind.decode() for kind in EXTENSIONS)
+    return RequestError(f"class folder {where}/ holds no image ({kinds}): add images or remove the folder")
+
+
+def _cached(root: Path, spare: Path) -> Iterator[Index]:
+    """Cached indices, newest first; a damaged one is passed over."""
+    paths = [path for folder in (root / CACHE, spare) if folder.is_dir() for path in folder.glob("*.index")]
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        try:
+            index = Index.from_bytes(np.memmap(path, np.uint8, "r"))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if index.digest.startswith(path.stem):
+            yield index
+
+
+def _still_true(index: Index, root: Path, check_sizes: bool) -> bool:
+    try:
+        if any(os.stat(root / folder).st_mtime_ns != time for folder, time in index.folders.items()):
+            return False
+        sums = hashlib.sha256((root / SUMS).read_bytes()).hexdigest() if (root / SUMS).exists() else None
+    except OSError:
+        return False
+    if sums != index.sums:
+        return False
+    return not check_sizes or all(_sizes_hold(split, os.fsencode(root)) for split in (index.train, index.val))
+
+
+def _sizes_hold(split: Split, base: bytes) -> bool:
+    for i in range(len(split)):
+        try:
+            size = os.stat(os.path.join(base, split.name(i))).st_size
+        except OSError:
+            size = _MISSING
+        if size != split.sizes[i]:
+            return False
+    return True
+
+
+def write_sums(root: Path, index: Index) -> int:
+    """Writes SHA256SUMS over all images, readable by `sha256sum --check`; returns how many."""
+    names = [split.name(i) for split in (index.train, index.val) for i in range(len(split))]
+    lines = []
+    for name, digest in zip(names, _digests(root, names), strict=True):
+        if digest is None:
+            raise RequestError(f"{show(name)} cannot be read: no sums written; mend or remove it first")
+        lines.append(digest.encode() + b"  " + name + b"\n")
+    aside = root / f".{SUMS}"
+    aside.write_bytes(b"".join(lines))
+    os.replace(aside, root / SUMS)
+    return len(lines)
+
+
+def check_sums(root: Path) -> Iterator[str]:
+    """Compares each file with SHA256SUMS: a line for each that changed or cannot be read."""
+    expected: dict[bytes, bytes] = {}
+    for line in (root / SUMS).read_bytes().splitlines():
+        digest, _, name = line.partition(b"  ")
+        expected[name] = digest
+    for name, found in zip(expected, _digests(root, list(expected)), strict=True):
+        if found is None:
+            yield f"{show(name)} cannot be read"
+        elif found.encode() != expected[name]:
+            yield f"{show(name)} has changed: its content is not that of {SUMS}"
+
+
+def _digests(root: Path, names: list[bytes]) -> Iterator[str | None]:
+    def digest(name: bytes) -> str | None:
+        try:
+            with open(os.path.join(os.fsencode(root), name), "rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError:
+            return None
+
+    with ThreadPoolExecutor(8) as pool:  # hashing and reading leave the interpreter's lock
+        yield from pool.map(digest, names)

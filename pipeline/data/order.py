@@ -1,0 +1,46 @@
+"""Which samples a step sees: arithmetic on one seeded permutation an epoch.
+
+Promise: the ids of a global batch are a function of (seed, step) alone. Processes, workers and accumulation steps only
+slice it: process r takes the r-th contiguous part, cut again into `accumulate` passes, so that the concatenation over
+processes is the same list at any world size. Nothing about order is saved, because the step says it all.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.plan import Plan
+from pipeline.randomness import generator
+
+Ids = NDArray[np.int64]
+
+
+class Order:
+    def __init__(self, plan: Plan, seed: int) -> None:
+        self._plan = plan
+        self._seed = seed
+        self._epoch = -1
+        self._permutation: Ids = np.empty(0, np.int64)
+
+    def ids(self, step: int) -> Ids:
+        """Sample ids of the update that follows `step` updates: [global_batch] int64."""
+        plan = self._plan
+        start = step % plan.steps_per_epoch * plan.global_batch
+        return self._of_epoch(plan.epoch(step))[start : start + plan.global_batch]
+
+    def micro_ids(self, step: int, rank: int, micro: int) -> Ids:
+        """The part of `ids(step)` for pass `micro` of process `rank`: [micro_batch] int64."""
+        start = (rank * self._plan.accumulate + micro) * self._plan.micro_batch
+        return self.ids(step)[start : start + self._plan.micro_batch]
+
+    def replacement(self, epoch: int, sample: int, attempt: int) -> int:
+        """The sample that stands in for one that cannot be decoded: the same for every process that asks."""
+        images = self._plan.train_images
+        return int(generator(self._seed, "replacement", epoch, sample, attempt).initial_seed() % images)
+
+    def _of_epoch(self, epoch: int) -> Ids:
+        if epoch != self._epoch:  # 18 ms for ImageNet's 1.28 M, once an epoch
+            import torch
+
+            drawn = torch.randperm(self._plan.train_images, generator=generator(self._seed, "order", epoch))
+            self._epoch, self._permutation = epoch, drawn.numpy()
+        return self._permutation

@@ -1,0 +1,214 @@
+"""Where images come from: an image folder, the embedded digits, or patterns made on the fly.
+
+Promise: a source is a list of images per split that any process sees alike: a size, a digest, and for each sample id a
+name, a label and what its file holds. Opening one needs no torch.
+"""
+
+import hashlib
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.config import Config
+from pipeline.data.manifest import Index, Split, open_index, scan, scan_validation, show
+from pipeline.plan import DataSize
+from pipeline.randomness import derive
+from pipeline.verdict import RequestError, StorageError
+
+SplitName = Literal["train", "val"]
+DIGITS_ROOT = "data/digits"
+DIGITS_SIZE = DataSize(train_images=1437, val_images=360, num_classes=10)
+
+
+class UnreadableError(Exception):
+    """A file that cannot be read, or is not the one that was indexed."""
+
+
+class Images(Protocol):
+    """One split."""
+
+    def __len__(self) -> int: ...
+    def name(self, i: int) -> str: ...
+    def label(self, i: int) -> int: ...
+    def read(self, i: int) -> bytes | NDArray[np.uint8]:
+        """The file's bytes, or ready pixels [3, H, W]. UnreadableError if there are none."""
+
+
+@dataclass(frozen=True)
+class Source:
+    size: DataSize
+    digest: str
+    classes: tuple[str, ...]
+    train: Images
+    val: Images
+    index: Index | None = None
+    """Of an image folder: what rank 0 sends, so that all ranks agree whatever their file system lists."""
+
+
+@dataclass(frozen=True)
+class FolderImages:
+    root: Path
+    split: Split
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def name(self, i: int) -> str:
+        return show(self.split.name(i))
+
+    def label(self, i: int) -> int:
+        return int(self.split.labels[i])
+
+    def read(self, i: int) -> bytes:
+        expected = int(self.split.sizes[i])
+        try:
+            with open(os.path.join(os.fsencode(self.root), self.split.name(i)), "rb") as file:
+                data = file.read(expected + 1 if expected >= 0 else 0)
+        except OSError as error:
+            raise UnreadableError(error.strerror or "cannot be read") from None
+        if len(data) != expected:
+            raise UnreadableError(f"changed since it was indexed: it had {expected:,} bytes")
+        return data
+
+
+@dataclass(frozen=True)
+class SyntheticImages:
+    """A coarse pattern a class under noise: learnable, cheap, and a function of (split, id) alone."""
+
+    split: SplitName
+    count: int
+    num_classes: int
+    side: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def name(self, i: int) -> str:
+        return f"synthetic/{self.split}/{i}"
+
+    def label(self, i: int) -> int:
+        return i % self.num_classes
+
+    def read(self, i: int) -> NDArray[np.uint8]:
+        coarse = np.random.Generator(np.random.Philox(derive(0, "pattern", self.label(i))))
+        fine = np.random.Generator(np.random.Philox(derive(0, "noise", self.split, i)))
+        cell = -(-self.side // 4)
+        pattern = coarse.integers(0, 192, (3, 4, 4), np.uint8).repeat(cell, 1).repeat(cell, 2)
+        return pattern[:, : self.side, : self.side] + fine.integers(0, 64, (3, self.side, self.side), np.uint8)
+
+
+def data_root(config: Config) -> Path:
+    """Folder of the data; the digits have one where none is named."""
+    return Path(config.data.root or DIGITS_ROOT)
+
+
+def size_of(config: Config) -> DataSize:
+    """How much data there will be, made or not: what a plan needs."""
+    if config.data.source == "digits" and not data_root(config).exists():
+        return DIGITS_SIZE
+    return open_source(config).size
+
+
+def open_source(config: Config, *, check_sizes: bool = False) -> Source:
+    """The source that the configuration names; the digits are made on first use. RequestError if it cannot be."""
+    if config.data.source == "synthetic":
+        return _synthetic(config)
+    root = data_root(config)
+    if config.data.source == "digits" and not root.exists():
+        make_digits(root)
+    return of_index(root, open_index(root, config.data.val_split, config.run_dir / "index", check_sizes=check_sizes))
+
+
+def open_validation(config: Config, classes: tuple[str, ...]) -> Source:
+    """What to judge a model of `classes` on, with nothing to train on. RequestError if there is nothing."""
+    if config.data.source == "synthetic":
+        return _synthetic(config)
+    root = data_root(config)
+    if config.data.source == "digits" and not root.exists():
+        make_digits(root)
+    split = scan_validation(root, classes, config.data.val_split)
+    return of_index(root, Index(Split.of([]), split, classes, None, {}, config.data.val_split))
+
+
+def of_index(root: Path, index: Index) -> Source:
+    return Source(
+        index.size, index.digest, index.classes, FolderImages(root, index.train), FolderImages(root, index.val), index
+    )
+
+
+def _synthetic(config: Config) -> Source:
+    size = DataSize(config.data.num_images, -(-config.data.num_images // 4), config.data.num_classes)
+    side = config.augment.size * 8 // 7
+    digest = hashlib.sha256(f"synthetic {size} {side}".encode()).hexdigest()
+    return Source(
+        size,
+        digest,
+        tuple(f"class {label}" for label in range(size.num_classes)),
+        SyntheticImages("train", size.train_images, size.num_classes, side),
+        SyntheticImages("val", size.val_images, size.num_classes, side),
+    )
+
+
+def make_digits(root: Path) -> None:
+    """Writes scikit-learn's 1,797 digits as PNG files of 8 × 8 pixels: train/<digit>/ and, every fifth, val/<digit>/."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    pixels = (digits.images * 255 / 16).round().astype(np.uint8)  # the set counts 0 to 16 in each pixel
+    with _new_folder(root) as folder:
+        for i, (image, label) in enumerate(zip(pixels, digits.target, strict=True)):
+            _save(folder / ("val" if i % 5 == 0 else "train") / str(label) / f"{i:04d}.png", image)
+
+
+def make_synthetic(root: Path, num_images: int, num_classes: int, side: int) -> None:
+    """Writes the synthetic source as JPEG files, a quarter as many for validation."""
+    with _new_folder(root) as folder:
+        counts: dict[SplitName, int] = {"train": num_images, "val": -(-num_images // 4)}
+        for split, count in counts.items():
+            images = SyntheticImages(split, count, num_classes, side)
+            for i in range(count):
+                name = folder / split / f"class-{images.label(i):04d}" / f"{i:07d}.jpg"
+                _save(name, images.read(i).transpose(1, 2, 0), quality=95)
+    scan(root, 0.1)
+
+
+class _new_folder:  # noqa: N801 — used as a function
+    """A folder filled aside and then renamed: it is there whole or not at all."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._aside = root.parent / f".{root.name}.{os.getpid()}"
+
+    def __enter__(self) -> Path:
+        if self._root.exists():
+            raise RequestError(f"{self._root} is there already: remove it, or name another folder")
+        try:
+            shutil.rmtree(self._aside, ignore_errors=True)
+            self._aside.mkdir(parents=True)
+        except OSError as error:
+            raise RequestError(f"data.root={self._root} cannot be made: {error.strerror}: {error.filename}") from None
+        return self._aside
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is None:
+                os.rename(self._aside, self._root)
+        except OSError:
+            if not self._root.is_dir():  # else another process made the same data meanwhile
+                raise
+        finally:
+            shutil.rmtree(self._aside, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise StorageError(f"{self._root} cannot be written: {error.strerror}") from None
+
+
+def _save(path: Path, image: NDArray[np.uint8], **options: int) -> None:
+    from PIL import Image
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(image).save(path, **options)

@@ -1,0 +1,73 @@
+"""torchvision's classification models by name, with a head sized by the data, and their parameter groups."""
+
+from typing import Any
+
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from pipeline.config import Model, nearest
+from pipeline.verdict import RequestError
+
+# ImageNet's channel means and deviations, on the 0..255 scale of uint8 pixels, as every torchvision recipe uses them
+MEAN = (123.675, 116.28, 103.53)
+STD = (58.395, 57.12, 57.375)
+
+# an auxiliary head would make the model's answer in training a tuple
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "googlenet": {"aux_logits": False, "init_weights": True},
+    "inception_v3": {"aux_logits": False, "init_weights": True},
+}
+
+
+def build(options: Model, num_classes: int) -> nn.Module:
+    """The model with fresh weights from the default generator. RequestError for a name that torchvision lacks."""
+    names = torchvision.models.list_models(module=torchvision.models)
+    if options.arch not in names:
+        raise RequestError(
+            f"model.arch={options.arch} is not a classification model of torchvision {torchvision.__version__}"
+            + (nearest(options.arch, names) or f": there are {', '.join(names)}")
+        )
+    model: nn.Module = torchvision.models.get_model(
+        options.arch, weights=None, num_classes=num_classes, **_OPTIONS.get(options.arch, {})
+    )
+    return model.to(memory_format=torch.channels_last) if options.channels_last else model
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Weights that decay, then norms and biases (fewer than two dimensions) that do not."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+class Normalise:
+    """uint8 pixels to what a model reads, on the device: half of the loader's bytes are saved by waiting this long."""
+
+    def __init__(self, device: torch.device, *, channels_last: bool) -> None:
+        self._device = device
+        self._mean = torch.tensor(MEAN, device=device).view(1, 3, 1, 1)
+        self._scale = 1 / torch.tensor(STD, device=device).view(1, 3, 1, 1)
+        self._format = torch.channels_last if channels_last else torch.contiguous_format
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """images: [B, 3, H, W] uint8, anywhere -> the same shape, float32, on the device."""
+        images = images.to(self._device, non_blocking=True)
+        return images.to(torch.float32, memory_format=self._format).sub_(self._mean).mul_(self._scale)
+
+
+class Served(nn.Module):
+    """The model as others call it: pixels as they come from a file in, probabilities out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("mean", torch.tensor(MEAN).view(1, 3, 1, 1))
+        self.register_buffer("std", torch.tensor(STD).view(1, 3, 1, 1))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """pixels: [B, 3, H, W] float32 of 0..255 -> [B, classes] probabilities."""
+        logits: Tensor = self.model((pixels - self.mean) / self.std)
+        return logits.softmax(1)

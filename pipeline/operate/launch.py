@@ -1,0 +1,148 @@
+"""From a request to running processes: what can be wrong is found first, then as many processes as asked for are started.
+
+Promise: an error in the request costs seconds, one line and exit code 2, and is found before torch is imported, a process
+group formed or a GPU taken. Starting leans on torch's own elastic agent, with no restarts; nothing here polls a child.
+"""
+
+import logging
+import sys
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline import verdict, world
+from pipeline.config import Config, from_yaml, load, refuse_changes
+from pipeline.data import sources
+from pipeline.data.sources import Source
+from pipeline.plan import Plan, make_plan
+from pipeline.record.folder import RunFolder
+from pipeline.train.signals import StopRequest
+from pipeline.verdict import RequestError, TemporaryError, Verdict
+from pipeline.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+
+@dataclass
+class Cleared:
+    """A request that has passed its preflight."""
+
+    source: Source
+    plan: Plan
+    folder: RunFolder
+
+
+def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopRequest) -> str | int:
+    """`pipeline train`: the line that says the result, or the exit code of the processes that were started."""
+    config = load(recipe, overrides)
+    here = _place(nproc)
+    if nproc and nproc > 1:
+        cleared = preflight(config, here.resized(nproc, nproc))
+        cleared.folder.release()  # rank 0 holds it from now on
+        return _start_processes(nproc, ["train", recipe, *overrides])
+    source = None
+    folder = RunFolder(config.run_dir)
+    if here.is_main:
+        cleared = preflight(config, here)
+        source, folder = cleared.source, cleared.folder
+        if config.run.resume == "never":
+            aside = folder.set_aside()
+            print(f"what was in {folder.path} is now in {aside}" if aside else "a fresh start", file=sys.stderr)
+        print(f"{config.recipe} in {folder.path}\n{cleared.plan.table()}", file=sys.stderr, flush=True)
+    elif here.local_rank == 0 and config.data.source == "digits":
+        sources.open_source(config)  # each machine of several makes its own, unless they share a disk
+
+    from pipeline.train.session import run_training
+
+    return run_training(config, here, folder, source, stop)
+
+
+def preflight(config: Config, here: World) -> Cleared:
+    """Everything that can be wrong and needs no torch; the folder is then in our hold. Raises a Verdict."""
+    folder = RunFolder(config.run_dir)
+    left = verdict.recall(folder.path, config.model_dump_json())
+    if left and config.run.resume == "auto":
+        print("the last start of this same request ended so; change it, or go on with run.resume=FOLDER", file=sys.stderr)
+        raise left
+    if config.run.device == "cuda" and not world.shows_gpu():
+        raise world.no_gpu()
+    has_checkpoints = any(folder.checkpoints.glob("step-*.pt"))
+    source = sources.open_source(config, check_sizes=has_checkpoints)
+    plan = make_plan(config, here, source.size)
+    if has_checkpoints and config.run.resume == "auto":
+        _check_changes(config, folder)
+    folder.hold()
+    return Cleared(source, plan, folder)
+
+
+def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
+    """`pipeline evaluate`: the line that says the result, or the exit code of the processes that were started."""
+    here = _place(nproc)
+    if nproc and nproc > 1:
+        return _start_processes(nproc, ["evaluate", target, *overrides])
+
+    from pipeline.record import checkpoint
+
+    path = checkpoint.find(Path(target))
+    contents = checkpoint.decode(checkpoint.read_verified(path), path)
+    config = from_yaml(contents["config"], str(path), overrides)
+    source = sources.open_validation(config, tuple(contents["classes"])) if here.is_main else None
+    if here.is_main:
+        print(f"evaluating {path}", file=sys.stderr, flush=True)
+
+    from pipeline.train.session import run_evaluation
+
+    return run_evaluation(config, here, contents, source)
+
+
+def _place(nproc: int | None) -> World:
+    if nproc is not None and world.launched():
+        raise RequestError(f"--nproc {nproc} inside a launcher's group: give --nproc, or start with torchrun, not both")
+    return world.here()
+
+
+def _check_changes(config: Config, folder: RunFolder) -> None:
+    try:
+        before = from_yaml(folder.config.read_text(), str(folder.config))
+    except (OSError, Verdict):
+        return  # the checkpoint holds it as well, and is asked later
+    refuse_changes(before, config)
+
+
+def _start_processes(nproc: int, arguments: list[str]) -> int:
+    """Start `nproc` processes of this command on this machine and wait for them: the exit code of the first to leave."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # one line says why a run ended; the agent's account of its children would bury it
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "pipeline", *arguments)
+    except ChildFailedError as failure:
+        return _exit_code(failure)
+    except SignalException:
+        return TemporaryError.code
+    return verdict.OK
+
+
+def _exit_code(failure: "ChildFailedError") -> int:
+    """The first failed process's own code, if it is one of ours; a crash otherwise."""
+    rank, first = failure.get_first_failure()
+    ours = (RequestError.code, verdict.NotFiniteError.code, verdict.StorageError.code, TemporaryError.code)
+    if first.exitcode in ours:
+        return first.exitcode
+    how = f"was killed by signal {-first.exitcode}" if first.exitcode < 0 else f"exited with code {first.exitcode}"
+    print(f"pipeline: rank {rank} {how}; the others were stopped, the same command goes on", file=sys.stderr)
+    return verdict.CRASH

@@ -1,0 +1,40 @@
+"""DistributedDataParallel: each process has the whole model, and gradients are averaged while the backward pass runs.
+
+Two choices that exact resumption wants. DDP lays its gradient buckets anew after the first backward pass, and other
+buckets are other sums from 3 processes on: one discarded, synchronised pass before the state is loaded makes the buckets
+of a resumed run those of an uninterrupted one. And buffers are not sent at every pass but shared when they matter,
+before an evaluation or a save: training itself never reads running statistics.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pipeline.group import Group
+from pipeline.parallel.single import Strategy
+
+
+class Distributed(Strategy):
+    def __init__(self, model: nn.Module, group: Group) -> None:
+        super().__init__(model, group)
+        self._wrapped = DistributedDataParallel(
+            model,
+            device_ids=[group.device] if group.device.type == "cuda" else None,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self._wrapped(images)
+        return logits
+
+    def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last else self._wrapped.no_sync()
+
+    def warm_up(self, backward: Callable[[], None]) -> None:
+        backward()  # the new buckets are laid at the next forward pass, from the order in which gradients came here
+
+    def share_buffers(self) -> None:
+        self.group.broadcast([buffer for buffer in self.model.buffers()])

@@ -1,0 +1,32 @@
+"""One process: gradients are where they are needed. Also the interface that the others fill in."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import Tensor, nn
+
+from pipeline.group import Group
+
+
+class Strategy:
+    """How a model is run so that after the last pass of a step every process holds the mean gradient."""
+
+    def __init__(self, model: nn.Module, group: Group) -> None:
+        self.model = model
+        """The bare model: what is evaluated, saved and digested."""
+        self.group = group
+
+    def forward(self, images: Tensor) -> Tensor:
+        """images: [B, 3, H, W] float -> logits [B, classes]."""
+        logits: Tensor = self.model(images)
+        return logits
+
+    def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
+        """Around the forward and backward of one pass: gradients are exchanged in the last alone."""
+        return nullcontext()
+
+    def warm_up(self, backward: Callable[[], None]) -> None:
+        """Settle whatever the first backward pass settles; the state is loaded after this, so nothing of it stays."""
+
+    def share_buffers(self) -> None:
+        """Give every process rank 0's buffers (batch-norm statistics), before they are used or saved."""

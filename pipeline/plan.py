@@ -1,0 +1,217 @@
+"""What will happen: configuration + world + size of the data -> every size, step and rate of the run.
+
+Promise: all arithmetic on sizes is here and nowhere else, it is pure, and it is printed. The older guides do the same by
+hand (`batch / ngpus`, `ceil(workers / ngpus)`); here a remainder is refused by name, with the nearest values that work.
+
+A *step* is one update of the weights from one global batch; it is the only position a run has. An epoch is
+`images // global_batch` steps: the last, smaller rest of a shuffled epoch is left out (another rest each epoch).
+"""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pipeline.config import Config, Duration
+from pipeline.verdict import RequestError
+from pipeline.world import World
+
+
+@dataclass(frozen=True)
+class DataSize:
+    train_images: int
+    val_images: int
+    num_classes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What each process of a job has: all that an evaluation alone needs to know."""
+
+    world: int
+    local_world: int
+    workers_per_node: int
+    workers: int
+    """Loader processes of each process."""
+    prefetch: int
+    threads: int
+    eval_batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Resources):
+    """A training run."""
+
+    global_batch: int
+    process_batch: int
+    micro_batch: int
+    accumulate: int
+    train_images: int
+    val_images: int
+    num_classes: int
+    steps_per_epoch: int
+    total_steps: int
+    """The schedule's length."""
+    last_step: int
+    """Where this run stops: total_steps, or earlier by train.max_steps."""
+    peak_lr: float
+    schedule: str
+    warmup_steps: int
+    drop_steps: int
+    gamma: float
+    evaluate_every: int
+    checkpoint_every: int
+    report_every: int
+    image_size: int
+
+    def epoch(self, step: int) -> int:
+        """Epoch that the update after `step` belongs to, from 0."""
+        return step // self.steps_per_epoch
+
+    def learning_rate(self, step: int) -> float:
+        """Rate of the update that follows `step` updates. A function of the step, so nothing of it is ever saved."""
+        if step < self.warmup_steps:
+            return self.peak_lr * (step + 1) / self.warmup_steps
+        share = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
+        match self.schedule:
+            case "cosine":
+                return self.peak_lr * 0.5 * (1 + math.cos(math.pi * share))
+            case "linear":
+                return self.peak_lr * (1 - share)
+            case "step":
+                return self.peak_lr * self.gamma ** (step // self.drop_steps)
+            case _:
+                return self.peak_lr
+
+    def evaluates_at(self, step: int) -> bool:
+        return step > 0 and (step % self.evaluate_every == 0 or step >= self.last_step)
+
+    def saves_at(self, step: int) -> bool:
+        return step > 0 and (step % self.checkpoint_every == 0 or step >= self.last_step)
+
+    def reports_at(self, step: int) -> bool:
+        return step % self.report_every == 0 or step == self.last_step
+
+    @property
+    def batches_ahead_bytes(self) -> int:
+        """Memory in /dev/shm for the batches that a node's workers hold ready (uint8 pixels)."""
+        return self.workers * self.local_world * (self.prefetch + 1) * self.micro_batch * 3 * self.image_size**2
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def table(self) -> str:
+        """The plan as people read it, arithmetic included."""
+        nodes = self.world // self.local_world
+        rows = [
+            ("data", f"{self.train_images:,} images to train, {self.val_images:,} held out, {self.num_classes:,} classes"),
+            ("world", f"{_count(self.world, 'process', 'es')} on {_count(nodes, 'node')}, {_count(self.threads, 'thread')} each"),
+            ("batch", f"{self.global_batch} = {self.world} × {self.accumulate} × {self.micro_batch}"
+                      " (processes × accumulation × images a pass)"),
+            ("workers", f"{self.workers} a process = ⌈{self.workers_per_node} a node / {self.local_world}⌉,"
+                        f" {_mib(self.batches_ahead_bytes)} of /dev/shm a node"),
+            ("epoch", f"{self.steps_per_epoch:,} steps = ⌊{self.train_images:,} / {self.global_batch}⌋"
+                      f" ({self.train_images - self.steps_per_epoch * self.global_batch:,} images left out, others each epoch)"),
+            ("steps", f"{self.last_step:,}" + (f" of {self.total_steps:,}" if self.last_step < self.total_steps else "")
+                      + f" ({self.last_step / self.steps_per_epoch:.4g} epochs)"),
+            ("learning rate", f"{self.peak_lr:.6g} at {self.global_batch} images a batch, {self.schedule}"
+                              + (f", after {self.warmup_steps:,} steps of warm-up" if self.warmup_steps else "")),
+            ("validation", f"every {self.evaluate_every:,} steps, {math.ceil(self.val_images / self.eval_batch):,} batches of"
+                           f" {self.eval_batch}, each image once"),
+            ("checkpoint", f"every {self.checkpoint_every:,} steps"),
+        ]  # fmt: skip
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
+
+
+def make_plan(config: Config, world: World, data: DataSize) -> Plan:
+    """The plan, or a RequestError that names the key, the numbers and what would work."""
+    global_batch, accumulate = config.batch.global_, config.batch.accumulate
+    _check_divides(global_batch, world.size, accumulate)
+    if data.train_images < global_batch:
+        raise RequestError(
+            f"data has {data.train_images:,} images to train, fewer than one batch of batch.global={global_batch}:"
+            f" set batch.global to at most {data.train_images:,}"
+        )
+    steps_per_epoch = data.train_images // global_batch
+    total_steps = config.train.epochs * steps_per_epoch
+
+    def steps(duration: Duration) -> int:
+        unit = {"epochs": steps_per_epoch, "steps": 1, "%": total_steps / 100}[duration.unit]
+        return round(duration.amount * unit)
+
+    warmup_steps = steps(config.schedule.warmup)
+    if warmup_steps > total_steps:
+        raise RequestError(
+            f"schedule.warmup={config.schedule.warmup} is {warmup_steps:,} steps, longer than the whole training of"
+            f" {total_steps:,} steps ({config.train.epochs} epochs): make it shorter"
+        )
+    return Plan(
+        **vars(share_resources(config, world)),
+        global_batch=global_batch,
+        process_batch=global_batch // world.size,
+        micro_batch=global_batch // (world.size * accumulate),
+        accumulate=accumulate,
+        train_images=data.train_images,
+        val_images=data.val_images,
+        num_classes=data.num_classes,
+        steps_per_epoch=steps_per_epoch,
+        total_steps=total_steps,
+        last_step=min(total_steps, config.train.max_steps or total_steps),
+        peak_lr=config.optimizer.lr * global_batch / 256,
+        schedule=config.schedule.name,
+        warmup_steps=warmup_steps,
+        drop_steps=max(1, steps(config.schedule.every)),
+        gamma=config.schedule.gamma,
+        evaluate_every=max(1, steps(config.evaluate.every)),
+        checkpoint_every=max(1, steps(config.checkpoint.every)),
+        report_every=max(1, steps(config.track.every)),
+        image_size=config.augment.size,
+    )
+
+
+def share_resources(config: Config, world: World) -> Resources:
+    """Workers and threads of a node, shared out to its processes."""
+    workers_per_node = world.cpus if config.data.workers is None else config.data.workers
+    return Resources(
+        world=world.size,
+        local_world=world.local_size,
+        workers_per_node=workers_per_node,
+        workers=math.ceil(workers_per_node / world.local_size),
+        prefetch=config.data.prefetch,
+        threads=_threads(config, world),
+        eval_batch=config.evaluate.batch,
+    )
+
+
+def _threads(config: Config, world: World) -> int:
+    # The number of threads changes the order of sums on a CPU, so a run that promises its bits takes a number that no
+    # machine changes: one, unless told.
+    if config.run.threads is not None:
+        return config.run.threads
+    return 1 if config.run.deterministic else max(1, world.cpus // world.local_size)
+
+
+def _check_divides(global_batch: int, world: int, accumulate: int) -> None:
+    share = world * accumulate
+    if global_batch % share == 0:
+        return
+    below, above = global_batch // share * share, -(-global_batch // share) * share
+    work = f"{below} or {above}" if below else f"{above}"
+    worlds = ", ".join(str(n) for n in _near_divisors(global_batch // accumulate, world)) if global_batch % accumulate == 0 else ""
+    raise RequestError(
+        f"batch.global={global_batch} does not divide by {_count(world, 'process', 'es')} × batch.accumulate={accumulate}"
+        f" = {share}: the nearest batch.global that works is {work}" + (f"; worlds that work are {worlds}" if worlds else "")
+    )
+
+
+def _near_divisors(number: int, near: int) -> list[int]:
+    divisors = {n for i in range(1, math.isqrt(number) + 1) if number % i == 0 for n in (i, number // i)}
+    return sorted(sorted(divisors, key=lambda n: abs(n - near))[:6])
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else plural)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"

@@ -1,0 +1,115 @@
+"""A run's folder: where things lie in it, who holds it, and what makes room for a fresh start.
+
+Promise: one run at a time writes here. The lock is a POSIX record lock, which the kernel drops at its holder's death,
+however it dies, and which forked loader workers do not inherit. No torch in here.
+"""
+
+import fcntl
+import os
+import shutil
+import socket
+import time
+from pathlib import Path
+
+from pipeline.verdict import RequestError, TemporaryError
+
+_LOCK_PATIENCE_S = 2.0  # a holder that was just killed needs a moment to be gone
+
+
+class RunFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.plan = path / "plan.json"
+        self.journal = path / "journal.jsonl"
+        self.trace = path / "trace.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.tracker = path / "mlflow.json"
+        self.sync_log = path / "sync.log"
+        self._lock = path / "lock"
+        self._held: int | None = None
+
+    def hold(self) -> None:
+        """Take the lock, for as long as this process lives. TemporaryError names the holder if there is one."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.checkpoints.mkdir(exist_ok=True)
+            descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise RequestError(
+                f"run.dir={self.path} cannot be written: {error.strerror}: give a folder that can, with run.dir=FOLDER"
+            ) from None
+        end = time.monotonic() + _LOCK_PATIENCE_S
+        while True:
+            try:
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > end:
+                    holder = os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
+                    os.close(descriptor)
+                    raise TemporaryError(
+                        f"run.dir={self.path} is held by {holder}: wait for it, stop it, or give another run.dir"
+                    ) from None
+                time.sleep(0.1)
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}\n".encode())
+        self._held = descriptor
+
+    def release(self) -> None:
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
+
+    def is_held(self) -> bool:
+        """Whether another process holds the lock now."""
+        try:
+            descriptor = os.open(self._lock, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return False
+        except OSError:
+            return True
+        finally:
+            os.close(descriptor)
+
+    def set_aside(self) -> Path | None:
+        """Move what an earlier run left into a folder of its own, for a fresh start: nothing is ever overwritten."""
+        old = [entry for entry in self.path.iterdir() if entry.name not in ("lock", "index") and entry.name[:7] != "before-"]
+        if not any(entry.name != "checkpoints" or any(entry.iterdir()) for entry in old):
+            return None
+        aside = self._new_aside()
+        for entry in old:
+            os.rename(entry, aside / entry.name)
+        self.checkpoints.mkdir()
+        return aside
+
+    def set_aside_checkpoints(self, paths: list[Path]) -> Path:
+        """Move checkpoints away that a return to an earlier one has made untrue."""
+        aside = self._new_aside()
+        for path in paths:
+            os.rename(path, aside / path.name)
+        return aside
+
+    def write(self, path: Path, text: str) -> None:
+        """Write a small file whole or not at all."""
+        aside = path.with_name(f".{path.name}")
+        aside.write_text(text)
+        os.replace(aside, path)
+
+    def remove_temporary(self) -> None:
+        """Remove what a killed writer left half done."""
+        for path in self.checkpoints.glob(".*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def _new_aside(self) -> Path:
+        stamp, number = time.strftime("before-%Y%m%d-%H%M%S"), 0
+        while True:
+            aside = self.path / (f"{stamp}-{number}" if number else stamp)
+            try:
+                aside.mkdir()
+                return aside
+            except FileExistsError:
+                number += 1

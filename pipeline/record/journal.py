@@ -1,0 +1,108 @@
+"""The journal: what a run reports, first of all to a file of its own.
+
+Promise: tracking never costs training anything. A report is one line appended to `journal.jsonl`; whoever shows it to
+people (MLflow) reads it from there, in its own time. Each point is written once: after a restart the steps that are
+trained again are not reported again, the first row stands. A line torn by a crash is cut off at the next start.
+
+Rows: {"time": ms, "step": n, "metrics": {key: value}} and events {"time": ms, "event": name, …}.
+"""
+
+import json
+import math
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+
+def read(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+    """(row, offset after it) for each whole line from byte `start` on; a torn last line is left for the next time."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(start)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                start += len(line)
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(row, dict):
+                    yield row, start
+    except FileNotFoundError:
+        return
+
+
+class Journal:
+    def __init__(self, path: Path, complain: Callable[[str], None]) -> None:
+        self._complain = complain
+        self._reported: dict[str, int] = {}
+        self._pending = b""
+        end = 0
+        self.run_id = ""
+        for row, after in read(path):
+            end = after
+            for key in row.get("metrics", ()):
+                self._reported[key] = max(self._reported.get(key, -1), row["step"])
+            self.run_id = self.run_id or row.get("run", "")
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        os.ftruncate(self._file, end)
+        os.lseek(self._file, end, os.SEEK_SET)
+        self._end = end
+        if not self.run_id:
+            self.run_id = uuid.uuid4().hex
+            self.event("created", run=self.run_id)
+
+    def report(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the points of `step` that no row holds yet."""
+        new = {key: value for key, value in metrics.items() if self._reported.get(key, -1) < step and math.isfinite(value)}
+        if new:
+            self._reported.update(dict.fromkeys(new, step))
+            self._append({"time": _now_ms(), "step": step, "metrics": new})
+
+    def event(self, name: str, **fields: Any) -> None:
+        self._append({"time": _now_ms(), "event": name, **fields})
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _append(self, row: dict[str, Any]) -> None:
+        failed_before = bool(self._pending)
+        self._pending += json.dumps(row).encode() + b"\n"
+        try:
+            written = os.write(self._file, self._pending)
+            if written < len(self._pending):
+                raise OSError(28, "the disk is full")
+            self._end += written
+            self._pending = b""
+        except OSError as error:  # kept, and tried again with the next row
+            os.ftruncate(self._file, self._end)
+            os.lseek(self._file, self._end, os.SEEK_SET)
+            if not failed_before:
+                self._complain(f"journal could not be written: {error.strerror}; its rows are kept until it can")
+
+
+class Trace:
+    """trace.jsonl: after each update the sample ids of the global batch and a digest of its pixels and labels."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        """Opens it to go on after `step`: rows of later updates, which a restart makes anew, are struck out."""
+        kept = 0
+        for row, after in read(path):
+            if row.get("step", 0) > step:
+                break
+            kept = after
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        os.ftruncate(self._file, kept)
+        os.lseek(self._file, kept, os.SEEK_SET)
+
+    def update(self, step: int, epoch: int, ids: list[int], batch_sha256: str) -> None:
+        row = {"step": step, "epoch": epoch, "ids": ids, "batch_sha256": batch_sha256}
+        os.write(self._file, json.dumps(row).encode() + b"\n")
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,39 @@
+"""Where a run comes from: commit, image, packages, machine. Facts for the journal, none of which a run depends on."""
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+
+def provenance(device: torch.device) -> dict[str, str]:
+    """What is known, by the names that MLflow's UI knows where it has any."""
+    facts = {
+        "mlflow.source.git.commit": os.environ.get("PIPELINE_COMMIT") or _commit(),
+        "mlflow.docker.image.uri": os.environ.get("PIPELINE_IMAGE"),
+        "mlflow.docker.image.id": os.environ.get("PIPELINE_IMAGE_ID"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": metadata.version("torchvision"),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model(),
+    }
+    return {name: value for name, value in facts.items() if value}
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.machine()

@@ -1,0 +1,60 @@
+"""What a person sees while it runs: one live line on a terminal, plain lines with the time in a log. On standard error;
+standard output is for results."""
+
+import sys
+import time
+
+from pipeline.data.sources import Images
+
+
+class Terminal:
+    """Rank 0's voice."""
+
+    def __init__(self) -> None:
+        self._live = sys.stderr.isatty()
+        self._live_width = 0
+        self._last_progress = float("-inf")
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._wipe()
+        stamp = "" if self._live else time.strftime("%F %T ")
+        print(f"{stamp}{text}", file=sys.stderr, flush=True)
+
+    def say_defects(self, images: Images, defects: list[tuple[int, str]]) -> None:
+        """Name each validation image that could not be decoded."""
+        for sample, defect in defects:
+            self.say(f"bad image {images.name(sample)}: {defect}; it counts as a wrong answer")
+
+    def progress(self, text: str) -> None:
+        """Where things stand now: overwritten on a terminal, a line every ten seconds in a log."""
+        if self._live:
+            self._wipe()
+            print(text, end="", file=sys.stderr, flush=True)
+            self._live_width = len(text)
+        elif time.monotonic() - self._last_progress >= 10:
+            self._last_progress = time.monotonic()
+            self.say(text)
+
+    def _wipe(self) -> None:
+        if self._live_width:
+            print("\r" + " " * self._live_width + "\r", end="", file=sys.stderr)
+            self._live_width = 0
+
+
+class Silence(Terminal):
+    """The other ranks."""
+
+    def say(self, text: str) -> None:
+        pass
+
+    def progress(self, text: str) -> None:
+        pass
+
+
+def duration(seconds: float) -> str:
+    """`1 h 02 min`, `3 min 20 s`, `12 s`."""
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 60} min {whole % 60:02d} s" if whole >= 60 else f"{whole} s"

@@ -1,0 +1,73 @@
+"""Exact validation: every image once, at any number of processes, and the run says so.
+
+Why it is exact: batches are cut from the whole set in index order, so their contents do not depend on who computes them;
+process r takes batches r, r + world, …; what each finds are integers (correct answers, losses in 2^-20), and integers add
+in any order to the same. Nothing is padded.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipeline.config import Config
+from pipeline.data.loader import NO_LABEL, Batch, EvalBatches, batches
+from pipeline.data.sources import Images
+from pipeline.group import Group
+from pipeline.model.architectures import Normalise
+from pipeline.plan import Resources
+from pipeline.train.state import Evaluation
+from pipeline.train.step import LOSS_UNIT, autocast
+
+Defects = list[tuple[int, str]]
+
+
+class Evaluator:
+    """Judges a model on a split of images."""
+
+    def __init__(self, model: nn.Module, images: Images, config: Config, resources: Resources, group: Group) -> None:
+        self.images = images
+        self._model = model
+        self._data = EvalBatches(images, config)
+        self._config = config
+        self._resources = resources
+        self._group = group
+        self._normalise = Normalise(group.device, channels_last=config.model.channels_last)
+
+    def evaluate(self, step: int, asked_to_stop: Callable[[], bool]) -> tuple[Evaluation | None, Defects]:
+        """The evaluation of the model, which is that of `step`, and the images that are defect.
+
+        (None, []) at all processes if one is asked to stop meanwhile.
+        """
+        group, device = self._group, self._group.device
+        mine = range(group.rank, len(self._data), group.size)
+        loaded = batches(self._data, mine, self._resources, pin=device.type == "cuda")
+        counts = torch.zeros(4, dtype=torch.int64, device=device)
+        defects: Defects = []
+        self._model.eval()
+        try:
+            with torch.inference_mode(), autocast(device, self._config):
+                for _ in range(-(-len(self._data) // group.size)):
+                    batch = next(loaded, None)
+                    if batch is not None:
+                        counts += self._judge(batch)
+                        defects += batch.defects
+                    (stop,) = group.agree(asked_to_stop())
+                    if stop:
+                        return None, []
+        finally:
+            self._model.train()
+        images, correct1, correct5, loss_sum = group.sum(counts).tolist()
+        everyones = sorted(defect for part in group.gather(defects) for defect in part)
+        return Evaluation(step, images, len(self.images), correct1, correct5, loss_sum), everyones
+
+    def _judge(self, batch: Batch) -> Tensor:
+        """[images, right at first, right within five, loss in 2^-20] int64 on the device."""
+        labels = batch.labels.to(self._group.device, non_blocking=True)
+        logits: Tensor = self._model(self._normalise(batch.images)).float()
+        ranked = logits.topk(min(5, logits.shape[1]), 1).indices == labels[:, None]
+        loss = functional.cross_entropy(logits, labels, ignore_index=NO_LABEL, reduction="sum")
+        loss_sum = (loss.double() * LOSS_UNIT).round().to(torch.int64)
+        images = torch.full((), len(labels), dtype=torch.int64, device=labels.device)
+        return torch.stack([images, ranked[:, 0].sum(), ranked.sum(), loss_sum])

@@ -1,0 +1,146 @@
+"""The loop, as prose: fetch, forward and backward, agree, update, record, evaluate when due, save when due.
+
+What is due at a step is asked at the loop's head, so that a run that was stopped between an update and its evaluation
+does on resumption what was still owed, and the end of training is no special case. Every decision in here is taken by all
+processes alike: it comes from the plan, from the state, or from `agree`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from pipeline.config import Config
+from pipeline.data.loader import Batch
+from pipeline.data.sources import Images
+from pipeline.group import Group
+from pipeline.parallel import Strategy
+from pipeline.plan import Plan
+from pipeline.record.checkpoint import Checkpoints, all_finite
+from pipeline.record.journal import Journal, Trace
+from pipeline.record.terminal import Terminal
+from pipeline.train.evaluate import Evaluator
+from pipeline.train.report import Report, Waiting, trace_update
+from pipeline.train.signals import StopRequest
+from pipeline.train.state import Evaluation, TrainState
+from pipeline.train.step import Step
+from pipeline.verdict import NotFiniteError, StorageError, TemporaryError
+
+
+@dataclass
+class Training:
+    """A run that is ready to go. What only rank 0 has is None elsewhere."""
+
+    config: Config
+    plan: Plan
+    group: Group
+    strategy: Strategy
+    state: TrainState
+    step: Step
+    train_images: Images
+    evaluator: Evaluator
+    identity: dict[str, object]
+    """What a checkpoint says besides the state: configuration, data digest, classes."""
+    terminal: Terminal
+    stop: StopRequest
+    journal: Journal | None = None
+    trace: Trace | None = None
+    checkpoints: Checkpoints | None = None
+
+
+def train(run: Training, batches: Iterator[Batch]) -> Evaluation:
+    """Train to the plan's last step; the evaluation of the last step's model.
+
+    TemporaryError if asked to stop (a checkpoint of that step exists), NotFiniteError, StorageError: at all processes.
+    """
+    state, plan, group = run.state, run.plan, run.group
+    waiting = Waiting(batches)
+    report = Report(plan, group, run.terminal, run.journal, waiting)
+    stopping, saved = False, (state.step, state.is_evaluated)
+    while True:
+        is_best = False
+        if plan.evaluates_at(state.step) and not state.is_evaluated and not stopping:
+            evaluation = _evaluate(run)
+            if evaluation:
+                is_best = state.take(evaluation)
+                report.evaluated(evaluation, is_best)
+            stopping = evaluation is None
+        if (stopping or is_best or plan.saves_at(state.step)) and saved != (state.step, state.is_evaluated):
+            _save(run, last=stopping or state.step >= plan.last_step)
+            saved = (state.step, state.is_evaluated)
+            report.restart_clock()
+        if stopping:
+            raise TemporaryError(f"asked to stop: step {state.step} is saved, the same command goes on from it")
+        if state.step >= plan.last_step:
+            assert state.evaluation is not None
+            return state.evaluation
+
+        loss, used = run.step.forward_backward(waiting)
+        stopping, not_finite, defects = group.agree(
+            run.stop.asked(), not bool(torch.isfinite(loss)), any(batch.defects for batch in used)
+        )
+        if not_finite:
+            raise _not_finite(run, loss, used)
+        if defects:
+            _note_defects(run, used)
+        run.step.update()
+        if run.config.run.trace:
+            trace_update(run.trace, state, plan, group, used)
+        report.updated(state)
+
+
+def _evaluate(run: Training) -> Evaluation | None:
+    run.strategy.share_buffers()
+    evaluation, defects = run.evaluator.evaluate(run.state.step, run.stop.asked)
+    run.terminal.say_defects(run.evaluator.images, defects)
+    return evaluation
+
+
+def _save(run: Training, *, last: bool) -> None:
+    """Have rank 0 save the state; with `last`, return only when it is on disk."""
+    state, writer = run.state, run.checkpoints
+    finite = all_finite(state.model.state_dict().values())
+    broken, exhausted = run.group.agree(not finite, writer is not None and writer.exhausted)
+    if broken:
+        raise NotFiniteError(f"weights are not finite at step {state.step}: not saved; the checkpoints before it are good")
+    if exhausted:
+        raise StorageError(f"no checkpoint could be saved five times in a row, step {state.step} is lost: free or mend the disk")
+    totals = run.group.sum(state.totals)
+    if writer:
+        best = state.best.step if state.best else None
+        contents = {**state.to_dict(totals), **run.identity, "epoch": run.plan.epoch(state.step)}
+        writer.save(contents, state.step, best)
+        if last:
+            writer.wait()
+    (failed,) = run.group.agree(last and writer is not None and writer.last_failed)
+    if failed:
+        raise StorageError(f"the last checkpoint, of step {state.step}, could not be saved: free or mend the disk")
+
+
+def _not_finite(run: Training, loss: torch.Tensor, used: list[Batch]) -> NotFiniteError:
+    """Who saw it: the first rank, its loss and its samples."""
+    mine = None if bool(torch.isfinite(loss)) else (float(loss), [sample for batch in used for sample in batch.ids.tolist()])
+    rank, (value, ids) = next((rank, seen) for rank, seen in enumerate(run.group.gather(mine)) if seen)
+    shown = ", ".join(map(str, ids[:8])) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
+    return NotFiniteError(
+        f"the loss is {value} at step {run.state.step + 1} on rank {rank} (sample ids {shown}): nothing was updated; lower"
+        " optimizer.lr, lengthen schedule.warmup or set train.clip"
+    )
+
+
+def _note_defects(run: Training, used: list[Batch]) -> None:
+    """Name each bad image once, and end the run when there are too many."""
+    known = run.state.bad_images
+    for part in run.group.gather([defect for batch in used for defect in batch.defects]):
+        for sample, defect in part:
+            if sample not in known:
+                known[sample] = defect
+                run.terminal.say(f"bad image {run.train_images.name(sample)}: {defect}; another stands in for it")
+                if run.journal:
+                    run.journal.event("bad image", id=sample, name=run.train_images.name(sample), defect=defect)
+    limit = run.config.data.max_bad * run.plan.train_images
+    if len(known) > limit:
+        raise StorageError(
+            f"{len(known)} of {run.plan.train_images:,} training images cannot be decoded, more than"
+            f" data.max_bad={run.config.data.max_bad:g} allows ({limit:.0f}): 'pipeline data check' names them all"
+        )

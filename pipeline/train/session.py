@@ -1,0 +1,185 @@
+"""One process's whole part in a run: join, build, load, train, take leave.
+
+The `main` of a rank. It wires what the other modules do and holds no arithmetic and no decision of its own; what it
+promises is the order. Parts are built whole before the state is loaded; rank 0 holds the folder before anything is
+written to it; and however the run ends, the journal says so, the sender gets a moment, and nobody leaves before rank 0
+has saved.
+"""
+
+import json
+import os
+import sys
+import traceback
+from typing import Any, NoReturn
+
+from pipeline import group as groups
+from pipeline import parallel, randomness, verdict
+from pipeline.config import Config
+from pipeline.data.loader import TrainBatches, batches
+from pipeline.data.manifest import Index
+from pipeline.data.sources import Source, data_root, of_index, open_source
+from pipeline.group import Group
+from pipeline.model.architectures import build
+from pipeline.plan import Plan, make_plan, share_resources
+from pipeline.record import sender
+from pipeline.record.checkpoint import Checkpoints, copy_to_host, weights_digest
+from pipeline.record.folder import RunFolder
+from pipeline.record.journal import Journal, Trace
+from pipeline.record.provenance import provenance
+from pipeline.record.sender import NoSender
+from pipeline.record.terminal import Silence, Terminal
+from pipeline.train.evaluate import Evaluator
+from pipeline.train.loop import Training, train
+from pipeline.train.resume import resume
+from pipeline.train.signals import StopRequest
+from pipeline.train.state import Evaluation, TrainState
+from pipeline.train.step import Step
+from pipeline.verdict import TemporaryError, Verdict
+from pipeline.world import World
+
+
+def run_training(config: Config, world: World, folder: RunFolder, source: Source | None, stop: StopRequest) -> str:
+    """Train as one process of `world`; the line that says the result. Raises a Verdict where there is none.
+
+    Rank 0 brings the source that its preflight opened, and holds the folder.
+    """
+    terminal = Terminal() if world.is_main else Silence()
+    group = _join(config, world)
+    source = _share_source(config, group, source)
+    plan = make_plan(config, world, source.size)
+    run = _build(config, plan, group, source, terminal, stop)
+    resumed = resume(run.state, config, folder, source, group, terminal.say)
+    if run.state.step >= plan.last_step and run.state.is_evaluated:
+        terminal.say(f"finished before: {folder.path} stands at step {run.state.step:,} of {plan.last_step:,}")
+        group.finish()
+        assert run.state.evaluation is not None
+        return _done_line(plan.epoch(run.state.step), run.state.evaluation, run.state.weights_digest())
+    tracker = _open_records(run, folder, resumed=resumed)
+    data = TrainBatches(source.train, config, plan, group.rank)
+    positions = range(run.state.step * plan.accumulate, max(run.state.step, plan.last_step) * plan.accumulate)
+    try:
+        evaluation = train(run, batches(data, positions, plan, pin=group.device.type == "cuda"))
+    except Verdict as ending:
+        if group.is_main:
+            verdict.leave(folder.path, ending, config.model_dump_json())
+        _close_records(run, tracker, "KILLED" if isinstance(ending, TemporaryError) else "FAILED", str(ending))
+        group.finish()
+        raise
+    except Exception:
+        _crash(run)
+    line = _done_line(plan.epoch(run.state.step), evaluation, run.state.weights_digest())
+    _close_records(run, tracker, "FINISHED", line)
+    group.finish()
+    return line
+
+
+def run_evaluation(config: Config, world: World, contents: dict[str, Any], source: Source | None) -> str:
+    """Validate a checkpoint's contents as one process of `world`; the line that says the result."""
+    terminal = Terminal() if world.is_main else Silence()
+    group = _join(config, world)
+    source = _share_source(config, group, source)
+    model = build(config.model, len(contents["classes"]))
+    model.load_state_dict(contents["model"])
+    evaluator = Evaluator(model.to(group.device), source.val, config, share_resources(config, world), group)
+    evaluation, defects = evaluator.evaluate(contents["step"], lambda: False)
+    terminal.say_defects(source.val, defects)
+    group.finish()
+    assert evaluation is not None
+    return _done_line(contents["epoch"], evaluation, weights_digest(contents["model"]))
+
+
+def _join(config: Config, world: World) -> Group:
+    """Set torch's switches, take the device, find the others."""
+    randomness.settle_arithmetic(
+        deterministic=config.run.deterministic,
+        precision=config.train.precision,
+        threads=share_resources(config, world).threads,
+    )
+    device = groups.choose_device(config, world)
+    return groups.start(config, world, device)
+
+
+def _share_source(config: Config, group: Group, source: Source | None) -> Source:
+    """Rank 0's index, at every process: file systems may list differently."""
+    if config.data.source == "synthetic":
+        return source or open_source(config)
+    data = group.broadcast_bytes(source.index.to_bytes() if source and source.index else None)
+    return source or of_index(data_root(config), Index.from_bytes(data))
+
+
+def _build(
+    config: Config, plan: Plan, group: Group, source: Source, terminal: Terminal, stop: StopRequest
+) -> Training:
+    """All parts, settled, with first weights that are a function of the seed."""
+    if config.run.deterministic:
+        terminal.say("deterministic: same bits each time, at the price of slower kernels and one fixed number of threads")
+    terminal.say(f"creating {config.model.arch} for {plan.num_classes} classes on {group.device} ...")
+    randomness.seed_network(config.run.seed, "weights")
+    model = build(config.model, plan.num_classes).to(group.device)
+    strategy = parallel.choose(group)(model, group)
+    state = TrainState.build(model, config, group.device)
+    step = Step(state, strategy, config, plan)
+    first = copy_to_host(model.state_dict())
+    step.settle()
+    model.load_state_dict(first)
+    identity = {"config": config.to_yaml(), "data": source.digest, "classes": list(source.classes), "world": plan.world}
+    evaluator = Evaluator(model, source.val, config, plan, group)
+    return Training(config, plan, group, strategy, state, step, source.train, evaluator, identity, terminal, stop)
+
+
+def _open_records(run: Training, folder: RunFolder, *, resumed: bool) -> NoSender:
+    """Rank 0 opens what it writes, and starts the sender. RequestError at all if the tracker is required and not there."""
+    tracker, problem = NoSender(), None
+    if run.group.is_main:
+        say = run.terminal.say
+        verdict.clear(folder.path)
+        folder.write(folder.config, run.config.to_yaml())
+        folder.write(folder.plan, json.dumps(run.plan.to_dict(), indent=1))
+        run.journal = Journal(folder.journal, say)
+        run.checkpoints = Checkpoints(folder.checkpoints, run.config.checkpoint.keep, say)
+        if run.config.run.trace:
+            run.trace = Trace(folder.trace, run.state.step)
+        facts = {"recipe": run.config.recipe, "world": run.plan.world, **provenance(run.group.device)}
+        run.journal.event("started", step=run.state.step, resumed=resumed, tags=facts)
+        tracker = sender.start(run.config, folder)
+        if run.config.track.required:
+            try:
+                tracker.wait_ready()
+            except Verdict as found:
+                problem = found
+    run.group.raise_together(problem)
+    return tracker
+
+
+def _close_records(run: Training, tracker: NoSender, status: str, line: str) -> None:
+    """The journal's last word, and the sender's moment to deliver it."""
+    if run.checkpoints:
+        run.checkpoints.wait()
+    if run.journal:
+        run.journal.event("ended", status=status, step=run.state.step, line=line, best=_best_file(run))
+        if not tracker.finish():
+            run.terminal.say("MLflow did not take everything: the journal keeps it, 'pipeline sync' with this run's folder sends it")
+
+
+def _best_file(run: Training) -> dict[str, Any] | None:
+    best = run.state.best
+    path = run.checkpoints.of_step(best.step) if best and run.checkpoints else None
+    return {"step": best.step, "file": path.name} if best and path else None
+
+
+def _crash(run: Training) -> NoReturn:
+    """One process has broken, so the others cannot go on: leave at once, without the farewells that wait for them."""
+    traceback.print_exc()
+    print(f"rank {run.group.rank} failed after step {run.state.step}", file=sys.stderr, flush=True)
+    if run.checkpoints:
+        run.checkpoints.wait()
+    if run.journal:
+        run.journal.event("ended", status="FAILED", step=run.state.step, line="crashed")
+    os._exit(verdict.CRASH)
+
+
+def _done_line(epoch: int, evaluation: Evaluation, weights: str) -> str:
+    return (
+        f"done step={evaluation.step} epoch={epoch} top1={evaluation.top1:.4f} top5={evaluation.top5:.4f}"
+        f" images={evaluation.images}/{evaluation.total} weights=sha256:{weights}"
+    )

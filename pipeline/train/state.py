@@ -1,0 +1,108 @@
+"""All that must survive a restart, in one place.
+
+Promise: a run that loads this state at step n goes on as the run that wrote it would have. That is why it is so little:
+order, augmentation, dropout and the learning rate are functions of the step, so the step stands for all of them. It is
+built whole and then loaded. A gradient scaler and an average of the weights, where a run has them, belong here.
+"""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.config import Config
+from pipeline.model.architectures import parameter_groups
+from pipeline.record.checkpoint import weights_digest
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The validation of one step's model, in integers: the same at any number of processes."""
+
+    step: int
+    images: int
+    total: int
+    correct1: int
+    correct5: int
+    loss_sum: int
+    """In units of 2^-20."""
+
+    @property
+    def top1(self) -> float:
+        return self.correct1 / self.images
+
+    @property
+    def top5(self) -> float:
+        return self.correct5 / self.images
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / 2**20 / self.images
+
+
+@dataclass
+class TrainState:
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    totals: Tensor
+    """[loss in 2^-20, correct, images] int64 on the device: training since the last report, not yet summed over processes."""
+    step: int = 0
+    """Updates made: the run's only position."""
+    evaluation: Evaluation | None = None
+    """The last one made."""
+    best: Evaluation | None = None
+    bad_images: dict[int, str] = field(default_factory=dict)
+    """Sample id of each training image found undecodable so far, and why."""
+
+    @classmethod
+    def build(cls, model: nn.Module, config: Config, device: torch.device) -> "TrainState":
+        return cls(model, _optimizer(model, config), torch.zeros(3, dtype=torch.int64, device=device))
+
+    def to_dict(self, totals: Tensor) -> dict[str, Any]:
+        """Tensors, numbers and strings. totals: this state's, summed over the processes."""
+        return {
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "totals": totals,
+            "evaluation": asdict(self.evaluation) if self.evaluation else None,
+            "best": asdict(self.best) if self.best else None,
+            "bad_images": dict(self.bad_images),
+        }
+
+    def load_dict(self, contents: dict[str, Any], *, is_main: bool) -> None:
+        """Take over what `to_dict` gave. The sum so far goes to rank 0, so that the next sum counts it once."""
+        self.model.load_state_dict(contents["model"])
+        self.optimizer.load_state_dict(contents["optimizer"])
+        self.step = contents["step"]
+        self.totals.zero_()
+        if is_main:
+            self.totals.copy_(contents["totals"])
+        self.evaluation = Evaluation(**contents["evaluation"]) if contents["evaluation"] else None
+        self.best = Evaluation(**contents["best"]) if contents["best"] else None
+        self.bad_images = dict(contents["bad_images"])
+
+    def take(self, evaluation: Evaluation) -> bool:
+        """Note an evaluation; whether it is the best so far (the earlier of equals stays)."""
+        self.evaluation = evaluation
+        if self.best is None or evaluation.correct1 > self.best.correct1:
+            self.best = evaluation
+        return self.best is evaluation
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether the last evaluation was of this very model."""
+        return self.evaluation is not None and self.evaluation.step == self.step
+
+    def weights_digest(self) -> str:
+        return weights_digest(self.model.state_dict())
+
+
+def _optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """Learning rates are set before each update, from the plan."""
+    options = config.optimizer
+    groups = parameter_groups(model, options.weight_decay)
+    if options.name == "adamw":
+        return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=True)
+    return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov, fused=True)

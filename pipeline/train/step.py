@@ -1,0 +1,91 @@
+"""One update: passes forward and backward over this process's share of the global batch, then the weights.
+
+Nothing here waits for the device: losses and counts stay on it as integers until they are reported. What the passes draw
+(dropout) is addressed by (seed, step, shard), where a shard is one pass of one process.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pipeline.config import Config
+from pipeline.data.loader import Batch
+from pipeline.model.architectures import Normalise
+from pipeline.parallel import Strategy
+from pipeline.plan import Plan
+from pipeline.randomness import seed_network
+from pipeline.train.state import TrainState
+
+LOSS_UNIT = 2**20
+"""Losses are summed in integers of 2^-20, which add in any order to the same."""
+
+
+def autocast(device: torch.device, config: Config) -> torch.autocast:
+    """The context in which a forward pass has its precision."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision == "bf16")
+
+
+class Step:
+    def __init__(self, state: TrainState, strategy: Strategy, config: Config, plan: Plan) -> None:
+        self._state = state
+        self._strategy = strategy
+        self._config = config
+        self._plan = plan
+        self._device = strategy.group.device
+        self._normalise = Normalise(self._device, channels_last=config.model.channels_last)
+
+    def settle(self) -> None:
+        """One discarded pass on blank images, with whatever the strategy settles in it; the state is loaded after this."""
+        plan, size = self._plan, self._config.augment.size
+        blank = torch.zeros((plan.micro_batch, 3, size, size), dtype=torch.uint8)
+        labels = torch.zeros(plan.micro_batch, dtype=torch.int64)
+
+        def backward() -> None:
+            self._forward(blank, labels.to(self._device))[0].backward()
+
+        self._strategy.warm_up(backward)
+        self._state.optimizer.zero_grad()
+
+    def forward_backward(self, batches: Iterator[Batch]) -> tuple[Tensor, list[Batch]]:
+        """All passes of one step. Returns their summed loss (on the device) and the batches that were used."""
+        state, plan = self._state, self._plan
+        loss_sum = torch.zeros((), device=self._device)
+        used = []
+        for micro in range(plan.accumulate):
+            batch = next(batches)
+            seed_network(self._config.run.seed, "network", state.step, self._strategy.group.rank * plan.accumulate + micro)
+            labels = batch.labels.to(self._device, non_blocking=True)
+            with self._strategy.accumulating(last=micro == plan.accumulate - 1):
+                loss, logits = self._forward(batch.images, labels)
+                (loss / plan.accumulate).backward()
+            self._count(loss.detach(), logits.detach(), labels)
+            loss_sum += loss.detach()
+            used.append(batch)
+        return loss_sum, used
+
+    def update(self) -> None:
+        """Apply the gradients at this step's learning rate; the state is then one step on."""
+        state = self._state
+        if self._config.train.clip is not None:
+            torch.nn.utils.clip_grad_norm_(state.model.parameters(), self._config.train.clip)
+        rate = self._plan.learning_rate(state.step)
+        for group in state.optimizer.param_groups:
+            group["lr"] = rate
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        state.step += 1
+
+    def _forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """images: [B, 3, H, W] uint8, labels: [B] int64 on the device -> (mean loss, logits [B, classes])."""
+        with autocast(self._device, self._config):
+            logits = self._strategy.forward(self._normalise(images))
+            loss = functional.cross_entropy(logits, labels, label_smoothing=self._config.train.label_smoothing)
+        return loss, logits
+
+    def _count(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+        totals, images = self._state.totals, len(labels)
+        totals[0] += (loss.double() * (images * LOSS_UNIT)).round().to(torch.int64)
+        totals[1] += (logits.argmax(1) == labels).sum()
+        totals[2] += images

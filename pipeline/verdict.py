@@ -1,0 +1,81 @@
+"""How a run ends: the exit codes, and one line for each ending that is not a crash.
+
+Whoever finds out that a run cannot go on raises a `Verdict`; the command line prints its one line and exits with its
+code. Nothing else in this package decides an exit code, so a script, a launcher or Kubernetes can rely on them:
+
+    0 done · 2 the request is wrong, do not retry · 3 the loss is not finite · 4 data or storage · 75 temporary, retry
+
+torchrun answers 1 whatever its ranks say, so codes 3 and 4 are also left in the run's folder (`leave`): the next start
+of the same request says the same line and leaves (`recall`), instead of training into the same wall again. Code 2 needs
+no note: every request is checked anew, in seconds, before a GPU is taken.
+"""
+
+import json
+import os
+from pathlib import Path
+
+OK = 0
+CRASH = 1
+
+
+class Verdict(Exception):
+    """An ending with a line for people and a code for scripts."""
+
+    code = CRASH
+
+    def __str__(self) -> str:
+        return " ".join(super().__str__().split())  # one line, whatever a library's message brought along
+
+
+class RequestError(Verdict):
+    """What was asked cannot be done: says what was given, what is allowed and what to do."""
+
+    code = 2
+
+
+class NotFiniteError(Verdict):
+    """The loss became NaN or infinite; no state after the last good step exists."""
+
+    code = 3
+
+
+class StorageError(Verdict):
+    """Data or storage failed: bad images, a full disk, no checkpoint that verifies."""
+
+    code = 4
+
+
+class TemporaryError(Verdict):
+    """Interrupted, or something is not there yet: the same command again goes on."""
+
+    code = 75
+
+
+_FILE = "verdict.json"
+
+
+def leave(folder: Path, verdict: Verdict, request: str) -> None:
+    """Write down why `request` (its digest) ended, for the next start. Never raises: the disk may be what failed."""
+    if verdict.code not in (NotFiniteError.code, StorageError.code):
+        return
+    try:
+        aside = folder / f".{_FILE}"
+        aside.write_text(json.dumps({"code": verdict.code, "line": str(verdict), "request": request}))
+        os.replace(aside, folder / _FILE)
+    except OSError:
+        pass
+
+
+def recall(folder: Path, request: str) -> Verdict | None:
+    """The verdict that the last start of this same request ended with, or None."""
+    try:
+        left = json.loads((folder / _FILE).read_text())
+        kind = {kind.code: kind for kind in (NotFiniteError, StorageError)}[left["code"]]
+        return kind(left["line"]) if left["request"] == request else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def clear(folder: Path) -> None:
+    """Forget it: the request has changed, or `run.resume` says to go on."""
+    (folder / _FILE).unlink(missing_ok=True)

@@ -1,0 +1,104 @@
+"""Who takes part and with what: read from the environment that a launcher leaves, before torch is imported.
+
+A process started by torchrun (or by our own `--nproc`, which is the same agent) finds its place in RANK, WORLD_SIZE,
+LOCAL_RANK, LOCAL_WORLD_SIZE; without them it is alone. CPUs are those that this process may use: the affinity mask cut by
+the cgroup's quota, since in a container the host's count is a promise nobody keeps.
+"""
+
+import ctypes
+import os
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pipeline.verdict import CRASH, RequestError
+
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class World:
+    size: int = 1
+    """Processes in the whole job."""
+    local_size: int = 1
+    """Processes on this machine."""
+    rank: int = 0
+    local_rank: int = 0
+    cpus: int = 1
+    """CPUs that the processes of this machine may use together."""
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def resized(self, size: int, local_size: int) -> "World":
+        """The same machine with another number of processes, seen from rank 0."""
+        return replace(self, size=size, local_size=local_size, rank=0, local_rank=0)
+
+
+def launched() -> bool:
+    """Whether a launcher gave this process a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def here() -> World:
+    """This process's place. RequestError if a launcher's variables make no sense."""
+    if not launched():
+        return World(cpus=allowed_cpus())
+    values = {}
+    for name, default in (("RANK", ""), ("WORLD_SIZE", ""), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
+        text = os.environ.get(name, default)
+        if not text.isdecimal():
+            raise RequestError(f"{name}={text!r} in the environment is not a whole number: start with torchrun or --nproc")
+        values[name] = int(text)
+    return World(
+        values["WORLD_SIZE"], values["LOCAL_WORLD_SIZE"], values["RANK"], values["LOCAL_RANK"], cpus=allowed_cpus()
+    )
+
+
+def allowed_cpus() -> int:
+    """CPUs that affinity and cgroup (v2, else v1) leave us; at least 1."""
+    cpus = len(os.sched_getaffinity(0))
+    quota = _cgroup_quota()
+    return max(1, min(cpus, int(quota))) if quota else cpus
+
+
+def shows_gpu() -> bool:
+    """Whether this machine has a GPU, usable or not."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def no_gpu() -> RequestError:
+    return RequestError("run.device=cuda but this machine shows no GPU: cpu trains without one, auto takes what is there")
+
+
+def _cgroup_quota() -> float | None:
+    root = Path("/sys/fs/cgroup")
+    try:
+        own = Path("/proc/self/cgroup").read_text().splitlines()
+        inside = next((line[3:] for line in own if line.startswith("0::")), "/").strip("/")
+        folder = root / inside
+        limits = []
+        for level in (folder, *folder.parents):  # any level above may be the one that limits
+            if (level / "cpu.max").exists():
+                quota, period = (level / "cpu.max").read_text().split()
+                limits += [int(quota) / int(period)] if quota != "max" else []
+            if level == root:
+                break
+        if limits:
+            return min(limits)
+        quota_us = int((root / "cpu/cpu.cfs_quota_us").read_text())
+        return quota_us / int((root / "cpu/cpu.cfs_period_us").read_text()) if quota_us > 0 else None
+    except (OSError, ValueError):
+        return None
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel SIGKILL this process when the thread that made it (in process `parent`) is gone.
+
+    An orphaned rank would train on and write checkpoints, and an orphaned loader worker hold memory. The signal is not
+    inherited over fork, so each process asks for itself; `parent` is compared afterwards for the instant before.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(CRASH)
