@@ -49,15 +49,17 @@ class _HelpWithKeys(argparse.Action):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
+    is_main = os.environ.get("RANK", "0") == "0"  # of several processes one speaks
     try:
         options = _parser().parse_args(arguments)
         answer = options.run(options)
         if isinstance(answer, int):
             return answer
-        print(answer, flush=True)
+        if is_main:
+            print(answer, flush=True)
         return verdict.OK
     except Verdict as ending:
-        if os.environ.get("RANK", "0") == "0" or ending.code == RequestError.code:
+        if is_main or ending.code == RequestError.code:
             print(f"pipeline: {ending}", file=sys.stderr, flush=True)
         return ending.code
     except KeyboardInterrupt:

@@ -6,14 +6,23 @@ of a resumed run those of an uninterrupted one. And buffers are not sent at ever
 before an evaluation or a save: training itself never reads running statistics.
 """
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.group import Group
 from pipeline.parallel.single import Strategy
+
+# torch 2.14 renamed the option
+_KEEP_BUFFERS: dict[str, Any] = (
+    {"forward_sync_buffers": False}
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    else {"broadcast_buffers": False}
+)
 
 
 class Distributed(Strategy):
@@ -22,8 +31,8 @@ class Distributed(Strategy):
         self._wrapped = DistributedDataParallel(
             model,
             device_ids=[group.device] if group.device.type == "cuda" else None,
-            broadcast_buffers=False,
             gradient_as_bucket_view=True,
+            **_KEEP_BUFFERS,
         )
 
     def forward(self, images: Tensor) -> Tensor:

@@ -1,0 +1,33 @@
+"""Shared by all tests: a folder of digits, made once."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rounds", type=int, default=1, help="how often each fault is injected (seeds differ)")
+    parser.addoption("--seed", type=int, default=0, help="first seed of the faults' instants; printed with each failure")
+
+
+@pytest.fixture(scope="session")
+def rounds(request: pytest.FixtureRequest) -> int:
+    return request.config.getoption("--rounds")
+
+
+@pytest.fixture(scope="session")
+def first_seed(request: pytest.FixtureRequest) -> int:
+    return request.config.getoption("--seed")
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The digits as an image folder."""
+    from pipeline.data.sources import make_digits
+
+    root = tmp_path_factory.mktemp("data") / "digits"
+    make_digits(root)
+    return root

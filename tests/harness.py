@@ -1,0 +1,236 @@
+"""Real runs for tests: processes started as a user starts them, watched through what they write, killed by signals."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+DONE = re.compile(
+    r"^done step=(?P<step>\d+) epoch=(?P<epoch>\d+) top1=(?P<top1>[01]\.\d{4}) top5=(?P<top5>[01]\.\d{4})"
+    r" images=(?P<images>\d+/\d+) weights=sha256:(?P<weights>[0-9a-f]{64})$"
+)
+
+# small and quick, but with all that makes exactness hard: batch norm, momentum, a schedule, augmentation
+SMALL = (
+    "model.arch=shufflenet_v2_x0_5", "batch.global=48", "run.device=cpu", "run.deterministic=true", "run.trace=true",
+    "track.uri=none", "track.every=3 steps",
+)  # fmt: skip
+
+
+@dataclass
+class Result:
+    code: int
+    out: str
+    err: str
+    seconds: float
+
+    @property
+    def done(self) -> dict[str, str]:
+        """The fields of the last line of standard output; fails if it is not a `done` line."""
+        match = DONE.match(self.out.splitlines()[-1]) if self.out else None
+        assert match, f"no done line (exit {self.code}): {self.out!r}\n{self.err[-3000:]}"
+        return match.groupdict()
+
+    @property
+    def error(self) -> str:
+        """The one line of an error; fails if there is a traceback."""
+        assert "Traceback" not in self.err, self.err
+        lines = [line for line in self.err.splitlines() if line.startswith("pipeline: ")]
+        assert len(lines) == 1, self.err
+        return lines[0].removeprefix("pipeline: ")
+
+
+def environment(**extra: str) -> dict[str, str]:
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("MLFLOW_", "PIPELINE_", "OMP_"))}
+    return env | extra
+
+
+def pipeline(*arguments: str, cwd: Path | None = None, timeout: float = 300, **env: str) -> Result:
+    """Run a command to its end."""
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "pipeline", *arguments],
+        capture_output=True, text=True, timeout=timeout, cwd=cwd, env=environment(**env), check=False,
+    )  # fmt: skip
+    return Result(done.returncode, done.stdout, done.stderr, time.monotonic() - start)
+
+
+def torchrun(nproc: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), "-m", "pipeline"]
+
+
+@dataclass
+class Job:
+    """A training in a folder, started, watched, hurt and started again."""
+
+    folder: Path
+    arguments: list[str]
+    nproc: int = 1
+    by_torchrun: bool = False
+    env: dict[str, str] = field(default_factory=dict)
+    process: subprocess.Popen[str] | None = None
+    started: float = 0
+
+    def start(self) -> "Job":
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        train = ["train", *self.arguments, f"run.dir={self.folder}"]
+        if self.by_torchrun:
+            command = [*torchrun(self.nproc), *train]
+        else:
+            command = [sys.executable, "-m", "pipeline", *train, *(["--nproc", str(self.nproc)] if self.nproc > 1 else [])]
+        self.started = time.monotonic()
+        self._out = open(self.folder.with_suffix(".out"), "w+")  # noqa: SIM115 — lives as long as the process
+        self._err = open(self.folder.with_suffix(".err"), "w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            command, stdout=self._out, stderr=self._err, text=True, env=environment(**self.env), start_new_session=True
+        )
+        return self
+
+    def wait(self, timeout: float = 240) -> Result:
+        assert self.process
+        try:
+            code = self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.clean()
+            raise AssertionError(f"still running after {timeout} s: {self.log()[-3000:]}") from None
+        seconds = time.monotonic() - self.started
+        self._out.seek(0)
+        return Result(code, self._out.read(), self.log(), seconds)
+
+    def run(self) -> Result:
+        return self.start().wait()
+
+    def log(self) -> str:
+        return self.folder.with_suffix(".err").read_text()
+
+    def step(self) -> int:
+        """The last step that the trace says was made."""
+        rows = read_rows(self.folder / "trace.jsonl")
+        return rows[-1]["step"] if rows else 0
+
+    def wait_for_step(self, step: int, timeout: float = 120) -> int:
+        return self.wait_until(lambda: self.step() if self.step() >= step else 0, f"step {step}", timeout)
+
+    def wait_until(self, condition: Any, what: str, timeout: float = 120, pause: float = 0.005) -> Any:
+        assert self.process
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            found = condition()
+            if found:
+                return found
+            assert self.process.poll() is None, f"ended with {self.process.poll()} before {what}: {self.log()[-3000:]}"
+            time.sleep(pause)
+        raise AssertionError(f"no {what} in {timeout} s: {self.log()[-3000:]}")
+
+    def saving(self) -> bool:
+        """Whether a checkpoint is being written right now."""
+        folder = self.folder / "checkpoints"
+        return folder.is_dir() and any(name.startswith(".") for name in os.listdir(folder))
+
+    def ranks(self) -> list[int]:
+        """Process ids of the ranks, in rank order."""
+        assert self.process
+        if self.nproc == 1 and not self.by_torchrun:
+            return [self.process.pid]
+        found = {}
+        for pid in children(self.process.pid):
+            rank = variable(pid, "RANK")
+            if rank is not None:
+                found[int(rank)] = pid
+        return [found[rank] for rank in sorted(found)]
+
+    def processes(self) -> list[int]:
+        """Everything alive that belongs to this run: launcher, ranks, loader workers, sender."""
+        return [pid for pid in all_processes() if str(self.folder) in command_line(pid)]
+
+    def wait_gone(self, seconds: float) -> None:
+        """Fails if anything of this run is alive after `seconds`."""
+        end = time.monotonic() + seconds
+        while self.processes():
+            if time.monotonic() > end:
+                left = [(pid, command_line(pid)) for pid in self.processes()]
+                self.clean()
+                raise AssertionError(f"alive after {seconds} s: {left}")
+            time.sleep(0.05)
+        assert self.process
+        self.process.wait(5)
+
+    def clean(self) -> None:
+        for pid in self.processes():
+            kill(pid, signal.SIGKILL)
+
+    def journal(self, *prefixes: str) -> list[tuple[int, str, float]]:
+        """(step, key, value) of each point whose key begins so, in the order written."""
+        return [
+            (row["step"], key, value)
+            for row in read_rows(self.folder / "journal.jsonl")
+            for key, value in row.get("metrics", {}).items()
+            if key.startswith(prefixes)
+        ]
+
+    def checkpoints(self) -> list[Path]:
+        return sorted((self.folder / "checkpoints").glob("step-*.pt"))
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Whole lines of a JSON-lines file."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+
+
+def assert_each_sample_once(trace: list[dict[str, Any]], global_batch: int) -> None:
+    """Each (epoch, sample id) once, each step once and in order."""
+    assert [row["step"] for row in trace] == list(range(1, len(trace) + 1))
+    seen = [(row["epoch"], sample) for row in trace for sample in row["ids"]]
+    assert len(seen) == len(set(seen)) == global_batch * len(trace)
+
+
+def kill(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def all_processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal() and int(name) != os.getpid()]
+
+
+def command_line(pid: int) -> str:
+    """Empty for a process that is gone or a zombie."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def children(pid: int) -> list[int]:
+    found = []
+    for other in all_processes():
+        try:
+            fields = Path(f"/proc/{other}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and fields[0] != "Z":
+            found.append(other)
+    return found
+
+
+def variable(pid: int, name: str) -> str | None:
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    return next((entry.decode().partition("=")[2] for entry in entries if entry.startswith(f"{name}=".encode())), None)
+
+
+def copy_run(source: Path, target: Path) -> None:
+    shutil.copytree(source, target)

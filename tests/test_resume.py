@@ -1,0 +1,71 @@
+"""Kill it anywhere, start it again: the same bits, the same samples, the same history."""
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from harness import SMALL, Job, assert_each_sample_once, kill, read_rows
+
+KINDS = ("one rank", "all ranks", "launcher", "inside a save")
+
+
+def job(folder: Path, digits: Path, world: int) -> Job:
+    return Job(
+        folder,
+        ["digits", f"data.root={digits}", *SMALL, "train.epochs=3", "checkpoint.every=7 steps", "data.workers=2",
+         f"track.uri=sqlite:///{folder.parent}/{folder.name}.db"],
+        nproc=world,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_killed_at_random_instants_it_ends_with_the_same_bits(
+    tmp_path: Path, digits: Path, world: int, rounds: int, first_seed: int
+) -> None:
+    whole = job(tmp_path / "whole", digits, world)
+    expected = whole.run().done
+    last = int(expected["step"])
+    for seed in range(first_seed, first_seed + rounds):
+        draw = random.Random(1000 * world + seed)
+        print(f"world {world}, --seed {seed}")  # shown with a failure, to replay it
+        hurt = job(tmp_path / f"hurt-{seed}", digits, world)
+        for number, kind in enumerate(draw.sample(KINDS, len(KINDS))):
+            hurt.start()
+            hurt.wait_for_step(draw.randint(number * last // 5 + 1, (number + 1) * last // 5))
+            _hurt(hurt, kind, draw)
+            hurt.wait_gone(5)  # neither an orphan that trains on nor one that writes
+        assert hurt.run().done == expected
+        trace = read_rows(hurt.folder / "trace.jsonl")
+        assert_each_sample_once(trace, 48)
+        assert trace == read_rows(whole.folder / "trace.jsonl")
+        assert hurt.journal("train/", "val/") == whole.journal("train/", "val/")
+        assert _history(hurt) == _history(whole)
+
+
+def _hurt(run: Job, kind: str, draw: random.Random) -> None:
+    delay = draw.uniform(0, 0.3)
+    assert run.process
+    if kind == "inside a save":
+        run.wait_until(run.saving, "save", pause=0.0005)
+        delay = draw.uniform(0, 0.05)
+    time.sleep(delay)
+    ranks = run.ranks()
+    victims = {"one rank": [draw.choice(ranks)], "launcher": [run.process.pid]}.get(kind, ranks)
+    for pid in victims:
+        kill(pid, signal.SIGKILL)
+
+
+def _history(run: Job) -> tuple[str, dict[str, list[tuple[int, float]]]]:
+    """Status and points of the one MLflow run."""
+    import mlflow
+
+    client = mlflow.MlflowClient(f"sqlite:///{run.folder.parent}/{run.folder.name}.db")
+    (experiment,) = [found for found in client.search_experiments() if found.name == "digits"]
+    (tracked,) = client.search_runs([experiment.experiment_id])
+    keys = [key for key in tracked.data.metrics if key.startswith(("train/", "val/"))]
+    return tracked.info.status, {
+        key: sorted((point.step, point.value) for point in client.get_metric_history(tracked.info.run_id, key))
+        for key in keys
+    }
