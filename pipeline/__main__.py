@@ -82,7 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     train.add_argument("-h", "--help", nargs=0, action=_HelpWithKeys, help="this text and every key")
     train.add_argument("recipe", metavar="RECIPE")
-    train.add_argument("overrides", nargs="*", metavar="key=value", help="changes the recipe, for example train.epochs=10")
+    train.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="changes the recipe, for example train.epochs=10"
+    )
     train.add_argument("--nproc", type=_count, metavar="N", help="start N processes on this machine")
     train.set_defaults(run=_train)
 
@@ -96,14 +98,18 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("recipe", metavar="RECIPE")
     plan.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
     plan.add_argument("--world", type=_count, default=1, metavar="N", help="processes in the whole job (default 1)")
-    plan.add_argument("--nodes", type=_count, default=1, metavar="M", help="machines that they are spread over (default 1)")
+    plan.add_argument(
+        "--nodes", type=_count, default=1, metavar="M", help="machines that they are spread over (default 1)"
+    )
     plan.set_defaults(run=_plan)
 
     data = commands.add_parser("data", help="make or check a data set").add_subparsers(metavar="ACTION", required=True)
     make = data.add_parser("make", help="write the embedded digits, or synthetic images, as an image folder")
     make.add_argument("kind", choices=("digits", "synthetic"))
     make.add_argument("out", nargs="?", metavar="OUT", help="folder to make (default data/<kind>)")
-    make.add_argument("--images", type=_count, default=1000, metavar="N", help="synthetic: images to train (default 1000)")
+    make.add_argument(
+        "--images", type=_count, default=1000, metavar="N", help="synthetic: images to train (default 1000)"
+    )
     make.add_argument("--classes", type=_count, default=10, metavar="N", help="synthetic: classes (default 10)")
     make.add_argument("--side", type=_count, default=64, metavar="PX", help="synthetic: pixels a side (default 64)")
     make.set_defaults(run=_data_make)
@@ -115,7 +121,9 @@ def _parser() -> argparse.ArgumentParser:
 
     sync = commands.add_parser("sync", help="send to MLflow what the journal holds and the server lacks")
     sync.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    sync.add_argument("--follow", action="store_true", help="go on until standard input ends, as a training run uses it")
+    sync.add_argument(
+        "--follow", action="store_true", help="go on until standard input ends, as a training run uses it"
+    )
     sync.set_defaults(run=_sync)
 
     bench = commands.add_parser("bench", help="throughput, with the comparison stated")
@@ -160,7 +168,9 @@ def _plan(options: argparse.Namespace) -> str:
     from pipeline.plan import make_plan
 
     if options.world % options.nodes:
-        raise RequestError(f"--world {options.world} does not divide by --nodes {options.nodes}: give the same number to each")
+        raise RequestError(
+            f"--world {options.world} does not divide by --nodes {options.nodes}: give the same number to each"
+        )
     config = load(options.recipe, options.overrides)
     place = world.World(cpus=world.allowed_cpus()).resized(options.world, options.world // options.nodes)
     return f"{config.recipe}\n{make_plan(config, place, size_of(config)).table()}"

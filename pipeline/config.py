@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -28,7 +29,7 @@ from pydantic import (
 from pipeline.verdict import RequestError
 
 RECIPES = Path(__file__).parent / "recipes"
-MAX_YAML_BYTES = 1 << 20
+MAX_YAML_BYTES = 1 << 16
 
 Unit = Literal["epochs", "steps", "%"]
 
@@ -56,7 +57,7 @@ class Duration:
         raise ValueError("not a duration")
 
     def __str__(self) -> str:
-        return f"{self.amount:.12g} {self.unit}"
+        return f"{f'{self.amount:.6f}'.rstrip('0').rstrip('.')} {self.unit}"  # never 1e-06, which parse does not read
 
 
 DurationField = Annotated[
@@ -67,8 +68,27 @@ DurationField = Annotated[
 ]
 
 
+def _positive(duration: Duration) -> Duration:
+    if duration.amount == 0:
+        raise ValueError("never")
+    return duration
+
+
+Interval = Annotated[DurationField, AfterValidator(_positive), WithJsonSchema({"type": "string", "format": "interval"})]
+"""A duration after which something is done again: 0 would mean never to one reader and always to another."""
+
+Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f\x7f]+$")]
+"""A path with a NUL in it raises ValueError wherever it is used, and a line break makes two lines of an error."""
+
+
 def _absent(value: object) -> object:
     return None if isinstance(value, str) and value.lower() in ("auto", "none", "null", "~", "") else value
+
+
+def without_password(text: str) -> str:
+    """`text` without the passwords of the URLs in it: the user's part, and words of a query that are named so."""
+    text = re.sub(r"://[^/?#\s]*@", "://", text)
+    return re.sub(r"(?i)(?<=[?&])[^=&\s]*(?:password|passwd|secret|token)[^=&\s]*=[^&\s]*&?", "", text)
 
 
 Absent = BeforeValidator(_absent)
@@ -81,19 +101,17 @@ class Section(BaseModel):
         extra="forbid",
         use_attribute_docstrings=True,
         allow_inf_nan=False,
-        validate_by_name=True,
-        validate_by_alias=True,
     )
 
 
 class Run(Section):
-    dir: Annotated[str, Field(min_length=1)] = ""
+    dir: Text = ""
     """Folder of this run: configuration, journal, checkpoints. Default: runs/<recipe>."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of everything: first weights, order of samples, augmentation, dropout."""
     deterministic: bool = False
     """Same bits from run to run and across a resume; slower kernels on a GPU, one thread a process unless told."""
-    resume: Annotated[str, Field(min_length=1)] = "auto"
+    resume: Text = "auto"
     """auto: go on from the newest good checkpoint in run.dir; never: start anew, what is there is set aside; a path: go
     on from that checkpoint."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -109,7 +127,7 @@ class Run(Section):
 class Data(Section):
     source: Literal["folder", "digits", "synthetic"] = "folder"
     """folder: images in class folders; digits: 1,797 real handwritten digits, made on first use; synthetic: patterns."""
-    root: Annotated[str | None, Absent] = None
+    root: Annotated[Text | None, Absent] = None
     """Folder that holds train/ and val/, or class folders that are then split by data.val_split. digits: data/digits."""
     workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | None, Absent] = None
     """Loader processes a node, shared out to its processes, rounded up. auto: one for each CPU allowed."""
@@ -145,7 +163,7 @@ class Augment(Section):
 
 
 class Model(Section):
-    arch: Annotated[str, Field(min_length=1)] = "resnet50"
+    arch: Text = "resnet50"
     """A classification model of torchvision by its name; its head is sized by the data's classes."""
     channels_last: bool = False
     """Keep images and weights in NHWC order: faster convolutions on GPUs with tensor cores."""
@@ -184,7 +202,7 @@ class Schedule(Section):
     """Shape of the learning rate after the warm-up; cosine and linear end at 0."""
     warmup: DurationField = Duration(0, "steps")
     """Linear rise to the full learning rate."""
-    every: DurationField = Duration(30, "epochs")
+    every: Interval = Duration(30, "epochs")
     """Of step: how long until the next drop."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Of step: factor of each drop."""
@@ -204,7 +222,7 @@ class Train(Section):
 
 
 class Evaluate(Section):
-    every: DurationField = Duration(1, "epochs")
+    every: Interval = Duration(1, "epochs")
     """How often the validation images are all judged; always once more at the end."""
     batch: Annotated[int, Field(ge=1, le=1 << 20)] = 64
     """Images a forward pass. Batches are cut from the whole set, so any world size sees the same ones."""
@@ -215,28 +233,28 @@ class Evaluate(Section):
 
 
 class Checkpoint(Section):
-    every: DurationField = Duration(1, "epochs")
+    every: Interval = Duration(1, "epochs")
     """How often the state is saved; always at the end and at a signal."""
     keep: Annotated[int, Field(ge=1, le=10_000)] = 2
     """How many of the newest to keep; the best stays besides."""
 
 
 class Track(Section):
-    uri: Annotated[str, Field(min_length=1), PlainSerializer(lambda uri: re.sub(r"//[^/@]*@", "//", uri))] = "auto"
+    uri: Annotated[Text, PlainSerializer(without_password)] = "auto"
     """MLflow's address. auto: MLFLOW_TRACKING_URI, else a SQLite file mlflow.db beside the run's folder; none: the
     journal alone. A password in it is used and never written down."""
-    experiment: Annotated[Annotated[str, Field(min_length=1)] | None, Absent] = None
+    experiment: Annotated[Text | None, Absent] = None
     """MLflow experiment. auto: the recipe's name."""
     required: bool = False
     """Refuse to start (exit 2) while MLflow cannot be reached."""
-    every: DurationField = Duration(20, "steps")
+    every: Interval = Duration(20, "steps")
     """How often training metrics are summed over the processes and reported."""
 
 
 class Config(Section):
     """The whole request."""
 
-    recipe: Annotated[str, Field(min_length=1)]
+    recipe: Text
     """Name of the recipe, from the file's name."""
     parallel: Literal["ddp"] = "ddp"
     """How gradients meet: DistributedDataParallel (in one process: not at all)."""
@@ -255,7 +273,9 @@ class Config(Section):
     @model_validator(mode="after")
     def _folder_has_root(self) -> Self:
         if self.data.source == "folder" and self.data.root is None:
-            raise ValueError("data.root is missing: data.source=folder wants data.root=FOLDER, with train/ and val/ in it")
+            raise ValueError(
+                "data.root is missing: data.source=folder wants data.root=FOLDER, with train/ and val/ in it"
+            )
         return self
 
     @property
@@ -299,7 +319,8 @@ def refuse_changes(before: Config, now: Config) -> None:
     changed = [
         f"{key}: {old.get(key)} -> {new.get(key)}"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not any(key == free or key.startswith(f"{free}.") for free in FREE_ON_RESUME)
+        if old.get(key) != new.get(key)
+        and not any(key == free or key.startswith(f"{free}.") for free in FREE_ON_RESUME)
     ]
     if now.train.epochs < before.train.epochs:
         changed.append(f"train.epochs: {before.train.epochs} -> {now.train.epochs} (it may only grow)")
@@ -321,8 +342,10 @@ def describe_keys() -> str:
 
 
 def nearest(word: str, words: list[str]) -> str:
-    """`; did you mean X?` for the nearest of `words`, or nothing."""
-    close = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
+    """`; did you mean X?` for the nearest of `words`, or nothing. A word may lack its section."""
+    close = [key for key in words if key.endswith(f".{word}")] or difflib.get_close_matches(
+        word, words, n=1, cutoff=0.5
+    )
     return f"; did you mean {close[0]}?" if close else ""
 
 
@@ -344,7 +367,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         with open(path, "rb") as file:
             raw = file.read(MAX_YAML_BYTES + 1)
         if len(raw) > MAX_YAML_BYTES:
-            raise RequestError(f"recipe {path} is larger than 1 MiB: that is no recipe")
+            raise RequestError(f"recipe {path} is larger than 64 KiB: that is no recipe")
         return _parse_yaml(raw.decode(), str(path))
     except OSError as error:
         raise RequestError(f"recipe {path} cannot be read: {error.strerror}") from None
@@ -353,22 +376,36 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 class _TextLoader(yaml.BaseLoader):
-    """YAML in which every scalar is text and a key may stand once; the schema says what a text means."""
+    """YAML in which every scalar is text and a key may stand once; the schema says what a text means.
+
+    Aliases are refused: a recipe of 200 bytes can spell gigabytes with them.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(problem="an alias (*name) stands for a value: write it out", problem_mark=mark)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
+            if not isinstance(key.value, str):
+                raise yaml.MarkedYAMLError(problem="a key is not a word", problem_mark=key.start_mark)
             if key.value in seen:
                 raise yaml.MarkedYAMLError(problem=f"key {key.value!r} stands twice", problem_mark=key.start_mark)
-            if isinstance(key.value, str):
-                seen.add(key.value)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+
+# besides its own errors PyYAML lets through what Python says to "[" × 10,000 and to "\\UFFFFFFFF"
+_YAML_ERRORS = (yaml.YAMLError, RecursionError, ValueError, OverflowError)
 
 
 def _parse_yaml(text: str, origin: str) -> dict[str, Any]:
     try:
         tree = yaml.load(text, _TextLoader)
-    except (yaml.YAMLError, RecursionError, TypeError, ValueError) as error:
+    except _YAML_ERRORS as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error) or type(error).__name__
@@ -377,7 +414,7 @@ def _parse_yaml(text: str, origin: str) -> dict[str, Any]:
         return {}
     if not isinstance(tree, dict):
         raise RequestError(f"{origin} holds no sections: a recipe is a mapping such as 'model: {{arch: resnet18}}'")
-    return tree
+    return {key: {} if value == "" and _is_section(key) else value for key, value in tree.items()}
 
 
 def _apply(tree: dict[str, Any], overrides: list[str]) -> None:
@@ -387,14 +424,15 @@ def _apply(tree: dict[str, Any], overrides: list[str]) -> None:
             raise RequestError(f"{word!r} is not key=value, such as train.epochs=10{nearest(key, list(_keys()))}")
         try:
             value = yaml.load(text, _TextLoader) if text[:1] in "[{" and text else text
-        except (yaml.YAMLError, RecursionError, TypeError, ValueError):
+        except _YAML_ERRORS:
             value = text
         *sections, leaf = key.split(".")
         place = tree
-        for name in sections:
+        for depth, name in enumerate(sections):
             place = place.setdefault(name, {})
             if not isinstance(place, dict):
-                raise RequestError(_unknown(key, text))
+                wrong = depth == 0 and _is_section(name)
+                raise RequestError(_not_a_section(name, place) if wrong else _unknown(key, text))
         place[leaf] = value
 
 
@@ -405,8 +443,6 @@ def _validate(tree: dict[str, Any]) -> Config:
         errors = failure.errors(include_url=False)
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         raise RequestError(_line(errors[0]) + more) from None
-    except RecursionError:
-        raise RequestError("the configuration refers to itself; write its values out") from None
 
 
 def _line(error: Any) -> str:
@@ -418,11 +454,21 @@ def _line(error: Any) -> str:
         return _unknown(key, given)
     if error["type"] == "value_error" and key not in _keys():  # a rule over several fields words its own line
         return str(error["ctx"]["error"])
-    if key in Config.model_fields and key not in _keys():
-        inside = ", ".join(name for name in _keys() if name.startswith(f"{key}."))
-        return f"{key}={_show(given)} is not a section; its keys are {inside}"
-    schema, _ = _keys().get(key, ({}, None))
+    if _is_section(key):
+        return _not_a_section(key, given)
+    schema, _ = _keys()[key]
+    if error["type"] == "missing":
+        return f"{key} is missing: {_allowed(schema)}"
     return f"{key}={_show(given)} is not allowed: {_allowed(schema)}"
+
+
+def _is_section(key: str) -> bool:
+    return key in Config.model_fields and key not in _keys()
+
+
+def _not_a_section(key: str, given: object) -> str:
+    inside = ", ".join(name for name in _keys() if name.startswith(f"{key}."))
+    return f"{key}={_show(given)} is not a section; its keys are {inside}"
 
 
 def _unknown(key: str, given: object) -> str:
@@ -431,7 +477,7 @@ def _unknown(key: str, given: object) -> str:
         key = f"{key}.{inner}"
     keys = list(_keys())
     close = nearest(key, keys) or f"; the sections are {', '.join(Config.model_fields)}"
-    return f"{key}={_show(given)}: there is no key {key!r}{close}"
+    return f"{_show(key)}={_show(given)}: there is no key '{_show(key)}'{close}"
 
 
 def _show(value: object) -> str:
@@ -439,8 +485,9 @@ def _show(value: object) -> str:
         return "auto"
     if isinstance(value, bool):
         return str(value).lower()
-    text = str(list(value)) if isinstance(value, tuple) else str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    text = without_password(str(list(value)) if isinstance(value, tuple) else str(value))
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
 
 
 @cache
@@ -465,12 +512,13 @@ def _allowed(schema: dict[str, Any]) -> str:
         return " or ".join(_allowed(option) for option in schema["anyOf"])
     if "enum" in schema or "const" in schema:
         return " | ".join(schema.get("enum", [schema.get("const")]))
-    if schema.get("format") == "duration":
-        return "a duration such as '10 epochs', '500 steps' or '5 %'"
+    if "format" in schema:
+        above = " above 0" * (schema["format"] == "interval")
+        return f"a duration{above} such as '10 epochs', '500 steps' or '5 %'"
     if schema.get("type") == "array":
         return "[" + ", ".join(_allowed(item) for item in schema["prefixItems"]) + "]"
     kind = {
-        "integer": "a whole number", "number": "a number", "boolean": "true | false", "string": "a text", "null": "auto | none",
+        "integer": "a whole number", "number": "a number", "boolean": "true | false", "string": "a text of one line", "null": "auto | none",
     }[schema.get("type", "string")]  # fmt: skip
     bounds = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     return kind + " and".join(f" {sign} {schema[name]:.12g}" for name, sign in bounds.items() if name in schema)

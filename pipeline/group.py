@@ -116,7 +116,7 @@ class Peers(Group):
                 f"rank {world.rank} of {world.size} found no group within {timeout:g} s: a peer is not there yet ({error})"
             ) from error
         # objects are pickled through a CPU tensor of their own group, whatever the device's backend
-        self._host_group = dist.group.WORLD if device.type == "cpu" else dist.new_group(backend="gloo", timeout=limit)
+        self._host_group = None if device.type == "cpu" else dist.new_group(backend="gloo", timeout=limit)
 
 
 def start(config: Config, world: World, device: torch.device) -> Group:

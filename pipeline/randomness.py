@@ -54,6 +54,7 @@ def settle_arithmetic(*, deterministic: bool, precision: str, threads: int) -> N
         # cuBLAS reads this when its first handle is made, so before any GPU work
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # an aid for finding bugs, paid in every step
+        # an aid for finding bugs, which every step would pay for
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = deterministic
     torch.backends.cudnn.benchmark = not deterministic

@@ -69,7 +69,7 @@ def shows_gpu() -> bool:
 
 
 def no_gpu() -> RequestError:
-    return RequestError("run.device=cuda but this machine shows no GPU: cpu trains without one, auto takes what is there")
+    return RequestError("run.device=cuda but this machine shows no GPU: cpu trains without one, auto takes what there is")
 
 
 def _cgroup_quota() -> float | None:

@@ -1,9 +1,9 @@
 """Real runs for tests: processes started as a user starts them, watched through what they write, killed by signals."""
 
+import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -63,7 +63,16 @@ def pipeline(*arguments: str, cwd: Path | None = None, timeout: float = 300, **e
 
 
 def torchrun(nproc: int) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), "-m", "pipeline"]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(nproc),
+        "-m",
+        "pipeline",
+    ]
 
 
 @dataclass
@@ -84,7 +93,13 @@ class Job:
         if self.by_torchrun:
             command = [*torchrun(self.nproc), *train]
         else:
-            command = [sys.executable, "-m", "pipeline", *train, *(["--nproc", str(self.nproc)] if self.nproc > 1 else [])]
+            command = [
+                sys.executable,
+                "-m",
+                "pipeline",
+                *train,
+                *(["--nproc", str(self.nproc)] if self.nproc > 1 else []),
+            ]
         self.started = time.monotonic()
         self._out = open(self.folder.with_suffix(".out"), "w+")  # noqa: SIM115 — lives as long as the process
         self._err = open(self.folder.with_suffix(".err"), "w+")  # noqa: SIM115
@@ -194,10 +209,8 @@ def assert_each_sample_once(trace: list[dict[str, Any]], global_batch: int) -> N
 
 
 def kill(pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def all_processes() -> list[int]:
@@ -230,7 +243,3 @@ def variable(pid: int, name: str) -> str | None:
     except OSError:
         return None
     return next((entry.decode().partition("=")[2] for entry in entries if entry.startswith(f"{name}=".encode())), None)
-
-
-def copy_run(source: Path, target: Path) -> None:
-    shutil.copytree(source, target)

@@ -15,7 +15,9 @@ def make(kind: str, out: str | None, num_images: int, num_classes: int, side: in
     else:
         sources.make_synthetic(root, num_images, num_classes, side)
     size = manifest.scan(root, 0.1).size
-    return f"made {root}: {size.train_images:,} images to train, {size.val_images:,} held out, {size.num_classes} classes"
+    return (
+        f"made {root}: {size.train_images:,} images to train, {size.val_images:,} held out, {size.num_classes} classes"
+    )
 
 
 def check(root: Path, val_split: float, *, write_sums: bool) -> str:
@@ -24,17 +26,23 @@ def check(root: Path, val_split: float, *, write_sums: bool) -> str:
     RequestError for a wrong layout, StorageError if images are defect.
     """
     if not root.is_dir():
-        raise RequestError(f"{root} is not a folder: name an image folder, or make one with 'pipeline data make digits'")
+        raise RequestError(
+            f"{root} is not a folder: name an image folder, or make one with 'pipeline data make digits'"
+        )
     index = manifest.scan(root, val_split)
     found = []
     if (root / manifest.SUMS).exists() and not write_sums:
         found += list(manifest.check_sums(root))
-    found += [line for line in _undecodable(root, index) if line.split(":")[0] not in {known.split(" ")[0] for known in found}]
+    found += [
+        line for line in _undecodable(root, index) if line.split(":")[0] not in {known.split(" ")[0] for known in found}
+    ]
     for line in found:
         print(line, file=sys.stderr)
     size, digest = index.size, index.digest
     if found:
-        raise StorageError(f"{len(found)} of {size.train_images + size.val_images:,} images in {root} are defect: mend or remove them")
+        raise StorageError(
+            f"{len(found)} of {size.train_images + size.val_images:,} images in {root} are defect: mend or remove them"
+        )
     if write_sums:
         manifest.write_sums(root, index)
         digest = manifest.scan(root, val_split).digest

@@ -64,7 +64,9 @@ def preflight(config: Config, here: World) -> Cleared:
     folder = RunFolder(config.run_dir)
     left = verdict.recall(folder.path, config.model_dump_json())
     if left and config.run.resume == "auto":
-        print("the last start of this same request ended so; change it, or go on with run.resume=FOLDER", file=sys.stderr)
+        print(
+            "the last start of this same request ended so; change it, or go on with run.resume=FOLDER", file=sys.stderr
+        )
         raise left
     if config.run.device == "cuda" and not world.shows_gpu():
         raise world.no_gpu()

@@ -167,7 +167,8 @@ class Checkpoints:
             self._failures += 1
             reason = error.strerror if isinstance(error, OSError) else str(error)
             self._report(
-                f"checkpoint of step {step} was not saved: {reason} ({self._failures} of {MAX_FAILURES} in a row; training goes on)"
+                f"checkpoint of step {step} was not saved: {reason} ({self._failures} of {MAX_FAILURES} in a row);"
+                " training goes on"
             )
             aside.unlink(missing_ok=True)
 

@@ -53,7 +53,9 @@ class RunFolder:
                     ) from None
                 time.sleep(0.1)
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}\n".encode())
+        os.write(
+            descriptor, f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}\n".encode()
+        )
         self._held = descriptor
 
     def release(self) -> None:
@@ -77,7 +79,11 @@ class RunFolder:
 
     def set_aside(self) -> Path | None:
         """Move what an earlier run left into a folder of its own, for a fresh start: nothing is ever overwritten."""
-        old = [entry for entry in self.path.iterdir() if entry.name not in ("lock", "index") and entry.name[:7] != "before-"]
+        old = [
+            entry
+            for entry in self.path.iterdir()
+            if entry.name not in ("lock", "index") and entry.name[:7] != "before-"
+        ]
         if not any(entry.name != "checkpoints" or any(entry.iterdir()) for entry in old):
             return None
         aside = self._new_aside()

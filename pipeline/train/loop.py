@@ -102,9 +102,13 @@ def _save(run: Training, *, last: bool) -> None:
     finite = all_finite(state.model.state_dict().values())
     broken, exhausted = run.group.agree(not finite, writer is not None and writer.exhausted)
     if broken:
-        raise NotFiniteError(f"weights are not finite at step {state.step}: not saved; the checkpoints before it are good")
+        raise NotFiniteError(
+            f"weights are not finite at step {state.step}: not saved; the checkpoints before it are good"
+        )
     if exhausted:
-        raise StorageError(f"no checkpoint could be saved five times in a row, step {state.step} is lost: free or mend the disk")
+        raise StorageError(
+            f"no checkpoint could be saved five times in a row, step {state.step} is lost: free or mend the disk"
+        )
     totals = run.group.sum(state.totals)
     if writer:
         best = state.best.step if state.best else None
@@ -119,7 +123,11 @@ def _save(run: Training, *, last: bool) -> None:
 
 def _not_finite(run: Training, loss: torch.Tensor, used: list[Batch]) -> NotFiniteError:
     """Who saw it: the first rank, its loss and its samples."""
-    mine = None if bool(torch.isfinite(loss)) else (float(loss), [sample for batch in used for sample in batch.ids.tolist()])
+    mine = (
+        None
+        if bool(torch.isfinite(loss))
+        else (float(loss), [sample for batch in used for sample in batch.ids.tolist()])
+    )
     rank, (value, ids) = next((rank, seen) for rank, seen in enumerate(run.group.gather(mine)) if seen)
     shown = ", ".join(map(str, ids[:8])) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
     return NotFiniteError(
@@ -137,7 +145,7 @@ def _note_defects(run: Training, used: list[Batch]) -> None:
                 known[sample] = defect
                 run.terminal.say(f"bad image {run.train_images.name(sample)}: {defect}; another stands in for it")
                 if run.journal:
-                    run.journal.event("bad image", id=sample, name=run.train_images.name(sample), defect=defect)
+                    run.journal.event("bad image", id=sample, file=run.train_images.name(sample), defect=defect)
     limit = run.config.data.max_bad * run.plan.train_images
     if len(known) > limit:
         raise StorageError(

@@ -10,6 +10,7 @@ import os
 import resource
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -49,6 +50,7 @@ class Report:
         self._terminal = terminal
         self._journal = journal
         self._waiting = waiting
+        self._has_stepped = False
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -59,6 +61,9 @@ class Report:
     def updated(self, state: TrainState) -> None:
         """After each update."""
         self._steps += 1
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._terminal.say(f"first step done {_seconds_since_start():.1f} s after the start")
         if not self._plan.reports_at(state.step):
             return
         loss, correct, images = self._group.sum(state.totals).tolist()
@@ -113,6 +118,12 @@ def trace_update(trace: Trace | None, state: TrainState, plan: Plan, group: Grou
         passes = [one for part in parts for one in part]
         digest = hashlib.sha256(b"".join(digests for _, digests in passes)).hexdigest()
         trace.update(state.step, plan.epoch(state.step - 1), [sample for ids, _ in passes for sample in ids], digest)
+
+
+def _seconds_since_start() -> float:
+    """Since this process was started, imports included."""
+    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
 def _system(device: torch.device, cpus: float) -> dict[str, float]:

@@ -34,9 +34,10 @@ def resume(
     contents = checkpoint.decode(data, folder.checkpoints)
     refuse_changes(from_yaml(contents["config"], "the checkpoint's configuration"), config)
     if contents["data"] != source.digest:
+        changed = _what_changed(config, source, contents["data"])
         raise RequestError(
-            f"the data is not that of the checkpoint at step {contents['step']}: {_what_changed(config, source, contents['data'])}"
-            "; put it back, or start anew with run.resume=never"
+            f"the data is not that of the checkpoint at step {contents['step']}: {changed}; put it"
+            " back, or start anew with run.resume=never"
         )
     state.load_dict(contents, is_main=group.is_main)
     return True

@@ -107,12 +107,12 @@ def _share_source(config: Config, group: Group, source: Source | None) -> Source
     return source or of_index(data_root(config), Index.from_bytes(data))
 
 
-def _build(
-    config: Config, plan: Plan, group: Group, source: Source, terminal: Terminal, stop: StopRequest
-) -> Training:
+def _build(config: Config, plan: Plan, group: Group, source: Source, terminal: Terminal, stop: StopRequest) -> Training:
     """All parts, settled, with first weights that are a function of the seed."""
     if config.run.deterministic:
-        terminal.say("deterministic: same bits each time, at the price of slower kernels and one fixed number of threads")
+        terminal.say(
+            "deterministic: same bits each time, at the price of slower kernels and one fixed number of threads"
+        )
     terminal.say(f"creating {config.model.arch} for {plan.num_classes} classes on {group.device} ...")
     randomness.seed_network(config.run.seed, "weights")
     model = build(config.model, plan.num_classes).to(group.device)
@@ -158,7 +158,9 @@ def _close_records(run: Training, tracker: NoSender, status: str, line: str) -> 
     if run.journal:
         run.journal.event("ended", status=status, step=run.state.step, line=line, best=_best_file(run))
         if not tracker.finish():
-            run.terminal.say("MLflow did not take everything: the journal keeps it, 'pipeline sync' with this run's folder sends it")
+            run.terminal.say(
+                "MLflow did not take everything: the journal keeps it, 'pipeline sync' with this run's folder sends it"
+            )
 
 
 def _best_file(run: Training) -> dict[str, Any] | None:

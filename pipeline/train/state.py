@@ -46,7 +46,7 @@ class TrainState:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     totals: Tensor
-    """[loss in 2^-20, correct, images] int64 on the device: training since the last report, not yet summed over processes."""
+    """[loss in 2^-20, correct, images] int64 on the device: since the last report, not yet summed over processes."""
     step: int = 0
     """Updates made: the run's only position."""
     evaluation: Evaluation | None = None

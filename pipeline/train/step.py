@@ -43,7 +43,7 @@ class Step:
         labels = torch.zeros(plan.micro_batch, dtype=torch.int64)
 
         def backward() -> None:
-            self._forward(blank, labels.to(self._device))[0].backward()
+            self._forward(blank, labels.to(self._device))[0].backward()  # type: ignore[no-untyped-call]
 
         self._strategy.warm_up(backward)
         self._state.optimizer.zero_grad()
@@ -55,11 +55,13 @@ class Step:
         used = []
         for micro in range(plan.accumulate):
             batch = next(batches)
-            seed_network(self._config.run.seed, "network", state.step, self._strategy.group.rank * plan.accumulate + micro)
+            seed_network(
+                self._config.run.seed, "network", state.step, self._strategy.group.rank * plan.accumulate + micro
+            )
             labels = batch.labels.to(self._device, non_blocking=True)
             with self._strategy.accumulating(last=micro == plan.accumulate - 1):
                 loss, logits = self._forward(batch.images, labels)
-                (loss / plan.accumulate).backward()
+                (loss / plan.accumulate).backward()  # type: ignore[no-untyped-call]
             self._count(loss.detach(), logits.detach(), labels)
             loss_sum += loss.detach()
             used.append(batch)

@@ -1,0 +1,137 @@
+"""`pipeline bench`: throughput, always beside what it is compared with, in interleaved rounds.
+
+A figure on a shared machine says little; a ratio of medians from rounds that alternate says what our code costs.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from itertools import repeat
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from pipeline import group as groups
+from pipeline import randomness
+from pipeline.config import Config, load
+from pipeline.data.loader import Batch, TrainBatches, batches
+from pipeline.data.sources import open_source
+from pipeline.model.architectures import Normalise, build
+from pipeline.parallel import choose
+from pipeline.plan import Plan, make_plan
+from pipeline.record.journal import Journal
+from pipeline.record.terminal import Silence
+from pipeline.train.report import Report, Waiting
+from pipeline.train.state import TrainState
+from pipeline.train.step import Step
+from pipeline.world import here
+
+DEFAULTS = [
+    "data.source=synthetic", "data.num_images=4096", "model.arch=resnet18", "augment.size=64", "batch.global=64",
+    "train.epochs=1000", "track.uri=none",
+]  # fmt: skip
+
+
+def train(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> str:
+    """Images/s of our training step, loader, checks and reports included, against the barest torch loop.
+
+    The barest loop has the same model, batch, optimizer and device, and one batch in memory: forward, backward, update,
+    and nothing else. Rows: `reference` is that loop; `plain` is ours with the same batch in memory, so that the ratio is
+    what the loop itself costs; `loaded` is ours fed by its loader, which on a CPU takes its time from the same cores.
+    """
+    config = load("digits", [*DEFAULTS, *overrides])
+    place = here()
+    randomness.settle_arithmetic(deterministic=False, precision=config.train.precision, threads=place.cpus)
+    device = groups.choose_device(config, place)
+    source = open_source(config)
+    plan = make_plan(config, place, source.size)
+    data = TrainBatches(source.train, config, plan, 0)
+    batch = data[0]
+    with TemporaryDirectory() as folder:
+        loaded = batches(data, range(10**6), plan, pin=device.type == "cuda")
+        loops = {
+            "reference": _barest_loop(config, plan, device, batch),
+            "plain": _our_loop(config, plan, device, repeat(batch), Path(folder) / "plain.jsonl"),
+            "loaded": _our_loop(config, plan, device, loaded, Path(folder) / "loaded.jsonl"),
+        }
+        speeds = _interleave(loops, plan.global_batch, rounds, steps, device)
+    rows = [
+        {
+            "name": name,
+            "images_per_s": round(statistics.median(speeds[name]), 1),
+            "ratio": round(statistics.median(a / b for a, b in zip(speeds[name], speeds["reference"], strict=True)), 4),
+            "pixel_diff": 0.0,
+        }
+        for name in loops
+    ]
+    if as_json:
+        return json.dumps({"rows": rows})
+    title = f"{config.model.arch}, {config.augment.size} px, batch {plan.global_batch}, {config.train.precision}, {device}"
+    lines = [f"{title}; {rounds} interleaved rounds of {steps} steps, medians"]
+    for row in rows:
+        spread = [a / b for a, b in zip(speeds[str(row["name"])], speeds["reference"], strict=True)]
+        lines.append(
+            f"  {row['name']:<10} {row['images_per_s']:>10,.1f} images/s   ratio {row['ratio']:.3f}"
+            f" ({min(spread):.3f} to {max(spread):.3f})"
+        )
+    return "\n".join(lines)
+
+
+def _barest_loop(config: Config, plan: Plan, device: torch.device, batch: Batch) -> Callable[[int], None]:
+    model = build(config.model, plan.num_classes).to(device)
+    optimizer = TrainState.build(model, config, device).optimizer
+    images = Normalise(device, channels_last=config.model.channels_last)(batch.images)
+    labels = batch.labels.to(device)
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            with torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision == "bf16"):
+                loss = functional.cross_entropy(model(images), labels, label_smoothing=config.train.label_smoothing)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return run
+
+
+def _our_loop(
+    config: Config, plan: Plan, device: torch.device, fed: Iterator[Batch], journal: Path
+) -> Callable[[int], None]:
+    """The body of train/loop.py's loop: every part of a step that is neither an evaluation nor a save."""
+    group = groups.start(config, here(), device)
+    model: nn.Module = build(config.model, plan.num_classes).to(device)
+    strategy = choose(group)(model, group)
+    state = TrainState.build(model, config, device)
+    step = Step(state, strategy, config, plan)
+    waiting = Waiting(fed)
+    report = Report(plan, group, Silence(), Journal(journal, lambda _: None), waiting)
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            loss, used = step.forward_backward(waiting)
+            group.agree(False, not bool(torch.isfinite(loss)), any(one.defects for one in used))
+            step.update()
+            report.updated(state)
+
+    return run
+
+
+def _interleave(
+    loops: dict[str, Callable[[int], None]], images: int, rounds: int, steps: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Images/s of each loop in each round, the loops taking turns; a round before the first is not counted."""
+    speeds: dict[str, list[float]] = {name: [] for name in loops}
+    for number in range(rounds + 1):
+        names = list(loops) if number % 2 else list(reversed(loops))  # who comes second finds warmer caches
+        for name in names:
+            start = time.perf_counter()
+            loops[name](steps)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if number:
+                speeds[name].append(images * steps / (time.perf_counter() - start))
+    return speeds

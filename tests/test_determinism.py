@@ -1,0 +1,54 @@
+"""The same seed, the same weights: however the processes were started and whatever their environment says."""
+
+from pathlib import Path
+
+import pytest
+from harness import SMALL, Job
+
+SHORT = ("train.max_steps=12", "evaluate.every=12 steps", "data.workers=2")
+
+
+def job(folder: Path, digits: Path, *more: str, nproc: int = 1, by_torchrun: bool = False, **env: str) -> Job:
+    # dropout besides batch norm, so that the network's own randomness counts too
+    arguments = ["digits", f"data.root={digits}", *SMALL, "model.arch=mobilenet_v3_small", *SHORT, *more]
+    return Job(folder, arguments, nproc=nproc, by_torchrun=by_torchrun, env=env)
+
+
+@pytest.mark.parametrize("nproc", [1, 3])
+def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path: Path, digits: Path, nproc: int) -> None:
+    runs = [
+        job(tmp_path / "nproc", digits, nproc=nproc),
+        job(tmp_path / "torchrun", digits, nproc=nproc, by_torchrun=True, OMP_NUM_THREADS="2"),
+    ]
+    weights = [run.run().done["weights"] for run in runs]
+    assert weights[0] == weights[1]
+    other = job(tmp_path / "other", digits, "run.seed=1", nproc=nproc)
+    assert other.run().done["weights"] != weights[0]
+
+
+def test_the_threads_in_the_environment_change_nothing(tmp_path: Path, digits: Path) -> None:
+    weights = {
+        job(tmp_path / f"omp-{threads}", digits, OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads).run().done["weights"]
+        for threads in ("1", "2", "7")
+    }
+    assert len(weights) == 1
+
+
+def test_workers_prefetch_and_tracing_change_nothing(tmp_path: Path, digits: Path) -> None:
+    variants = (
+        ("data.workers=0",),
+        ("data.workers=3", "data.prefetch=5"),
+        ("run.trace=false", "checkpoint.every=5 steps"),
+    )
+    weights = {job(tmp_path / str(i), digits, *more).run().done["weights"] for i, more in enumerate(variants)}
+    assert len(weights) == 1
+
+
+def test_accumulation_keeps_the_samples_and_resumes_to_the_bit(tmp_path: Path, digits: Path) -> None:
+    whole = job(tmp_path / "whole", digits, "batch.accumulate=4", nproc=3)
+    expected = whole.run().done
+    parts = job(tmp_path / "parts", digits, "batch.accumulate=4", "train.max_steps=5", nproc=3)
+    assert parts.run().done["step"] == "5"
+    parts.arguments.remove("train.max_steps=5")
+    assert parts.run().done["weights"] == expected["weights"]
+    assert (whole.folder / "trace.jsonl").read_bytes() == (parts.folder / "trace.jsonl").read_bytes()

@@ -1,0 +1,112 @@
+"""Asked to stop: a signal to any one process, in any phase, and all save that step and leave with 75, in seconds."""
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from harness import DONE, SMALL, Job, kill, pipeline, read_rows
+from pipeline.record.checkpoint import newest_good, step_of
+
+PHASES = ("first batch", "training", "validation", "save")
+
+
+def job(folder: Path, digits: Path, *more: str, nproc: int = 4) -> Job:
+    return Job(
+        folder,
+        ["digits", f"data.root={digits}", *SMALL, "train.epochs=2", "data.workers=8", "checkpoint.every=10 steps",
+         "evaluate.batch=2", *more],
+        nproc=nproc,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
+    run = job(tmp_path_factory.mktemp("whole") / "run", digits)
+    assert run.run().code == 0
+    return run
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_sigterm_to_one_rank_saves_that_step_and_exits_75(
+    tmp_path: Path, digits: Path, whole: Job, phase: str, rounds: int, first_seed: int
+) -> None:
+    for seed in range(first_seed, first_seed + rounds):
+        draw = random.Random(f"{phase} {seed}")
+        print(f"{phase}, --seed {seed}")
+        run = job(tmp_path / f"run-{seed}", digits).start()
+        _wait_for(phase, run, draw)
+        step = run.step()
+        asked = time.monotonic()
+        kill(draw.choice(run.ranks()), signal.SIGTERM)
+        result = run.wait()
+        seconds = time.monotonic() - asked
+        assert result.code == 75, result.err
+        assert seconds <= 10
+        run.wait_gone(1)
+        found = newest_good(run.folder / "checkpoints", lambda line: pytest.fail(line))
+        assert found
+        saved = step_of(found[0])
+        assert saved == run.step(), "the step that was made last is the one that is saved"
+        assert saved <= step + 3, "it stops at the next step, not when it is convenient"
+        assert f"step {saved} is saved" in result.error
+    assert run.run().done == _done(whole)
+    assert read_rows(run.folder / "trace.jsonl") == read_rows(whole.folder / "trace.jsonl")
+    assert run.journal("train/", "val/") == whole.journal("train/", "val/")
+
+
+def test_sigterm_to_the_launcher_is_the_same(tmp_path: Path, digits: Path) -> None:
+    for by_torchrun in (False, True):
+        run = job(tmp_path / f"run-{by_torchrun}", digits, "data.workers=0", nproc=2)
+        run.by_torchrun = by_torchrun
+        run.start().wait_for_step(5)
+        assert run.process
+        kill(run.process.pid, signal.SIGTERM)
+        result = run.wait()
+        assert result.code == (1 if by_torchrun else 75)  # torchrun has one code for all that is not success
+        assert step_of(run.checkpoints()[-1]) == run.step()
+
+
+def test_a_second_signal_does_not_break_the_save(tmp_path: Path, digits: Path) -> None:
+    run = job(tmp_path / "run", digits, "data.workers=0", nproc=1).start()
+    run.wait_for_step(5)
+    assert run.process
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+        kill(run.process.pid, number)
+    assert run.wait().code == 75
+    assert step_of(run.checkpoints()[-1]) == run.step()
+
+
+def test_a_second_start_leaves_with_75_and_names_the_holder(tmp_path: Path, digits: Path) -> None:
+    run = job(tmp_path / "run", digits, "data.workers=0", "train.epochs=100", nproc=2).start()
+    run.wait_for_step(2)
+    for arguments in ([], ["--nproc", "2"]):
+        second = pipeline("train", *run.arguments, f"run.dir={run.folder}", *arguments)
+        assert second.code == 75
+        assert second.seconds < 5
+        assert f"held by process {run.ranks()[0]}" in second.error
+    kill(run.ranks()[1], signal.SIGTERM)
+    assert run.wait().code == 75, "the first goes on until it is asked to stop"
+
+
+def _wait_for(phase: str, run: Job, draw: random.Random) -> None:
+    match phase:
+        case "first batch":
+            run.wait_until(lambda: len(run.ranks()) == run.nproc, "four ranks")
+            run.wait_until(lambda: (run.folder / "trace.jsonl").exists(), "start")
+        case "training":
+            run.wait_for_step(draw.randint(2, 25))
+            time.sleep(draw.uniform(0, 0.2))
+        case "validation":
+            run.wait_for_step(29)
+            time.sleep(draw.uniform(0.1, 0.5))
+        case "save":
+            run.wait_until(run.saving, "save", pause=0.0005)
+
+
+def _done(run: Job) -> dict[str, str]:
+    (result,) = [row["line"] for row in read_rows(run.folder / "journal.jsonl") if row.get("status") == "FINISHED"]
+    match = DONE.match(result)
+    assert match
+    return match.groupdict()
