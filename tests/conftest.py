@@ -10,7 +10,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rounds", type=int, default=1, help="how often each fault is injected (seeds differ)")
-    parser.addoption("--seed", type=int, default=0, help="first seed of the faults' instants; printed with each failure")
+    parser.addoption(
+        "--seed", type=int, default=0, help="first seed of the faults' instants; printed with each failure"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,52 @@
+# Two commands for a stranger: `make train` and `make test`. Both set up .venv first, once.
+.DELETE_ON_ERROR:
+.PHONY: help setup train ui test lint lock clean
+
+PYTHON ?= python3
+BIN := .venv/bin
+# every GPU there is, else two processes on the CPU
+GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')
+NPROC ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
+ARGS ?=
+
+help:
+	@echo 'make train   set up, make the digits, train them on $(NPROC) processes (NPROC=N, ARGS="key=value ...")'
+	@echo 'make ui      look at the runs in MLflow, http://127.0.0.1:5000'
+	@echo 'make test    set up and run all tests'
+	@echo 'make lint    ruff and mypy'
+	@echo 'make setup   the environment alone, in .venv'
+	@echo 'make lock    write requirements.lock anew from pyproject.toml (wants uv)'
+
+setup: .venv/ready
+
+.venv/ready: requirements.lock pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --requirement requirements.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
+
+train: setup
+	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) -m pipeline train digits $(ARGS)
+	@echo
+	@echo 'the run is in runs/digits; look at it with: make ui'
+
+ui: setup
+	@echo 'http://127.0.0.1:5000 (stop with Ctrl-C)'
+	MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false MLFLOW_DISABLE_TELEMETRY=true $(BIN)/mlflow server --host 127.0.0.1 --port 5000 --workers 1 --backend-store-uri sqlite:///runs/mlflow.db \
+	  --artifacts-destination runs/mlartifacts
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+lock:
+	uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes --upgrade \
+	  --no-emit-index-url --no-emit-find-links --no-header --output-file requirements.lock
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .mypy_cache
