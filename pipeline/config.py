@@ -383,7 +383,7 @@ class _TextLoader(yaml.BaseLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise yaml.MarkedYAMLError(problem="an alias (*name) stands for a value: write it out", problem_mark=mark)
         return super().compose_node(parent, index)
 
@@ -421,7 +421,9 @@ def _apply(tree: dict[str, Any], overrides: list[str]) -> None:
     for word in overrides:
         key, equals, text = word.partition("=")
         if not equals or not key:
-            raise RequestError(f"{word!r} is not key=value, such as train.epochs=10{nearest(key, list(_keys()))}")
+            raise RequestError(
+                f"'{_show(word)}' is not key=value, such as train.epochs=10{nearest(key, list(_keys()))}"
+            )
         try:
             value = yaml.load(text, _TextLoader) if text[:1] in "[{" and text else text
         except _YAML_ERRORS:
@@ -452,6 +454,8 @@ def _line(error: Any) -> str:
     key, given = ".".join(parts), error["input"]
     if error["type"] == "extra_forbidden":
         return _unknown(key, given)
+    if error["type"] == "string_unicode" and key not in _keys():  # it is the name of a key that is not UTF-8
+        return _unknown(".".join([*parts, given]), "")
     if error["type"] == "value_error" and key not in _keys():  # a rule over several fields words its own line
         return str(error["ctx"]["error"])
     if _is_section(key):
@@ -518,7 +522,8 @@ def _allowed(schema: dict[str, Any]) -> str:
     if schema.get("type") == "array":
         return "[" + ", ".join(_allowed(item) for item in schema["prefixItems"]) + "]"
     kind = {
-        "integer": "a whole number", "number": "a number", "boolean": "true | false", "string": "a text of one line", "null": "auto | none",
+        "integer": "a whole number", "number": "a number", "boolean": "true | false", "string": "a text of one line",
+        "null": "auto | none",
     }[schema.get("type", "string")]  # fmt: skip
     bounds = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     return kind + " and".join(f" {sign} {schema[name]:.12g}" for name, sign in bounds.items() if name in schema)
