@@ -128,9 +128,11 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
     global_batch, accumulate = config.batch.global_, config.batch.accumulate
     _check_divides(global_batch, world.size, accumulate)
     if data.train_images < global_batch:
+        share = world.size * accumulate
+        largest = data.train_images // share * share
         raise RequestError(
-            f"data has {data.train_images:,} images to train, fewer than one batch of batch.global={global_batch}:"
-            f" set batch.global to at most {data.train_images:,}"
+            f"data has {data.train_images:,} images to train, fewer than one batch of batch.global={global_batch}: "
+            + (f"set batch.global to at most {largest}" if largest else f"that is not one for each of {share} passes")
         )
     steps_per_epoch = data.train_images // global_batch
     total_steps = config.train.epochs * steps_per_epoch
@@ -197,10 +199,11 @@ def _check_divides(global_batch: int, world: int, accumulate: int) -> None:
         return
     below, above = global_batch // share * share, -(-global_batch // share) * share
     work = f"{below} or {above}" if below else f"{above}"
-    worlds = ", ".join(str(n) for n in _near_divisors(global_batch // accumulate, world)) if global_batch % accumulate == 0 else ""
+    worlds = [] if global_batch % accumulate else _near_divisors(global_batch // accumulate, world)
     raise RequestError(
         f"batch.global={global_batch} does not divide by {_count(world, 'process', 'es')} × batch.accumulate={accumulate}"
-        f" = {share}: the nearest batch.global that works is {work}" + (f"; worlds that work are {worlds}" if worlds else "")
+        f" = {share}: the nearest batch.global that works is {work}"
+        + (f"; worlds that work are {', '.join(map(str, worlds))}" if worlds else "")
     )
 
 

@@ -49,17 +49,21 @@ def here() -> World:
     for name, default in (("RANK", ""), ("WORLD_SIZE", ""), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
         text = os.environ.get(name, default)
         if not text.isdecimal():
-            raise RequestError(f"{name}={text!r} in the environment is not a whole number: start with torchrun or --nproc")
+            raise RequestError(
+                f"{name}={text!r} in the environment is not a whole number: start with torchrun or --nproc"
+            )
         values[name] = int(text)
-    return World(
-        values["WORLD_SIZE"], values["LOCAL_WORLD_SIZE"], values["RANK"], values["LOCAL_RANK"], cpus=allowed_cpus()
-    )
+    rank, size, local_rank, local_size = values.values()
+    if not (rank < size and local_rank < local_size <= size):
+        given = " ".join(f"{name}={value}" for name, value in values.items())
+        raise RequestError(f"{given} in the environment make no group of processes: start with torchrun or --nproc")
+    return World(size, local_size, rank, local_rank, cpus=allowed_cpus())
 
 
 def allowed_cpus() -> int:
     """CPUs that affinity and cgroup (v2, else v1) leave us; at least 1."""
     cpus = len(os.sched_getaffinity(0))
-    quota = _cgroup_quota()
+    quota = _cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     return max(1, min(cpus, int(quota))) if quota else cpus
 
 
@@ -69,14 +73,15 @@ def shows_gpu() -> bool:
 
 
 def no_gpu() -> RequestError:
-    return RequestError("run.device=cuda but this machine shows no GPU: cpu trains without one, auto takes what there is")
+    return RequestError(
+        "run.device=cuda but this machine shows no GPU: cpu trains without one, auto takes what there is"
+    )
 
 
-def _cgroup_quota() -> float | None:
-    root = Path("/sys/fs/cgroup")
+def _cgroup_quota(root: Path, own: Path) -> float | None:
     try:
-        own = Path("/proc/self/cgroup").read_text().splitlines()
-        inside = next((line[3:] for line in own if line.startswith("0::")), "/").strip("/")
+        lines = own.read_text().splitlines()
+        inside = next((line[3:] for line in lines if line.startswith("0::")), "/").strip("/")
         folder = root / inside
         limits = []
         for level in (folder, *folder.parents):  # any level above may be the one that limits
