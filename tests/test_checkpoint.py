@@ -1,0 +1,229 @@
+"""A checkpoint that loads is a checkpoint that is whole; a resumption changes nothing that it may not."""
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import SMALL, Job, pipeline, read_rows
+
+from pipeline.record.checkpoint import Checkpoints, decode, listed, newest_good, read_verified, step_of
+from pipeline.verdict import StorageError
+
+
+def contents(step: int) -> dict[str, Any]:
+    return {"step": step, "model": {"weight": torch.full((64, 64), float(step))}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Checkpoints of steps 1 and 2."""
+    writer = Checkpoints(tmp_path, keep=2, report=pytest.fail)
+    for step in (1, 2):
+        writer.save(contents(step), step, None)
+    writer.wait()
+    return tmp_path
+
+
+def test_every_damage_is_noticed_named_and_passed_over(folder: Path) -> None:
+    path = listed(folder)[0]
+    whole = path.read_bytes()
+    draw = random.Random(7)
+    damages = [whole[: draw.randrange(len(whole))] for _ in range(50)] + [b""]
+    for _ in range(50):
+        flipped = bytearray(whole)
+        flipped[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
+        damages.append(bytes(flipped))
+    start = draw.randrange(len(whole) - 4096)
+    damages.append(whole[:start] + bytes(4096) + whole[start + 4096 :])
+    for damaged in damages:
+        path.write_bytes(damaged)
+        said: list[str] = []
+        found = newest_good(folder, said.append)
+        assert found
+        assert step_of(found[0]) == 1
+        assert len(said) == 1
+        assert path.name in said[0]
+    path.unlink()
+    path.mkdir()
+    said = []
+    assert newest_good(folder, said.append)
+    assert "Is a directory" in said[0]
+
+
+def test_none_that_verifies_is_no_fresh_start(folder: Path) -> None:
+    for path in listed(folder):
+        path.write_bytes(b"x")
+    with pytest.raises(StorageError, match="none of the 2 checkpoints"):
+        newest_good(folder, lambda _: None)
+    assert newest_good(folder / "nowhere", pytest.fail) is None
+
+
+def test_a_malicious_file_is_not_executed(tmp_path: Path) -> None:
+    class Payload:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "executed",))
+
+    torch.save({"format": 1, "model": Payload()}, tmp_path / "evil.pt")
+    with pytest.raises(StorageError, match="not a checkpoint"):
+        decode((tmp_path / "evil.pt").read_bytes(), "evil.pt")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_the_newest_and_the_best_are_kept_and_nothing_else(tmp_path: Path) -> None:
+    writer = Checkpoints(tmp_path, keep=2, report=pytest.fail)
+    for step in range(1, 8):
+        writer.save(contents(step), step, best_step=min(step, 3))
+    writer.wait()
+    assert [step_of(path) for path in listed(tmp_path)] == [7, 6, 3]
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_the_copy_is_not_changed_by_the_next_step(tmp_path: Path) -> None:
+    state = contents(1)
+    writer = Checkpoints(tmp_path, keep=2, report=pytest.fail)
+    writer.save(state, 1, None)
+    state["model"]["weight"].zero_()
+    writer.wait()
+    (path,) = listed(tmp_path)
+    assert decode(read_verified(path), path)["model"]["weight"][0, 0] == 1
+
+
+def test_a_full_disk_costs_no_step_and_is_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    writer = Checkpoints(tmp_path / "gone", keep=2, report=said.append)
+    for step in range(1, 6):
+        assert not writer.exhausted
+        writer.save(contents(step), step, None)
+    writer.wait()
+    assert writer.exhausted
+    assert len(said) == 5
+    (tmp_path / "gone").mkdir()
+    writer.save(contents(6), 6, None)
+    writer.wait()
+    assert not writer.exhausted
+    assert [step_of(path) for path in listed(tmp_path / "gone")] == [6]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
+    run = Job(
+        tmp_path_factory.mktemp("trained") / "run",
+        ["digits", f"data.root={digits}", *SMALL, "train.epochs=2", "train.max_steps=12", "checkpoint.every=4 steps"],
+    )
+    assert run.run().done["step"] == "12"
+    return run
+
+
+def again(trained: Job, folder: Path, *changes: str) -> Job:
+    """The same run in a copy of its folder, with other words at the end of its command."""
+    if not folder.exists():
+        shutil.copytree(trained.folder, folder)
+    return Job(folder, [*trained.arguments, *changes])
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(trained: Job, tmp_path: Path) -> None:
+    run = again(trained, tmp_path / "run", "train.max_steps=16")
+    newest = run.checkpoints()[-1]
+    newest.write_bytes(newest.read_bytes()[:-1])
+    result = run.run()
+    assert f"{newest.name} is damaged" in result.err
+    assert "step-00000008" in next(line for line in result.err.splitlines() if "going on from" in line)
+    assert result.done["step"] == "16"
+    assert [row["step"] for row in read_rows(run.folder / "trace.jsonl")] == list(range(1, 17))
+    assert next(run.folder.glob("before-*")).joinpath(newest.name).exists(), "nothing is thrown away"
+
+
+def test_without_any_that_verifies_it_ends_with_4_and_says_so_again(trained: Job, tmp_path: Path) -> None:
+    run = again(trained, tmp_path / "run", "train.max_steps=16")
+    for path in run.checkpoints():
+        path.write_bytes(b"")
+    for _ in range(2):
+        result = run.run()
+        assert (result.code, result.error.startswith("none of the 2 checkpoints")) == (4, True)
+
+
+def test_what_may_not_change_on_resume_is_refused_by_name(trained: Job, tmp_path: Path) -> None:
+    for change, named in (
+        ("batch.global=96", "batch.global: 48 -> 96"),
+        ("run.seed=1", "run.seed: 0 -> 1"),
+        ("optimizer.lr=0.2", "optimizer.lr: 0.1 -> 0.2"),
+        ("train.epochs=1", "it may only grow"),
+        ("model.arch=resnet18", "model.arch: shufflenet_v2_x0_5 -> resnet18"),
+    ):
+        result = again(trained, tmp_path / "run", change).run()
+        assert (result.code, named in result.error) == (2, True), result.err
+        assert result.seconds < 5
+
+
+def test_what_may_change_goes_on(trained: Job, tmp_path: Path) -> None:
+    run = again(
+        trained, tmp_path / "run", "train.max_steps=none", "data.workers=1", "checkpoint.keep=1", "run.trace=false",
+        "track.every=1 steps", "checkpoint.every=5 steps",
+    )  # fmt: skip
+    assert run.run().done["step"] == "58"
+    longer = again(trained, tmp_path / "run", "train.max_steps=none", "train.epochs=3")
+    assert longer.run().done["step"] == "87", "a finished run goes on when epochs are added"
+
+
+def test_never_sets_aside_and_a_path_goes_back(trained: Job, tmp_path: Path) -> None:
+    fresh = again(trained, tmp_path / "run", "run.resume=never")
+    result = fresh.run()
+    assert result.done == trained.run().done, "a fresh start of the same request is the same run"
+    (aside,) = fresh.folder.glob("before-*")
+    assert (aside / "journal.jsonl").exists()
+    earlier = next(path for path in fresh.checkpoints() if step_of(path) == 8)
+    back = again(trained, tmp_path / "run", f"run.resume={earlier}")
+    result = back.run()
+    assert f"going on from {earlier}" in result.err
+    assert result.done == trained.run().done
+
+
+def test_data_that_changed_is_refused_and_named(trained: Job, tmp_path: Path, digits: Path) -> None:
+    root = tmp_path / "digits"
+    shutil.copytree(digits, root)
+    run = Job(tmp_path / "run", ["digits", f"data.root={root}", *SMALL, "train.max_steps=4"])
+    assert run.run().code == 0
+    run.arguments.append("train.max_steps=8")
+    picture = sorted(root.glob("train/3/*.png"))[5]
+    content = picture.read_bytes()
+    picture.write_bytes(content + b"\0")
+    result = run.run()
+    assert (result.code, f"train/3/{picture.name} had" in result.error) == (2, True), result.err
+    picture.unlink()
+    assert f"train/3/{picture.name} is gone" in run.run().error
+    picture.write_bytes(content)
+    assert run.run().done["step"] == "8"
+
+
+def test_a_loss_that_is_not_finite_stops_all_and_is_said_again(tmp_path: Path, digits: Path) -> None:
+    run = Job(
+        tmp_path / "run",
+        ["digits", f"data.root={digits}", *SMALL, "optimizer.lr=1e6", "schedule.warmup=0", "checkpoint.every=1 steps"],
+        nproc=2,
+    )
+    first = run.run()
+    assert first.code == 3
+    assert "the loss is" in first.error or "not finite" in first.error
+    for path in run.checkpoints():
+        weights = decode(read_verified(path), path)["model"].values()
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in weights if tensor.is_floating_point())
+    second = run.run()
+    assert (second.code, second.error) == (3, first.error)
+    assert second.seconds < 5, "it does not train into the same wall again"
+    gone_on = Job(run.folder, [*run.arguments, f"run.resume={run.folder}", "train.max_steps=1"], nproc=2).run()
+    assert gone_on.code == 0, gone_on.err
+
+
+def test_the_command_line_and_torchrun_report_the_ranks_code(tmp_path: Path, digits: Path) -> None:
+    for by_torchrun in (False, True):
+        run = Job(
+            tmp_path / f"run-{by_torchrun}", ["digits", f"data.root={digits}", *SMALL, "model.arch=resnet"],
+            nproc=2, by_torchrun=by_torchrun,
+        )  # fmt: skip
+        result = run.run()
+        assert result.code == (1 if by_torchrun else 2)
+        assert "did you mean resnet" in result.err
+    assert pipeline("train", *run.arguments, f"run.dir={tmp_path}/x").error.startswith("model.arch=resnet is not")
