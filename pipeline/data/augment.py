@@ -14,12 +14,15 @@ from pipeline.config import Augment, Evaluate
 from pipeline.randomness import generator
 
 _ATTEMPTS = 10
+_STRIP = 16  # of a longer picture the middle is taken first: 1 × 10,000 pixels would be resized to 256 × 2,560,000
 
 
 def augment(pixels: Tensor, options: Augment, seed: int, epoch: int, sample: int) -> Tensor:
     """Random resized crop and flip. pixels: [3, H, W] uint8 -> [3, size, size] uint8."""
     height, width = pixels.shape[1:]
-    draws = torch.rand(4 * _ATTEMPTS + 1, generator=generator(seed, "augment", epoch, sample), dtype=torch.float64).tolist()
+    draws = torch.rand(
+        4 * _ATTEMPTS + 1, generator=generator(seed, "augment", epoch, sample), dtype=torch.float64
+    ).tolist()
     top, left, h, w = _crop_box(height, width, options, draws)
     crop = _resize(pixels[:, top : top + h, left : left + w], options.size, options.size)
     return crop.flip(-1) if draws[-1] < options.flip else crop
@@ -27,11 +30,17 @@ def augment(pixels: Tensor, options: Augment, seed: int, epoch: int, sample: int
 
 def centre(pixels: Tensor, size: int, resize: int) -> Tensor:
     """Shorter side to `resize`, then the central square. pixels: [3, H, W] uint8 -> [3, size, size] uint8."""
+    longest = _STRIP * min(pixels.shape[1:])
+    pixels = _central(pixels, min(pixels.shape[1], longest), min(pixels.shape[2], longest))
     height, width = pixels.shape[1:]
     scale = max(resize, size) / min(height, width)
     pixels = _resize(pixels, max(size, round(height * scale)), max(size, round(width * scale)))
-    top, left = (pixels.shape[1] - size) // 2, (pixels.shape[2] - size) // 2
-    return pixels[:, top : top + size, left : left + size]
+    return _central(pixels, size, size)
+
+
+def _central(pixels: Tensor, height: int, width: int) -> Tensor:
+    top, left = (pixels.shape[1] - height) // 2, (pixels.shape[2] - width) // 2
+    return pixels[:, top : top + height, left : left + width]
 
 
 def evaluation_geometry(evaluate: Evaluate, options: Augment) -> tuple[int, int]:
@@ -65,4 +74,6 @@ def _crop_box(height: int, width: int, options: Augment, draws: list[float]) -> 
 def _resize(pixels: Tensor, height: int, width: int) -> Tensor:
     if pixels.shape[1:] == (height, width):
         return pixels
-    return functional.interpolate(pixels[None], (height, width), mode="bilinear", antialias=True, align_corners=False)[0]
+    return functional.interpolate(pixels[None], (height, width), mode="bilinear", antialias=True, align_corners=False)[
+        0
+    ]

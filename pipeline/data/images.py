@@ -1,8 +1,9 @@
 """From a file's bytes to uint8 pixels [3, H, W], or a named defect; never a crash, and never more memory than bounded.
 
 The size is read from the header before anything is decoded, since 14 KB of PNG can decode to 1.3 GB. torchvision decodes
-what it can (JPEG, PNG, WebP), Pillow the rest; grey, palette and CMYK become RGB and alpha is dropped, as Pillow does it.
-16-bit pictures are scaled, where Pillow clips them.
+JPEG and WebP, a fifth faster than Pillow, which decodes the rest: torchvision 0.29 ends the process with a segmentation
+fault on one in four damaged PNG files. Grey, palette and CMYK become RGB and alpha is dropped, as Pillow does it; 16-bit
+pictures are scaled, where Pillow clips them.
 """
 
 import io
@@ -16,7 +17,9 @@ from torch import Tensor
 from torchvision.io import ImageReadMode, decode_image
 
 MAX_PIXELS = 80_000_000
-_DIRECT = ("JPEG", "PNG", "WEBP")
+# not all that Pillow knows: for a file that says it is EPS it starts Ghostscript
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM")
+_DIRECT = ("JPEG", "WEBP")
 _WIDE = ("I;16", "I;16B", "I;16L", "I")
 
 Image.MAX_IMAGE_PIXELS = None  # our own bound stands before each decode
@@ -35,7 +38,7 @@ def decode(data: bytes | NDArray[np.uint8]) -> Tensor:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow's remarks on odd metadata
-            with Image.open(io.BytesIO(data)) as image:
+            with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
                 width, height = image.size
                 if width * height > MAX_PIXELS:
                     raise BadImageError(f"{width} × {height} pixels, more than the {MAX_PIXELS:,} allowed")
@@ -44,20 +47,22 @@ def decode(data: bytes | NDArray[np.uint8]) -> Tensor:
                 return _decode_pillow(image)
     except UnidentifiedImageError:
         raise BadImageError("not an image in a known format") from None
-    except (OSError, RuntimeError, ValueError, SyntaxError, EOFError) as error:
+    except BadImageError:
+        raise
+    except Exception as error:  # of a damaged file Pillow's plugins say struct.error, KeyError, MemoryError and more
         raise BadImageError(" ".join(str(error).split())[:200] or type(error).__name__) from None
 
 
 def _decode_direct(data: bytes) -> Tensor:
-    pixels = decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
-    if pixels.dtype == torch.uint16:
-        pixels = ((pixels.to(torch.int32) + 128) // 257).to(torch.uint8)
+    pixels: Tensor = decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
     return pixels
 
 
 def _decode_pillow(image: Image.Image) -> Tensor:
     if image.mode in _WIDE:
-        wide = np.asarray(image).astype(np.int64)
-        grey = ((wide.clip(0, 65535) + 128) // 257).astype(np.uint8)
-        return torch.from_numpy(grey)[None].expand(3, -1, -1)
-    return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+        wide = np.array(image, np.int32)  # changed in place: 80 million pixels are 320 MB
+        np.clip(wide, 0, 65535, out=wide)
+        wide += 128
+        wide //= 257
+        return torch.from_numpy(wide.astype(np.uint8))[None].expand(3, -1, -1)
+    return torch.from_numpy(np.array(image if image.mode == "RGB" else image.convert("RGB"))).permute(2, 0, 1)

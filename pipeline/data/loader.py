@@ -6,6 +6,7 @@ last is trained on. Memory of a worker stays flat: it holds the mapped index and
 """
 
 import hashlib
+import math
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -91,7 +92,7 @@ class EvalBatches(Dataset[Batch]):
     config: Config
 
     def __len__(self) -> int:
-        return -(-len(self.images) // self.config.evaluate.batch)
+        return math.ceil(len(self.images) / self.config.evaluate.batch)
 
     def __getitem__(self, position: int) -> Batch:
         size, resize = evaluation_geometry(self.config.evaluate, self.config.augment)
@@ -122,7 +123,7 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
         loader = DataLoader(
             dataset,
             batch_size=None,
-            sampler=positions[done:],  # type: ignore[arg-type]  # any sequence of positions
+            sampler=positions[done:],
             num_workers=plan.workers,
             prefetch_factor=plan.prefetch if plan.workers else None,
             worker_init_fn=_Guard(os.getpid()),

@@ -12,6 +12,8 @@ need not be UTF-8. No torch in here: a wrong layout is an error of the first sec
 import hashlib
 import json
 import os
+import re
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,17 +31,20 @@ SPLITS = ("train", "val")
 SUMS = "SHA256SUMS"
 CACHE = ".pipeline-index"
 _MAGIC = b"pipeline-index-1\n"
+_AT_ONCE = 10_000
 _MISSING = -1  # size of a name that leads to no file, such as a dangling link
 
 
 @dataclass(frozen=True)
 class Split:
-    """The images of one split. names: [bytes] uint8, ends: [N] int64, sizes: [N] int64, labels: [N] int32."""
+    """The images of one split: names: [bytes] uint8, ends: [N] int64, sizes: [N] int64, labels: [N] int32, and where
+    SHA256SUMS is written, sums: [N × 32] uint8, zeros for a file that it lacks."""
 
     names: NDArray[np.uint8]
     ends: NDArray[np.int64]
     sizes: NDArray[np.int64]
     labels: NDArray[np.int32]
+    sums: NDArray[np.uint8]
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -49,8 +54,11 @@ class Split:
         start = int(self.ends[i - 1]) if i else 0
         return self.names[start : int(self.ends[i])].tobytes()
 
+    def sum(self, i: int) -> bytes:
+        return self.sums[32 * i : 32 * i + 32].tobytes()
+
     @classmethod
-    def of(cls, entries: list[tuple[bytes, int, int]]) -> "Split":
+    def of(cls, entries: list[tuple[bytes, int, int]], sums: dict[bytes, bytes] | None = None) -> "Split":
         """From (name, size, label), in any order; sample ids follow the sorted names."""
         entries = sorted(entries)
         return cls(
@@ -58,6 +66,9 @@ class Split:
             np.cumsum([len(name) for name, _, _ in entries], dtype=np.int64),
             np.array([size for _, size, _ in entries], np.int64),
             np.array([label for _, _, label in entries], np.int32),
+            np.frombuffer(
+                b"" if sums is None else b"".join(sums.get(name, bytes(32)) for name, _, _ in entries), np.uint8
+            ),
         )
 
 
@@ -72,17 +83,17 @@ class Index:
     sums: str | None
     """SHA-256 of the file SHA256SUMS, where there is one."""
     folders: dict[str, int]
-    """Each folder's time of last change: a file that comes or goes moves it."""
+    """Time of last change of each folder with images: a file that comes or goes moves it."""
     val_split: float
 
     @property
     def digest(self) -> str:
         """SHA-256 over classes, names, sizes and labels of both splits, and over the contents' sums where written."""
-        digest = hashlib.sha256(json.dumps([self.classes, self.sums]).encode())
+        digest = hashlib.sha256(json.dumps(self.classes).encode())
         for split in (self.train, self.val):
-            for array in (split.names, split.ends, split.sizes, split.labels):
+            for array in vars(split).values():
                 digest.update(b"%d;" % array.nbytes)
-                digest.update(np.ascontiguousarray(array))
+                digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
     @property
@@ -119,31 +130,39 @@ class Index:
             arrays.append(array)
             at += array.nbytes + (-array.nbytes % 8)
         return cls(
-            Split(*arrays[:4]), Split(*arrays[4:]), tuple(head["classes"]), head["sums"], head["folders"], head["val_split"]
+            Split(*arrays[:5]),
+            Split(*arrays[5:]),
+            tuple(head["classes"]),
+            head["sums"],
+            head["folders"],
+            head["val_split"],
         )
 
     def differences(self, other: "Index") -> Iterator[str]:
         """What changed from this index to `other`, a line a file."""
         if self.classes != other.classes:
-            for name in sorted(set(self.classes) ^ set(other.classes)):
-                yield f"class {name} {'is gone' if name in self.classes else 'is new'}"
+            for label in sorted(set(self.classes) ^ set(other.classes)):
+                yield f"class {label} {'is gone' if label in self.classes else 'is new'}"
+        if (self.sums is None) != (other.sums is None):
+            yield f"{SUMS} is {'new' if self.sums is None else 'gone'}"
         for ours, theirs in ((self.train, other.train), (self.val, other.val)):
-            old = {ours.name(i): int(ours.sizes[i]) for i in range(len(ours))}
-            new = {theirs.name(i): int(theirs.sizes[i]) for i in range(len(theirs))}
+            old = {ours.name(i): i for i in range(len(ours))}
+            new = {theirs.name(i): i for i in range(len(theirs))}
             for name in sorted(old.keys() | new.keys()):
                 if name not in new:
                     yield f"{show(name)} is gone"
                 elif name not in old:
                     yield f"{show(name)} is new"
-                elif old[name] != new[name]:
-                    yield f"{show(name)} had {old[name]:,} bytes and has {new[name]:,}"
-        if self.sums != other.sums:
-            yield f"{SUMS} is another"
+                elif ours.sizes[old[name]] != theirs.sizes[new[name]]:
+                    yield f"{show(name)} had {ours.sizes[old[name]]:,} bytes and has {theirs.sizes[new[name]]:,}"
+                elif self.sums and other.sums and ours.sum(old[name]) != theirs.sum(new[name]):
+                    yield f"{show(name)} has another sum in {SUMS}"
 
 
 def show(name: bytes) -> str:
-    """A file name for people and logs: bytes that are no text are escaped."""
-    return name.decode("utf-8", "backslashreplace")
+    """A file name for people and logs, on one line: bytes that are no text are escaped."""
+    text = name.decode("utf-8", "backslashreplace")
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
 
 
 def open_index(root: Path, val_split: float, spare: Path, *, check_sizes: bool) -> Index:
@@ -162,17 +181,22 @@ def open_index(root: Path, val_split: float, spare: Path, *, check_sizes: bool) 
         if cached.val_split == val_split and _still_true(cached, root, check_sizes):
             return cached
     index = scan(root, val_split)
+    store(index, root / CACHE, spare)
+    return index
+
+
+def store(index: Index, *folders: Path) -> None:
+    """Keep the index in the first of the folders that can be written, if any."""
     data = index.to_bytes()
-    for folder in (root / CACHE, spare):
+    for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            aside = folder / f".{os.getpid()}"
+            aside = folder / f".{socket.gethostname()}.{os.getpid()}"
             aside.write_bytes(data)
             os.replace(aside, folder / f"{index.digest[:16]}.index")
             break
         except OSError:
             continue
-    return index
 
 
 def remembered(root: Path, spare: Path, digest: str) -> Index | None:
@@ -185,23 +209,28 @@ def scan(root: Path, val_split: float) -> Index:
     base = os.fsencode(root)
     folders: dict[str, int] = {}
     try:
-        top = {entry.name for entry in os.scandir(base) if entry.is_dir() and not entry.name.startswith(b".")}
+        top = _folders_in(base)
         present = [split for split in SPLITS if split.encode() in top]
         if present == list(SPLITS):
             classes, entries = _scan_two(base, folders)
         elif present:
             missing = next(split for split in SPLITS if split not in present)
-            raise RequestError(f"data.root={root} has {present[0]}/ but no {missing}/: add {missing}/ with a folder a class")
+            raise RequestError(
+                f"data.root={root} has {present[0]}/ but no {missing}/: add {missing}/ with a folder a class"
+            )
         else:
             classes, entries = _scan_one(root, base, top, val_split, folders)
-        sums = (root / SUMS).read_bytes() if (root / SUMS).exists() else None
+        sums = _parse_sums(root) if (root / SUMS).exists() else None
+        sums_digest = _sums_digest(root)
     except OSError as error:
-        raise RequestError(f"data.root={root} cannot be read: {error.filename!r}: {error.strerror}") from None
+        raise _unreadable(root, error) from None
+    if len(classes) < 2:
+        raise RequestError(f"data.root={root} holds one class folder, {show(classes[0])}/: at least two are needed")
     return Index(
-        Split.of(entries["train"]),
-        Split.of(entries["val"]),
+        Split.of(entries["train"], sums),
+        Split.of(entries["val"], sums),
         tuple(show(name) for name in classes),
-        hashlib.sha256(sums).hexdigest() if sums is not None else None,
+        sums_digest,
         folders,
         val_split,
     )
@@ -220,7 +249,9 @@ def scan_validation(root: Path, classes: tuple[str, ...], val_split: float) -> S
         folders = _class_folders(os.path.join(base, b"val"), "val") if has_val else _class_folders(base, str(root))
         unknown = [show(name) for name in folders if show(name) not in labels]
         if unknown:
-            raise RequestError(f"{root} has class folders that the model does not know: {', '.join(sorted(unknown)[:5])}")
+            raise RequestError(
+                f"{root} has class folders that the model does not know: {', '.join(sorted(unknown)[:5])}"
+            )
         entries = [
             (file, size, labels[show(folder)])
             for folder in folders
@@ -228,13 +259,22 @@ def scan_validation(root: Path, classes: tuple[str, ...], val_split: float) -> S
             if has_val or _is_held_out(file, val_split)
         ]
     except OSError as error:
-        raise RequestError(f"data.root={root} cannot be read: {error.filename!r}: {error.strerror}") from None
+        raise _unreadable(root, error) from None
     if not entries:
         raise RequestError(f"data.root={root} holds no image to judge the model on")
     return Split.of(entries)
 
 
 Entries = dict[str, list[tuple[bytes, int, int]]]
+
+
+def _unreadable(root: Path, error: OSError) -> RequestError:
+    return RequestError(f"data.root={root} cannot be read: {show(os.fsencode(error.filename))}: {error.strerror}")
+
+
+def _folders_in(base: bytes) -> list[bytes]:
+    with os.scandir(base) as found:
+        return sorted(entry.name for entry in found if entry.is_dir() and not entry.name.startswith(b"."))
 
 
 def _scan_two(base: bytes, folders: dict[str, int]) -> tuple[list[bytes], Entries]:
@@ -262,14 +302,10 @@ def _scan_two(base: bytes, folders: dict[str, int]) -> tuple[list[bytes], Entrie
 
 
 def _scan_one(
-    root: Path, base: bytes, top: set[bytes], val_split: float, folders: dict[str, int]
+    root: Path, base: bytes, classes: list[bytes], val_split: float, folders: dict[str, int]
 ) -> tuple[list[bytes], Entries]:
-    if not top:
+    if not classes:
         raise RequestError(f"data.root={root} holds no folders: it needs train/ and val/, each with a folder a class")
-    classes = sorted(top)
-    if len(classes) < 2:
-        raise RequestError(f"data.root={root} holds one class folder, {show(classes[0])}/: at least two are needed")
-    folders["."] = os.stat(base).st_mtime_ns
     entries: Entries = {"train": [], "val": []}
     for label, name in enumerate(classes):
         found = list(_images(base, name, folders))
@@ -279,7 +315,9 @@ def _scan_one(
             entries["val" if _is_held_out(file, val_split) else "train"].append((file, size, label))
     for split, other in (("val", "less"), ("train", "more")):
         if not entries[split]:
-            raise RequestError(f"data.val_split={val_split:g} leaves no image to {split}: there is {other} than it needs")
+            raise RequestError(
+                f"data.val_split={val_split:g} leaves no image to {split}: there is {other} than it needs"
+            )
     return classes, entries
 
 
@@ -288,11 +326,8 @@ def _is_held_out(name: bytes, val_split: float) -> bool:
 
 
 def _class_folders(folder: bytes, split: str) -> list[bytes]:
-    names, images = [], 0
-    for entry in os.scandir(folder):
-        if entry.is_dir() and not entry.name.startswith(b"."):
-            names.append(entry.name)
-        images += entry.name.lower().endswith(EXTENSIONS)
+    names = _folders_in(folder)
+    images = sum(name.lower().endswith(EXTENSIONS) for name in os.listdir(folder))
     if not names and images:
         raise RequestError(
             f"{split}/ is flat: {images:,} images lie right in it, not in class folders; sort them into {split}/<class>/,"
@@ -343,10 +378,13 @@ def _still_true(index: Index, root: Path, check_sizes: bool) -> bool:
     try:
         if any(os.stat(root / folder).st_mtime_ns != time for folder, time in index.folders.items()):
             return False
-        sums = hashlib.sha256((root / SUMS).read_bytes()).hexdigest() if (root / SUMS).exists() else None
+        # the root's own time would not do where it holds the classes: the cache's folder, once made, changes it
+        is_split = SPLITS[0] in index.folders
+        if not is_split and tuple(show(name) for name in _folders_in(os.fsencode(root))) != index.classes:
+            return False
+        if _sums_digest(root) != index.sums:
+            return False
     except OSError:
-        return False
-    if sums != index.sums:
         return False
     return not check_sizes or all(_sizes_hold(split, os.fsencode(root)) for split in (index.train, index.val))
 
@@ -369,33 +407,53 @@ def write_sums(root: Path, index: Index) -> int:
     for name, digest in zip(names, _digests(root, names), strict=True):
         if digest is None:
             raise RequestError(f"{show(name)} cannot be read: no sums written; mend or remove it first")
-        lines.append(digest.encode() + b"  " + name + b"\n")
+        escaped = name.replace(b"\\", b"\\\\").replace(b"\n", b"\\n")
+        lines.append(b"\\" * (escaped != name) + digest.hex().encode() + b"  " + escaped + b"\n")
     aside = root / f".{SUMS}"
     aside.write_bytes(b"".join(lines))
     os.replace(aside, root / SUMS)
     return len(lines)
 
 
-def check_sums(root: Path) -> Iterator[str]:
-    """Compares each file with SHA256SUMS: a line for each that changed or cannot be read."""
-    expected: dict[bytes, bytes] = {}
-    for line in (root / SUMS).read_bytes().splitlines():
-        digest, _, name = line.partition(b"  ")
-        expected[name] = digest
+def check_sums(root: Path, index: Index) -> Iterator[tuple[str, str]]:
+    """Compares each file with SHA256SUMS: (name, what is wrong) of each that changed, cannot be read or has no sum."""
+    expected = _parse_sums(root)
     for name, found in zip(expected, _digests(root, list(expected)), strict=True):
         if found is None:
-            yield f"{show(name)} cannot be read"
-        elif found.encode() != expected[name]:
-            yield f"{show(name)} has changed: its content is not that of {SUMS}"
+            yield show(name), "cannot be read"
+        elif found != expected[name]:
+            yield show(name), f"has changed: its content is not that of {SUMS}"
+    for split in (index.train, index.val):
+        for i in range(len(split)):
+            if split.name(i) not in expected:
+                yield show(split.name(i)), f"has no sum in {SUMS}"
 
 
-def _digests(root: Path, names: list[bytes]) -> Iterator[str | None]:
-    def digest(name: bytes) -> str | None:
+def _parse_sums(root: Path) -> dict[bytes, bytes]:
+    """File name -> SHA-256. RequestError names a line that `sha256sum` would not have written."""
+    sums = {}
+    for number, line in enumerate((root / SUMS).read_bytes().split(b"\n"), 1):
+        match = re.fullmatch(rb"(\\?)([0-9a-f]{64}) [ *](?:\./)?(.+)", line, re.DOTALL)
+        if match:
+            name = re.sub(rb"\\(.)", lambda pair: {b"n": b"\n", b"r": b"\r"}.get(pair[1], pair[1]), match[3])
+            sums[name if match[1] else match[3]] = bytes.fromhex(match[2].decode())
+        elif line:
+            raise RequestError(f"{root / SUMS} line {number} is not a sum and a file name: write it anew, or remove it")
+    return sums
+
+
+def _sums_digest(root: Path) -> str | None:
+    return hashlib.sha256((root / SUMS).read_bytes()).hexdigest() if (root / SUMS).exists() else None
+
+
+def _digests(root: Path, names: list[bytes]) -> Iterator[bytes | None]:
+    def digest(name: bytes) -> bytes | None:
         try:
             with open(os.path.join(os.fsencode(root), name), "rb") as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
+                return hashlib.file_digest(file, "sha256").digest()
         except OSError:
             return None
 
     with ThreadPoolExecutor(8) as pool:  # hashing and reading leave the interpreter's lock
-        yield from pool.map(digest, names)
+        for start in range(0, len(names), _AT_ONCE):  # each piece of work in a pool's queue is 1 KB
+            yield from pool.map(digest, names[start : start + _AT_ONCE])

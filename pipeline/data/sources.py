@@ -7,20 +7,22 @@ name, a label and what its file holds. Opening one needs no torch.
 import hashlib
 import os
 import shutil
+import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.config import Config
-from pipeline.data.manifest import Index, Split, open_index, scan, scan_validation, show
+from pipeline.data.manifest import Index, Split, open_index, scan_validation, show
 from pipeline.plan import DataSize
 from pipeline.randomness import derive
 from pipeline.verdict import RequestError, StorageError
 
 SplitName = Literal["train", "val"]
+MAX_FILE_BYTES = 1 << 28  # an uncompressed picture of data.images.MAX_PIXELS is 229 MiB
 DIGITS_ROOT = "data/digits"
 DIGITS_SIZE = DataSize(train_images=1437, val_images=360, num_classes=10)
 
@@ -66,13 +68,16 @@ class FolderImages:
 
     def read(self, i: int) -> bytes:
         expected = int(self.split.sizes[i])
+        if expected > MAX_FILE_BYTES:
+            raise UnreadableError(f"{expected:,} bytes, more than the {MAX_FILE_BYTES:,} allowed")
         try:
             with open(os.path.join(os.fsencode(self.root), self.split.name(i)), "rb") as file:
-                data = file.read(expected + 1 if expected >= 0 else 0)
+                data = file.read(max(0, expected) + 1)
         except OSError as error:
             raise UnreadableError(error.strerror or "cannot be read") from None
         if len(data) != expected:
-            raise UnreadableError(f"changed since it was indexed: it had {expected:,} bytes")
+            was = f"had {expected:,} bytes" if expected >= 0 else "could not be read"
+            raise UnreadableError(f"changed since it was indexed, when it {was}: 'pipeline data check' indexes anew")
         return data
 
 
@@ -99,7 +104,9 @@ class SyntheticImages:
         fine = np.random.Generator(np.random.Philox(derive(0, "noise", self.split, i)))
         cell = -(-self.side // 4)
         pattern = coarse.integers(0, 192, (3, 4, 4), np.uint8).repeat(cell, 1).repeat(cell, 2)
-        return pattern[:, : self.side, : self.side] + fine.integers(0, 64, (3, self.side, self.side), np.uint8)
+        noise: NDArray[np.uint8] = fine.integers(0, 64, (3, self.side, self.side), np.uint8)
+        noise += pattern[:, : self.side, : self.side]
+        return noise
 
 
 def data_root(config: Config) -> Path:
@@ -119,8 +126,7 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
     if config.data.source == "synthetic":
         return _synthetic(config)
     root = data_root(config)
-    if config.data.source == "digits" and not root.exists():
-        make_digits(root)
+    _have_digits(config, root)
     return of_index(root, open_index(root, config.data.val_split, config.run_dir / "index", check_sizes=check_sizes))
 
 
@@ -129,10 +135,18 @@ def open_validation(config: Config, classes: tuple[str, ...]) -> Source:
     if config.data.source == "synthetic":
         return _synthetic(config)
     root = data_root(config)
-    if config.data.source == "digits" and not root.exists():
-        make_digits(root)
+    _have_digits(config, root)
     split = scan_validation(root, classes, config.data.val_split)
     return of_index(root, Index(Split.of([]), split, classes, None, {}, config.data.val_split))
+
+
+def _have_digits(config: Config, root: Path) -> None:
+    if config.data.source == "digits" and not root.exists():
+        try:
+            make_digits(root)
+        except RequestError:
+            if not root.exists():  # else another process made them meanwhile
+                raise
 
 
 def of_index(root: Path, index: Index) -> Source:
@@ -167,6 +181,11 @@ def make_digits(root: Path) -> None:
 
 def make_synthetic(root: Path, num_images: int, num_classes: int, side: int) -> None:
     """Writes the synthetic source as JPEG files, a quarter as many for validation."""
+    if num_images <= 4 * (num_classes - 1):
+        raise RequestError(
+            f"{num_images:,} images, and a quarter as many for validation, leave one of {num_classes:,} classes empty:"
+            f" make at least {4 * num_classes - 3:,} images"
+        )
     with _new_folder(root) as folder:
         counts: dict[SplitName, int] = {"train": num_images, "val": -(-num_images // 4)}
         for split, count in counts.items():
@@ -174,15 +193,14 @@ def make_synthetic(root: Path, num_images: int, num_classes: int, side: int) -> 
             for i in range(count):
                 name = folder / split / f"class-{images.label(i):04d}" / f"{i:07d}.jpg"
                 _save(name, images.read(i).transpose(1, 2, 0), quality=95)
-    scan(root, 0.1)
 
 
-class _new_folder:  # noqa: N801 — used as a function
+class _new_folder:
     """A folder filled aside and then renamed: it is there whole or not at all."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._aside = root.parent / f".{root.name}.{os.getpid()}"
+        self._aside = root.parent / f".{root.name}.{socket.gethostname()}.{os.getpid()}"
 
     def __enter__(self) -> Path:
         if self._root.exists():
@@ -207,7 +225,7 @@ class _new_folder:  # noqa: N801 — used as a function
             raise StorageError(f"{self._root} cannot be written: {error.strerror}") from None
 
 
-def _save(path: Path, image: NDArray[np.uint8], **options: int) -> None:
+def _save(path: Path, image: NDArray[np.uint8], **options: Any) -> None:
     from PIL import Image
 
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,14 @@
 """`pipeline data`: make a data set, check one."""
 
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from pipeline.data import manifest, sources
 from pipeline.verdict import RequestError, StorageError
+
+_AT_ONCE = 10_000  # each piece of work in a pool's queue is 1 KB
 
 
 def make(kind: str, out: str | None, num_images: int, num_classes: int, side: int) -> str:
@@ -30,18 +34,19 @@ def check(root: Path, val_split: float, *, write_sums: bool) -> str:
             f"{root} is not a folder: name an image folder, or make one with 'pipeline data make digits'"
         )
     index = manifest.scan(root, val_split)
-    found = []
-    if (root / manifest.SUMS).exists() and not write_sums:
-        found += list(manifest.check_sums(root))
-    found += [
-        line for line in _undecodable(root, index) if line.split(":")[0] not in {known.split(" ")[0] for known in found}
-    ]
-    for line in found:
-        print(line, file=sys.stderr)
+    manifest.store(
+        index, root / manifest.CACHE
+    )  # a file mended in place moves no folder's time, so training cannot see it
+    has_sums = (root / manifest.SUMS).exists() and not write_sums
+    defects = dict(manifest.check_sums(root, index)) if has_sums else {}
+    for name, defect in _undecodable(root, index):
+        defects.setdefault(name, defect)
+    for name, defect in defects.items():
+        print(f"{name}: {defect}", file=sys.stderr)
     size, digest = index.size, index.digest
-    if found:
+    if defects:
         raise StorageError(
-            f"{len(found)} of {size.train_images + size.val_images:,} images in {root} are defect: mend or remove them"
+            f"{len(defects)} of {size.train_images + size.val_images:,} images in {root} are defect: mend or remove them"
         )
     if write_sums:
         manifest.write_sums(root, index)
@@ -52,11 +57,10 @@ def check(root: Path, val_split: float, *, write_sums: bool) -> str:
     )
 
 
-def _undecodable(root: Path, index: manifest.Index) -> list[str]:
+def _undecodable(root: Path, index: manifest.Index) -> Iterator[tuple[str, str]]:
     from concurrent.futures import ThreadPoolExecutor
 
     from pipeline.data.images import BadImageError, decode
-    from pipeline.data.sources import UnreadableError
     from pipeline.world import allowed_cpus
 
     source = sources.of_index(root, index)
@@ -65,18 +69,17 @@ def _undecodable(root: Path, index: manifest.Index) -> list[str]:
         try:
             decode(images.read(i))
             return None
-        except (BadImageError, UnreadableError) as error:
-            return f"{images.name(i)}: {error}"
+        except (BadImageError, sources.UnreadableError) as error:
+            return str(error)
 
-    found = []
-    total = len(index.train) + len(index.val)
+    done, total = 0, len(index.train) + len(index.val)
     with ThreadPoolExecutor(allowed_cpus()) as pool:  # decoding leaves the interpreter's lock
-        done = 0
         for images in (source.train, source.val):
-            for line in pool.map(lambda i, images=images: defect(images, i), range(len(images))):
-                done += 1
-                if done % 10_000 == 0:
+            for start in range(0, len(images), _AT_ONCE):
+                ids = range(start, min(start + _AT_ONCE, len(images)))
+                for i, found in zip(ids, pool.map(partial(defect, images), ids), strict=True):
+                    if found:
+                        yield images.name(i), found
+                done += len(ids)
+                if done < total:
                     print(f"{done:,} of {total:,} images looked at", file=sys.stderr, flush=True)
-                if line:
-                    found.append(line)
-    return found
