@@ -165,7 +165,7 @@ def _evaluate(options: argparse.Namespace) -> str | int:
 def _plan(options: argparse.Namespace) -> str:
     from pipeline.config import load
     from pipeline.data.sources import size_of
-    from pipeline.plan import make_plan
+    from pipeline.plan import make_plan, memory_row
 
     if options.world % options.nodes:
         raise RequestError(
@@ -173,7 +173,12 @@ def _plan(options: argparse.Namespace) -> str:
         )
     config = load(options.recipe, options.overrides)
     place = world.World(cpus=world.allowed_cpus()).resized(options.world, options.world // options.nodes)
-    return f"{config.recipe}\n{make_plan(config, place, size_of(config)).table()}"
+    plan = make_plan(config, place, size_of(config))
+
+    from pipeline.model.architectures import count_parameters  # imports torch: last, so that a mistake is said at once
+
+    parameters = count_parameters(config.model, plan.num_classes)
+    return f"{config.recipe}\n{plan.table()}\n{memory_row(config, parameters)}"
 
 
 def _data_make(options: argparse.Namespace) -> str:

@@ -84,7 +84,7 @@ class Peers(Group):
 
     def gather(self, item: Any) -> list[Any]:
         items: list[Any] = [None] * self.size
-        dist.all_gather_object(items, item, group=self._host_group)
+        dist.all_gather_object(items, item)  # over the CPU's backend, where a group has one
         return items
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
@@ -115,8 +115,6 @@ class Peers(Group):
             raise TemporaryError(
                 f"rank {world.rank} of {world.size} found no group within {timeout:g} s: a peer is not there yet ({error})"
             ) from error
-        # objects are pickled through a CPU tensor of their own group, whatever the device's backend
-        self._host_group = None if device.type == "cpu" else dist.new_group(backend="gloo", timeout=limit)
 
 
 def start(config: Config, world: World, device: torch.device) -> Group:

@@ -123,6 +123,16 @@ class Plan(Resources):
         return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
 
 
+def memory_row(config: Config, parameters: int) -> str:
+    """What each process holds for the whole of a training, as a row of the table; activations come on top."""
+    moments = {"sgd": 1 if config.optimizer.momentum else 0, "adamw": 2}[config.optimizer.name]
+    copies = 2 + moments
+    return (
+        f"  memory         {parameters:,} parameters × 4 bytes × {copies} (weights, gradients, {moments} of the optimizer)"
+        f" = {_mib(4 * parameters * copies)} a process, activations besides"
+    )
+
+
 def make_plan(config: Config, world: World, data: DataSize) -> Plan:
     """The plan, or a RequestError that names the key, the numbers and what would work."""
     global_batch, accumulate = config.batch.global_, config.batch.accumulate

@@ -34,6 +34,12 @@ def build(options: Model, num_classes: int) -> nn.Module:
     return model.to(memory_format=torch.channels_last) if options.channels_last else model
 
 
+def count_parameters(options: Model, num_classes: int) -> int:
+    """How many weights the model has, without making them."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build(options, num_classes).parameters())
+
+
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Weights that decay, then norms and biases (fewer than two dimensions) that do not."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
