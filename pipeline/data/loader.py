@@ -142,8 +142,10 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
             if "DataLoader worker" not in str(error) or failures > _REBUILDS:
                 raise _worker_failure(error, failures) from error
         finally:
-            # workers ignore SIGTERM, so an iterator left to the garbage collector could hang the exit
+            # workers ignore SIGTERM, so one that waits for a slow disk would hold up the exit; they hold nothing
             if plan.workers:
+                for worker in iterator._workers:  # type: ignore[attr-defined]
+                    worker.kill()
                 iterator._shutdown_workers()  # type: ignore[attr-defined]
 
 
