@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
     is_main = os.environ.get("RANK", "0") == "0"  # of several processes one speaks
     try:
-        options = _parser().parse_args(arguments)
+        options = _parse(arguments)
         answer = options.run(options)
         if isinstance(answer, int):
             return answer
@@ -67,6 +67,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our answer has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return verdict.OK
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Options of a command; key=value words may stand before and after its flags, which argparse alone cannot."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and hasattr(options, "overrides") and not any(word.startswith("-") for word in rest):
+        options.overrides += rest
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:

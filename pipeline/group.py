@@ -71,6 +71,17 @@ class Group:
 class Peers(Group):
     """Several processes."""
 
+    def __init__(self, world: World, device: torch.device, timeout: float) -> None:
+        super().__init__(world, device)
+        limit = timedelta(seconds=timeout)
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        try:
+            dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=limit)
+        except (dist.DistNetworkError, dist.DistStoreError, dist.DistBackendError, TimeoutError) as error:
+            raise TemporaryError(
+                f"rank {world.rank} of {world.size} found no group within {timeout:g} s: a peer is not there yet ({error})"
+            ) from error
+
     def agree(self, *flags: bool) -> tuple[bool, ...]:
         raised = torch.tensor(flags, dtype=torch.uint8)
         dist.all_reduce(raised, dist.ReduceOp.MAX)
@@ -104,17 +115,6 @@ class Peers(Group):
     def finish(self) -> None:
         self.agree(False)  # nobody leaves before rank 0 has saved: a launcher kills what outlives its first leaver
         dist.destroy_process_group()
-
-    def __init__(self, world: World, device: torch.device, timeout: float) -> None:
-        super().__init__(world, device)
-        limit = timedelta(seconds=timeout)
-        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        try:
-            dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=limit)
-        except (dist.DistNetworkError, dist.DistStoreError, dist.DistBackendError, TimeoutError) as error:
-            raise TemporaryError(
-                f"rank {world.rank} of {world.size} found no group within {timeout:g} s: a peer is not there yet ({error})"
-            ) from error
 
 
 def start(config: Config, world: World, device: torch.device) -> Group:

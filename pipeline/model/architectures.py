@@ -20,14 +20,19 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def build(options: Model, num_classes: int) -> nn.Module:
-    """The model with fresh weights from the default generator. RequestError for a name that torchvision lacks."""
+def check(options: Model) -> None:
+    """RequestError for a name that torchvision lacks."""
     names = torchvision.models.list_models(module=torchvision.models)
     if options.arch not in names:
         raise RequestError(
             f"model.arch={options.arch} is not a classification model of torchvision {torchvision.__version__}"
             + (nearest(options.arch, names) or f": there are {', '.join(names)}")
         )
+
+
+def build(options: Model, num_classes: int) -> nn.Module:
+    """The model with fresh weights from the default generator."""
+    check(options)
     model: nn.Module = torchvision.models.get_model(
         options.arch, weights=None, num_classes=num_classes, **_OPTIONS.get(options.arch, {})
     )

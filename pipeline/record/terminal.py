@@ -1,6 +1,7 @@
 """What a person sees while it runs: one live line on a terminal, plain lines with the time in a log. On standard error;
 standard output is for results."""
 
+import shutil
 import sys
 import time
 
@@ -30,6 +31,7 @@ class Terminal:
         """Where things stand now: overwritten on a terminal, a line every ten seconds in a log."""
         if self._live:
             self._wipe()
+            text = text[: shutil.get_terminal_size().columns - 1]  # a line that wraps cannot be taken back
             print(text, end="", file=sys.stderr, flush=True)
             self._live_width = len(text)
         elif time.monotonic() - self._last_progress >= 10:

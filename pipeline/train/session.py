@@ -19,7 +19,7 @@ from pipeline.data.loader import TrainBatches, batches
 from pipeline.data.manifest import Index
 from pipeline.data.sources import Source, data_root, of_index, open_source
 from pipeline.group import Group
-from pipeline.model.architectures import build
+from pipeline.model.architectures import build, check
 from pipeline.plan import Plan, make_plan, share_resources
 from pipeline.record import sender
 from pipeline.record.checkpoint import Checkpoints, copy_to_host, weights_digest
@@ -44,6 +44,7 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
     Rank 0 brings the source that its preflight opened, and holds the folder.
     """
     terminal = Terminal() if world.is_main else Silence()
+    check(config.model)  # before a group forms
     group = _join(config, world)
     source = _share_source(config, group, source)
     plan = make_plan(config, world, source.size)
