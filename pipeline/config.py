@@ -46,7 +46,7 @@ class Duration:
         """Reads `10 epochs`, `500 steps`, `5 %` (of all steps) or `0`; ValueError otherwise."""
         if isinstance(text, Duration):
             return text
-        match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)\s*(epochs?|steps?|%)", str(text).strip(), re.ASCII)
+        match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,6})?)\s*(epochs?|steps?|%)", str(text).strip(), re.ASCII)
         if match:
             amount, word = float(match[1]), match[2]
             unit: Unit = "%" if word == "%" else "epochs" if word.startswith("epoch") else "steps"

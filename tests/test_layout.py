@@ -1,0 +1,98 @@
+"""The house: imports run one way, torch comes late, and what must never be in the source is not."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import pipeline
+
+HOUSE = Path(pipeline.__file__).parent
+FILES = {
+    ".".join(["pipeline", *path.relative_to(HOUSE).with_suffix("").parts]).removesuffix(".__init__"): path
+    for path in sorted(HOUSE.rglob("*.py"))
+}
+ROOMS = re.sub(r"\s+", " ", re.search(r"verdict,[\w\s,]+__main__", pipeline.__doc__ or "")[0]).split(", ")  # type: ignore[index]
+
+
+def tree(module: str) -> ast.Module:
+    return ast.parse(FILES[module].read_text())
+
+
+def imported(module: str) -> Iterator[str]:
+    """Modules that `module` imports: at its top, in functions and for type checking."""
+    for node in ast.walk(tree(module)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} has a relative import in line {node.lineno}"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in FILES else str(node.module)
+
+
+def inside(module: str) -> set[str]:
+    return {name for name in imported(module) if name.startswith("pipeline.")}
+
+
+def room(module: str) -> str:
+    return module.split(".")[1]
+
+
+def importers(library: str) -> set[str]:
+    return {module for module in FILES if any(name.split(".")[0] == library for name in imported(module))}
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_the_docstring_of_the_package_names_every_room() -> None:
+    assert sorted(ROOMS) == sorted({room(module) for module in FILES if module != "pipeline"})
+
+
+@pytest.mark.parametrize("module", [module for module in FILES if module != "pipeline"])
+def test_imports_run_one_way(module: str) -> None:
+    above = ROOMS[: ROOMS.index(room(module)) + 1]
+    below = {name for name in inside(module) if room(name) not in above}
+    assert not below, f"{module} imports from below: {below}"
+
+
+def test_no_modules_import_each_other() -> None:
+    TopologicalSorter({module: inside(module) - {module} for module in FILES}).prepare()  # CycleError names the circle
+
+
+def test_mlflow_and_docker_stay_in_their_modules() -> None:
+    assert importers("mlflow") <= {"pipeline.record.mlflow"}
+    assert importers("docker") <= {"pipeline.operate.rehearse"}
+
+
+def test_nothing_is_unpickled() -> None:
+    for module, path in FILES.items():
+        assert not re.search(r"weights_only\s*=\s*False", path.read_text()), module
+        for node in ast.walk(tree(module)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                given = {word.arg: ast.unparse(word.value) for word in node.keywords}
+                assert given.get("weights_only") == "True", f"{module} line {node.lineno}"
+    for library in ("pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"):
+        assert not importers(library)
+
+
+def test_what_checks_a_request_needs_no_torch() -> None:
+    modules = (
+        "config", "plan", "world", "verdict", "randomness", "data.manifest", "data.sources", "record.folder",
+        "operate.launch", "__main__",
+    )  # fmt: skip
+    names = [f"pipeline.{module}" for module in modules]
+    code = f"import importlib, sys\nfor name in {names}: importlib.import_module(name); print(name, 'torch' in sys.modules)"
+    assert run(code).splitlines() == [f"{name} False" for name in names]
+
+
+def test_a_training_process_needs_neither_mlflow_nor_docker() -> None:
+    code = "import sys, pipeline.train.session; print([name in sys.modules for name in ('torch', 'mlflow', 'docker')])"
+    assert run(code) == "[True, False, False]\n"
