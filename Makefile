@@ -27,7 +27,7 @@ setup: .venv/ready
 	touch $@
 
 train: setup
-	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) -m pipeline train digits $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) -m pipeline train digits $(ARGS)
 	@echo
 	@echo 'the run is in runs/digits; look at it with: make ui'
 
