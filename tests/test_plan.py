@@ -1,0 +1,210 @@
+"""What will happen: sizes, steps, workers and rates with numbers known beforehand, and remainders refused by name."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import pipeline
+
+from pipeline import world
+from pipeline.config import load
+from pipeline.plan import DataSize, Plan, make_plan, share_resources
+from pipeline.verdict import RequestError
+from pipeline.world import World
+
+DIGITS = DataSize(train_images=1437, val_images=360, num_classes=10)
+IMAGENET = DataSize(train_images=1_281_167, val_images=50_000, num_classes=1000)
+
+
+def plan(*overrides: str, size: int = 1, local: int | None = None, cpus: int = 8, data: DataSize = DIGITS) -> Plan:
+    return make_plan(load("digits", list(overrides)), World(size=size, local_size=local or size, cpus=cpus), data)
+
+
+def refused(*overrides: str, size: int = 1, data: DataSize = DIGITS) -> str:
+    with pytest.raises(RequestError) as refusal:
+        plan(*overrides, size=size, data=data)
+    return str(refusal.value)
+
+
+def test_the_batch_is_shared_out_over_processes_and_passes() -> None:
+    made = plan("batch.global=256", "batch.accumulate=4", size=8, data=IMAGENET)
+    assert (made.process_batch, made.micro_batch) == (32, 8)
+    assert made.world * made.accumulate * made.micro_batch == made.global_batch == 256
+
+
+def test_imagenet_in_256_is_5004_steps_and_450360_in_90_epochs() -> None:
+    made = plan("batch.global=256", "train.epochs=90", "schedule.warmup=5 epochs", data=IMAGENET)
+    assert (made.steps_per_epoch, made.total_steps, made.warmup_steps) == (5004, 450_360, 25_020)
+
+
+def test_the_learning_rate_grows_with_the_batch() -> None:
+    # Goyal et al. 2017: 0.1 at 256 images, 3.2 at 8,192
+    assert plan("optimizer.lr=0.1", "batch.global=8192", data=IMAGENET).peak_lr == pytest.approx(3.2)
+    assert plan("optimizer.lr=0.1", "batch.global=256", data=IMAGENET).peak_lr == pytest.approx(0.1)
+    assert plan("optimizer.lr=0.1", "batch.global=96").peak_lr == pytest.approx(0.0375)
+
+
+@pytest.mark.parametrize(
+    ("workers", "local", "each"), [(4, 3, 2), (4, 4, 1), (5, 4, 2), (0, 4, 0), (1, 8, 1), (16, 8, 2)]
+)
+def test_workers_of_a_node_are_shared_out_rounded_up(workers: int, local: int, each: int) -> None:
+    config = load("digits", [f"data.workers={workers}"])
+    assert share_resources(config, World(size=2 * local, local_size=local, cpus=64)).workers == each
+
+
+def test_workers_and_threads_follow_the_cpus_unless_told() -> None:
+    made = plan(size=4, cpus=10)
+    assert (made.workers_per_node, made.workers, made.threads) == (10, 3, 2)
+    assert plan(size=4, cpus=2).threads == 1
+    assert plan("run.deterministic=true", cpus=64).threads == 1  # no machine changes the order of sums
+    assert plan("run.deterministic=true", "run.threads=4").threads == 4
+
+
+def test_durations_become_steps() -> None:
+    made = plan("batch.global=48", "train.epochs=10", "schedule.warmup=5 %", "evaluate.every=2 epochs",
+                "checkpoint.every=7 steps", "track.every=0.5 epochs")  # fmt: skip
+    assert (made.steps_per_epoch, made.total_steps) == (29, 290)
+    assert (made.warmup_steps, made.evaluate_every, made.checkpoint_every, made.report_every) == (14, 58, 7, 14)
+
+
+def test_what_is_due_is_due_at_its_steps_and_at_the_last() -> None:
+    made = plan("train.max_steps=20", "evaluate.every=6 steps", "checkpoint.every=8 steps", "track.every=9 steps")
+    steps = range(21)
+    assert [step for step in steps if made.evaluates_at(step)] == [6, 12, 18, 20]
+    assert [step for step in steps if made.saves_at(step)] == [8, 16, 20]
+    assert [step for step in steps if made.reports_at(step) and step] == [9, 18, 20]
+
+
+def test_max_steps_stops_and_moves_no_schedule() -> None:
+    whole, short = plan("schedule.warmup=2 epochs"), plan("schedule.warmup=2 epochs", "train.max_steps=50")
+    assert (whole.last_step, short.last_step) == (168, 50)
+    assert [short.learning_rate(step) for step in range(50)] == [whole.learning_rate(step) for step in range(50)]
+    assert plan("train.max_steps=1000").last_step == 168
+
+
+# digits in batches of 96: 14 steps an epoch, 168 in 12 epochs, one of warm-up; the full rate is 0.0375
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [("cosine", {14: 0.0375, 91: 0.01875, 168: 0.0}),
+     ("linear", {14: 0.0375, 91: 0.01875, 52: 0.0375 * 116 / 154, 168: 0.0}),
+     ("step", {14: 0.0375, 41: 0.0375, 42: 0.00375, 83: 0.00375, 84: 0.000375}),
+     ("constant", {14: 0.0375, 91: 0.0375, 167: 0.0375})],
+)  # fmt: skip
+def test_the_learning_rate_at_known_steps(schedule: str, rates: dict[int, float]) -> None:
+    made = plan(f"schedule.name={schedule}", "schedule.every=3 epochs", "schedule.warmup=1 epoch")
+    warmup = {0: 0.0375 / 14, 6: 0.0375 / 2, 13: 0.0375}
+    for step, rate in (warmup | rates).items():
+        assert made.learning_rate(step) == pytest.approx(rate, abs=1e-12), step
+
+
+def test_the_rate_is_finite_where_warm_up_is_all_there_is() -> None:
+    made = plan("schedule.warmup=100 %", "train.epochs=1")
+    assert [made.learning_rate(step) for step in (0, 13, 14)] == pytest.approx([0.0375 / 14, 0.0375, 0.0375])
+
+
+def test_a_remainder_is_refused_with_the_nearest_that_work() -> None:
+    assert refused("batch.global=100", size=3) == (
+        "batch.global=100 does not divide by 3 processes × batch.accumulate=1 = 3: the nearest batch.global that works is"
+        " 99 or 102; worlds that work are 1, 2, 4, 5, 10, 20"
+    )
+    assert refused("batch.global=96", "batch.accumulate=5", size=2) == (
+        "batch.global=96 does not divide by 2 processes × batch.accumulate=5 = 10: the nearest batch.global that works is"
+        " 90 or 100"
+    )
+    assert refused("batch.global=2", size=4).endswith("that works is 4; worlds that work are 1, 2")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 7, 12])
+def test_the_nearest_that_are_named_do_work(world_size: int) -> None:
+    line = refused("batch.global=1001", "batch.accumulate=2", size=world_size)
+    for batch in re.search(r"works is ([\d or]+)", line)[1].split(" or "):  # type: ignore[index]
+        assert plan(f"batch.global={batch}", "batch.accumulate=2", size=world_size)
+
+
+def test_data_smaller_than_one_batch_is_refused_with_the_largest_that_works() -> None:
+    line = refused("batch.global=2000", size=4)
+    assert line == (
+        "data has 1,437 images to train, fewer than one batch of batch.global=2000: set batch.global to at most 1436"
+    )
+    assert plan("batch.global=1436", size=4).steps_per_epoch == 1
+    assert refused(size=4, data=DataSize(3, 1, 2)).endswith("that is not one for each of 4 passes")
+
+
+def test_a_warm_up_longer_than_training_is_refused() -> None:
+    assert refused("schedule.warmup=13 epochs") == (
+        "schedule.warmup=13 epochs is 182 steps, longer than the whole training of 168 steps (12 epochs): make it shorter"
+    )
+
+
+def test_affinity_limits_the_cpus() -> None:
+    one = min(os.sched_getaffinity(0))
+    code = (
+        f"import os; os.sched_setaffinity(0, {{{one}}}); from pipeline.world import allowed_cpus; print(allowed_cpus())"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "1\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "own", "quota"),
+    [({"cpu.max": "150000 100000"}, "0::/", 1.5),
+     ({"pod/cpu.max": "max 100000", "pod/job/cpu.max": "400000 100000"}, "0::/pod/job", 4.0),
+     ({"pod/cpu.max": "200000 100000", "pod/job/cpu.max": "400000 100000"}, "0::/pod/job", 2.0),
+     ({"pod/cpu.max": "max 100000"}, "0::/pod", None),
+     ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, "3:cpu:/job", 3.0),
+     ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, "3:cpu:/job", None),
+     ({}, "0::/gone", None),
+     ({"cpu.max": "nonsense"}, "0::/", None)],
+)  # fmt: skip
+def test_a_cgroup_limits_the_cpus(tmp_path: Path, files: dict[str, str], own: str, quota: float | None) -> None:
+    root = tmp_path / "cgroup"
+    root.mkdir()
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}\n")
+    (tmp_path / "own").write_text(f"{own}\n")
+    assert world._cgroup_quota(root, tmp_path / "own") == quota
+
+
+@pytest.mark.parametrize(("quota", "cpus"), [(0.5, 1), (1.5, 1), (2.0, 2), (1000.0, None), (None, None)])
+def test_half_a_cpu_is_one_and_a_quota_adds_none(
+    monkeypatch: pytest.MonkeyPatch, quota: float, cpus: int | None
+) -> None:
+    monkeypatch.setattr(world, "_cgroup_quota", lambda *_: quota)
+    allowed = len(os.sched_getaffinity(0))
+    assert world.allowed_cpus() == min(allowed, cpus or allowed)
+
+
+def test_a_process_finds_its_place_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert (world.here().size, world.here().rank) == (1, 0)
+    for values in ("3 8 1 4", "0 1 0 1"):
+        for name, value in zip(names, values.split(), strict=True):
+            monkeypatch.setenv(name, value)
+        here = world.here()
+        assert f"{here.rank} {here.size} {here.local_rank} {here.local_size}" == values
+    for values in ("x 8 1 4", "-1 8 1 4", "8 8 1 4", "0 0 0 0", "0 8 4 4", "0 2 0 4"):
+        for name, value in zip(names, values.split(), strict=True):
+            monkeypatch.setenv(name, value)
+        with pytest.raises(RequestError, match="start with torchrun or --nproc"):
+            world.here()
+
+
+def test_plan_prints_the_arithmetic_and_makes_nothing(tmp_path: Path) -> None:
+    result = pipeline(
+        "plan", "digits", "data.workers=6", "batch.accumulate=2", "--world", "4", "--nodes", "2", cwd=tmp_path
+    )
+    assert result.code == 0, result.err
+    for row in ("data           1,437 images to train, 360 held out, 10 classes",
+                "batch          96 = 4 × 2 × 12 (processes × accumulation × images a pass)",
+                "workers        3 a process = ⌈6 a node / 2⌉",
+                "epoch          14 steps = ⌊1,437 / 96⌋ (93 images left out, others each epoch)",
+                "steps          168 (12 epochs)",
+                "learning rate  0.0375 at 96 images a batch, cosine, after 14 steps of warm-up",
+                "validation     every 14 steps, 6 batches of 60, each image once"):  # fmt: skip
+        assert f"  {row}" in result.out
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,160 @@
+"""A wrong request costs seconds: one line that says what to do, exit code 2, and torch is not even imported."""
+
+from pathlib import Path
+
+import pytest
+from harness import Result, pipeline
+
+
+@pytest.fixture(scope="session")
+def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for PYTHONPATH with which `import torch` ends the process with code 99."""
+    folder = tmp_path_factory.mktemp("without-torch")
+    (folder / "torch.py").write_text("import os\nos._exit(99)\n")
+    return folder
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """An image folder with two classes, as far as names go."""
+    root = tmp_path / "images"
+    for name in ("train/a/1.png", "train/a/2.png", "train/b/1.png", "val/a/1.png", "val/b/1.png"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(b"x")
+    return root
+
+
+def refused(result: Result) -> str:
+    """The one line of a request that is wrong."""
+    assert result.code == 2, result.err
+    assert not result.out
+    assert result.err.splitlines()[-1] == f"pipeline: {result.error}"
+    return result.error
+
+
+def train(tmp_path: Path, without_torch: Path, *words: str) -> str:
+    """The one line with which training is refused, before torch is imported or anything is written."""
+    folder = tmp_path / "run"
+    where = [] if any(word.startswith("run.dir=") for word in words) else [f"run.dir={folder}"]
+    result = pipeline("train", *words, *where, "track.uri=none", cwd=tmp_path, PYTHONPATH=str(without_torch))
+    line = refused(result)
+    assert result.seconds < 15  # about 0.7 s on an idle machine
+    assert not folder.exists()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [("train.epoch=3", "train.epoch=3: there is no key 'train.epoch'; did you mean train.epochs?"),
+     ("train.epochs=many", "train.epochs=many is not allowed: a whole number ≥ 1 and ≤ 1000000"),
+     ("train.epochs", "'train.epochs' is not key=value, such as train.epochs=10"),
+     ("schedule.name=cosin", "schedule.name=cosin is not allowed: cosine | step | linear | constant"),
+     ("schedule.warmup=13 epochs", "schedule.warmup=13 epochs is 182 steps, longer than the whole training of 168 steps"
+                                   " (12 epochs): make it shorter"),
+     ("schedule.every=0", "schedule.every=0 is not allowed: a duration above 0 such as '10 epochs', '500 steps' or '5 %'"),
+     ("optimizer.momentum=0", "optimizer.nesterov=true: wants optimizer.momentum above 0; set it, or nesterov=false"),
+     ("batch.global=2000", "data has 1,437 images to train, fewer than one batch of batch.global=2000: set batch.global to"
+                           " at most 1437")],
+)  # fmt: skip
+def test_a_wrong_word_is_one_line_and_exit_2(
+    tmp_path: Path, digits: Path, without_torch: Path, word: str, line: str
+) -> None:
+    assert train(tmp_path, without_torch, "digits", f"data.root={digits}", word).startswith(line)
+
+
+def test_a_batch_that_does_not_divide_is_refused_before_processes_start(
+    tmp_path: Path, digits: Path, without_torch: Path
+) -> None:
+    words = ["digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}", "--nproc", "5"]
+    result = pipeline("train", *words, cwd=tmp_path, PYTHONPATH=str(without_torch))
+    assert refused(result) == (
+        "batch.global=96 does not divide by 5 processes × batch.accumulate=1 = 5: the nearest batch.global that works is"
+        " 95 or 100; worlds that work are 1, 2, 3, 4, 6, 8"
+    )
+    assert result.seconds < 5  # about 0.7 s on an idle machine
+
+
+def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path, digits: Path, without_torch: Path) -> None:
+    if list(Path("/dev").glob("nvidia[0-9]*")):
+        pytest.skip("this machine has a GPU")
+    assert train(tmp_path, without_torch, "digits", f"data.root={digits}", "run.device=cuda") == (
+        "run.device=cuda but this machine shows no GPU: cpu trains without one, auto takes what there is"
+    )
+
+
+def test_data_that_is_not_there_is_refused(tmp_path: Path, without_torch: Path) -> None:
+    line = train(tmp_path, without_torch, "digits", "data.source=folder", "data.root=nowhere")
+    assert line.startswith("data.root=nowhere is not a folder: give one with train/ and val/ in it")
+    line = train(tmp_path, without_torch, "digits", "data.source=folder")
+    assert line == "data.root is missing: data.source=folder wants data.root=FOLDER, with train/ and val/ in it"
+
+
+def test_an_empty_class_is_refused_by_name(tmp_path: Path, images: Path, without_torch: Path) -> None:
+    (images / "val/b/1.png").unlink()
+    line = train(tmp_path, without_torch, "digits", f"data.root={images}")
+    assert line.startswith("class folder val/b/ holds no image (.jpg .jpeg .png ")
+
+
+def test_class_sets_that_differ_are_refused_by_name(tmp_path: Path, images: Path, without_torch: Path) -> None:
+    (images / "val/b").rename(images / "val/c")
+    assert train(tmp_path, without_torch, "digits", f"data.root={images}") == (
+        "the classes of train/ and val/ differ: b in train/ alone, c in val/ alone: both need the same class folders"
+    )
+
+
+@pytest.mark.parametrize("place", ["a regular file", "proc"])
+def test_a_run_folder_that_cannot_be_written_is_refused(
+    tmp_path: Path, digits: Path, without_torch: Path, place: str
+) -> None:
+    (tmp_path / "file").write_text("x")
+    folder = {"a regular file": tmp_path / "file" / "run", "proc": Path("/proc/run")}[place]
+    line = train(tmp_path, without_torch, "digits", f"data.root={digits}", f"run.dir={folder}")
+    assert line.startswith(f"run.dir={folder} cannot be written: ")
+    assert line.endswith("give a folder that can, with run.dir=FOLDER")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [(b"model: [", "mine.yaml line 1 is not YAML that can be read: "),
+     (b"\x80\x81", "mine.yaml is not UTF-8 text"),
+     (b"- a\n", "mine.yaml holds no sections"),
+     (None, "mine.yaml cannot be read: No such file or directory")],
+)  # fmt: skip
+def test_yaml_that_cannot_be_read_is_refused(
+    tmp_path: Path, without_torch: Path, text: bytes | None, says: str
+) -> None:
+    if text is not None:
+        (tmp_path / "mine.yaml").write_bytes(text)
+    assert says in train(tmp_path, without_torch, "mine.yaml")
+
+
+def test_an_unknown_model_is_refused_with_the_nearest(tmp_path: Path, digits: Path) -> None:
+    words = [f"data.root={digits}", "model.arch=resnet81", f"run.dir={tmp_path / 'run'}", "track.uri=none"]
+    line = refused(pipeline("train", "digits", *words, "run.device=cpu", cwd=tmp_path))
+    assert line.startswith("model.arch=resnet81 is not a classification model of torchvision ")
+    assert line.endswith("; did you mean resnet18?")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [(["train"], "the following arguments are required: RECIPE"),
+     (["train", "digit"], "recipe 'digit' is unknown: the recipes are digits"),
+     (["tarin", "digits"], "'tarin'"),
+     ([], "the following arguments are required: COMMAND"),
+     (["train", "digits", "--nproc", "0"], "'0' is not a whole number of at least 1"),
+     (["train", "digits", "--nporc", "2"], "unrecognized arguments: --nporc"),
+     (["plan", "digits", "--world", "3", "--nodes", "2"], "--world 3 does not divide by --nodes 2"),
+     (["data", "check", "nowhere"], "nowhere is not a folder"),
+     (["data", "make", "synthetic", "out", "--images", "8", "--classes", "4"], "make at least 13 images")],
+)  # fmt: skip
+def test_a_wrong_command_is_one_line_and_exit_2(
+    tmp_path: Path, without_torch: Path, words: list[str], says: str
+) -> None:
+    assert says in refused(pipeline(*words, cwd=tmp_path, PYTHONPATH=str(without_torch)))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_launcher_inside_a_launcher_is_refused(tmp_path: Path, without_torch: Path) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    result = pipeline("train", "digits", "--nproc", "2", cwd=tmp_path, PYTHONPATH=str(without_torch), **place)
+    assert "give --nproc, or start with torchrun, not both" in refused(result)
