@@ -2,7 +2,8 @@
 
 Promise: tracking never costs training anything. A report is one line appended to `journal.jsonl`; whoever shows it to
 people (MLflow) reads it from there, in its own time. Each point is written once: after a restart the steps that are
-trained again are not reported again, the first row stands. A line torn by a crash is cut off at the next start.
+trained again are not reported again, the first row stands. A line torn by a crash is cut off at the next start; rows that
+a full disk refuses are kept, and written once there is room.
 
 Rows: {"time": ms, "step": n, "metrics": {key: value}} and events {"time": ms, "event": name, …}.
 """
@@ -36,11 +37,34 @@ def read(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
         return
 
 
+class _Lines:
+    """The end of a file of lines. What a full disk does not take is kept, and written first once there is room."""
+
+    def __init__(self, path: Path, end: int) -> None:
+        """What stands after byte `end` is struck out: a torn line, or rows that a restart makes anew."""
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        os.ftruncate(self._file, end)
+        self._pending = b""
+
+    @property
+    def is_behind(self) -> bool:
+        return bool(self._pending)
+
+    def append(self, row: dict[str, Any]) -> OSError | None:
+        """The error if not all could be written now: a line may be torn until it can, and readers wait for its end."""
+        self._pending += json.dumps(row).encode() + b"\n"
+        try:
+            while self._pending:
+                self._pending = self._pending[os.write(self._file, self._pending) :]
+        except OSError as error:
+            return error
+        return None
+
+
 class Journal:
     def __init__(self, path: Path, complain: Callable[[str], None]) -> None:
         self._complain = complain
         self._reported: dict[str, int] = {}
-        self._pending = b""
         end = 0
         self.run_id = ""
         for row, after in read(path):
@@ -48,17 +72,16 @@ class Journal:
             for key in row.get("metrics", ()):
                 self._reported[key] = max(self._reported.get(key, -1), row["step"])
             self.run_id = self.run_id or row.get("run", "")
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        os.ftruncate(self._file, end)
-        os.lseek(self._file, end, os.SEEK_SET)
-        self._end = end
+        self._lines = _Lines(path, end)
         if not self.run_id:
             self.run_id = uuid.uuid4().hex
             self.event("created", run=self.run_id)
 
     def report(self, step: int, metrics: dict[str, float]) -> None:
         """Write the points of `step` that no row holds yet."""
-        new = {key: value for key, value in metrics.items() if self._reported.get(key, -1) < step and math.isfinite(value)}
+        new = {
+            key: value for key, value in metrics.items() if self._reported.get(key, -1) < step and math.isfinite(value)
+        }
         if new:
             self._reported.update(dict.fromkeys(new, step))
             self._append({"time": _now_ms(), "step": step, "metrics": new})
@@ -66,23 +89,11 @@ class Journal:
     def event(self, name: str, **fields: Any) -> None:
         self._append({"time": _now_ms(), "event": name, **fields})
 
-    def close(self) -> None:
-        os.close(self._file)
-
     def _append(self, row: dict[str, Any]) -> None:
-        failed_before = bool(self._pending)
-        self._pending += json.dumps(row).encode() + b"\n"
-        try:
-            written = os.write(self._file, self._pending)
-            if written < len(self._pending):
-                raise OSError(28, "the disk is full")
-            self._end += written
-            self._pending = b""
-        except OSError as error:  # kept, and tried again with the next row
-            os.ftruncate(self._file, self._end)
-            os.lseek(self._file, self._end, os.SEEK_SET)
-            if not failed_before:
-                self._complain(f"journal could not be written: {error.strerror}; its rows are kept until it can")
+        was_behind = self._lines.is_behind
+        error = self._lines.append(row)
+        if error and not was_behind:
+            self._complain(f"journal could not be written: {error.strerror}; its rows are kept until it can")
 
 
 class Trace:
@@ -95,13 +106,11 @@ class Trace:
             if row.get("step", 0) > step:
                 break
             kept = after
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        os.ftruncate(self._file, kept)
-        os.lseek(self._file, kept, os.SEEK_SET)
+        self._lines = _Lines(path, kept)
 
     def update(self, step: int, epoch: int, ids: list[int], batch_sha256: str) -> None:
-        row = {"step": step, "epoch": epoch, "ids": ids, "batch_sha256": batch_sha256}
-        os.write(self._file, json.dumps(row).encode() + b"\n")
+        # a full disk is the journal's to complain of: it lies in the same folder
+        self._lines.append({"step": step, "epoch": epoch, "ids": ids, "batch_sha256": batch_sha256})
 
 
 def _now_ms() -> int:

@@ -6,30 +6,39 @@ stamp included, and MLflow's SQL stores drop a point equal in key, step, value a
 a crash between sending and noting it arrives once. How far delivery came is noted in `mlflow.json`, for each server.
 
 A call that fails costs seconds and nothing else: it is tried again while training goes on, once more at its end, and
-`pipeline sync RUN_DIR` delivers whatever is left, from the journal alone.
+`pipeline sync RUN_DIR` delivers whatever is left, from the journal alone. A password in the address goes to mlflow by
+the environment, never in the address itself, so that no message, file or tag of mlflow's can hold it.
 """
 
+import contextlib
 import fcntl
 import json
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
-from pipeline.config import Config, from_yaml
+from pipeline.config import Config, from_yaml, without_password
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
-from pipeline.record.sender import READY, tracking_uri
-from pipeline.verdict import RequestError, TemporaryError
+from pipeline.record.sender import OVER, READY, tracking_uri
+from pipeline.verdict import RequestError, TemporaryError, Verdict
 
 _BATCH = 1000  # MLflow's limit on the metrics of one call
 _POLL_S = 0.5
+_PATIENCE_S = 5  # for one answer, beside a training run: two of them fit into its end
+_FILE_PATIENCE_S = 60  # a server may pass a file on to slower storage before it answers
 _LAST_WORDS_S = 4  # after the trainer is killed: FAILED is written by then, or at the next train or sync
+_FAREWELL_S = 7  # after the trainer is done: for a server that has not answered by then it waits no longer
+_TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"  # mlflow reads it anew at each call
 RUN_TAG = "pipeline.run"
+STEP_TAG = "pipeline.step"
 
 
 @dataclass
@@ -40,96 +49,144 @@ class Progress:
     experiment_id: str
     offset: int = 0
     """Bytes of the journal delivered."""
-    model_step: int = -1
-    """Step of the checkpoint whose model is logged."""
 
 
 class Follower:
     """Delivers one run's journal to one server."""
 
     def __init__(self, folder: RunFolder, config: Config, uri: str, patience: int) -> None:
-        os.environ |= {
-            "MLFLOW_HTTP_REQUEST_TIMEOUT": str(patience),
+        self._folder = folder
+        self._config = config
+        self._uri, credentials = _without_credentials(uri)
+        self._progress: Progress | None = None
+        self.reached = not uri.startswith("http")  # a database of one's own is there, slow though its making may be
+        """Whether the server took the last call."""
+        self.loaded = threading.Event()
+        """Set once mlflow is imported, which takes seconds."""
+        os.environ |= credentials | {
+            _TIMEOUT: str(patience),
             "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # our own loop tries again; mlflow's would block for minutes
             "MLFLOW_DISABLE_TELEMETRY": "true",
             "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
         }
+
+    def load(self) -> None:
+        """Import mlflow, which takes seconds."""
         import mlflow
 
-        mlflow.set_tracking_uri(uri)
-        self._client = mlflow.MlflowClient(uri)
-        self._folder = folder
-        self._config = config
-        self._uri = uri
-        self._address = uri.split("@")[-1]  # what is written down holds no password
-        self._progress: Progress | None = None
-
-    def open_run(self) -> None:
-        """Find the run on the server, or make it. Raises whatever mlflow raises."""
-        if self._progress is not None:
-            return
-        run_tag = next((row["run"] for row, _ in read(self._folder.journal) if "run" in row), None)
-        if run_tag is None:
-            raise RequestError(f"{self._folder.path} holds no journal.jsonl: there is nothing to send")
-        noted = self._load().get(self._address)
-        name = self._config.track.experiment or self._config.recipe
-        experiment_id = self._experiment(name)
-        found = self._client.search_runs([experiment_id], f"tags.`{RUN_TAG}` = '{run_tag}'", max_results=1)
-        if found:
-            same = noted if noted and noted["run_id"] == found[0].info.run_id else {}
-            self._progress = Progress(**{**same, "run_id": found[0].info.run_id, "experiment_id": experiment_id})
-            return
-        from mlflow.entities import Param
-
-        run = self._client.create_run(experiment_id, run_name=self._folder.path.name, tags={RUN_TAG: run_tag})
-        self._progress = Progress(run.info.run_id, experiment_id)
-        self._client.log_batch(run.info.run_id, params=[Param(key, value) for key, value in _flat(self._config)])
-        self._note()
+        mlflow.set_tracking_uri(self._uri)
+        self._client = mlflow.MlflowClient(self._uri)
+        self.loaded.set()
 
     def deliver(self) -> None:
-        """Send what the journal holds and the server lacks."""
-        self.open_run()
-        progress = self._progress
-        assert progress is not None
-        for points, event, end in _portions(self._folder.journal, progress.offset):
-            if points:
-                self._client.log_batch(progress.run_id, metrics=points)
-            if event:
-                self._tell(event, progress)
-            progress.offset = end
-            self._note()
+        """Send what the journal holds and the server lacks. Raises whatever mlflow raises."""
+        try:
+            progress = self._progress = self._progress or self._open_run()
+            self.reached = True
+            for points, event, end in _portions(self._folder.journal, progress.offset):
+                if points:
+                    self._client.log_batch(progress.run_id, metrics=points)
+                if event:
+                    self._tell(event, progress)
+                progress.offset = end
+                self._note(progress)
+        except Exception:
+            self.reached = False
+            self._progress = None  # looked for again: the server may come back without the run
+            raise
 
     def declare_failed(self) -> None:
-        """The training is gone without a last word."""
+        """The training is gone without a last word; its last row says when."""
         assert self._progress is not None
-        self._client.set_terminated(self._progress.run_id, "FAILED")
+        last = max((row["time"] for row, _ in read(self._folder.journal)), default=None)
+        self._client.set_terminated(self._progress.run_id, "FAILED", last)
+
+    def _open_run(self) -> Progress:
+        """Find the run on the server, or make it."""
+        from mlflow.entities import Param
+
+        created = next((row for row, _ in read(self._folder.journal) if "run" in row), None)
+        if created is None:
+            raise RequestError(f"{self._folder.path} holds no journal.jsonl: there is nothing to send")
+        experiment_id = self._experiment(self._config.track.experiment or self._config.recipe)
+        of_run = f"tags.`{RUN_TAG}` = '{created['run']}'"
+        found = self._client.search_runs([experiment_id], of_run, max_results=1)
+        run = found[0] if found else self._client.create_run(
+            experiment_id, created["time"], {RUN_TAG: created["run"]}, self._folder.path.absolute().name
+        )  # fmt: skip
+        if not run.info.run_id:
+            raise TemporaryError("it answers, but not as MLflow does")
+        missing = [Param(key, value) for key, value in _flat(self._config) if key not in run.data.params]
+        if missing:
+            self._client.log_batch(run.info.run_id, params=missing)
+        noted = self._noted().get(self._address, {})
+        offset = noted["offset"] if noted.get("run_id") == run.info.run_id else 0
+        return Progress(run.info.run_id, experiment_id, offset)
 
     def _tell(self, event: dict[str, Any], progress: Progress) -> None:
-        run_id = progress.run_id
+        from mlflow.entities import RunTag
+
         match event["event"]:
             case "started":
-                from mlflow.entities import RunTag
-
-                self._client.update_run(run_id, status="RUNNING")
-                self._client.log_batch(run_id, tags=[RunTag(key, str(value)) for key, value in event["tags"].items()])
-                for path in (self._folder.config, self._folder.plan):
-                    if path.exists():
-                        self._client.log_artifact(run_id, str(path))
+                tags = [RunTag(key, str(value)) for key, value in event["tags"].items()]
+                self._client.update_run(progress.run_id, status="RUNNING")
+                self._client.log_batch(progress.run_id, tags=tags)
+                try:
+                    self._send_files(progress)
+                except Exception as error:  # a store for files that is out of order keeps no point back
+                    _log(f"files are left for the end: {_one_line(error)}")
             case "ended":
-                best = event.get("best")
-                if event["status"] == "FINISHED" and best and best["step"] != progress.model_step:
-                    path = self._folder.checkpoints / best["file"]
-                    if path.exists():
-                        self._log_model(run_id, path, best["step"])
-                        progress.model_step = best["step"]
-                self._client.log_artifact(run_id, str(self._folder.journal))
-                self._client.set_terminated(run_id, event["status"], event["time"])
+                self._client.set_terminated(progress.run_id, event["status"], event["time"])
+                with _patience(_FILE_PATIENCE_S):
+                    self._send_files(progress)
+                    if event["status"] == "FINISHED" and event["best"]:
+                        path = self._folder.checkpoints / event["best"]["file"]
+                        self._send_model(progress, path, event["best"]["step"])
 
-    def _log_model(self, run_id: str, path: Path, step: int) -> None:
-        """The model of a checkpoint, as one that takes pixels and gives probabilities."""
+    def _send_files(self, progress: Progress) -> None:
+        for path in (self._folder.config, self._folder.plan, self._folder.journal):
+            if path.exists():
+                self._client.log_artifact(progress.run_id, str(path))
+
+    def _send_model(self, progress: Progress, path: Path, step: int) -> None:
+        """The model of a checkpoint, unless it is there or cannot be exported: the run is what it is without it."""
+        from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric
+
+        sent = self._client.search_logged_models([progress.experiment_id], f"source_run_id = '{progress.run_id}'")
+        if any(model.status == LoggedModelStatus.READY and model.tags.get(STEP_TAG) == str(step) for model in sent):
+            return
+        with tempfile.TemporaryDirectory() as scratch:
+            local = Path(scratch) / "model"
+            try:
+                description = self._export(path, local)
+            except Exception as error:
+                _log(f"{path.name} is not logged as a model: {_one_line(error)}")
+                return
+            model = self._client.create_logged_model(
+                progress.experiment_id, "model", progress.run_id, {STEP_TAG: str(step)}
+            )
+            description.model_id, description.run_id = model.model_id, progress.run_id
+            description.artifact_path = model.artifact_location
+            description.save(local / "MLmodel")
+            self._client.log_model_artifacts(model.model_id, str(local))
+        judged = [
+            Metric(key, value, row["time"], step, model_id=model.model_id)
+            for row, _ in read(self._folder.journal)
+            if row.get("step") == step
+            for key, value in row.get("metrics", {}).items()
+            if key.startswith("val/")
+        ]
+        if judged:
+            self._client.log_batch(progress.run_id, metrics=judged)  # for the run they are there: these name the model
+        self._client.log_outputs(progress.run_id, [LoggedModelOutput(model.model_id, step)])
+        self._client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
+
+    def _export(self, path: Path, to: Path) -> Any:
+        """The checkpoint's model in `to`, as one that takes pixels and gives probabilities; MLflow's description of it."""
         import mlflow.pytorch
         import numpy as np
         import torch
+        from mlflow.models import Model, infer_signature
 
         from pipeline.data.augment import evaluation_geometry
         from pipeline.model.architectures import Served, build
@@ -138,33 +195,35 @@ class Follower:
         contents = decode(read_verified(path), path)
         model = build(self._config.model, len(contents["classes"]))
         model.load_state_dict(contents["model"])
-        served = Served(model).eval()  # a copy of its own: exporting a model in train mode would change the real one
+        served = Served(model).eval()  # in train mode the export would keep dropout and change batch norm's statistics
         size, _ = evaluation_geometry(self._config.evaluate, self._config.augment)
         example = np.zeros((2, 3, size, size), np.float32)  # a batch of one would freeze the batch size
         with torch.inference_mode():
             answer = served(torch.from_numpy(example)).numpy()
-        with mlflow.start_run(run_id=run_id):
-            mlflow.pytorch.log_model(
-                served,
-                name="model",
-                signature=mlflow.models.infer_signature(example, answer),
-                input_example=example,
-                pip_requirements=[f"torch=={torch.__version__.split('+')[0]}", "numpy"],
-                step=step,
-            )
+        description = Model()
+        mlflow.pytorch.save_model(
+            served,
+            str(to),
+            mlflow_model=description,
+            signature=infer_signature(example, answer),
+            input_example=example,
+            pip_requirements=[f"torch=={torch.__version__.split('+')[0]}", "numpy"],
+        )
+        return description
 
     def _experiment(self, name: str) -> str:
         from mlflow.exceptions import MlflowException
 
+        failure: Exception | None = None
         for _ in range(2):
             experiment = self._client.get_experiment_by_name(name)
             if experiment is not None:
                 return str(experiment.experiment_id)
             try:
                 return str(self._client.create_experiment(name, self._artifact_location()))
-            except MlflowException:
-                continue  # another run made it meanwhile
-        raise TemporaryError(f"MLflow experiment {name} can be neither found nor made: is it deleted? restore or rename it")
+            except MlflowException as error:  # another run made it meanwhile, or it really cannot be
+                failure = error
+        raise TemporaryError(f"experiment {name} can be neither found nor made: {failure}")
 
     def _artifact_location(self) -> str | None:
         """Beside the database of a local store; a server knows its own."""
@@ -172,90 +231,105 @@ class Follower:
             return None
         return (Path(self._uri.removeprefix("sqlite:///")).absolute().parent / "mlartifacts").as_uri()
 
-    def _load(self) -> dict[str, dict[str, Any]]:
+    @property
+    def _address(self) -> str:
+        return without_password(self._uri)  # a database's still holds one
+
+    def _noted(self) -> dict[str, dict[str, Any]]:
         try:
             noted: dict[str, dict[str, Any]] = json.loads(self._folder.tracker.read_text())
             return noted
         except (OSError, ValueError):
             return {}
 
-    def _note(self) -> None:
-        assert self._progress is not None
-        self._folder.write(self._folder.tracker, json.dumps({**self._load(), self._address: asdict(self._progress)}, indent=1))
+    def _note(self, progress: Progress) -> None:
+        self._folder.write(
+            self._folder.tracker, json.dumps({**self._noted(), self._address: asdict(progress)}, indent=1)
+        )
 
 
 def sync(path: Path, *, follow: bool) -> None:
-    """Send the run in `path`. follow: until standard input ends and the last row is sent, whatever the server does.
+    """Send the run in `path`. follow: until standard input says that training is over and the last row is sent.
 
-    TemporaryError if something is left that the server did not take.
+    To the server that the environment names, else to the run's own. TemporaryError if the server does not take it.
     """
     folder = RunFolder(path)
     try:
         config = from_yaml(folder.config.read_text(), str(folder.config))
     except OSError as error:
         raise RequestError(f"{path} is not a run's folder: {folder.config.name}: {error.strerror}") from None
-    uri = os.environ.get("PIPELINE_TRACK_URI") or tracking_uri(config)
+    named = os.environ.get("PIPELINE_TRACK_URI") or os.environ.get("MLFLOW_TRACKING_URI")
+    uri = named or tracking_uri(config, folder)
     if uri is None:
-        raise RequestError(f"the run in {path} has track.uri=none: name a server with MLFLOW_TRACKING_URI or PIPELINE_TRACK_URI")
-    over = _watch_input(folder) if follow else None
-    _take_turn(folder)
-    if over:
+        raise RequestError(f"the run in {path} has track.uri=none: name a server with MLFLOW_TRACKING_URI")
+    if follow:
+        follower = Follower(folder, config, uri, _PATIENCE_S)
+        over = _watch_trainer(follower)
+        _take_turn(folder)
         os.nice(10)  # training comes first
-        _follow(Follower(folder, config, uri, patience=5), folder, over)
-    else:
-        follower = Follower(folder, config, uri, patience=60)
-        try:
-            follower.deliver()
-            if not has_ended(folder.journal) and not folder.is_held():
-                follower.declare_failed()
-        except Exception as error:
-            raise _unreachable(uri, error) from error
+        follower.load()
+        _follow(follower, folder, over)
+        return
+    _take_turn(folder)
+    follower = Follower(folder, config, uri, _FILE_PATIENCE_S)
+    follower.load()
+    try:
+        follower.deliver()
+        if not has_ended(folder.journal) and not folder.is_held():
+            follower.declare_failed()
+    except Verdict:
+        raise
+    except Exception as error:
+        raise TemporaryError(f"MLflow at {without_password(uri)} did not take it: {_one_line(error)}") from error
 
 
 def _follow(follower: Follower, folder: RunFolder, over: threading.Event) -> None:
     failure: Exception | None = None
-    told, pause = False, _POLL_S
+    answered, pause = False, _POLL_S
     while True:
         last = over.is_set()  # read before delivering: what was written until then is seen
         try:
             follower.deliver()
             if last and not has_ended(folder.journal):
                 follower.declare_failed()
+            if failure is not None:
+                _log("MLflow takes it again")
             failure, pause = None, _POLL_S
-            if not told:
-                sys.stdout.buffer.write(READY)
-                sys.stdout.flush()
-                told = True
         except Exception as error:  # whatever a tracker does, it is not training's concern
             if failure is None:
-                print(f"{time.strftime('%F %T')} {_unreachable('', error)}", file=sys.stderr, flush=True)
+                _log(f"MLflow does not take it: {_one_line(error)}")
             failure, pause = error, min(30, pause * 2)
+        if not answered:
+            answered = True
+            with contextlib.suppress(OSError):  # nobody may be left to read it
+                os.write(1, f"{READY if failure is None else _one_line(failure)}\n".encode())
         if last:
             break
         over.wait(pause)
     if failure is not None:
-        raise _unreachable("", failure)
+        raise TemporaryError(f"MLflow did not take everything: {_one_line(failure)}; the journal keeps it")
 
 
-def _unreachable(uri: str, error: Exception) -> TemporaryError:
-    where = f" at {uri.split('@')[-1]}" if uri else ""
-    return TemporaryError(f"MLflow{where} did not take it: {str(error)[:300] or type(error).__name__}; the journal keeps it")
+def _watch_trainer(follower: Follower) -> threading.Event:
+    """Set when the trainer is done or dead. Starts before mlflow is imported, which takes seconds.
 
-
-def _watch_input(folder: RunFolder) -> threading.Event:
-    """Set when standard input ends: the trainer is done or dead. Starts before mlflow is imported, which takes seconds.
-
-    A trainer that was killed leaves nothing behind for longer than a few seconds, this process included.
+    A trainer that was killed leaves nothing behind for longer than a few seconds, this process included; one that waits
+    for us waits no longer for a server that does not answer. Both by leaving from here: the main thread may hang.
     """
     over = threading.Event()
 
     def watch() -> None:
-        while os.read(0, 1024):
-            pass
+        word = os.read(0, len(OVER))
         over.set()
-        if not has_ended(folder.journal):
+        if word == OVER:
+            follower.loaded.wait()
+            time.sleep(_FAREWELL_S)
+            while follower.reached:
+                time.sleep(_POLL_S)
+        else:
             time.sleep(_LAST_WORDS_S)
-            os._exit(TemporaryError.code)
+        _log("given up: the journal keeps what was not taken")
+        os._exit(TemporaryError.code)
 
     threading.Thread(target=watch, daemon=True).start()
     return over
@@ -271,7 +345,9 @@ def _take_turn(folder: RunFolder) -> None:
             return
         except OSError:
             if time.monotonic() > end:
-                raise TemporaryError(f"{folder.path} is being sent by another process: it will deliver what is there") from None
+                raise TemporaryError(
+                    f"{folder.path} is being sent by another process: it will deliver what is there"
+                ) from None
             time.sleep(0.1)
 
 
@@ -303,9 +379,43 @@ def has_ended(journal: Path) -> bool:
     return last == "ended"
 
 
+def _without_credentials(uri: str) -> tuple[str, dict[str, str]]:
+    """The address alone, and the variables by which mlflow is told the user and password that stood in it."""
+    parts = urlsplit(uri)
+    user, _, host = parts.netloc.rpartition("@")
+    name, _, password = user.partition(":")
+    if not parts.scheme.startswith("http") or not password:
+        return uri, {}
+    credentials = {"MLFLOW_TRACKING_USERNAME": unquote(name), "MLFLOW_TRACKING_PASSWORD": unquote(password)}
+    return parts._replace(netloc=host).geturl(), credentials
+
+
+@contextlib.contextmanager
+def _patience(seconds: int) -> Iterator[None]:
+    """Calls in here may take so long."""
+    before = os.environ[_TIMEOUT]
+    os.environ[_TIMEOUT] = str(seconds)
+    try:
+        yield
+    finally:
+        os.environ[_TIMEOUT] = before
+
+
 def _flat(config: Config) -> Iterator[tuple[str, str]]:
     for key, value in config.model_dump(mode="json", by_alias=True).items():
         if isinstance(value, dict):
             yield from ((f"{key}.{inner}", str(of)) for inner, of in value.items())
         else:
             yield key, str(value)
+
+
+def _log(line: str) -> None:
+    """To standard error, which beside a training run is sync.log."""
+    print(f"{time.strftime('%F %T')} {line}", file=sys.stderr, flush=True)
+
+
+def _one_line(error: BaseException) -> str:
+    """What was wrong first: mlflow wraps a refused connection in three layers."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return " ".join(without_password(str(error)).split())[:300] or type(error).__name__

@@ -1,28 +1,31 @@
 """The sender's leash: starts `pipeline sync --follow` beside a run and lets it go.
 
 The sender is a process of its own: it shares no interpreter lock with training, live and late delivery are one piece of
-code, and when rank 0 is killed somebody is left to write FAILED. Its standard input is a pipe that rank 0 holds: the end
-of that pipe means that training is over, however it ended. `NoSender` is for a run that keeps to its journal.
+code, and when rank 0 is killed somebody is left to write FAILED. Two pipes bind them. Its standard input is held by
+rank 0: a word there means that training is over and rank 0 waits, its end without that word that rank 0 is dead. Its
+standard output answers once: whether the server was reached. `NoSender` is for a run that keeps to its journal.
 """
 
+import contextlib
 import os
 import select
 import subprocess
 import sys
-import time
 
-from pipeline.config import Config
+from pipeline.config import Config, without_password
 from pipeline.record.folder import RunFolder
 from pipeline.verdict import RequestError
 
-READY = b"ready\n"
+READY = "ready"
+# said, because the end of the pipe alone would not come while a loader worker, forked from rank 0, still holds it
+OVER = b"over\n"
 _WAIT_READY_S = 60
 _WAIT_FINISH_S = 120  # a model may be on its way to a server that answers; one that does not is given up in seconds
 
 
 class NoSender:
     def wait_ready(self) -> None:
-        """Return when the tracker is reached; RequestError if it cannot be."""
+        """Return when the tracker is reached; RequestError if it is not at the first attempt."""
 
     def finish(self) -> bool:
         """Let it deliver the rest; whether everything arrived."""
@@ -48,21 +51,23 @@ class Sender(NoSender):
 
     def wait_ready(self) -> None:
         assert self._process.stdout is not None
-        end = time.monotonic() + _WAIT_READY_S
-        while time.monotonic() < end:
-            if select.select([self._process.stdout], [], [], 1)[0]:
-                if os.read(self._process.stdout.fileno(), len(READY)) == READY:
-                    return
-                break
+        answer = b""
+        if select.select([self._process.stdout], [], [], _WAIT_READY_S)[0]:
+            answer = self._process.stdout.readline()
+        said = answer.decode(errors="replace").strip()
+        if said == READY:
+            return
         self.finish()
         raise RequestError(
-            f"track.required=true and MLflow at {self._uri.split('@')[-1]} cannot be reached ({last_line(self._folder)}):"
-            " start it, correct track.uri, or train without with track.required=false"
+            f"track.required=true and MLflow at {without_password(self._uri)} cannot be reached"
+            f" ({said or f'no answer, see {self._folder.sync_log}'}): start it, correct track.uri, or train without"
+            " with track.required=false"
         )
 
     def finish(self) -> bool:
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it has left before us: the code says how
+            os.write(self._process.stdin.fileno(), OVER)
         try:
             return self._process.wait(_WAIT_FINISH_S) == 0
         except subprocess.TimeoutExpired:
@@ -71,25 +76,16 @@ class Sender(NoSender):
             return False
 
 
-def last_line(folder: RunFolder) -> str:
-    """What the sender said last."""
-    try:
-        lines = folder.sync_log.read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
-    return lines[-1] if lines else "it said nothing"
-
-
-def tracking_uri(config: Config) -> str | None:
-    """Where the run is sent: None for the journal alone."""
+def tracking_uri(config: Config, folder: RunFolder) -> str | None:
+    """Where the run in `folder` is sent: None for the journal alone."""
     if config.track.uri == "none":
         return None
     if config.track.uri != "auto":
         return config.track.uri
-    default = f"sqlite:///{config.run_dir.absolute().parent / 'mlflow.db'}"
+    default = f"sqlite:///{folder.path.absolute().parent / 'mlflow.db'}"
     return os.environ.get("MLFLOW_TRACKING_URI") or default
 
 
 def start(config: Config, folder: RunFolder) -> NoSender:
-    uri = tracking_uri(config)
+    uri = tracking_uri(config, folder)
     return Sender(folder, uri) if uri else NoSender()
