@@ -1,0 +1,146 @@
+"""The data stream does not depend on the machine: the same samples, pixel for pixel, whoever makes them."""
+
+import hashlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from harness import children, kill
+from streams import GlobalBatch, joined, prepare, stream
+from torch.utils.data import Dataset
+
+from pipeline.config import load
+from pipeline.data import loader
+from pipeline.data.loader import Batch, TrainBatches, batches
+from pipeline.data.order import Order
+from pipeline.plan import DataSize, Resources, make_plan
+from pipeline.verdict import StorageError
+from pipeline.world import World
+
+STEPS = range(26, 32)  # an epoch of the digits in batches of 48 is 29 steps
+
+
+@pytest.fixture(scope="module")
+def alone(digits: Path) -> list[GlobalBatch]:
+    """The stream of one process without workers."""
+    return stream(digits, STEPS, "data.workers=0")[0]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+@pytest.mark.parametrize("workers", [0, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_every_global_batch_is_the_same_however_it_is_made(
+    digits: Path, alone: list[GlobalBatch], world: int, workers: int, accumulate: int
+) -> None:
+    made, _ = stream(digits, STEPS, f"data.workers={workers}", f"batch.accumulate={accumulate}", world=world)
+    assert made == alone
+
+
+def test_how_far_workers_prepare_ahead_changes_nothing(digits: Path, alone: list[GlobalBatch]) -> None:
+    assert stream(digits, STEPS, "data.workers=2", "data.prefetch=5")[0] == alone
+
+
+def test_a_start_in_the_middle_goes_on_with_the_same_batches(digits: Path, alone: list[GlobalBatch]) -> None:
+    assert stream(digits, range(30, 32), "data.workers=0")[0] == alone[4:]
+
+
+def test_another_seed_is_another_stream(digits: Path, alone: list[GlobalBatch]) -> None:
+    other, _ = stream(digits, STEPS, "data.workers=0", "run.seed=1")
+    assert not {one.ids for one in other} & {one.ids for one in alone}
+
+
+def test_an_image_looks_different_in_each_epoch(digits: Path) -> None:
+    config, plan, source = prepare(digits, 1)
+    data = TrainBatches(source.train, config, plan, 0)
+    order = Order(plan, config.run.seed)
+    later = {int(sample): (step, row) for step in range(29, 58) for row, sample in enumerate(order.ids(step))}
+    row, sample = next((row, int(sample)) for row, sample in enumerate(order.ids(0)) if int(sample) in later)
+    step, again = later[sample]
+    assert (data[0].ids[row], data[step].ids[again]) == (sample, sample)
+    assert not torch.equal(data[0].images[row], data[step].images[again])
+
+
+def test_the_trace_is_the_digest_over_pixels_and_label(digits: Path) -> None:
+    config, plan, source = prepare(digits, 1)
+    batch = TrainBatches(source.train, config, plan, 0)[0]
+    rows = [
+        hashlib.sha256(
+            batch.images[i].contiguous().numpy().tobytes() + int(batch.labels[i]).to_bytes(8, "little")
+        ).digest()
+        for i in range(48)
+    ]
+    assert joined([batch]).trace == hashlib.sha256(b"".join(rows)).hexdigest()
+
+
+@pytest.mark.parametrize("images", [48, 97, 1000])
+def test_an_epoch_uses_each_image_at_most_once_and_as_many_as_fit(images: int) -> None:
+    plan = make_plan(load("digits", ["batch.global=48", "train.epochs=3"]), World(), DataSize(images, 10, 10))
+    order = Order(plan, seed=0)
+    epochs = []
+    for epoch in range(3):
+        first = epoch * plan.steps_per_epoch
+        ids = np.concatenate([order.ids(step) for step in range(first, first + plan.steps_per_epoch)])
+        assert len(ids) == len(set(ids.tolist())) == images // 48 * 48
+        assert set(ids.tolist()) <= set(range(images))
+        epochs.append(ids.tolist())
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_processes_and_passes_only_slice_the_global_batch(world: int) -> None:
+    plan = make_plan(load("digits", ["batch.accumulate=2"]), World(size=world, local_size=world), DataSize(1437, 1, 2))
+    order = Order(plan, seed=5)
+    for step in (0, 13, 14, 100):
+        parts = [order.micro_ids(step, rank, micro) for rank in range(world) for micro in range(2)]
+        assert np.array_equal(np.concatenate(parts), order.ids(step))
+
+
+def test_a_killed_loader_worker_costs_no_batch(digits: Path, alone: list[GlobalBatch]) -> None:
+    config, plan, source = prepare(digits, 1, "data.workers=2")
+    before = set(children(os.getpid()))
+    made = []
+    for batch in batches(TrainBatches(source.train, config, plan, 0), STEPS, plan, pin=False):
+        made.append(joined([batch]))
+        if len(made) == 2:
+            workers = sorted(set(children(os.getpid())) - before)
+            assert len(workers) == 2
+            kill(workers[0], signal.SIGKILL)
+    assert made == alone
+    assert set(children(os.getpid())) <= before
+
+
+class Deadly(Dataset[Batch]):
+    """Position 1 kills whoever makes it; position 2 takes its time."""
+
+    def __getitem__(self, position: int) -> Batch:
+        if position == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if position == 2:
+            time.sleep(60)
+        return position  # type: ignore[return-value]
+
+
+LOADER = {"world": 1, "local_world": 1, "prefetch": 1, "threads": 1, "eval_batch": 1}
+
+
+def test_workers_that_die_at_one_batch_again_and_again_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "_REBUILDS", 1)  # each death takes 5 s to be noticed
+    loaded = batches(Deadly(), range(3), Resources(**LOADER, workers_per_node=1, workers=1), pin=False)
+    assert next(loaded) == 0
+    with pytest.raises(StorageError, match="loader workers died 2 times at one batch: look at memory and /dev/shm"):
+        next(loaded)
+
+
+def test_a_worker_that_waits_for_a_slow_disk_holds_up_no_exit() -> None:
+    before = set(children(os.getpid()))
+    loaded = batches(Deadly(), [0, 2, 2], Resources(**LOADER, workers_per_node=2, workers=2), pin=False)
+    assert next(loaded) == 0
+    start = time.monotonic()
+    loaded.close()
+    assert time.monotonic() - start < 4  # 10 s, and 60 at the exit of the process, where they are only asked to leave
+    assert set(children(os.getpid())) <= before
