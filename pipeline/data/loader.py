@@ -33,6 +33,13 @@ NO_LABEL = -1
 """Label of a validation image that cannot be decoded: it counts, and no answer is right."""
 
 
+class Defect(NamedTuple):
+    """Of one image. Named, because torch's loader hands on a bare tuple as a list."""
+
+    sample: int
+    reason: str
+
+
 class Batch(NamedTuple):
     images: Tensor
     """[B, 3, H, W] uint8."""
@@ -43,7 +50,7 @@ class Batch(NamedTuple):
     digests: Tensor
     """[B, 32] uint8: SHA-256 of each sample's pixels and label where the run is traced, else [0, 32]."""
     defects: list[tuple[int, str]]
-    """Sample id and what is wrong, for each that could not be decoded."""
+    """A `Defect` for each image that could not be decoded."""
 
 
 @dataclass
@@ -79,7 +86,7 @@ class TrainBatches(Dataset[Batch]):
             try:
                 return used, decode(self.images.read(used))
             except (BadImageError, UnreadableError) as defect:
-                defects.append((used, str(defect)))
+                defects.append(Defect(used, str(defect)))
             used = self._order.replacement(epoch, sample, attempt)
         return sample, torch.zeros((3, 8, 8), dtype=torch.uint8)  # the defects say it; data.max_bad decides
 
@@ -100,14 +107,14 @@ class EvalBatches(Dataset[Batch]):
         ids = torch.arange(start, min(start + self.config.evaluate.batch, len(self.images)))
         pixels = torch.empty((len(ids), 3, size, size), dtype=torch.uint8)
         labels = torch.empty(len(ids), dtype=torch.int64)
-        defects = []
+        defects: list[tuple[int, str]] = []
         for row, sample in enumerate(ids.tolist()):
             try:
                 pixels[row] = centre(decode(self.images.read(sample)), size, resize)
                 labels[row] = self.images.label(sample)
             except (BadImageError, UnreadableError) as defect:
                 pixels[row], labels[row] = 0, NO_LABEL
-                defects.append((sample, str(defect)))
+                defects.append(Defect(sample, str(defect)))
         return Batch(pixels, labels, ids, torch.empty((0, 32), dtype=torch.uint8), defects)
 
 

@@ -1,0 +1,529 @@
+"""Which images there are and what is in them: indexed, told apart, split, checked, decoded or named."""
+
+import io
+import os
+import resource
+import struct
+import subprocess
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import pipeline
+from PIL import Image
+from streams import stream
+
+from pipeline.config import load
+from pipeline.data import manifest
+from pipeline.data.augment import centre
+from pipeline.data.images import BadImageError, decode
+from pipeline.data.loader import NO_LABEL, EvalBatches
+from pipeline.data.manifest import Index, Split, open_index, scan, scan_validation
+from pipeline.data.sources import UnreadableError, of_index, open_source
+from pipeline.verdict import RequestError
+
+PIXELS = np.stack(np.broadcast_arrays(*np.ogrid[0:240:6, 0:240:5], np.uint16(90)), -1).astype(np.uint8)  # [40, 48, 3]
+
+
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def picture(shade: int = 0) -> bytes:
+    return encoded(Image.fromarray(np.full((8, 8), shade, np.uint8)), "PNG")
+
+
+def fill(root: Path, *names: str | bytes) -> Path:
+    """Writes a picture under each name; those of a class look alike."""
+    for name in names:
+        path = os.path.join(os.fsencode(root), os.fsencode(name))
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(picture(sum(os.fsencode(name)) % 256))
+    return root
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two classes, five images to train and two held out."""
+    return fill(
+        tmp_path / "images", "train/cat/1.png", "train/cat/2.PNG", "train/cat/more/3.jpeg", "train/dog/1.png",
+        "train/dog/2.png", "val/cat/1.png", "val/dog/1.png",
+    )  # fmt: skip
+
+
+def names(split: Split) -> list[bytes]:
+    return [split.name(i) for i in range(len(split))]
+
+
+def refused(call: Callable[[], object]) -> str:
+    with pytest.raises(RequestError) as refusal:
+        call()
+    return str(refusal.value)
+
+
+# --- the index
+
+
+def test_an_index_has_each_image_once_in_the_order_of_its_name(folder: Path) -> None:
+    (folder / "train/cat/notes.txt").write_text("no image")
+    index = scan(folder, 0.1)
+    assert names(index.train) == [b"train/cat/1.png", b"train/cat/2.PNG", b"train/cat/more/3.jpeg", b"train/dog/1.png",
+                                  b"train/dog/2.png"]  # fmt: skip
+    assert names(index.val) == [b"val/cat/1.png", b"val/dog/1.png"]
+    assert (index.train.labels.tolist(), index.val.labels.tolist()) == ([0, 0, 0, 1, 1], [0, 1])
+    assert index.classes == ("cat", "dog")
+    assert index.train.sizes.tolist() == [(folder / name.decode()).stat().st_size for name in names(index.train)]
+
+
+def test_an_index_survives_its_bytes(folder: Path) -> None:
+    manifest.write_sums(folder, scan(folder, 0.1))
+    index = scan(folder, 0.1)
+    again = Index.from_bytes(index.to_bytes())
+    assert again.to_bytes() == index.to_bytes()
+    assert again.digest == index.digest
+    for damaged in (b"", b"nonsense", index.to_bytes()[:-9], index.to_bytes()[:40]):
+        with pytest.raises((ValueError, KeyError, TypeError)):
+            Index.from_bytes(damaged)
+
+
+def test_each_change_of_the_data_changes_the_digest_and_is_named(folder: Path) -> None:
+    def differences(change: Callable[[], object]) -> list[str]:
+        before = scan(folder, 0.1)
+        change()
+        after = scan(folder, 0.1)
+        assert before.digest != after.digest
+        return list(before.differences(after))
+
+    assert differences(lambda: fill(folder, "train/dog/3.png")) == ["train/dog/3.png is new"]
+    assert differences((folder / "train/cat/1.png").unlink) == ["train/cat/1.png is gone"]
+    size = (folder / "val/dog/1.png").stat().st_size
+    assert differences(lambda: (folder / "val/dog/1.png").write_bytes(b"four")) == [
+        f"val/dog/1.png had {size} bytes and has 4"
+    ]
+    assert differences(lambda: fill(folder, "train/eel/1.png", "val/eel/1.png")) == [
+        "class eel is new", "train/eel/1.png is new", "val/eel/1.png is new"
+    ]  # fmt: skip
+    assert differences(lambda: manifest.write_sums(folder, scan(folder, 0.1))) == ["SHA256SUMS is new"]
+    (folder / "val/dog/1.png").write_bytes(b"five")  # as many bytes as before: only sums see it
+    assert differences(lambda: manifest.write_sums(folder, scan(folder, 0.1))) == [
+        "val/dog/1.png has another sum in SHA256SUMS"
+    ]
+    assert scan(folder, 0.1).digest == scan(folder, 0.1).digest
+
+
+@pytest.mark.parametrize("layout", ["two folders", "class folders"])
+def test_the_cache_is_used_until_a_folder_changes(
+    tmp_path: Path, folder: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, split = (folder, 0.1) if layout == "two folders" else (folder / "train", 0.5)
+    scans: list[Path] = []
+    monkeypatch.setattr(manifest, "scan", lambda root, share: scans.append(root) or scan(root, share))
+
+    def opened() -> Index:
+        return open_index(root, split, tmp_path / "spare", check_sizes=False)
+
+    first = opened()
+    for _ in range(3):
+        assert opened().digest == first.digest
+    assert len(scans) == 1
+    fill(root, "train/cat/new.png" if layout == "two folders" else "cat/new.png")
+    assert opened().digest != first.digest
+    assert opened().digest == scan(root, split).digest
+    assert len(scans) == 2
+    if layout == "class folders":
+        fill(root, "eel/1.png", "eel/2.png")
+        assert opened().classes == ("cat", "dog", "eel")
+    assert not (tmp_path / "spare").exists()
+
+
+def test_a_change_of_size_is_seen_where_sizes_are_checked(tmp_path: Path, folder: Path) -> None:
+    before = open_index(folder, 0.1, tmp_path, check_sizes=True)
+    (folder / "train/dog/2.png").write_bytes(b"x")  # in place: no folder's time changes
+    assert open_index(folder, 0.1, tmp_path, check_sizes=False).digest == before.digest
+    assert open_index(folder, 0.1, tmp_path, check_sizes=True).digest != before.digest
+    assert manifest.remembered(folder, tmp_path, before.digest) is not None  # so that a resume can say what changed
+
+
+def test_a_damaged_cache_is_passed_over(tmp_path: Path, folder: Path) -> None:
+    expected = open_index(folder, 0.1, tmp_path, check_sizes=False).digest
+    (path,) = (folder / manifest.CACHE).glob("*.index")
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:100], whole[:-20] + bytes(20), whole.replace(b"dog", b"cow"), b"x" * 1000):
+        path.write_bytes(damaged)
+        index = open_index(folder, 0.1, tmp_path, check_sizes=False)
+        assert (index.digest, index.classes) == (expected, ("cat", "dog"))
+
+
+def test_data_that_is_read_only_is_indexed_beside_the_run(tmp_path: Path, folder: Path) -> None:
+    (folder / manifest.CACHE).write_text("no folder can be made here, for root neither")
+    for _ in range(2):
+        assert len(open_index(folder, 0.1, tmp_path / "run/index", check_sizes=False).train) == 5
+    assert len(list((tmp_path / "run/index").glob("*.index"))) == 1
+    (tmp_path / "file").write_text("x")
+    assert len(open_index(folder, 0.1, tmp_path / "file/index", check_sizes=False).train) == 5  # nowhere at all
+
+
+def test_names_need_not_be_utf_8(tmp_path: Path) -> None:
+    root = fill(tmp_path / "images", b"train/c\xff/\xfe.png", b"train/d/1 \n2.png", b"val/c\xff/1.png", b"val/d/1.png")
+    index = open_index(root, 0.1, tmp_path, check_sizes=True)
+    assert open_index(root, 0.1, tmp_path, check_sizes=True).digest == index.digest
+    assert names(index.train) == [b"train/c\xff/\xfe.png", b"train/d/1 \n2.png"]
+    assert index.classes == ("c\\xff", "d")
+    images = of_index(root, index).train
+    assert [images.name(i) for i in range(2)] == ["train/c\\xff/\\xfe.png", "train/d/1 \\n2.png"]
+    assert all(decode(images.read(i)).shape == (3, 8, 8) for i in range(2))
+
+
+def test_an_index_of_200000_images_is_small() -> None:
+    entries = [(b"train/n%08d/n%08d_%d.JPEG" % (i % 1000, i % 1000, i), 110_000 + i, i % 1000) for i in range(200_000)]
+    split = Split.of(entries)
+    assert sum(array.nbytes for array in vars(split).values()) < 20_000_000
+    assert all(isinstance(array, np.ndarray) and not array.dtype.hasobject for array in vars(split).values())
+    assert split.name(199_999) == max(entries)[0]
+
+
+# --- layouts
+
+
+def test_a_file_that_comes_moves_no_other_between_the_splits(tmp_path: Path) -> None:
+    root = fill(tmp_path / "images", *(f"{kind}/{i}.png" for kind in ("cat", "dog") for i in range(200)))
+    before = scan(root, 0.2)
+    fill(root, *(f"{kind}/new-{i}.png" for kind in ("cat", "dog", "eel") for i in range(40)))
+    after = scan(root, 0.2)
+    assert 50 < len(before.val) < 110
+    assert set(names(before.val)) < set(names(after.val))
+    assert set(names(before.train)) < set(names(after.train))
+    assert not set(names(after.val)) & set(names(after.train))
+    assert after.size.train_images + after.size.val_images == 520
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [("rm -r {}", "data.root={} is not a folder: give one with train/ and val/ in it"),
+     ("rm -r {}/val", "data.root={} has train/ but no val/: add val/ with a folder a class"),
+     ("rm -r {}/train", "data.root={} has val/ but no train/: add train/ with a folder a class"),
+     ("rm -r {}/train {}/val", "data.root={} holds no folders: it needs train/ and val/, each with a folder a class"),
+     ("mv {}/val/cat/1.png {}/val/; rm -r {}/val/*/", "val/ is flat: 1 images lie right in it, not in class folders"),
+     ("rm {}/train/dog/*", "class folder train/dog/ holds no image (.jpg .jpeg .png "),
+     ("mv {}/val/dog {}/val/cow", "differ: dog in train/ alone, cow in val/ alone: both need the same class folders"),
+     ("rm -r {}/*/dog", "data.root={} holds one class folder, cat/: at least two are needed"),
+     ("ln -s loop {}/train/dog/loop", "data.root={} cannot be read: "),
+     ("echo abc > {}/SHA256SUMS", "SHA256SUMS line 1 is not a sum and a file name")],
+)  # fmt: skip
+def test_a_wrong_layout_is_one_line_that_tells(folder: Path, change: str, says: str) -> None:
+    subprocess.run(change.replace("{}", str(folder)), shell=True, check=True)
+    line = refused(lambda: open_index(folder, 0.1, folder.parent / "spare", check_sizes=False))
+    assert says.replace("{}", str(folder)) in line
+    assert len(line.splitlines()) == 1
+
+
+def test_a_share_that_leaves_a_split_empty_is_refused(folder: Path) -> None:
+    assert "leaves no image to val" in refused(lambda: scan(folder / "train", 1e-9))
+    assert "leaves no image to train" in refused(lambda: scan(folder / "train", 1 - 1e-9))
+
+
+def test_a_model_is_judged_on_its_own_classes(folder: Path) -> None:
+    split = scan_validation(folder, ("bee", "cat", "dog"), 0.1)
+    assert split.labels.tolist() == [1, 2]
+    assert "class folders that the model does not know: dog" in refused(lambda: scan_validation(folder, ("cat",), 0.1))
+    index = scan(folder / "train", 0.5)
+    assert names(scan_validation(folder / "train", index.classes, 0.5)) == names(index.val)
+
+
+# --- the sets that are made
+
+
+def test_the_digits_are_1437_and_360_of_10_classes(digits: Path) -> None:
+    source = open_source(load("digits", [f"data.root={digits}"]))
+    assert (source.size.train_images, source.size.val_images, source.size.num_classes) == (1437, 360, 10)
+    assert source.classes == tuple("0123456789")
+    assert source.digest == "1f2e3d4762166333" + source.digest[16:]
+    assert decode(source.train.read(0)).shape == (3, 8, 8)
+
+
+def test_the_synthetic_source_is_what_it_is_asked_to_be() -> None:
+    words = ["data.source=synthetic", "data.num_images=30", "data.num_classes=4", "augment.size=32"]
+    source = open_source(load("digits", words))
+    assert (len(source.train), len(source.val), source.size.num_classes) == (30, 8, 4)
+    assert source.digest == open_source(load("digits", words)).digest
+    pixels = decode(source.train.read(5))
+    assert (pixels.shape, pixels.dtype) == ((3, 36, 36), torch.uint8)
+    assert torch.equal(pixels, decode(source.train.read(5)))
+    assert not torch.equal(pixels, decode(source.train.read(9)))  # of the same class
+    assert not torch.equal(pixels, decode(source.val.read(5)))
+
+
+def test_made_data_is_there_whole_and_never_overwritten(tmp_path: Path) -> None:
+    out = tmp_path / "made"
+    made = pipeline("data", "make", "synthetic", str(out), "--images", "13", "--classes", "4", "--side", "16")
+    assert (made.code, made.out) == (0, f"made {out}: 13 images to train, 4 held out, 4 classes\n")
+    again = pipeline("data", "make", "synthetic", str(out), "--images", "40")
+    assert (again.code, again.error) == (2, f"{out} is there already: remove it, or name another folder")
+    assert scan(out, 0.1).size.train_images == 13
+    assert os.listdir(tmp_path) == ["made"]
+
+
+# --- data check
+
+
+def test_data_check_says_what_is_there(folder: Path) -> None:
+    result = pipeline("data", "check", str(folder))
+    assert result.code == 0
+    digest = scan(folder, 0.1).digest[:16]
+    assert result.out == f"{folder} is good: 5 images to train, 2 held out, 2 classes, digest {digest}\n"
+
+
+def test_data_check_names_each_defect_once(folder: Path) -> None:
+    (folder / "train/cat/1.png").write_bytes(b"")
+    (folder / "train/cat/2.PNG").write_text("hello: world")
+    (folder / "train/dog/1.png").unlink()
+    (folder / "train/dog/1.png").symlink_to("nowhere")
+    result = pipeline("data", "check", str(folder))
+    assert (result.code, result.out) == (4, "")
+    assert result.err.splitlines() == [
+        "5 of 7 images looked at",
+        "train/cat/1.png: empty file",
+        "train/cat/2.PNG: not an image in a known format",
+        "train/dog/1.png: No such file or directory",
+        f"pipeline: 3 of 7 images in {folder} are defect: mend or remove them",
+    ]
+
+
+def test_sums_are_those_of_sha256sum_and_tell_what_changed(tmp_path: Path) -> None:
+    odd = (
+        b"train/a/1.png",
+        b"train/a/two words.png",
+        b"train/a/back\\slash.png",
+        b"train/a/\xff.png",
+        b"train/b/line\nbreak.png",
+    )
+    root = fill(tmp_path / "images", *odd, "val/a/1.png", "val/b/1.png")
+    written = pipeline("data", "check", str(root), "--write-sums")
+    assert written.code == 0, written.err
+    assert written.out.endswith(", sums written to SHA256SUMS\n")
+    subprocess.run(["sha256sum", "--check", "--strict", "--quiet", manifest.SUMS], cwd=root, check=True)
+    assert pipeline("data", "check", str(root)).code == 0
+
+    for name in odd:
+        path = os.path.join(os.fsencode(root), name)
+        data = bytearray(Path(os.fsdecode(path)).read_bytes())
+        data[-1] ^= 1  # in the checksum of the chunk IEND: no decoder looks at it
+        Path(os.fsdecode(path)).write_bytes(data)
+    (root / "val/a/1.png").unlink()
+    fill(root, "val/a/2.png")
+    result = pipeline("data", "check", str(root))
+    assert result.code == 4
+    changed = "has changed: its content is not that of SHA256SUMS"
+    assert sorted(result.err.splitlines()[1:-1]) == sorted(
+        [f"{manifest.show(name)}: {changed}" for name in odd]
+        + ["val/a/1.png: cannot be read", "val/a/2.png: has no sum in SHA256SUMS"]
+    )
+    assert "7 of 7 images" in result.error
+
+
+def test_an_image_mended_in_place_is_seen_after_data_check(folder: Path) -> None:
+    words = [f"data.root={folder}", f"run.dir={folder.parent / 'run'}"]
+    (folder / "train/cat/1.png").write_bytes(b"")
+    assert open_source(load("digits", words)).train.read(0) == b""
+    (folder / "train/cat/1.png").write_bytes(picture())
+    with pytest.raises(
+        UnreadableError, match="changed since it was indexed, when it had 0 bytes: 'pipeline data check'"
+    ):
+        open_source(load("digits", words)).train.read(0)
+    assert pipeline("data", "check", str(folder)).code == 0
+    assert open_source(load("digits", words)).train.read(0) == picture()
+
+
+# --- pictures of every kind
+
+RGB = Image.fromarray(PIXELS)
+WIDE = (np.arange(40 * 48, dtype=np.uint16) * 34).reshape(40, 48)  # 16-bit grey, up to 65,246
+
+
+def animated(kind: str) -> bytes:
+    return encoded(RGB, kind, save_all=True, append_images=[RGB.rotate(90, expand=False)])
+
+
+def rotated() -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return encoded(RGB, "JPEG", exif=exif)
+
+
+KINDS = {
+    "RGB JPEG": encoded(RGB, "JPEG"),
+    "RGB PNG": encoded(RGB, "PNG"),
+    "RGB WebP": encoded(RGB, "WEBP"),
+    "RGB TIFF": encoded(RGB, "TIFF"),
+    "RGB BMP": encoded(RGB, "BMP"),
+    "RGB PPM": encoded(RGB, "PPM"),
+    "grey JPEG": encoded(RGB.convert("L"), "JPEG"),
+    "grey PNG": encoded(RGB.convert("L"), "PNG"),
+    "black and white PNG": encoded(RGB.convert("1"), "PNG"),
+    "CMYK JPEG": encoded(RGB.convert("CMYK"), "JPEG"),
+    "CMYK TIFF": encoded(RGB.convert("CMYK"), "TIFF"),
+    "palette PNG": encoded(RGB.convert("P"), "PNG"),
+    "palette PNG with a transparent colour": encoded(RGB.convert("P"), "PNG", transparency=3),
+    "palette GIF": encoded(RGB, "GIF"),
+    "RGBA PNG": encoded(RGB.convert("RGBA"), "PNG"),
+    "RGBA WebP": encoded(RGB.convert("RGBA"), "WEBP"),
+    "grey with alpha PNG": encoded(RGB.convert("LA"), "PNG"),
+    "animated GIF": animated("GIF"),
+    "animated PNG": animated("PNG"),
+    "animated WebP": animated("WEBP"),
+    "EXIF-rotated JPEG": rotated(),
+    "1 × 1 PNG": encoded(RGB.crop((0, 0, 1, 1)), "PNG"),
+    "1 × 1 JPEG": encoded(RGB.crop((0, 0, 1, 1)), "JPEG"),
+}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_picture_is_what_pillow_makes_of_it(kind: str) -> None:
+    pixels = decode(KINDS[kind])  # by content: the name's ending plays no part
+    expected = np.asarray(Image.open(io.BytesIO(KINDS[kind])).convert("RGB"))
+    assert (pixels.dtype, pixels.shape) == (torch.uint8, (3, *expected.shape[:2]))
+    assert np.abs(pixels.permute(1, 2, 0).numpy().astype(int) - expected).max() <= 2
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+def test_16_bits_are_scaled_not_clipped(kind: str) -> None:
+    pixels = decode(encoded(Image.fromarray(WIDE), kind))
+    assert (pixels.dtype, pixels.shape) == (torch.uint8, (3, 40, 48))
+    assert np.abs(pixels.numpy() - WIDE[None] / 257).max() <= 0.5
+
+
+def png(width: int, height: int, depth: int, colour: int) -> bytes:
+    """A black PNG, packed as it is made."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    row = bytes(1 + (width * depth * {0: 1, 2: 3}[colour] + 7) // 8)
+    packer = zlib.compressobj(9)
+    packed = b"".join(packer.compress(row * 100) for _ in range(height // 100)) + packer.flush()
+    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", packed) + chunk(b"IEND", b"")
+
+
+def test_a_small_file_that_would_be_huge_is_refused_before_it_is_decoded() -> None:
+    bomb = png(21_000, 21_000, 1, 0)
+    assert len(bomb) < 100_000
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(BadImageError, match=r"^21000 × 21000 pixels, more than the 80,000,000 allowed$"):
+        decode(bomb)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB; decoded it is 1.3 GB
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [(b"", "empty file"),
+     (b"hello\n", "not an image in a known format"),
+     (encoded(RGB, "JPEG")[:600], "Truncated"),
+     (encoded(RGB, "PNG")[:-60], "truncated"),
+     (encoded(RGB, "WEBP")[:-60], "."),
+     (encoded(RGB, "TIFF")[:900], "truncated"),
+     (encoded(RGB, "BMP")[:900], "truncated"),
+     (png(20_000, 20_000, 1, 0), "20000 × 20000 pixels"),
+     (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "not an image in a known format")],
+    ids=["empty", "text", "JPEG", "PNG", "WebP", "TIFF", "BMP", "400 Mpx", "EPS, which would start Ghostscript"],
+)  # fmt: skip
+def test_what_is_no_picture_is_a_named_defect(data: bytes, reason: str) -> None:
+    with pytest.raises(BadImageError, match=reason):
+        decode(data)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_damaged_picture_is_decoded_or_named(kind: str) -> None:
+    draw = np.random.default_rng(0)
+    for number in range(30):
+        data = bytearray(KINDS[kind])
+        for at in draw.integers(0, len(data), 3):
+            data[at] = draw.integers(256)
+        del data[draw.integers(len(data)) if number % 3 == 0 else len(data) :]
+        try:
+            pixels = decode(bytes(data))
+        except BadImageError as defect:
+            reason = str(defect)
+        else:
+            reason = "none"
+            assert (pixels.dtype, pixels.shape[0]) == (torch.uint8, 3)
+        assert reason
+
+
+def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
+    (folder / "train/cat/dangling.png").symlink_to("nowhere")
+    (folder / "train/cat/folder.png").mkdir()
+    (folder / "train/cat/grew.png").write_bytes(picture())
+    (folder / "train/cat/large.png").touch()
+    os.truncate(folder / "train/cat/large.png", 1 << 40)
+    index = scan(folder, 0.1)
+    images = of_index(folder, index).train
+    (folder / "train/cat/grew.png").write_bytes(picture() + b"x")
+    ids = {name.rpartition(b"/")[2]: i for i, name in enumerate(names(index.train))}
+    for name, reason in {b"dangling.png": "No such file or directory", b"folder.png": "Is a directory",
+                         b"grew.png": "changed since it was indexed, when it had ",
+                         b"large.png": "1,099,511,627,776 bytes, more than the 268,435,456 allowed"}.items():  # fmt: skip
+        with pytest.raises(UnreadableError, match=f"^{reason}"):
+            images.read(ids[name])
+
+
+@pytest.mark.parametrize("shape", [(1, 10_000), (10_000, 1)])
+def test_a_strip_is_judged_by_its_middle(shape: tuple[int, int]) -> None:
+    pixels = torch.zeros((3, *shape), dtype=torch.uint8)
+    pixels.view(3, -1)[:, 5_000] = 200
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seen = centre(pixels, 224, 256)
+    assert (seen.shape, seen.dtype) == ((3, 224, 224), torch.uint8)
+    assert seen.max() > 100
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 * 1024  # KiB; resized whole it is 2 GB
+
+
+# --- bad images in a run
+
+
+@pytest.fixture
+def partly_bad(tmp_path: Path) -> Path:
+    """80 images to train, eight of them defect, and eight held out, one of them defect."""
+    root = fill(tmp_path / "images", *(f"train/{kind}/{i:02}.png" for kind in "ab" for i in range(40)),
+                *(f"val/{kind}/{i}.png" for kind in "ab" for i in range(4)))  # fmt: skip
+    for i in range(0, 40, 10):
+        (root / f"train/a/{i:02}.png").write_bytes(b"")
+        (root / f"train/b/{i:02}.png").write_text("text")
+    (root / "val/b/2.png").write_bytes(picture()[:40])
+    return root
+
+
+def test_bad_images_are_replaced_alike_at_any_number_of_processes_and_workers(partly_bad: Path) -> None:
+    expected, defects = stream(partly_bad, range(3), "data.workers=0")
+    bad = {0, 10, 20, 30, 40, 50, 60, 70}
+    seen = {sample for batch in expected for sample in batch.ids}
+    assert {sample for sample, _ in defects} >= bad & seen
+    assert {sample for sample, _ in defects} <= bad
+    assert {reason for _, reason in defects} == {"empty file", "not an image in a known format"}
+    for world, workers, accumulate in ((1, 2, 1), (2, 0, 2), (4, 4, 1)):
+        words = (f"data.workers={workers}", f"batch.accumulate={accumulate}")
+        assert stream(partly_bad, range(3), *words, world=world) == (expected, defects)
+
+
+def test_a_replaced_image_brings_its_own_label(partly_bad: Path) -> None:
+    (batch,), _ = stream(partly_bad, range(1), "data.workers=0", "run.seed=3")
+    replaced = [(sample, label) for sample, label in zip(batch.ids, batch.labels, strict=True) if sample % 10 == 0]
+    others = [(sample, label) for sample, label in zip(batch.ids, batch.labels, strict=True) if sample % 10]
+    assert all(label == sample // 40 for sample, label in others)
+    assert any(label != sample // 40 for sample, label in replaced)
+
+
+def test_a_bad_image_counts_in_validation_and_no_answer_is_right(partly_bad: Path) -> None:
+    config = load("digits", [f"data.root={partly_bad}", "evaluate.batch=5"])
+    data = EvalBatches(open_source(config).val, config)
+    batches = [data[i] for i in range(len(data))]
+    assert [len(batch.labels) for batch in batches] == [5, 3]
+    assert [label for batch in batches for label in batch.labels.tolist()] == [0, 0, 0, 0, 1, 1, NO_LABEL, 1]
+    assert [sample for batch in batches for sample, _ in batch.defects] == [6]
