@@ -8,6 +8,9 @@ BIN := .venv/bin
 GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')
 NPROC ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 ARGS ?=
+# a lock file with hashes, for every Python from 3.11 on, and without the address of any index
+COMPILE = uv pip compile --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
+  --no-emit-index-url --no-emit-find-links --quiet
 
 help:
 	@echo 'make train   set up, make the digits, train them on $(NPROC) processes (NPROC=N, ARGS="key=value ...")'
@@ -15,14 +18,14 @@ help:
 	@echo 'make test    set up and run all tests'
 	@echo 'make lint    ruff and mypy'
 	@echo 'make setup   the environment alone, in .venv'
-	@echo 'make lock    write requirements.lock anew from pyproject.toml (wants uv)'
+	@echo 'make lock    write the lock files anew from pyproject.toml (wants uv)'
 
 setup: .venv/ready
 
-.venv/ready: requirements.lock pyproject.toml
+.venv/ready: requirements-dev.lock pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --requirement requirements.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --requirement requirements-dev.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 
@@ -45,8 +48,9 @@ lint: setup
 	$(BIN)/mypy
 
 lock:
-	uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes --upgrade \
-	  --no-emit-index-url --no-emit-find-links --no-header --output-file requirements.lock
+	$(COMPILE) pyproject.toml --upgrade --output-file requirements.lock
+	$(COMPILE) pyproject.toml --extra dev --constraint requirements.lock --output-file requirements-dev.lock
+	echo mlflow | $(COMPILE) - --constraint requirements.lock --output-file requirements-mlflow.lock
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .mypy_cache
