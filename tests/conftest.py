@@ -13,6 +13,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--seed", type=int, default=0, help="first seed of the faults' instants; printed with each failure"
     )
+    parser.addoption("--outage", type=int, default=8, help="seconds that the MLflow server is away (long: 20)")
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +24,11 @@ def rounds(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="session")
 def first_seed(request: pytest.FixtureRequest) -> int:
     return request.config.getoption("--seed")
+
+
+@pytest.fixture(scope="session")
+def outage(request: pytest.FixtureRequest) -> int:
+    return request.config.getoption("--outage")
 
 
 @pytest.fixture(scope="session")

@@ -68,6 +68,7 @@ class Follower:
             "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # our own loop tries again; mlflow's would block for minutes
             "MLFLOW_DISABLE_TELEMETRY": "true",
             "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+            "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
         }
 
     def load(self) -> None:
@@ -153,8 +154,11 @@ class Follower:
         from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric
 
         sent = self._client.search_logged_models([progress.experiment_id], f"source_run_id = '{progress.run_id}'")
-        if any(model.status == LoggedModelStatus.READY and model.tags.get(STEP_TAG) == str(step) for model in sent):
-            return
+        for model in sent:
+            if model.status != LoggedModelStatus.READY:  # a sender that was killed on the way left it
+                self._client.delete_logged_model(model.model_id)
+            elif model.tags.get(STEP_TAG) == str(step):
+                return
         with tempfile.TemporaryDirectory() as scratch:
             local = Path(scratch) / "model"
             try:
@@ -265,10 +269,12 @@ def sync(path: Path, *, follow: bool) -> None:
     if follow:
         follower = Follower(folder, config, uri, _PATIENCE_S)
         over = _watch_trainer(follower)
+        answers = os.dup(1)
+        os.dup2(2, 1)  # a word that mlflow prints there would be the end of us once the trainer is dead
         _take_turn(folder)
         os.nice(10)  # training comes first
         follower.load()
-        _follow(follower, folder, over)
+        _follow(follower, folder, over, answers)
         return
     _take_turn(folder)
     follower = Follower(folder, config, uri, _FILE_PATIENCE_S)
@@ -283,7 +289,7 @@ def sync(path: Path, *, follow: bool) -> None:
         raise TemporaryError(f"MLflow at {without_password(uri)} did not take it: {_one_line(error)}") from error
 
 
-def _follow(follower: Follower, folder: RunFolder, over: threading.Event) -> None:
+def _follow(follower: Follower, folder: RunFolder, over: threading.Event, answers: int) -> None:
     failure: Exception | None = None
     answered, pause = False, _POLL_S
     while True:
@@ -302,7 +308,7 @@ def _follow(follower: Follower, folder: RunFolder, over: threading.Event) -> Non
         if not answered:
             answered = True
             with contextlib.suppress(OSError):  # nobody may be left to read it
-                os.write(1, f"{READY if failure is None else _one_line(failure)}\n".encode())
+                os.write(answers, f"{READY if failure is None else _one_line(failure)}\n".encode())
         if last:
             break
         over.wait(pause)

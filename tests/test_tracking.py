@@ -1,0 +1,570 @@
+"""MLflow, absent, broken, killed or well: training does not notice, and in the end the server has what the journal has."""
+
+import base64
+import http.client
+import http.server
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import pytest
+import torch
+import yaml
+from harness import SMALL, Job, Result, children, command_line, environment, kill, pipeline, read_rows
+from mlflow.entities import LoggedModelStatus, Run
+from torch.nn.functional import softmax
+from torchvision.models import get_model
+from torchvision.transforms.functional import normalize, resize
+
+from pipeline.config import RECIPES
+from pipeline.data.images import decode
+from pipeline.record.journal import Journal, Trace, read
+
+TROUBLES = ("absent", "500", "401", "silent", "malformed")
+SECRET = "CANARYSECRET"
+
+
+class Server:
+    """A real MLflow server that can be killed and started again on the same port and database."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.uri = f"http://127.0.0.1:{self.port}"
+        self.client = mlflow.MlflowClient(self.uri)
+
+    def start(self) -> "Server":
+        with open(self.folder / "server.log", "ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port),
+                 "--workers", "1", "--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db",
+                 "--artifacts-destination", str(self.folder / "artifacts")],
+                stdout=log, stderr=log, start_new_session=True,
+                env=environment(MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false", MLFLOW_DISABLE_TELEMETRY="true"),
+            )  # fmt: skip
+        return self
+
+    def wait_ready(self) -> "Server":
+        end = time.monotonic() + 120
+        while True:
+            try:
+                self.client.search_experiments()
+                return self
+            except mlflow.MlflowException:
+                assert time.monotonic() < end, (self.folder / "server.log").read_text()[-3000:]
+                time.sleep(0.2)
+
+    def kill(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def run_of(self, job: Job) -> Run:
+        """The one MLflow run of a training: there is no second."""
+        found = self.runs(job)
+        assert len(found) == 1, found
+        return found[0]
+
+    def runs(self, job: Job) -> list[Run]:
+        tag = next((row["run"] for row in read_rows(job.folder / "journal.jsonl") if "run" in row), "none yet")
+        experiments = [experiment.experiment_id for experiment in self.client.search_experiments()]
+        return list(self.client.search_runs(experiments, f"tags.`pipeline.run` = '{tag}'"))
+
+    def last_step(self, job: Job) -> int:
+        return max(point.step for point in self.client.get_metric_history(self.run_of(job).info.run_id, "train/loss"))
+
+    def points(self, run: Run) -> list[tuple[int, str, float, int]]:
+        return sorted(
+            (point.step, key, point.value, point.timestamp)
+            for key in run.data.metrics
+            for point in self.client.get_metric_history(run.info.run_id, key)
+        )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_client() -> Iterator[None]:
+    """This process asks, too, and may ask in vain."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        patch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+        patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+        yield
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    """Two good servers: one for everything, one that stays empty until a run is sent to it as well."""
+    both = Server(tmp_path_factory.mktemp("good")).start(), Server(tmp_path_factory.mktemp("second")).start()
+    yield both[0].wait_ready(), both[1].wait_ready()
+    for server in both:
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def good(servers: tuple[Server, Server]) -> Server:
+    return servers[0]
+
+
+@dataclass
+class Trained:
+    job: Job
+    result: Result
+    late: float
+    """Seconds from the journal's last word to the end of the process."""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> dict[str, Trained]:
+    """The same training without a tracker and beside each kind of bad server."""
+    folder = tmp_path_factory.mktemp("runs")
+    with bad_servers() as uris:
+        jobs = {"none": job(folder / "none", digits, "none")} | {
+            kind: job(folder / kind, digits, uri) for kind, uri in uris.items()
+        }
+        for kind in ("none", "absent"):
+            jobs[kind].env["PYTHONPROFILEIMPORTTIME"] = "1"  # standard error then names each import
+        with ThreadPoolExecutor(2) as pool:
+            return dict(zip(jobs, pool.map(run_timed, jobs.values()), strict=True))
+
+
+@pytest.fixture(scope="module")
+def delivered(trained: dict[str, Trained], good: Server) -> dict[str, Result]:
+    """Each of them sent to a good server afterwards; by either variable."""
+    names = {kind: ("MLFLOW_TRACKING_URI", "PIPELINE_TRACK_URI")[n % 2] for n, kind in enumerate(TROUBLES)}
+    with ThreadPoolExecutor(2) as pool:
+        sent = pool.map(lambda kind: sync(trained[kind].job, **{names[kind]: good.uri}), TROUBLES)
+        return dict(zip(TROUBLES, sent, strict=True))
+
+
+@pytest.mark.parametrize("kind", TROUBLES)
+def test_a_bad_server_changes_nothing_and_is_given_up_in_seconds(trained: dict[str, Trained], kind: str) -> None:
+    without, beside = trained["none"], trained[kind]
+    assert beside.result.code == 0, beside.result.err
+    assert beside.result.done == without.result.done
+    assert beside.job.journal("train/", "val/") == without.job.journal("train/", "val/")
+    rows = read_rows(beside.job.folder / "journal.jsonl")
+    assert [row["event"] for row in rows if "event" in row] == ["created", "started", "ended"]
+    said = [line for line in beside.result.err.splitlines() if "MLflow" in line]
+    assert len(said) == 1, said
+    assert "pipeline sync" in said[0]
+    assert "Traceback" not in beside.result.err
+    print(f"{kind}: {beside.late:.1f} s from the last word to the exit, without a tracker {without.late:.1f} s")
+    assert beside.late <= 10 + 3  # other tests run on these cores
+    beside.job.wait_gone(1)
+
+
+@pytest.mark.parametrize("kind", TROUBLES)
+def test_what_a_bad_server_did_not_take_is_delivered_later(
+    trained: dict[str, Trained], delivered: dict[str, Result], good: Server, kind: str
+) -> None:
+    assert delivered[kind].code == 0, delivered[kind].err
+    assert_whole(good, trained[kind].job)
+
+
+def test_sending_twice_doubles_nothing(trained: dict[str, Trained], delivered: dict[str, Result], good: Server) -> None:
+    job = trained["500"].job
+    before = good.run_of(job)
+    good.client.create_logged_model(before.info.experiment_id, "model", before.info.run_id)  # as if broken off half-way
+    assert sync(job, MLFLOW_TRACKING_URI=good.uri).code == 0
+    (job.folder / "mlflow.json").unlink()  # as after a crash between sending and noting it, all the way back
+    assert sync(job, MLFLOW_TRACKING_URI=good.uri).code == 0
+    assert good.run_of(job).info.run_id == before.info.run_id
+    assert_whole(good, job)
+
+
+def test_a_second_server_gets_the_same_history(
+    trained: dict[str, Trained], delivered: dict[str, Result], servers: tuple[Server, Server]
+) -> None:
+    first, second = servers
+    job = trained["absent"].job
+    assert sync(job, MLFLOW_TRACKING_URI=second.uri).code == 0
+    assert_whole(second, job)
+    assert second.points(second.run_of(job)) == first.points(first.run_of(job))
+
+
+def test_a_server_that_says_yes_to_everything_is_not_believed(trained: dict[str, Trained]) -> None:
+    with http_server(lambda request: (200, b"{}")) as uri:
+        result = sync(trained["401"].job, MLFLOW_TRACKING_URI=uri)
+    assert result.code == 75
+    assert "not as MLflow does" in result.error
+
+
+def test_without_a_tracker_nothing_of_it_is_there(trained: dict[str, Trained]) -> None:
+    job = trained["none"].job
+    assert not {path.name for path in job.folder.iterdir()} & {"mlflow.json", "mlflow.lock", "sync.log"}
+    result = pipeline("sync", str(job.folder))
+    assert result.code == 2
+    assert "track.uri=none" in result.error
+
+
+@pytest.mark.parametrize("kind", ["none", "absent"])
+def test_the_training_process_never_imports_mlflow(trained: dict[str, Trained], kind: str) -> None:
+    imported = {
+        line.rpartition("|")[2].strip().partition(".")[0]
+        for line in trained[kind].result.err.splitlines()
+        if line.startswith("import time:")
+    }
+    assert "torch" in imported
+    assert "mlflow" not in imported
+
+
+def test_the_logged_model_takes_pixels_in_any_number(
+    trained: dict[str, Trained], delivered: dict[str, Result], good: Server, digits: Path
+) -> None:
+    job = trained["silent"].job
+    (logged,) = good.client.search_logged_models(
+        [good.run_of(job).info.experiment_id], f"source_run_id = '{good.run_of(job).info.run_id}'"
+    )
+    mlflow.set_tracking_uri(good.uri)
+    served = mlflow.pyfunc.load_model(f"models:/{logged.model_id}")
+    module = mlflow.pytorch.load_model(f"models:/{logged.model_id}")
+    files = sorted((digits / "val").glob("*/*.png"))[::18][:20]
+    images = torch.stack([resize(decode(file.read_bytes()), [32, 32], antialias=True) for file in files]).float()
+    model = get_model("shufflenet_v2_x0_5", num_classes=10).eval()
+    model.load_state_dict(torch.load(job.checkpoints()[-1], weights_only=True)["model"])
+    with torch.inference_mode():
+        expected = softmax(model(normalize(images / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])), 1).numpy()
+        for size in (1, 5, 20):
+            answer = np.concatenate([served.predict(part.numpy()) for part in images.split(size)])
+            np.testing.assert_allclose(answer, expected, atol=1e-5)
+            np.testing.assert_allclose(module(images[:size]).numpy(), expected[:size], atol=1e-5)
+
+
+def test_a_server_killed_in_mid_run_costs_no_step_and_no_point(
+    tmp_path: Path, digits: Path, good: Server, outage: int
+) -> None:
+    endless = (
+        "train.epochs=1000",
+        "train.max_steps=none",
+        "evaluate.every=1000 epochs",
+        "checkpoint.every=1000 epochs",
+    )
+    run = job(tmp_path / "outage", digits, good.uri, *endless).start()
+    wait_for(lambda: good.runs(run) and good.run_of(run).data.metrics, "first point on the server", run)
+    down = 1000 * time.time()
+    good.kill()
+    time.sleep(outage)
+    up = 1000 * time.time()
+    good.start().wait_ready()
+    step = run.step()
+    wait_for(lambda: good.last_step(run) > step, "delivery after the outage", run)
+    assert run.process
+    kill(run.process.pid, signal.SIGTERM)
+    stopped = run.wait()
+    assert stopped.code == 75
+    assert "MLflow" not in stopped.err
+
+    run.arguments.append(f"train.max_steps={run.step() + 3}")
+    assert run.run().code == 0
+    assert [row["step"] for row in read_rows(run.folder / "trace.jsonl")] == list(range(1, run.step() + 1))
+    assert_whole(good, run)
+    reports = [
+        (row["time"], row["metrics"]["time/step_ms"])
+        for row in rows_with_metrics(run)
+        if "val/top1" not in row["metrics"]
+    ]
+    with_it = statistics.median(step_ms for at, step_ms in reports if not down < at <= up)
+    without = statistics.median(step_ms for at, step_ms in reports if down < at <= up)
+    print(f"median step {with_it:.0f} ms with the server, {without:.0f} ms while it was away")
+    assert without <= 3 * with_it  # a call in the way would cost seconds
+
+
+def test_one_run_through_crash_and_stop_with_the_true_status(tmp_path: Path, digits: Path, good: Server) -> None:
+    run = job(
+        tmp_path / "hurt", digits, good.uri, "track.required=true", "checkpoint.every=5 steps", "data.workers=2",
+        "train.max_steps=28", nproc=2,
+    )  # fmt: skip
+
+    def state() -> tuple[str, int]:
+        found = good.run_of(run)
+        return found.info.status, len(good.points(found))
+
+    def has_new_points(before: int) -> bool:
+        return (
+            len(rows_with_metrics(run)) > 1 and bool(good.runs(run)) and state()[0] == "RUNNING" and state()[1] > before
+        )
+
+    run.start()
+    wait_for(lambda: run.step() >= 6 and has_new_points(0), "points", run)
+    first = good.run_of(run).info.run_id
+    kill(run.ranks()[0], signal.SIGKILL)
+    killed = time.monotonic()
+    run.wait_gone(5)
+    while state()[0] != "FAILED":
+        assert time.monotonic() - killed < 6 + 2, state()
+        time.sleep(0.1)
+    points = state()[1]
+
+    run.start()
+    wait_for(lambda: has_new_points(points), "new points", run)
+    kill(run.ranks()[1], signal.SIGTERM)
+    stopped = run.wait()
+    assert stopped.code == 75, stopped.err
+    assert "MLflow" not in stopped.err
+    assert state()[0] == "KILLED"
+
+    assert run.run().code == 0
+    assert good.run_of(run).info.run_id == first
+    assert_whole(good, run)
+
+
+def test_what_was_killed_beside_a_dead_server_is_said_to_have_failed_later(
+    tmp_path: Path, digits: Path, good: Server
+) -> None:
+    with bad_servers() as uris:
+        run = job(tmp_path / "run", digits, uris["silent"], "train.epochs=1000", "train.max_steps=none").start()
+        run.wait_for_step(10)
+        assert run.process
+        kill(run.process.pid, signal.SIGKILL)
+        run.wait_gone(5)
+    assert sync(run, MLFLOW_TRACKING_URI=good.uri).code == 0
+    found = good.run_of(run)
+    assert found.info.status == "FAILED"
+    assert found.info.end_time == read_rows(run.folder / "journal.jsonl")[-1]["time"]
+    assert good.points(found) == points_of(run)
+
+
+def test_a_model_that_cannot_be_exported_keeps_nothing_else_back(trained: dict[str, Trained], good: Server) -> None:
+    run = trained["none"].job
+    (checkpoint,) = run.checkpoints()
+    checkpoint.write_bytes(checkpoint.read_bytes()[:-1])
+    result = sync(run, MLFLOW_TRACKING_URI=good.uri)
+    assert result.code == 0
+    assert f"{checkpoint.name} is not logged as a model" in result.err
+    assert good.run_of(run).info.status == "FINISHED"
+    assert good.points(good.run_of(run)) == points_of(run)
+
+
+def test_a_required_tracker_that_is_not_there_is_named_at_once(tmp_path: Path, digits: Path) -> None:
+    port = free_port()
+    result = job(tmp_path / "run", digits, f"http://127.0.0.1:{port}", "track.required=true").run()
+    assert result.code == 2, result.err
+    assert f"http://127.0.0.1:{port}" in result.error
+    assert "Connection refused" in result.error
+    assert result.seconds < 30
+    assert not rows_with_metrics(Job(tmp_path / "run", []))
+
+
+def test_a_password_is_used_and_found_nowhere(tmp_path: Path, digits: Path, good: Server) -> None:
+    seen: list[tuple[str, bytes]] = []
+
+    def forward(request: http.server.BaseHTTPRequestHandler) -> tuple[int, bytes]:
+        body = request.rfile.read(int(request.headers.get("Content-Length") or 0))
+        seen.append((request.headers.get("Authorization", ""), request.path.encode() + body))
+        there = http.client.HTTPConnection("127.0.0.1", good.port, timeout=20)
+        there.request(request.command, request.path, body, {"Content-Type": request.headers.get("Content-Type", "")})
+        answer = there.getresponse()
+        return answer.status, answer.read()
+
+    with http_server(forward) as uri:
+        recipe = yaml.safe_load((RECIPES / "digits.yaml").read_text())
+        recipe["track"] = {"uri": uri.replace("//", f"//user:{SECRET}@")}
+        (tmp_path / "secretive.yaml").write_text(yaml.safe_dump(recipe))
+        run = job(tmp_path / "run", digits, None, "train.max_steps=4")
+        run.arguments[0] = str(tmp_path / "secretive.yaml")
+        run.start()
+        run.wait_until(lambda: children(run.process.pid), "sender")  # type: ignore[union-attr]
+        commands = [command_line(pid) for pid in children(run.process.pid)]  # type: ignore[union-attr]
+        run.wait_until(lambda: seen, "request")
+        result = run.wait()
+    assert result.code == 0
+    assert "MLflow" not in result.err
+    assert any("sync" in command for command in commands)
+    assert SECRET not in " ".join(commands) + result.err + result.out
+    for path in run.folder.rglob("*"):
+        assert path.is_dir() or SECRET.encode() not in path.read_bytes(), path
+    expected = "Basic " + base64.b64encode(f"user:{SECRET}".encode()).decode()
+    assert {authorization for authorization, _ in seen} == {expected}
+    assert not [body for _, body in seen if SECRET.encode() in body]
+    assert good.run_of(run).info.status == "FINISHED"
+
+    gone = sync(run, MLFLOW_TRACKING_URI=f"http://user:{SECRET}@127.0.0.1:{free_port()}")
+    assert gone.code == 75
+    assert "Connection refused" in gone.error
+    assert SECRET not in gone.err
+
+
+def test_a_torn_line_is_cut_off_and_no_point_is_written_twice(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path, pytest.fail)
+    for step in range(1, 4):
+        journal.report(step, {"loss": 1 / step, "bad": float("nan")})
+    journal.report(3, {"loss": 9.0, "top1": 0.5})
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"time": 1, "step": 4, "metr')
+    assert b"".join(json.dumps(row).encode() + b"\n" for row, _ in read(path)) == whole
+
+    again = Journal(path, pytest.fail)
+    assert path.read_bytes() == whole
+    assert again.run_id == journal.run_id
+    for step in range(2, 6):
+        again.report(step, {"loss": 7.0})
+    assert [(row["step"], row["metrics"]) for row in read_rows(path) if "step" in row] == [
+        (1, {"loss": 1.0}), (2, {"loss": 0.5}), (3, {"loss": 1 / 3}), (3, {"top1": 0.5}),
+        (4, {"loss": 7.0}), (5, {"loss": 7.0}),
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no file system of 64 KiB can be mounted here: {mounted.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def test_rows_that_a_full_disk_refuses_are_written_once_there_is_room(small_disk: Path) -> None:
+    complaints: list[str] = []
+    journal, trace = Journal(small_disk / "journal.jsonl", complaints.append), Trace(small_disk / "trace.jsonl", 0)
+    (small_disk / "filler").write_bytes(bytes(48 << 10))  # two pages of sixteen are left beside the two files
+    for step in range(1, 101):
+        journal.report(step, {"loss": step / 7})
+        trace.update(step, 0, list(range(50)), "0" * 64)
+        seen = read_rows(small_disk / "journal.jsonl")
+        assert [row["step"] for row in seen if "step" in row] == list(range(1, len(seen)))
+    assert len(read_rows(small_disk / "trace.jsonl")) < 100
+    assert len(complaints) == 1
+    assert "No space left" in complaints[0]
+    (small_disk / "filler").unlink()
+    journal.event("ended")
+    trace.update(101, 0, [], "")
+    assert [row["step"] for row in read_rows(small_disk / "journal.jsonl")[1:-1]] == list(range(1, 101))
+    assert [row["step"] for row in read_rows(small_disk / "trace.jsonl")] == list(range(1, 102))
+    assert len(complaints) == 1
+
+
+def assert_whole(server: Server, job: Job) -> None:
+    """The server has the run once, finished, with each point of the journal once and verbatim, its files and its model."""
+    run = server.run_of(job)
+    assert run.info.status == "FINISHED"
+    rows = read_rows(job.folder / "journal.jsonl")
+    assert run.info.start_time == rows[0]["time"]
+    assert run.info.end_time == rows[-1]["time"]
+    assert server.points(run) == points_of(job)
+    assert run.data.params["batch.global"] == str(
+        yaml.safe_load((job.folder / "config.yaml").read_text())["batch"]["global"]
+    )
+    assert run.data.params["model.arch"] == "shufflenet_v2_x0_5"
+    assert run.data.tags["torch"] == torch.__version__
+    files = server.client.list_artifacts(run.info.run_id)
+    assert sorted(file.path for file in files) == ["config.yaml", "journal.jsonl", "plan.json"]
+    mlflow.set_tracking_uri(server.uri)
+    for file in files:
+        there = mlflow.artifacts.download_artifacts(run_id=run.info.run_id, artifact_path=file.path)
+        assert Path(there).read_bytes() == (job.folder / file.path).read_bytes()
+    (model,) = server.client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run.info.run_id}'")
+    assert model.status == LoggedModelStatus.READY
+    assert [output.model_id for output in run.outputs.model_outputs] == [model.model_id]
+
+
+def job(folder: Path, digits: Path, uri: str | None, *more: str, nproc: int = 1) -> Job:
+    small = [word for word in SMALL if not word.startswith("track.uri")]
+    tracker = [f"track.uri={uri}"] if uri else []
+    return Job(
+        folder,
+        [
+            "digits",
+            f"data.root={digits}",
+            *small,
+            *tracker,
+            "data.workers=0",
+            "train.epochs=1",
+            "train.max_steps=8",
+            *more,
+        ],
+        nproc=nproc,
+    )
+
+
+def run_timed(job: Job) -> Trained:
+    result = job.run()
+    ended = read_rows(job.folder / "journal.jsonl")[-1]["time"] if (job.folder / "journal.jsonl").exists() else 0
+    return Trained(job, result, time.time() - ended / 1000)
+
+
+def sync(job: Job, **env: str) -> Result:
+    return pipeline("sync", str(job.folder), **env)
+
+
+def wait_for(condition: Callable[[], Any], what: str, job: Job) -> None:
+    job.wait_until(condition, what, pause=0.3)
+
+
+def rows_with_metrics(job: Job) -> list[dict[str, Any]]:
+    return [row for row in read_rows(job.folder / "journal.jsonl") if "metrics" in row]
+
+
+def points_of(job: Job) -> list[tuple[int, str, float, int]]:
+    """As the journal has them; a server's are to be the same."""
+    return sorted(
+        (row["step"], key, value, row["time"])
+        for row in rows_with_metrics(job)
+        for key, value in row["metrics"].items()
+    )
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def http_server(answer: Callable[[http.server.BaseHTTPRequestHandler], tuple[int, bytes]]) -> Iterator[str]:
+    """A server that answers each request as it is told."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            status, body = answer(self)
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    for method in ("GET", "POST", "PUT", "PATCH", "DELETE"):
+        setattr(Handler, f"do_{method}", Handler.answer)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@contextmanager
+def bad_servers() -> Iterator[dict[str, str]]:
+    """The address of each kind of trouble."""
+    silent = socket.create_server(("127.0.0.1", 0))  # the system accepts for it, and that is all
+    with (
+        http_server(lambda request: (500, b"broken")) as broken,
+        http_server(lambda request: (401, b'{"error_code": "UNAUTHENTICATED"}')) as closed,
+        http_server(lambda request: (200, b'<html>{"experiment": [')) as malformed,
+    ):
+        yield {
+            "absent": f"http://127.0.0.1:{free_port()}",
+            "500": broken,
+            "401": closed,
+            "silent": f"http://127.0.0.1:{silent.getsockname()[1]}",
+            "malformed": malformed,
+        }
+    silent.close()
