@@ -11,6 +11,8 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
 import numpy as np
@@ -144,10 +146,15 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
             for batch in iterator:
                 yield batch
                 done, failures = done + 1, 0
-        except RuntimeError as error:
+        except Exception as error:
+            if not plan.workers or not _lost_worker(iterator._workers):  # type: ignore[attr-defined]
+                raise
             failures += 1
-            if "DataLoader worker" not in str(error) or failures > _REBUILDS:
-                raise _worker_failure(error, failures) from error
+            if failures > _REBUILDS:
+                raise StorageError(
+                    f"loader workers died {failures} times at one batch: look at memory and /dev/shm, or set data.workers=0"
+                    f" ({error})"
+                ) from error
         finally:
             # workers ignore SIGTERM, so one that waits for a slow disk would hold up the exit; they hold nothing
             if plan.workers:
@@ -168,12 +175,13 @@ class _Guard:
         die_with_parent(self._parent)
 
 
-def _worker_failure(error: RuntimeError, failures: int) -> Exception:
-    if failures <= _REBUILDS:
-        return error
-    return StorageError(
-        f"loader workers died {failures} times at one batch: look at memory and /dev/shm, or set data.workers=0 ({error})"
-    )
+def _lost_worker(workers: list[BaseProcess]) -> bool:
+    """Whether a worker is gone: none leaves by itself.
+
+    The error itself does not tell: torch says RuntimeError, but whoever reads from a worker in the instant of its death
+    sees a broken connection, and is here before the kernel has a process to wait for.
+    """
+    return bool(wait([worker.sentinel for worker in workers], timeout=1))
 
 
 def _digests(pixels: Tensor, labels: Tensor) -> Tensor:
