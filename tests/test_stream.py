@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from harness import children, kill
 from streams import GlobalBatch, joined, prepare, stream
 from torch.utils.data import Dataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from pipeline.config import load
 from pipeline.data import loader
@@ -114,14 +116,33 @@ def test_a_killed_loader_worker_costs_no_batch(digits: Path, alone: list[GlobalB
     assert set(children(os.getpid())) <= before
 
 
+def test_a_connection_that_breaks_before_its_worker_is_dead_costs_no_batch(
+    digits: Path, alone: list[GlobalBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch, calls = _MultiProcessingDataLoaderIter._try_get_data, []
+
+    def broken_once(self: Any, *arguments: Any) -> Any:  # as one in five killed workers shows itself
+        calls.append(self)
+        if len(calls) == 3:
+            kill(self._workers[0].pid, signal.SIGKILL)
+            raise ConnectionResetError(104, "Connection reset by peer")
+        return fetch(self, *arguments)
+
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_try_get_data", broken_once)
+    assert stream(digits, STEPS, "data.workers=2")[0] == alone
+    assert calls[0] is not calls[-1]
+
+
 class Deadly(Dataset[Batch]):
-    """Position 1 kills whoever makes it; position 2 takes its time."""
+    """Position 1 kills whoever makes it; position 2 takes its time; position 3 raises."""
 
     def __getitem__(self, position: int) -> Batch:
         if position == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if position == 2:
             time.sleep(60)
+        if position == 3:
+            raise ConnectionResetError("mine")
         return position  # type: ignore[return-value]
 
 
@@ -133,6 +154,14 @@ def test_workers_that_die_at_one_batch_again_and_again_end_the_run(monkeypatch: 
     loaded = batches(Deadly(), range(3), Resources(**LOADER, workers_per_node=1, workers=1), pin=False)
     assert next(loaded) == 0
     with pytest.raises(StorageError, match="loader workers died 2 times at one batch: look at memory and /dev/shm"):
+        next(loaded)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_in_a_worker_is_not_taken_for_its_death(workers: int) -> None:
+    loaded = batches(Deadly(), [0, 3], Resources(**LOADER, workers_per_node=workers, workers=workers), pin=False)
+    assert next(loaded) == 0
+    with pytest.raises(ConnectionResetError, match="mine"):
         next(loaded)
 
 
