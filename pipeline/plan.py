@@ -62,6 +62,7 @@ class Plan(Resources):
     checkpoint_every: int
     report_every: int
     image_size: int
+    eval_size: int
 
     def epoch(self, step: int) -> int:
         """Epoch that the update after `step` belongs to, from 0."""
@@ -93,8 +94,10 @@ class Plan(Resources):
 
     @property
     def batches_ahead_bytes(self) -> int:
-        """Memory in /dev/shm for the batches that a node's workers hold ready (uint8 pixels)."""
-        return self.workers * self.local_world * (self.prefetch + 1) * self.micro_batch * 3 * self.image_size**2
+        """Memory in /dev/shm for the batches (uint8 pixels) that a node's workers hold ready and that are just used: of
+        training, and of an evaluation besides."""
+        held = self.local_world * (self.workers * self.prefetch + 1) if self.workers else 0
+        return held * 3 * (self.micro_batch * self.image_size**2 + self.eval_batch * self.eval_size**2)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -104,19 +107,20 @@ class Plan(Resources):
         nodes = self.world // self.local_world
         rows = [
             ("data", f"{self.train_images:,} images to train, {self.val_images:,} held out, {self.num_classes:,} classes"),
-            ("world", f"{_count(self.world, 'process', 'es')} on {_count(nodes, 'node')}, {_count(self.threads, 'thread')} each"),
+            ("world", f"{_count(self.world, 'process', 'es')} on {_count(nodes, 'node')},"
+                      f" {_count(self.threads, 'thread')} each"),
             ("batch", f"{self.global_batch} = {self.world} × {self.accumulate} × {self.micro_batch}"
                       " (processes × accumulation × images a pass)"),
             ("workers", f"{self.workers} a process = ⌈{self.workers_per_node} a node / {self.local_world}⌉,"
                         f" {_mib(self.batches_ahead_bytes)} of /dev/shm a node"),
             ("epoch", f"{self.steps_per_epoch:,} steps = ⌊{self.train_images:,} / {self.global_batch}⌋"
-                      f" ({self.train_images - self.steps_per_epoch * self.global_batch:,} images left out, others each epoch)"),
+                      f" ({self.train_images % self.global_batch:,} images left out, others each epoch)"),
             ("steps", f"{self.last_step:,}" + (f" of {self.total_steps:,}" if self.last_step < self.total_steps else "")
                       + f" ({self.last_step / self.steps_per_epoch:.4g} epochs)"),
             ("learning rate", f"{self.peak_lr:.6g} at {self.global_batch} images a batch, {self.schedule}"
                               + (f", after {self.warmup_steps:,} steps of warm-up" if self.warmup_steps else "")),
-            ("validation", f"every {self.evaluate_every:,} steps, {math.ceil(self.val_images / self.eval_batch):,} batches of"
-                           f" {self.eval_batch}, each image once"),
+            ("validation", f"every {self.evaluate_every:,} steps, {math.ceil(self.val_images / self.eval_batch):,} batches"
+                           f" of {self.eval_batch}, each image once"),
             ("checkpoint", f"every {self.checkpoint_every:,} steps"),
         ]  # fmt: skip
         width = max(len(name) for name, _ in rows)
@@ -157,7 +161,7 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
             f"schedule.warmup={config.schedule.warmup} is {warmup_steps:,} steps, longer than the whole training of"
             f" {total_steps:,} steps ({config.train.epochs} epochs): make it shorter"
         )
-    return Plan(
+    plan = Plan(
         **vars(share_resources(config, world)),
         global_batch=global_batch,
         process_batch=global_batch // world.size,
@@ -178,7 +182,15 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
         checkpoint_every=max(1, steps(config.checkpoint.every)),
         report_every=max(1, steps(config.track.every)),
         image_size=config.augment.size,
+        eval_size=config.evaluate.size or config.augment.size,
     )
+    if world.shared_memory is not None and plan.batches_ahead_bytes > world.shared_memory:
+        raise RequestError(
+            f"loader workers hold {_mib(plan.batches_ahead_bytes)} of batches ready and /dev/shm has"
+            f" {_mib(world.shared_memory)}: give it more (docker: --shm-size), or set data.workers, data.prefetch or"
+            " evaluate.batch lower (data.workers=0 needs none)"
+        )
+    return plan
 
 
 def share_resources(config: Config, world: World) -> Resources:

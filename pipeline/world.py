@@ -7,6 +7,7 @@ the cgroup's quota, since in a container the host's count is a promise nobody ke
 
 import ctypes
 import os
+import shutil
 import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,8 @@ class World:
     local_rank: int = 0
     cpus: int = 1
     """CPUs that the processes of this machine may use together."""
+    shared_memory: int | None = None
+    """Bytes of /dev/shm, all of it; None where that is not known."""
 
     @property
     def is_main(self) -> bool:
@@ -44,7 +47,7 @@ def launched() -> bool:
 def here() -> World:
     """This process's place. RequestError if a launcher's variables make no sense."""
     if not launched():
-        return World(cpus=allowed_cpus())
+        return World(cpus=allowed_cpus(), shared_memory=_shared_memory())
     values = {}
     for name, default in (("RANK", ""), ("WORLD_SIZE", ""), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
         text = os.environ.get(name, default)
@@ -57,7 +60,7 @@ def here() -> World:
     if not (rank < size and local_rank < local_size <= size):
         given = " ".join(f"{name}={value}" for name, value in values.items())
         raise RequestError(f"{given} in the environment make no group of processes: start with torchrun or --nproc")
-    return World(size, local_size, rank, local_rank, cpus=allowed_cpus())
+    return World(size, local_size, rank, local_rank, allowed_cpus(), _shared_memory())
 
 
 def allowed_cpus() -> int:
@@ -65,6 +68,14 @@ def allowed_cpus() -> int:
     cpus = len(os.sched_getaffinity(0))
     quota = _cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     return max(1, min(cpus, int(quota))) if quota else cpus
+
+
+def _shared_memory() -> int | None:
+    # what is free just now says less: a run that was killed a moment ago may still hold some
+    try:
+        return shutil.disk_usage("/dev/shm").total
+    except OSError:
+        return None
 
 
 def shows_gpu() -> bool:

@@ -1,9 +1,11 @@
 """A wrong request costs seconds: one line that says what to do, exit code 2, and torch is not even imported."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from harness import Result, pipeline
+from harness import Result, environment, pipeline
 
 
 @pytest.fixture(scope="session")
@@ -152,6 +154,28 @@ def test_a_wrong_command_is_one_line_and_exit_2(
 ) -> None:
     assert says in refused(pipeline(*words, cwd=tmp_path, PYTHONPATH=str(without_torch)))
     assert not list(tmp_path.iterdir())
+
+
+def test_shared_memory_that_is_too_small_is_refused(tmp_path: Path, digits: Path, without_torch: Path) -> None:
+    small = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--mount",
+        "sh",
+        "-c",
+        'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"',
+        "sh",
+    ]
+    if subprocess.run([*small, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this system gives no mount namespace")
+    train = [sys.executable, "-m", "pipeline", "train", "digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}"]
+    done = subprocess.run(
+        [*small, *train, "data.workers=2", "track.uri=none"],
+        capture_output=True, text=True, env=environment(PYTHONPATH=str(without_torch)), check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("pipeline: loader workers hold 2.3 MiB of batches ready and /dev/shm has 1.0 MiB: ")
 
 
 def test_a_launcher_inside_a_launcher_is_refused(tmp_path: Path, without_torch: Path) -> None:

@@ -134,7 +134,7 @@ def test_a_connection_that_breaks_before_its_worker_is_dead_costs_no_batch(
 
 
 class Deadly(Dataset[Batch]):
-    """Position 1 kills whoever makes it; position 2 takes its time; position 3 raises."""
+    """Position 1 kills whoever makes it; 2 takes its time; 3 raises; 4 cannot be handed over, as by a full /dev/shm."""
 
     def __getitem__(self, position: int) -> Batch:
         if position == 1:
@@ -143,6 +143,8 @@ class Deadly(Dataset[Batch]):
             time.sleep(60)
         if position == 3:
             raise ConnectionResetError("mine")
+        if position == 4:
+            return lambda: None  # type: ignore[return-value]
         return position  # type: ignore[return-value]
 
 
@@ -155,6 +157,17 @@ def test_workers_that_die_at_one_batch_again_and_again_end_the_run(monkeypatch: 
     assert next(loaded) == 0
     with pytest.raises(StorageError, match="loader workers died 2 times at one batch: look at memory and /dev/shm"):
         next(loaded)
+
+
+def test_a_batch_that_cannot_be_handed_over_is_not_waited_for_forever(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(loader, "_REBUILDS", 0)
+    loaded = batches(Deadly(), [0, 4], Resources(**LOADER, workers_per_node=1, workers=1), pin=False)
+    assert next(loaded) == 0
+    with pytest.raises(StorageError, match="loader workers died 1 times at one batch: look at memory and /dev/shm"):
+        next(loaded)
+    assert capfd.readouterr().err.startswith("a loader worker cannot hand over its batch: ")
 
 
 @pytest.mark.parametrize("workers", [0, 1])

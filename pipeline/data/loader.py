@@ -9,11 +9,13 @@ import hashlib
 import math
 import os
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from typing import NamedTuple
+from multiprocessing.queues import Queue
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -26,7 +28,7 @@ from pipeline.data.images import BadImageError, decode
 from pipeline.data.order import Order
 from pipeline.data.sources import Images, UnreadableError
 from pipeline.plan import Plan, Resources
-from pipeline.verdict import StorageError
+from pipeline.verdict import CRASH, StorageError
 from pipeline.world import die_with_parent
 
 _REPLACEMENTS = 16
@@ -172,7 +174,14 @@ class _Guard:
     def __call__(self, worker: int) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # a batch that does not fit into /dev/shm is else dropped with a traceback, and waited for forever
+        Queue._on_queue_feeder_error = staticmethod(_give_up)  # type: ignore[attr-defined]
         die_with_parent(self._parent)
+
+
+def _give_up(error: Exception, _: object) -> NoReturn:
+    print(f"a loader worker cannot hand over its batch: {error}", file=sys.stderr, flush=True)
+    os._exit(CRASH)
 
 
 def _lost_worker(workers: list[BaseProcess]) -> bool:
