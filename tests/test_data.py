@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import pipeline
+from harness import pipeline, read_rows
 from PIL import Image
 from streams import stream
 
@@ -527,3 +527,22 @@ def test_a_bad_image_counts_in_validation_and_no_answer_is_right(partly_bad: Pat
     assert [len(batch.labels) for batch in batches] == [5, 3]
     assert [label for batch in batches for label in batch.labels.tolist()] == [0, 0, 0, 0, 1, 1, NO_LABEL, 1]
     assert [sample for batch in batches for sample, _ in batch.defects] == [6]
+
+
+def test_a_run_names_each_bad_image_once_and_ends_above_the_limit(tmp_path: Path, partly_bad: Path) -> None:
+    words = ["digits", f"data.root={partly_bad}", "batch.global=16", "train.epochs=1", "run.device=cpu", "track.uri=none",
+             "schedule.warmup=0", "model.arch=shufflenet_v2_x0_5", "data.workers=2", "run.threads=1"]  # fmt: skip
+    run = pipeline("train", *words, f"run.dir={tmp_path / 'run'}", "data.max_bad=0.1")
+    assert run.code == 0, run.err
+    assert run.done["images"] == "8/8"
+    bad = [f"train/{kind}/{i:02}.png" for kind in "ab" for i in range(0, 40, 10)]
+    events = [row for row in read_rows(tmp_path / "run/journal.jsonl") if row.get("event") == "bad image"]
+    assert sorted(row["file"] for row in events) == bad
+    assert [run.err.count(f"bad image {name}: ") for name in bad] == [1] * 8
+
+    above = pipeline("train", *words, f"run.dir={tmp_path / 'above'}", "data.max_bad=0.09")
+    assert above.code == 4
+    assert above.error == (
+        "8 of 80 training images cannot be decoded, more than data.max_bad=0.09 allows (7): 'pipeline data check'"
+        " names them all"
+    )
