@@ -472,6 +472,7 @@ def assert_whole(server: Server, job: Job) -> None:
         assert Path(there).read_bytes() == (job.folder / file.path).read_bytes()
     (model,) = server.client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run.info.run_id}'")
     assert model.status == LoggedModelStatus.READY
+    assert {metric.key for metric in server.client.get_logged_model(model.model_id).metrics} >= {"val/top1", "val/loss"}
     assert [output.model_id for output in run.outputs.model_outputs] == [model.model_id]
 
 
