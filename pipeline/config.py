@@ -87,7 +87,7 @@ def _absent(value: object) -> object:
 
 def without_password(text: str) -> str:
     """`text` without the passwords of the URLs in it: the user's part, and words of a query that are named so."""
-    text = re.sub(r"://[^/?#\s]*@", "://", text)
+    text = re.sub(r"://\S*@", "://", text)
     return re.sub(r"(?i)(?<=[?&])[^=&\s]*(?:password|passwd|secret|token)[^=&\s]*=[^&\s]*&?", "", text)
 
 
@@ -276,6 +276,12 @@ class Config(Section):
             raise ValueError(
                 "data.root is missing: data.source=folder wants data.root=FOLDER, with train/ and val/ in it"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _required_tracker_is_named(self) -> Self:
+        if self.track.required and self.track.uri == "none":
+            raise ValueError("track.required=true with track.uri=none asks for nothing: name a server, or leave it out")
         return self
 
     @property

@@ -101,6 +101,7 @@ class Job:
                 *(["--nproc", str(self.nproc)] if self.nproc > 1 else []),
             ]
         self.started = time.monotonic()
+        self._starts = self._count_starts()
         self._out = open(self.folder.with_suffix(".out"), "w+")  # noqa: SIM115 — lives as long as the process
         self._err = open(self.folder.with_suffix(".err"), "w+")  # noqa: SIM115
         self.process = subprocess.Popen(
@@ -131,7 +132,12 @@ class Job:
         return rows[-1]["step"] if rows else 0
 
     def wait_for_step(self, step: int, timeout: float = 120) -> int:
+        """Wait until this start, not one before it, has made the step."""
+        self.wait_until(lambda: self._count_starts() > self._starts, "start", timeout)
         return self.wait_until(lambda: self.step() if self.step() >= step else 0, f"step {step}", timeout)
+
+    def _count_starts(self) -> int:
+        return sum(row.get("event") == "started" for row in read_rows(self.folder / "journal.jsonl"))
 
     def wait_until(self, condition: Any, what: str, timeout: float = 120, pause: float = 0.005) -> Any:
         assert self.process

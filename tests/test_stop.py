@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from harness import DONE, SMALL, Job, kill, pipeline, read_rows
+
 from pipeline.record.checkpoint import newest_good, step_of
 
 PHASES = ("first batch", "training", "validation", "save")

@@ -70,7 +70,9 @@ def train(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> st
     ]
     if as_json:
         return json.dumps({"rows": rows})
-    title = f"{config.model.arch}, {config.augment.size} px, batch {plan.global_batch}, {config.train.precision}, {device}"
+    title = (
+        f"{config.model.arch}, {config.augment.size} px, batch {plan.global_batch}, {config.train.precision}, {device}"
+    )
     lines = [f"{title}; {rounds} interleaved rounds of {steps} steps, medians"]
     for row in rows:
         spread = [a / b for a, b in zip(speeds[str(row["name"])], speeds["reference"], strict=True)]

@@ -128,6 +128,7 @@ def _start_processes(nproc: int, arguments: list[str]) -> int:
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
+        local_addr="localhost",  # a machine's own name need not resolve, in a container without a network say
         max_restarts=0,
     )
     try:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pipeline.verdict import RequestError, TemporaryError
 
+_STAYS = ("lock", "mlflow.lock", "index")  # in a fresh start: who works here, and what the data is
 _LOCK_PATIENCE_S = 2.0  # a holder that was just killed needs a moment to be gone
 
 
@@ -79,11 +80,7 @@ class RunFolder:
 
     def set_aside(self) -> Path | None:
         """Move what an earlier run left into a folder of its own, for a fresh start: nothing is ever overwritten."""
-        old = [
-            entry
-            for entry in self.path.iterdir()
-            if entry.name not in ("lock", "index") and entry.name[:7] != "before-"
-        ]
+        old = [entry for entry in self.path.iterdir() if entry.name not in _STAYS and entry.name[:7] != "before-"]
         if not any(entry.name != "checkpoints" or any(entry.iterdir()) for entry in old):
             return None
         aside = self._new_aside()

@@ -1,5 +1,6 @@
 """Where a run comes from: commit, image, packages, machine. Facts for the journal, none of which a run depends on."""
 
+import getpass
 import os
 import platform
 import subprocess
@@ -9,9 +10,12 @@ from pathlib import Path
 import torch
 
 
-def provenance(device: torch.device) -> dict[str, str]:
+def provenance(recipe: str, device: torch.device) -> dict[str, str]:
     """What is known, by the names that MLflow's UI knows where it has any."""
     facts = {
+        "mlflow.source.name": f"pipeline train {recipe}",
+        "mlflow.source.type": "LOCAL",
+        "mlflow.user": _user(),
         "mlflow.source.git.commit": os.environ.get("PIPELINE_COMMIT") or _commit(),
         "mlflow.docker.image.uri": os.environ.get("PIPELINE_IMAGE"),
         "mlflow.docker.image.id": os.environ.get("PIPELINE_IMAGE_ID"),
@@ -21,6 +25,13 @@ def provenance(device: torch.device) -> dict[str, str]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model(),
     }
     return {name: value for name, value in facts.items() if value}
+
+
+def _user() -> str | None:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # a number without a name, as in a container
+        return None
 
 
 def _commit() -> str | None:

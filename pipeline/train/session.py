@@ -140,9 +140,17 @@ def _open_records(run: Training, folder: RunFolder, *, resumed: bool) -> NoSende
         run.checkpoints = Checkpoints(folder.checkpoints, run.config.checkpoint.keep, say)
         if run.config.run.trace:
             run.trace = Trace(folder.trace, run.state.step)
-        facts = {"recipe": run.config.recipe, "world": run.plan.world, **provenance(run.group.device)}
+        facts = {
+            "recipe": run.config.recipe,
+            "world": run.plan.world,
+            "data": run.identity["data"],
+            **provenance(run.config.recipe, run.group.device),
+        }
         run.journal.event("started", step=run.state.step, resumed=resumed, tags=facts)
-        tracker = sender.start(run.config, folder)
+        try:
+            tracker = sender.start(run.config, folder)
+        except OSError as error:
+            say(f"MLflow's sender could not be started: {error.strerror}; 'pipeline sync' sends the journal later")
         if run.config.track.required:
             try:
                 tracker.wait_ready()
