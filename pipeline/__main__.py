@@ -74,7 +74,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     if rest and hasattr(options, "overrides") and not any(word.startswith("-") for word in rest):
-        options.overrides += rest
+        options.overrides = options.overrides + rest
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return options
@@ -94,20 +94,20 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("-h", "--help", nargs=0, action=_HelpWithKeys, help="this text and every key")
     train.add_argument("recipe", metavar="RECIPE")
     train.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="changes the recipe, for example train.epochs=10"
+        "overrides", nargs="*", default=[], metavar="key=value", help="changes the recipe, for example train.epochs=10"
     )
     train.add_argument("--nproc", type=_count, metavar="N", help="start N processes on this machine")
     train.set_defaults(run=_train)
 
     evaluate = commands.add_parser("evaluate", help="validate a checkpoint exactly, at any number of processes")
     evaluate.add_argument("target", metavar="RUN_DIR|CHECKPOINT", help="a run's folder (its last checkpoint) or a file")
-    evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
+    evaluate.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
     evaluate.add_argument("--nproc", type=_count, metavar="N", help="start N processes on this machine")
     evaluate.set_defaults(run=_evaluate)
 
     plan = commands.add_parser("plan", help="the arithmetic of a run, without running it")
     plan.add_argument("recipe", metavar="RECIPE")
-    plan.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
+    plan.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
     plan.add_argument("--world", type=_count, default=1, metavar="N", help="processes in the whole job (default 1)")
     plan.add_argument(
         "--nodes", type=_count, default=1, metavar="M", help="machines that they are spread over (default 1)"
@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="throughput, with the comparison stated")
     subjects = bench.add_subparsers(metavar="SUBJECT", required=True)
     steps = subjects.add_parser("train", help="our loop against the barest torch loop with the same model and batch")
-    steps.add_argument("overrides", nargs="*", metavar="key=value", help=_OVERRIDES)
+    steps.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
     steps.add_argument("--rounds", type=_count, default=7, metavar="N", help="interleaved rounds (default 7)")
     steps.add_argument("--steps", type=_count, default=8, metavar="N", help="steps a round (default 8)")
     steps.add_argument("--json", action="store_true", help="rows for machines")

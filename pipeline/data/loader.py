@@ -44,6 +44,10 @@ class Defect(NamedTuple):
     reason: str
 
 
+class LoaderError(StorageError):
+    """A process that gets no batches any more; it alone knows, so it cannot wait for the others to agree."""
+
+
 class Batch(NamedTuple):
     images: Tensor
     """[B, 3, H, W] uint8."""
@@ -126,7 +130,7 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
     """The batches of `positions`, in order, from `plan.workers` processes (0: made right here).
 
     A worker that dies is noticed within 5 s, and the loader is built again at the position that is due; after three in a
-    row without a batch between them, StorageError. To be called on the main thread: workers die with the thread that
+    row without a batch between them, LoaderError. To be called on the main thread: workers die with the thread that
     made them.
     """
     done, failures = 0, 0
@@ -153,7 +157,7 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
                 raise
             failures += 1
             if failures > _REBUILDS:
-                raise StorageError(
+                raise LoaderError(
                     f"loader workers died {failures} times at one batch: look at memory and /dev/shm, or set data.workers=0"
                     f" ({error})"
                 ) from error

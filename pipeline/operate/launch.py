@@ -62,6 +62,7 @@ def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopReques
 def preflight(config: Config, here: World) -> Cleared:
     """Everything that can be wrong and needs no torch; the folder is then in our hold. Raises a Verdict."""
     folder = RunFolder(config.run_dir)
+    folder.check_writable()
     left = verdict.recall(folder.path, config.model_dump_json())
     if left and config.run.resume == "auto":
         print(

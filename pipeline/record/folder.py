@@ -30,6 +30,12 @@ class RunFolder:
         self._lock = path / "lock"
         self._held: int | None = None
 
+    def check_writable(self) -> None:
+        """RequestError if nothing can be written here; makes nothing."""
+        place = next(place for place in (self.path, *self.path.absolute().parents) if place.exists())
+        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+            raise self._unwritable("a file is in its way" if not place.is_dir() else f"{place} is read-only")
+
     def hold(self) -> None:
         """Take the lock, for as long as this process lives. TemporaryError names the holder if there is one."""
         try:
@@ -37,9 +43,7 @@ class RunFolder:
             self.checkpoints.mkdir(exist_ok=True)
             descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise RequestError(
-                f"run.dir={self.path} cannot be written: {error.strerror}: give a folder that can, with run.dir=FOLDER"
-            ) from None
+            raise self._unwritable(error.strerror or "unknown error") from None
         end = time.monotonic() + _LOCK_PATIENCE_S
         while True:
             try:
@@ -106,6 +110,11 @@ class RunFolder:
         """Remove what a killed writer left half done."""
         for path in self.checkpoints.glob(".*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def _unwritable(self, why: str) -> RequestError:
+        return RequestError(
+            f"run.dir={self.path} cannot be written: {why}: give a folder that can, with run.dir=FOLDER"
+        )
 
     def _new_aside(self) -> Path:
         stamp, number = time.strftime("before-%Y%m%d-%H%M%S"), 0

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from pipeline import group as groups
 from pipeline import parallel, randomness, verdict
 from pipeline.config import Config
-from pipeline.data.loader import TrainBatches, batches
+from pipeline.data.loader import LoaderError, TrainBatches, batches
 from pipeline.data.manifest import Index
 from pipeline.data.sources import Source, data_root, of_index, open_source
 from pipeline.group import Group
@@ -47,7 +47,7 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
     check(config.model)  # before a group forms
     group = _join(config, world)
     source = _share_source(config, group, source)
-    plan = make_plan(config, world, source.size)
+    plan = _agree_on_plan(config, group, source)
     run = _build(config, plan, group, source, terminal, stop)
     resumed = resume(run.state, config, folder, source, group, terminal.say)
     if run.state.step >= plan.last_step and run.state.is_evaluated:
@@ -60,6 +60,8 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
     positions = range(run.state.step * plan.accumulate, max(run.state.step, plan.last_step) * plan.accumulate)
     try:
         evaluation = train(run, batches(data, positions, plan, pin=group.device.type == "cuda"))
+    except LoaderError as ending:
+        _crash(run, str(ending), ending.code)
     except Verdict as ending:
         if group.is_main:
             verdict.leave(folder.path, ending, config.model_dump_json())
@@ -67,7 +69,7 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
         group.finish()
         raise
     except Exception:
-        _crash(run)
+        _crash(run, traceback.format_exc(), verdict.CRASH)
     line = _done_line(plan.epoch(run.state.step), evaluation, run.state.weights_digest())
     _close_records(run, tracker, "FINISHED", line)
     group.finish()
@@ -106,6 +108,18 @@ def _share_source(config: Config, group: Group, source: Source | None) -> Source
         return source or open_source(config)
     data = group.broadcast_bytes(source.index.to_bytes() if source and source.index else None)
     return source or of_index(data_root(config), Index.from_bytes(data))
+
+
+def _agree_on_plan(config: Config, group: Group, source: Source) -> Plan:
+    """The plan; if one process finds its machine too small for it, all say so."""
+    plan, problem = None, None
+    try:
+        plan = make_plan(config, group.world, source.size)
+    except Verdict as found:
+        problem = found
+    group.raise_together(problem)
+    assert plan is not None
+    return plan
 
 
 def _build(config: Config, plan: Plan, group: Group, source: Source, terminal: Terminal, stop: StopRequest) -> Training:
@@ -178,15 +192,14 @@ def _best_file(run: Training) -> dict[str, Any] | None:
     return {"step": best.step, "file": path.name} if best and path else None
 
 
-def _crash(run: Training) -> NoReturn:
+def _crash(run: Training, account: str, code: int) -> NoReturn:
     """One process has broken, so the others cannot go on: leave at once, without the farewells that wait for them."""
-    traceback.print_exc()
-    print(f"rank {run.group.rank} failed after step {run.state.step}", file=sys.stderr, flush=True)
+    print(f"{account}\npipeline: rank {run.group.rank} failed after step {run.state.step}", file=sys.stderr, flush=True)
     if run.checkpoints:
         run.checkpoints.wait()
     if run.journal:
         run.journal.event("ended", status="FAILED", step=run.state.step, line="crashed")
-    os._exit(verdict.CRASH)
+    os._exit(code)
 
 
 def _done_line(epoch: int, evaluation: Evaluation, weights: str) -> str:
