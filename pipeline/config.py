@@ -87,7 +87,7 @@ def _absent(value: object) -> object:
 
 def without_password(text: str) -> str:
     """`text` without the passwords of the URLs in it: the user's part, and words of a query that are named so."""
-    text = re.sub(r"://\S*@", "://", text)
+    text = re.sub(r"://[^/?#\s]*@", "://", text)
     return re.sub(r"(?i)(?<=[?&])[^=&\s]*(?:password|passwd|secret|token)[^=&\s]*=[^&\s]*&?", "", text)
 
 
