@@ -1,0 +1,74 @@
+# One file, two images: `trainer` (the default), which packages the training program with torch's CUDA wheels, and
+# `mlflow`, the tracking server alone. Both run as a numeric user, with a read-only root file system.
+#
+#   docker build -t ddp-pipeline .
+#   docker build -t ddp-pipeline-mlflow --target mlflow .
+
+# Driver libraries are all that torch wants of a base image: its wheels bring CUDA, cuDNN and NCCL, which the larger
+# -cudnn-runtime- image would hold a second time. There is no `latest` tag.
+ARG BASE_IMAGE=nvidia/cuda:13.0.2-base-ubuntu24.04
+
+FROM ${BASE_IMAGE} AS python
+ENV DEBIAN_FRONTEND=noninteractive
+RUN rm -f /etc/apt/apt.conf.d/docker-clean
+RUN --mount=type=cache,target=/var/cache/apt,sharing=locked --mount=type=cache,target=/var/lib/apt,sharing=locked \
+    apt-get update && apt-get install --yes --no-install-recommends python3
+# nothing is written beside the code, and what has to be cached goes where a volume or a tmpfs is
+ENV PATH=/opt/venv/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    HOME=/tmp \
+    MPLCONFIGDIR=/tmp \
+    MLFLOW_DISABLE_TELEMETRY=true
+
+FROM python AS build
+RUN --mount=type=cache,target=/var/cache/apt,sharing=locked --mount=type=cache,target=/var/lib/apt,sharing=locked \
+    apt-get update && apt-get install --yes --no-install-recommends python3-venv
+RUN python3 -m venv /opt/venv
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+
+FROM build AS trainer-packages
+RUN --mount=type=cache,target=/tmp/.cache/pip --mount=type=bind,source=requirements.lock,target=/requirements.lock \
+    pip install --require-hashes --requirement /requirements.lock
+
+FROM build AS mlflow-packages
+RUN --mount=type=cache,target=/tmp/.cache/pip --mount=type=bind,source=requirements-mlflow.lock,target=/requirements.lock \
+    pip install --require-hashes --requirement /requirements.lock
+
+FROM build AS wheel
+RUN --mount=type=cache,target=/tmp/.cache/pip pip install 'setuptools>=77'
+COPY pyproject.toml README.md LICENSE /source/
+COPY pipeline /source/pipeline
+RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheel /source
+
+FROM python AS mlflow
+COPY --from=mlflow-packages /opt/venv /opt/venv
+RUN install --directory --owner 10001 --group 10001 /mlflow
+USER 10001:10001
+WORKDIR /mlflow
+VOLUME /mlflow
+EXPOSE 5000
+# one worker and no job runner: 2 processes and 0.4 GiB in place of 15 and 2.1; server-side names are for the caller to list
+ENV MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false
+ENTRYPOINT ["mlflow", "server", "--host", "0.0.0.0", "--port", "5000", "--workers", "1", \
+            "--backend-store-uri", "sqlite:////mlflow/mlflow.db", "--artifacts-destination", "/mlflow/artifacts"]
+
+FROM python AS trainer
+COPY --from=trainer-packages /opt/venv /opt/venv
+RUN --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
+    pip install --no-cache-dir --no-deps --no-index --disable-pip-version-check --root-user-action ignore /wheel/*.whl
+RUN install --directory --owner 10001 --group 10001 /runs
+USER 10001:10001
+# runs, the made digits and compilers' caches: a volume, since Docker's tmpfs cannot hold code that runs
+WORKDIR /runs
+VOLUME /runs
+ENV TORCHINDUCTOR_CACHE_DIR=/runs/.cache/inductor TRITON_CACHE_DIR=/runs/.cache/triton
+ARG REVISION=unknown
+ARG VERSION=0.1.0
+ENV PIPELINE_COMMIT=${REVISION}
+LABEL org.opencontainers.image.title="ddp-pipeline" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.revision=${REVISION} \
+      org.opencontainers.image.version=${VERSION}
+ENTRYPOINT ["pipeline"]
+CMD ["--help"]
