@@ -40,7 +40,7 @@ ui: setup
 	  --artifacts-destination runs/mlartifacts
 
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

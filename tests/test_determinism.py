@@ -17,7 +17,7 @@ def job(folder: Path, digits: Path, *more: str, nproc: int = 1, by_torchrun: boo
     return Job(folder, arguments, nproc=nproc, by_torchrun=by_torchrun, env=env)
 
 
-@pytest.mark.parametrize("nproc", [1, 3])
+@pytest.mark.parametrize("nproc", [3, pytest.param(1, marks=pytest.mark.full)])
 def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path: Path, digits: Path, nproc: int) -> None:
     runs = [
         job(tmp_path / "nproc", digits, nproc=nproc),
@@ -48,9 +48,9 @@ def test_workers_prefetch_and_tracing_change_nothing(tmp_path: Path, digits: Pat
 
 
 def test_accumulation_keeps_the_samples_and_resumes_to_the_bit(tmp_path: Path, digits: Path) -> None:
-    whole = job(tmp_path / "whole", digits, "batch.accumulate=4", nproc=3)
+    whole = job(tmp_path / "whole", digits, "batch.accumulate=4", nproc=2)
     expected = whole.run().done
-    parts = job(tmp_path / "parts", digits, "batch.accumulate=4", "train.max_steps=5", nproc=3)
+    parts = job(tmp_path / "parts", digits, "batch.accumulate=4", "train.max_steps=5", nproc=2)
     assert parts.run().done["step"] == "5"
     parts.arguments.remove("train.max_steps=5")
     assert parts.run().done["weights"] == expected["weights"]

@@ -41,9 +41,14 @@ def evaluate(run: Job, world: int, *overrides: str) -> Result:
     return pipeline("evaluate", str(run.folder), *overrides, *(["--nproc", str(world)] if world > 1 else []))
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_every_image_is_counted_once_at_any_world_size(trained: Job, held_out: dict[int, Path], size: int) -> None:
-    lines = {evaluate(trained, world, f"data.root={held_out[size]}").out for world in (1, 2, 3, 4)}
+@pytest.mark.parametrize(
+    ("size", "worlds"),
+    [(1, (1, 4)), (7, (1, 3)), (97, (1, 2)), *(pytest.param(n, (1, 2, 3, 4), marks=pytest.mark.full) for n in SIZES)],
+)
+def test_every_image_is_counted_once_at_any_world_size(
+    trained: Job, held_out: dict[int, Path], size: int, worlds: tuple[int, ...]
+) -> None:
+    lines = {evaluate(trained, world, f"data.root={held_out[size]}").out for world in worlds}
     assert len(lines) == 1, lines
     (line,) = lines
     assert f" images={size}/{size} " in line

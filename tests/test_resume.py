@@ -14,7 +14,7 @@ KINDS = ("one rank", "all ranks", "launcher", "inside a save")
 def job(folder: Path, digits: Path, world: int) -> Job:
     return Job(
         folder,
-        ["digits", f"data.root={digits}", *SMALL, "train.epochs=3", "checkpoint.every=7 steps", "data.workers=2",
+        ["digits", f"data.root={digits}", *SMALL, "train.epochs=2", "checkpoint.every=7 steps", "data.workers=2",
          f"track.uri=sqlite:///{folder.parent}/{folder.name}.db"],
         nproc=world,
     )  # fmt: skip
