@@ -35,6 +35,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
+def full(request: pytest.FixtureRequest) -> bool:
+    return request.config.getoption("--full")
+
+
+@pytest.fixture(scope="session")
 def rounds(request: pytest.FixtureRequest) -> int:
     return request.config.getoption("--rounds")
 
