@@ -10,7 +10,7 @@ from harness import DONE, SMALL, Job, kill, pipeline, read_rows
 
 from pipeline.record.checkpoint import newest_good, step_of
 
-PHASES = ("training", "save", *(pytest.param(phase, marks=pytest.mark.full) for phase in ("first batch", "validation")))
+PHASES = ("training", *(pytest.param(phase, marks=pytest.mark.full) for phase in ("first batch", "validation", "save")))
 
 
 def job(folder: Path, digits: Path, *more: str, nproc: int = 4) -> Job:
