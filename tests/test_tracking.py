@@ -380,13 +380,11 @@ def test_a_password_is_used_and_found_nowhere(tmp_path: Path, digits: Path, good
         run = job(tmp_path / "run", digits, None, "train.max_steps=4")
         run.arguments[0] = str(tmp_path / "secretive.yaml")
         run.start()
-        run.wait_until(lambda: children(run.process.pid), "sender")  # type: ignore[union-attr]
-        commands = [command_line(pid) for pid in children(run.process.pid)]  # type: ignore[union-attr]
+        commands = run.wait_until(lambda: [line for line in run_commands(run) if " sync " in line], "sender")
         run.wait_until(lambda: seen, "request")
         result = run.wait()
     assert result.code == 0
     assert "MLflow" not in result.err
-    assert any("sync" in command for command in commands)
     assert SECRET not in " ".join(commands) + result.err + result.out
     for path in run.folder.rglob("*"):
         assert path.is_dir() or SECRET.encode() not in path.read_bytes(), path
@@ -399,6 +397,11 @@ def test_a_password_is_used_and_found_nowhere(tmp_path: Path, digits: Path, good
     assert gone.code == 75
     assert "Connection refused" in gone.error
     assert SECRET not in gone.err
+
+
+def run_commands(run: Job) -> list[str]:
+    assert run.process
+    return [command_line(pid) for pid in children(run.process.pid)]
 
 
 def test_a_torn_line_is_cut_off_and_no_point_is_written_twice(tmp_path: Path) -> None:
