@@ -5,6 +5,7 @@ What a command answers goes to standard output; what it says meanwhile, and the 
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,7 +86,13 @@ def _parser() -> argparse.ArgumentParser:
         prog="pipeline", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_run_commands(commands)
+    _add_data_commands(commands)
+    _add_machine_commands(commands)
+    return parser
 
+
+def _add_run_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
     train = commands.add_parser(
         "train", help="train a recipe; the same command again goes on where it stood", add_help=False,
         description="Trains RECIPE, a name from pipeline/recipes/ or the path of a YAML file. Under torchrun it takes its"
@@ -114,6 +121,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.set_defaults(run=_plan)
 
+    sync = commands.add_parser("sync", help="send to MLflow what the journal holds and the server lacks")
+    sync.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    sync.add_argument(
+        "--follow", action="store_true", help="go on until standard input ends, as a training run uses it"
+    )
+    sync.set_defaults(run=_sync)
+
+
+def _add_data_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
     data = commands.add_parser("data", help="make or check a data set").add_subparsers(metavar="ACTION", required=True)
     make = data.add_parser("make", help="write the embedded digits, or synthetic images, as an image folder")
     make.add_argument("kind", choices=("digits", "synthetic"))
@@ -130,12 +146,44 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--val-split", type=float, default=0.1, metavar="SHARE", help="as data.val_split (default 0.1)")
     check.set_defaults(run=_data_check)
 
-    sync = commands.add_parser("sync", help="send to MLflow what the journal holds and the server lacks")
-    sync.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    sync.add_argument(
-        "--follow", action="store_true", help="go on until standard input ends, as a training run uses it"
+
+def _add_machine_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    doctor = commands.add_parser("doctor", help="what would go wrong here, before it does; exit 0 if RECIPE can run")
+    doctor.add_argument("recipe", metavar="RECIPE")
+    doctor.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
+    doctor.add_argument("--world", type=_count, default=1, metavar="N", help="processes in the whole job (default 1)")
+    doctor.add_argument(
+        "--nodes", type=_count, default=1, metavar="M", help="machines that they are spread over (default 1)"
     )
-    sync.set_defaults(run=_sync)
+    doctor.set_defaults(run=_doctor)
+
+    rehearse = commands.add_parser(
+        "rehearse", help="the multi-node job on this machine, one container a node",
+        description="Runs RECIPE in --nodes containers that see each other as the pods of the Kubernetes job do. Data is"
+        " what --data shows them as /data. A node that fails is replaced; all is removed at the end.",
+    )  # fmt: skip
+    rehearse.add_argument("recipe", metavar="RECIPE")
+    rehearse.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
+    rehearse.add_argument("--nodes", type=_count, required=True, metavar="N", help="containers")
+    rehearse.add_argument("--nproc", type=_count, default=1, metavar="M", help="processes in each (default 1)")
+    rehearse.add_argument("--gpus", type=_count, default=0, metavar="G", help="GPUs for each (default none: CPU)")
+    rehearse.add_argument("--image", default="ddp-pipeline", help="image to run (default ddp-pipeline)")
+    rehearse.add_argument("--data", type=Path, metavar="FOLDER", help="seen by the nodes, read-only, as /data")
+    rehearse.add_argument(
+        "--runs", metavar="VOLUME", help="Docker volume for /runs, kept (default: one that is removed)"
+    )
+    rehearse.add_argument(
+        "--kill", type=_kill, action="append", default=[], metavar="NODE@STEP",
+        help="SIGKILL a node once that step is reported; may be given often",
+    )  # fmt: skip
+    rehearse.add_argument(
+        "--cut", type=_cut, action="append", default=[], metavar="NODE@STEP:SECONDS",
+        help="take a node's network away for so long; may be given often",
+    )  # fmt: skip
+    rehearse.add_argument(
+        "--env", type=_variable, action="append", default=[], metavar="NAME=VALUE", help="a variable of the nodes"
+    )
+    rehearse.set_defaults(run=_rehearse)
 
     bench = commands.add_parser("bench", help="throughput, with the comparison stated")
     subjects = bench.add_subparsers(metavar="SUBJECT", required=True)
@@ -145,13 +193,32 @@ def _parser() -> argparse.ArgumentParser:
     steps.add_argument("--steps", type=_count, default=8, metavar="N", help="steps a round (default 8)")
     steps.add_argument("--json", action="store_true", help="rows for machines")
     steps.set_defaults(run=_bench_train)
-    return parser
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def _kill(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)@(\d+)", text, re.ASCII)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NODE@STEP, 1@40 for example")
+    return int(match[1]), int(match[2])
+
+
+def _cut(text: str) -> tuple[int, int, float]:
+    match = re.fullmatch(r"(\d+)@(\d+):(\d+(?:\.\d+)?)", text, re.ASCII)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NODE@STEP:SECONDS, 1@40:5 for example")
+    return int(match[1]), int(match[2]), float(match[3])
+
+
+def _variable(text: str) -> str:
+    if not text.partition("=")[0] or "=" not in text:
+        raise argparse.ArgumentTypeError(f"{text.partition('=')[0]!r} is not NAME=VALUE")
+    return text
 
 
 def _train(options: argparse.Namespace) -> str | int:
@@ -209,6 +276,25 @@ def _sync(options: argparse.Namespace) -> str:
 
     sync(options.run_dir, follow=options.follow)
     return f"{options.run_dir} is delivered"
+
+
+def _doctor(options: argparse.Namespace) -> str:
+    from pipeline.operate import doctor
+
+    return doctor.check(options.recipe, options.overrides, options.world, options.nodes)
+
+
+def _rehearse(options: argparse.Namespace) -> str | int:
+    from pipeline.operate.rehearse import Fault, Request, rehearse
+
+    if options.data and not options.data.is_dir():
+        raise RequestError(f"--data {options.data} is not a folder")
+    request = Request(
+        recipe=options.recipe, overrides=options.overrides, num_nodes=options.nodes, nproc=options.nproc,
+        gpus=options.gpus, image=options.image, data=options.data, runs=options.runs, env=tuple(options.env),
+        faults=tuple(Fault(*fault) for fault in (*options.kill, *options.cut)),
+    )  # fmt: skip
+    return rehearse(request)
 
 
 def _bench_train(options: argparse.Namespace) -> str:

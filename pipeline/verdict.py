@@ -54,6 +54,12 @@ class TemporaryError(Verdict):
 _FILE = "verdict.json"
 
 
+def of(code: int) -> type[Verdict]:
+    """The kind of ending that an exit code stands for."""
+    kinds = {kind.code: kind for kind in (RequestError, NotFiniteError, StorageError, TemporaryError)}
+    return kinds.get(code, Verdict)
+
+
 def leave(folder: Path, verdict: Verdict, request: str) -> None:
     """Write down why `request` (its digest) ended, for the next start. Never raises: the disk may be what failed."""
     if verdict.code not in (NotFiniteError.code, StorageError.code):

@@ -17,34 +17,34 @@ def job(folder: Path, digits: Path, *more: str, nproc: int = 1, by_torchrun: boo
     return Job(folder, arguments, nproc=nproc, by_torchrun=by_torchrun, env=env)
 
 
-@pytest.mark.parametrize("nproc", [3, pytest.param(1, marks=pytest.mark.full)])
-def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path: Path, digits: Path, nproc: int) -> None:
-    runs = [
-        job(tmp_path / "nproc", digits, nproc=nproc),
-        job(tmp_path / "torchrun", digits, nproc=nproc, by_torchrun=True, OMP_NUM_THREADS="2"),
-    ]
-    weights = [run.run().done["weights"] for run in runs]
-    assert weights[0] == weights[1]
-    other = job(tmp_path / "other", digits, "run.seed=1", nproc=nproc)
-    assert other.run().done["weights"] != weights[0]
+@pytest.fixture(scope="module")
+def weights_of_two(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> str:
+    """What two processes of `--nproc` end with."""
+    return job(tmp_path_factory.mktemp("two") / "run", digits, nproc=2).run().done["weights"]
 
 
-def test_the_threads_in_the_environment_change_nothing(tmp_path: Path, digits: Path) -> None:
-    weights = {
-        job(tmp_path / f"omp-{threads}", digits, OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads).run().done["weights"]
-        for threads in ("1", "7")
-    }
-    assert len(weights) == 1
+def test_torchrun_gives_the_same_weights_and_another_seed_others(
+    tmp_path: Path, digits: Path, weights_of_two: str
+) -> None:
+    same = job(tmp_path / "torchrun", digits, nproc=2, by_torchrun=True, OMP_NUM_THREADS="2")
+    assert same.run().done["weights"] == weights_of_two
+    other = job(tmp_path / "other", digits, "run.seed=1", nproc=2)
+    assert other.run().done["weights"] != weights_of_two
 
 
-def test_workers_prefetch_and_tracing_change_nothing(tmp_path: Path, digits: Path) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize("nproc", [1, 3])
+def test_the_same_command_gives_the_same_weights(tmp_path: Path, digits: Path, nproc: int) -> None:
+    assert len({job(tmp_path / str(i), digits, nproc=nproc).run().done["weights"] for i in range(2)}) == 1
+
+
+def test_threads_workers_prefetch_and_tracing_change_nothing(tmp_path: Path, digits: Path) -> None:
     variants = (
-        ("data.workers=0",),
-        ("data.workers=3", "data.prefetch=5"),
-        ("run.trace=false", "checkpoint.every=5 steps"),
+        job(tmp_path / "0", digits, "data.workers=0", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"),
+        job(tmp_path / "1", digits, "data.workers=3", "data.prefetch=5", OMP_NUM_THREADS="7", MKL_NUM_THREADS="7"),
+        job(tmp_path / "2", digits, "run.trace=false", "checkpoint.every=5 steps"),
     )
-    weights = {job(tmp_path / str(i), digits, *more).run().done["weights"] for i, more in enumerate(variants)}
-    assert len(weights) == 1
+    assert len({variant.run().done["weights"] for variant in variants}) == 1
 
 
 def test_accumulation_keeps_the_samples_and_resumes_to_the_bit(tmp_path: Path, digits: Path) -> None:
@@ -57,8 +57,7 @@ def test_accumulation_keeps_the_samples_and_resumes_to_the_bit(tmp_path: Path, d
     assert (whole.folder / "trace.jsonl").read_bytes() == (parts.folder / "trace.jsonl").read_bytes()
 
 
-def test_two_nodes_are_the_same_as_two_processes(tmp_path: Path, digits: Path) -> None:
-    one = job(tmp_path / "one-node", digits, nproc=2).run().done
+def test_two_nodes_are_the_same_as_two_processes(tmp_path: Path, digits: Path, weights_of_two: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
@@ -80,4 +79,4 @@ def test_two_nodes_are_the_same_as_two_processes(tmp_path: Path, digits: Path) -
     answers = [node.communicate(timeout=120) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], answers
     (line,) = [out for out, _ in answers if out]  # rank 0 alone speaks
-    assert one["weights"] in line
+    assert weights_of_two in line

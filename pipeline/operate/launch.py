@@ -40,6 +40,7 @@ def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopReques
     here = _place(nproc)
     if nproc and nproc > 1:
         cleared = preflight(config, here.resized(nproc, nproc))
+        cleared.folder.hold()  # whoever else holds it is named at once
         cleared.folder.release()  # rank 0 holds it from now on
         return _start_processes(nproc, ["train", recipe, *overrides])
     source = None
@@ -47,6 +48,7 @@ def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopReques
     if here.is_main:
         cleared = preflight(config, here)
         source, folder = cleared.source, cleared.folder
+        folder.hold()
         if config.run.resume == "never":
             aside = folder.set_aside()
             print(f"what was in {folder.path} is now in {aside}" if aside else "a fresh start", file=sys.stderr)
@@ -60,7 +62,7 @@ def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopReques
 
 
 def preflight(config: Config, here: World) -> Cleared:
-    """Everything that can be wrong and needs no torch; the folder is then in our hold. Raises a Verdict."""
+    """Everything that can be wrong with a request and needs no torch. Raises a Verdict."""
     folder = RunFolder(config.run_dir)
     folder.check_writable()
     left = verdict.recall(folder.path, config.model_dump_json())
@@ -76,7 +78,6 @@ def preflight(config: Config, here: World) -> Cleared:
     plan = make_plan(config, here, source.size)
     if has_checkpoints and config.run.resume == "auto":
         _check_changes(config, folder)
-    folder.hold()
     return Cleared(source, plan, folder)
 
 
