@@ -11,6 +11,7 @@ ARG BASE_IMAGE=nvidia/cuda:13.0.2-base-ubuntu24.04
 FROM ${BASE_IMAGE} AS python
 ENV DEBIAN_FRONTEND=noninteractive
 RUN rm -f /etc/apt/apt.conf.d/docker-clean
+# hadolint ignore=DL3008
 RUN --mount=type=cache,target=/var/cache/apt,sharing=locked --mount=type=cache,target=/var/lib/apt,sharing=locked \
     apt-get update && apt-get install --yes --no-install-recommends python3
 # nothing is written beside the code, and what has to be cached goes where a volume or a tmpfs is
@@ -22,6 +23,7 @@ ENV PATH=/opt/venv/bin:$PATH \
     MLFLOW_DISABLE_TELEMETRY=true
 
 FROM python AS build
+# hadolint ignore=DL3008
 RUN --mount=type=cache,target=/var/cache/apt,sharing=locked --mount=type=cache,target=/var/lib/apt,sharing=locked \
     apt-get update && apt-get install --yes --no-install-recommends python3-venv
 RUN python3 -m venv /opt/venv

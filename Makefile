@@ -1,6 +1,6 @@
 # Two commands for a stranger: `make train` and `make test`. Both set up .venv first, once.
 .DELETE_ON_ERROR:
-.PHONY: help setup train ui test lint lock clean
+.PHONY: help setup train ui test test-containers lint lock clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -16,6 +16,7 @@ help:
 	@echo 'make train   set up, make the digits, train them on $(NPROC) processes (NPROC=N, ARGS="key=value ...")'
 	@echo 'make ui      look at the runs in MLflow, http://127.0.0.1:5000'
 	@echo 'make test    set up and run all tests'
+	@echo 'make test-containers   build the images and test them, with a Docker engine'
 	@echo 'make lint    ruff and mypy'
 	@echo 'make setup   the environment alone, in .venv'
 	@echo 'make lock    write the lock files anew from pyproject.toml (wants uv)'
@@ -42,6 +43,10 @@ ui: setup
 test: setup
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
 
+# BASE_IMAGE names another base than that of the Dockerfile
+test-containers: setup
+	$(BIN)/python -m pytest --engine $(ARGS)
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -50,7 +55,7 @@ lint: setup
 lock:
 	$(COMPILE) pyproject.toml --upgrade --output-file requirements.lock
 	$(COMPILE) pyproject.toml --extra dev --constraint requirements.lock --output-file requirements-dev.lock
-	echo mlflow | $(COMPILE) - --constraint requirements.lock --output-file requirements-mlflow.lock
+	printf 'mlflow\npsycopg2-binary\n' | $(COMPILE) - --constraint requirements.lock --output-file requirements-mlflow.lock
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .mypy_cache

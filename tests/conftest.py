@@ -16,6 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full", action="store_true", help="also the tests that repeat a promise at more sizes, as CI does"
     )
+    parser.addoption("--engine", action="store_true", help="the tests that build and run containers, and those alone")
     parser.addoption("--outage", type=int, default=8, help="seconds that the MLflow server is away (long: 20)")
 
 
@@ -30,10 +31,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.stem != "test_resume":
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
-    if not config.getoption("--full"):
-        left_out = [item for item in items if item.get_closest_marker("full")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+    wants_engine = config.getoption("--engine")
+    left_out = [
+        item
+        for item in items
+        if bool(item.get_closest_marker("engine")) != wants_engine
+        or (item.get_closest_marker("full") and not config.getoption("--full"))
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session")

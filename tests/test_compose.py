@@ -1,0 +1,80 @@
+"""Dockerfile and compose files, looked at without an engine."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import pipeline
+from pipeline.operate import node
+
+ROOT = Path(pipeline.__file__).parents[1]
+FILES = sorted(ROOT.glob("docker-compose*.yml"))
+BIN = Path(sys.executable).parent
+
+
+class Loader(yaml.SafeLoader):
+    """Knows the one tag that compose adds to YAML: a value taken away again."""
+
+
+Loader.add_constructor("!reset", lambda loader, found: None)
+
+
+def service(name: str) -> dict[str, Any]:
+    return yaml.load((ROOT / "docker-compose.yml").read_text(), Loader)["services"][name]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_the_compose_files_are_what_the_specification_says(path: Path, tmp_path: Path) -> None:
+    plain = tmp_path / path.name  # the checker knows no tags
+    plain.write_text(re.sub(r"\n *\w+: !reset null", "", path.read_text()))
+    command = [BIN / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", plain]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_the_dockerfile_has_nothing_that_hadolint_would_change() -> None:
+    hadolint = shutil.which("hadolint", path=BIN)
+    assert hadolint, "make setup installs it"
+    checked = subprocess.run([hadolint, ROOT / "Dockerfile"], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout
+
+
+@pytest.mark.parametrize("name", ["mlflow", "trainer"])
+def test_a_service_can_do_no_more_than_it_must(name: str) -> None:
+    found = service(name)
+    assert found["read_only"] is True
+    assert found["cap_drop"] == ["ALL"]
+    assert found["security_opt"] == ["no-new-privileges:true"]
+    assert "docker.sock" not in str(found)
+    assert all(str(port).startswith("127.0.0.1:") for port in found.get("ports", []))
+
+
+def test_the_trainer_has_the_environment_of_a_single_node() -> None:
+    found = service("trainer")
+    environment = node.environment(1, "${NPROC:-gpu}")
+    assert {key: value for key, value in found["environment"].items() if key in environment} == environment
+    assert tuple(found["entrypoint"]) == node.COMMAND
+    assert int(found["stop_grace_period"].removesuffix("s")) > node.SHUTDOWN_S
+
+
+def test_every_variable_has_its_line_in_the_example() -> None:
+    used = {name for path in FILES for name in re.findall(r"\$\{(\w+)", path.read_text())}
+    told = set(re.findall(r"^#(\w+)=", (ROOT / ".env.example").read_text(), re.MULTILINE))
+    assert used <= told
+
+
+def test_versions_and_images_stand_alike_wherever_they_stand() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert version
+    assert f"ARG VERSION={version[1]}\n" in dockerfile
+    bases = set(
+        re.findall(r"nvidia/cuda:[\w.-]+", "".join(path.read_text() for path in (*FILES, ROOT / ".env.example")))
+    )
+    assert bases == set(re.findall(r"nvidia/cuda:[\w.-]+", dockerfile))
