@@ -41,7 +41,7 @@ ui: setup
 	  --artifacts-destination runs/mlartifacts
 
 test: setup
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # BASE_IMAGE names another base than that of the Dockerfile
 test-containers: setup

@@ -51,6 +51,7 @@ class _HelpWithKeys(argparse.Action):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
     is_main = os.environ.get("RANK", "0") == "0"  # of several processes one speaks
+    is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         options = _parse(arguments)
         answer = options.run(options)
@@ -60,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(answer, flush=True)
         return verdict.OK
     except Verdict as ending:
-        if is_main or ending.code == RequestError.code:
+        # what is found before torch is imported, every process of a machine finds; later it may be one process's own
+        if is_main or (ending.code == RequestError.code and (is_first_here or "torch" in sys.modules)):
             print(f"pipeline: {ending}", file=sys.stderr, flush=True)
         return ending.code
     except KeyboardInterrupt:

@@ -20,17 +20,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--outage", type=int, default=8, help="seconds that the MLflow server is away (long: 20)")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked `full`, unless asked for: `make test` holds every promise at least once.
+    """Leave out what is marked `full` or `engine`, unless asked for: `make test` holds every promise at least once.
 
-    Of several workers one has a whole file, for its fixtures' sake; the longest come first, the kill test in parts.
+    Of several workers one has a whole file, for its fixtures' sake; the longest files come first.
     """
-    longest = {"test_tracking": 0, "test_resume": 1}
+    longest = {"test_tracking": 0, "test_resume": 1, "test_checkpoint": 2, "test_stop": 3}
     items.sort(key=lambda item: longest.get(item.path.stem, len(longest)))
-    for item in items:
-        if item.path.stem != "test_resume":
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
     wants_engine = config.getoption("--engine")
     left_out = [
         item

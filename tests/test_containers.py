@@ -69,7 +69,7 @@ class Project:
         return int(docker("wait", self.container("trainer"), timeout=timeout).strip())
 
     def logs(self, service: str) -> str:
-        return self.compose("logs", "--no-log-prefix", service)
+        return docker("logs", self.container(service))
 
     def done(self) -> dict[str, str]:
         lines = [line for line in self.logs("trainer").splitlines() if line.startswith("done ")]

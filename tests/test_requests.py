@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import Result, environment, pipeline
+from harness import Job, Result, environment, pipeline
 
 
 @pytest.fixture(scope="session")
@@ -182,3 +182,14 @@ def test_a_launcher_inside_a_launcher_is_refused(tmp_path: Path, without_torch: 
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     result = pipeline("train", "digits", "--nproc", "2", cwd=tmp_path, PYTHONPATH=str(without_torch), **place)
     assert "give --nproc, or start with torchrun, not both" in refused(result)
+
+
+def test_under_torchrun_a_wrong_request_is_said_once_and_nobody_is_waited_for(tmp_path: Path, digits: Path) -> None:
+    for word, says in (("batch.global=97", "does not divide by 2 processes"), ("train.epoch=3", "train.epochs")):
+        run = Job(
+            tmp_path / "run", ["digits", f"data.root={digits}", word, "track.uri=none"], nproc=2, by_torchrun=True
+        )
+        result = run.run()
+        assert result.code == 1
+        assert sum(says in line for line in result.err.splitlines() if line.startswith("pipeline: ")) == 1, result.err
+        assert result.seconds < 20, "torchrun gives a rank that does not end 30 s"

@@ -5,6 +5,7 @@ group formed or a GPU taken. Starting leans on torch's own elastic agent, with n
 """
 
 import logging
+import signal
 import sys
 import uuid
 from dataclasses import dataclass
@@ -148,6 +149,9 @@ def _exit_code(failure: "ChildFailedError") -> int:
     ours = (RequestError.code, verdict.NotFiniteError.code, verdict.StorageError.code, TemporaryError.code)
     if first.exitcode in ours:
         return first.exitcode
+    if first.exitcode in (-signal.SIGTERM, -signal.SIGINT):  # while it waited for the others, see StopRequest
+        print("pipeline: asked to stop before a step was made: the same command starts again", file=sys.stderr)
+        return TemporaryError.code
     how = f"was killed by signal {-first.exitcode}" if first.exitcode < 0 else f"exited with code {first.exitcode}"
     print(f"pipeline: rank {rank} {how}; the others were stopped, the same command goes on", file=sys.stderr)
     return verdict.CRASH

@@ -44,8 +44,10 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
     Rank 0 brings the source that its preflight opened, and holds the folder.
     """
     terminal = Terminal() if world.is_main else Silence()
-    check(config.model)  # before a group forms
-    group = _join(config, world)
+    if world.is_main:
+        check(config.model)  # before a group forms
+    with stop.obeyed_at_once():
+        group = _join(config, world)
     source = _share_source(config, group, source)
     plan = _agree_on_plan(config, group, source)
     run = _build(config, plan, group, source, terminal, stop)
