@@ -4,8 +4,10 @@ What a command answers goes to standard output; what it says meanwhile, and the 
 """
 
 import argparse
+import faulthandler
 import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -225,6 +227,7 @@ def _variable(text: str) -> str:
 
 def _train(options: argparse.Namespace) -> str | int:
     parent = os.getppid()
+    faulthandler.register(signal.SIGUSR1)  # says where each thread stands, of a rank and of its loader workers
     stop = StopRequest()
     if not (options.nproc and options.nproc > 1):
         stop.listen()

@@ -114,11 +114,20 @@ class Job:
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
+            self._show_stacks()
             self.clean()
-            raise AssertionError(f"still running after {timeout} s: {self.log()[-3000:]}") from None
+            raise AssertionError(f"still running after {timeout} s: {self.log()[-20000:]}") from None
         seconds = time.monotonic() - self.started
         self._out.seek(0)
         return Result(code, self._out.read(), self.log(), seconds)
+
+    def _show_stacks(self) -> None:
+        """Have the ranks and their workers say in the log where they hang."""
+        for rank in self.ranks():
+            for pid in (rank, *children(rank)):
+                if " sync " not in command_line(pid):
+                    kill(pid, signal.SIGUSR1)
+        time.sleep(1)
 
     def run(self) -> Result:
         return self.start().wait()
@@ -148,7 +157,8 @@ class Job:
                 return found
             assert self.process.poll() is None, f"ended with {self.process.poll()} before {what}: {self.log()[-3000:]}"
             time.sleep(pause)
-        raise AssertionError(f"no {what} in {timeout} s: {self.log()[-3000:]}")
+        self._show_stacks()
+        raise AssertionError(f"no {what} in {timeout} s: {self.log()[-20000:]}")
 
     def saving(self) -> bool:
         """Whether a checkpoint is being written right now."""

@@ -73,6 +73,8 @@ def test_a_second_signal_does_not_break_the_save(tmp_path: Path, digits: Path) -
     run = job(tmp_path / "run", digits, "data.workers=0", nproc=1).start()
     run.wait_for_step(5)
     assert run.process
+    kill(run.process.pid, signal.SIGUSR1)
+    run.wait_until(lambda: "most recent call first" in run.log(), "account of the threads")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
         kill(run.process.pid, number)
     assert run.wait().code == 75
