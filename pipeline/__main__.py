@@ -66,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # what is found before torch is imported, every process of a machine finds; later it may be one process's own
         if is_main or (ending.code == RequestError.code and (is_first_here or "torch" in sys.modules)):
             print(f"pipeline: {ending}", file=sys.stderr, flush=True)
+        if ending.code in verdict.FINAL:
+            world.stop_restarts()
         return ending.code
     except KeyboardInterrupt:
         return verdict.TemporaryError.code
@@ -155,10 +157,13 @@ def _add_machine_commands(commands: "argparse._SubParsersAction[_Parser]") -> No
     doctor = commands.add_parser("doctor", help="what would go wrong here, before it does; exit 0 if RECIPE can run")
     doctor.add_argument("recipe", metavar="RECIPE")
     doctor.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
-    doctor.add_argument("--world", type=_count, default=1, metavar="N", help="processes in the whole job (default 1)")
     doctor.add_argument(
-        "--nodes", type=_count, default=1, metavar="M", help="machines that they are spread over (default 1)"
+        "--world", type=_count, metavar="N", help="processes in the whole job (default: the node's, or 1)"
     )
+    doctor.add_argument(
+        "--nodes", type=_count, metavar="M", help="machines that they are spread over (default as above)"
+    )
+    doctor.add_argument("--json", action="store_true", help="findings for machines")
     doctor.set_defaults(run=_doctor)
 
     rehearse = commands.add_parser(
@@ -189,6 +194,52 @@ def _add_machine_commands(commands: "argparse._SubParsersAction[_Parser]") -> No
     )
     rehearse.set_defaults(run=_rehearse)
 
+    k8s = commands.add_parser("k8s", help="manifests of the cluster job").add_subparsers(
+        metavar="ACTION", required=True
+    )
+    render = k8s.add_parser(
+        "render", help="write the manifests for a recipe, an image, N nodes and G GPUs a node",
+        description="Prints the manifests, or writes them to --out. Without options they are those of k8s/.",
+    )  # fmt: skip
+    render.add_argument("recipe", nargs="?", default="digits", metavar="RECIPE", help="default digits")
+    render.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
+    render.add_argument("--nodes", type=_count, default=2, metavar="N", help="pods (default 2)")
+    render.add_argument("--gpus", type=_count, default=1, metavar="G", help="GPUs, and processes, of each (default 1)")
+    render.add_argument("--cpu", action="store_true", help="no GPUs")
+    render.add_argument(
+        "--nproc", type=_count, default=1, metavar="M", help="processes of each without GPUs (default 1)"
+    )
+    render.add_argument(
+        "--image",
+        type=_word,
+        default="ddp-pipeline:0.1.0",
+        help="in a registry that the nodes can pull from, best by digest",
+    )
+    render.add_argument(
+        "--mlflow-image", type=_word, default="ddp-pipeline-mlflow:0.1.0", metavar="IMAGE", help="likewise"
+    )
+    render.add_argument("--pull-secret", type=_word, metavar="NAME", help="the registry's credentials, a Secret there")
+    render.add_argument("--namespace", type=_word, default="ddp-pipeline", metavar="NAME")
+    render.add_argument(
+        "--storage-class", type=_word, metavar="NAME", help="one that gives ReadWriteMany (default: the cluster's own)"
+    )
+    render.add_argument(
+        "--single-node",
+        action="store_true",
+        help="all pods on one machine, as in kind or minikube: ReadWriteOnce will do",
+    )
+    render.add_argument(
+        "--cpus", type=_count, metavar="C", help="CPUs of each pod (default 8 a GPU, 2 a process without)"
+    )
+    render.add_argument(
+        "--memory", type=_quantity, help="of each pod, 64Gi for example (default 24Gi a GPU, 4Gi without)"
+    )
+    render.add_argument(
+        "--shm", type=_quantity, help="/dev/shm of each pod, out of its memory (default 8Gi a GPU, 1Gi)"
+    )
+    render.add_argument("--out", type=Path, metavar="FOLDER", help="folder to write them to")
+    render.set_defaults(run=_render)
+
     bench = commands.add_parser("bench", help="throughput, with the comparison stated")
     subjects = bench.add_subparsers(metavar="SUBJECT", required=True)
     steps = subjects.add_parser("train", help="our loop against the barest torch loop with the same model and batch")
@@ -203,6 +254,18 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def _word(text: str) -> str:
+    if not re.fullmatch(r"[\w./:@-]+", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a name: letters, digits and . / : @ - _")
+    return text
+
+
+def _quantity(text: str) -> str:
+    if not re.fullmatch(r"[1-9]\d*[MGT]i", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an amount of memory: 512Mi or 64Gi for example")
+    return text
 
 
 def _kill(text: str) -> tuple[int, int]:
@@ -283,10 +346,28 @@ def _sync(options: argparse.Namespace) -> str:
     return f"{options.run_dir} is delivered"
 
 
-def _doctor(options: argparse.Namespace) -> str:
+def _doctor(options: argparse.Namespace) -> str | int:
     from pipeline.operate import doctor
 
-    return doctor.check(options.recipe, options.overrides, options.world, options.nodes)
+    return doctor.examine(options.recipe, options.overrides, options.world, options.nodes, as_json=options.json)
+
+
+def _render(options: argparse.Namespace) -> str:
+    from pipeline.operate.render import Request, render, write
+
+    gpus = 0 if options.cpu else options.gpus
+    manifests = render(
+        Request(
+            recipe=options.recipe, overrides=tuple(options.overrides), nodes=options.nodes, gpus=gpus,
+            nproc=options.nproc, image=options.image, mlflow_image=options.mlflow_image,
+            pull_secret=options.pull_secret, namespace=options.namespace, storage_class=options.storage_class,
+            single_node=options.single_node, cpus=options.cpus, memory=options.memory, shm=options.shm,
+        )
+    )  # fmt: skip
+    if options.out is None:
+        return "---\n".join(manifests.values()).rstrip()
+    write(manifests, options.out)
+    return f"{len(manifests)} manifests are in {options.out}: kubectl apply -f {options.out}"
 
 
 def _rehearse(options: argparse.Namespace) -> str | int:

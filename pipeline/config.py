@@ -312,6 +312,14 @@ def load(recipe: str, overrides: list[str]) -> Config:
     return _validate(tree)
 
 
+def recipe_text(recipe: str) -> tuple[str, str]:
+    """A recipe's name, and its YAML with the name in it: the same recipe whatever the file it is put into is called."""
+    path = _find(recipe)
+    text = _read_text(path)
+    name = _parse_yaml(text, str(path)).get("recipe")
+    return (name, text) if name else (path.stem, f"recipe: {path.stem}\n{text}")
+
+
 def from_yaml(text: str, origin: str, overrides: list[str] | None = None) -> Config:
     """A configuration that `to_yaml` wrote, with overrides on top."""
     tree = _parse_yaml(text, origin)
@@ -369,12 +377,16 @@ def _find(recipe: str) -> Path:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
+    return _parse_yaml(_read_text(path), str(path))
+
+
+def _read_text(path: Path) -> str:
     try:
         with open(path, "rb") as file:
             raw = file.read(MAX_YAML_BYTES + 1)
         if len(raw) > MAX_YAML_BYTES:
             raise RequestError(f"recipe {path} is larger than 64 KiB: that is no recipe")
-        return _parse_yaml(raw.decode(), str(path))
+        return raw.decode()
     except OSError as error:
         raise RequestError(f"recipe {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

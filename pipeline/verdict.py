@@ -51,6 +51,9 @@ class TemporaryError(Verdict):
     code = 75
 
 
+FINAL = (RequestError.code, NotFiniteError.code, StorageError.code)
+"""What no start of the same request will mend."""
+
 _FILE = "verdict.json"
 
 

@@ -109,6 +109,18 @@ def _cgroup_quota(root: Path, own: Path) -> float | None:
         return None
 
 
+def stop_restarts() -> None:
+    """Tell the torchrun agent above this rank to give up, where it would start a group anew that can only end the same way.
+
+    An agent knows success and failure, and burns its restarts on either kind of failure. Ours never restarts.
+    """
+    left = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - int(
+        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    )
+    if launched() and left > 0:
+        os.kill(os.getppid(), signal.SIGTERM)
+
+
 def die_with_parent(parent: int) -> None:
     """Have the kernel SIGKILL this process when the thread that made it (in process `parent`) is gone.
 

@@ -1,20 +1,93 @@
-"""What would go wrong here, before it does: the checks that a start makes, made without starting."""
+"""`pipeline doctor`: what would go wrong here, before it does. The preflight of a rehearsal's and of a cluster's nodes."""
 
-from pipeline import world
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+from pipeline import verdict, world
 from pipeline.config import load
-from pipeline.operate import launch
-from pipeline.verdict import RequestError
+from pipeline.operate import checks
+from pipeline.verdict import RequestError, TemporaryError, Verdict
+
+_Found = TypeVar("_Found")
 
 
-def check(recipe: str, overrides: list[str], num_processes: int, num_nodes: int) -> str:
-    """That the recipe can run on this machine as one of `num_nodes`; raises the Verdict that a start would end with.
+@dataclass(frozen=True)
+class Finding:
+    check: str
+    ok: bool
+    line: str
+    remedy: str = ""
 
-    Changes nothing, takes no lock, and needs no torch, so it may run beside the training itself: an init container does.
+
+class _Findings:
+    """Checks made so far, and the gravest Verdict among them."""
+
+    def __init__(self) -> None:
+        self.all: list[Finding] = []
+        self.ending: Verdict | None = None
+
+    def check(self, name: str, look: Callable[[], _Found], *, fatal: bool = True) -> _Found | None:
+        """What `look` found; None if it raised a Verdict, which ends the preflight's hopes where it is fatal."""
+        try:
+            found = look()
+        except Verdict as ending:
+            line, _, remedy = str(ending).rpartition(": ")
+            self.all.append(Finding(name, False, line or remedy, remedy if line else ""))
+            if fatal and (self.ending is None or isinstance(self.ending, TemporaryError)):
+                self.ending = ending  # what no retry mends outweighs what one may
+            return None
+        self.all.append(Finding(name, True, found if isinstance(found, str) else "well"))
+        return found
+
+
+def examine(
+    recipe: str, overrides: list[str], num_processes: int | None, num_nodes: int | None, *, as_json: bool
+) -> str | int:
+    """A line each check; raises the Verdict that a start here would end with.
+
+    Changes nothing but to make the digits, and takes no lock, so it may run beside the training itself. Sizes that are not
+    given are those of the node's environment (`operate.node`), else one process.
     """
-    if num_processes % num_nodes:
+    nodes = num_nodes or _of_environment("PET_NNODES")
+    processes = num_processes or nodes * _of_environment("PET_NPROC_PER_NODE")
+    if processes % nodes:
+        raise RequestError(f"--world {processes} does not divide by --nodes {nodes}: give the same number to each")
+    here = world.here().resized(processes, processes // nodes)
+    found = _Findings()
+    config = found.check("recipe", lambda: load(recipe, overrides))
+    if config:
+        folder = found.check("run folder", lambda: checks.run_folder(config))
+        if folder:
+            found.check("last start", lambda: checks.standing_verdict(config, folder))
+            source = found.check("data", lambda: checks.data(config, folder))
+            if source:
+                found.check("plan", lambda: checks.plan(config, here, source))
+            found.check("resumption", lambda: checks.changes(config, folder))
+        found.check("device", lambda: checks.device(config))
+        found.check("GPUs", lambda: checks.gpus(config, here))
+        endpoint = os.environ.get("PET_RDZV_ENDPOINT")
+        if endpoint:
+            found.check("names", lambda: checks.names(endpoint))
+        found.check("MLflow", lambda: checks.tracker(config), fatal=config.track.required)
+    if as_json:
+        print(json.dumps({"findings": [asdict(finding) for finding in found.all]}))
+    else:
+        for finding in found.all:
+            mark, remedy = "ok " if finding.ok else "BAD", f": {finding.remedy}" if finding.remedy else ""
+            print(f"{mark} {finding.check:<11} {finding.line}{remedy}", file=sys.stderr)
+    if found.ending:
+        raise found.ending
+    return verdict.OK if as_json else f"{recipe} can run here"
+
+
+def _of_environment(name: str) -> int:
+    text = os.environ.get(name, "1")
+    if not text.isdecimal() or int(text) < 1:
         raise RequestError(
-            f"--world {num_processes} does not divide by --nodes {num_nodes}: give the same number to each"
+            f"{name}={text!r} in the environment is not a number of at least 1: give --world and --nodes"
         )
-    config = load(recipe, overrides)
-    cleared = launch.preflight(config, world.here().resized(num_processes, num_processes // num_nodes))
-    return f"{config.recipe} can run here, in {config.run_dir}\n{cleared.plan.table()}"
+    return int(text)

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline import verdict, world
-from pipeline.config import Config, from_yaml, load, refuse_changes
+from pipeline.config import Config, from_yaml, load
 from pipeline.data import sources
 from pipeline.data.sources import Source
-from pipeline.plan import Plan, make_plan
+from pipeline.operate import checks
+from pipeline.plan import Plan
 from pipeline.record.folder import RunFolder
 from pipeline.train.signals import StopRequest
 from pipeline.verdict import RequestError, TemporaryError, Verdict
@@ -64,21 +65,18 @@ def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopReques
 
 def preflight(config: Config, here: World) -> Cleared:
     """Everything that can be wrong with a request and needs no torch. Raises a Verdict."""
-    folder = RunFolder(config.run_dir)
-    folder.check_writable()
-    left = verdict.recall(folder.path, config.model_dump_json())
-    if left and config.run.resume == "auto":
+    folder = checks.run_folder(config)
+    try:
+        checks.standing_verdict(config, folder)
+    except Verdict:
         print(
             "the last start of this same request ended so; change it, or go on with run.resume=FOLDER", file=sys.stderr
         )
-        raise left
-    if config.run.device == "cuda" and not world.shows_gpu():
-        raise world.no_gpu()
-    has_checkpoints = any(folder.checkpoints.glob("step-*.pt"))
-    source = sources.open_source(config, check_sizes=has_checkpoints)
-    plan = make_plan(config, here, source.size)
-    if has_checkpoints and config.run.resume == "auto":
-        _check_changes(config, folder)
+        raise
+    checks.device(config)
+    source = checks.data(config, folder)
+    plan = checks.plan(config, here, source)
+    checks.changes(config, folder)
     return Cleared(source, plan, folder)
 
 
@@ -106,14 +104,6 @@ def _place(nproc: int | None) -> World:
     if nproc is not None and world.launched():
         raise RequestError(f"--nproc {nproc} inside a launcher's group: give --nproc, or start with torchrun, not both")
     return world.here()
-
-
-def _check_changes(config: Config, folder: RunFolder) -> None:
-    try:
-        before = from_yaml(folder.config.read_text(), str(folder.config))
-    except (OSError, Verdict):
-        return  # the checkpoint holds it as well, and is asked later
-    refuse_changes(before, config)
 
 
 def _start_processes(nproc: int, arguments: list[str]) -> int:

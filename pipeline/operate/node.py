@@ -15,6 +15,11 @@ RESTARTS = 20
 """How often the ranks are started anew while their nodes live."""
 
 
+def replacements(nodes: int) -> int:
+    """How many nodes of a job may fail before it does: each lost one counts, and the loss of node 0 ends all of them."""
+    return 10 * nodes
+
+
 def host(node: int) -> str:
     """Name under which the others find node `node`."""
     return f"{JOB}-{node}.{JOB}"

@@ -22,16 +22,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from pipeline import verdict
 from pipeline.config import Config, load
 from pipeline.operate import node as nodes
-from pipeline.verdict import CRASH, OK, RequestError
+from pipeline.verdict import CRASH, OK, RequestError, TemporaryError
 
 if TYPE_CHECKING:
     from docker import DockerClient
     from docker.models.containers import Container
 
 LABEL = "ddp-pipeline.rehearsal"
-REPLACEMENTS = 6
-"""How many nodes may fail before the rehearsal does: a Job's backoffLimit."""
 _POLL_S = 0.5
+_BACK_OFF_S = 1.0
 _API_TIMEOUT_S = 60
 
 
@@ -86,63 +85,44 @@ class Cluster:
         self._client, self._request, self._config, self._name, self._image = client, request, config, name, image
         self._nodes: dict[int, Container] = {}
         self._addresses: dict[int, str] = {}
-        self._ended: queue.Queue[tuple[int, int]] = queue.Queue()
+        self._ended: queue.Queue[tuple[int, int | Exception]] = queue.Queue()
         self._cut_off: dict[int, float] = {}  # node -> when its network comes back
         self._answer = ""
         self._network: Any = None
 
     def run(self, faults: list[Fault]) -> str | int:
-        self._preflight()
+        """Start all nodes and see them through. Raises the Verdict of a preflight that no retry mends."""
         self._make_network()
         for node in range(self._request.num_nodes):
             self._start(node)
         faults = sorted(faults, key=lambda fault: fault.step)
         codes: dict[int, int] = {}
-        replaced = 0
+        replaced, at_most = 0, nodes.replacements(self._request.num_nodes)
         while len(codes) < self._request.num_nodes:
             self._heal()
             while faults and faults[0].step <= self._step():
                 self._inflict(faults.pop(0))
             try:
-                node, code = self._ended.get(timeout=_POLL_S)
+                node, end = self._ended.get(timeout=_POLL_S)
             except queue.Empty:
                 continue
+            if isinstance(end, Exception) and getattr(end, "code", None) != TemporaryError.code:
+                raise end
+            code = end if isinstance(end, int) else TemporaryError.code
             if code == OK or OK in codes.values():  # where one node is through, the training is
                 codes[node] = code
-            elif replaced == REPLACEMENTS:
-                return self._give_up(node, code)
+            elif replaced == at_most:
+                _say(f"node {node} ended with {code}, and {at_most} nodes were replaced already: given up")
+                return CRASH
             else:
                 replaced += 1
-                _say(f"node {node} ended with {code}; it is replaced ({replaced} of at most {REPLACEMENTS})")
-                self._preflight()
+                _say(f"node {node} ended with {code}; it is replaced ({replaced} of at most {at_most})")
+                time.sleep(_BACK_OFF_S)
                 self._start(node)
         _say(", ".join(f"node {node} ended with {code}" for node, code in sorted(codes.items())))
         for fault in faults:
             _say(f"the training ended before step {fault.step} was reported: no {fault}")
         return self._answer if all(code == OK for code in codes.values()) else CRASH
-
-    def _give_up(self, node: int, code: int) -> int:
-        _say(f"node {node} ended with {code}, and {REPLACEMENTS} nodes were replaced already: given up")
-        return CRASH
-
-    def _preflight(self) -> None:
-        """What the cluster does in an init container; raises what it says."""
-        request = self._request
-        world = str(request.num_nodes * request.nproc)
-        container = self._create(
-            f"{self._name}-preflight",
-            entrypoint=["pipeline"],
-            command=["doctor", *self._words(), "--world", world, "--nodes", str(request.num_nodes)],
-        )
-        container.start()
-        code = container.wait()["StatusCode"]
-        text = container.logs(stdout=False).decode(errors="replace")
-        container.remove(force=True)
-        if code != OK:
-            lines = [line for line in text.splitlines() if line.startswith("pipeline: ")]
-            raise verdict.of(code)(
-                lines[-1].removeprefix("pipeline: ") if lines else text[-500:] or f"exit code {code}"
-            )
 
     def _words(self) -> list[str]:
         recipe = self._request.recipe
@@ -163,31 +143,57 @@ class Cluster:
         )
 
     def _start(self, node: int) -> None:
+        threading.Thread(target=self._live, args=(node,), daemon=True).start()
+
+    def _live(self, node: int) -> None:
+        """A node from its preflight to its end, as a pod lives; how it ended goes to the queue."""
+        try:
+            self._preflight(node)
+            if node in self._nodes:
+                self._nodes[node].remove(force=True)
+            container = self._create_node(f"{self._name}-{node}", node, list(nodes.COMMAND))
+            stream = container.attach(stream=True, demux=True, logs=True)  # before the start: nothing it says is missed
+            container.start()
+            container.reload()
+            self._addresses[node] = container.attrs["NetworkSettings"]["Networks"][self._name]["IPAddress"]
+            self._nodes[node] = container
+            self._follow(node, stream)
+            self._ended.put((node, container.wait()["StatusCode"]))
+        except (
+            Exception
+        ) as error:  # at the rehearsal's end the containers are removed under our feet: nobody listens then
+            self._ended.put((node, error))
+
+    def _preflight(self, node: int) -> None:
+        """What a pod does in its init container; raises what it says."""
+        container = self._create_node(f"{self._name}-{node}-preflight", node, ["pipeline", "doctor"])
+        container.start()
+        code = container.wait()["StatusCode"]
+        text = container.logs(stdout=False).decode(errors="replace")
+        container.remove(force=True)
+        if code != OK:
+            lines = [line for line in text.splitlines() if line.startswith("pipeline: ")]
+            raise verdict.of(code)(
+                lines[-1].removeprefix("pipeline: ") if lines else text[-500:] or f"exit code {code}"
+            )
+
+    def _create_node(self, name: str, node: int, command: list[str]) -> "Container":
         from docker.types import DeviceRequest
 
-        request = self._request
-        first = node * request.gpus
-        devices = [DeviceRequest(device_ids=[str(first + i) for i in range(request.gpus)], capabilities=[["gpu"]])]
+        first = node * self._request.gpus
+        ids = [str(first + i) for i in range(self._request.gpus)]
         host, _, domain = nodes.host(node).partition(".")
-        if node in self._nodes:
-            self._nodes[node].remove(force=True)
-        container = self._create(
-            f"{self._name}-{node}",
-            entrypoint=list(nodes.COMMAND),
+        return self._create(
+            name,
+            entrypoint=command,
             command=self._words(),
             environment=self._environment(),
             hostname=host,
             domainname=domain,
             network=self._name,
             networking_config={self._name: self._client.api.create_endpoint_config(aliases=[nodes.host(node)])},
-            device_requests=devices if request.gpus else None,
+            device_requests=[DeviceRequest(device_ids=ids, capabilities=[["gpu"]])] if ids else None,
         )
-        self._nodes[node] = container
-        stream = container.attach(stream=True, demux=True, logs=True)  # before the start: nothing it says is missed
-        container.start()
-        container.reload()
-        self._addresses[node] = container.attrs["NetworkSettings"]["Networks"][self._name]["IPAddress"]
-        threading.Thread(target=self._follow, args=(node, container, stream), daemon=True).start()
 
     def _create(self, name: str, **settings: Any) -> "Container":
         """A container that is as locked up as a pod under Pod Security `restricted`."""
@@ -222,8 +228,8 @@ class Cluster:
             **given,
         }
 
-    def _follow(self, node: int, container: "Container", stream: Iterator[tuple[bytes | None, bytes | None]]) -> None:
-        """Say what a node says, line by line and under its name; then tell how it ended."""
+    def _follow(self, node: int, stream: Iterator[tuple[bytes | None, bytes | None]]) -> None:
+        """Say what a node says, line by line and under its name, until it ends."""
         rest = [b"", b""]
         for chunks in stream:
             for i, chunk in enumerate(chunks):
@@ -233,12 +239,10 @@ class Cluster:
                     if i == 0 and text.startswith("done "):
                         self._answer = text
                     _say(text, f"node {node} | ")
-        with contextlib.suppress(Exception):  # at the rehearsal's end the container is removed under our feet
-            self._ended.put((node, container.wait()["StatusCode"]))
 
     def _step(self) -> int:
         """The last step that the journal reports; 0 while nobody can say."""
-        for node, container in self._nodes.items():
+        for node, container in list(self._nodes.items()):
             if node in self._cut_off:
                 continue
             with contextlib.suppress(Exception):  # it may be gone this instant
@@ -247,20 +251,29 @@ class Cluster:
         return 0
 
     def _inflict(self, fault: Fault) -> None:
+        from docker.errors import APIError
+
         _say(f"step {fault.step} is reported: {fault}")
         container = self._nodes[fault.node]
-        if fault.seconds is None:
-            container.kill()
-        else:
-            self._network.disconnect(container)
-            self._cut_off[fault.node] = time.monotonic() + fault.seconds
+        try:
+            if fault.seconds is None:
+                container.kill()
+            else:
+                self._network.disconnect(container)
+                self._cut_off[fault.node] = time.monotonic() + fault.seconds
+        except APIError as error:
+            _say(f"node {fault.node} is not there to be hurt just now: {error.explanation}")
 
     def _heal(self) -> None:
+        from docker.errors import APIError
+
         for node, end in list(self._cut_off.items()):
             if time.monotonic() >= end:
                 del self._cut_off[node]
-                _say(f"node {node} has its network back")
-                self._network.connect(self._nodes[node], aliases=[nodes.host(node)], ipv4_address=self._addresses[node])
+                again = {"aliases": [nodes.host(node)], "ipv4_address": self._addresses[node]}
+                with contextlib.suppress(APIError):  # it has ended meanwhile
+                    self._network.connect(self._nodes[node], **again)
+                    _say(f"node {node} has its network back")
 
 
 @contextlib.contextmanager

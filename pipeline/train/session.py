@@ -35,7 +35,7 @@ from pipeline.train.signals import StopRequest
 from pipeline.train.state import Evaluation, TrainState
 from pipeline.train.step import Step
 from pipeline.verdict import TemporaryError, Verdict
-from pipeline.world import World
+from pipeline.world import World, stop_restarts
 
 
 def run_training(config: Config, world: World, folder: RunFolder, source: Source | None, stop: StopRequest) -> str:
@@ -63,6 +63,7 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
     try:
         evaluation = train(run, batches(data, positions, plan, pin=group.device.type == "cuda"))
     except LoaderError as ending:
+        verdict.leave(folder.path, ending, config.model_dump_json())
         _crash(run, str(ending), ending.code)
     except Verdict as ending:
         if group.is_main:
@@ -201,6 +202,8 @@ def _crash(run: Training, account: str, code: int) -> NoReturn:
         run.checkpoints.wait()
     if run.journal:
         run.journal.event("ended", status="FAILED", step=run.state.step, line="crashed")
+    if code in verdict.FINAL:
+        stop_restarts()
     os._exit(code)
 
 

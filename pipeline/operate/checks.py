@@ -1,0 +1,133 @@
+"""What can be wrong with a request, a check each: a start makes them in order, `doctor` makes all and tells of each.
+
+A check returns what it found, or raises the Verdict that a start would end with. None of them needs torch, but for the one
+of the GPUs, and none of them changes anything or asks for a peer: a node that is replaced is looked at while the others
+are long under way.
+"""
+
+import base64
+import http.client
+import json
+import os
+import socket
+import ssl
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+
+from pipeline import verdict, world
+from pipeline.config import Config, from_yaml, refuse_changes, without_password
+from pipeline.data import sources
+from pipeline.data.sources import Source
+from pipeline.plan import Plan, make_plan
+from pipeline.record.folder import RunFolder
+from pipeline.verdict import TemporaryError, Verdict
+from pipeline.world import World
+
+_TRACKER_TIMEOUT_S = 10
+_NAMES_TIMEOUT_S = 60
+
+
+def run_folder(config: Config) -> RunFolder:
+    """It can be written."""
+    folder = RunFolder(config.run_dir)
+    folder.check_writable()
+    return folder
+
+
+def standing_verdict(config: Config, folder: RunFolder) -> None:
+    """The last start of this same request did not end with what ends every start of it."""
+    left = verdict.recall(folder.path, config.model_dump_json())
+    if left and config.run.resume == "auto":
+        raise left
+
+
+def device(config: Config) -> None:
+    """A GPU is there if one is asked for."""
+    if config.run.device == "cuda" and not world.shows_gpu():
+        raise world.no_gpu()
+
+
+def data(config: Config, folder: RunFolder) -> Source:
+    """It is there and laid out right. The digits are made where they are missing."""
+    return sources.open_source(config, check_sizes=_has_checkpoints(folder))
+
+
+def plan(config: Config, here: World, source: Source) -> Plan:
+    """The numbers divide, and /dev/shm holds the batches."""
+    return make_plan(config, here, source.size)
+
+
+def changes(config: Config, folder: RunFolder) -> None:
+    """What a resumption may not change is as it was."""
+    if not _has_checkpoints(folder) or config.run.resume != "auto":
+        return
+    try:
+        before = from_yaml(folder.config.read_text(), str(folder.config))
+    except (OSError, Verdict):
+        return  # the checkpoint holds it as well, and is asked later
+    refuse_changes(before, config)
+
+
+def names(endpoint: str) -> str:
+    """This node's own name and the rendezvous' resolve, or do so soon: pods are given names one after another."""
+    head = endpoint.rpartition(":")[0] or endpoint
+    end = time.monotonic() + _NAMES_TIMEOUT_S
+    found = {}
+    for name in (socket.getfqdn(), head):
+        while name not in found:
+            try:
+                found[name] = socket.gethostbyname(name)
+            except OSError as error:
+                if time.monotonic() > end:
+                    raise TemporaryError(
+                        f"the name {name} does not resolve ({error.strerror}) for {_NAMES_TIMEOUT_S} s: look at the"
+                        " Service (publishNotReadyAddresses, selector) and at the pod's subdomain"
+                    ) from None
+                time.sleep(1)
+    return ", ".join(f"{name} is {address}" for name, address in found.items())
+
+
+def gpus(config: Config, here: World) -> str:
+    """This wheel can use the GPUs that are there."""
+    if config.run.device == "cpu" or not world.shows_gpu():
+        return "none is there" if not world.shows_gpu() else "there, and run.device=cpu leaves them alone"
+    from pipeline.group import choose_device
+
+    return f"{choose_device(config, here)} and its neighbours can be used"
+
+
+def tracker(config: Config) -> str:
+    """MLflow's server, where there is one, answers a call that a run makes (its /health says nothing of the others)."""
+    uri = os.environ.get("MLFLOW_TRACKING_URI", "auto") if config.track.uri == "auto" else config.track.uri
+    if not uri.startswith(("http://", "https://")):
+        return f"no server is asked (track.uri={without_password(uri)})"
+    shown = without_password(uri)
+    parts = urllib.parse.urlsplit(uri)
+    address = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
+    request = urllib.request.Request(f"{address}/api/2.0/mlflow/experiments/search?max_results=1")
+    user = parts.username or os.environ.get("MLFLOW_TRACKING_USERNAME")
+    if user:
+        password = parts.password or os.environ.get("MLFLOW_TRACKING_PASSWORD", "")
+        request.add_header("Authorization", _basic(urllib.parse.unquote(user), urllib.parse.unquote(password)))
+    try:
+        with urllib.request.urlopen(request, timeout=_TRACKER_TIMEOUT_S) as answer:
+            json.load(answer)
+    except urllib.error.HTTPError as error:
+        remedy = {
+            401: "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+            403: f"start the server with --allowed-hosts naming {parts.netloc.rpartition('@')[2]}, port included",
+        }.get(error.code, "look at the server's log")
+        raise TemporaryError(f"MLflow at {shown} answers {error.code}: {remedy}") from None
+    except (OSError, http.client.HTTPException, ValueError, ssl.SSLError) as error:
+        raise TemporaryError(f"MLflow at {shown} does not answer as one ({error}): is the server up?") from None
+    return f"{shown} answers"
+
+
+def _basic(user: str, password: str) -> str:
+    return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
+
+
+def _has_checkpoints(folder: RunFolder) -> bool:
+    return any(folder.checkpoints.glob("step-*.pt"))

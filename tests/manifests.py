@@ -1,0 +1,213 @@
+"""Rules that hold between the fields of the manifests, and between them and the program, which no schema knows."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import kubernetes_validate
+
+KUBERNETES = "1.36"
+Document = dict[str, Any]
+
+_UNITS = {"Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+def problems(documents: list[Document]) -> list[str]:
+    """What is wrong with a set of manifests, a line each."""
+    found = [f"{d.get('kind')}: {line}" for d in documents for line in _schema(d)]
+    if found:
+        return found
+    return [*_rules(documents), *(line for d in documents for line in _restricted(d))]
+
+
+def _schema(document: Document) -> Iterator[str]:
+    try:
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+    except (kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError) as error:
+        yield str(error).splitlines()[0]
+
+
+def one(documents: list[Document], kind: str, name: str) -> Document:
+    (found,) = [d for d in documents if d["kind"] == kind and d["metadata"]["name"] == name]
+    return found
+
+
+def pod_of(document: Document) -> Document:
+    pod: Document = document["spec"]["template"]["spec"]
+    return pod
+
+
+def containers(pod: Document) -> list[Document]:
+    return [*pod.get("initContainers", []), *pod["containers"]]
+
+
+def settings(documents: list[Document]) -> dict[str, str]:
+    data: dict[str, str] = one(documents, "ConfigMap", "trainer")["data"]
+    return data
+
+
+def _rules(documents: list[Document]) -> Iterator[str]:
+    job, config = one(documents, "Job", "trainer"), settings(documents)
+    service = one(documents, "Service", "trainer")
+    spec, template, pod = job["spec"], job["spec"]["template"], pod_of(job)
+    namespace = one(documents, "Namespace", job["metadata"].get("namespace", "default"))["metadata"]["name"]
+    if any(d["metadata"].get("namespace") != namespace for d in documents if d["kind"] != "Namespace"):
+        yield "all is in one namespace"
+    labels = template["metadata"]["labels"]
+    if not service["spec"]["selector"].items() <= labels.items():
+        yield "the Service selects the Job's pods"
+    if service["spec"].get("clusterIP") != "None" or not service["spec"].get("publishNotReadyAddresses"):
+        yield "the Service gives names to pods, also to those that are not ready"
+    if pod.get("subdomain") != service["metadata"]["name"]:
+        yield "the pods' subdomain is the Service"
+    nodes = config.get("PET_NNODES", "1")
+    if not nodes == str(spec.get("completions")) == str(spec.get("parallelism")):
+        yield "the nodes of the rendezvous are completions and parallelism"
+    if spec.get("completionMode") != "Indexed":
+        yield "pods keep their names"
+    yield from _rendezvous(job, config, nodes)
+    yield from _endings(spec, pod, config)
+    yield from _pods(documents, job, config)
+
+
+def _rendezvous(job: Document, config: dict[str, str], nodes: str) -> Iterator[str]:
+    if nodes == "1":
+        return
+    name = job["metadata"]["name"]
+    if config.get("PET_RDZV_ENDPOINT", "").split(":")[0] != f"{name}-0.{pod_of(job).get('subdomain')}":
+        yield "the rendezvous is at node 0, by the name that its pod has"
+    if config.get("PET_RDZV_BACKEND") != "c10d" or config.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
+        yield "a lost node comes back: c10d with a store of its own"
+    if int(config.get("PET_MAX_RESTARTS", "0")) < 1:
+        yield "a lost node costs no pod: the others restart their ranks"
+
+
+def _endings(spec: Document, pod: Document, config: dict[str, str]) -> Iterator[str]:
+    if pod.get("restartPolicy") != "Never":
+        yield "podFailurePolicy wants restartPolicy Never"
+    if spec.get("podReplacementPolicy") != "Failed":
+        yield "a pod is replaced when it is gone, not while it goes"
+    rules = spec.get("podFailurePolicy", {}).get("rules", [])
+    fails = [rule["onExitCodes"] for rule in rules if rule["action"] == "FailJob"]
+    names = {container["name"] for container in pod.get("initContainers", [])}
+    if not any(
+        rule.get("operator") == "In" and set(rule["values"]) == {2, 3, 4} and rule.get("containerName") in names
+        for rule in fails
+    ):
+        yield "what no retry mends (2, 3, 4 of the preflight) fails the Job"
+    ignored = [c["type"] for rule in rules if rule["action"] == "Ignore" for c in rule.get("onPodConditions", [])]
+    if "DisruptionTarget" not in ignored:
+        yield "a drain or a preemption does not count"
+    if spec.get("backoffLimit", 6) < 2 * spec.get("completions", 1):
+        yield "the back-off outlives the loss of node 0, which ends every pod"
+    shutdown = int(config.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+    if pod.get("terminationGracePeriodSeconds", 30) <= shutdown:
+        yield "the grace is longer than torchrun's shutdown time-out"
+    if shutdown < 60:
+        yield "torchrun's shutdown time-out covers a step and a save"
+
+
+def _pods(documents: list[Document], job: Document, config: dict[str, str]) -> Iterator[str]:
+    pod, server = pod_of(job), one(documents, "Deployment", "mlflow")
+    if len({container["image"] for container in containers(pod)}) != 1:
+        yield "preflight and trainer are one image"
+    words = [container["command"][2 if container["name"] == "preflight" else 4 :] for container in containers(pod)]
+    if words[0] != words[-1]:
+        yield "what the preflight looks at is what is trained"
+    shm = next((v for v in pod["volumes"] if v.get("emptyDir", {}).get("medium") == "Memory"), None)
+    mounts = {m["name"]: m["mountPath"] for m in pod["containers"][0]["volumeMounts"]}
+    limits = pod["containers"][0]["resources"]["limits"]
+    if not shm or mounts.get(shm["name"]) != "/dev/shm":
+        yield "/dev/shm is memory of the pod's own"
+    elif bytes_of(shm["emptyDir"]["sizeLimit"]) * 2 > bytes_of(limits["memory"]):
+        yield "/dev/shm leaves memory for the training"
+    gpus = limits.get("nvidia.com/gpu")
+    if gpus is not None and str(gpus) != config["PET_NPROC_PER_NODE"]:
+        yield "a process for each GPU"
+    host = config["MLFLOW_TRACKING_URI"].removeprefix("http://")
+    (flag, allowed) = server["spec"]["template"]["spec"]["containers"][0]["args"]
+    if flag != "--allowed-hosts" or host not in allowed.split(","):
+        yield "MLflow lets in whom the trainers call, port included"
+    service = one(documents, "Service", "mlflow")
+    if host != f"{service['metadata']['name']}:{service['spec']['ports'][0]['port']}":
+        yield "the trainers call MLflow's Service"
+    if server["spec"]["strategy"]["type"] != "Recreate" or server["spec"]["replicas"] != 1:
+        yield "SQLite has one writer"
+    probes = server["spec"]["template"]["spec"]["containers"][0]
+    if any("health" in probes[kind]["httpGet"]["path"] for kind in ("startupProbe", "readinessProbe", "livenessProbe")):
+        yield "a probe is a call that a trainer makes"
+    if probes["startupProbe"]["periodSeconds"] * probes["startupProbe"]["failureThreshold"] < 60:
+        yield "the start-up probe covers a cold start"
+    claims = {d["metadata"]["name"] for d in documents if d["kind"] == "PersistentVolumeClaim"}
+    for each in (pod, pod_of(server)):
+        if each.get("enableServiceLinks") is not False:
+            yield "no Service injects MLFLOW_PORT"
+        if each.get("automountServiceAccountToken") is not False:
+            yield "no token of the cluster in a pod"
+        if (
+            not {v["persistentVolumeClaim"]["claimName"] for v in each["volumes"] if "persistentVolumeClaim" in v}
+            <= claims
+        ):
+            yield "every claim is there"
+    yield from _network(documents, job, server)
+
+
+def _network(documents: list[Document], job: Document, server: Document) -> Iterator[str]:
+    policies = {d["metadata"]["name"]: d["spec"] for d in documents if d["kind"] == "NetworkPolicy"}
+    trainer, mlflow = policies.get("trainer"), policies.get("mlflow")
+    if not trainer or not mlflow:
+        yield "trainers and MLflow have their policies"
+        return
+    labels = job["spec"]["template"]["metadata"]["labels"]
+    if any("ports" in rule for rule in trainer["ingress"]) or not all(
+        peer["podSelector"]["matchLabels"].items() <= labels.items()
+        for rule in trainer["ingress"] for peer in rule["from"]
+    ):  # fmt: skip
+        yield "trainers hear trainers, on all ports, and nobody else"
+    names = [rule for rule in trainer["egress"] if any(port["port"] == 53 for port in rule.get("ports", []))]
+    if not names or any("to" in rule for rule in names) or {p["protocol"] for p in names[0]["ports"]} != {"UDP", "TCP"}:
+        yield "names resolve: port 53, both protocols, to anywhere"
+    if not any(
+        peer["podSelector"]["matchLabels"].items() <= server["spec"]["template"]["metadata"]["labels"].items()
+        for rule in trainer["egress"] if any(p["port"] == 5000 for p in rule.get("ports", [])) for peer in rule.get("to", [])
+    ):  # fmt: skip
+        yield "trainers reach MLflow"
+
+
+def _restricted(document: Document) -> Iterator[str]:
+    """Pod Security `restricted`, field by field, and read-only root file systems, which it does not ask for."""
+    if document["kind"] == "Namespace":
+        if document["metadata"]["labels"].get("pod-security.kubernetes.io/enforce") != "restricted":
+            yield "the namespace enforces Pod Security restricted"
+        return
+    if document["kind"] not in ("Job", "Deployment"):
+        return
+    pod = pod_of(document)
+    context = pod.get("securityContext", {})
+    if any(pod.get(key) for key in ("hostNetwork", "hostPID", "hostIPC")):
+        yield "no namespace of the host"
+    if any(set(volume) & {"hostPath"} for volume in pod["volumes"]):
+        yield "no path of the host"
+    if context.get("runAsNonRoot") is not True or context.get("runAsUser", 0) == 0:
+        yield "no root"
+    if context.get("seccompProfile", {}).get("type") != "RuntimeDefault":
+        yield "the default seccomp profile"
+    for container in containers(pod):
+        own = container.get("securityContext", {})
+        if own.get("allowPrivilegeEscalation") is not False or own.get("privileged"):
+            yield f"{container['name']}: no new privileges"
+        if own.get("capabilities") != {"drop": ["ALL"]}:
+            yield f"{container['name']}: no capabilities"
+        if own.get("readOnlyRootFilesystem") is not True:
+            yield f"{container['name']}: a read-only root file system"
+        if any(port.get("hostPort") for port in container.get("ports", [])):
+            yield f"{container['name']}: no port of the host"
+        resources = container.get("resources", {})
+        if "memory" not in resources.get("limits", {}) or "cpu" not in resources.get("requests", {}):
+            yield f"{container['name']}: requests and limits"
+
+
+def bytes_of(quantity: str) -> int:
+    match = re.fullmatch(r"(\d+)([MGT]i)", quantity)
+    assert match, quantity
+    return int(match[1]) * _UNITS[match[2]]

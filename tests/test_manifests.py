@@ -1,0 +1,165 @@
+"""The manifests: k8s/ is what `render` gives, every render is right, and each of many mistakes would be noticed."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from harness import pipeline
+from manifests import Document, containers, one, pod_of, problems, settings
+
+import pipeline as package
+from pipeline.config import load
+from pipeline.operate import node
+from pipeline.operate.render import Request, render
+
+K8S = Path(package.__file__).parents[1] / "k8s"
+
+
+def documents(request: Request) -> list[Document]:
+    return [document for text in render(request).values() for document in yaml.safe_load_all(text)]
+
+
+@pytest.fixture(scope="module")
+def defaults() -> list[Document]:
+    return documents(Request())
+
+
+def test_the_folder_is_what_render_gives_for_the_defaults() -> None:
+    assert {path.name: path.read_text() for path in sorted(K8S.glob("*.yaml"))} == render(Request())
+    assert not [path for path in K8S.iterdir() if "kustomization" in path.name], (
+        "kubectl apply -f would stumble over it"
+    )
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "hardware", [{"gpus": 1}, {"gpus": 8}, {"gpus": 0}, {"gpus": 0, "nproc": 2, "single_node": True}]
+)
+def test_every_render_is_right(nodes: int, hardware: dict[str, Any]) -> None:
+    request = Request(nodes=nodes, storage_class="fast", pull_secret="registry", **hardware)
+    found = documents(request)
+    assert problems(found) == []
+    pod = pod_of(one(found, "Job", "trainer"))
+    assert ("affinity" in pod) == (nodes > 1 and not request.single_node)
+    modes = {d["metadata"]["name"]: d["spec"]["accessModes"] for d in found if d["kind"] == "PersistentVolumeClaim"}
+    assert modes["runs"] == (["ReadWriteOnce"] if request.single_node else ["ReadWriteMany"])
+    assert pod["containers"][0]["resources"]["limits"].get("nvidia.com/gpu") == (request.gpus or None)
+    assert settings(found).items() >= node.environment(nodes, request.gpus or request.nproc).items()
+
+
+def test_the_recipe_in_the_cluster_is_the_recipe_here(tmp_path: Path, defaults: list[Document]) -> None:
+    (tmp_path / "recipe.yaml").write_text(settings(defaults)["recipe.yaml"])
+    there = load(str(tmp_path / "recipe.yaml"), ["run.dir=runs/digits"])
+    assert there == load("digits", [])
+    own = tmp_path / "mine.yaml"
+    own.write_text("data: {root: /data}\nmodel: {arch: resnet18}\n")
+    text = settings(documents(Request(recipe=str(own), overrides=("train.epochs=3",))))
+    assert text["RUN_DIR"] == "/runs/mine"
+    assert yaml.safe_load(text["recipe.yaml"])["recipe"] == "mine"
+
+
+def _set(path: str, value: Any) -> Callable[[list[Document]], None]:
+    """A mistake: `Kind/name: field.field` set to `value`; None takes it away."""
+    head, _, keys = path.partition(": ")
+
+    def make(found: list[Document]) -> None:
+        place: Any = one(found, *head.split("/"))
+        *way, last = [int(key) if key.isdecimal() else key for key in keys.split("|")]
+        for key in way:
+            place = place[key]
+        if value is None:
+            del place[last]
+        else:
+            place[last] = value
+
+    return make
+
+
+_POD = "Job/trainer: spec|template|spec"
+_SERVER = "Deployment/mlflow: spec|template|spec"
+MISTAKES = {
+    "a field that does not exist": _set("Job/trainer: spec|completion", 2),
+    "more pods than the rendezvous waits for": _set("Job/trainer: spec|completions", 3),
+    "fewer at a time": _set("Job/trainer: spec|parallelism", 1),
+    "pods without lasting names": _set("Job/trainer: spec|completionMode", "NonIndexed"),
+    "two pods of one index": _set("Job/trainer: spec|podReplacementPolicy", "TerminatingOrFailed"),
+    "no back-off for the loss of node 0": _set("Job/trainer: spec|backoffLimit", 1),
+    "a wrong recipe tried again and again": _set("Job/trainer: spec|podFailurePolicy|rules|0|onExitCodes|values", [4]),
+    "exit codes of a container that has none": _set(
+        "Job/trainer: spec|podFailurePolicy|rules|0|onExitCodes|containerName", "trainer"
+    ),
+    "a drain that counts": _set("Job/trainer: spec|podFailurePolicy|rules|1|action", "Count"),
+    "restarts in place": _set(f"{_POD}|restartPolicy", "OnFailure"),
+    "no subdomain": _set(f"{_POD}|subdomain", None),
+    "another subdomain": _set(f"{_POD}|subdomain", "trainers"),
+    "too little grace": _set(f"{_POD}|terminationGracePeriodSeconds", 30),
+    "two images": _set(f"{_POD}|initContainers|0|image", "ddp-pipeline:0.0.9"),
+    "a preflight of another recipe": _set(f"{_POD}|initContainers|0|command|2", "digits"),
+    "/dev/shm on disk": _set(f"{_POD}|volumes|3|emptyDir", {}),
+    "/dev/shm as large as the memory": _set(f"{_POD}|volumes|3|emptyDir|sizeLimit", "24Gi"),
+    "a claim that is not there": _set(f"{_POD}|volumes|2|persistentVolumeClaim|claimName", "run"),
+    "service links": _set(f"{_SERVER}|enableServiceLinks", None),
+    "a token": _set(f"{_POD}|automountServiceAccountToken", True),
+    "root": _set(f"{_POD}|securityContext|runAsNonRoot", False),
+    "no seccomp": _set(f"{_SERVER}|securityContext|seccompProfile", None),
+    "a capability": _set(f"{_POD}|containers|0|securityContext|capabilities|add", ["IPC_LOCK"]),
+    "a writable root": _set(f"{_SERVER}|containers|0|securityContext|readOnlyRootFilesystem", False),
+    "the host's network": _set(f"{_POD}|hostNetwork", True),
+    "a namespace that lets all in": _set("Namespace/ddp-pipeline: metadata|labels", {"team": "vision"}),
+    "another namespace": _set("Service/mlflow: metadata|namespace", "default"),
+    "a Service that selects nobody": _set("Service/trainer: spec|selector|app", "train"),
+    "a Service with an address": _set("Service/trainer: spec|clusterIP", "10.0.0.1"),
+    "names only for the ready": _set("Service/trainer: spec|publishNotReadyAddresses", None),
+    "a rendezvous at nobody's": _set("ConfigMap/trainer: data|PET_RDZV_ENDPOINT", "trainer-0:29500"),
+    "the agents' stale store": _set("ConfigMap/trainer: data|TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None),
+    "no restarts": _set("ConfigMap/trainer: data|PET_MAX_RESTARTS", "0"),
+    "more processes than GPUs": _set("ConfigMap/trainer: data|PET_NPROC_PER_NODE", "2"),
+    "a shutdown shorter than a save": _set("ConfigMap/trainer: data|TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10"),
+    "hosts without the port": _set(f"{_SERVER}|containers|0|args|1", "mlflow,localhost:*"),
+    "a tracking address of nobody": _set("ConfigMap/trainer: data|MLFLOW_TRACKING_URI", "http://tracker:5000"),
+    "two writers of SQLite": _set("Deployment/mlflow: spec|strategy|type", "RollingUpdate"),
+    "a health check that is always green": _set(f"{_SERVER}|containers|0|readinessProbe|httpGet|path", "/health"),
+    "a cold start cut short": _set(f"{_SERVER}|containers|0|startupProbe|failureThreshold", 3),
+    "a port for the ranks, who choose theirs": _set("NetworkPolicy/trainer: spec|ingress|0|ports", [{"port": 29500}]),
+    "no names": _set("NetworkPolicy/trainer: spec|egress|2", {"ports": [{"port": 53, "protocol": "UDP"}]}),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_planted_mistake_is_noticed(defaults: list[Document], mistake: str) -> None:
+    assert problems(defaults) == []
+    found = copy.deepcopy(defaults)
+    MISTAKES[mistake](found)
+    assert problems(found), mistake
+
+
+def test_what_is_printed_is_what_is_written(tmp_path: Path) -> None:
+    words = ("k8s", "render", "--nodes", "4", "--cpu", "--nproc", "2", "--image", "registry.example/train@sha256:0123")
+    printed = pipeline(*words)
+    written = pipeline(*words, "--out", str(tmp_path / "k8s"))
+    assert (printed.code, written.code) == (0, 0)
+    assert list(yaml.safe_load_all(printed.out)) == [
+        document
+        for path in sorted((tmp_path / "k8s").glob("*.yaml"))
+        for document in yaml.safe_load_all(path.read_text())
+    ]
+    job = one(list(yaml.safe_load_all(printed.out)), "Job", "trainer")
+    assert {container["image"] for container in containers(pod_of(job))} == {"registry.example/train@sha256:0123"}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--nodes", "0"), "'0' is not a whole number of at least 1"),
+        (("--image", "two words"), "'two words' is not a name"),
+        (("--memory", "lots"), "'lots' is not an amount of memory"),
+        (("digit",), "did you mean digits?"),
+        (("digits", "train.epoch=1"), "did you mean train.epochs?"),
+    ],
+)
+def test_a_wrong_request_is_one_line(words: tuple[str, ...], says: str) -> None:
+    result = pipeline("k8s", "render", *words)
+    assert (result.code, says in result.error) == (2, True), result.err
