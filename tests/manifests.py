@@ -167,10 +167,11 @@ def _network(documents: list[Document], job: Document, server: Document) -> Iter
     names = [rule for rule in trainer["egress"] if any(port["port"] == 53 for port in rule.get("ports", []))]
     if not names or any("to" in rule for rule in names) or {p["protocol"] for p in names[0]["ports"]} != {"UDP", "TCP"}:
         yield "names resolve: port 53, both protocols, to anywhere"
+    to_mlflow = [rule for rule in trainer["egress"] if any(port["port"] == 5000 for port in rule.get("ports", []))]
+    there = server["spec"]["template"]["metadata"]["labels"]
     if not any(
-        peer["podSelector"]["matchLabels"].items() <= server["spec"]["template"]["metadata"]["labels"].items()
-        for rule in trainer["egress"] if any(p["port"] == 5000 for p in rule.get("ports", [])) for peer in rule.get("to", [])
-    ):  # fmt: skip
+        peer["podSelector"]["matchLabels"].items() <= there.items() for rule in to_mlflow for peer in rule.get("to", [])
+    ):
         yield "trainers reach MLflow"
 
 
