@@ -22,6 +22,7 @@ from pipeline.data import sources
 from pipeline.data.sources import Source
 from pipeline.plan import Plan, make_plan
 from pipeline.record.folder import RunFolder
+from pipeline.record.sender import tracking_uri
 from pipeline.verdict import TemporaryError, Verdict
 from pipeline.world import World
 
@@ -98,11 +99,11 @@ def gpus(config: Config, here: World) -> str:
     return f"{choose_device(config, here)} and its neighbours can be used"
 
 
-def tracker(config: Config) -> str:
+def tracker(config: Config, folder: RunFolder) -> str:
     """MLflow's server, where there is one, answers a call that a run makes (its /health says nothing of the others)."""
-    uri = os.environ.get("MLFLOW_TRACKING_URI", "auto") if config.track.uri == "auto" else config.track.uri
+    uri = tracking_uri(config, folder) or "none: the journal alone"
     if not uri.startswith(("http://", "https://")):
-        return f"no server is asked (track.uri={without_password(uri)})"
+        return f"no server to ask ({without_password(uri)})"
     shown = without_password(uri)
     parts = urllib.parse.urlsplit(uri)
     address = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"

@@ -10,6 +10,8 @@ from typing import TypeVar
 from pipeline import verdict, world
 from pipeline.config import load
 from pipeline.operate import checks
+from pipeline.plan import DataSize
+from pipeline.record.folder import RunFolder
 from pipeline.verdict import RequestError, TemporaryError, Verdict
 
 _Found = TypeVar("_Found")
@@ -30,8 +32,10 @@ class _Findings:
         self.all: list[Finding] = []
         self.ending: Verdict | None = None
 
-    def check(self, name: str, look: Callable[[], _Found], *, fatal: bool = True) -> _Found | None:
-        """What `look` found; None if it raised a Verdict, which ends the preflight's hopes where it is fatal."""
+    def check(
+        self, name: str, look: Callable[[], _Found], describe: Callable[[_Found], str], *, fatal: bool = True
+    ) -> _Found | None:
+        """What `look` found; None if it raised a Verdict, which then is the ending if it is fatal."""
         try:
             found = look()
         except Verdict as ending:
@@ -40,7 +44,7 @@ class _Findings:
             if fatal and (self.ending is None or isinstance(self.ending, TemporaryError)):
                 self.ending = ending  # what no retry mends outweighs what one may
             return None
-        self.all.append(Finding(name, True, found if isinstance(found, str) else "well"))
+        self.all.append(Finding(name, True, describe(found)))
         return found
 
 
@@ -58,21 +62,25 @@ def examine(
         raise RequestError(f"--world {processes} does not divide by --nodes {nodes}: give the same number to each")
     here = world.here().resized(processes, processes // nodes)
     found = _Findings()
-    config = found.check("recipe", lambda: load(recipe, overrides))
+    config = found.check("recipe", lambda: load(recipe, overrides), lambda config: config.recipe)
     if config:
-        folder = found.check("run folder", lambda: checks.run_folder(config))
-        if folder:
-            found.check("last start", lambda: checks.standing_verdict(config, folder))
-            source = found.check("data", lambda: checks.data(config, folder))
-            if source:
-                found.check("plan", lambda: checks.plan(config, here, source))
-            found.check("resumption", lambda: checks.changes(config, folder))
-        found.check("device", lambda: checks.device(config))
-        found.check("GPUs", lambda: checks.gpus(config, here))
+        folder = RunFolder(config.run_dir)
+        found.check("run folder", lambda: checks.run_folder(config), lambda _: f"{folder.path} can be written")
+        found.check(
+            "last start", lambda: checks.standing_verdict(config, folder), lambda _: "nothing stands against it"
+        )
+        source = found.check("data", lambda: checks.data(config, folder), lambda source: _sizes(source.size))
+        if source:
+            found.check("plan", lambda: checks.plan(config, here, source), lambda plan: f"\n{plan.table()}")
+        found.check(
+            "resumption", lambda: checks.changes(config, folder), lambda _: "nothing is changed that may not be"
+        )
+        found.check("device", lambda: checks.device(config), lambda _: f"run.device={config.run.device}")
+        found.check("GPUs", lambda: checks.gpus(config, here), str)
         endpoint = os.environ.get("PET_RDZV_ENDPOINT")
         if endpoint:
-            found.check("names", lambda: checks.names(endpoint))
-        found.check("MLflow", lambda: checks.tracker(config), fatal=config.track.required)
+            found.check("names", lambda: checks.names(endpoint), str)
+        found.check("MLflow", lambda: checks.tracker(config, folder), str, fatal=config.track.required)
     if as_json:
         print(json.dumps({"findings": [asdict(finding) for finding in found.all]}))
     else:
@@ -82,6 +90,10 @@ def examine(
     if found.ending:
         raise found.ending
     return verdict.OK if as_json else f"{recipe} can run here"
+
+
+def _sizes(size: DataSize) -> str:
+    return f"{size.train_images:,} images to train, {size.val_images:,} held out, {size.num_classes:,} classes"
 
 
 def _of_environment(name: str) -> int:

@@ -11,6 +11,7 @@ import os
 import select
 import subprocess
 import sys
+from collections.abc import Callable
 
 from pipeline.config import Config, without_password
 from pipeline.record.folder import RunFolder
@@ -27,7 +28,7 @@ class NoSender:
     def wait_ready(self) -> None:
         """Return when the tracker is reached; RequestError if it is not at the first attempt."""
 
-    def finish(self) -> bool:
+    def finish(self, say: Callable[[str], None]) -> bool:
         """Let it deliver the rest; whether everything arrived."""
         return True
 
@@ -57,14 +58,15 @@ class Sender(NoSender):
         said = answer.decode(errors="replace").strip()
         if said == READY:
             return
-        self.finish()
+        self.finish(lambda line: None)
         raise RequestError(
             f"track.required=true and MLflow at {without_password(self._uri)} cannot be reached"
             f" ({said or f'no answer, see {self._folder.sync_log}'}): start it, correct track.uri, or train without"
             " with track.required=false"
         )
 
-    def finish(self) -> bool:
+    def finish(self, say: Callable[[str], None]) -> bool:
+        say("giving MLflow the rest ...")  # a model's export takes seconds
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has left before us: the code says how
             os.write(self._process.stdin.fileno(), OVER)

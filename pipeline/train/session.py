@@ -183,7 +183,7 @@ def _close_records(run: Training, tracker: NoSender, status: str, line: str) -> 
         run.checkpoints.wait()
     if run.journal:
         run.journal.event("ended", status=status, step=run.state.step, line=line, best=_best_file(run))
-        if not tracker.finish():
+        if not tracker.finish(run.terminal.say):
             run.terminal.say(
                 "MLflow did not take everything: the journal keeps it, 'pipeline sync' with this run's folder sends it"
             )
