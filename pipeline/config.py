@@ -111,6 +111,8 @@ class Run(Section):
     """Seed of everything: first weights, order of samples, augmentation, dropout."""
     deterministic: bool = False
     """Same bits from run to run and across a resume; slower kernels on a GPU, one thread a process unless told."""
+    exact: bool = False
+    """Weights that do not depend on the number of processes, bit for bit; deterministic besides, and slower than DDP."""
     resume: Text = "auto"
     """auto: go on from the newest good checkpoint in run.dir; never: start anew, what is there is set aside; a path: go
     on from that checkpoint."""
@@ -174,6 +176,13 @@ class Batch(Section):
     """Images an update, over all processes and accumulation steps."""
     accumulate: Annotated[int, Field(ge=1, le=1 << 16)] = 1
     """Passes that a process's share is cut into; gradients are exchanged once, in the last."""
+
+
+class Exact(Section):
+    shards: Annotated[int, Field(ge=1, le=1 << 16)] = 16
+    """Of run.exact: parts of equal size that each global batch is cut into; processes must divide it."""
+    fraction_bits: Annotated[int, Field(ge=24, le=52)] = 44
+    """Of run.exact: gradients are summed in units of 2^-this; a shard's largest is then 2^(62 - this) / shards."""
 
 
 class Optimizer(Section):
@@ -263,6 +272,7 @@ class Config(Section):
     augment: Augment = Augment()
     model: Model = Model()
     batch: Batch = Batch()
+    exact: Exact = Exact()
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     train: Train = Train()
@@ -283,6 +293,11 @@ class Config(Section):
         if self.track.required and self.track.uri == "none":
             raise ValueError("track.required=true with track.uri=none asks for nothing: name a server, or leave it out")
         return self
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether the same request gives the same bits."""
+        return self.run.deterministic or self.run.exact
 
     @property
     def run_dir(self) -> Path:

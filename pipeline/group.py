@@ -8,7 +8,7 @@ Host values travel over gloo, so that no exchange of ours waits for a GPU's stre
 """
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,18 @@ from torch import Tensor
 from pipeline.config import Config
 from pipeline.verdict import RequestError, TemporaryError, Verdict
 from pipeline.world import World, no_gpu, shows_gpu
+
+
+class Pending(Protocol):
+    """An exchange under way."""
+
+    def wait(self) -> object:
+        """Return once it is done."""
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
 
 
 class Group:
@@ -45,6 +57,10 @@ class Group:
     def sum(self, counts: Tensor) -> Tensor:
         """Sum of int64 counts over the processes, on the CPU. counts: any shape, int64."""
         return counts.to("cpu", copy=True)
+
+    def start_sum(self, counts: Tensor) -> Pending:
+        """Begin to overwrite `counts` (int64, on the device) with its sum over the processes."""
+        return _Done()
 
     def gather(self, item: Any) -> list[Any]:
         """Everybody's item, in rank order, at every process. For small, rare things."""
@@ -92,6 +108,10 @@ class Peers(Group):
         total = counts.to("cpu", copy=True)
         dist.all_reduce(total)
         return total
+
+    def start_sum(self, counts: Tensor) -> Pending:
+        pending: Pending = dist.all_reduce(counts, async_op=True)
+        return pending
 
     def gather(self, item: Any) -> list[Any]:
         items: list[Any] = [None] * self.size

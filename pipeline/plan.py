@@ -140,7 +140,10 @@ def memory_row(config: Config, parameters: int) -> str:
 def make_plan(config: Config, world: World, data: DataSize) -> Plan:
     """The plan, or a RequestError that names the key, the numbers and what would work."""
     global_batch, accumulate = config.batch.global_, config.batch.accumulate
-    _check_divides(global_batch, world.size, accumulate)
+    if config.run.exact:
+        accumulate = _shards_per_process(config, world.size)
+    else:
+        _check_divides(global_batch, world.size, accumulate)
     if data.train_images < global_batch:
         share = world.size * accumulate
         largest = data.train_images // share * share
@@ -212,7 +215,7 @@ def _threads(config: Config, world: World) -> int:
     # machine changes: one, unless told.
     if config.run.threads is not None:
         return config.run.threads
-    return 1 if config.run.deterministic else max(1, world.cpus // world.local_size)
+    return 1 if config.is_deterministic else max(1, world.cpus // world.local_size)
 
 
 def _check_divides(global_batch: int, world: int, accumulate: int) -> None:
@@ -227,6 +230,27 @@ def _check_divides(global_batch: int, world: int, accumulate: int) -> None:
         f" = {share}: the nearest batch.global that works is {work}"
         + (f"; worlds that work are {', '.join(map(str, worlds))}" if worlds else "")
     )
+
+
+def _shards_per_process(config: Config, world: int) -> int:
+    """Passes of each process in exact mode: one for each shard that it has."""
+    global_batch, shards = config.batch.global_, config.exact.shards
+    if global_batch % shards:
+        raise RequestError(
+            f"batch.global={global_batch} does not divide by exact.shards={shards}: the nearest exact.shards that work are"
+            f" {', '.join(map(str, _near_divisors(global_batch, shards)))}"
+        )
+    if shards % world:
+        raise RequestError(
+            f"run.exact=true cuts each batch into exact.shards={shards}, which {_count(world, 'process', 'es')} cannot"
+            f" share evenly: worlds that work are {', '.join(map(str, _near_divisors(shards, world)))}"
+        )
+    if config.batch.accumulate > shards // world:
+        raise RequestError(
+            f"batch.accumulate={config.batch.accumulate} asks for more passes than exact.shards={shards} gives"
+            f" {_count(world, 'process', 'es')}, {shards // world} each: raise exact.shards"
+        )
+    return shards // world
 
 
 def _near_divisors(number: int, near: int) -> list[int]:

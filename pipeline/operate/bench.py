@@ -45,7 +45,9 @@ def train(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> st
     """
     config = load("digits", [*DEFAULTS, *overrides])
     place = here()
-    randomness.settle_arithmetic(deterministic=False, precision=config.train.precision, threads=place.cpus)
+    randomness.settle_arithmetic(
+        deterministic=config.is_deterministic, precision=config.train.precision, threads=place.cpus
+    )
     device = groups.choose_device(config, place)
     source = open_source(config)
     plan = make_plan(config, place, source.size)
@@ -106,7 +108,7 @@ def _our_loop(
     """The body of train/loop.py's loop: every part of a step that is neither an evaluation nor a save."""
     group = groups.start(config, here(), device)
     model: nn.Module = build(config.model, plan.num_classes).to(device)
-    strategy = choose(group)(model, group)
+    strategy = choose(config, plan, model, group)
     state = TrainState.build(model, config, device)
     step = Step(state, strategy, config, plan)
     waiting = Waiting(fed)

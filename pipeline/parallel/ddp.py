@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.group import Group
 from pipeline.parallel.single import Strategy
+from pipeline.plan import Plan
 
 # torch 2.14 renamed the option
 _KEEP_BUFFERS: dict[str, Any] = (
@@ -26,8 +27,8 @@ _KEEP_BUFFERS: dict[str, Any] = (
 
 
 class Distributed(Strategy):
-    def __init__(self, model: nn.Module, group: Group) -> None:
-        super().__init__(model, group)
+    def __init__(self, model: nn.Module, group: Group, plan: Plan) -> None:
+        super().__init__(model, group, plan)
         self._wrapped = DistributedDataParallel(
             model,
             device_ids=[group.device] if group.device.type == "cuda" else None,
@@ -39,8 +40,8 @@ class Distributed(Strategy):
         logits: Tensor = self._wrapped(images)
         return logits
 
-    def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if last else self._wrapped.no_sync()
+    def accumulating(self, micro: int) -> AbstractContextManager[None]:
+        return nullcontext() if micro == self.divisor - 1 else self._wrapped.no_sync()
 
     def warm_up(self, backward: Callable[[], None]) -> None:
         backward()  # the new buckets are laid at the next forward pass, from the order in which gradients came here

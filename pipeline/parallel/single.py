@@ -6,24 +6,35 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor, nn
 
 from pipeline.group import Group
+from pipeline.plan import Plan
 
 
 class Strategy:
     """How a model is run so that after the last pass of a step every process holds the mean gradient."""
 
-    def __init__(self, model: nn.Module, group: Group) -> None:
+    def __init__(self, model: nn.Module, group: Group, plan: Plan) -> None:
         self.model = model
         """The bare model: what is evaluated, saved and digested."""
         self.group = group
+        self.divisor = plan.accumulate
+        """What the mean loss of a pass is divided by, so that a step's gradients are those of the mean over its batch."""
 
     def forward(self, images: Tensor) -> Tensor:
         """images: [B, 3, H, W] float -> logits [B, classes]."""
         logits: Tensor = self.model(images)
         return logits
 
-    def accumulating(self, *, last: bool) -> AbstractContextManager[None]:
-        """Around the forward and backward of one pass: gradients are exchanged in the last alone."""
+    def accumulating(self, micro: int) -> AbstractContextManager[None]:
+        """Around the forward and backward of pass `micro` of a step: gradients are exchanged in the last alone."""
         return nullcontext()
+
+    def out_of_range(self) -> bool:
+        """Whether a gradient of this step could not be summed as promised; then there must be no update."""
+        return False
+
+    def remark(self) -> str | None:
+        """What somebody should know about the sums made so far."""
+        return None
 
     def warm_up(self, backward: Callable[[], None]) -> None:
         """Settle whatever the first backward pass settles; the state is loaded after this, so nothing of it stays."""

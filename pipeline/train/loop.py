@@ -77,7 +77,9 @@ def train(run: Training, batches: Iterator[Batch]) -> Evaluation:
 
         loss, used = run.step.forward_backward(waiting)
         stopping, not_finite, defects = group.agree(
-            run.stop.asked(), not bool(torch.isfinite(loss)), any(batch.defects for batch in used)
+            run.stop.asked(),
+            not bool(torch.isfinite(loss)) or run.strategy.out_of_range(),
+            any(batch.defects for batch in used),
         )
         if not_finite:
             raise _not_finite(run, loss, used)
@@ -109,6 +111,9 @@ def _save(run: Training, *, last: bool) -> None:
         raise StorageError(
             f"no checkpoint could be saved five times in a row, step {state.step} is lost: free or mend the disk"
         )
+    remark = run.strategy.remark()
+    if remark:
+        run.terminal.say(remark)
     totals = run.group.sum(state.totals)
     if writer:
         best = state.best.step if state.best else None
@@ -128,7 +133,13 @@ def _not_finite(run: Training, loss: torch.Tensor, used: list[Batch]) -> NotFini
         if bool(torch.isfinite(loss))
         else (float(loss), [sample for batch in used for sample in batch.ids.tolist()])
     )
-    rank, (value, ids) = next((rank, seen) for rank, seen in enumerate(run.group.gather(mine)) if seen)
+    seen_by = {rank: seen for rank, seen in enumerate(run.group.gather(mine)) if seen}
+    if not seen_by:
+        return NotFiniteError(
+            f"a gradient at step {run.state.step + 1} is not finite, or larger than exact mode can sum: nothing was"
+            " updated; lower optimizer.lr, lengthen schedule.warmup, or lower exact.fraction_bits"
+        )
+    rank, (value, ids) = min(seen_by.items())
     shown = ", ".join(map(str, ids[:8])) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
     return NotFiniteError(
         f"the loss is {value} at step {run.state.step + 1} on rank {rank} (sample ids {shown}): nothing was updated; lower"

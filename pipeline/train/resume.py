@@ -39,6 +39,11 @@ def resume(
             f"the data is not that of the checkpoint at step {contents['step']}: {changed}; put it"
             " back, or start anew with run.resume=never"
         )
+    if contents["world"] != group.size and not config.run.exact:
+        say(
+            f"{group.size} processes go on where {contents['world']} stopped: each sample is used once as before, but"
+            " weights will differ from those of an unchanged run (run.exact=true makes them equal)"
+        )
     state.load_dict(contents, is_main=group.is_main)
     return True
 

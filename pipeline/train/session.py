@@ -97,7 +97,7 @@ def run_evaluation(config: Config, world: World, contents: dict[str, Any], sourc
 def _join(config: Config, world: World) -> Group:
     """Set torch's switches, take the device, find the others."""
     randomness.settle_arithmetic(
-        deterministic=config.run.deterministic,
+        deterministic=config.is_deterministic,
         precision=config.train.precision,
         threads=share_resources(config, world).threads,
     )
@@ -127,14 +127,14 @@ def _agree_on_plan(config: Config, group: Group, source: Source) -> Plan:
 
 def _build(config: Config, plan: Plan, group: Group, source: Source, terminal: Terminal, stop: StopRequest) -> Training:
     """All parts, settled, with first weights that are a function of the seed."""
-    if config.run.deterministic:
+    if config.is_deterministic:
         terminal.say(
             "deterministic: same bits each time, at the price of slower kernels and one fixed number of threads"
         )
     terminal.say(f"creating {config.model.arch} for {plan.num_classes} classes on {group.device} ...")
     randomness.seed_network(config.run.seed, "weights")
     model = build(config.model, plan.num_classes).to(group.device)
-    strategy = parallel.choose(group)(model, group)
+    strategy = parallel.choose(config, plan, model, group)
     state = TrainState.build(model, config, group.device)
     step = Step(state, strategy, config, plan)
     first = copy_to_host(model.state_dict())

@@ -59,9 +59,9 @@ class Step:
                 self._config.run.seed, "network", state.step, self._strategy.group.rank * plan.accumulate + micro
             )
             labels = batch.labels.to(self._device, non_blocking=True)
-            with self._strategy.accumulating(last=micro == plan.accumulate - 1):
+            with self._strategy.accumulating(micro):
                 loss, logits = self._forward(batch.images, labels)
-                (loss / plan.accumulate).backward()  # type: ignore[no-untyped-call]
+                (loss / self._strategy.divisor).backward()  # type: ignore[no-untyped-call]
             self._count(loss.detach(), logits.detach(), labels)
             loss_sum += loss.detach()
             used.append(batch)
