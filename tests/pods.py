@@ -20,17 +20,18 @@ from harness import Job, children, command_line, kill, read_rows, variable
 from manifests import Document, one, pod_of, settings
 
 BIN = Path(sys.executable).parent
-SWITCH = "pods-switch"
+PREFIX = f"pods-{os.getpid()}"
+SWITCH = f"{PREFIX}-switch"
 
 
 def missing() -> str | None:
     """What this machine lacks to have network namespaces; None if it has all."""
     if not shutil.which("ip") or not shutil.which("unshare"):
         return "the commands ip and unshare are not here"
-    tried = subprocess.run(["ip", "netns", "add", "pods-try"], capture_output=True, text=True, check=False)
+    tried = subprocess.run(["ip", "netns", "add", f"{PREFIX}-try"], capture_output=True, text=True, check=False)
     if tried.returncode:
         return f"no network namespace can be made here: {tried.stderr.strip()}"
-    subprocess.run(["ip", "netns", "del", "pods-try"], check=True)
+    subprocess.run(["ip", "netns", "del", f"{PREFIX}-try"], check=True)
     return None
 
 
@@ -103,7 +104,6 @@ class Cluster:
             try:
                 pod, container, code = self._ended.get(timeout=max(0.1, end - time.monotonic()))
             except queue.Empty:
-                self.run._show_stacks = lambda: None  # type: ignore[method-assign]
                 raise AssertionError(f"still running after {timeout} s:\n{self.logs()}") from None
             if code == 0:
                 done.add(pod)
@@ -210,10 +210,10 @@ class Cluster:
         )
 
     def _namespace(self, pod: int) -> str:
-        return f"pods-{pod}"
+        return f"{PREFIX}-{pod}"
 
     def _remove(self) -> None:
-        for name in (SWITCH, *(self._namespace(pod) for pod in range(16))):
+        for name in (SWITCH, *(self._namespace(pod) for pod in range(self.nodes))):
             _ip("netns", "del", name, check=False)
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(Path("/etc/netns") / name)

@@ -335,12 +335,13 @@ def _reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """SIGTERM ends a rehearsal as Ctrl-C does."""
+    """SIGTERM ends a rehearsal as Ctrl-C does, and Ctrl-C also where a shell has told its background jobs to ignore it."""
 
     def interrupt(number: int, frame: object) -> NoReturn:
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, interrupt)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, interrupt)
     yield
 
 
