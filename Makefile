@@ -1,6 +1,6 @@
 # Two commands for a stranger: `make train` and `make test`. Both set up .venv first, once.
 .DELETE_ON_ERROR:
-.PHONY: help setup train ui test test-containers lint lock clean
+.PHONY: help setup train ui test test-containers cluster-test lint lock clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -17,6 +17,7 @@ help:
 	@echo 'make ui      look at the runs in MLflow, http://127.0.0.1:5000'
 	@echo 'make test    set up and run all tests'
 	@echo 'make test-containers   build the images and test them, with a Docker engine'
+	@echo 'make cluster-test      train and hurt the digits on a cluster (KUBECONFIG, IMAGE, MLFLOW_IMAGE, RENDER)'
 	@echo 'make lint    ruff and mypy'
 	@echo 'make setup   the environment alone, in .venv'
 	@echo 'make lock    write the lock files anew from pyproject.toml (wants uv)'
@@ -46,6 +47,10 @@ test: setup
 # BASE_IMAGE names another base than that of the Dockerfile
 test-containers: setup
 	$(BIN)/python -m pytest --engine $(ARGS)
+
+# on a real cluster, with kubectl: KUBECONFIG, IMAGE, MLFLOW_IMAGE, RENDER="--cpu --single-node"
+cluster-test: setup
+	$(BIN)/python tests/on_cluster.py --image "$(IMAGE)" --mlflow-image "$(MLFLOW_IMAGE)" --render "$(RENDER)"
 
 lint: setup
 	$(BIN)/ruff check .
