@@ -89,6 +89,8 @@ class Cluster:
         self._cut_off: dict[int, float] = {}  # node -> when its network comes back
         self._answer = ""
         self._network: Any = None
+        self._making = threading.Lock()
+        self._closed = False
 
     def run(self, faults: list[Fault]) -> str | int:
         """Start all nodes and see them through. Raises the Verdict of a preflight that no retry mends."""
@@ -124,6 +126,11 @@ class Cluster:
             _say(f"the training ended before step {fault.step} was reported: no {fault}")
         return self._answer if all(code == OK for code in codes.values()) else CRASH
 
+    def close(self) -> None:
+        """From now on no container is made."""
+        with self._making:
+            self._closed = True
+
     def _words(self) -> list[str]:
         recipe = self._request.recipe
         inside = f"/recipe/{Path(recipe).name}" if _is_file(recipe) else recipe
@@ -151,7 +158,7 @@ class Cluster:
             self._preflight(node)
             if node in self._nodes:
                 self._nodes[node].remove(force=True)
-            container = self._create_node(f"{self._name}-{node}", node, list(nodes.COMMAND))
+            container = self._create(f"{self._name}-{node}", node, list(nodes.COMMAND))
             stream = container.attach(stream=True, demux=True, logs=True)  # before the start: nothing it says is missed
             container.start()
             container.reload()
@@ -159,44 +166,27 @@ class Cluster:
             self._nodes[node] = container
             self._follow(node, stream)
             self._ended.put((node, container.wait()["StatusCode"]))
-        except (
-            Exception
-        ) as error:  # at the rehearsal's end the containers are removed under our feet: nobody listens then
+        except Exception as error:  # also when the containers are removed at the end: nobody listens then
             self._ended.put((node, error))
 
     def _preflight(self, node: int) -> None:
         """What a pod does in its init container; raises what it says."""
-        container = self._create_node(f"{self._name}-{node}-preflight", node, ["pipeline", "doctor"])
+        container = self._create(f"{self._name}-{node}-preflight", node, ["pipeline", "doctor"])
         container.start()
         code = container.wait()["StatusCode"]
-        text = container.logs(stdout=False).decode(errors="replace")
+        lines = container.logs(stdout=False).decode(errors="replace").splitlines()
         container.remove(force=True)
         if code != OK:
-            lines = [line for line in text.splitlines() if line.startswith("pipeline: ")]
+            for line in lines[:-1]:
+                _say(line, f"node {node} preflight | ")
             raise verdict.of(code)(
-                lines[-1].removeprefix("pipeline: ") if lines else text[-500:] or f"exit code {code}"
+                lines[-1].removeprefix("pipeline: ") if lines else f"the preflight exited with {code}"
             )
 
-    def _create_node(self, name: str, node: int, command: list[str]) -> "Container":
+    def _create(self, name: str, node: int, command: list[str]) -> "Container":
+        """A container of a node, as locked up as a pod under Pod Security `restricted`."""
         from docker.types import DeviceRequest
 
-        first = node * self._request.gpus
-        ids = [str(first + i) for i in range(self._request.gpus)]
-        host, _, domain = nodes.host(node).partition(".")
-        return self._create(
-            name,
-            entrypoint=command,
-            command=self._words(),
-            environment=self._environment(),
-            hostname=host,
-            domainname=domain,
-            network=self._name,
-            networking_config={self._name: self._client.api.create_endpoint_config(aliases=[nodes.host(node)])},
-            device_requests=[DeviceRequest(device_ids=ids, capabilities=[["gpu"]])] if ids else None,
-        )
-
-    def _create(self, name: str, **settings: Any) -> "Container":
-        """A container that is as locked up as a pod under Pod Security `restricted`."""
         request = self._request
         volumes = {request.runs or self._name: {"bind": "/runs", "mode": "rw"}}
         if request.data:
@@ -204,19 +194,31 @@ class Cluster:
         if _is_file(request.recipe):
             path = Path(request.recipe).resolve()
             volumes[str(path)] = {"bind": f"/recipe/{path.name}", "mode": "ro"}
-        return self._client.containers.create(
-            self._image,
-            name=name,
-            labels={LABEL: self._name},
-            volumes=volumes,
-            read_only=True,
-            tmpfs={"/tmp": ""},
-            cap_drop=["ALL"],
-            security_opt=["no-new-privileges:true"],
-            shm_size="1g",
-            init=True,
-            **settings,
-        )
+        gpus = [str(node * request.gpus + i) for i in range(request.gpus)]
+        host, _, domain = nodes.host(node).partition(".")
+        with self._making:
+            if self._closed:
+                raise InterruptedError("the rehearsal is over")
+            return self._client.containers.create(
+                self._image,
+                name=name,
+                labels={LABEL: self._name},
+                entrypoint=command,
+                command=self._words(),
+                environment=self._environment(),
+                hostname=host,
+                domainname=domain,
+                network=self._name,
+                networking_config={self._name: self._client.api.create_endpoint_config(aliases=[nodes.host(node)])},
+                device_requests=[DeviceRequest(device_ids=gpus, capabilities=[["gpu"]])] if gpus else None,
+                volumes=volumes,
+                read_only=True,
+                tmpfs={"/tmp": ""},
+                cap_drop=["ALL"],
+                security_opt=["no-new-privileges:true"],
+                shm_size="1g",
+                init=True,
+            )
 
     def _environment(self) -> dict[str, str]:
         digests = self._image.attrs.get("RepoDigests") or []
@@ -289,15 +291,17 @@ def _cluster(client: "DockerClient", request: Request, config: Config) -> Iterat
             " another with --image"
         ) from None
     name = f"rehearsal-{uuid.uuid4().hex[:8]}"
+    cluster = Cluster(client, request, config, name, image)
     try:
         if request.runs is None:
             client.volumes.create(name, labels={LABEL: name})
         _say(f"{name}: {request.num_nodes} nodes of {request.image} ({image.short_id})")
-        yield Cluster(client, request, config, name, image)
+        yield cluster
     except APIError as error:
         raise RequestError(f"Docker refuses: {error.explanation}") from None
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave the half of it
+        cluster.close()
         mine = {"label": f"{LABEL}={name}"}
         for container in client.containers.list(all=True, filters=mine):
             container.remove(force=True)
