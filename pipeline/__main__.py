@@ -95,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run_commands(commands)
     _add_data_commands(commands)
     _add_machine_commands(commands)
+    _add_bench_commands(commands)
     return parser
 
 
@@ -240,6 +241,8 @@ def _add_machine_commands(commands: "argparse._SubParsersAction[_Parser]") -> No
     render.add_argument("--out", type=Path, metavar="FOLDER", help="folder to write them to")
     render.set_defaults(run=_render)
 
+
+def _add_bench_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
     bench = commands.add_parser("bench", help="throughput, with the comparison stated")
     subjects = bench.add_subparsers(metavar="SUBJECT", required=True)
     steps = subjects.add_parser("train", help="our loop against the barest torch loop with the same model and batch")
@@ -248,6 +251,13 @@ def _add_machine_commands(commands: "argparse._SubParsersAction[_Parser]") -> No
     steps.add_argument("--steps", type=_count, default=8, metavar="N", help="steps a round (default 8)")
     steps.add_argument("--json", action="store_true", help="rows for machines")
     steps.set_defaults(run=_bench_train)
+    comm = subjects.add_parser("comm", help="how gradients meet: exact mode against DDP, in one group of processes")
+    comm.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
+    comm.add_argument("--nproc", type=_count, metavar="N", help="start N processes on this machine")
+    comm.add_argument("--rounds", type=_count, default=7, metavar="N", help="interleaved rounds (default 7)")
+    comm.add_argument("--steps", type=_count, default=8, metavar="N", help="steps a round (default 8)")
+    comm.add_argument("--json", action="store_true", help="rows for machines")
+    comm.set_defaults(run=_bench_comm)
 
 
 def _count(text: str) -> int:
@@ -387,6 +397,16 @@ def _bench_train(options: argparse.Namespace) -> str:
     from pipeline.operate import bench
 
     return bench.train(options.overrides, options.rounds, options.steps, as_json=options.json)
+
+
+def _bench_comm(options: argparse.Namespace) -> str | int:
+    from pipeline.operate import bench, launch
+
+    if options.nproc and options.nproc > 1:
+        numbers = ["--rounds", str(options.rounds), "--steps", str(options.steps)]
+        flags = [*numbers, *(["--json"] if options.json else [])]
+        return launch.start_processes(options.nproc, ["bench", "comm", *options.overrides, *flags])
+    return bench.comm(options.overrides, options.rounds, options.steps, as_json=options.json)
 
 
 if __name__ == "__main__":

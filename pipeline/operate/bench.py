@@ -20,6 +20,7 @@ from pipeline import randomness
 from pipeline.config import Config, load
 from pipeline.data.loader import Batch, TrainBatches, batches
 from pipeline.data.sources import open_source
+from pipeline.group import Group
 from pipeline.model.architectures import Normalise, build
 from pipeline.parallel import choose
 from pipeline.plan import Plan, make_plan
@@ -49,6 +50,7 @@ def train(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> st
         deterministic=config.is_deterministic, precision=config.train.precision, threads=place.cpus
     )
     device = groups.choose_device(config, place)
+    alone = groups.start(config, place, device)
     source = open_source(config)
     plan = make_plan(config, place, source.size)
     data = TrainBatches(source.train, config, plan, 0)
@@ -57,27 +59,62 @@ def train(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> st
         loaded = batches(data, range(10**6), plan, pin=device.type == "cuda")
         loops = {
             "reference": _barest_loop(config, plan, device, batch),
-            "plain": _our_loop(config, plan, device, repeat(batch), Path(folder) / "plain.jsonl"),
-            "loaded": _our_loop(config, plan, device, loaded, Path(folder) / "loaded.jsonl"),
+            "plain": _our_loop(config, plan, alone, repeat(batch), Path(folder) / "plain.jsonl"),
+            "loaded": _our_loop(config, plan, alone, loaded, Path(folder) / "loaded.jsonl"),
         }
         speeds = _interleave(loops, plan.global_batch, rounds, steps, device)
+    title = f"{_title(config, plan)}, {device}"
+    return _answer(speeds, title, rounds, steps, as_json=as_json)
+
+
+def comm(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> str:
+    """Images/s of the whole job with each way that gradients can meet, one batch in memory, in the processes of one group.
+
+    Rows: `reference` is DistributedDataParallel (in one process: no exchange), `exact` is exact mode, which makes more and
+    smaller passes besides sending more.
+    """
+    place = here()
+    config = load("digits", [*DEFAULTS, "exact.shards=16", *overrides, "run.exact=false"])
+    exact = load("digits", [*DEFAULTS, "exact.shards=16", *overrides, "run.exact=true"])
+    randomness.settle_arithmetic(
+        deterministic=False, precision=config.train.precision, threads=max(1, place.cpus // place.local_size)
+    )
+    device = groups.choose_device(config, place)
+    group = groups.start(config, place, device)
+    source = open_source(config)
+    loops = {}
+    with TemporaryDirectory() as folder:
+        for name, one in (("reference", config), ("exact", exact)):
+            plan = make_plan(one, place, source.size)
+            batch = TrainBatches(source.train, one, plan, group.rank)[0]
+            loops[name] = _our_loop(one, plan, group, repeat(batch), Path(folder) / f"{name}.jsonl")
+        speeds = _interleave(loops, config.batch.global_, rounds, steps, device)
+    title = f"{_title(config, plan)}, {place.size} processes, {exact.exact.shards} shards, {device}"
+    group.finish()
+    return _answer(speeds, title, rounds, steps, as_json=as_json)
+
+
+def _title(config: Config, plan: Plan) -> str:
+    return f"{config.model.arch}, {config.augment.size} px, batch {plan.global_batch}, {config.train.precision}"
+
+
+def _answer(speeds: dict[str, list[float]], title: str, rounds: int, steps: int, *, as_json: bool) -> str:
+    """Rows for people or machines; ratios are to the row `reference` of the same round."""
+    ratios = {name: [a / b for a, b in zip(speeds[name], speeds["reference"], strict=True)] for name in speeds}
     rows = [
         {
             "name": name,
             "images_per_s": round(statistics.median(speeds[name]), 1),
-            "ratio": round(statistics.median(a / b for a, b in zip(speeds[name], speeds["reference"], strict=True)), 4),
+            "ratio": round(statistics.median(ratios[name]), 4),
             "pixel_diff": 0.0,
         }
-        for name in loops
+        for name in speeds
     ]
     if as_json:
         return json.dumps({"rows": rows})
-    title = (
-        f"{config.model.arch}, {config.augment.size} px, batch {plan.global_batch}, {config.train.precision}, {device}"
-    )
     lines = [f"{title}; {rounds} interleaved rounds of {steps} steps, medians"]
     for row in rows:
-        spread = [a / b for a, b in zip(speeds[str(row["name"])], speeds["reference"], strict=True)]
+        spread = ratios[str(row["name"])]
         lines.append(
             f"  {row['name']:<10} {row['images_per_s']:>10,.1f} images/s   ratio {row['ratio']:.3f}"
             f" ({min(spread):.3f} to {max(spread):.3f})"
@@ -102,14 +139,11 @@ def _barest_loop(config: Config, plan: Plan, device: torch.device, batch: Batch)
     return run
 
 
-def _our_loop(
-    config: Config, plan: Plan, device: torch.device, fed: Iterator[Batch], journal: Path
-) -> Callable[[int], None]:
+def _our_loop(config: Config, plan: Plan, group: Group, fed: Iterator[Batch], journal: Path) -> Callable[[int], None]:
     """The body of train/loop.py's loop: every part of a step that is neither an evaluation nor a save."""
-    group = groups.start(config, here(), device)
-    model: nn.Module = build(config.model, plan.num_classes).to(device)
+    model: nn.Module = build(config.model, plan.num_classes).to(group.device)
     strategy = choose(config, plan, model, group)
-    state = TrainState.build(model, config, device)
+    state = TrainState.build(model, config, group.device)
     step = Step(state, strategy, config, plan)
     waiting = Waiting(fed)
     report = Report(plan, group, Silence(), Journal(journal, lambda _: None), waiting)
@@ -117,7 +151,9 @@ def _our_loop(
     def run(steps: int) -> None:
         for _ in range(steps):
             loss, used = step.forward_backward(waiting)
-            group.agree(False, not bool(torch.isfinite(loss)), any(one.defects for one in used))
+            group.agree(
+                False, not bool(torch.isfinite(loss)) or strategy.out_of_range(), any(one.defects for one in used)
+            )
             step.update()
             report.updated(state)
 

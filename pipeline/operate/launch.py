@@ -44,7 +44,7 @@ def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopReques
         cleared = preflight(config, here.resized(nproc, nproc))
         cleared.folder.hold()  # whoever else holds it is named at once
         cleared.folder.release()  # rank 0 holds it from now on
-        return _start_processes(nproc, ["train", recipe, *overrides])
+        return start_processes(nproc, ["train", recipe, *overrides])
     source = None
     folder = RunFolder(config.run_dir)
     if here.is_main:
@@ -84,7 +84,7 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
     """`pipeline evaluate`: the line that says the result, or the exit code of the processes that were started."""
     here = _place(nproc)
     if nproc and nproc > 1:
-        return _start_processes(nproc, ["evaluate", target, *overrides])
+        return start_processes(nproc, ["evaluate", target, *overrides])
 
     from pipeline.record import checkpoint
 
@@ -106,7 +106,7 @@ def _place(nproc: int | None) -> World:
     return world.here()
 
 
-def _start_processes(nproc: int, arguments: list[str]) -> int:
+def start_processes(nproc: int, arguments: list[str]) -> int:
     """Start `nproc` processes of this command on this machine and wait for them: the exit code of the first to leave."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
