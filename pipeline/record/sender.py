@@ -66,7 +66,7 @@ class Sender(NoSender):
         )
 
     def finish(self, say: Callable[[str], None]) -> bool:
-        say("giving MLflow the rest ...")  # a model's export takes seconds
+        say("sending what the tracker lacks ...")  # a model's export takes seconds
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has left before us: the code says how
             os.write(self._process.stdin.fileno(), OVER)
