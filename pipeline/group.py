@@ -7,6 +7,8 @@ Host values travel over gloo, so that no exchange of ours waits for a GPU's stre
 `Group` itself is the group of one, where everybody agrees at once; `Peers` is the group of several.
 """
 
+import os
+import socket
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -37,6 +39,8 @@ class Group:
     def __init__(self, world: World, device: torch.device) -> None:
         self.world = world
         self.device = device
+        self.pids_here: list[int] = []
+        """Process ids of the others on this machine."""
 
     @property
     def rank(self) -> int:
@@ -97,6 +101,10 @@ class Peers(Group):
             raise TemporaryError(
                 f"rank {world.rank} of {world.size} found no group within {timeout:g} s: a peer is not there yet ({error})"
             ) from error
+
+        places = self.gather((socket.gethostname(), os.getpid()))
+        here, own = places[self.rank]
+        self.pids_here = [pid for host, pid in places if host == here and pid != own]
 
     def agree(self, *flags: bool) -> tuple[bool, ...]:
         raised = torch.tensor(flags, dtype=torch.uint8)

@@ -5,10 +5,13 @@ LOCAL_RANK, LOCAL_WORLD_SIZE; without them it is alone. CPUs are those that this
 the cgroup's quota, since in a container the host's count is a promise nobody keeps.
 """
 
+import contextlib
 import ctypes
+import json
 import os
 import shutil
 import signal
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -119,6 +122,23 @@ def stop_restarts() -> None:
     )
     if launched() and left > 0:
         os.kill(os.getppid(), signal.SIGTERM)
+
+
+def leave_account(line: str) -> None:
+    """Tell the torchrun agent above this rank why it failed: of several accounts the agent picks the first."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        details = {"py_callstack": line, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))
+
+
+def kill_stopped(peers: list[int]) -> None:
+    """SIGKILL those ranks of this machine that are stopped (SIGSTOP): an agent would wait 30 s for each of them."""
+    for pid in peers:
+        with contextlib.suppress(OSError, IndexError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt":
+                os.kill(pid, signal.SIGKILL)
 
 
 def die_with_parent(parent: int) -> None:

@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.engine
 
 ROOT = Path(package.__file__).parents[1]
 CPU = ("-f", "docker-compose.yml", "-f", "docker-compose.cpu.yml")
+REVISION = "0123abc"
 CANARY = "CANARY-5e0c2f"
 EXACT = "run.deterministic=true checkpoint.every=10steps track.every=2steps"
 
@@ -46,7 +48,7 @@ def images() -> None:
         pytest.skip("no Docker engine answers here")
     if not re.search(r"version v?[2-9]", docker("compose", "version", check=False)):
         pytest.skip("the Docker engine here has no Compose v2")
-    docker("compose", *CPU, "build", timeout=1800)
+    docker("compose", *CPU, "build", timeout=1800, REVISION=REVISION)
 
 
 @dataclass
@@ -102,7 +104,7 @@ def free_port() -> int:
 @pytest.fixture(scope="module")
 def project(images: None) -> Iterator[Project]:
     """A project in which the digits were trained, by the one command of the README."""
-    found = Project("pipeline-test", free_port(), {"MLFLOW_TRACKING_PASSWORD": CANARY, "REVISION": "0123abc"})
+    found = Project("pipeline-test", free_port(), {"MLFLOW_TRACKING_PASSWORD": CANARY, "REVISION": REVISION})
     found.compose("down", "--volumes", "--timeout", "0")
     try:
         found.compose("up", "--detach", OVERRIDES=EXACT)
@@ -130,6 +132,8 @@ def test_up_trains_the_digits_and_mlflow_has_the_run(
     assert run.info.status == "FINISHED"
     assert run.data.metrics["val/top1"] == pytest.approx(float(expected["top1"]), abs=5e-5)
     assert run.data.tags["mlflow.docker.image.uri"] == "ddp-pipeline"
+    assert run.data.tags["mlflow.source.git.commit"] == REVISION
+    assert run.data.tags["version"] == metadata.version("ddp-pipeline")
     assert {file.path for file in client.list_artifacts(run.info.run_id)} >= {
         "config.yaml",
         "plan.json",

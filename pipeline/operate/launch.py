@@ -143,5 +143,7 @@ def _exit_code(failure: "ChildFailedError") -> int:
         print("pipeline: asked to stop before a step was made: the same command starts again", file=sys.stderr)
         return TemporaryError.code
     how = f"was killed by signal {-first.exitcode}" if first.exitcode < 0 else f"exited with code {first.exitcode}"
-    print(f"pipeline: rank {rank} {how}; the others were stopped, the same command goes on", file=sys.stderr)
+    account = first.error_file_data.get("message")  # what the rank itself has left, see world.leave_account
+    why = account["message"] if isinstance(account, dict) else f"rank {rank} {how}"
+    print(f"pipeline: {why}; the others were stopped, the same command goes on", file=sys.stderr)
     return verdict.CRASH

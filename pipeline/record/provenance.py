@@ -16,15 +16,21 @@ def provenance(recipe: str, device: torch.device) -> dict[str, str]:
         "mlflow.source.name": f"pipeline train {recipe}",
         "mlflow.source.type": "LOCAL",
         "mlflow.user": _user(),
-        "mlflow.source.git.commit": os.environ.get("PIPELINE_COMMIT") or _commit(),
-        "mlflow.docker.image.uri": os.environ.get("PIPELINE_IMAGE"),
-        "mlflow.docker.image.id": os.environ.get("PIPELINE_IMAGE_ID"),
+        "mlflow.source.git.commit": _given("PIPELINE_COMMIT") or _commit(),
+        "mlflow.docker.image.uri": _given("PIPELINE_IMAGE"),
+        "mlflow.docker.image.id": _given("PIPELINE_IMAGE_ID"),
+        "version": metadata.version("ddp-pipeline"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torchvision": metadata.version("torchvision"),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model(),
     }
     return {name: value for name, value in facts.items() if value}
+
+
+def _given(name: str) -> str | None:
+    """What an image was built with; `unknown` is what its builder did not say."""
+    return os.environ.get(name, "").replace("unknown", "") or None
 
 
 def _user() -> str | None:

@@ -24,6 +24,7 @@ from pipeline.train.report import Report, Waiting, trace_update
 from pipeline.train.signals import StopRequest
 from pipeline.train.state import Evaluation, TrainState
 from pipeline.train.step import Step
+from pipeline.train.watchdog import Watchdog
 from pipeline.verdict import NotFiniteError, StorageError, TemporaryError
 
 
@@ -43,6 +44,7 @@ class Training:
     """What a checkpoint says besides the state: configuration, data digest, classes."""
     terminal: Terminal
     stop: StopRequest
+    watchdog: Watchdog
     journal: Journal | None = None
     trace: Trace | None = None
     checkpoints: Checkpoints | None = None
@@ -77,7 +79,7 @@ def train(run: Training, batches: Iterator[Batch]) -> Evaluation:
 
         loss, used = run.step.forward_backward(waiting)
         stopping, not_finite, defects = group.agree(
-            run.stop.asked(),
+            _asked_to_stop(run),
             not bool(torch.isfinite(loss)) or run.strategy.out_of_range(),
             any(batch.defects for batch in used),
         )
@@ -91,9 +93,15 @@ def train(run: Training, batches: Iterator[Batch]) -> Evaluation:
         report.updated(state)
 
 
+def _asked_to_stop(run: Training) -> bool:
+    """Asked once a step and once a batch of an evaluation, which is as often as there is progress."""
+    run.watchdog.beat()
+    return run.stop.asked()
+
+
 def _evaluate(run: Training) -> Evaluation | None:
     run.strategy.share_buffers()
-    evaluation, defects = run.evaluator.evaluate(run.state.step, run.stop.asked)
+    evaluation, defects = run.evaluator.evaluate(run.state.step, lambda: _asked_to_stop(run))
     run.terminal.say_defects(run.evaluator.images, defects)
     return evaluation
 

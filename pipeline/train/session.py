@@ -34,8 +34,11 @@ from pipeline.train.resume import resume
 from pipeline.train.signals import StopRequest
 from pipeline.train.state import Evaluation, TrainState
 from pipeline.train.step import Step
+from pipeline.train.watchdog import Watchdog
 from pipeline.verdict import TemporaryError, Verdict
-from pipeline.world import World, stop_restarts
+from pipeline.world import World, kill_stopped, leave_account, stop_restarts
+
+_MARGIN_S = 10
 
 
 def run_training(config: Config, world: World, folder: RunFolder, source: Source | None, stop: StopRequest) -> str:
@@ -60,12 +63,14 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
     tracker = _open_records(run, folder, resumed=resumed)
     data = TrainBatches(source.train, config, plan, group.rank)
     positions = range(run.state.step * plan.accumulate, max(run.state.step, plan.last_step) * plan.accumulate)
+    run.watchdog.start()
     try:
         evaluation = train(run, batches(data, positions, plan, pin=group.device.type == "cuda"))
     except LoaderError as ending:
         verdict.leave(folder.path, ending, config.model_dump_json())
         _crash(run, str(ending), ending.code)
     except Verdict as ending:
+        run.watchdog.stop()
         if group.is_main:
             verdict.leave(folder.path, ending, config.model_dump_json())
         _close_records(run, tracker, "KILLED" if isinstance(ending, TemporaryError) else "FAILED", str(ending))
@@ -73,6 +78,7 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
         raise
     except Exception:
         _crash(run, traceback.format_exc(), verdict.CRASH)
+    run.watchdog.stop()
     line = _done_line(plan.epoch(run.state.step), evaluation, run.state.weights_digest())
     _close_records(run, tracker, "FINISHED", line)
     group.finish()
@@ -142,7 +148,11 @@ def _build(config: Config, plan: Plan, group: Group, source: Source, terminal: T
     model.load_state_dict(first)
     identity = {"config": config.to_yaml(), "data": source.digest, "classes": list(source.classes), "world": plan.world}
     evaluator = Evaluator(model, source.val, config, plan, group)
-    return Training(config, plan, group, strategy, state, step, source.train, evaluator, identity, terminal, stop)
+    # longer than an exchange may take, so that where one fails its own error is what is said
+    watchdog = Watchdog(config.run.timeout + _MARGIN_S, config.run_dir / f"hang-rank-{group.rank}.txt", group.rank)
+    return Training(
+        config, plan, group, strategy, state, step, source.train, evaluator, identity, terminal, stop, watchdog
+    )
 
 
 def _open_records(run: Training, folder: RunFolder, *, resumed: bool) -> NoSender:
@@ -197,7 +207,14 @@ def _best_file(run: Training) -> dict[str, Any] | None:
 
 def _crash(run: Training, account: str, code: int) -> NoReturn:
     """One process has broken, so the others cannot go on: leave at once, without the farewells that wait for them."""
-    print(f"{account}\npipeline: rank {run.group.rank} failed after step {run.state.step}", file=sys.stderr, flush=True)
+    run.watchdog.stop()
+    ids = run.step.sample_ids
+    shown = ", ".join(map(str, ids[:8])) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
+    place = f"rank {run.group.rank} failed at step {run.state.step + 1} (sample ids {shown or 'none'})"
+    line = f"{place}: {account.splitlines()[-1]}"
+    print(f"{account}\npipeline: {line}", file=sys.stderr, flush=True)
+    leave_account(line)
+    kill_stopped(run.group.pids_here)
     if run.checkpoints:
         run.checkpoints.wait()
     if run.journal:

@@ -35,6 +35,7 @@ class Step:
         self._plan = plan
         self._device = strategy.group.device
         self._normalise = Normalise(self._device, channels_last=config.model.channels_last)
+        self._used: list[Batch] = []
 
     def settle(self) -> None:
         """One discarded pass on blank images, with whatever the strategy settles in it; the state is loaded after this."""
@@ -52,20 +53,25 @@ class Step:
         """All passes of one step. Returns their summed loss (on the device) and the batches that were used."""
         state, plan = self._state, self._plan
         loss_sum = torch.zeros((), device=self._device)
-        used = []
+        self._used = used = []
         for micro in range(plan.accumulate):
             batch = next(batches)
             seed_network(
                 self._config.run.seed, "network", state.step, self._strategy.group.rank * plan.accumulate + micro
             )
+            used.append(batch)
             labels = batch.labels.to(self._device, non_blocking=True)
             with self._strategy.accumulating(micro):
                 loss, logits = self._forward(batch.images, labels)
                 (loss / self._strategy.divisor).backward()  # type: ignore[no-untyped-call]
             self._count(loss.detach(), logits.detach(), labels)
             loss_sum += loss.detach()
-            used.append(batch)
         return loss_sum, used
+
+    @property
+    def sample_ids(self) -> list[int]:
+        """Of the step under way or just made: what an account of a failure names."""
+        return [sample for batch in self._used for sample in batch.ids.tolist()]
 
     def update(self) -> None:
         """Apply the gradients at this step's learning rate; the state is then one step on."""

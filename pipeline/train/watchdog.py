@@ -1,0 +1,51 @@
+"""Ends a hang: a process that makes no progress for too long says where each of its threads stands, and leaves.
+
+Promise: no process waits for ever, for a peer, a device, a disk or a loader worker. Why that holds: a thread of its own
+counts seconds since the last sign of life, in which the loop has no part, and `os._exit` asks nobody. It counts its own
+seconds and not a clock's, so that a machine that slept, or a job that was paused whole, is not taken for one that hangs.
+"""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+from pipeline.verdict import CRASH
+
+
+class Watchdog:
+    def __init__(self, seconds: float, account: Path, rank: int) -> None:
+        """seconds: how long no sign of life is tolerated; account: file for the stacks of this process."""
+        self._seconds, self._account, self._rank = seconds, account, rank
+        self._silent_for = 0
+        self._over = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def beat(self) -> None:
+        """A sign of life."""
+        self._silent_for = 0
+
+    def stop(self) -> None:
+        self._over.set()
+
+    def _watch(self) -> None:
+        while not self._over.wait(1):
+            self._silent_for += 1
+            if self._silent_for > self._seconds:
+                self._bark()
+
+    def _bark(self) -> None:
+        when = time.strftime("%F %T")
+        with open(self._account, "w") as file:
+            print(f"rank {self._rank}, {when}: no progress for {self._silent_for} s", file=file, flush=True)
+            faulthandler.dump_traceback(file, all_threads=True)
+        print(
+            f"pipeline: rank {self._rank} made no progress for {self._silent_for} s (run.timeout) and leaves; where each of"
+            f" its threads stood is in {self._account}",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        os._exit(CRASH)

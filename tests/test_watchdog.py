@@ -1,0 +1,80 @@
+"""What hangs or breaks ends in seconds, and says who, where and why."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from harness import SMALL, Job, children, command_line, kill
+
+LIMIT = 8
+
+
+def job(folder: Path, digits: Path, *more: str, nproc: int = 3, **env: str) -> Job:
+    words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=100", "data.workers=0", f"run.timeout={LIMIT}"]
+    return Job(folder, [*words, *more], nproc=nproc, env=env)
+
+
+def test_a_rank_that_is_stopped_ends_all_within_the_time_out(tmp_path: Path, digits: Path) -> None:
+    run = job(tmp_path / "run", digits).start()
+    run.wait_for_step(5)
+    kill(run.ranks()[1], signal.SIGSTOP)
+    stopped = time.monotonic()
+    result = run.wait(60)
+    assert time.monotonic() - stopped < LIMIT + 15
+    assert result.code == 1
+    run.wait_gone(1)
+    assert "failed at step" in result.err.splitlines()[-1]
+    again = job(tmp_path / "run", digits, f"train.max_steps={run.step() + 2}").run()
+    assert again.code == 0, "the same command goes on"
+
+
+def test_a_worker_that_is_stopped_ends_in_the_stacks_of_its_rank(tmp_path: Path, digits: Path) -> None:
+    run = job(tmp_path / "run", digits, "data.workers=1", nproc=1).start()
+    run.wait_for_step(5)
+    assert run.process
+    workers = [pid for pid in children(run.process.pid) if "pipeline train" in command_line(pid)]
+    kill(workers[0], signal.SIGSTOP)
+    stopped = time.monotonic()
+    result = run.wait(60)
+    assert time.monotonic() - stopped < LIMIT + 15
+    assert result.code == 1
+    run.wait_gone(3)
+    account = (run.folder / "hang-rank-0.txt").read_text()
+    assert "most recent call first" in account
+    assert "forward_backward" in account, "it waited for a batch"
+    assert f"{run.folder / 'hang-rank-0.txt'}" in result.err
+
+
+def test_a_job_that_was_paused_whole_is_not_taken_for_one_that_hangs(tmp_path: Path, digits: Path) -> None:
+    run = job(tmp_path / "run", digits, "train.max_steps=60", nproc=1).start()
+    run.wait_for_step(5)
+    assert run.process
+    kill(run.process.pid, signal.SIGSTOP)
+    time.sleep(LIMIT + 14)
+    kill(run.process.pid, signal.SIGCONT)
+    assert run.wait().code == 0
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_the_first_error_is_the_last_line_with_rank_step_and_samples(tmp_path: Path, digits: Path, rank: int) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        f"if os.environ.get('RANK') == '{rank}':\n"
+        "    import torch.nn.functional as functional\n"
+        "    whole, calls = functional.cross_entropy, []\n"
+        "    def broken(*arguments, **options):\n"
+        "        calls.append(1)\n"
+        "        if len(calls) == 12: raise RuntimeError('injected')\n"
+        "        return whole(*arguments, **options)\n"
+        "    functional.cross_entropy = broken\n"
+    )
+    run = job(tmp_path / "run", digits, PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    started = time.monotonic()
+    result = run.run()
+    assert result.code == 1
+    assert time.monotonic() - started < 60
+    last = result.err.splitlines()[-1]
+    assert f"rank {rank} failed at step 11 (sample ids " in last  # one call of twelve settles DDP's buckets
+    assert "RuntimeError: injected" in last
