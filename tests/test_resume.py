@@ -55,6 +55,31 @@ def test_killed_at_random_instants_it_ends_with_the_same_bits(
             assert _history(hurt) == _history(whole)
 
 
+@pytest.mark.full
+def test_resumed_with_other_numbers_of_processes_the_samples_are_the_same(tmp_path: Path, digits: Path) -> None:
+    whole = job(tmp_path / "whole", digits, 2, tracked=False)
+    whole.arguments.append("train.epochs=4")
+    assert whole.run().code == 0
+    run = job(tmp_path / "run", digits, 4, tracked=False)
+    run.arguments.append("train.epochs=4")
+    for world, until in ((4, 25), (2, 50), (3, 75)):
+        run.nproc = world
+        run.start().wait_for_step(until)
+        for rank in run.ranks():
+            kill(rank, signal.SIGKILL)
+        run.wait_gone(5)
+    run.nproc = 1
+    result = run.run()
+    assert result.code == 0
+    assert "going on with 1 process in place of 3" in result.err
+    trace = read_rows(run.folder / "trace.jsonl")
+    assert_each_sample_once(trace, 48)
+    assert trace == read_rows(whole.folder / "trace.jsonl")
+    assert result.done["weights"] not in whole.folder.with_suffix(".out").read_text(), "which is what exact mode is for"
+    losses = [[value for step, key, value in one.journal("train/loss") if step <= 100] for one in (whole, run)]
+    assert sum(losses[1]) == pytest.approx(sum(losses[0]), rel=0.01)
+
+
 def _hurt(run: Job, kind: str, draw: random.Random) -> None:
     delay = draw.uniform(0, 0.3)
     assert run.process

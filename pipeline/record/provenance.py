@@ -19,7 +19,7 @@ def provenance(recipe: str, device: torch.device) -> dict[str, str]:
         "mlflow.source.git.commit": _given("PIPELINE_COMMIT") or _commit(),
         "mlflow.docker.image.uri": _given("PIPELINE_IMAGE"),
         "mlflow.docker.image.id": _given("PIPELINE_IMAGE_ID"),
-        "version": metadata.version("ddp-pipeline"),
+        "version": _version(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torchvision": metadata.version("torchvision"),
@@ -31,6 +31,13 @@ def provenance(recipe: str, device: torch.device) -> dict[str, str]:
 def _given(name: str) -> str | None:
     """What an image was built with; `unknown` is what its builder did not say."""
     return os.environ.get(name, "").replace("unknown", "") or None
+
+
+def _version() -> str | None:
+    try:
+        return metadata.version("ddp-pipeline")
+    except metadata.PackageNotFoundError:  # run from a checkout that was not installed
+        return None
 
 
 def _user() -> str | None:
