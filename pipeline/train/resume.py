@@ -41,8 +41,8 @@ def resume(
         )
     if contents["world"] != group.size and not config.run.exact:
         say(
-            f"going on with {group.size} process{'es' * (group.size > 1)} in place of {contents['world']}: each sample is used"
-            " once as before, but weights will differ from those of an unchanged run (run.exact=true makes them equal)"
+            f"going on with {group.size} process{'es' * (group.size > 1)} in place of {contents['world']}: each sample is"
+            " used once as before, but weights will differ from those of an unchanged run (run.exact=true makes them equal)"
         )
     state.load_dict(contents, is_main=group.is_main)
     return True
