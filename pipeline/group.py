@@ -145,6 +145,11 @@ class Peers(Group):
         dist.destroy_process_group()
 
 
+def lost_a_peer(error: Exception) -> bool:
+    """Whether an error is but the echo of another process's end."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
 def start(config: Config, world: World, device: torch.device) -> Group:
     """Join the group. TemporaryError if a peer does not come."""
     return Peers(world, device, config.run.timeout) if world.size > 1 else Group(world, device)

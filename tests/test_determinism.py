@@ -47,6 +47,7 @@ def test_threads_workers_prefetch_and_tracing_change_nothing(tmp_path: Path, dig
     assert len({variant.run().done["weights"] for variant in variants}) == 1
 
 
+@pytest.mark.full
 def test_accumulation_keeps_the_samples_and_resumes_to_the_bit(tmp_path: Path, digits: Path) -> None:
     whole = job(tmp_path / "whole", digits, "batch.accumulate=4", nproc=2)
     expected = whole.run().done
@@ -57,6 +58,7 @@ def test_accumulation_keeps_the_samples_and_resumes_to_the_bit(tmp_path: Path, d
     assert (whole.folder / "trace.jsonl").read_bytes() == (parts.folder / "trace.jsonl").read_bytes()
 
 
+@pytest.mark.full
 def test_two_nodes_are_the_same_as_two_processes(tmp_path: Path, digits: Path, weights_of_two: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -11,8 +11,7 @@ from harness import SMALL, Job, assert_each_sample_once, kill, read_rows
 KINDS = ("one rank", "all ranks", "launcher", "inside a save")
 QUICK = {
     2: ["one rank", "launcher"],
-    3: ["all ranks"],
-    4: ["inside a save"],
+    3: ["all ranks", "inside a save"],
 }  # each kind once; with --full all at each world
 
 
@@ -26,7 +25,8 @@ def job(folder: Path, digits: Path, world: int, *, tracked: bool) -> Job:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.fuller
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_killed_at_random_instants_it_ends_with_the_same_bits(
     tmp_path: Path, digits: Path, world: int, rounds: int, first_seed: int, full: bool
 ) -> None:

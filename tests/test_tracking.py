@@ -247,6 +247,7 @@ def test_the_logged_model_takes_pixels_in_any_number(
             np.testing.assert_allclose(module(images[:size]).numpy(), expected[:size], atol=1e-5)
 
 
+@pytest.mark.full
 def test_a_server_killed_in_mid_run_costs_no_step_and_no_point(
     tmp_path: Path, digits: Path, good: Server, outage: int
 ) -> None:
@@ -362,6 +363,7 @@ def test_a_required_tracker_that_is_not_there_is_named_at_once(tmp_path: Path, d
     assert not rows_with_metrics(Job(tmp_path / "run", []))
 
 
+@pytest.mark.full
 def test_a_password_is_used_and_found_nowhere(tmp_path: Path, digits: Path, good: Server) -> None:
     seen: list[tuple[str, bytes]] = []
 

@@ -47,6 +47,7 @@ def test_a_worker_that_is_stopped_ends_in_the_stacks_of_its_rank(tmp_path: Path,
     assert f"{run.folder / 'hang-rank-0.txt'}" in result.err
 
 
+@pytest.mark.full
 def test_a_job_that_was_paused_whole_is_not_taken_for_one_that_hangs(tmp_path: Path, digits: Path) -> None:
     run = job(tmp_path / "run", digits, "train.max_steps=60", nproc=1).start()
     run.wait_for_step(5)
@@ -57,7 +58,7 @@ def test_a_job_that_was_paused_whole_is_not_taken_for_one_that_hangs(tmp_path: P
     assert run.wait().code == 0
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [2, pytest.param(0, marks=pytest.mark.full)])
 def test_the_first_error_is_the_last_line_with_rank_step_and_samples(tmp_path: Path, digits: Path, rank: int) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"

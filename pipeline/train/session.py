@@ -9,6 +9,7 @@ has saved.
 import json
 import os
 import sys
+import time
 import traceback
 from typing import Any, NoReturn
 
@@ -39,6 +40,7 @@ from pipeline.verdict import TemporaryError, Verdict
 from pipeline.world import World, kill_stopped, leave_account, stop_restarts
 
 _MARGIN_S = 10
+_ECHO_S = 1.5
 
 
 def run_training(config: Config, world: World, folder: RunFolder, source: Source | None, stop: StopRequest) -> str:
@@ -76,7 +78,9 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
         _close_records(run, tracker, "KILLED" if isinstance(ending, TemporaryError) else "FAILED", str(ending))
         group.finish()
         raise
-    except Exception:
+    except Exception as error:
+        if groups.lost_a_peer(error):
+            time.sleep(_ECHO_S)  # the agent tells the first account, in whole seconds
         _crash(run, traceback.format_exc(), verdict.CRASH)
     run.watchdog.stop()
     line = _done_line(plan.epoch(run.state.step), evaluation, run.state.weights_digest())
