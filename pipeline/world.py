@@ -124,11 +124,14 @@ def stop_restarts() -> None:
         os.kill(os.getppid(), signal.SIGTERM)
 
 
-def leave_account(line: str) -> None:
-    """Tell the torchrun agent above this rank why it failed: of several accounts the agent picks the first."""
+def leave_account(line: str, *, is_echo: bool) -> None:
+    """Tell the torchrun agent above this rank why it failed. is_echo: because another did.
+
+    Of several accounts the agent tells the first, by their whole seconds: an echo bears a later one.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        details = {"py_callstack": line, "timestamp": str(int(time.time()))}
+        details = {"py_callstack": line, "timestamp": str(int(time.time()) + 2 * is_echo)}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))
 

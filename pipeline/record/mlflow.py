@@ -72,8 +72,13 @@ class Follower:
         }
 
     def load(self) -> None:
-        """Import mlflow, which takes seconds."""
-        import mlflow
+        """Import mlflow, which takes seconds. RequestError where it is not installed."""
+        try:
+            import mlflow
+        except ModuleNotFoundError as error:
+            raise RequestError(
+                f"the tracker wants a Python package that is not here ({error.name}): pip install mlflow, or track.uri=none"
+            ) from None
 
         mlflow.set_tracking_uri(self._uri)
         self._client = mlflow.MlflowClient(self._uri)

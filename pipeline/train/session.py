@@ -9,7 +9,6 @@ has saved.
 import json
 import os
 import sys
-import time
 import traceback
 from typing import Any, NoReturn
 
@@ -40,7 +39,6 @@ from pipeline.verdict import TemporaryError, Verdict
 from pipeline.world import World, kill_stopped, leave_account, stop_restarts
 
 _MARGIN_S = 10
-_ECHO_S = 1.5
 
 
 def run_training(config: Config, world: World, folder: RunFolder, source: Source | None, stop: StopRequest) -> str:
@@ -79,9 +77,7 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
         group.finish()
         raise
     except Exception as error:
-        if groups.lost_a_peer(error):
-            time.sleep(_ECHO_S)  # the agent tells the first account, in whole seconds
-        _crash(run, traceback.format_exc(), verdict.CRASH)
+        _crash(run, traceback.format_exc(), verdict.CRASH, is_echo=groups.lost_a_peer(error))
     run.watchdog.stop()
     line = _done_line(plan.epoch(run.state.step), evaluation, run.state.weights_digest())
     _close_records(run, tracker, "FINISHED", line)
@@ -209,7 +205,7 @@ def _best_file(run: Training) -> dict[str, Any] | None:
     return {"step": best.step, "file": path.name} if best and path else None
 
 
-def _crash(run: Training, account: str, code: int) -> NoReturn:
+def _crash(run: Training, account: str, code: int, *, is_echo: bool = False) -> NoReturn:
     """One process has broken, so the others cannot go on: leave at once, without the farewells that wait for them."""
     run.watchdog.stop()
     ids = run.step.sample_ids
@@ -217,7 +213,7 @@ def _crash(run: Training, account: str, code: int) -> NoReturn:
     place = f"rank {run.group.rank} failed at step {run.state.step + 1} (sample ids {shown or 'none'})"
     line = f"{place}: {account.splitlines()[-1]}"
     print(f"{account}\npipeline: {line}", file=sys.stderr, flush=True)
-    leave_account(line)
+    leave_account(line, is_echo=is_echo)
     kill_stopped(run.group.pids_here)
     if run.checkpoints:
         run.checkpoints.wait()
