@@ -126,6 +126,7 @@ def test_a_wrong_recipe_fails_the_job_at_once(tmp_path: Path, digits: Path) -> N
         assert "batch.global=48 does not divide by 2 processes" in cluster.logs()
 
 
+@pytest.mark.full
 def test_a_missing_peer_does_not(tmp_path: Path, digits: Path) -> None:
     words = ("train.max_steps=4",)
     with Cluster(documents(digits, *words), tmp_path / "late") as cluster:
@@ -146,6 +147,7 @@ def test_a_loss_that_is_not_finite_fails_the_job_after_one_attempt(tmp_path: Pat
         assert "not finite" in cluster.logs() or "the loss is" in cluster.logs()
 
 
+@pytest.mark.full
 def test_two_jobs_in_one_run_folder_are_one_too_many(tmp_path: Path, digits: Path) -> None:
     from harness import pipeline
 

@@ -38,6 +38,7 @@ def test_the_same_command_gives_the_same_weights(tmp_path: Path, digits: Path, n
     assert len({job(tmp_path / str(i), digits, nproc=nproc).run().done["weights"] for i in range(2)}) == 1
 
 
+@pytest.mark.full
 def test_threads_workers_prefetch_and_tracing_change_nothing(tmp_path: Path, digits: Path) -> None:
     variants = (
         job(tmp_path / "0", digits, "data.workers=0", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"),

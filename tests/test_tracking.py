@@ -108,17 +108,19 @@ def _quick_client() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
-    """Two good servers: one for everything, one that stays empty until a run is sent to it as well."""
-    both = Server(tmp_path_factory.mktemp("good")).start(), Server(tmp_path_factory.mktemp("second")).start()
-    yield both[0].wait_ready(), both[1].wait_ready()
-    for server in both:
-        server.kill()
+def good(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A good server."""
+    server = Server(tmp_path_factory.mktemp("good")).start()
+    yield server.wait_ready()
+    server.kill()
 
 
-@pytest.fixture(scope="module")
-def good(servers: tuple[Server, Server]) -> Server:
-    return servers[0]
+@pytest.fixture
+def second(tmp_path: Path) -> Iterator[Server]:
+    """Another, empty until a run is sent to it as well."""
+    server = Server(tmp_path).start()
+    yield server.wait_ready()
+    server.kill()
 
 
 @dataclass
@@ -189,14 +191,14 @@ def test_sending_twice_doubles_nothing(trained: dict[str, Trained], delivered: d
     assert_whole(good, job)
 
 
+@pytest.mark.full
 def test_a_second_server_gets_the_same_history(
-    trained: dict[str, Trained], delivered: dict[str, Result], servers: tuple[Server, Server]
+    trained: dict[str, Trained], delivered: dict[str, Result], good: Server, second: Server
 ) -> None:
-    first, second = servers
     job = trained["absent"].job
     assert sync(job, MLFLOW_TRACKING_URI=second.uri).code == 0
     assert_whole(second, job)
-    assert second.points(second.run_of(job)) == first.points(first.run_of(job))
+    assert second.points(second.run_of(job)) == good.points(good.run_of(job))
 
 
 def test_a_server_that_says_yes_to_everything_is_not_believed(trained: dict[str, Trained]) -> None:

@@ -25,11 +25,12 @@ def test_a_rank_that_is_stopped_ends_all_within_the_time_out(tmp_path: Path, dig
     assert time.monotonic() - stopped < LIMIT + 15
     assert result.code == 1
     run.wait_gone(1)
-    assert "failed at step" in result.err.splitlines()[-1]
+    assert "rank 1 was killed by signal 9" in result.err.splitlines()[-1], "the survivors saw to it, and it is named"
     again = job(tmp_path / "run", digits, f"train.max_steps={run.step() + 2}").run()
     assert again.code == 0, "the same command goes on"
 
 
+@pytest.mark.full
 def test_a_worker_that_is_stopped_ends_in_the_stacks_of_its_rank(tmp_path: Path, digits: Path) -> None:
     run = job(tmp_path / "run", digits, "data.workers=1", nproc=1).start()
     run.wait_for_step(5)
