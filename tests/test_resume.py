@@ -77,7 +77,8 @@ def test_resumed_with_other_numbers_of_processes_the_samples_are_the_same(tmp_pa
     assert trace == read_rows(whole.folder / "trace.jsonl")
     assert result.done["weights"] not in whole.folder.with_suffix(".out").read_text(), "which is what exact mode is for"
     losses = [[value for step, key, value in one.journal("train/loss") if step <= 100] for one in (whole, run)]
-    assert sum(losses[1]) == pytest.approx(sum(losses[0]), rel=0.01)
+    # not nearer than this: batch norm sees 12 to 48 images a pass, as the number of processes has it
+    assert sum(losses[1]) == pytest.approx(sum(losses[0]), rel=0.05)
 
 
 def _hurt(run: Job, kind: str, draw: random.Random) -> None:
