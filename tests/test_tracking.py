@@ -201,6 +201,30 @@ def test_a_second_server_gets_the_same_history(
     assert second.points(second.run_of(job)) == good.points(good.run_of(job))
 
 
+@pytest.mark.full
+def test_a_database_whose_making_was_killed_is_made_anew(trained: dict[str, Trained], tmp_path: Path) -> None:
+    database = tmp_path / "local" / "mlflow.db"
+    uri = f"sqlite:///{database}"
+    jobs = [trained["absent"].job, trained["silent"].job]
+    for size in (1, 200_000):
+        sender = subprocess.Popen(
+            [sys.executable, "-m", "pipeline", "sync", str(jobs[0].folder)], env=environment(MLFLOW_TRACKING_URI=uri)
+        )
+        while not any(path.stat().st_size >= size for path in database.parent.glob("mlflow.db.*.part")):
+            assert sender.poll() is None
+            time.sleep(0.005)
+        sender.kill()
+        sender.wait()
+        assert not database.exists()
+    with ThreadPoolExecutor(2) as pool:  # and two that want to make it at once
+        sent = list(pool.map(lambda job: sync(job, MLFLOW_TRACKING_URI=uri), jobs))
+    assert [result.code for result in sent] == [0, 0], [result.err for result in sent]
+    assert [path.name for path in database.parent.glob("mlflow.db*")] == ["mlflow.db"]
+    client = mlflow.MlflowClient(uri)
+    (experiment,) = [found for found in client.search_experiments() if found.name == "digits"]
+    assert len(client.search_runs([experiment.experiment_id])) == len(jobs)
+
+
 def test_a_server_that_says_yes_to_everything_is_not_believed(trained: dict[str, Trained]) -> None:
     with http_server(lambda request: (200, b"{}")) as uri:
         result = sync(trained["500"].job, MLFLOW_TRACKING_URI=uri)

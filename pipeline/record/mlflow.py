@@ -8,6 +8,9 @@ a crash between sending and noting it arrives once. How far delivery came is not
 A call that fails costs seconds and nothing else: it is tried again while training goes on, once more at its end, and
 `pipeline sync RUN_DIR` delivers whatever is left, from the journal alone. A password in the address goes to mlflow by
 the environment, never in the address itself, so that no message, file or tag of mlflow's can hold it.
+
+A database of one's own is made under another name first: MLflow makes its tables one by one, in seconds, and never opens
+one that was killed between two.
 """
 
 import contextlib
@@ -81,7 +84,6 @@ class Follower:
             ) from None
 
         mlflow.set_tracking_uri(self._uri)
-        self._client = mlflow.MlflowClient(self._uri)
         self.loaded.set()
 
     def deliver(self) -> None:
@@ -109,11 +111,15 @@ class Follower:
 
     def _open_run(self) -> Progress:
         """Find the run on the server, or make it."""
+        from mlflow import MlflowClient
         from mlflow.entities import Param
 
         created = next((row for row, _ in read(self._folder.journal) if "run" in row), None)
         if created is None:
             raise RequestError(f"{self._folder.path} holds no journal.jsonl: there is nothing to send")
+        if self._database and not self._database.exists():
+            _make_database(self._database, created["run"])
+        self._client = MlflowClient(self._uri)
         experiment_id = self._experiment(self._config.track.experiment or self._config.recipe)
         of_run = f"tags.`{RUN_TAG}` = '{created['run']}'"
         found = self._client.search_runs([experiment_id], of_run, max_results=1)
@@ -234,11 +240,16 @@ class Follower:
                 failure = error
         raise TemporaryError(f"experiment {name} can be neither found nor made: {failure}")
 
-    def _artifact_location(self) -> str | None:
-        """Beside the database of a local store; a server knows its own."""
+    @property
+    def _database(self) -> Path | None:
+        """The file of a local store."""
         if not self._uri.startswith("sqlite:///"):
             return None
-        return (Path(self._uri.removeprefix("sqlite:///")).absolute().parent / "mlartifacts").as_uri()
+        return Path(self._uri.removeprefix("sqlite:///")).absolute()
+
+    def _artifact_location(self) -> str | None:
+        """Beside the database of a local store; a server knows its own."""
+        return (self._database.parent / "mlartifacts").as_uri() if self._database else None
 
     @property
     def _address(self) -> str:
@@ -255,6 +266,19 @@ class Follower:
         self._folder.write(
             self._folder.tracker, json.dumps({**self._noted(), self._address: asdict(progress)}, indent=1)
         )
+
+
+def _make_database(path: Path, run: str) -> None:
+    """Let MLflow make its tables in a file that gets its name when they are there, unless another run was faster."""
+    from mlflow import MlflowClient
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{run}.part")  # one sender a run: nobody else writes it
+    part.unlink(missing_ok=True)
+    MlflowClient(f"sqlite:///{part}")
+    with contextlib.suppress(FileExistsError):
+        os.link(part, path)
+    part.unlink()
 
 
 def sync(path: Path, *, follow: bool) -> None:
