@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from pipeline import verdict, world
@@ -201,44 +202,25 @@ def _add_machine_commands(commands: "argparse._SubParsersAction[_Parser]") -> No
     render = k8s.add_parser(
         "render", help="write the manifests for a recipe, an image, N nodes and G GPUs a node",
         description="Prints the manifests, or writes them to --out. Without options they are those of k8s/.",
+        argument_default=argparse.SUPPRESS,  # what is not given has its default where it is rendered
     )  # fmt: skip
-    render.add_argument("recipe", nargs="?", default="digits", metavar="RECIPE", help="default digits")
-    render.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
-    render.add_argument("--nodes", type=_count, default=2, metavar="N", help="pods (default 2)")
-    render.add_argument("--gpus", type=_count, default=1, metavar="G", help="GPUs, and processes, of each (default 1)")
-    render.add_argument("--cpu", action="store_true", help="no GPUs")
-    render.add_argument(
-        "--nproc", type=_count, default=1, metavar="M", help="processes of each without GPUs (default 1)"
-    )
-    render.add_argument(
-        "--image",
-        type=_word,
-        default="ddp-pipeline:0.1.0",
-        help="in a registry that the nodes can pull from, best by digest",
-    )
-    render.add_argument(
-        "--mlflow-image", type=_word, default="ddp-pipeline-mlflow:0.1.0", metavar="IMAGE", help="likewise"
-    )
-    render.add_argument("--pull-secret", type=_word, metavar="NAME", help="the registry's credentials, a Secret there")
-    render.add_argument("--namespace", type=_word, default="ddp-pipeline", metavar="NAME")
-    render.add_argument(
-        "--storage-class", type=_word, metavar="NAME", help="one that gives ReadWriteMany (default: the cluster's own)"
-    )
-    render.add_argument(
-        "--single-node",
-        action="store_true",
-        help="all pods on one machine, as in kind or minikube: ReadWriteOnce will do",
-    )
-    render.add_argument(
-        "--cpus", type=_count, metavar="C", help="CPUs of each pod (default 8 a GPU, 2 a process without)"
-    )
-    render.add_argument(
-        "--memory", type=_quantity, help="of each pod, 64Gi for example (default 24Gi a GPU, 4Gi without)"
-    )
-    render.add_argument(
-        "--shm", type=_quantity, help="/dev/shm of each pod, out of its memory (default 8Gi a GPU, 1Gi)"
-    )
-    render.add_argument("--out", type=Path, metavar="FOLDER", help="folder to write them to")
+    add = render.add_argument
+    add("recipe", nargs="?", metavar="RECIPE", help="default digits")
+    add("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
+    add("--nodes", type=_count, metavar="N", help="pods (default 2)")
+    add("--gpus", type=_count, metavar="G", help="GPUs, and processes, of each (default 1)")
+    add("--cpu", action="store_const", const=0, dest="gpus", help="no GPUs")
+    add("--nproc", type=_count, metavar="M", help="processes of each without GPUs (default 1)")
+    add("--image", type=_word, help="in a registry that the nodes can pull from, best by digest")
+    add("--mlflow-image", type=_word, metavar="IMAGE", help="likewise")
+    add("--pull-secret", type=_word, metavar="NAME", help="the registry's credentials, a Secret there")
+    add("--namespace", type=_word, metavar="NAME", help="default ddp-pipeline")
+    add("--storage-class", type=_word, metavar="NAME", help="one that gives ReadWriteMany (default: the cluster's own)")
+    add("--single-node", action="store_true", help="all pods on one machine (kind, minikube): ReadWriteOnce will do")
+    add("--cpus", type=_count, metavar="C", help="CPUs of each pod (default 8 a GPU, 2 a process without)")
+    add("--memory", type=_quantity, help="of each pod, 64Gi for example (default 24Gi a GPU, 4Gi without)")
+    add("--shm", type=_quantity, help="/dev/shm of each pod, out of its memory (default 8Gi a GPU, 1Gi without)")
+    add("--out", type=Path, default=None, metavar="FOLDER", help="folder to write them to")
     render.set_defaults(run=_render)
 
 
@@ -323,12 +305,8 @@ def _plan(options: argparse.Namespace) -> str:
     from pipeline.data.sources import size_of
     from pipeline.plan import make_plan, memory_row
 
-    if options.world % options.nodes:
-        raise RequestError(
-            f"--world {options.world} does not divide by --nodes {options.nodes}: give the same number to each"
-        )
     config = load(options.recipe, options.overrides)
-    place = world.World(cpus=world.allowed_cpus()).resized(options.world, options.world // options.nodes)
+    place = world.World(cpus=world.allowed_cpus()).resized(options.world, options.nodes)
     plan = make_plan(config, place, size_of(config))
 
     from pipeline.model.architectures import count_parameters  # imports torch: last, so that a mistake is said at once
@@ -365,15 +343,8 @@ def _doctor(options: argparse.Namespace) -> str | int:
 def _render(options: argparse.Namespace) -> str:
     from pipeline.operate.render import Request, render, write
 
-    gpus = 0 if options.cpu else options.gpus
-    manifests = render(
-        Request(
-            recipe=options.recipe, overrides=tuple(options.overrides), nodes=options.nodes, gpus=gpus,
-            nproc=options.nproc, image=options.image, mlflow_image=options.mlflow_image,
-            pull_secret=options.pull_secret, namespace=options.namespace, storage_class=options.storage_class,
-            single_node=options.single_node, cpus=options.cpus, memory=options.memory, shm=options.shm,
-        )
-    )  # fmt: skip
+    given = {field.name: getattr(options, field.name) for field in fields(Request) if hasattr(options, field.name)}
+    manifests = render(Request(**{**given, "overrides": tuple(options.overrides)}))
     if options.out is None:
         return "---\n".join(manifests.values()).rstrip()
     write(manifests, options.out)

@@ -79,8 +79,7 @@ def recall(folder: Path, request: str) -> Verdict | None:
     """The verdict that the last start of this same request ended with, or None."""
     try:
         left = json.loads((folder / _FILE).read_text())
-        kind = {kind.code: kind for kind in (NotFiniteError, StorageError)}[left["code"]]
-        return kind(left["line"]) if left["request"] == request else None
+        return of(left["code"])(left["line"]) if left["request"] == request else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -37,9 +37,11 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def resized(self, size: int, local_size: int) -> "World":
-        """The same machine with another number of processes, seen from rank 0."""
-        return replace(self, size=size, local_size=local_size, rank=0, local_rank=0)
+    def resized(self, size: int, nodes: int = 1) -> "World":
+        """The same machine with another number of processes, seen from rank 0. RequestError if nodes do not divide it."""
+        if size % nodes:
+            raise RequestError(f"--world {size} does not divide by --nodes {nodes}: give the same number to each")
+        return replace(self, size=size, local_size=size // nodes, rank=0, local_rank=0)
 
 
 def launched() -> bool:

@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 from harness import Job, Result, environment, pipeline
 
+from pipeline.config import Model
+from pipeline.model.architectures import try_out
+from pipeline.verdict import RequestError
+
 
 @pytest.fixture(scope="session")
 def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -193,3 +197,23 @@ def test_under_torchrun_a_wrong_request_is_said_once_and_nobody_is_waited_for(tm
         assert result.code == 1
         assert sum(says in line for line in result.err.splitlines() if line.startswith("pipeline: ")) == 1, result.err
         assert result.seconds < 20, "torchrun gives a rank that does not end 30 s"
+
+
+@pytest.mark.parametrize(
+    ("arch", "batch", "size", "reason"),
+    [("resnet18", 1, 32, "more than 1 value per channel"),
+     ("inception_v3", 8, 32, "Kernel size can't be greater"),
+     ("vit_b_16", 8, 32, "Wrong image height"),
+     ("swin_t", 8, 32, None), ("regnet_y_400mf", 2, 32, None)],
+)  # fmt: skip
+def test_shapes_that_a_network_cannot_take_are_refused(arch: str, batch: int, size: int, reason: str | None) -> None:
+    if reason is None:
+        try_out(Model(arch=arch), 10, batch, size, size)
+    else:
+        with pytest.raises(RequestError, match=f"{arch} cannot take passes of {batch} .*{reason}.*augment.size"):
+            try_out(Model(arch=arch), 10, batch, size, size)
+
+
+def test_passes_of_one_image_are_refused_in_one_line(tmp_path: Path, digits: Path) -> None:
+    result = pipeline("train", "digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}", "batch.global=1")
+    assert "cannot take passes of 1 images of 32 px" in refused(result)

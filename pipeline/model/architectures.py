@@ -20,8 +20,26 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def check(options: Model) -> None:
-    """RequestError for a name that torchvision lacks."""
+def try_out(options: Model, num_classes: int, batch: int, size: int, eval_size: int) -> None:
+    """Let shapes alone go through: RequestError for a name that torchvision lacks, or images or passes too small for it."""
+    model = _skeleton(options, num_classes)
+    with torch.device("meta"), torch.no_grad():
+        for mode, images, side in (("augment.size", batch, size), ("evaluate.size", 2, eval_size)):
+            model.train(mode == "augment.size")
+            try:
+                model(torch.empty(images, 3, side, side))
+            except (
+                RuntimeError,
+                ValueError,
+                AssertionError,
+            ) as error:  # batch norm wants more than one value a channel
+                raise RequestError(
+                    f"{options.arch} cannot take passes of {images} images of {side} px ({error}): raise {mode}, or have"
+                    " more images in a pass (batch.global, batch.accumulate, exact.shards, number of processes)"
+                ) from None
+
+
+def _check(options: Model) -> None:
     names = torchvision.models.list_models(module=torchvision.models)
     if options.arch not in names:
         raise RequestError(
@@ -31,8 +49,8 @@ def check(options: Model) -> None:
 
 
 def build(options: Model, num_classes: int) -> nn.Module:
-    """The model with fresh weights from the default generator."""
-    check(options)
+    """The model with fresh weights from the default generator. RequestError for a name that torchvision lacks."""
+    _check(options)
     model: nn.Module = torchvision.models.get_model(
         options.arch, weights=None, num_classes=num_classes, **_OPTIONS.get(options.arch, {})
     )
@@ -41,8 +59,16 @@ def build(options: Model, num_classes: int) -> nn.Module:
 
 def count_parameters(options: Model, num_classes: int) -> int:
     """How many weights the model has, without making them."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in build(options, num_classes).parameters())
+    return sum(parameter.numel() for parameter in _skeleton(options, num_classes).parameters())
+
+
+def _skeleton(options: Model, num_classes: int) -> nn.Module:
+    """The model's shapes, without its numbers."""
+    try:
+        with torch.device("meta"):
+            return build(options, num_classes)
+    except NotImplementedError:  # RegNet reckons its widths with tensors
+        return build(options, num_classes).to("meta")
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

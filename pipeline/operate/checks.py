@@ -1,8 +1,8 @@
 """What can be wrong with a request, a check each: a start makes them in order, `doctor` makes all and tells of each.
 
 A check returns what it found, or raises the Verdict that a start would end with. None of them needs torch, but for the one
-of the GPUs, and none of them changes anything or asks for a peer: a node that is replaced is looked at while the others
-are long under way.
+of the GPUs; none asks for a peer, for a node that is replaced is looked at while the others are long under way; and none
+changes anything, but to make the digits where they are missing.
 """
 
 import base64

@@ -58,9 +58,7 @@ def examine(
     """
     nodes = num_nodes or _of_environment("PET_NNODES")
     processes = num_processes or nodes * _of_environment("PET_NPROC_PER_NODE")
-    if processes % nodes:
-        raise RequestError(f"--world {processes} does not divide by --nodes {nodes}: give the same number to each")
-    here = world.here().resized(processes, processes // nodes)
+    here = world.here().resized(processes, nodes)
     found = _Findings()
     config = found.check("recipe", lambda: load(recipe, overrides), lambda config: config.recipe)
     if config:

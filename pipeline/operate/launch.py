@@ -41,7 +41,7 @@ def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopReques
     config = load(recipe, overrides)
     here = _place(nproc)
     if nproc and nproc > 1:
-        cleared = preflight(config, here.resized(nproc, nproc))
+        cleared = preflight(config, here.resized(nproc))
         cleared.folder.hold()  # whoever else holds it is named at once
         cleared.folder.release()  # rank 0 holds it from now on
         return start_processes(nproc, ["train", recipe, *overrides])
@@ -136,8 +136,7 @@ def start_processes(nproc: int, arguments: list[str]) -> int:
 def _exit_code(failure: "ChildFailedError") -> int:
     """The first failed process's own code, if it is one of ours; a crash otherwise."""
     rank, first = failure.get_first_failure()
-    ours = (RequestError.code, verdict.NotFiniteError.code, verdict.StorageError.code, TemporaryError.code)
-    if first.exitcode in ours:
+    if first.exitcode in (*verdict.FINAL, TemporaryError.code):
         return first.exitcode
     if first.exitcode in (-signal.SIGTERM, -signal.SIGINT):  # while it waited for the others, see StopRequest
         print("pipeline: asked to stop before a step was made: the same command starts again", file=sys.stderr)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline import __version__
 from pipeline.config import load, recipe_text
 from pipeline.operate import node
 from pipeline.verdict import RequestError
@@ -27,8 +28,8 @@ class Request:
     """GPUs a node, one process each; 0: the CPU."""
     nproc: int = 1
     """Processes a node without GPUs."""
-    image: str = "ddp-pipeline:0.1.0"
-    mlflow_image: str = "ddp-pipeline-mlflow:0.1.0"
+    image: str = f"ddp-pipeline:{__version__}"
+    mlflow_image: str = f"ddp-pipeline-mlflow:{__version__}"
     pull_secret: str | None = None
     namespace: str = "ddp-pipeline"
     storage_class: str | None = None

@@ -16,7 +16,7 @@ Sums that any order leaves the same are an old wish (Demmel & Nguyen, "Fast repr
 fixed point is the plainest way to have them, for numbers whose range can be stated.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -62,8 +62,11 @@ class Exact(Strategy):
             for one in bucket.parameters:
                 one.register_post_accumulate_grad_hook(self._came)  # type: ignore[no-untyped-call]
         self._buffers = list(model.buffers())
+        # running statistics are averaged; other buffers count, and count one shard a step
+        self._averaged = [buffer for buffer in self._buffers if buffer.is_floating_point()]
         self._before: list[Tensor] = []
-        self._statistics: list[Tensor] = []
+        size = sum(buffer.numel() for buffer in self._averaged)
+        self._statistics = torch.zeros(size, dtype=torch.int64, device=group.device)
         self._pending: list[Pending] = []
         self._is_last = False
         self._bad = torch.zeros((), dtype=torch.bool, device=group.device)
@@ -80,9 +83,10 @@ class Exact(Strategy):
         for bucket in self._buckets:
             if bucket.came or (self._is_last and not bucket.is_complete):  # a layer took no part in this pass
                 self._take(bucket)
-        for buffer, sum_so_far in zip(self._averaged(), self._statistics, strict=True):
-            self._bad |= ~(buffer.abs().max() < self._largest_buffer)
-            sum_so_far.add_(_to_units(buffer, _BUFFER_BITS))
+        if self._averaged:
+            made = torch.cat([buffer.reshape(-1) for buffer in self._averaged])
+            self._bad |= ~(made.abs().max() < self._largest_buffer)
+            self._statistics += _to_units(made, _BUFFER_BITS)
         if self._is_last:
             self._finish()
 
@@ -104,7 +108,7 @@ class Exact(Strategy):
             bucket.units.zero_()
             bucket.is_complete = False
         self._before = [buffer.clone() for buffer in self._buffers]
-        self._statistics = [torch.zeros_like(buffer, dtype=torch.int64) for buffer in self._averaged()]
+        self._statistics.zero_()
 
     def _came(self, parameter: Tensor) -> None:
         bucket = self._bucket_of[id(parameter)]
@@ -126,26 +130,28 @@ class Exact(Strategy):
 
     def _finish(self) -> None:
         """Wait for all sums; the mean gradient is then in place, and the mean of the running statistics."""
-        arrivals = [self.group.start_sum(units) for units in self._statistics]
-        for arrival in (*self._pending, *arrivals):
+        if self._averaged:
+            self._pending.append(self.group.start_sum(self._statistics))
+        for arrival in self._pending:
             arrival.wait()
         self._pending = []
         for bucket in self._buckets:
-            mean = self._mean(bucket.units, self._bits)
-            parts = torch.split(mean, [one.numel() for one in bucket.parameters])
-            for one, part in zip(bucket.parameters, parts, strict=True):
-                one.grad = torch.empty_like(one).copy_(part.view(one.shape))  # in the layout that the optimizer likes
-        for buffer, units in zip(self._averaged(), self._statistics, strict=True):
-            buffer.copy_(self._mean(units, _BUFFER_BITS))
+            for one, mean in zip(
+                bucket.parameters, self._means(bucket.units, self._bits, bucket.parameters), strict=True
+            ):
+                one.grad = torch.empty_like(one).copy_(mean)  # in the layout that the optimizer likes
+        for buffer, mean in zip(
+            self._averaged, self._means(self._statistics, _BUFFER_BITS, self._averaged), strict=True
+        ):
+            buffer.copy_(mean)
         largest = torch.stack([one.grad.abs().max() for one in self.model.parameters() if one.grad is not None])
         self._smallest = torch.minimum(self._smallest, torch.where(largest > 0, largest, torch.inf).min())
 
-    def _mean(self, units: Tensor, bits: int) -> Tensor:
-        return units.double().mul_(2.0**-bits).div_(self._shards)
-
-    def _averaged(self) -> list[Tensor]:
-        """Running statistics; other buffers count, and count one shard a step."""
-        return [buffer for buffer in self._buffers if buffer.is_floating_point()]
+    def _means(self, units: Tensor, bits: int, shaped: Sequence[Tensor]) -> list[Tensor]:
+        """A flat sum over all shards as means, float64, shaped like those that went into it one after another."""
+        mean = units.double().mul_(2.0**-bits).div_(self._shards)
+        parts = torch.split(mean, [one.numel() for one in shaped])
+        return [part.view(one.shape) for part, one in zip(parts, shaped, strict=True)]
 
 
 def _to_units(values: Tensor, bits: int) -> Tensor:

@@ -23,7 +23,7 @@ from pipeline.train.evaluate import Evaluator
 from pipeline.train.report import Report, Waiting, trace_update
 from pipeline.train.signals import StopRequest
 from pipeline.train.state import Evaluation, TrainState
-from pipeline.train.step import Step
+from pipeline.train.step import Step, name_samples
 from pipeline.train.watchdog import Watchdog
 from pipeline.verdict import NotFiniteError, StorageError, TemporaryError
 
@@ -148,9 +148,8 @@ def _not_finite(run: Training, loss: torch.Tensor, used: list[Batch]) -> NotFini
             " updated; lower optimizer.lr, lengthen schedule.warmup, or lower exact.fraction_bits"
         )
     rank, (value, ids) = min(seen_by.items())
-    shown = ", ".join(map(str, ids[:8])) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
     return NotFiniteError(
-        f"the loss is {value} at step {run.state.step + 1} on rank {rank} (sample ids {shown}): nothing was updated; lower"
+        f"the loss is {value} at step {run.state.step + 1} on rank {rank} ({name_samples(ids)}): nothing was updated; lower"
         " optimizer.lr, lengthen schedule.warmup or set train.clip"
     )
 

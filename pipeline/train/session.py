@@ -19,7 +19,7 @@ from pipeline.data.loader import LoaderError, TrainBatches, batches
 from pipeline.data.manifest import Index
 from pipeline.data.sources import Source, data_root, of_index, open_source
 from pipeline.group import Group
-from pipeline.model.architectures import build, check
+from pipeline.model.architectures import build, try_out
 from pipeline.plan import Plan, make_plan, share_resources
 from pipeline.record import sender
 from pipeline.record.checkpoint import Checkpoints, copy_to_host, weights_digest
@@ -33,7 +33,7 @@ from pipeline.train.loop import Training, train
 from pipeline.train.resume import resume
 from pipeline.train.signals import StopRequest
 from pipeline.train.state import Evaluation, TrainState
-from pipeline.train.step import Step
+from pipeline.train.step import Step, name_samples
 from pipeline.train.watchdog import Watchdog
 from pipeline.verdict import TemporaryError, Verdict
 from pipeline.world import World, kill_stopped, leave_account, stop_restarts
@@ -48,12 +48,18 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
     """
     terminal = Terminal() if world.is_main else Silence()
     if world.is_main:
-        check(config.model)  # before a group forms
+        assert source is not None
+        expected = make_plan(config, world, source.size)
+        try_out(config.model, expected.num_classes, expected.micro_batch, expected.image_size, expected.eval_size)
     with stop.obeyed_at_once():
         group = _join(config, world)
+    # longer than an exchange may take, so that where one fails its own error is what is said
+    watchdog = Watchdog(config.run.timeout + _MARGIN_S, folder.path / f"hang-rank-{group.rank}.txt", group.rank)
+    watchdog.start()
     source = _share_source(config, group, source)
     plan = _agree_on_plan(config, group, source)
-    run = _build(config, plan, group, source, terminal, stop)
+    run = _build(config, plan, group, source, terminal, stop, watchdog)
+    watchdog.beat()
     resumed = resume(run.state, config, folder, source, group, terminal.say)
     if run.state.step >= plan.last_step and run.state.is_evaluated:
         terminal.say(f"finished before: {folder.path} stands at step {run.state.step:,} of {plan.last_step:,}")
@@ -63,14 +69,14 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
     tracker = _open_records(run, folder, resumed=resumed)
     data = TrainBatches(source.train, config, plan, group.rank)
     positions = range(run.state.step * plan.accumulate, max(run.state.step, plan.last_step) * plan.accumulate)
-    run.watchdog.start()
+    watchdog.beat()
     try:
         evaluation = train(run, batches(data, positions, plan, pin=group.device.type == "cuda"))
     except LoaderError as ending:
         verdict.leave(folder.path, ending, config.model_dump_json())
         _crash(run, str(ending), ending.code)
     except Verdict as ending:
-        run.watchdog.stop()
+        watchdog.stop()
         if group.is_main:
             verdict.leave(folder.path, ending, config.model_dump_json())
         _close_records(run, tracker, "KILLED" if isinstance(ending, TemporaryError) else "FAILED", str(ending))
@@ -78,7 +84,7 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
         raise
     except Exception as error:
         _crash(run, traceback.format_exc(), verdict.CRASH, is_echo=groups.lost_a_peer(error))
-    run.watchdog.stop()
+    watchdog.stop()
     line = _done_line(plan.epoch(run.state.step), evaluation, run.state.weights_digest())
     _close_records(run, tracker, "FINISHED", line)
     group.finish()
@@ -131,7 +137,15 @@ def _agree_on_plan(config: Config, group: Group, source: Source) -> Plan:
     return plan
 
 
-def _build(config: Config, plan: Plan, group: Group, source: Source, terminal: Terminal, stop: StopRequest) -> Training:
+def _build(
+    config: Config,
+    plan: Plan,
+    group: Group,
+    source: Source,
+    terminal: Terminal,
+    stop: StopRequest,
+    watchdog: Watchdog,
+) -> Training:
     """All parts, settled, with first weights that are a function of the seed."""
     if config.is_deterministic:
         terminal.say(
@@ -148,8 +162,6 @@ def _build(config: Config, plan: Plan, group: Group, source: Source, terminal: T
     model.load_state_dict(first)
     identity = {"config": config.to_yaml(), "data": source.digest, "classes": list(source.classes), "world": plan.world}
     evaluator = Evaluator(model, source.val, config, plan, group)
-    # longer than an exchange may take, so that where one fails its own error is what is said
-    watchdog = Watchdog(config.run.timeout + _MARGIN_S, config.run_dir / f"hang-rank-{group.rank}.txt", group.rank)
     return Training(
         config, plan, group, strategy, state, step, source.train, evaluator, identity, terminal, stop, watchdog
     )
@@ -208,9 +220,7 @@ def _best_file(run: Training) -> dict[str, Any] | None:
 def _crash(run: Training, account: str, code: int, *, is_echo: bool = False) -> NoReturn:
     """One process has broken, so the others cannot go on: leave at once, without the farewells that wait for them."""
     run.watchdog.stop()
-    ids = run.step.sample_ids
-    shown = ", ".join(map(str, ids[:8])) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
-    place = f"rank {run.group.rank} failed at step {run.state.step + 1} (sample ids {shown or 'none'})"
+    place = f"rank {run.group.rank} failed at step {run.state.step + 1} ({name_samples(run.step.sample_ids)})"
     line = f"{place}: {account.splitlines()[-1]}"
     print(f"{account}\npipeline: {line}", file=sys.stderr, flush=True)
     leave_account(line, is_echo=is_echo)

@@ -22,6 +22,12 @@ LOSS_UNIT = 2**20
 """Losses are summed in integers of 2^-20, which add in any order to the same."""
 
 
+def name_samples(ids: list[int]) -> str:
+    """As an account of a failure shows them: the first few."""
+    more = f" and {len(ids) - 8} more" if len(ids) > 8 else ""
+    return f"sample ids {', '.join(map(str, ids[:8])) or 'none'}{more}"
+
+
 def autocast(device: torch.device, config: Config) -> torch.autocast:
     """The context in which a forward pass has its precision."""
     return torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision == "bf16")

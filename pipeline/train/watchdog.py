@@ -1,8 +1,9 @@
 """Ends a hang: a process that makes no progress for too long says where each of its threads stands, and leaves.
 
 Promise: no process waits for ever, for a peer, a device, a disk or a loader worker. Why that holds: a thread of its own
-counts seconds since the last sign of life, in which the loop has no part, and `os._exit` asks nobody. It counts its own
-seconds and not a clock's, so that a machine that slept, or a job that was paused whole, is not taken for one that hangs.
+counts seconds since the last sign of life, in which the loop has no part; `os._exit` asks nobody, and the disk that the
+account goes to cannot hold it up either. It counts its own seconds and not a clock's, so that a machine that slept, or a
+job that was paused whole, is not taken for one that hangs.
 """
 
 import faulthandler
@@ -13,6 +14,8 @@ import time
 from pathlib import Path
 
 from pipeline.verdict import CRASH
+
+_WRITING_S = 5
 
 
 class Watchdog:
@@ -39,13 +42,21 @@ class Watchdog:
                 self._bark()
 
     def _bark(self) -> None:
-        when = time.strftime("%F %T")
-        with open(self._account, "w") as file:
-            print(f"rank {self._rank}, {when}: no progress for {self._silent_for} s", file=file, flush=True)
-            faulthandler.dump_traceback(file, all_threads=True)
+        writer = threading.Thread(target=self._write_account, daemon=True)
+        writer.start()
+        writer.join(_WRITING_S)
         print(
             f"pipeline: rank {self._rank} made no progress for {self._silent_for} s (run.timeout) and leaves; where each of"
             f" its threads stood is in {self._account}",
             file=sys.stderr, flush=True,
         )  # fmt: skip
         os._exit(CRASH)
+
+    def _write_account(self) -> None:
+        head = f"rank {self._rank}, {time.strftime('%F %T')}: no progress for {self._silent_for} s"
+        try:
+            with open(self._account, "w") as file:
+                print(head, file=file, flush=True)
+                faulthandler.dump_traceback(file, all_threads=True)
+        except OSError:
+            faulthandler.dump_traceback(all_threads=True)
