@@ -1,6 +1,6 @@
 # Two commands for a stranger: `make train` and `make test`. Both set up .venv first, once.
 .DELETE_ON_ERROR:
-.PHONY: help setup train ui test test-containers cluster-test lint lock clean
+.PHONY: help setup train ui test test-containers faults faults-ci cluster-test lint lock clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -16,6 +16,7 @@ help:
 	@echo 'make train   set up, make the digits, train them on $(NPROC) processes (NPROC=N, ARGS="key=value ...")'
 	@echo 'make ui      look at the runs in MLflow, http://127.0.0.1:5000'
 	@echo 'make test    set up and run all tests'
+	@echo 'make faults-ci         the fault matrix, in a quarter of an hour; make faults: for hours, goes on where it was broken off'
 	@echo 'make test-containers   build the images and test them, with a Docker engine'
 	@echo 'make cluster-test      train and hurt the digits on a cluster (KUBECONFIG, IMAGE, MLFLOW_IMAGE, RENDER)'
 	@echo 'make lint    ruff and mypy'
@@ -43,6 +44,17 @@ ui: setup
 
 test: setup
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+FAULTS = $(BIN)/python -m pytest --ledger build/faults.jsonl --report docs/faults.md
+
+# one at a time, so that seconds mean something
+faults-ci: setup
+	$(FAULTS) --faults ci -m 'fault or full' $(ARGS)
+
+# the results of each test are kept in build/faults.jsonl: what has passed on the same code is not run again
+faults: setup
+	$(FAULTS) --faults long -m fault $(ARGS); first=$$?; \
+	if docker version >/dev/null 2>&1; then $(FAULTS) --engine --faults long -m fault $(ARGS); fi && exit $$first
 
 # BASE_IMAGE names another base than that of the Dockerfile
 test-containers: setup

@@ -1,18 +1,19 @@
 """Shared by all tests: a folder of digits, made once."""
 
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+from engine import build_images
+
+pytest_plugins = ["faults.ledger"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--rounds", type=int, default=1, help="how often each fault is injected (seeds differ)")
-    parser.addoption(
-        "--seed", type=int, default=0, help="first seed of the faults' instants; printed with each failure"
-    )
     parser.addoption(
         "--full", action="store_true", help="also the tests that repeat a promise at more sizes, as CI does"
     )
@@ -25,32 +26,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Of several workers one has a whole file, for its fixtures' sake; the longest files come first.
     """
-    longest = {"test_tracking": 0, "test_resume": 1, "test_checkpoint": 2, "test_cluster": 3, "test_stop": 4}
+    longest = {"test_tracking": 0, "test_kills": 1, "test_checkpoint": 2, "test_job": 3, "test_stops": 4}
     items.sort(key=lambda item: longest.get(item.path.stem, len(longest)))
     wants_engine = config.getoption("--engine")
     left_out = [
         item
         for item in items
         if bool(item.get_closest_marker("engine")) != wants_engine
-        or (item.get_closest_marker("full") and not config.getoption("--full"))
+        or (item.get_closest_marker("full") and not _is_full(config))
     ]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
 
 
+def _is_full(config: pytest.Config) -> bool:
+    return config.getoption("--full") or config.getoption("--faults") != "once"
+
+
 @pytest.fixture(scope="session")
 def full(request: pytest.FixtureRequest) -> bool:
-    return request.config.getoption("--full")
-
-
-@pytest.fixture(scope="session")
-def rounds(request: pytest.FixtureRequest) -> int:
-    return request.config.getoption("--rounds")
-
-
-@pytest.fixture(scope="session")
-def first_seed(request: pytest.FixtureRequest) -> int:
-    return request.config.getoption("--seed")
+    return _is_full(request.config)
 
 
 @pytest.fixture(scope="session")
@@ -66,3 +61,23 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("data") / "digits"
     make_digits(root)
     return root
+
+
+@pytest.fixture(scope="session")
+def images() -> None:
+    """Both images, built from this checkout."""
+    build_images()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB, to be mounted anew with another size."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no file system of 64 KiB can be mounted here: {mounted.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", "--lazy", str(path)], check=True)

@@ -27,6 +27,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.fault("C2")
 def test_every_damage_is_noticed_named_and_passed_over(folder: Path) -> None:
     path = listed(folder)[0]
     whole = path.read_bytes()
@@ -53,6 +54,7 @@ def test_every_damage_is_noticed_named_and_passed_over(folder: Path) -> None:
     assert "Is a directory" in said[0]
 
 
+@pytest.mark.fault("C2")
 def test_none_that_verifies_is_no_fresh_start(folder: Path) -> None:
     for path in listed(folder):
         path.write_bytes(b"x")
@@ -61,6 +63,7 @@ def test_none_that_verifies_is_no_fresh_start(folder: Path) -> None:
     assert newest_good(folder / "nowhere", pytest.fail) is None
 
 
+@pytest.mark.fault("H2")
 def test_a_malicious_file_is_not_executed(tmp_path: Path) -> None:
     class Payload:
         def __reduce__(self) -> Any:
@@ -91,6 +94,7 @@ def test_the_copy_is_not_changed_by_the_next_step(tmp_path: Path) -> None:
     assert decode(read_verified(path), path)["model"]["weight"][0, 0] == 1
 
 
+@pytest.mark.fault("C1")
 def test_a_full_disk_costs_no_step_and_is_said(tmp_path: Path) -> None:
     said: list[str] = []
     writer = Checkpoints(tmp_path / "gone", keep=2, report=said.append)
@@ -130,6 +134,7 @@ def again(trained: Job, folder: Path, *changes: str) -> Job:
     return Job(folder, [*trained.arguments, *changes])
 
 
+@pytest.mark.fault("C2")
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(trained: Job, tmp_path: Path) -> None:
     run = again(trained, tmp_path / "run", "train.max_steps=16")
     newest = run.checkpoints()[-1]
@@ -142,6 +147,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(trained: Job, 
     assert next(run.folder.glob("before-*")).joinpath(newest.name).exists(), "nothing is thrown away"
 
 
+@pytest.mark.fault("C2")
 def test_without_any_that_verifies_it_ends_with_4_and_says_so_again(trained: Job, tmp_path: Path) -> None:
     run = again(trained, tmp_path / "run", "train.max_steps=16")
     for path in run.checkpoints():
@@ -151,6 +157,7 @@ def test_without_any_that_verifies_it_ends_with_4_and_says_so_again(trained: Job
         assert (result.code, result.error.startswith("none of the 2 checkpoints")) == (4, True)
 
 
+@pytest.mark.fault("F5")
 def test_what_may_not_change_on_resume_is_refused_by_name(trained: Job, tmp_path: Path) -> None:
     for change, named in (
         ("batch.global=96", "batch.global: 48 -> 96"),
@@ -164,6 +171,7 @@ def test_what_may_not_change_on_resume_is_refused_by_name(trained: Job, tmp_path
         assert result.seconds < 5
 
 
+@pytest.mark.fault("F5")
 def test_what_may_change_goes_on(trained: Job, tmp_path: Path) -> None:
     run = again(
         trained, tmp_path / "run", "train.max_steps=none", "data.workers=1", "checkpoint.keep=1", "run.trace=false",
@@ -187,6 +195,7 @@ def test_never_sets_aside_and_a_path_goes_back(trained: Job, said: str, tmp_path
     assert result.out == said
 
 
+@pytest.mark.fault("E4")
 def test_data_that_changed_is_refused_and_named(trained: Job, tmp_path: Path, digits: Path) -> None:
     root = tmp_path / "digits"
     shutil.copytree(digits, root)
@@ -204,6 +213,7 @@ def test_data_that_changed_is_refused_and_named(trained: Job, tmp_path: Path, di
     assert run.run().done["step"] == "8"
 
 
+@pytest.mark.fault("I1")
 def test_a_loss_that_is_not_finite_stops_all_and_is_said_again(tmp_path: Path, digits: Path) -> None:
     run = Job(
         tmp_path / "run",

@@ -161,6 +161,7 @@ def test_a_damaged_cache_is_passed_over(tmp_path: Path, folder: Path) -> None:
         assert (index.digest, index.classes) == (expected, ("cat", "dog"))
 
 
+@pytest.mark.fault("C3")
 def test_data_that_is_read_only_is_indexed_beside_the_run(tmp_path: Path, folder: Path) -> None:
     (folder / manifest.CACHE).write_text("no folder can be made here, for root neither")
     for _ in range(2):
@@ -181,6 +182,7 @@ def test_names_need_not_be_utf_8(tmp_path: Path) -> None:
     assert all(decode(images.read(i)).shape == (3, 8, 8) for i in range(2))
 
 
+@pytest.mark.fault("E6")
 def test_an_index_of_200000_images_is_small() -> None:
     entries = [(b"train/n%08d/n%08d_%d.JPEG" % (i % 1000, i % 1000, i), 110_000 + i, i % 1000) for i in range(200_000)]
     split = Split.of(entries)
@@ -280,6 +282,7 @@ def test_data_check_says_what_is_there(folder: Path) -> None:
     assert result.out == f"{folder} is good: 5 images to train, 2 held out, 2 classes, digest {digest}\n"
 
 
+@pytest.mark.fault("E2")
 def test_data_check_names_each_defect_once(folder: Path) -> None:
     (folder / "train/cat/1.png").write_bytes(b"")
     (folder / "train/cat/2.PNG").write_text("hello: world")
@@ -296,6 +299,7 @@ def test_data_check_names_each_defect_once(folder: Path) -> None:
     ]
 
 
+@pytest.mark.fault("E2")
 def test_sums_are_those_of_sha256sum_and_tell_what_changed(tmp_path: Path) -> None:
     odd = (
         b"train/a/1.png",
@@ -384,6 +388,7 @@ KINDS = {
 }
 
 
+@pytest.mark.fault("E1")
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_picture_is_what_pillow_makes_of_it(kind: str) -> None:
     pixels = decode(KINDS[kind])  # by content: the name's ending plays no part
@@ -392,6 +397,7 @@ def test_a_picture_is_what_pillow_makes_of_it(kind: str) -> None:
     assert np.abs(pixels.permute(1, 2, 0).numpy().astype(int) - expected).max() <= 2
 
 
+@pytest.mark.fault("E1")
 @pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
 def test_16_bits_are_scaled_not_clipped(kind: str) -> None:
     pixels = decode(encoded(Image.fromarray(WIDE), kind))
@@ -412,6 +418,7 @@ def png(width: int, height: int, depth: int, colour: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", packed) + chunk(b"IEND", b"")
 
 
+@pytest.mark.fault("E7")
 def test_a_small_file_that_would_be_huge_is_refused_before_it_is_decoded() -> None:
     bomb = png(21_000, 21_000, 1, 0)
     assert len(bomb) < 100_000
@@ -421,6 +428,7 @@ def test_a_small_file_that_would_be_huge_is_refused_before_it_is_decoded() -> No
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB; decoded it is 1.3 GB
 
 
+@pytest.mark.fault("E1")
 @pytest.mark.parametrize(
     ("data", "reason"),
     [(b"", "empty file"),
@@ -500,6 +508,7 @@ def partly_bad(tmp_path: Path) -> Path:
     return root
 
 
+@pytest.mark.fault("E1")
 def test_bad_images_are_replaced_alike_at_any_number_of_processes_and_workers(partly_bad: Path) -> None:
     expected, defects = stream(partly_bad, range(3), "data.workers=0")
     bad = {0, 10, 20, 30, 40, 50, 60, 70}
@@ -529,6 +538,7 @@ def test_a_bad_image_counts_in_validation_and_no_answer_is_right(partly_bad: Pat
     assert [sample for batch in batches for sample, _ in batch.defects] == [6]
 
 
+@pytest.mark.fault("E1")
 def test_a_run_names_each_bad_image_once_and_ends_above_the_limit(tmp_path: Path, partly_bad: Path) -> None:
     words = ["digits", f"data.root={partly_bad}", "batch.global=16", "train.epochs=1", "run.device=cpu", "track.uri=none",
              "schedule.warmup=0", "model.arch=shufflenet_v2_x0_5", "data.workers=2", "run.threads=1"]  # fmt: skip

@@ -23,6 +23,7 @@ def weights_of_two(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> st
     return job(tmp_path_factory.mktemp("two") / "run", digits, nproc=2).run().done["weights"]
 
 
+@pytest.mark.fault("I3")
 def test_torchrun_gives_the_same_weights_and_another_seed_others(
     tmp_path: Path, digits: Path, weights_of_two: str
 ) -> None:
@@ -32,12 +33,14 @@ def test_torchrun_gives_the_same_weights_and_another_seed_others(
     assert other.run().done["weights"] != weights_of_two
 
 
+@pytest.mark.fault("I3")
 @pytest.mark.full
 @pytest.mark.parametrize("nproc", [1, 3])
 def test_the_same_command_gives_the_same_weights(tmp_path: Path, digits: Path, nproc: int) -> None:
     assert len({job(tmp_path / str(i), digits, nproc=nproc).run().done["weights"] for i in range(2)}) == 1
 
 
+@pytest.mark.fault("F3")
 @pytest.mark.full
 def test_threads_workers_prefetch_and_tracing_change_nothing(tmp_path: Path, digits: Path) -> None:
     variants = (

@@ -41,6 +41,7 @@ def evaluate(run: Job, world: int, *overrides: str) -> Result:
     return pipeline("evaluate", str(run.folder), *overrides, *(["--nproc", str(world)] if world > 1 else []))
 
 
+@pytest.mark.fault("E3")
 @pytest.mark.parametrize(
     ("size", "worlds"),
     [(1, (1, 4)), *(pytest.param(n, (1, 2, 3, 4), marks=pytest.mark.full) for n in SIZES)],

@@ -33,6 +33,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
     return run
 
 
+@pytest.mark.fault("F1")
 @pytest.mark.full
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_the_weights_are_those_of_one_process(tmp_path: Path, digits: Path, alone: Job, world: int) -> None:
@@ -41,11 +42,12 @@ def test_the_weights_are_those_of_one_process(tmp_path: Path, digits: Path, alon
     assert more.journal("train/loss", "train/top1", "val/") == alone.journal("train/loss", "train/top1", "val/")
 
 
+@pytest.mark.fault("F1", ci=1, long=20)
 @pytest.mark.parametrize("worlds", [(3, 2), pytest.param((4, 2, 3, 1), marks=pytest.mark.full)])
 def test_killed_and_gone_on_with_other_numbers_it_ends_the_same(
-    tmp_path: Path, digits: Path, alone: Job, worlds: tuple[int, ...], first_seed: int
+    tmp_path: Path, digits: Path, alone: Job, worlds: tuple[int, ...], seed: int
 ) -> None:
-    draw = random.Random(first_seed)
+    draw = random.Random(seed)
     run = job(tmp_path / "run", digits, 1)
     for number, world in enumerate(worlds):
         run.nproc = world

@@ -105,6 +105,7 @@ def test_the_rate_is_finite_where_warm_up_is_all_there_is() -> None:
     assert [made.learning_rate(step) for step in (0, 13, 14)] == pytest.approx([0.0375 / 14, 0.0375, 0.0375])
 
 
+@pytest.mark.fault("F4")
 def test_a_remainder_is_refused_with_the_nearest_that_work() -> None:
     assert refused("batch.global=100", size=3) == (
         "batch.global=100 does not divide by 3 processes × batch.accumulate=1 = 3: the nearest batch.global that works is"
@@ -124,6 +125,7 @@ def test_the_nearest_that_are_named_do_work(world_size: int) -> None:
         assert plan(f"batch.global={batch}", "batch.accumulate=2", size=world_size)
 
 
+@pytest.mark.fault("E3")
 def test_data_smaller_than_one_batch_is_refused_with_the_largest_that_works() -> None:
     line = refused("batch.global=2000", size=4)
     assert line == (
@@ -139,6 +141,7 @@ def test_a_warm_up_longer_than_training_is_refused() -> None:
     )
 
 
+@pytest.mark.fault("E5")
 def test_batches_that_do_not_fit_into_shared_memory_are_refused() -> None:
     config = load(
         "digits", ["batch.global=256", "data.workers=8", "data.prefetch=3", "augment.size=224", "evaluate.batch=64"]

@@ -32,6 +32,7 @@ def alone(digits: Path) -> list[GlobalBatch]:
     return stream(digits, STEPS, "data.workers=0")[0]
 
 
+@pytest.mark.fault("F3")
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 @pytest.mark.parametrize("workers", [0, 2, 4])
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -102,6 +103,7 @@ def test_processes_and_passes_only_slice_the_global_batch(world: int) -> None:
         assert np.array_equal(np.concatenate(parts), order.ids(step))
 
 
+@pytest.mark.fault("A5")
 def test_a_killed_loader_worker_costs_no_batch(digits: Path, alone: list[GlobalBatch]) -> None:
     config, plan, source = prepare(digits, 1, "data.workers=2")
     before = set(children(os.getpid()))

@@ -155,6 +155,7 @@ def delivered(trained: dict[str, Trained], good: Server) -> dict[str, Result]:
         return dict(zip(kinds, sent, strict=True))
 
 
+@pytest.mark.fault("D1")
 @pytest.mark.parametrize("kind", CASES)
 def test_a_bad_server_changes_nothing_and_is_given_up_in_seconds(trained: dict[str, Trained], kind: str) -> None:
     without, beside = trained["none"], trained[kind]
@@ -172,6 +173,7 @@ def test_a_bad_server_changes_nothing_and_is_given_up_in_seconds(trained: dict[s
     beside.job.wait_gone(1)
 
 
+@pytest.mark.fault("D1")
 @pytest.mark.parametrize("kind", CASES)
 def test_what_a_bad_server_did_not_take_is_delivered_later(
     trained: dict[str, Trained], delivered: dict[str, Result], good: Server, kind: str
@@ -273,6 +275,7 @@ def test_the_logged_model_takes_pixels_in_any_number(
             np.testing.assert_allclose(module(images[:size]).numpy(), expected[:size], atol=1e-5)
 
 
+@pytest.mark.fault("D1")
 @pytest.mark.full
 def test_a_server_killed_in_mid_run_costs_no_step_and_no_point(
     tmp_path: Path, digits: Path, good: Server, outage: int
@@ -313,6 +316,7 @@ def test_a_server_killed_in_mid_run_costs_no_step_and_no_point(
     assert without <= 3 * with_it  # a call in the way would cost seconds
 
 
+@pytest.mark.fault("D2")
 def test_one_run_through_crash_and_stop_with_the_true_status(tmp_path: Path, digits: Path, good: Server) -> None:
     run = job(
         tmp_path / "hurt", digits, good.uri, "track.required=true", "checkpoint.every=5 steps", "data.workers=2",
@@ -389,6 +393,7 @@ def test_a_required_tracker_that_is_not_there_is_named_at_once(tmp_path: Path, d
     assert not rows_with_metrics(Job(tmp_path / "run", []))
 
 
+@pytest.mark.fault("H3")
 @pytest.mark.full
 def test_a_password_is_used_and_found_nowhere(tmp_path: Path, digits: Path, good: Server) -> None:
     seen: list[tuple[str, bytes]] = []
@@ -451,19 +456,6 @@ def test_a_torn_line_is_cut_off_and_no_point_is_written_twice(tmp_path: Path) ->
         (1, {"loss": 1.0}), (2, {"loss": 0.5}), (3, {"loss": 1 / 3}), (3, {"top1": 0.5}),
         (4, {"loss": 7.0}), (5, {"loss": 7.0}),
     ]  # fmt: skip
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "disk"
-    path.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)], capture_output=True, text=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"no file system of 64 KiB can be mounted here: {mounted.stderr.strip()}")
-    yield path
-    subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
 def test_rows_that_a_full_disk_refuses_are_written_once_there_is_room(small_disk: Path) -> None:

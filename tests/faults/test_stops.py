@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from harness import DONE, SMALL, Job, kill, pipeline, read_rows
 
+from faults.ledger import Notes
 from pipeline.record.checkpoint import newest_good, step_of
 
 PHASES = ("training", *(pytest.param(phase, marks=pytest.mark.full) for phase in ("first batch", "validation", "save")))
@@ -29,29 +30,29 @@ def whole(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
     return run
 
 
+@pytest.mark.fault("B1", ci=2, long=13)
 @pytest.mark.parametrize("phase", PHASES)
 def test_sigterm_to_one_rank_saves_that_step_and_exits_75(
-    tmp_path: Path, digits: Path, whole: Job, phase: str, rounds: int, first_seed: int
+    tmp_path: Path, digits: Path, whole: Job, phase: str, seed: int, notes: Notes
 ) -> None:
-    for seed in range(first_seed, first_seed + rounds):
-        draw = random.Random(f"{phase} {seed}")
-        print(f"{phase}, --seed {seed}")
-        run = job(tmp_path / f"run-{seed}", digits).start()
-        _wait_for(phase, run, draw)
-        step = run.step()
-        asked = time.monotonic()
-        kill(draw.choice(run.ranks()), signal.SIGTERM)
-        result = run.wait()
-        seconds = time.monotonic() - asked
-        assert result.code == 75, result.err
-        assert seconds <= 10
-        run.wait_gone(1)
-        found = newest_good(run.folder / "checkpoints", lambda line: pytest.fail(line))
-        assert found
-        saved = step_of(found[0])
-        assert saved == run.step(), "the step that was made last is the one that is saved"
-        assert saved <= step + 3, "it stops at the next step, not when it is convenient"
-        assert f"step {saved} is saved" in result.error
+    draw = random.Random(f"{phase} {seed}")
+    run = job(tmp_path / "run", digits).start()
+    _wait_for(phase, run, draw)
+    step = run.step()
+    asked = time.monotonic()
+    kill(draw.choice(run.ranks()), signal.SIGTERM)
+    result = run.wait()
+    seconds = time.monotonic() - asked
+    assert result.code == 75, result.err
+    assert seconds <= 10
+    notes.note("B1", seconds=seconds)
+    run.wait_gone(1)
+    found = newest_good(run.folder / "checkpoints", lambda line: pytest.fail(line))
+    assert found
+    saved = step_of(found[0])
+    assert saved == run.step(), "the step that was made last is the one that is saved"
+    assert saved <= step + 3, "it stops at the next step, not when it is convenient"
+    assert f"step {saved} is saved" in result.error
     assert run.run().done == _done(whole)
     assert read_rows(run.folder / "trace.jsonl") == read_rows(whole.folder / "trace.jsonl")
     assert run.journal("train/", "val/") == whole.journal("train/", "val/")
@@ -69,6 +70,7 @@ def test_sigterm_to_the_launcher_is_the_same(tmp_path: Path, digits: Path) -> No
         assert step_of(run.checkpoints()[-1]) == run.step()
 
 
+@pytest.mark.fault("B2")
 def test_a_second_signal_does_not_break_the_save(tmp_path: Path, digits: Path) -> None:
     run = job(tmp_path / "run", digits, "data.workers=0", nproc=1).start()
     run.wait_for_step(5)
@@ -81,6 +83,7 @@ def test_a_second_signal_does_not_break_the_save(tmp_path: Path, digits: Path) -
     assert step_of(run.checkpoints()[-1]) == run.step()
 
 
+@pytest.mark.fault("A8")
 def test_a_second_start_leaves_with_75_and_names_the_holder(tmp_path: Path, digits: Path) -> None:
     run = job(tmp_path / "run", digits, "data.workers=0", "train.epochs=100", nproc=2).start()
     run.wait_for_step(2)

@@ -1,7 +1,7 @@
 """The pods of a rendered Job as processes, each in a network namespace of its own, looked after as the Job controller does.
 
 What runs is read from the manifests: each container's command, its environment, the names of the pods, which exit codes
-end the Job and how many failures it outlives. What is not a cluster's is said in `Cluster._container`.
+end the Job and how many failures it outlives. What is not a cluster's is said in `Pods._container`.
 """
 
 import contextlib
@@ -13,6 +13,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ def missing() -> str | None:
     return None
 
 
-class Cluster:
+class Pods:
     """The Job's pods. Use as a context: at its end everything is gone."""
 
     def __init__(self, documents: list[Document], folder: Path) -> None:
@@ -51,7 +53,7 @@ class Cluster:
         (folder / "recipe/recipe.yaml").write_text(self.config["recipe.yaml"])
         self.run.folder.parent.mkdir(parents=True, exist_ok=True)
 
-    def __enter__(self) -> "Cluster":
+    def __enter__(self) -> "Pods":
         self._remove()
         _ip("netns", "add", SWITCH)  # a namespace for the switch too: no firewall of this machine looks into it
         _ip("-n", SWITCH, "link", "add", "bridge", "type", "bridge")
@@ -86,10 +88,18 @@ class Cluster:
     def host(self, pod: int) -> str:
         return f"{self.job['metadata']['name']}-{pod}.{pod_of(self.job)['subdomain']}"
 
-    def start(self) -> "Cluster":
+    def start(self) -> "Pods":
         for pod in range(self.nodes):
             self._start(pod)
         return self
+
+    def start_and_watch(self, timeout: float) -> Callable[[], int]:
+        """Start all, and look after them in the background; what is returned waits for the end and gives its code."""
+        self.start()
+        pool = ThreadPoolExecutor(1)
+        watched = pool.submit(self.wait, timeout)
+        pool.shutdown(wait=False)
+        return watched.result
 
     def wait(self, timeout: float = 600) -> int:
         """As the Job controller: 0 once all pods have ended with 0; the exit code that ended the Job otherwise."""

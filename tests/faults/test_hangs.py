@@ -16,6 +16,7 @@ def job(folder: Path, digits: Path, *more: str, nproc: int = 3, **env: str) -> J
     return Job(folder, [*words, *more], nproc=nproc, env=env)
 
 
+@pytest.mark.fault("A7", ci=1, long=10)
 def test_a_rank_that_is_stopped_ends_all_within_the_time_out(tmp_path: Path, digits: Path) -> None:
     run = job(tmp_path / "run", digits).start()
     run.wait_for_step(5)
@@ -59,6 +60,7 @@ def test_a_job_that_was_paused_whole_is_not_taken_for_one_that_hangs(tmp_path: P
     assert run.wait().code == 0
 
 
+@pytest.mark.fault("A6", ci=1, long=10)
 @pytest.mark.parametrize("rank", [2, pytest.param(0, marks=pytest.mark.full)])
 def test_the_first_error_is_the_last_line_with_rank_step_and_samples(tmp_path: Path, digits: Path, rank: int) -> None:
     (tmp_path / "sitecustomize.py").write_text(

@@ -1,0 +1,57 @@
+"""The rows of the fault matrix: what is injected and what is promised. How often, the tests say (mark `fault`)."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Row:
+    injected: str
+    promised: str
+
+
+_SAME = "identical, each sample once an epoch"
+
+ROWS = {
+    "A1": Row("SIGKILL of one rank at a random instant", f"{_SAME}; peers gone in 5 s; one checkpoint interval lost"),
+    "A2": Row("SIGKILL of all ranks", f"{_SAME}; resumed within 30 s"),
+    "A3": Row("SIGKILL of the launcher", f"{_SAME}; no orphan after 5 s"),
+    "A4": Row("SIGKILL inside a save, 0 to 50 ms after its temporary file appears", f"{_SAME}; no file that lies"),
+    "A5": Row("SIGKILL of a loader worker", "identical; its rank goes on, no step lost"),
+    "A6": Row("one rank raises", "all out in 15 s; the last line names rank, step, sample ids and the first error"),
+    "A7": Row("SIGSTOP of one rank", "all out within the step time-out + 15 s"),
+    "A8": Row("a second start on the same run's folder", "exit 75 in 5 s, the holder named; no interleaved write"),
+    "B1": Row("SIGTERM to one of 4 ranks with 2 loader workers each, in any phase", "that step saved, exit 75 in 10 s"),
+    "B2": Row("SIGTERM and SIGINT again during the save", "the save completes"),
+    "B3": Row("docker stop", "never 137; that step saved"),
+    "B4": Row("SIGKILL in the save that SIGTERM asked for", f"the checkpoint before it; {_SAME}"),
+    "C1": Row("disk full", "no step lost; a warning a failed save; saved again once there is room; after 5, exit 4"),
+    "C2": Row("a checkpoint cut short, a bit flipped, a page zeroed, empty", "named; the one before, else exit 4"),
+    "C3": Row("run folder read-only · data read-only · root file system read-only", "exit 2 · trains · trains"),
+    "C4": Row("ranks that see different directory listings", "no dead-lock; identical"),
+    "C5": Row("disk use, looked at all the time", "never more than the newest kept, the best and one in the making"),
+    "D1": Row("MLflow absent · 500 · 401 · silent · malformed · gone for a while", "no step, no bit, no point lost"),
+    "D2": Row("crash and resume beside MLflow", "one run with the true status, no step twice"),
+    "E1": Row("pictures of 16 kinds, good, odd and bad", "decoded as Pillow does, or named once and replaced alike"),
+    "E2": Row("bits flipped in images", "`data check` names each against its sums"),
+    "E3": Row("1, 7, 48, 97, 1,000 images; worlds 1 to 4", "each image once; the same integers; too few: exit 2"),
+    "E4": Row("a file added, removed, changed between runs", "refused and named"),
+    "E5": Row("a /dev/shm that is too small", "exit 2 naming the size needed"),
+    "E6": Row("an index of many images, epoch after epoch", "a worker's memory stays what it was"),
+    "E7": Row("a small PNG that decodes to 1.3 GB", "refused before it is decoded"),
+    "F1": Row("killed and resumed with other numbers of processes, exact mode", _SAME),
+    "F2": Row("the same without exact mode", "the same order, each sample once; the loss within 5 %"),
+    "F3": Row("other workers and prefetching, also at a resumption", "identical"),
+    "F4": Row("a world that does not divide the batch", "exit 2 with those that do"),
+    "F5": Row("a configuration changed at a resumption", "what may change goes on; the rest is named, exit 2"),
+    "G1": Row("network between two nodes cut for 5 s", "goes on; identical"),
+    "G2": Row("network between two nodes cut for good", "both sides out within the time-out + 15 s; one writer"),
+    "G3": Row("a node killed, node 0 too · a peer or a name that comes late", "comes back by itself, identical · joins"),
+    "H1": Row("malformed configurations", "exit 2, one line: key, value, what is allowed; no traceback"),
+    "H2": Row("malicious checkpoints", "nothing of them is executed"),
+    "H3": Row("a secret in environment and tracking URI", "found in no log, journal, parameter, checkpoint, layer"),
+    "H4": Row("the containers and the pods", "not root, read-only, no capabilities; Pod Security `restricted`"),
+    "H5": Row("MLflow under compose, from outside", "loopback and its own network alone; path traversals refused"),
+    "I1": Row("a loss or a gradient that is not finite, on one rank", "all stop before the update, exit 3; named"),
+    "I2": Row("a clock that jumps by an hour, either way", "no negative duration; time-outs unaffected; identical"),
+    "I3": Row("the same run twice", "identical"),
+}  # fmt: skip

@@ -1,0 +1,90 @@
+"""The rendered Job without a cluster: its pods in network namespaces, killed, cut off and given wrong requests."""
+
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from harness import kill, pipeline
+from manifests import Document
+
+from faults.pods import Pods, missing
+from pipeline.operate.render import Request, render
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
+
+
+def documents(digits: Path, *words: str, nodes: int = 2) -> list[Document]:
+    small = ("model.arch=shufflenet_v2_x0_5", "batch.global=48", "run.deterministic=true", "run.trace=true",
+             "data.workers=1", "checkpoint.every=5 steps", "evaluate.every=1000 epochs", f"data.root={digits}")  # fmt: skip
+    request = Request(nodes=nodes, gpus=0, overrides=(*small, *words))
+    return [document for text in render(request).values() for document in yaml.safe_load_all(text)]
+
+
+@pytest.mark.full
+@pytest.mark.fault("G2", ci=1, long=20)
+def test_a_cut_for_good_ends_both_sides_with_one_writer(tmp_path: Path, digits: Path) -> None:
+    limit = 15
+    words = ("train.max_steps=5000", "train.epochs=1000", f"run.timeout={limit}")
+    with Pods(documents(digits, *words), tmp_path / "cut") as pods:
+        pods.start()
+        pods.wait_for_step(8)
+        pods.partition(1)
+        cut = time.monotonic()
+        old = {pod: pods.trainers(pod) for pod in (0, 1)}
+        while any(set(pids) & set(pods.trainers(pod)) for pod, pids in old.items()):
+            assert time.monotonic() - cut < limit + 15, "nobody trains on beyond the time-out"
+            time.sleep(0.2)
+        step = pods.step()
+        time.sleep(3)
+        assert pods.step() == step, "neither side goes on alone"
+
+
+def test_a_wrong_recipe_fails_the_job_at_once(tmp_path: Path, digits: Path) -> None:
+    with Pods(documents(digits, "batch.accumulate=7"), tmp_path / "wrong") as pods:
+        started = time.monotonic()
+        assert pods.start().wait() == 2
+        assert time.monotonic() - started < 30
+        assert len(pods.failures) == 1
+        assert "batch.global=48 does not divide by 2 processes" in pods.logs()
+
+
+@pytest.mark.full
+@pytest.mark.fault("G3", ci=1, long=10)
+def test_a_missing_peer_does_not(tmp_path: Path, digits: Path) -> None:
+    words = ("train.max_steps=4",)
+    with Pods(documents(digits, *words), tmp_path / "late") as pods:
+        pods.name_all(without=(0,))
+        pods._start(1)
+        time.sleep(4)
+        pods.name_all()
+        pods._start(0)
+        assert pods.wait() == 0, pods.logs()
+        assert pods.failures == []
+
+
+@pytest.mark.fault("I1")
+def test_a_loss_that_is_not_finite_fails_the_job_after_one_attempt(tmp_path: Path, digits: Path) -> None:
+    words = ("optimizer.lr=1e6", "schedule.warmup=0")
+    with Pods(documents(digits, *words), tmp_path / "nan") as pods:
+        assert pods.start().wait() == 3
+        assert pods.starts() == 1, "no restart burnt on it"
+        assert "not finite" in pods.logs() or "the loss is" in pods.logs()
+
+
+@pytest.mark.full
+@pytest.mark.fault("A8")
+def test_two_jobs_in_one_run_folder_are_one_too_many(tmp_path: Path, digits: Path) -> None:
+    words = ("train.max_steps=5000", "train.epochs=1000")
+    with Pods(documents(digits, *words), tmp_path / "first") as pods:
+        pods.start()
+        pods.wait_for_step(3)
+        recipe = pods.folder / "recipe/recipe.yaml"
+        container = pods.job["spec"]["template"]["spec"]["containers"][0]
+        overrides = [word for word in container["command"][5:] if not word.startswith("run.dir")]
+        second = pipeline("train", str(recipe), *overrides, "batch.accumulate=1", f"run.dir={pods.run.folder}")
+        assert second.code == 75
+        assert "is held by process" in second.error
+        for pod in (0, 1):
+            for pid in pods.processes(pod):
+                kill(pid, 9)

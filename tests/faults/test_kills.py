@@ -1,0 +1,184 @@
+"""Kill it anywhere: the same bits, the same samples, the same history. One body for processes, namespaces, containers."""
+
+import random
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from harness import SMALL, Job, assert_each_sample_once, kill, read_rows
+
+from faults import pods
+from faults.cluster import Cluster, Containers, Namespaces, Processes
+from faults.ledger import Notes
+from pipeline.record.checkpoint import step_of
+
+Make = Callable[[Path], Cluster]
+
+QUICK = {2: ("one rank", "launcher"), 3: ("all ranks", "inside a save", "loader worker")}  # each once in `make test`
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Make], tuple[str, Job]]:
+    """The last line and the traces of the run that nobody touches, made once for each name."""
+    made: dict[str, tuple[str, Job]] = {}
+
+    def once(name: str, make: Make) -> tuple[str, Job]:
+        if name not in made:
+            with _closing(make(tmp_path_factory.mktemp("whole") / "run")) as cluster:
+                cluster.start()
+                made[name] = cluster.wait(), cluster.run
+        return made[name]
+
+    return once
+
+
+Whole = Callable[[str, Make], tuple[str, Job]]
+
+
+@pytest.mark.fault("A1", "A2", "A3", "A4", "A5", ci=2, long=15)
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.full)])
+def test_killed_processes_end_with_the_same_bits(
+    tmp_path: Path, digits: Path, whole: Whole, world: int, seed: int, full: bool, notes: Notes
+) -> None:
+    tracked = full or world == 2  # at the others the journal, which is all that MLflow is fed from
+
+    def make(folder: Path) -> Cluster:
+        uri = f"sqlite:///{folder.parent}/{folder.name}.db" if tracked else "none"
+        return Processes(folder, digits, world, f"train.epochs={3 if full else 2}", f"track.uri={uri}")
+
+    draw = random.Random(1000 * world + seed)
+    # all but the worker twice a run: what costs time is to start again
+    kinds = [*Processes.kinds, "one rank", "all ranks", "launcher", "inside a save"] if full else QUICK[world]
+    with _closing(make(tmp_path / "hurt")) as cluster:
+        _assert_survives(cluster, whole(f"processes {world}", make), draw.sample(kinds, len(kinds)), draw, notes)
+        if tracked:
+            assert _history(cluster.run) == _history(whole(f"processes {world}", make)[1])
+
+
+@pytest.mark.skipif(pods.missing() is not None, reason=pods.missing() or "")
+@pytest.mark.fault("A1", "G1", "G3", ci=1, long=20)
+@pytest.mark.parametrize("nodes", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_lost_pods_come_back_with_the_same_bits(
+    tmp_path: Path, digits: Path, whole: Whole, nodes: int, seed: int, full: bool, notes: Notes
+) -> None:
+    def make(folder: Path) -> Cluster:
+        return Namespaces(folder, digits, nodes, "train.epochs=100", f"train.max_steps={80 if full else 32}")
+
+    draw = random.Random(1000 * nodes + seed)
+    kinds = list(Namespaces.kinds) if full else ["node 0"]
+    with _closing(make(tmp_path / "hurt")) as cluster:
+        _assert_survives(cluster, whole(f"pods {nodes}", make), draw.sample(kinds, len(kinds)), draw, notes)
+
+
+@pytest.mark.engine
+@pytest.mark.fault("A1", "G1", "G3", ci=1, long=20)
+def test_lost_containers_come_back_with_the_same_bits(
+    tmp_path: Path, images: None, whole: Whole, seed: int, notes: Notes
+) -> None:
+    def make(folder: Path) -> Cluster:
+        return Containers(folder, 2, "train.epochs=100", "train.max_steps=80")
+
+    draw = random.Random(seed)
+    kinds = list(Containers.kinds)
+    with _closing(make(tmp_path / "hurt")) as cluster:
+        _assert_survives(cluster, whole("containers", make), draw.sample(kinds, len(kinds)), draw, notes)
+
+
+@pytest.mark.full
+@pytest.mark.fault("F2")
+def test_resumed_with_other_numbers_of_processes_the_samples_are_the_same(tmp_path: Path, digits: Path) -> None:
+    words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=4", "checkpoint.every=7 steps", "data.workers=2"]
+    whole = Job(tmp_path / "whole", words, nproc=2)
+    assert whole.run().code == 0
+    run = Job(tmp_path / "run", words)
+    for world, until in ((4, 25), (2, 50), (3, 75)):
+        run.nproc = world
+        run.start().wait_for_step(until)
+        for rank in run.ranks():
+            kill(rank, signal.SIGKILL)
+        run.wait_gone(5)
+    run.nproc = 1
+    result = run.run()
+    assert result.code == 0
+    assert "going on with 1 process in place of 3" in result.err
+    trace = read_rows(run.folder / "trace.jsonl")
+    assert_each_sample_once(trace, 48)
+    assert trace == read_rows(whole.folder / "trace.jsonl")
+    assert result.done["weights"] not in whole.folder.with_suffix(".out").read_text(), "which is what exact mode is for"
+    losses = [[value for step, key, value in one.journal("train/loss") if step <= 100] for one in (whole, run)]
+    # not nearer than this: batch norm sees 12 to 48 images a pass, as the number of processes has it
+    assert sum(losses[1]) == pytest.approx(sum(losses[0]), rel=0.05)
+
+
+@pytest.mark.full
+@pytest.mark.fault("B4", ci=2, long=20)
+def test_killed_in_the_save_that_a_stop_asked_for_it_goes_on_from_the_one_before(
+    tmp_path: Path, digits: Path, whole: Whole, seed: int
+) -> None:
+    def make(folder: Path) -> Cluster:
+        return Processes(
+            folder, digits, 2, "train.epochs=2", "checkpoint.every=1000 steps", "evaluate.every=1000 steps"
+        )
+
+    draw = random.Random(seed)
+    line, undisturbed = whole("one save", make)
+    with _closing(make(tmp_path / "hurt")) as cluster:
+        cluster.start()
+        run = cluster.run
+        run.wait_for_step(draw.randint(3, 40))
+        kill(draw.choice(run.ranks()), signal.SIGTERM)
+        run.wait_until(run.saving, "save", pause=0.0002)
+        assert run.process
+        for pid in (*run.ranks(), run.process.pid):
+            kill(pid, signal.SIGKILL)
+        run.wait_gone(5)
+        assert len(run.checkpoints()) <= 1, "whole or not at all"
+        assert all(step_of(path) == run.step() for path in run.checkpoints())
+        cluster.start()
+        assert cluster.wait() == line
+        assert read_rows(run.folder / "trace.jsonl") == read_rows(undisturbed.folder / "trace.jsonl")
+
+
+def _assert_survives(
+    cluster: Cluster, whole: tuple[str, Job], kinds: list[str], draw: random.Random, notes: Notes
+) -> None:
+    """Hurt it once with each kind, at instants spread over the run; in the end nothing tells it from `whole`."""
+    line, undisturbed = whole
+    last = read_rows(undisturbed.folder / "trace.jsonl")[-1]["step"]
+    share = last // (len(kinds) + 1)
+    cluster.start()
+    for number, kind in enumerate(kinds):
+        cluster.wait_for_step(draw.randint(number * share + 1, (number + 1) * share))
+        seconds = cluster.hurt(kind, draw)
+        print(f"{kind}: {seconds:.1f} s until it trained again")
+        assert seconds < 60
+        notes.note(cluster.kinds[kind], seconds=seconds)
+    assert cluster.wait() == line
+    trace = read_rows(cluster.run.folder / "trace.jsonl")
+    assert_each_sample_once(trace, 48)
+    assert trace == read_rows(undisturbed.folder / "trace.jsonl")
+    assert cluster.run.journal("train/", "val/") == undisturbed.journal("train/", "val/")
+
+
+@contextmanager
+def _closing(cluster: Cluster) -> Iterator[Cluster]:
+    try:
+        yield cluster
+    finally:
+        cluster.close()
+
+
+def _history(run: Job) -> tuple[str, dict[str, list[tuple[int, float]]]]:
+    """Status and points of the one MLflow run."""
+    import mlflow
+
+    client = mlflow.MlflowClient(f"sqlite:///{run.folder.parent}/{run.folder.name}.db")
+    (experiment,) = [found for found in client.search_experiments() if found.name == "digits"]
+    (tracked,) = client.search_runs([experiment.experiment_id])
+    keys = [key for key in tracked.data.metrics if key.startswith(("train/", "val/"))]
+    return tracked.info.status, {
+        key: sorted((point.step, point.value) for point in client.get_metric_history(tracked.info.run_id, key))
+        for key in keys
+    }

@@ -1,0 +1,152 @@
+"""Disks that are full, read-only or seen differently, and a clock that jumps: said, outlived, and never in the bits."""
+
+import os
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from harness import SMALL, Job, pipeline, read_rows
+
+from faults.ledger import Notes
+from pipeline.record.checkpoint import read_verified, step_of
+
+
+def job(folder: Path, digits: Path, *more: str, nproc: int = 1, **env: str) -> Job:
+    words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=2", "train.max_steps=40", "data.workers=0",
+             "checkpoint.every=3 steps", "checkpoint.keep=2", "evaluate.every=1000 steps"]  # fmt: skip
+    return Job(folder, [*words, *more], nproc=nproc, env=env)
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> tuple[Job, int]:
+    """The run that nothing happens to, and how many files its checkpoints ever were: looked at 50 times a second."""
+    run = job(tmp_path_factory.mktemp("whole") / "run", digits)
+    over = threading.Event()
+
+    def most() -> int:
+        seen = [0]
+        while not over.wait(0.02):
+            folder = run.folder / "checkpoints"
+            seen.append(len(os.listdir(folder)) if folder.exists() else 0)
+        return max(seen)
+
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(most)
+        code = run.run().code
+        over.set()
+    assert code == 0
+    return run, watching.result()
+
+
+@pytest.fixture
+def whole(watched: tuple[Job, int]) -> Job:
+    return watched[0]
+
+
+def last_line(run: Job) -> str:
+    return run.folder.with_suffix(".out").read_text()
+
+
+@pytest.mark.full
+@pytest.mark.fault("C5")
+def test_no_more_is_on_the_disk_than_is_kept_and_one_in_the_making(watched: tuple[Job, int]) -> None:
+    assert 2 <= watched[1] <= 2 + 1 + 1  # the newest two, the best, the one in the making
+
+
+@pytest.mark.full
+@pytest.mark.fault("C1", ci=1, long=10)
+def test_a_full_disk_is_outlived_if_room_comes_and_ends_the_run_if_not(
+    small_disk: Path, digits: Path, whole: Job, seed: int, notes: Notes
+) -> None:
+    size = whole.checkpoints()[0].stat().st_size
+
+    def resize(checkpoints: float) -> None:
+        room = int(checkpoints * size) // 1024 + 256
+        subprocess.run(["mount", "-o", f"remount,size={room}k", str(small_disk)], check=True)
+
+    resize(2.5)
+    run = job(small_disk / "run", digits)
+    result = run.run()
+    assert result.code == 4
+    assert "five times in a row" in result.error
+    assert result.err.count("No space left on device") == 5, "one warning a failed save"
+    assert [step_of(path) for path in run.checkpoints()] == [3, 6]
+    assert all(read_verified(path) for path in run.checkpoints())
+    notes.note("C1")
+    resize(4)
+    run.arguments.append(f"run.resume={run.folder}")
+    assert run.run().out == last_line(whole)
+
+    resize(2.5)
+    again = job(small_disk / "again", digits)
+    subprocess.run(["rm", "-r", str(run.folder)], check=True)
+    again.start()
+    again.wait_until(lambda: "No space left on device" in again.log(), "failed save")
+    resize(4)
+    result = again.wait()
+    assert result.out == last_line(whole)
+    assert 1 <= result.err.count("No space left on device") < 5
+    assert read_rows(again.folder / "trace.jsonl") == read_rows(whole.folder / "trace.jsonl"), "no step is lost"
+    notes.note("C1")
+
+
+@pytest.mark.fault("C3")
+def test_a_run_folder_that_cannot_be_written_is_refused_in_seconds(small_disk: Path, digits: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    words = job(small_disk / "run", digits).arguments
+    result = pipeline("train", *words, f"run.dir={small_disk / 'run'}")
+    assert result.code == 2
+    assert f"{small_disk / 'run'} cannot be written: Read-only file system" in result.error
+    assert result.seconds < 5  # 0.7 s on an idle machine, without torch
+
+
+@pytest.mark.full
+@pytest.mark.fault("C4", ci=1, long=10)
+def test_ranks_that_see_other_folders_train_the_same(tmp_path: Path, digits: Path, seed: int) -> None:
+    """As on a network's disk, where one machine may see late what another has written."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "if os.environ.get('RANK', '0') != '0':\n"
+        "    whole = os.scandir\n"
+        "    class Some:\n"
+        "        def __init__(self, path): self.inner = whole(path)\n"
+        "        def __enter__(self): return self\n"
+        "        def __exit__(self, *_): self.inner.close()\n"
+        "        def __iter__(self): return iter(list(self.inner)[::-2])\n"
+        "    os.scandir = lambda path='.': Some(path)\n"
+        "    all_names = os.listdir\n"
+        "    os.listdir = lambda path='.': all_names(path)[::-2]\n"
+    )
+    words = ("train.max_steps=8", "data.source=folder")
+    lines = set()
+    for name, env in (("same", {}), ("other", {"PYTHONPATH": str(tmp_path)})):
+        run = job(tmp_path / name, digits, *words, nproc=2, **env)
+        assert run.run().code == 0, run.log()
+        again = job(tmp_path / name, digits, *words[1:], "train.max_steps=12", nproc=2, **env)
+        lines.add(again.run().out)
+    assert len(lines) == 1
+
+
+@pytest.mark.full
+@pytest.mark.fault("I2")
+@pytest.mark.parametrize("hours", [1, -1])
+def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, digits: Path, whole: Job, hours: int) -> None:
+    """Python's clocks, that is: the machine's own is not ours to set. torch's time-outs go by a clock that never jumps."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import time\n"
+        "real, real_ns, began = time.time, time.time_ns, time.monotonic()\n"
+        f"jump = lambda: {3600 * hours} if time.monotonic() - began > 6 else 0\n"
+        "time.time = lambda: real() + jump()\n"
+        "time.time_ns = lambda: real_ns() + jump() * 10**9\n"
+    )
+    run = job(tmp_path / "run", digits, "run.timeout=20", PYTHONPATH=str(tmp_path))
+    result = run.run()
+    assert result.out == last_line(whole)
+    rows = read_rows(run.folder / "journal.jsonl")
+    assert max(row["time"] for row in rows) - min(row["time"] for row in rows) > 3_000_000, "it did jump"
+    assert all(value >= 0 for row in rows for key, value in row.get("metrics", {}).items() if key.startswith("time/"))
+    assert "-" not in "".join(line.rpartition("data")[2] for line in result.err.splitlines() if " left" in line)
+    assert time.monotonic() - run.started < 60
