@@ -14,10 +14,15 @@ _UNITS = {"Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 def problems(documents: list[Document]) -> list[str]:
     """What is wrong with a set of manifests, a line each."""
-    found = [f"{d.get('kind')}: {line}" for d in documents for line in _schema(d)]
-    if found:
-        return found
-    return [*_rules(documents), *(line for d in documents for line in _restricted(d))]
+    return [f"{d.get('kind')}: {line}" for d in documents for line in _schema(d)] or [
+        *_rules(documents),
+        *(line for d in documents for line in _restricted(d)),
+    ]
+
+
+def problems_alone(document: Document) -> list[str]:
+    """What is wrong with one of them, as far as it says so itself."""
+    return [*_schema(document)] or [*_restricted(document)]
 
 
 def _schema(document: Document) -> Iterator[str]:

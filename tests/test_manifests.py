@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from harness import pipeline
-from manifests import Document, containers, one, pod_of, problems, settings
+from manifests import Document, containers, one, pod_of, problems, problems_alone, settings
 
 import pipeline as package
 from pipeline.config import load
@@ -32,6 +32,35 @@ def test_the_folder_is_what_render_gives_for_the_defaults() -> None:
     assert not [path for path in K8S.iterdir() if "kustomization" in path.name], (
         "kubectl apply -f would stumble over it"
     )
+
+
+@pytest.mark.parametrize("path", sorted((K8S / "examples").glob("*.yaml")), ids=lambda path: path.stem)
+def test_an_example_fits_the_rest(path: Path, defaults: list[Document]) -> None:
+    images = {
+        container["image"] for d in defaults if "template" in d.get("spec", {}) for container in containers(pod_of(d))
+    }
+    claims = {d["metadata"]["name"] for d in defaults if d["kind"] == "PersistentVolumeClaim"} | {"archives"}
+    for document in yaml.safe_load_all(path.read_text()):
+        if (
+            document["kind"] == "TrainJob"
+        ):  # no schema of it is at hand: what it must have in common with k8s/ is looked at
+            trainer, (override,) = document["spec"]["trainer"], document["spec"]["podTemplateOverrides"]
+            job = one(defaults, "Job", "trainer")
+            there = pod_of(job)
+            assert trainer["image"] in images
+            assert trainer["command"] == list(node.COMMAND)
+            assert (trainer["numNodes"], trainer["resourcesPerNode"]) == (
+                job["spec"]["completions"], there["containers"][0]["resources"])  # fmt: skip
+            assert override["metadata"]["labels"] == job["spec"]["template"]["metadata"]["labels"]
+            assert override["spec"]["volumes"] == there["volumes"]
+            assert override["spec"]["containers"][0]["volumeMounts"] == there["containers"][0]["volumeMounts"]
+            continue
+        assert problems_alone(document) == []
+        assert document["metadata"]["namespace"] == "ddp-pipeline"
+        if document["kind"] in ("Job", "Deployment"):
+            assert {container["image"] for container in containers(pod_of(document))} <= images
+            volumes = pod_of(document)["volumes"]
+            assert {v["persistentVolumeClaim"]["claimName"] for v in volumes if "persistentVolumeClaim" in v} <= claims
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4, 8])
