@@ -228,6 +228,8 @@ class Train(Section):
     """Share of the target spread over all classes."""
     clip: Annotated[Annotated[float, Field(gt=0, le=1e9)] | None, Absent] = None
     """Largest norm of the whole gradient; larger ones are scaled down to it."""
+    ema: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, Absent] = None
+    """Decay a step of a moving average of the weights, 0.9999 say, which is then what is judged and served. none: none."""
 
 
 class Evaluate(Section):

@@ -21,7 +21,7 @@ def job(folder: Path, digits: Path, world: int, *more: str) -> Job:
     # batch norm, dropout, momentum, augmentation
     words = ["digits", f"data.root={digits}", *SMALL, "model.arch=mobilenet_v3_small", "run.exact=true",
              "run.deterministic=false", "train.max_steps=24", "evaluate.every=12 steps", "checkpoint.every=4 steps",
-             "data.workers=2"]  # fmt: skip
+             "data.workers=2", "train.ema=0.9"]  # fmt: skip
     return Job(folder, [*words, *more], nproc=world)
 
 

@@ -46,5 +46,5 @@ class Distributed(Strategy):
     def warm_up(self, backward: Callable[[], None]) -> None:
         backward()  # the new buckets are laid at the next forward pass, from the order in which gradients came here
 
-    def share_buffers(self) -> None:
-        self.group.broadcast([buffer for buffer in self.model.buffers()])
+    def share_buffers(self, model: nn.Module) -> None:
+        self.group.broadcast(list(model.buffers()))

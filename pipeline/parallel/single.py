@@ -39,5 +39,5 @@ class Strategy:
     def warm_up(self, backward: Callable[[], None]) -> None:
         """Settle whatever the first backward pass settles; the state is loaded after this, so nothing of it stays."""
 
-    def share_buffers(self) -> None:
-        """Give every process rank 0's buffers (batch-norm statistics), before they are used or saved."""
+    def share_buffers(self, model: nn.Module) -> None:
+        """Give every process rank 0's buffers of `model` (batch-norm statistics), before it is judged."""

@@ -103,6 +103,12 @@ def decode(data: bytes, origin: Path | str) -> dict[str, Any]:
     return contents
 
 
+def judged_weights(contents: dict[str, Any]) -> dict[str, Tensor]:
+    """The state dict that was evaluated: of the moving average where there is one."""
+    weights: dict[str, Tensor] = contents["average"] or contents["model"]
+    return weights
+
+
 def copy_to_host(value: Any) -> Any:
     """A copy of a nested state whose tensors are the host's own: what the loop does next leaves it alone."""
     if isinstance(value, Tensor):

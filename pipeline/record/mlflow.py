@@ -205,11 +205,11 @@ class Follower:
 
         from pipeline.data.augment import evaluation_geometry
         from pipeline.model.architectures import Served, build
-        from pipeline.record.checkpoint import decode, read_verified
+        from pipeline.record.checkpoint import decode, judged_weights, read_verified
 
         contents = decode(read_verified(path), path)
         model = build(self._config.model, len(contents["classes"]))
-        model.load_state_dict(contents["model"])
+        model.load_state_dict(judged_weights(contents))
         served = Served(model).eval()  # in train mode the export would keep dropout and change batch norm's statistics
         size, _ = evaluation_geometry(self._config.evaluate, self._config.augment)
         example = np.zeros((2, 3, size, size), np.float32)  # a batch of one would freeze the batch size

@@ -100,7 +100,7 @@ def _asked_to_stop(run: Training) -> bool:
 
 
 def _evaluate(run: Training) -> Evaluation | None:
-    run.strategy.share_buffers()
+    run.strategy.share_buffers(run.state.judged)
     evaluation, defects = run.evaluator.evaluate(run.state.step, lambda: _asked_to_stop(run))
     run.terminal.say_defects(run.evaluator.images, defects)
     return evaluation

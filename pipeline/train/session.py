@@ -22,7 +22,7 @@ from pipeline.group import Group
 from pipeline.model.architectures import build, try_out
 from pipeline.plan import Plan, make_plan, share_resources
 from pipeline.record import sender
-from pipeline.record.checkpoint import Checkpoints, copy_to_host, weights_digest
+from pipeline.record.checkpoint import Checkpoints, copy_to_host, judged_weights, weights_digest
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal, Trace
 from pipeline.record.provenance import provenance
@@ -97,13 +97,13 @@ def run_evaluation(config: Config, world: World, contents: dict[str, Any], sourc
     group = _join(config, world)
     source = _share_source(config, group, source)
     model = build(config.model, len(contents["classes"]))
-    model.load_state_dict(contents["model"])
+    model.load_state_dict(judged_weights(contents))
     evaluator = Evaluator(model.to(group.device), source.val, config, share_resources(config, world), group)
     evaluation, defects = evaluator.evaluate(contents["step"], lambda: False)
     terminal.say_defects(source.val, defects)
     group.finish()
     assert evaluation is not None
-    return _done_line(contents["epoch"], evaluation, weights_digest(contents["model"]))
+    return _done_line(contents["epoch"], evaluation, weights_digest(judged_weights(contents)))
 
 
 def _join(config: Config, world: World) -> Group:
@@ -161,7 +161,7 @@ def _build(
     step.settle()
     model.load_state_dict(first)
     identity = {"config": config.to_yaml(), "data": source.digest, "classes": list(source.classes), "world": plan.world}
-    evaluator = Evaluator(model, source.val, config, plan, group)
+    evaluator = Evaluator(state.judged, source.val, config, plan, group)
     return Training(
         config, plan, group, strategy, state, step, source.train, evaluator, identity, terminal, stop, watchdog
     )

@@ -2,7 +2,7 @@
 
 Promise: a run that loads this state at step n goes on as the run that wrote it would have. That is why it is so little:
 order, augmentation, dropout and the learning rate are functions of the step, so the step stands for all of them. It is
-built whole and then loaded. A gradient scaler and an average of the weights, where a run has them, belong here.
+built whole and then loaded. A gradient scaler, where a run has one, belongs here.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pipeline.config import Config
 from pipeline.model.architectures import parameter_groups
+from pipeline.model.average import begin_average
 from pipeline.record.checkpoint import weights_digest
 
 
@@ -45,6 +46,8 @@ class Evaluation:
 class TrainState:
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    average: nn.Module | None
+    """The moving average of the weights, where the recipe asks for one."""
     totals: Tensor
     """[loss in 2^-20, correct, images] int64 on the device: since the last report, not yet summed over processes."""
     step: int = 0
@@ -57,13 +60,15 @@ class TrainState:
 
     @classmethod
     def build(cls, model: nn.Module, config: Config, device: torch.device) -> "TrainState":
-        return cls(model, _optimizer(model, config), torch.zeros(3, dtype=torch.int64, device=device))
+        average = begin_average(model) if config.train.ema is not None else None
+        return cls(model, _optimizer(model, config), average, torch.zeros(3, dtype=torch.int64, device=device))
 
     def to_dict(self, totals: Tensor) -> dict[str, Any]:
         """Tensors, numbers and strings. totals: this state's, summed over the processes."""
         return {
             "step": self.step,
             "model": self.model.state_dict(),
+            "average": self.average.state_dict() if self.average else None,
             "optimizer": self.optimizer.state_dict(),
             "totals": totals,
             "evaluation": asdict(self.evaluation) if self.evaluation else None,
@@ -74,6 +79,8 @@ class TrainState:
     def load_dict(self, contents: dict[str, Any], *, is_main: bool) -> None:
         """Take over what `to_dict` gave. The sum so far goes to rank 0, so that the next sum counts it once."""
         self.model.load_state_dict(contents["model"])
+        if self.average:
+            self.average.load_state_dict(contents["average"])
         self.optimizer.load_state_dict(contents["optimizer"])
         self.step = contents["step"]
         self.totals.zero_()
@@ -95,8 +102,13 @@ class TrainState:
         """Whether the last evaluation was of this very model."""
         return self.evaluation is not None and self.evaluation.step == self.step
 
+    @property
+    def judged(self) -> nn.Module:
+        """The model that is evaluated, digested and served."""
+        return self.average or self.model
+
     def weights_digest(self) -> str:
-        return weights_digest(self.model.state_dict())
+        return weights_digest(self.judged.state_dict())
 
 
 def _optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:

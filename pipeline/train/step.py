@@ -13,6 +13,7 @@ from torch.nn import functional
 from pipeline.config import Config
 from pipeline.data.loader import Batch
 from pipeline.model.architectures import Normalise
+from pipeline.model.average import update_average
 from pipeline.parallel import Strategy
 from pipeline.plan import Plan
 from pipeline.randomness import seed_network
@@ -90,6 +91,8 @@ class Step:
         state.optimizer.step()
         state.optimizer.zero_grad()
         state.step += 1
+        if state.average is not None and self._config.train.ema is not None:
+            update_average(state.average, state.model, state.step, self._config.train.ema)
 
     def _forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """images: [B, 3, H, W] uint8, labels: [B] int64 on the device -> (mean loss, logits [B, classes])."""

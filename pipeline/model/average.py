@@ -1,0 +1,33 @@
+"""An exponential moving average of the weights: what is judged, kept as best and served, where a recipe asks for one.
+
+Promise: it resumes to the bit and is the same at every process. Why that holds: its rate is a function of the step, it is
+made of weights that are equal everywhere, and it is saved with them. Running statistics are averaged like weights, as timm
+does (`ModelEmaV3`); what counts is taken over.
+"""
+
+import copy
+
+import torch
+from torch import nn
+
+
+def begin_average(model: nn.Module) -> nn.Module:
+    """A copy of the model, to be moved towards it step by step."""
+    return copy.deepcopy(model).requires_grad_(False)
+
+
+@torch.no_grad()
+def update_average(average: nn.Module, model: nn.Module, step: int, decay: float) -> None:
+    """Move `average` towards `model`, the model after update `step`, by 1 - decay; by more in the first steps.
+
+    The early decay, (1 + step) / (10 + step), is that of TensorFlow's ExponentialMovingAverage: so the first weights are
+    forgotten.
+    """
+    weight = 1 - min(decay, (1 + step) / (10 + step))
+    theirs = dict(model.state_dict())
+    moving = [(mine, theirs[name]) for name, mine in average.state_dict().items()]
+    floats = [pair for pair in moving if pair[0].is_floating_point()]
+    torch._foreach_lerp_([mine for mine, _ in floats], [their for _, their in floats], weight)
+    for mine, their in moving:
+        if not mine.is_floating_point():
+            mine.copy_(their)

@@ -1,0 +1,43 @@
+"""A moving average of the weights is what is judged, digested and served; a resumption does not disturb it."""
+
+from pathlib import Path
+
+import torch
+from harness import SMALL, Job, pipeline
+from torch import nn
+
+from pipeline.model.average import begin_average, update_average
+from pipeline.record.checkpoint import decode, read_verified, weights_digest
+
+
+def test_it_moves_by_its_rate_and_faster_at_first() -> None:
+    model = nn.BatchNorm1d(3)
+    average = begin_average(model)
+    expected = [tensor.double() for tensor in average.state_dict().values()]
+    for step in range(1, 101):
+        for tensor in model.state_dict().values():
+            tensor.add_(1)
+        update_average(average, model, step, 0.9)
+        rate = 1 - min(0.9, (1 + step) / (10 + step))
+        expected = [
+            mine + rate * (their - mine) for mine, their in zip(expected, model.state_dict().values(), strict=True)
+        ]
+    for mine, wanted in zip(average.state_dict().values(), expected, strict=True):
+        if mine.is_floating_point():
+            torch.testing.assert_close(mine.double(), wanted, rtol=1e-5, atol=0)
+        else:
+            assert mine == 100, "what counts is taken over"
+
+
+def test_it_is_what_is_judged_and_it_resumes_to_the_bit(tmp_path: Path, digits: Path) -> None:
+    words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=1", "train.ema=0.8", "data.workers=0"]
+    whole = Job(tmp_path / "whole", words, nproc=2)
+    done = whole.run().done
+    parts = Job(tmp_path / "parts", [*words, "train.max_steps=13"], nproc=2)
+    assert parts.run().code == 0
+    parts.arguments.remove("train.max_steps=13")
+    assert parts.run().done == done
+    contents = decode(read_verified(whole.checkpoints()[-1]), whole.folder)
+    assert done["weights"] == weights_digest(contents["average"]) != weights_digest(contents["model"])
+    judged = pipeline("evaluate", str(whole.folder)).done
+    assert judged == done
