@@ -1,5 +1,6 @@
 """A checkpoint that loads is a checkpoint that is whole; a resumption changes nothing that it may not."""
 
+import os
 import random
 import shutil
 from pathlib import Path
@@ -82,6 +83,31 @@ def test_the_newest_and_the_best_are_kept_and_nothing_else(tmp_path: Path) -> No
     writer.wait()
     assert [step_of(path) for path in listed(tmp_path)] == [7, 6, 3]
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_file_has_its_name_once_it_is_on_the_disk_and_older_ones_go_after_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Checkpoints(tmp_path, keep=1, report=pytest.fail)
+    writer.save(contents(1), 1, None)
+    writer.wait()
+    done = []
+
+    def recorded(name: str) -> None:
+        real = getattr(os, name)
+
+        def call(target: Any, *more: Any) -> Any:
+            path = Path(f"/proc/self/fd/{target}").resolve() if isinstance(target, int) else Path(target)
+            done.append((name, "folder" if path == tmp_path else path.name[:6]))
+            return real(target, *more)
+
+        monkeypatch.setattr(os, name, call)
+
+    for name in ("fsync", "rename", "unlink"):
+        recorded(name)
+    writer.save(contents(2), 2, None)
+    writer.wait()
+    assert done == [("fsync", ".step-"), ("rename", ".step-"), ("fsync", "folder"), ("unlink", "step-0")]
 
 
 def test_the_copy_is_not_changed_by_the_next_step(tmp_path: Path) -> None:

@@ -59,8 +59,8 @@ def test_sigterm_to_one_rank_saves_that_step_and_exits_75(
 
 
 def test_sigterm_to_the_launcher_is_the_same(tmp_path: Path, digits: Path) -> None:
-    for by_torchrun in (False, True):
-        run = job(tmp_path / f"run-{by_torchrun}", digits, "data.workers=0", nproc=2)
+    for by_torchrun in (False, True):  # whose agents signal whole process groups, loader workers too
+        run = job(tmp_path / f"run-{by_torchrun}", digits, "data.workers=2", nproc=2)
         run.by_torchrun = by_torchrun
         run.start().wait_for_step(5)
         assert run.process
