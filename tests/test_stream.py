@@ -153,6 +153,16 @@ class Deadly(Dataset[Batch]):
 LOADER = {"world": 1, "local_world": 1, "prefetch": 1, "threads": 1, "eval_batch": 1}
 
 
+def test_a_worker_that_hangs_in_its_fork_is_replaced(
+    digits: Path, alone: list[GlobalBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "_BEGIN_S", 1)
+    hangs = [True]
+    os.register_at_fork(after_in_child=lambda: hangs and time.sleep(1000), after_in_parent=hangs.clear)
+    assert stream(digits, STEPS, "data.workers=2")[0] == alone
+    assert not hangs, "there was a fork"
+
+
 def test_workers_that_die_at_one_batch_again_and_again_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "_REBUILDS", 1)  # each death takes 5 s to be noticed
     loaded = batches(Deadly(), range(3), Resources(**LOADER, workers_per_node=1, workers=1), pin=False)

@@ -7,15 +7,17 @@ last is trained on. Memory of a worker stays flat: it holds the mapped index and
 
 import hashlib
 import math
+import mmap
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -33,6 +35,8 @@ from pipeline.world import die_with_parent
 
 _REPLACEMENTS = 16
 _REBUILDS = 3
+_BEGIN_S = 15
+"""For a fork and a few lines of Python."""
 NO_LABEL = -1
 """Label of a validation image that cannot be decoded: it counts, and no answer is right."""
 
@@ -132,22 +136,31 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
     A worker that dies is noticed within 5 s, and the loader is built again at the position that is due; after three in a
     row without a batch between them, LoaderError. To be called on the main thread: workers die with the thread that
     made them.
+
+    A worker is forked from a process that has native threads, and may hang for ever in a lock that one of them held at
+    that instant (Python before 3.11.10: cpython#112275, when gloo lets go of a tensor). So one that has not begun in time
+    is killed.
     """
     done, failures = 0, 0
     while done < len(positions):
+        begun = mmap.mmap(-1, max(1, plan.workers))  # shared with the workers: a byte each
         loader = DataLoader(
             dataset,
             batch_size=None,
             sampler=positions[done:],
             num_workers=plan.workers,
             prefetch_factor=plan.prefetch if plan.workers else None,
-            worker_init_fn=_Guard(os.getpid()),
+            worker_init_fn=_Guard(os.getpid(), begun),
             pin_memory=pin,
             generator=torch.Generator(),  # else the loader draws a seed from the network's generator
         )
         iterator = iter(loader)
         # torch raises a worker's death at any line of the main thread, an update's included; ours is the fetch alone
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        stillborn = threading.Timer(_BEGIN_S, _kill_stillborn, (iterator, begun))
+        stillborn.daemon = True
+        if plan.workers:
+            stillborn.start()
         try:
             for batch in iterator:
                 yield batch
@@ -162,6 +175,7 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
                     f" ({error})"
                 ) from error
         finally:
+            stillborn.cancel()
             # workers ignore SIGTERM, so one that waits for a slow disk would hold up the exit; they hold nothing
             if plan.workers:
                 for worker in iterator._workers:  # type: ignore[attr-defined]
@@ -172,15 +186,23 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
 class _Guard:
     """Start of a worker: it leaves when its process does and not before, whatever a launcher signals to the group."""
 
-    def __init__(self, parent: int) -> None:
+    def __init__(self, parent: int, begun: mmap.mmap) -> None:
         self._parent = parent
+        self._begun = begun
 
     def __call__(self, worker: int) -> None:
+        self._begun[worker] = 1
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         # a batch that does not fit into /dev/shm is else dropped with a traceback, and waited for forever
         Queue._on_queue_feeder_error = staticmethod(_give_up)  # type: ignore[attr-defined]
         die_with_parent(self._parent)
+
+
+def _kill_stillborn(iterator: Any, begun: mmap.mmap) -> None:
+    for worker, has_begun in zip(iterator._workers, begun[:], strict=True):
+        if not has_begun:
+            worker.kill()
 
 
 def _give_up(error: Exception, _: object) -> NoReturn:

@@ -171,9 +171,8 @@ class Checkpoints:
             self._prune(best_step)
         except (OSError, RuntimeError) as error:  # torch turns some of the system's errors into RuntimeError
             self._failures += 1
-            reason = error.strerror if isinstance(error, OSError) else str(error)
             self._report(
-                f"checkpoint of step {step} was not saved: {reason} ({self._failures} of {MAX_FAILURES} in a row);"
+                f"checkpoint of step {step} was not saved: {_reason(error)} ({self._failures} of {MAX_FAILURES} in a row);"
                 " training goes on"
             )
             aside.unlink(missing_ok=True)
@@ -202,6 +201,14 @@ def find(path: Path) -> Path:
     if not path.exists():
         raise StorageError(f"{path} is not there: give a run's folder or a file step-….pt")
     return path
+
+
+def _reason(error: BaseException) -> str:
+    """What the system said, which torch answers with an error of its own about the file's position."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__context__
+    return (cause and cause.strerror) or str(error)
 
 
 def _sync_folder(folder: Path) -> None:
