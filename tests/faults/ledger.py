@@ -80,6 +80,7 @@ class _Ledger:
     def __init__(self, config: pytest.Config) -> None:
         self._path: Path = config.getoption("--ledger")
         self._report: Path | None = config.getoption("--report")
+        self._mode: str = config.getoption("--faults")
         self._code = _git("rev-parse", "HEAD:pipeline", "HEAD:tests") + _git(
             "status", "--porcelain", "pipeline", "tests"
         )
@@ -87,17 +88,22 @@ class _Ledger:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        passed = {row["test"] for row in self._rows() if row["passed"]}
-        done = [item for item in items if item.nodeid in passed]
+        passed = {(row["test"], row["mode"]) for row in self._rows() if row["passed"]}
+        done = [
+            item
+            for item in items
+            if (item.nodeid, self._mode) in passed
+            or ((item.nodeid, "once") in passed and "full" not in item.fixturenames)  # type: ignore[attr-defined]
+        ]
         config.hook.pytest_deselected(items=done)
-        items[:] = [item for item in items if item.nodeid not in passed]
+        items[:] = [item for item in items if item not in done]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         faults = dict(report.user_properties).get("faults")
         if not faults or report.skipped or not (report.when == "call" or report.failed):
             return
-        row = {"test": report.nodeid, "passed": report.passed, "faults": faults, "time": time.time(),
-               "commit": self._commit, "code": self._code}  # fmt: skip
+        row = {"test": report.nodeid, "mode": self._mode, "passed": report.passed, "faults": faults,
+               "time": time.time(), "commit": self._commit, "code": self._code}  # fmt: skip
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with open(self._path, "a") as file:
             file.write(json.dumps(row) + "\n")
