@@ -95,6 +95,19 @@ class TrainState:
         """Whether the last evaluation was of this very model."""
         return self.evaluation is not None and self.evaluation.step == self.step
 
+    def account(self) -> dict[str, Any]:
+        """What the receipt says of an evaluated model."""
+        evaluation = self.evaluation
+        assert evaluation is not None
+        return {
+            "step": evaluation.step,
+            "weights": f"sha256:{self.weights_digest()}",
+            "top1": evaluation.top1,
+            "top5": evaluation.top5,
+            "loss": evaluation.loss,
+            "images": f"{evaluation.images}/{evaluation.total}",
+        }
+
     def weights_digest(self) -> str:
         return weights_digest(self.model.state_dict())
 
