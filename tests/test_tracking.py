@@ -500,7 +500,7 @@ def assert_whole(server: Server, job: Job) -> None:
     assert run.data.params["model.arch"] == "shufflenet_v2_x0_5"
     assert run.data.tags["torch"] == torch.__version__
     files = server.client.list_artifacts(run.info.run_id)
-    assert sorted(file.path for file in files) == ["config.yaml", "journal.jsonl", "plan.json"]
+    assert sorted(file.path for file in files) == ["config.yaml", "journal.jsonl", "plan.json", "receipt.json"]
     mlflow.set_tracking_uri(server.uri)
     for file in files:
         there = mlflow.artifacts.download_artifacts(run_id=run.info.run_id, artifact_path=file.path)
