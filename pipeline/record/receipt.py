@@ -18,6 +18,7 @@ from typing import Any
 from pipeline.config import from_yaml
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
+from pipeline.verdict import Verdict
 
 FORMAT = 1
 # MLflow's names, which the journal's facts bear, and ours
@@ -41,11 +42,11 @@ class Receipt:
         self._done: str | None = None
 
     def write(self, complain: Callable[[str], None]) -> None:
-        """Bring the file up to date. A disk that does not take it costs training nothing: the next time may."""
+        """Bring the file up to date. What is in the way, a full disk or a damaged file, costs training nothing."""
         try:
             self._folder.write(self._folder.receipt, self.text())
-        except OSError as error:
-            complain(f"receipt could not be written: {error.strerror}; the next evaluation or start writes it")
+        except (OSError, ValueError, Verdict) as error:
+            complain(f"receipt could not be written: {error}; the next evaluation or start tries again")
 
     def text(self) -> str:
         """What the file says, or should say, now."""
