@@ -162,7 +162,7 @@ def test_a_bad_server_changes_nothing_and_is_given_up_in_seconds(trained: dict[s
     assert beside.result.done == without.result.done
     assert beside.job.journal("train/", "val/") == without.job.journal("train/", "val/")
     rows = read_rows(beside.job.folder / "journal.jsonl")
-    assert [row["event"] for row in rows if "event" in row] == ["created", "started", "ended"]
+    assert [row["event"] for row in rows if "event" in row] == ["created", "started", "evaluated", "ended"]
     said = [line for line in beside.result.err.splitlines() if "MLflow" in line]
     assert len(said) == 1, said
     assert "pipeline sync" in said[0]

@@ -88,5 +88,5 @@ class Receipt:
                 loss = {"train_loss": self._losses[reported - 1]} if reported else {}
                 account = {name: value for name, value in row.items() if name not in ("time", "event")}
                 self._evaluations[row["step"]] = account | loss
-            case "ended" if row["status"] == "FINISHED":
+            case "ended" if row.get("status") == "FINISHED":
                 self._done = row["line"]
