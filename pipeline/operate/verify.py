@@ -67,7 +67,7 @@ def _read(folder: RunFolder) -> dict[str, Any]:
             f"{folder.path} has no receipt that can be read ({why}): give a run's folder; 'pipeline train' with the run's"
             " own words writes its receipt"
         ) from None
-    if not isinstance(receipt, dict) or receipt.get("format") != FORMAT:
+    if not isinstance(receipt, dict) or receipt.get("format") != FORMAT or not receipt.get("starts"):
         raise RequestError(f"{folder.receipt} is not a receipt of format {FORMAT}, which this version reads")
     return receipt
 
@@ -158,11 +158,10 @@ def _compare(receipt: dict[str, Any], repeated: dict[str, Any], folder: RunFolde
          for row in compared for name in _COMPARED if row[name] != rows[row["step"]][name]),
         None,
     )  # fmt: skip
-    steps = sorted(_checkpoints(folder).keys() & _checkpoints(again).keys())
+    kept, made = _checkpoints(folder), _checkpoints(again)
+    steps = sorted(kept.keys() & made.keys())
     other_tensor = next(
-        ((step, found) for step in steps
-         if (found := _first_difference(_checkpoints(folder)[step], _checkpoints(again)[step]))),
-        None,
+        ((step, found) for step in steps if (found := _first_difference(kept[step], made[step]))), None
     )  # fmt: skip
     if other_row is None and other_tensor is None:
         counts = f"{_count(compared, 'evaluation')} and {_count(steps, 'checkpoint')}"
