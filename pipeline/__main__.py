@@ -129,6 +129,15 @@ def _add_run_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
     )
     plan.set_defaults(run=_plan)
 
+    verify = commands.add_parser(
+        "verify", help="repeat a run from its receipt: identical, or the first step and tensor that differ",
+        description="Trains the run in RUN_DIR again from its receipt, in a temporary folder, and compares weights and"
+        " checkpoints. Answers 'identical: …' (exit 0) or 'differs: …' (exit 1).",
+    )  # fmt: skip
+    verify.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    verify.add_argument("--steps", type=_count, metavar="N", help="the first N steps alone (default: all)")
+    verify.set_defaults(run=_verify)
+
     sync = commands.add_parser("sync", help="send to MLflow what the journal holds and the server lacks")
     sync.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     sync.add_argument(
@@ -298,6 +307,14 @@ def _evaluate(options: argparse.Namespace) -> str | int:
     from pipeline.operate import launch
 
     return launch.evaluate(options.target, options.overrides, options.nproc)
+
+
+def _verify(options: argparse.Namespace) -> str | int:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the repetition and its folder go with us
+
+    from pipeline.operate import verify
+
+    return verify.verify(options.run_dir, options.steps)
 
 
 def _plan(options: argparse.Namespace) -> str:

@@ -122,6 +122,9 @@ class Run(Section):
     """Write trace.jsonl: after each update the sample ids and a digest of the global batch, pixel for pixel."""
     threads: Annotated[Annotated[int, Field(ge=1, le=1024)] | None, Absent] = None
     """Intra-op threads a process. auto: the CPUs allowed divided by the processes on the machine; deterministic: 1."""
+    watch: Annotated[Interval | None, Absent] = Duration(100, "steps")
+    """How often the processes compare their weights, as they do before each evaluation and save; one that differs is
+    named, and the run ends. none: never, not before a save either."""
     timeout: Annotated[float, Field(ge=1, le=86400)] = 300
     """Seconds that a process waits for the others in one exchange before it gives up."""
 
@@ -313,7 +316,8 @@ class Config(Section):
 # What may differ between a run and its resumption; a key, or a section with all its keys. `run.dir` is where we are and
 # `run.resume` the decision itself. An epoch may only be added: `refuse_changes` looks at that.
 FREE_ON_RESUME = (
-    "run.dir", "run.resume", "run.trace", "data.workers", "train.max_steps", "train.epochs", "checkpoint", "track",
+    "run.dir", "run.resume", "run.trace", "run.watch", "data.workers", "train.max_steps", "train.epochs", "checkpoint",
+    "track",
 )  # fmt: skip
 
 

@@ -163,7 +163,7 @@ def choose_device(config: Config, world: World) -> torch.device:
     if not torch.cuda.is_available():
         if not shows_gpu():
             raise no_gpu()
-        built, driver = torch.version.cuda, _driver_version()
+        built, driver = torch.version.cuda, driver_version()
         raise RequestError(
             f"a GPU is there but torch {torch.__version__} (CUDA {built}) cannot use it, driver {driver}: update the driver"
             " (CUDA 13 wants 580 or later), or train on the CPU with run.device=cpu"
@@ -191,7 +191,8 @@ def _serves(arch: str, major: int, minor: int) -> bool:
     return arch.startswith("sm_") and int(number[:-1]) == major and int(number[-1]) <= minor
 
 
-def _driver_version() -> str:
+def driver_version() -> str:
+    """Of NVIDIA's kernel module."""
     try:
         with open("/sys/module/nvidia/version") as file:
             return file.read().strip()

@@ -61,6 +61,8 @@ class Plan(Resources):
     evaluate_every: int
     checkpoint_every: int
     report_every: int
+    watch_every: int
+    """0: never."""
     image_size: int
     eval_size: int
 
@@ -91,6 +93,9 @@ class Plan(Resources):
 
     def reports_at(self, step: int) -> bool:
         return step % self.report_every == 0 or step == self.last_step
+
+    def watches_at(self, step: int) -> bool:
+        return self.watch_every > 0 and step % self.watch_every == 0
 
     @property
     def batches_ahead_bytes(self) -> int:
@@ -184,6 +189,7 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
         evaluate_every=max(1, steps(config.evaluate.every)),
         checkpoint_every=max(1, steps(config.checkpoint.every)),
         report_every=max(1, steps(config.track.every)),
+        watch_every=max(1, steps(config.run.watch)) if config.run.watch else 0,
         image_size=config.augment.size,
         eval_size=config.evaluate.size or config.augment.size,
     )

@@ -27,6 +27,10 @@ class Verdict(Exception):
         return " ".join(super().__str__().split())  # one line, whatever a library's message brought along
 
 
+class DivergedError(Verdict):
+    """Processes hold different weights: something is broken, as in a crash, and the checkpoints before are good."""
+
+
 class RequestError(Verdict):
     """What was asked cannot be done: says what was given, what is allowed and what to do."""
 

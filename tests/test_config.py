@@ -211,8 +211,9 @@ def test_a_password_is_used_and_never_written(uri: str, written: str) -> None:
 @pytest.mark.fault("F5")
 def test_on_resume_what_may_change_passes_and_the_rest_is_named() -> None:
     before = load("digits", [])
-    free = ["run.dir=x", "run.resume=never", "run.trace=true", "data.workers=3", "train.max_steps=5", "train.epochs=13",
-            "checkpoint.every=3 steps", "checkpoint.keep=9", "track.uri=none", "track.every=1 epoch"]  # fmt: skip
+    free = ["run.dir=x", "run.resume=never", "run.trace=true", "run.watch=none", "data.workers=3", "train.max_steps=5",
+            "train.epochs=13", "checkpoint.every=3 steps", "checkpoint.keep=9", "track.uri=none",
+            "track.every=1 epoch"]  # fmt: skip
     refuse_changes(before, load("digits", free))
     changed = [
         "run.seed=1",

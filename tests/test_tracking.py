@@ -163,7 +163,7 @@ def test_a_bad_server_changes_nothing_and_is_given_up_in_seconds(trained: dict[s
     assert beside.result.done == without.result.done
     assert beside.job.journal("train/", "val/") == without.job.journal("train/", "val/")
     rows = read_rows(beside.job.folder / "journal.jsonl")
-    assert [row["event"] for row in rows if "event" in row] == ["created", "started", "ended"]
+    assert [row["event"] for row in rows if "event" in row] == ["created", "started", "evaluated", "ended"]
     said = [line for line in beside.result.err.splitlines() if "MLflow" in line]
     assert len(said) == 1, said
     assert "pipeline sync" in said[0]
@@ -492,7 +492,7 @@ def assert_whole(server: Server, job: Job) -> None:
     assert run.data.params["model.arch"] == "shufflenet_v2_x0_5"
     assert run.data.tags["torch"] == torch.__version__
     files = server.client.list_artifacts(run.info.run_id)
-    assert sorted(file.path for file in files) == ["config.yaml", "journal.jsonl", "plan.json"]
+    assert sorted(file.path for file in files) == ["config.yaml", "journal.jsonl", "plan.json", "receipt.json"]
     mlflow.set_tracking_uri(server.uri)
     for file in files:
         there = mlflow.artifacts.download_artifacts(run_id=run.info.run_id, artifact_path=file.path)

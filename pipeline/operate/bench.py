@@ -29,6 +29,7 @@ from pipeline.record.terminal import Silence
 from pipeline.train.report import Report, Waiting
 from pipeline.train.state import TrainState
 from pipeline.train.step import Step
+from pipeline.train.watch import start_pace, start_watch
 from pipeline.world import here
 
 DEFAULTS = [
@@ -146,16 +147,20 @@ def _our_loop(config: Config, plan: Plan, group: Group, fed: Iterator[Batch], jo
     state = TrainState.build(model, config, group.device)
     step = Step(state, strategy, config, plan)
     waiting = Waiting(fed)
-    report = Report(plan, group, Silence(), Journal(journal, lambda _: None), waiting)
+    pace = start_pace(strategy, lambda _: None)
+    watch = start_watch(strategy, plan)
+    report = Report(plan, group, Silence(), waiting, pace, Journal(journal, lambda _: None), None)
 
     def run(steps: int) -> None:
         for _ in range(steps):
+            pace.start()
             loss, used = step.forward_backward(waiting)
             group.agree(
                 False, not bool(torch.isfinite(loss)) or strategy.out_of_range(), any(one.defects for one in used)
             )
             step.update()
             report.updated(state)
+            watch.updated(state.step)
 
     return run
 

@@ -138,11 +138,12 @@ def _exit_code(failure: "ChildFailedError") -> int:
     rank, first = failure.get_first_failure()
     if first.exitcode in (*verdict.FINAL, TemporaryError.code):
         return first.exitcode
-    if first.exitcode in (-signal.SIGTERM, -signal.SIGINT):  # while it waited for the others, see StopRequest
+    account = first.error_file_data.get("message")  # what the rank itself has left, see world.leave_account
+    # while it waited for the others, see StopRequest; one with an account was already leaving when the agent stopped it
+    if first.exitcode in (-signal.SIGTERM, -signal.SIGINT) and not isinstance(account, dict):
         print("pipeline: asked to stop before a step was made: the same command starts again", file=sys.stderr)
         return TemporaryError.code
     how = f"was killed by signal {-first.exitcode}" if first.exitcode < 0 else f"exited with code {first.exitcode}"
-    account = first.error_file_data.get("message")  # what the rank itself has left, see world.leave_account
     why = account["message"] if isinstance(account, dict) else f"rank {rank} {how}"
     print(f"pipeline: {why}; the others were stopped, the same command goes on", file=sys.stderr)
     return verdict.CRASH

@@ -102,6 +102,9 @@ class Exact(Strategy):
             " summed coarsely: raise exact.fraction_bits"
         )
 
+    def replicas(self) -> dict[str, Tensor]:
+        return {**super().replicas(), **dict(self.model.named_buffers())}
+
     def _begin(self) -> None:
         self._bad.zero_()
         for bucket in self._buckets:

@@ -36,6 +36,10 @@ class Strategy:
         """What somebody should know about the sums made so far."""
         return None
 
+    def replicas(self) -> dict[str, Tensor]:
+        """What every process holds alike after each update, bit for bit, by name."""
+        return dict(self.model.named_parameters())
+
     def warm_up(self, backward: Callable[[], None]) -> None:
         """Settle whatever the first backward pass settles; the state is loaded after this, so nothing of it stays."""
 

@@ -25,6 +25,7 @@ class RunFolder:
         self.journal = path / "journal.jsonl"
         self.trace = path / "trace.jsonl"
         self.checkpoints = path / "checkpoints"
+        self.receipt = path / "receipt.json"
         self.tracker = path / "mlflow.json"
         self.sync_log = path / "sync.log"
         self._lock = path / "lock"

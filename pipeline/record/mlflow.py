@@ -30,6 +30,7 @@ from urllib.parse import unquote, urlsplit
 from pipeline.config import Config, from_yaml, without_password
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
+from pipeline.record.receipt import Receipt
 from pipeline.record.sender import OVER, READY, tracking_uri
 from pipeline.verdict import RequestError, TemporaryError, Verdict
 
@@ -159,6 +160,8 @@ class Follower:
         for path in (self._folder.config, self._folder.plan, self._folder.journal):
             if path.exists():
                 self._client.log_artifact(progress.run_id, str(path))
+        # made anew: the trainer may not have written it yet, or never will
+        self._client.log_text(progress.run_id, Receipt(self._folder).text(), self._folder.receipt.name)
 
     def _send_model(self, progress: Progress, path: Path, step: int) -> None:
         """The model of a checkpoint, unless it is there or cannot be exported: the run is what it is without it."""

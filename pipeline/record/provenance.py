@@ -1,4 +1,4 @@
-"""Where a run comes from: commit, image, packages, machine. Facts for the journal, none of which a run depends on."""
+"""Where a run comes from: commit, image, packages, machine. Facts for the journal and the receipt; no run reads them."""
 
 import getpass
 import os
@@ -8,6 +8,8 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+
+from pipeline.group import driver_version
 
 
 def provenance(recipe: str, device: torch.device) -> dict[str, str]:
@@ -23,9 +25,22 @@ def provenance(recipe: str, device: torch.device) -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torchvision": metadata.version("torchvision"),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model(),
+        "numpy": metadata.version("numpy"),
+        "pillow": metadata.version("pillow"),
+        "device_type": device.type,
+        **(_gpu(device) if device.type == "cuda" else {"device": _cpu_model()}),
     }
     return {name: value for name, value in facts.items() if value}
+
+
+def _gpu(device: torch.device) -> dict[str, str | None]:
+    return {
+        "device": torch.cuda.get_device_name(device),
+        "driver": driver_version(),
+        "cuda": torch.version.cuda,
+        "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
+    }
 
 
 def _given(name: str) -> str | None:

@@ -18,12 +18,14 @@ from pipeline.parallel import Strategy
 from pipeline.plan import Plan
 from pipeline.record.checkpoint import Checkpoints, all_finite
 from pipeline.record.journal import Journal, Trace
+from pipeline.record.receipt import Receipt
 from pipeline.record.terminal import Terminal
 from pipeline.train.evaluate import Evaluator
 from pipeline.train.report import Report, Waiting, trace_update
 from pipeline.train.signals import StopRequest
 from pipeline.train.state import Evaluation, TrainState
 from pipeline.train.step import Step, name_samples
+from pipeline.train.watch import NoPace, NoWatch
 from pipeline.train.watchdog import Watchdog
 from pipeline.verdict import NotFiniteError, StorageError, TemporaryError
 
@@ -45,7 +47,10 @@ class Training:
     terminal: Terminal
     stop: StopRequest
     watchdog: Watchdog
+    watch: NoWatch
+    pace: NoPace
     journal: Journal | None = None
+    receipt: Receipt | None = None
     trace: Trace | None = None
     checkpoints: Checkpoints | None = None
 
@@ -53,11 +58,12 @@ class Training:
 def train(run: Training, batches: Iterator[Batch]) -> Evaluation:
     """Train to the plan's last step; the evaluation of the last step's model.
 
-    TemporaryError if asked to stop (a checkpoint of that step exists), NotFiniteError, StorageError: at all processes.
+    TemporaryError if asked to stop (a checkpoint of that step exists), NotFiniteError, DivergedError, StorageError: at all
+    processes.
     """
     state, plan, group = run.state, run.plan, run.group
     waiting = Waiting(batches)
-    report = Report(plan, group, run.terminal, run.journal, waiting)
+    report = Report(plan, group, run.terminal, waiting, run.pace, run.journal, run.receipt)
     stopping, saved = False, (state.step, state.is_evaluated)
     while True:
         is_best = False
@@ -65,7 +71,7 @@ def train(run: Training, batches: Iterator[Batch]) -> Evaluation:
             evaluation = _evaluate(run)
             if evaluation:
                 is_best = state.take(evaluation)
-                report.evaluated(evaluation, is_best)
+                report.evaluated(state, is_best)
             stopping = evaluation is None
         if (stopping or is_best or plan.saves_at(state.step)) and saved != (state.step, state.is_evaluated):
             _save(run, last=stopping or state.step >= plan.last_step)
@@ -77,6 +83,7 @@ def train(run: Training, batches: Iterator[Batch]) -> Evaluation:
             assert state.evaluation is not None
             return state.evaluation
 
+        run.pace.start()
         loss, used = run.step.forward_backward(waiting)
         stopping, not_finite, defects = group.agree(
             _asked_to_stop(run),
@@ -91,6 +98,7 @@ def train(run: Training, batches: Iterator[Batch]) -> Evaluation:
         if run.config.run.trace:
             trace_update(run.trace, state, plan, group, used)
         report.updated(state)
+        run.watch.updated(state.step)
 
 
 def _asked_to_stop(run: Training) -> bool:
@@ -100,6 +108,7 @@ def _asked_to_stop(run: Training) -> bool:
 
 
 def _evaluate(run: Training) -> Evaluation | None:
+    run.watch.compare(run.state.step)
     run.strategy.share_buffers(run.state.judged)
     evaluation, defects = run.evaluator.evaluate(run.state.step, lambda: _asked_to_stop(run))
     run.terminal.say_defects(run.evaluator.images, defects)
@@ -109,6 +118,7 @@ def _evaluate(run: Training) -> Evaluation | None:
 def _save(run: Training, *, last: bool) -> None:
     """Have rank 0 save the state; with `last`, return only when it is on disk."""
     state, writer = run.state, run.checkpoints
+    run.watch.compare(state.step)
     finite = all_finite(state.model.state_dict().values())
     broken, exhausted = run.group.agree(not finite, writer is not None and writer.exhausted)
     if broken:

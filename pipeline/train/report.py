@@ -18,9 +18,11 @@ from pipeline.data.loader import Batch
 from pipeline.group import Group
 from pipeline.plan import Plan
 from pipeline.record.journal import Journal, Trace
+from pipeline.record.receipt import Receipt
 from pipeline.record.terminal import Terminal, duration
-from pipeline.train.state import Evaluation, TrainState
+from pipeline.train.state import TrainState
 from pipeline.train.step import LOSS_UNIT
+from pipeline.train.watch import NoPace
 
 
 class Waiting:
@@ -42,14 +44,25 @@ class Waiting:
 
 
 class Report:
-    """Rank 0 writes; all take part in the sums. journal and trace are None where nothing is to be written."""
+    """Rank 0 writes; all take part in the sums. journal and receipt are None where nothing is to be written."""
 
-    def __init__(self, plan: Plan, group: Group, terminal: Terminal, journal: Journal | None, waiting: Waiting) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        group: Group,
+        terminal: Terminal,
+        waiting: Waiting,
+        pace: NoPace,
+        journal: Journal | None,
+        receipt: Receipt | None,
+    ) -> None:
         self._plan = plan
         self._group = group
         self._terminal = terminal
-        self._journal = journal
         self._waiting = waiting
+        self._pace = pace
+        self._journal = journal
+        self._receipt = receipt
         self._has_stepped = False
         self.restart_clock()
 
@@ -66,7 +79,7 @@ class Report:
             self._terminal.say(f"first step done {_seconds_since_start():.1f} s after the start")
         if not self._plan.reports_at(state.step):
             return
-        loss, correct, images = self._group.sum(state.totals).tolist()
+        loss, correct, images, *times = self._group.sum(torch.cat([state.totals.cpu(), self._pace.take()])).tolist()
         state.totals.zero_()
         elapsed = max(1e-9, time.perf_counter() - self._start)
         waited = (self._waiting.seconds - self._waited) / elapsed
@@ -80,6 +93,7 @@ class Report:
             "time/images_per_s": images_per_s,
             "time/step_ms": 1000 * elapsed / self._steps,
             "time/waiting_for_data": waited,
+            **self._pace.judge(times, self._steps),
             **_system(self._group.device, (sum(os.times()[:2]) - self._cpu) / elapsed),
         }
         if self._journal:
@@ -93,7 +107,9 @@ class Report:
         )
         self.restart_clock()
 
-    def evaluated(self, evaluation: Evaluation, is_best: bool) -> None:
+    def evaluated(self, state: TrainState, is_best: bool) -> None:
+        evaluation = state.evaluation
+        assert evaluation is not None
         self._terminal.say(
             f"validation at step {evaluation.step:,}: top-1 {evaluation.top1:.4f}, top-5 {evaluation.top5:.4f}, loss"
             f" {evaluation.loss:.4f}, {evaluation.images} of {evaluation.total} images" + (" (best)" if is_best else "")
@@ -108,6 +124,9 @@ class Report:
                     "val/images": float(evaluation.images),
                 },
             )
+            self._journal.event("evaluated", **state.account())
+        if self._receipt:
+            self._receipt.write(self._terminal.say)
         self.restart_clock()
 
 

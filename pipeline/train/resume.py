@@ -34,7 +34,7 @@ def resume(
     contents = checkpoint.decode(data, folder.checkpoints)
     refuse_changes(from_yaml(contents["config"], "the checkpoint's configuration"), config)
     if contents["data"] != source.digest:
-        changed = _what_changed(config, source, contents["data"])
+        changed = what_changed(config, source, contents["data"], config.run_dir / "index")
         raise RequestError(
             f"the data is not that of the checkpoint at step {contents['step']}: {changed}; put it"
             " back, or start anew with run.resume=never"
@@ -86,10 +86,11 @@ def _order(path: Path) -> tuple[int, int]:
     return checkpoint.step_of(path), path.stat().st_mtime_ns
 
 
-def _what_changed(config: Config, source: Source, before: str) -> str:
+def what_changed(config: Config, source: Source, before: str, spare: Path) -> str:
+    """How the data differs from what had the digest `before`, if an index of that is left beside the data or in `spare`."""
     if source.index is None:
         return "the synthetic source has another size"
-    index = remembered(data_root(config), config.run_dir / "index", before)
+    index = remembered(data_root(config), spare, before)
     if index is None:
         return f"its digest is {source.digest[:16]}, not {before[:16]}"
     lines = list(index.differences(source.index))

@@ -26,6 +26,7 @@ from pipeline.record.checkpoint import Checkpoints, copy_to_host, judged_weights
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal, Trace
 from pipeline.record.provenance import provenance
+from pipeline.record.receipt import Receipt
 from pipeline.record.sender import NoSender
 from pipeline.record.terminal import Silence, Terminal
 from pipeline.train.evaluate import Evaluator
@@ -34,6 +35,7 @@ from pipeline.train.resume import resume
 from pipeline.train.signals import StopRequest
 from pipeline.train.state import Evaluation, TrainState
 from pipeline.train.step import Step, name_samples
+from pipeline.train.watch import start_pace, start_watch
 from pipeline.train.watchdog import Watchdog
 from pipeline.verdict import TemporaryError, Verdict
 from pipeline.world import World, kill_stopped, leave_account, stop_restarts
@@ -63,6 +65,8 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
     resumed = resume(run.state, config, folder, source, group, terminal.say)
     if run.state.step >= plan.last_step and run.state.is_evaluated:
         terminal.say(f"finished before: {folder.path} stands at step {run.state.step:,} of {plan.last_step:,}")
+        if group.is_main:
+            Receipt(folder).write(terminal.say)  # a kill may have come before its last word
         group.finish()
         assert run.state.evaluation is not None
         return _done_line(plan.epoch(run.state.step), run.state.evaluation, run.state.weights_digest())
@@ -79,6 +83,8 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
         watchdog.stop()
         if group.is_main:
             verdict.leave(folder.path, ending, config.model_dump_json())
+        if ending.code == verdict.CRASH:
+            leave_account(str(ending), is_echo=not group.is_main)
         _close_records(run, tracker, "KILLED" if isinstance(ending, TemporaryError) else "FAILED", str(ending))
         group.finish()
         raise
@@ -163,8 +169,9 @@ def _build(
     identity = {"config": config.to_yaml(), "data": source.digest, "classes": list(source.classes), "world": plan.world}
     evaluator = Evaluator(state.judged, source.val, config, plan, group)
     return Training(
-        config, plan, group, strategy, state, step, source.train, evaluator, identity, terminal, stop, watchdog
-    )
+        config, plan, group, strategy, state, step, source.train, evaluator, identity, terminal, stop, watchdog,
+        start_watch(strategy, plan), start_pace(strategy, terminal.say),
+    )  # fmt: skip
 
 
 def _open_records(run: Training, folder: RunFolder, *, resumed: bool) -> NoSender:
@@ -182,10 +189,17 @@ def _open_records(run: Training, folder: RunFolder, *, resumed: bool) -> NoSende
         facts = {
             "recipe": run.config.recipe,
             "world": run.plan.world,
+            "processes_a_node": run.plan.local_world,
+            "threads": run.plan.threads,
+            "epochs": run.config.train.epochs,
             "data": run.identity["data"],
             **provenance(run.config.recipe, run.group.device),
         }
         run.journal.event("started", step=run.state.step, resumed=resumed, tags=facts)
+        if run.state.is_evaluated:  # a checkpoint is synced and the journal is not: a machine may have lost this row
+            run.journal.event("evaluated", **run.state.account())
+        run.receipt = Receipt(folder)
+        run.receipt.write(say)
         try:
             tracker = sender.start(run.config, folder)
         except OSError as error:
@@ -205,6 +219,8 @@ def _close_records(run: Training, tracker: NoSender, status: str, line: str) -> 
         run.checkpoints.wait()
     if run.journal:
         run.journal.event("ended", status=status, step=run.state.step, line=line, best=_best_file(run))
+        if run.receipt:
+            run.receipt.write(run.terminal.say)
         if not tracker.finish(run.terminal.say):
             run.terminal.say(
                 "MLflow did not take everything: the journal keeps it, 'pipeline sync' with this run's folder sends it"

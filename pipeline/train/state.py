@@ -107,6 +107,19 @@ class TrainState:
         """The model that is evaluated, digested and served."""
         return self.average or self.model
 
+    def account(self) -> dict[str, Any]:
+        """What the receipt says of an evaluated model."""
+        evaluation = self.evaluation
+        assert evaluation is not None
+        return {
+            "step": evaluation.step,
+            "weights": f"sha256:{self.weights_digest()}",
+            "top1": evaluation.top1,
+            "top5": evaluation.top5,
+            "loss": evaluation.loss,
+            "images": f"{evaluation.images}/{evaluation.total}",
+        }
+
     def weights_digest(self) -> str:
         return weights_digest(self.judged.state_dict())
 

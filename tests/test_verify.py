@@ -1,0 +1,192 @@
+"""The receipt is complete whatever happens, and a run made again from it has the same bits, or it is said where not."""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import SMALL, Job, Result, kill, pipeline
+
+from pipeline import world
+from pipeline.operate import verify as commands
+from pipeline.record.folder import RunFolder
+from pipeline.record.receipt import Receipt
+from pipeline.verdict import RequestError
+
+
+def job(folder: Path, digits: Path, *more: str, nproc: int = 1) -> Job:
+    words = ["digits", f"data.root={digits}", *SMALL, "data.workers=0", "train.max_steps=12", "evaluate.every=4 steps",
+             "checkpoint.every=4 steps", "checkpoint.keep=3"]  # fmt: skip
+    return Job(folder, [*words, *more], nproc=nproc)
+
+
+def receipt(run: Path) -> dict[str, Any]:
+    contents: dict[str, Any] = json.loads((run / "receipt.json").read_text())
+    return contents
+
+
+def falsify(run: Path, change: Any) -> None:
+    contents = receipt(run)
+    change(contents)
+    (run / "receipt.json").write_text(json.dumps(contents))
+
+
+def verify(run: Path, *more: str) -> Result:
+    return pipeline("verify", str(run), *more)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
+    """A run that nobody touched."""
+    run = job(tmp_path_factory.mktemp("whole") / "run", digits)
+    assert run.run().code == 0
+    return run
+
+
+@pytest.fixture
+def copy(whole: Job, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole.folder, tmp_path / "copy"))
+
+
+def test_the_receipt_says_what_the_weights_follow_from(whole: Job) -> None:
+    found = receipt(whole.folder)
+    assert found["config"]["run"]["seed"] == 0
+    assert found["plan"]["global_batch"] == 48
+    assert len(found["data"]) == 64
+    (start,) = found["starts"]
+    assert (start["step"], start["world"], start["threads"], start["device_type"]) == (0, 1, 1, "cpu")
+    assert {"python", "torch", "torchvision", "numpy", "device"} <= start.keys()
+    assert [row["step"] for row in found["evaluations"]] == [4, 8, 12]
+    assert found["evaluations"][-1].keys() == {
+        "step", "weights", "top1", "top5", "loss", "images", "train_loss"
+    }  # fmt: skip
+    assert found["done"].endswith(f"weights={found['evaluations'][-1]['weights']}")
+
+
+def test_a_killed_runs_receipt_has_the_rows_of_one_that_nobody_touched(
+    whole: Job, tmp_path: Path, digits: Path
+) -> None:
+    run = job(tmp_path / "run", digits).start()
+    run.wait_until(run.checkpoints, "checkpoint")
+    kill(run.ranks()[0], signal.SIGKILL)
+    run.wait_gone(5)
+    before = receipt(run.folder)
+    assert [row["step"] for row in before["evaluations"]][:1] == [4], "what was evaluated is there at any time"
+    assert before["done"] is None
+    assert run.run().code == 0
+    found, expected = receipt(run.folder), receipt(whole.folder)
+    assert found["evaluations"] == expected["evaluations"]
+    assert found["done"] == expected["done"]
+    first, second = found["starts"]
+    assert (first["step"], second) == (0, {**first, "step": second["step"]})
+
+
+def test_rows_that_a_restart_makes_again_are_there_once_and_the_last_one_stands(whole: Job, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for path in (folder.config, folder.plan):
+        shutil.copy(whole.folder / path.name, path)
+    tags = {"world": 1}
+    rows = [
+        {"event": "created", "run": "r"}, {"event": "started", "step": 0, "tags": tags},
+        {"step": 3, "metrics": {"train/loss": 3.0}}, {"event": "evaluated", "step": 4, "weights": "a"},
+        {"step": 6, "metrics": {"train/loss": 2.0}}, {"event": "evaluated", "step": 8, "weights": "struck out"},
+        {"event": "started", "step": 4, "tags": {"world": 3}}, {"event": "started", "step": 4, "tags": {"world": 2}},
+        {"event": "evaluated", "step": 8, "weights": "b"}, {"event": "ended", "status": "FINISHED", "line": "done"},
+    ]  # fmt: skip
+    folder.journal.write_text("".join(json.dumps({"time": 1, **row}) + "\n" for row in rows))
+    found = json.loads(Receipt(folder).text())
+    assert found["evaluations"] == [
+        {"step": 4, "weights": "a", "train_loss": 3.0}, {"step": 8, "weights": "b", "train_loss": 2.0}
+    ]  # fmt: skip
+    assert found["starts"] == [{"step": 0, "world": 1}, {"step": 4, "world": 2}]
+    assert found["done"] == "done"
+
+
+def test_a_run_that_is_repeated_is_identical_and_left_alone(whole: Job) -> None:
+    before = {path: path.stat().st_mtime_ns for path in whole.folder.rglob("*")}
+    result = verify(whole.folder, "--steps", "11")
+    weights = receipt(whole.folder)["evaluations"][1]["weights"]
+    assert (result.code, result.out) == (
+        0,
+        f"identical: 2 evaluations and 2 checkpoints up to step 8, weights={weights}\n",
+    )
+    assert {path: path.stat().st_mtime_ns for path in whole.folder.rglob("*")} == before
+
+
+def test_another_seed_differs_from_its_first_step_and_tensor_on(copy: Path) -> None:
+    falsify(copy, lambda contents: contents["config"]["run"].update(seed=1))
+    result = verify(copy, "--steps", "8")
+    assert result.code == 1
+    assert result.out.startswith("differs: at step 4 weights is sha256:")
+    assert "at step 4 the first tensor to differ is model.conv1.0.weight (" in result.out
+    assert "nothing of software, threads or device is known to be other" in result.out
+
+
+@pytest.mark.full
+def test_a_receipt_that_was_altered_is_told_from_a_run_that_differs(copy: Path) -> None:
+    def alter(contents: Any) -> None:
+        contents["evaluations"][1]["weights"] = "sha256:" + "0" * 64
+        contents["starts"][0]["torch"] = "1.0"
+
+    falsify(copy, alter)
+    result = verify(copy)
+    assert result.code == 1
+    assert "at step 8 weights is sha256:0000" in result.out
+    assert "no tensor differs in the checkpoints of steps 4, 8, 12: the receipt is not theirs" in result.out
+    assert "the probable reason: torch was 1.0 and is " in result.out
+
+
+@pytest.mark.full
+def test_a_checkpoint_of_another_run_is_named_by_step_and_tensor(copy: Path, tmp_path: Path, digits: Path) -> None:
+    other = job(tmp_path / "other", digits, "optimizer.lr=0.11")
+    assert other.run().code == 0
+    for path in copy.glob("checkpoints/step-00000012.*"):
+        path.unlink()
+    (foreign,) = other.folder.glob("checkpoints/step-00000012.*")
+    shutil.copy(foreign, copy / "checkpoints")
+    result = verify(copy)
+    assert result.code == 1
+    assert "at step 12 the first tensor to differ is model.conv1.0.weight (" in result.out
+    assert "weights is" not in result.out, "the receipt's own rows are as they were"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("exact", ["false", "true"])
+def test_killed_and_gone_on_it_is_identical_to_a_repetition_in_one_piece(
+    tmp_path: Path, digits: Path, exact: str
+) -> None:
+    run = job(tmp_path / "run", digits, f"run.exact={exact}", "exact.shards=6", "batch.accumulate=2", nproc=2).start()
+    run.wait_for_step(6)
+    for rank in run.ranks():
+        kill(rank, signal.SIGKILL)
+    run.wait_gone(5)
+    if exact == "true":
+        run.nproc = 3
+    assert run.run().code == 0
+    result = verify(run.folder)
+    assert (result.code, result.out[:11]) == (0, "identical: "), result.out + result.err
+    assert "3 evaluations" in result.out
+
+
+def test_what_cannot_be_repeated_is_refused_before_it_is_tried(copy: Path, tmp_path: Path) -> None:
+    def refused(change: Any = lambda whole: None, run: Path = copy, steps: int | None = None) -> str:
+        kept = (copy / "receipt.json").read_text()
+        falsify(copy, change)
+        with pytest.raises(RequestError) as refusal:
+            commands.verify(run, steps)
+        (copy / "receipt.json").write_text(kept)
+        return str(refusal.value)
+
+    second = {**receipt(copy)["starts"][0], "step": 4, "world": 2}
+    assert "has no receipt that can be read (No such file or directory)" in refused(run=tmp_path)
+    assert "--steps 3 ends before there is anything to compare" in refused(steps=3)
+    assert "promised no bits" in refused(lambda whole: whole["config"]["run"].update(deterministic=False))
+    assert "the data is not that of the run" in refused(lambda whole: whole.update(data="0" * 64))
+    assert "world 1 became 2 at step 4" in refused(lambda whole: whole["starts"].append(second))
+    assert "from another run's checkpoint" in refused(lambda whole: whole["starts"][0].update(step=3))
+    assert "not a receipt of format 1" in refused(lambda whole: whole.update(format=2))
+    if not world.shows_gpu():
+        assert "shows no GPU" in refused(lambda whole: whole["starts"][0].update(device_type="cuda"))
+    assert verify(tmp_path).error.startswith(f"{tmp_path} has no receipt"), "as a command it is one line"
