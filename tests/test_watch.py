@@ -45,7 +45,6 @@ def diverged(tmp_path: Path, digits: Path, nproc: int, rank: int, *more: str) ->
     return run, run.run()
 
 
-@pytest.mark.fuller
 def test_a_flipped_bit_ends_the_run_with_its_rank_before_it_is_saved(tmp_path: Path, digits: Path, full: bool) -> None:
     run, result = diverged(tmp_path, digits, 3, 1, "run.watch=3 steps")
     assert result.code == 1, result.err

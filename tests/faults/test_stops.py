@@ -17,15 +17,20 @@ PHASES = ("training", *(pytest.param(phase, marks=pytest.mark.full) for phase in
 def job(folder: Path, digits: Path, *more: str, nproc: int = 4) -> Job:
     return Job(
         folder,
-        ["digits", f"data.root={digits}", *SMALL, "train.epochs=2", "data.workers=8", "checkpoint.every=10 steps",
-         "evaluate.batch=2", *more],
+        ["digits", f"data.root={digits}", *SMALL, "train.epochs=2", f"data.workers={2 * nproc}",
+         "checkpoint.every=10 steps", "evaluate.batch=2", *more],
         nproc=nproc,
     )  # fmt: skip
 
 
+@pytest.fixture(scope="session")
+def ranks(full: bool) -> int:
+    return 4 if full else 2
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
-    run = job(tmp_path_factory.mktemp("whole") / "run", digits)
+def whole(tmp_path_factory: pytest.TempPathFactory, digits: Path, ranks: int) -> Job:
+    run = job(tmp_path_factory.mktemp("whole") / "run", digits, nproc=ranks)
     assert run.run().code == 0
     return run
 
@@ -33,10 +38,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
 @pytest.mark.fault("B1", ci=2, long=13)
 @pytest.mark.parametrize("phase", PHASES)
 def test_sigterm_to_one_rank_saves_that_step_and_exits_75(
-    tmp_path: Path, digits: Path, whole: Job, phase: str, seed: int, notes: Notes
+    tmp_path: Path, digits: Path, whole: Job, ranks: int, phase: str, seed: int, notes: Notes
 ) -> None:
     draw = random.Random(f"{phase} {seed}")
-    run = job(tmp_path / "run", digits).start()
+    run = job(tmp_path / "run", digits, nproc=ranks).start()
     _wait_for(phase, run, draw)
     step = run.step()
     asked = time.monotonic()
@@ -99,7 +104,7 @@ def test_a_second_start_leaves_with_75_and_names_the_holder(tmp_path: Path, digi
 def _wait_for(phase: str, run: Job, draw: random.Random) -> None:
     match phase:
         case "first batch":
-            run.wait_until(lambda: len(run.ranks()) == run.nproc, "four ranks")
+            run.wait_until(lambda: len(run.ranks()) == run.nproc, "all ranks")
             run.wait_until(lambda: (run.folder / "trace.jsonl").exists(), "start")
         case "training":
             run.wait_for_step(draw.randint(2, 25))
