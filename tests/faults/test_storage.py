@@ -116,9 +116,10 @@ def test_ranks_that_see_other_folders_train_the_same(tmp_path: Path, digits: Pat
         "        def __enter__(self): return self\n"
         "        def __exit__(self, *_): self.inner.close()\n"
         "        def __iter__(self): return iter(list(self.inner)[::-2])\n"
-        "    os.scandir = lambda path='.': Some(path)\n"
-        "    all_names = os.listdir\n"
-        "    os.listdir = lambda path='.': all_names(path)[::-2]\n"
+        f"    there = lambda path: str(path).startswith(({str(digits)!r}, {str(tmp_path / 'other')!r}))\n"
+        "    os.scandir = lambda path='.': Some(path) if there(path) else whole(path)\n"
+        "    every = os.listdir\n"
+        "    os.listdir = lambda path='.': every(path)[::-2] if there(path) else every(path)\n"
     )
     words = ("train.max_steps=8", "data.source=folder")
     lines = set()
