@@ -11,20 +11,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipeline.config import Augment, Evaluate
+from pipeline.data.images import Picture
 from pipeline.randomness import generator
 
 _ATTEMPTS = 10
 _STRIP = 16  # of a longer picture the middle is taken first: 1 × 10,000 pixels would be resized to 256 × 2,560,000
 
 
-def augment(pixels: Tensor, options: Augment, seed: int, epoch: int, sample: int) -> Tensor:
-    """Random resized crop and flip. pixels: [3, H, W] uint8 -> [3, size, size] uint8."""
-    height, width = pixels.shape[1:]
+def augment(picture: Picture, options: Augment, seed: int, epoch: int, sample: int) -> Tensor:
+    """Random resized crop and flip -> [3, size, size] uint8. BadImageError if the picture cannot be decoded there."""
     draws = torch.rand(
         4 * _ATTEMPTS + 1, generator=generator(seed, "augment", epoch, sample), dtype=torch.float64
     ).tolist()
-    top, left, h, w = _crop_box(height, width, options, draws)
-    crop = _resize(pixels[:, top : top + h, left : left + w], options.size, options.size)
+    box = _crop_box(picture.height, picture.width, options, draws)
+    crop = _resize(picture.region(*box), options.size, options.size)
     return crop.flip(-1) if draws[-1] < options.flip else crop
 
 
@@ -74,6 +74,6 @@ def _crop_box(height: int, width: int, options: Augment, draws: list[float]) -> 
 def _resize(pixels: Tensor, height: int, width: int) -> Tensor:
     if pixels.shape[1:] == (height, width):
         return pixels
-    return functional.interpolate(pixels[None], (height, width), mode="bilinear", antialias=True, align_corners=False)[
-        0
-    ]
+    # in memory the three colours of a pixel lie together: told so, torch takes two thirds of the time
+    batch = pixels.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
+    return functional.interpolate(batch, (height, width), mode="bilinear", antialias=True, align_corners=False)[0]
