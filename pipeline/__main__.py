@@ -148,7 +148,23 @@ def _add_data_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
     make.add_argument("--classes", type=_count, default=10, metavar="N", help="synthetic: classes (default 10)")
     make.add_argument("--side", type=_count, default=64, metavar="PX", help="synthetic: pixels a side (default 64)")
     make.set_defaults(run=_data_make)
-    check = data.add_parser("check", help="layout, sums and decodability of an image folder; names each defect")
+    pack = data.add_parser(
+        "pack", help="an image folder as a few tar files with an index: one read an image, less to decode",
+        description="Packs the image folder SRC into OUT, on all cores; given again it goes on. Train from it with"
+        " data.source=pack data.root=OUT: ids, order and labels are those of the folder.",
+    )  # fmt: skip
+    pack.add_argument("src", type=Path, metavar="SRC")
+    pack.add_argument("out", type=Path, metavar="OUT")
+    pack.add_argument(
+        "--level", default="lossless", metavar="LEVEL",
+        help="lossless: JPEGs with restart markers, the same pixels; max-side=500,q=90: encoded anew, lossy; raw=256:"
+        " pixels, the shorter side scaled to 256 (default lossless)",
+    )  # fmt: skip
+    pack.add_argument("--val-split", type=float, default=0.1, metavar="SHARE", help="as data.val_split (default 0.1)")
+    pack.set_defaults(run=_data_pack)
+    check = data.add_parser(
+        "check", help="layout, sums and decodability of an image folder or a pack; names each defect"
+    )
     check.add_argument("root", type=Path, metavar="FOLDER")
     check.add_argument("--write-sums", action="store_true", help="write SHA256SUMS, which later checks compare with")
     check.add_argument("--val-split", type=float, default=0.1, metavar="SHARE", help="as data.val_split (default 0.1)")
@@ -319,6 +335,12 @@ def _data_make(options: argparse.Namespace) -> str:
     from pipeline.operate import data
 
     return data.make(options.kind, options.out, options.images, options.classes, options.side)
+
+
+def _data_pack(options: argparse.Namespace) -> str:
+    from pipeline.operate import pack
+
+    return pack.pack(options.src, options.out, options.level, options.val_split)
 
 
 def _data_check(options: argparse.Namespace) -> str:

@@ -24,7 +24,7 @@ def augment(picture: Picture, options: Augment, seed: int, epoch: int, sample: i
         4 * _ATTEMPTS + 1, generator=generator(seed, "augment", epoch, sample), dtype=torch.float64
     ).tolist()
     box = _crop_box(picture.height, picture.width, options, draws)
-    crop = _resize(picture.region(*box), options.size, options.size)
+    crop = resized(picture.region(*box), options.size, options.size)
     return crop.flip(-1) if draws[-1] < options.flip else crop
 
 
@@ -34,7 +34,7 @@ def centre(pixels: Tensor, size: int, resize: int) -> Tensor:
     pixels = _central(pixels, min(pixels.shape[1], longest), min(pixels.shape[2], longest))
     height, width = pixels.shape[1:]
     scale = max(resize, size) / min(height, width)
-    pixels = _resize(pixels, max(size, round(height * scale)), max(size, round(width * scale)))
+    pixels = resized(pixels, max(size, round(height * scale)), max(size, round(width * scale)))
     return _central(pixels, size, size)
 
 
@@ -71,7 +71,7 @@ def _crop_box(height: int, width: int, options: Augment, draws: list[float]) -> 
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-def _resize(pixels: Tensor, height: int, width: int) -> Tensor:
+def resized(pixels: Tensor, height: int, width: int) -> Tensor:
     if pixels.shape[1:] == (height, width):
         return pixels
     # in memory the three colours of a pixel lie together: told so, torch takes two thirds of the time

@@ -25,8 +25,9 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from pipeline.config import Config
 from pipeline.data.augment import augment, centre, evaluation_geometry
 from pipeline.data.images import BadImageError, Picture, decode
+from pipeline.data.manifest import UnreadableError
 from pipeline.data.order import Order
-from pipeline.data.sources import Images, UnreadableError
+from pipeline.data.sources import Images
 from pipeline.plan import Plan, Resources
 from pipeline.verdict import CRASH, StorageError
 from pipeline.world import die_with_parent

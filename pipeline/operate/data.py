@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from pipeline.data import manifest, sources
+from pipeline.data import manifest, pack, sources
 from pipeline.verdict import RequestError, StorageError
 
 _AT_ONCE = 10_000  # each piece of work in a pool's queue is 1 KB
@@ -33,6 +33,8 @@ def check(root: Path, val_split: float, *, write_sums: bool) -> str:
         raise RequestError(
             f"{root} is not a folder: name an image folder, or make one with 'pipeline data make digits'"
         )
+    if (root / pack.SUMMARY).exists():
+        return _check_pack(root, write_sums=write_sums)
     index = manifest.scan(root, val_split)
     manifest.store(
         index, root / manifest.CACHE
@@ -57,6 +59,25 @@ def check(root: Path, val_split: float, *, write_sums: bool) -> str:
     )
 
 
+def _check_pack(root: Path, *, write_sums: bool) -> str:
+    if write_sums:
+        raise RequestError(f"{root} is a pack, which has its sums in {pack.SUMMARY}: leave --write-sums out")
+    index, summary = pack.open_index(root), pack.read_summary(root)
+    defects = dict(pack.changed_shards(root, summary))
+    defects |= dict(_undecodable(root, index))
+    for name, defect in defects.items():
+        print(f"{name}: {defect}", file=sys.stderr)
+    size = index.size
+    if defects:
+        raise StorageError(
+            f"{len(defects)} defects in the pack {root}: copy it anew, or mend the source and pack it again"
+        )
+    return (
+        f"{root} is good: a {summary['level']} pack of {size.train_images:,} images to train, {size.val_images:,} held out,"
+        f" {size.num_classes} classes, digest {index.digest[:16]}"
+    )
+
+
 def _undecodable(root: Path, index: manifest.Index) -> Iterator[tuple[str, str]]:
     from concurrent.futures import ThreadPoolExecutor
 
@@ -69,7 +90,7 @@ def _undecodable(root: Path, index: manifest.Index) -> Iterator[tuple[str, str]]
         try:
             decode(images.read(i))
             return None
-        except (BadImageError, sources.UnreadableError) as error:
+        except (BadImageError, manifest.UnreadableError) as error:
             return str(error)
 
     done, total = 0, len(index.train) + len(index.val)
