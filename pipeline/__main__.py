@@ -249,6 +249,15 @@ def _add_bench_commands(commands: "argparse._SubParsersAction[_Parser]") -> None
     steps.add_argument("--steps", type=_count, default=8, metavar="N", help="steps a round (default 8)")
     steps.add_argument("--json", action="store_true", help="rows for machines")
     steps.set_defaults(run=_bench_train)
+    feed = subjects.add_parser(
+        "data", help="images/s of the loader, from plain files and from packs, against the usual one",
+        description="The whole loader, two workers, on at most 2,000 of the images of DIR, which are packed for it.",
+    )  # fmt: skip
+    feed.add_argument("--images", type=Path, required=True, metavar="DIR", help="an image folder, of photos best")
+    feed.add_argument("--rounds", type=_count, default=7, metavar="N", help="interleaved rounds (default 7)")
+    feed.add_argument("--steps", type=_count, default=8, metavar="N", help="batches a round (default 8)")
+    feed.add_argument("--json", action="store_true", help="rows for machines")
+    feed.set_defaults(run=_bench_data)
     comm = subjects.add_parser("comm", help="how gradients meet: exact mode against DDP, in one group of processes")
     comm.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
     comm.add_argument("--nproc", type=_count, metavar="N", help="start N processes on this machine")
@@ -390,6 +399,12 @@ def _bench_train(options: argparse.Namespace) -> str:
     from pipeline.operate import bench
 
     return bench.train(options.overrides, options.rounds, options.steps, as_json=options.json)
+
+
+def _bench_data(options: argparse.Namespace) -> str:
+    from pipeline.operate import feed
+
+    return feed.data(options.images, options.rounds, options.steps, as_json=options.json)
 
 
 def _bench_comm(options: argparse.Namespace) -> str | int:

@@ -20,12 +20,19 @@ _STRIP = 16  # of a longer picture the middle is taken first: 1 × 10,000 pixels
 
 def augment(picture: Picture, options: Augment, seed: int, epoch: int, sample: int) -> Tensor:
     """Random resized crop and flip -> [3, size, size] uint8. BadImageError if the picture cannot be decoded there."""
+    box, is_flipped = draw(picture.height, picture.width, options, seed, epoch, sample)
+    crop = resized(picture.region(*box), options.size, options.size)
+    return crop.flip(-1) if is_flipped else crop
+
+
+def draw(
+    height: int, width: int, options: Augment, seed: int, epoch: int, sample: int
+) -> tuple[tuple[int, int, int, int], bool]:
+    """What is drawn for a sample: the crop's (top, left, height, width), and whether it is flipped."""
     draws = torch.rand(
         4 * _ATTEMPTS + 1, generator=generator(seed, "augment", epoch, sample), dtype=torch.float64
     ).tolist()
-    box = _crop_box(picture.height, picture.width, options, draws)
-    crop = resized(picture.region(*box), options.size, options.size)
-    return crop.flip(-1) if draws[-1] < options.flip else crop
+    return _crop_box(height, width, options, draws), draws[-1] < options.flip
 
 
 def centre(pixels: Tensor, size: int, resize: int) -> Tensor:

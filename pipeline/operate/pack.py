@@ -38,7 +38,7 @@ from pipeline.verdict import RequestError, StorageError, TemporaryError
 from pipeline.world import allowed_cpus, die_with_parent
 
 _REQUEST = ".packing.json"
-_MIN_SHARD, _MAX_SHARD = 4 << 20, 1 << 30
+_MIN_SHARD, _MAX_SHARD = 1 << 20, 1 << 30
 _MOST_SHARDS = 256  # each is a file that a worker holds open
 _BLOCK = 512  # of a tar file
 _COMPARED = 224  # side at which a lossy image is compared with its source
