@@ -83,8 +83,11 @@ def packs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 SHAPES = [(120, 250), (33, 17), (8, 8), (200, 333), (97, 512), (160, 64)]
 
 
-@pytest.mark.parametrize("options", [{"subsampling": 0}, {"subsampling": 1}, {"subsampling": 2},
-                                     {"subsampling": 2, "optimize": True, "quality": 30}, {"quality": 100}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [{"subsampling": 0}, {"subsampling": 1}, {"subsampling": 2}, {"optimize": True, "quality": 30}, {"quality": 100}],
+    ids=str,
+)
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
 def test_a_part_has_the_very_pixels_of_the_whole(mode: str, options: dict[str, Any]) -> None:
     draw = np.random.default_rng(0)
@@ -113,9 +116,12 @@ def test_less_is_decoded_than_the_whole() -> None:
     assert Image.open(io.BytesIO(part)).size[0] < 300
 
 
-@pytest.mark.parametrize("data", [encoded(photo(64, 64), progressive=True), encoded(photo(64, 64), "PNG"), b"", b"\xff\xd8\xff",
-                                  encoded(photo(64, 64), restart_marker_blocks=3)],
-                         ids=["progressive", "PNG", "empty", "short", "restarts of its own"])  # fmt: skip
+@pytest.mark.parametrize(
+    "data",
+    [encoded(photo(64, 64), progressive=True), encoded(photo(64, 64), restart_marker_blocks=3),
+     encoded(photo(64, 64), "PNG"), b"", b"\xff\xd8\xff"],
+    ids=["progressive", "restarts of its own", "PNG", "empty", "short"],
+)  # fmt: skip
 def test_what_cannot_be_cut_is_left_as_it_is(data: bytes) -> None:
     assert jpeg.with_restarts(data) is None
 

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import tarfile
+import time
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -22,7 +23,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -38,6 +39,8 @@ from pipeline.verdict import RequestError, StorageError, TemporaryError
 from pipeline.world import allowed_cpus, die_with_parent
 
 _REQUEST = ".packing.json"
+_LOCK = ".lock"
+_DEATH_S = 5
 _MIN_SHARD, _MAX_SHARD = 1 << 20, 1 << 30
 _MOST_SHARDS = 256  # each is a file that a worker holds open
 _BLOCK = 512  # of a tar file
@@ -78,9 +81,6 @@ def pack(root: Path, out: Path, level_text: str, val_split: float) -> str:
             shards = list(_shards(index))
             _make(root, index, level, out, shards)
             _finish(out, request, index, shards)
-        for path in out.glob(".*.json"):
-            if path.name != _REQUEST:
-                path.unlink()
     return _line(out, read_summary(out))
 
 
@@ -89,28 +89,41 @@ def _held(out: Path, request: dict[str, Any]) -> Iterator[None]:
     """The folder is this request's, and no other process packs into it."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        summary = out / SUMMARY
-        before = summary if summary.exists() else out / _REQUEST
-        if before.exists():
-            made = json.loads(before.read_bytes())
-            if {key: made.get(key) for key in request} != request:
-                raise RequestError(
-                    f"{out} holds a pack of another source or level ({made.get('level')}): remove it, or name another"
-                    " folder"
-                )
-        elif any(out.iterdir()):
-            raise RequestError(f"{out} is not empty and holds no pack: name another folder")
-        with open(out / _REQUEST, "a+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.truncate(0)
-            file.write(json.dumps(request))
-            file.flush()
+        with open(out / _LOCK, "w") as file:
+            _lock(out, file)
+            summary = out / SUMMARY
+            before = summary if summary.exists() else out / _REQUEST
+            if before.exists():
+                made = json.loads(before.read_bytes())
+                if {key: made.get(key) for key in request} != request:
+                    raise RequestError(
+                        f"{out} holds a pack of another source or level ({made.get('level')}): remove it, or name another"
+                        " folder"
+                    )
+            elif any(path.name not in (_LOCK, f".{_REQUEST}.part") for path in out.iterdir()):
+                raise RequestError(f"{out} is not empty and holds no pack: name another folder")
+            else:
+                _write(out / _REQUEST, json.dumps(request).encode())
             yield
-            (out / _REQUEST).unlink()
-    except BlockingIOError:
-        raise TemporaryError(f"{out} is being packed by another process: wait for it") from None
+            for path in (*out.glob(".*.json"), out / _LOCK):
+                path.unlink()
+    except RequestError:
+        (out / _LOCK).unlink()
+        raise
     except (OSError, ValueError) as error:
         raise StorageError(f"{out} cannot be packed into: {error}") from None
+
+
+def _lock(out: Path, file: IO[str]) -> None:
+    """Workers of a killed command hold its lock until they are dead as well, an instant later."""
+    end = time.monotonic() + _DEATH_S
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise TemporaryError(f"{out} is being packed by another process: wait for it") from None
+            time.sleep(0.05)
 
 
 def _shards(index: Index) -> Iterator[Shard]:
