@@ -148,6 +148,20 @@ def _add_data_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
     make.add_argument("--classes", type=_count, default=10, metavar="N", help="synthetic: classes (default 10)")
     make.add_argument("--side", type=_count, default=64, metavar="PX", help="synthetic: pixels a side (default 64)")
     make.set_defaults(run=_data_make)
+    get = data.add_parser("get", help="fetch a published data set, as an image folder")
+    get.add_argument("kind", choices=("imagenette",))
+    get.add_argument("out", nargs="?", metavar="OUT", help="folder to make (default data/<kind>)")
+    get.set_defaults(run=_data_get)
+    imported = data.add_parser(
+        "import", help="ImageNet's published archives as an image folder or a pack",
+        description="ARCHIVES holds ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz. Each"
+        " image is read once, where it lies. Given again it goes on.",
+    )  # fmt: skip
+    imported.add_argument("kind", choices=("imagenet",))
+    imported.add_argument("archives", type=Path, metavar="ARCHIVES")
+    imported.add_argument("out", type=Path, metavar="OUT")
+    imported.add_argument("--pack", metavar="LEVEL", help="a pack of this level, as of 'pipeline data pack'")
+    imported.set_defaults(run=_data_import)
     pack = data.add_parser(
         "pack", help="an image folder as a few tar files with an index: one read an image, less to decode",
         description="Packs the image folder SRC into OUT, on all cores; given again it goes on. Train from it with"
@@ -256,6 +270,13 @@ def _add_bench_commands(commands: "argparse._SubParsersAction[_Parser]") -> None
     feed.add_argument("--images", type=Path, required=True, metavar="DIR", help="an image folder, of photos best")
     feed.add_argument("--rounds", type=_count, default=7, metavar="N", help="interleaved rounds (default 7)")
     feed.add_argument("--steps", type=_count, default=8, metavar="N", help="batches a round (default 8)")
+    feed.add_argument(
+        "--peers", nargs="?", type=Path, const=Path("build/peers"), metavar="ENV",
+        help="also other loaders, which pip installs in a virtual environment of their own (default build/peers)",
+    )  # fmt: skip
+    feed.add_argument(
+        "--write", type=Path, metavar="FOLDER", help="also write benchmarks.md and a plot there, as in docs"
+    )
     feed.add_argument("--json", action="store_true", help="rows for machines")
     feed.set_defaults(run=_bench_data)
     comm = subjects.add_parser("comm", help="how gradients meet: exact mode against DDP, in one group of processes")
@@ -346,6 +367,18 @@ def _data_make(options: argparse.Namespace) -> str:
     return data.make(options.kind, options.out, options.images, options.classes, options.side)
 
 
+def _data_get(options: argparse.Namespace) -> str:
+    from pipeline.operate import data
+
+    return data.get(options.kind, options.out)
+
+
+def _data_import(options: argparse.Namespace) -> str:
+    from pipeline.operate import data
+
+    return data.import_imagenet(options.archives, options.out, options.pack)
+
+
 def _data_pack(options: argparse.Namespace) -> str:
     from pipeline.operate import pack
 
@@ -404,7 +437,9 @@ def _bench_train(options: argparse.Namespace) -> str:
 def _bench_data(options: argparse.Namespace) -> str:
     from pipeline.operate import feed
 
-    return feed.data(options.images, options.rounds, options.steps, as_json=options.json)
+    return feed.data(
+        options.images, options.rounds, options.steps, peers=options.peers, write=options.write, as_json=options.json
+    )
 
 
 def _bench_comm(options: argparse.Namespace) -> str | int:

@@ -7,12 +7,17 @@ float32. Quality is part of the comparison: `pixel_diff` is the mean absolute di
 of the same image.
 """
 
+import importlib.metadata
 import json
 import os
 import statistics
+import subprocess
 import sys
+import sysconfig
 import time
+import venv
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -45,14 +50,10 @@ _MOST_IMAGES = 2000
 _COMPARED = 64
 _WARM_UP = 4  # batches: what the workers had ready, or had begun, when the first came
 PEERS = {
-    "timm": ("timm",),
-    "dali": ("nvidia-dali-cuda130",),
-    "dali-linear": ("nvidia-dali-cuda130",),
-    "webdataset": ("webdataset",),
-    "streaming": ("mosaicml-streaming",),
-    "ffcv": ("ffcv",),
-}
-"""Name of the row -> what pip installs for it."""
+    "timm": "timm", "dali": "nvidia-dali-cuda130", "dali-linear": "nvidia-dali-cuda130", "webdataset": "webdataset",
+    "streaming": "mosaicml-streaming", "ffcv": "ffcv",
+}  # fmt: skip
+"""Row -> what pip installs for it. dali-linear is DALI without antialiasing: faster, and other pixels."""
 
 Turn = Callable[[], float]
 """Images a second of one turn."""
@@ -66,22 +67,30 @@ class Row:
     note: str = ""
 
 
-def data(images: Path, rounds: int, steps: int, *, as_json: bool) -> str:
-    """Rows for people or machines."""
+def data(images: Path, rounds: int, steps: int, *, peers: Path | None, write: Path | None, as_json: bool) -> str:
+    """Rows for people or machines; `peers` is where the others' virtual environment is, or is to be made."""
     if not images.is_dir():
         raise RequestError(f"--images {images} is not a folder: name an image folder, of photos best")
-    with TemporaryDirectory() as name:
+    with TemporaryDirectory() as name, ExitStack() as stack:
         root = Path(name) / "images"
         count = _link(images, root)
         batch = min(BATCH, count)
         rows, limit = _ours(Path(name), root, batch, steps)
+        if peers:
+            rows += [stack.enter_context(_peer(peer, peers, root, Path(name) / peer, batch, steps)) for peer in PEERS]
         speeds = _take_turns([*rows, limit], rounds)
     title = (
         f"{count:,} images, {WORKERS} workers, batch {batch}, {SIZE} px; {rounds} interleaved rounds of {steps} batches"
     )
+    text = _text(title, [*rows, limit], speeds)
+    if write:
+        command = (
+            f"pipeline bench data --images {images.name} --rounds {rounds} --steps {steps}{' --peers' if peers else ''}"
+        )
+        _write(write, command, text, {row.name: speeds[row.name] for row in [*rows, limit] if speeds[row.name]})
     if as_json:
         return json.dumps({"rows": [_figures(row, speeds) for row in rows], "limit": _figures(limit, speeds)})
-    return _text(title, [*rows, limit], speeds)
+    return text
 
 
 def _link(images: Path, root: Path) -> int:
@@ -158,6 +167,62 @@ def _reference(root: Path, batch: int, steps: int) -> Turn:
     return lambda: batch * steps / _seconds(iter(loader), steps)
 
 
+@contextmanager
+def _peer(name: str, environment: Path, root: Path, folder: Path, batch: int, steps: int) -> Iterator[Row]:
+    """Another loader, in a process of its own; where it cannot be installed or does not run, its row says so."""
+    python = _install(environment, PEERS[name])
+    if isinstance(python, str):
+        yield Row(name, None, None, python)
+        return
+    log = folder.with_suffix(".log")
+    words = [root / "train", folder, batch, SIZE, WORKERS]
+    with open(log, "wb") as errors:
+        process = subprocess.Popen(
+            [python, "-P", Path(__file__).with_name("peers.py"), name, *map(str, words)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1,
+        )  # fmt: skip
+    assert process.stdin
+    assert process.stdout
+
+    def answer() -> Any:
+        assert process.stdout
+        for line in process.stdout:
+            with suppress(ValueError):  # some say other things on standard output
+                return json.loads(line)
+        last = log.read_text(errors="replace").strip().splitlines()
+        raise RuntimeError(f"does not run: {last[-1][:150] if last else f'exit code {process.wait()}'}")
+
+    def turn() -> float:
+        assert process.stdin
+        process.stdin.write(f"{_WARM_UP} {steps}\n")
+        return batch * steps / float(answer())
+
+    try:
+        try:
+            yield Row(name, answer()["pixel_diff"], turn)
+        except RuntimeError as error:
+            yield Row(name, None, None, str(error))
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _install(environment: Path, package: str) -> Path | str:
+    """The environment's interpreter, or why the package is not there. What we have ourselves, torch above all, it sees."""
+    python = environment / "bin/python"
+    if not python.exists():
+        venv.create(environment, with_pip=True)
+        ours = sysconfig.get_path("purelib")
+        (Path(sysconfig.get_path("purelib", vars={"base": str(environment)})) / "ours.pth").write_text(f"{ours}\n")
+    print(f"installing {package} in {environment} ...", file=sys.stderr, flush=True)
+    done = subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", package],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    errors = [line for line in done.stderr.splitlines() if "ERROR" in line or "error" in line]
+    return python if done.returncode == 0 else f"cannot be installed: {(errors or ['pip failed'])[-1][:150]}"
+
+
 def _seconds(loaded: Iterator[Any], steps: int) -> float:
     for _ in range(_WARM_UP):
         next(loaded)
@@ -189,7 +254,11 @@ def _take_turns(rows: list[Row], rounds: int) -> dict[str, list[float]]:
     for number in range(rounds + 1):
         for row in rows if number % 2 else reversed(rows):
             if row.turn:
-                speed = row.turn()
+                try:
+                    speed = row.turn()
+                except (RuntimeError, OSError) as error:  # of a peer's process
+                    row.turn, row.note = None, str(error)
+                    continue
                 if number:
                     speeds[row.name].append(speed)
         print(f"round {number} of {rounds}", file=sys.stderr, flush=True)
@@ -223,3 +292,26 @@ def _text(title: str, rows: list[Row], speeds: dict[str, list[float]]) -> str:
             f" ({min(ratios):.2f} to {max(ratios):.2f}){pixels}"
         )
     return "\n".join(lines)
+
+
+def _write(folder: Path, command: str, text: str, speeds: dict[str, list[float]]) -> None:
+    """benchmarks.md and a plot of the medians, with the least and the largest."""
+    import matplotlib
+    from matplotlib import pyplot
+
+    matplotlib.use("Agg")
+    figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(speeds) + 1), layout="constrained")
+    names = list(reversed(speeds))
+    middles = [statistics.median(speeds[name]) for name in names]
+    spread = [[middle - min(speeds[name]) for name, middle in zip(names, middles, strict=True)],
+              [max(speeds[name]) - middle for name, middle in zip(names, middles, strict=True)]]  # fmt: skip
+    axes.barh(names, middles, xerr=spread)
+    axes.set_xlabel("images/s, median of the rounds, least to largest")
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / "benchmarks.svg")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "torchvision", "pillow"))
+    (folder / "benchmarks.md").write_text(
+        f"# Input pipeline\n\n```\n{command}\n\n{text}\n```\n\n{versions}; {allowed_cpus()} CPU cores. `pixels` is the mean"
+        " absolute difference to the reference's crop, of 255; for the peers, of whole pictures.\n\n"
+        "![images/s](benchmarks.svg)\n"
+    )

@@ -35,6 +35,7 @@ from pipeline.data.augment import resized
 from pipeline.data.images import BadImageError, Picture, decode
 from pipeline.data.manifest import Index, Split, UnreadableError
 from pipeline.data.pack import ABSENT, FORMAT, INDEX, SUMMARY, Level, open_index, read_summary, shard_name
+from pipeline.data.sources import Source
 from pipeline.verdict import RequestError, StorageError, TemporaryError
 from pipeline.world import allowed_cpus, die_with_parent
 
@@ -61,27 +62,37 @@ class Shard:
         return shard_name(self.split, self.number)
 
 
-def pack(root: Path, out: Path, level_text: str, val_split: float) -> str:
+def pack(root: Path, out: Path, level: str, val_split: float) -> str:
     """Packs the image folder `root` into `out`, or goes on where that was interrupted; a line that says what came out."""
-    try:
-        level = Level.parse(level_text)
-    except ValueError:
-        raise RequestError(
-            f"--level {level_text} is not allowed: lossless, max-side=PIXELS,q=QUALITY (10 to 9999, 1 to 100) or raw=PIXELS"
-            " (8 to 2048), such as max-side=500,q=90"
-        ) from None
+    _parse(level)
     if not root.is_dir():
         raise RequestError(f"{root} is not a folder: name an image folder")
-    index = manifest.scan(root, val_split)
-    request = {"format": FORMAT, "level": level.text, "source": index.digest}
+    return pack_source(sources.of_index(root, manifest.scan(root, val_split)), out, level)
+
+
+def pack_source(source: Source, out: Path, level_text: str) -> str:
+    """The same for any source that has an index."""
+    level = _parse(level_text)
+    request = {"format": FORMAT, "level": level.text, "source": source.digest}
     with _held(out, request):
         if (out / SUMMARY).exists():
             open_index(out)
         else:
-            shards = list(_shards(index))
-            _make(root, index, level, out, shards)
-            _finish(out, request, index, shards)
+            assert source.index is not None
+            shards = list(_shards(source.index))
+            _make(source, level, out, shards)
+            _finish(out, request, source.index, shards)
     return _line(out, read_summary(out))
+
+
+def _parse(level: str) -> Level:
+    try:
+        return Level.parse(level)
+    except ValueError:
+        raise RequestError(
+            f"level {level} is not allowed: lossless, max-side=PIXELS,q=QUALITY (10 to 9999, 1 to 100) or raw=PIXELS"
+            " (8 to 2048), such as max-side=500,q=90"
+        ) from None
 
 
 @contextmanager
@@ -137,16 +148,14 @@ def _shards(index: Index) -> Iterator[Shard]:
             yield Shard(name, number, first, last)
 
 
-def _make(root: Path, index: Index, level: Level, out: Path, shards: list[Shard]) -> None:
+def _make(source: Source, level: Level, out: Path, shards: list[Shard]) -> None:
     missing = [shard for shard in shards if not (out / _notes(shard)).exists()]
     total, done = sum(shard.last - shard.first for shard in shards), 0
     done = total - sum(shard.last - shard.first for shard in missing)
     if done:
         print(f"{done:,} of {total:,} images were packed before", file=sys.stderr, flush=True)
     # forked, so that the index is shared; a worker of a killed command must not write beside that of the next
-    pool = ProcessPoolExecutor(
-        allowed_cpus(), get_context("fork"), _start_worker, (os.getpid(), root, index, level, out)
-    )
+    pool = ProcessPoolExecutor(allowed_cpus(), get_context("fork"), _start_worker, (os.getpid(), source, level, out))
     try:
         for future in as_completed([pool.submit(_make_shard, shard) for shard in missing]):
             done += future.result()
@@ -159,7 +168,7 @@ def _make(root: Path, index: Index, level: Level, out: Path, shards: list[Shard]
         pool.shutdown(cancel_futures=True)
 
 
-_work: tuple[Path, Index, Level, Path]
+_work: tuple[Source, Level, Path]
 
 
 def _start_worker(parent: int, *work: Any) -> None:
@@ -171,9 +180,9 @@ def _start_worker(parent: int, *work: Any) -> None:
 
 def _make_shard(shard: Shard) -> int:
     """Writes the shard and its notes; how many images it has."""
-    root, index, level, out = _work
-    source = sources.of_index(root, index)
-    images, split = (source.train, index.train) if shard.split == "train" else (source.val, index.val)
+    source, level, out = _work
+    assert source.index is not None
+    images, split = (source.train, source.index.train) if shard.split == "train" else (source.val, source.index.val)
     sizes, places, bad, unchanged, difference, digest = [], [], [], 0, 0.0, hashlib.sha256()
     aside = out / f".{shard.name}"
     at = 0
