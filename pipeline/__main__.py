@@ -157,7 +157,37 @@ def _add_data_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
     make.add_argument("--classes", type=_count, default=10, metavar="N", help="synthetic: classes (default 10)")
     make.add_argument("--side", type=_count, default=64, metavar="PX", help="synthetic: pixels a side (default 64)")
     make.set_defaults(run=_data_make)
-    check = data.add_parser("check", help="layout, sums and decodability of an image folder; names each defect")
+    get = data.add_parser("get", help="fetch a published data set, as an image folder")
+    get.add_argument("kind", choices=("imagenette",))
+    get.add_argument("out", nargs="?", metavar="OUT", help="folder to make (default data/<kind>)")
+    get.set_defaults(run=_data_get)
+    imported = data.add_parser(
+        "import", help="ImageNet's published archives as an image folder or a pack",
+        description="ARCHIVES holds ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz. Each"
+        " image is read once, where it lies. Given again it goes on.",
+    )  # fmt: skip
+    imported.add_argument("kind", choices=("imagenet",))
+    imported.add_argument("archives", type=Path, metavar="ARCHIVES")
+    imported.add_argument("out", type=Path, metavar="OUT")
+    imported.add_argument("--pack", metavar="LEVEL", help="a pack of this level, as of 'pipeline data pack'")
+    imported.set_defaults(run=_data_import)
+    pack = data.add_parser(
+        "pack", help="an image folder as a few tar files with an index: one read an image, less to decode",
+        description="Packs the image folder SRC into OUT, on all cores; given again it goes on. Train from it with"
+        " data.source=pack data.root=OUT: ids, order and labels are those of the folder.",
+    )  # fmt: skip
+    pack.add_argument("src", type=Path, metavar="SRC")
+    pack.add_argument("out", type=Path, metavar="OUT")
+    pack.add_argument(
+        "--level", default="lossless", metavar="LEVEL",
+        help="lossless: JPEGs with restart markers, the same pixels; max-side=500,q=90: encoded anew, lossy; raw=256:"
+        " pixels, the shorter side scaled to 256 (default lossless)",
+    )  # fmt: skip
+    pack.add_argument("--val-split", type=float, default=0.1, metavar="SHARE", help="as data.val_split (default 0.1)")
+    pack.set_defaults(run=_data_pack)
+    check = data.add_parser(
+        "check", help="layout, sums and decodability of an image folder or a pack; names each defect"
+    )
     check.add_argument("root", type=Path, metavar="FOLDER")
     check.add_argument("--write-sums", action="store_true", help="write SHA256SUMS, which later checks compare with")
     check.add_argument("--val-split", type=float, default=0.1, metavar="SHARE", help="as data.val_split (default 0.1)")
@@ -242,6 +272,22 @@ def _add_bench_commands(commands: "argparse._SubParsersAction[_Parser]") -> None
     steps.add_argument("--steps", type=_count, default=8, metavar="N", help="steps a round (default 8)")
     steps.add_argument("--json", action="store_true", help="rows for machines")
     steps.set_defaults(run=_bench_train)
+    feed = subjects.add_parser(
+        "data", help="images/s of the loader, from plain files and from packs, against the usual one",
+        description="The whole loader, two workers, on at most 2,000 of the images of DIR, which are packed for it.",
+    )  # fmt: skip
+    feed.add_argument("--images", type=Path, required=True, metavar="DIR", help="an image folder, of photos best")
+    feed.add_argument("--rounds", type=_count, default=7, metavar="N", help="interleaved rounds (default 7)")
+    feed.add_argument("--steps", type=_count, default=8, metavar="N", help="batches a round (default 8)")
+    feed.add_argument(
+        "--peers", nargs="?", type=Path, const=Path("build/peers"), metavar="ENV",
+        help="also other loaders, which pip installs in a virtual environment of their own (default build/peers)",
+    )  # fmt: skip
+    feed.add_argument(
+        "--write", type=Path, metavar="FOLDER", help="also write benchmarks.md and a plot there, as in docs"
+    )
+    feed.add_argument("--json", action="store_true", help="rows for machines")
+    feed.set_defaults(run=_bench_data)
     comm = subjects.add_parser("comm", help="how gradients meet: exact mode against DDP, in one group of processes")
     comm.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
     comm.add_argument("--nproc", type=_count, metavar="N", help="start N processes on this machine")
@@ -338,6 +384,24 @@ def _data_make(options: argparse.Namespace) -> str:
     return data.make(options.kind, options.out, options.images, options.classes, options.side)
 
 
+def _data_get(options: argparse.Namespace) -> str:
+    from pipeline.operate import data
+
+    return data.get(options.kind, options.out)
+
+
+def _data_import(options: argparse.Namespace) -> str:
+    from pipeline.operate import data
+
+    return data.import_imagenet(options.archives, options.out, options.pack)
+
+
+def _data_pack(options: argparse.Namespace) -> str:
+    from pipeline.operate import pack
+
+    return pack.pack(options.src, options.out, options.level, options.val_split)
+
+
 def _data_check(options: argparse.Namespace) -> str:
     from pipeline.operate import data
 
@@ -385,6 +449,14 @@ def _bench_train(options: argparse.Namespace) -> str:
     from pipeline.operate import bench
 
     return bench.train(options.overrides, options.rounds, options.steps, as_json=options.json)
+
+
+def _bench_data(options: argparse.Namespace) -> str:
+    from pipeline.operate import feed
+
+    return feed.data(
+        options.images, options.rounds, options.steps, peers=options.peers, write=options.write, as_json=options.json
+    )
 
 
 def _bench_comm(options: argparse.Namespace) -> str | int:

@@ -130,10 +130,12 @@ class Run(Section):
 
 
 class Data(Section):
-    source: Literal["folder", "digits", "synthetic"] = "folder"
-    """folder: images in class folders; digits: 1,797 real handwritten digits, made on first use; synthetic: patterns."""
+    source: Literal["folder", "pack", "digits", "synthetic"] = "folder"
+    """folder: images in class folders; pack: what 'pipeline data pack' made of such a folder; digits: 1,797 real
+    handwritten digits, made on first use; synthetic: patterns."""
     root: Annotated[Text | None, Absent] = None
-    """Folder that holds train/ and val/, or class folders that are then split by data.val_split. digits: data/digits."""
+    """Folder that holds train/ and val/, or class folders that are then split by data.val_split; of a pack, its folder.
+    digits: data/digits."""
     workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | None, Absent] = None
     """Loader processes a node, shared out to its processes, rounded up. auto: one for each CPU allowed."""
     prefetch: Annotated[int, Field(ge=1, le=64)] = 2
@@ -287,9 +289,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _folder_has_root(self) -> Self:
-        if self.data.source == "folder" and self.data.root is None:
+        if self.data.source in ("folder", "pack") and self.data.root is None:
+            inside = "train/ and val/ in it" if self.data.source == "folder" else "a pack in it"
             raise ValueError(
-                "data.root is missing: data.source=folder wants data.root=FOLDER, with train/ and val/ in it"
+                f"data.root is missing: data.source={self.data.source} wants data.root=FOLDER, with {inside}"
             )
         return self
 

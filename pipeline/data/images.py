@@ -8,6 +8,9 @@ pictures are scaled, where Pillow clips them.
 
 import io
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,7 +19,10 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_image
 
+from pipeline.data import jpeg
+
 MAX_PIXELS = 80_000_000
+_MAX_SCANS = 64
 # not all that Pillow knows: for a file that says it is EPS it starts Ghostscript
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM")
 _DIRECT = ("JPEG", "WEBP")
@@ -29,33 +35,82 @@ class BadImageError(Exception):
     """The defect of one image, in words."""
 
 
-def decode(data: bytes | NDArray[np.uint8]) -> Tensor:
-    """Pixels as [3, H, W] uint8 on the CPU. BadImageError names what is wrong with the file."""
-    if isinstance(data, np.ndarray):
-        return torch.from_numpy(data)
-    if not data:
-        raise BadImageError("empty file")
-    try:
-        with warnings.catch_warnings():
+@dataclass(frozen=True)
+class Picture:
+    """An image of known size, whose pixels are decoded when they are asked for: of a JPEG that was packed, a part alone."""
+
+    height: int
+    width: int
+    coded: bytes | Tensor
+    is_cut: bool = False
+
+    @classmethod
+    def of(cls, data: bytes | NDArray[np.uint8]) -> "Picture":
+        """Reads the header; BadImageError names what is wrong with it. Ready pixels [3, H, W] need none."""
+        if isinstance(data, np.ndarray):
+            return cls(data.shape[1], data.shape[2], torch.from_numpy(data))
+        if not data:
+            raise BadImageError("empty file")
+        frame = jpeg.frame(data)
+        if frame:  # what Pillow would say of it as well, at five times the cost
+            _check_size(frame.height, frame.width)
+            if not frame.is_sequential:
+                _check_scans(data)
+            return cls(frame.height, frame.width, data, frame.is_cut)
+        with _named(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow's remarks on odd metadata
             with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
-                width, height = image.size
-                if width * height > MAX_PIXELS:
-                    raise BadImageError(f"{width} × {height} pixels, more than the {MAX_PIXELS:,} allowed")
+                _check_size(image.height, image.width)
+                if image.format == "JPEG":
+                    _check_scans(data)
                 if image.format in _DIRECT and not getattr(image, "is_animated", False):
-                    return _decode_direct(data)
-                return _decode_pillow(image)
-    except UnidentifiedImageError:
-        raise BadImageError("not an image in a known format") from None
+                    return cls(image.height, image.width, data)
+                return cls(image.height, image.width, _decode_pillow(image))
+
+    def region(self, top: int, left: int, height: int, width: int) -> Tensor:
+        """[3, height, width] uint8, a view of what had to be decoded. BadImageError if it cannot be."""
+        if isinstance(self.coded, Tensor):
+            pixels = self.coded
+        else:
+            with _named():
+                part = bytearray(self.coded)
+                if self.is_cut:
+                    part, top, left = jpeg.part(self.coded, top, left, height, width)
+                pixels = decode_image(torch.frombuffer(part, dtype=torch.uint8), ImageReadMode.RGB)
+        if top + height > pixels.shape[1] or left + width > pixels.shape[2]:
+            raise BadImageError("its header tells another size than its data")
+        return pixels[:, top : top + height, left : left + width]
+
+
+def decode(data: bytes | NDArray[np.uint8]) -> Tensor:
+    """Pixels as [3, H, W] uint8 on the CPU. BadImageError names what is wrong with the file."""
+    picture = Picture.of(data)
+    return picture.region(0, 0, picture.height, picture.width)
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Whatever a decoder says becomes a BadImageError: of a damaged file Pillow's plugins say struct.error, KeyError,
+    MemoryError and more."""
+    try:
+        yield
     except BadImageError:
         raise
-    except Exception as error:  # of a damaged file Pillow's plugins say struct.error, KeyError, MemoryError and more
+    except UnidentifiedImageError:
+        raise BadImageError("not an image in a known format") from None
+    except Exception as error:
         raise BadImageError(" ".join(str(error).split())[:200] or type(error).__name__) from None
 
 
-def _decode_direct(data: bytes) -> Tensor:
-    pixels: Tensor = decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
-    return pixels
+def _check_size(height: int, width: int) -> None:
+    if width * height > MAX_PIXELS:
+        raise BadImageError(f"{width} × {height} pixels, more than the {MAX_PIXELS:,} allowed")
+
+
+def _check_scans(data: bytes) -> None:
+    """A progressive JPEG of a few KB can ask for a pass over all its pixels a thousand times."""
+    if data.count(b"\xff\xda") > _MAX_SCANS:
+        raise BadImageError(f"more than the {_MAX_SCANS} scans allowed")
 
 
 def _decode_pillow(image: Image.Image) -> Tensor:

@@ -22,13 +22,14 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from pipeline.config import Config
 from pipeline.data.augment import augment, centre, evaluation_geometry
-from pipeline.data.images import BadImageError, decode
+from pipeline.data.images import BadImageError, Picture, decode
+from pipeline.data.manifest import UnreadableError
 from pipeline.data.order import Order
-from pipeline.data.sources import Images, UnreadableError
+from pipeline.data.sources import Images
 from pipeline.plan import Plan, Resources
 from pipeline.verdict import CRASH, StorageError
 from pipeline.world import die_with_parent
@@ -81,26 +82,27 @@ class TrainBatches(Dataset[Batch]):
         step, micro = divmod(position, self.plan.accumulate)
         epoch = self.plan.epoch(step)
         ids = self._order.micro_ids(step, self.rank, micro)
-        size = self.config.augment.size
-        pixels = torch.empty((len(ids), 3, size, size), dtype=torch.uint8)
+        pixels = _room(len(ids), self.config.augment.size)
         labels = torch.empty(len(ids), dtype=torch.int64)
         defects: list[tuple[int, str]] = []
         for row, sample in enumerate(ids.tolist()):
-            used, raw = self._load(epoch, sample, defects)
-            pixels[row] = augment(raw, self.config.augment, self.config.run.seed, epoch, sample)
-            labels[row] = self.images.label(used)
+            labels[row] = self.images.label(self._load(epoch, sample, pixels[row], defects))
         digests = _digests(pixels, labels) if self.config.run.trace else torch.empty((0, 32), dtype=torch.uint8)
         return Batch(pixels, labels, torch.from_numpy(ids.copy()), digests, defects)
 
-    def _load(self, epoch: int, sample: int, defects: list[tuple[int, str]]) -> tuple[int, Tensor]:
+    def _load(self, epoch: int, sample: int, out: Tensor, defects: list[tuple[int, str]]) -> int:
+        """Writes the sample's pixels, or those of one that stands in; which that is."""
         used = sample
         for attempt in range(_REPLACEMENTS):
             try:
-                return used, decode(self.images.read(used))
+                picture = Picture.of(self.images.read(used))
+                out.copy_(augment(picture, self.config.augment, self.config.run.seed, epoch, sample))
+                return used
             except (BadImageError, UnreadableError) as defect:
                 defects.append(Defect(used, str(defect)))
             used = self._order.replacement(epoch, sample, attempt)
-        return sample, torch.zeros((3, 8, 8), dtype=torch.uint8)  # the defects say it; data.max_bad decides
+        out.zero_()  # the defects say it; data.max_bad decides
+        return sample
 
 
 @dataclass
@@ -117,7 +119,7 @@ class EvalBatches(Dataset[Batch]):
         size, resize = evaluation_geometry(self.config.evaluate, self.config.augment)
         start = position * self.config.evaluate.batch
         ids = torch.arange(start, min(start + self.config.evaluate.batch, len(self.images)))
-        pixels = torch.empty((len(ids), 3, size, size), dtype=torch.uint8)
+        pixels = _room(len(ids), size)
         labels = torch.empty(len(ids), dtype=torch.int64)
         defects: list[tuple[int, str]] = []
         for row, sample in enumerate(ids.tolist()):
@@ -217,6 +219,21 @@ def _lost_worker(workers: list[BaseProcess]) -> bool:
     sees a broken connection, and is here before the kernel has a process to wait for.
     """
     return bool(wait([worker.sentinel for worker in workers], timeout=1))
+
+
+def _room(count: int, size: int) -> Tensor:
+    """Where a batch is written: [count, 3, size, size] uint8, in memory pixel by pixel, as images are decoded and resized.
+
+    In a worker it is memory that the training process shares, so that a batch is handed over without a copy.
+    """
+    shape = (count, size, size, 3)
+    if get_worker_info() is None:
+        return torch.empty(shape, dtype=torch.uint8).permute(0, 3, 1, 2)
+    try:
+        storage: torch.UntypedStorage = torch.UntypedStorage._new_shared(math.prod(shape))  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        _give_up(error, None)
+    return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape).permute(0, 3, 1, 2)
 
 
 def _digests(pixels: Tensor, labels: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import re
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +30,29 @@ EXTENSIONS = (b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b"
 SPLITS = ("train", "val")
 SUMS = "SHA256SUMS"
 CACHE = ".pipeline-index"
-_MAGIC = b"pipeline-index-1\n"
+_MAGIC = b"pipeline-index-2\n"
+MAX_FILE_BYTES = 1 << 28  # an uncompressed picture of data.images.MAX_PIXELS is 229 MiB
+_DTYPES = ["|u1", "<i8", "<i8", "<i4", "|u1", "<i8"]
 _AT_ONCE = 10_000
 _MISSING = -1  # size of a name that leads to no file, such as a dangling link
 
 
+class UnreadableError(Exception):
+    """An image's file that cannot be read, or is not the one that was indexed."""
+
+
 @dataclass(frozen=True)
 class Split:
-    """The images of one split: names: [bytes] uint8, ends: [N] int64, sizes: [N] int64, labels: [N] int32, and where
-    SHA256SUMS is written, sums: [N × 32] uint8, zeros for a file that it lacks."""
+    """The images of one split: names: [bytes] uint8, ends: [N] int64, sizes: [N] int64, labels: [N] int32; where SHA256SUMS
+    is written, sums: [N × 32] uint8, zeros for a file that it lacks; in a pack, places: [N × 3] int64, of each its shard,
+    its offset there and its CRC-32."""
 
     names: NDArray[np.uint8]
     ends: NDArray[np.int64]
     sizes: NDArray[np.int64]
     labels: NDArray[np.int32]
     sums: NDArray[np.uint8]
+    places: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -69,6 +77,7 @@ class Split:
             np.frombuffer(
                 b"" if sums is None else b"".join(sums.get(name, bytes(32)) for name, _, _ in entries), np.uint8
             ),
+            np.empty(0, np.int64),
         )
 
 
@@ -88,12 +97,14 @@ class Index:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over classes, names, sizes and labels of both splits, and over the contents' sums where written."""
+        """SHA-256 over classes, names, sizes and labels of both splits, over the contents' sums where written, and over
+        their places in a pack."""
         digest = hashlib.sha256(json.dumps(self.classes).encode())
         for split in (self.train, self.val):
-            for array in vars(split).values():
-                digest.update(b"%d;" % array.nbytes)
-                digest.update(np.ascontiguousarray(array).data)
+            for name, array in vars(split).items():
+                if name != "places" or len(array):
+                    digest.update(b"%d;" % array.nbytes)
+                    digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
     @property
@@ -125,13 +136,15 @@ class Index:
         head = json.loads(bytes(view[at + 8 : at + 8 + length]))
         at += 8 + length
         arrays = []
+        if [dtype for dtype, _ in head["arrays"]] != 2 * _DTYPES:
+            raise ValueError("not the arrays of an index")
         for dtype, count in head["arrays"]:
             array = np.frombuffer(view, np.dtype(dtype), count, at)
             arrays.append(array)
             at += array.nbytes + (-array.nbytes % 8)
         return cls(
-            Split(*arrays[:5]),
-            Split(*arrays[5:]),
+            Split(*arrays[:6]),
+            Split(*arrays[6:]),
             tuple(head["classes"]),
             head["sums"],
             head["folders"],
@@ -263,6 +276,15 @@ def scan_validation(root: Path, classes: tuple[str, ...], val_split: float) -> S
     if not entries:
         raise RequestError(f"data.root={root} holds no image to judge the model on")
     return Split.of(entries)
+
+
+def relabelled(index: Index, classes: tuple[str, ...]) -> Split:
+    """The validation images of a pack, labelled as a model of `classes` counts. RequestError if it lacks one of theirs."""
+    unknown = sorted(set(index.classes) - set(classes))
+    if unknown:
+        raise RequestError(f"the pack has classes that the model does not know: {', '.join(unknown[:5])}")
+    labels = np.array([classes.index(name) for name in index.classes], np.int32)
+    return replace(index.val, labels=labels[index.val.labels])
 
 
 Entries = dict[str, list[tuple[bytes, int, int]]]

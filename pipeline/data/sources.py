@@ -1,4 +1,4 @@
-"""Where images come from: an image folder, the embedded digits, or patterns made on the fly.
+"""Where images come from: an image folder, a pack, the embedded digits, or patterns made on the fly.
 
 Promise: a source is a list of images per split that any process sees alike: a size, a digest, and for each sample id a
 name, a label and what its file holds. Opening one needs no torch.
@@ -8,7 +8,7 @@ import hashlib
 import os
 import shutil
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -16,19 +16,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.config import Config
-from pipeline.data.manifest import Index, Split, open_index, scan_validation, show
+from pipeline.data import pack
+from pipeline.data.manifest import (
+    MAX_FILE_BYTES,
+    Index,
+    Split,
+    UnreadableError,
+    open_index,
+    relabelled,
+    scan_validation,
+    show,
+)
 from pipeline.plan import DataSize
 from pipeline.randomness import derive
 from pipeline.verdict import RequestError, StorageError
 
 SplitName = Literal["train", "val"]
-MAX_FILE_BYTES = 1 << 28  # an uncompressed picture of data.images.MAX_PIXELS is 229 MiB
 DIGITS_ROOT = "data/digits"
 DIGITS_SIZE = DataSize(train_images=1437, val_images=360, num_classes=10)
-
-
-class UnreadableError(Exception):
-    """A file that cannot be read, or is not the one that was indexed."""
 
 
 class Images(Protocol):
@@ -49,7 +54,7 @@ class Source:
     train: Images
     val: Images
     index: Index | None = None
-    """Of an image folder: what rank 0 sends, so that all ranks agree whatever their file system lists."""
+    """Of an image folder or a pack: what rank 0 sends, so that all ranks agree whatever their file system lists."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,8 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
     if config.data.source == "synthetic":
         return _synthetic(config)
     root = data_root(config)
+    if config.data.source == "pack":
+        return of_index(root, pack.open_index(root))
     _have_digits(config, root)
     return of_index(root, open_index(root, config.data.val_split, config.run_dir / "index", check_sizes=check_sizes))
 
@@ -135,6 +142,9 @@ def open_validation(config: Config, classes: tuple[str, ...]) -> Source:
     if config.data.source == "synthetic":
         return _synthetic(config)
     root = data_root(config)
+    if config.data.source == "pack":
+        index = pack.open_index(root)
+        return of_index(root, replace(index, val=relabelled(index, classes), classes=classes))
     _have_digits(config, root)
     split = scan_validation(root, classes, config.data.val_split)
     return of_index(root, Index(Split.of([]), split, classes, None, {}, config.data.val_split))
@@ -150,9 +160,12 @@ def _have_digits(config: Config, root: Path) -> None:
 
 
 def of_index(root: Path, index: Index) -> Source:
-    return Source(
-        index.size, index.digest, index.classes, FolderImages(root, index.train), FolderImages(root, index.val), index
-    )
+    """The images that `index` lists, in a folder or, where it says their places, in a pack."""
+    train: Images = FolderImages(root, index.train)
+    val: Images = FolderImages(root, index.val)
+    if len(index.val.places):
+        train, val = pack.PackImages(root, "train", index.train), pack.PackImages(root, "val", index.val)
+    return Source(index.size, index.digest, index.classes, train, val, index)
 
 
 def _synthetic(config: Config) -> Source:

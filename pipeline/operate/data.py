@@ -1,12 +1,14 @@
-"""`pipeline data`: make a data set, check one."""
+"""`pipeline data`: make a data set, fetch or import one, check one."""
 
+import os
+import shutil
 import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from pipeline.data import manifest, sources
-from pipeline.verdict import RequestError, StorageError
+from pipeline.data import manifest, pack, sources
+from pipeline.verdict import RequestError, StorageError, TemporaryError
 
 _AT_ONCE = 10_000  # each piece of work in a pool's queue is 1 KB
 
@@ -18,10 +20,78 @@ def make(kind: str, out: str | None, num_images: int, num_classes: int, side: in
         sources.make_digits(root)
     else:
         sources.make_synthetic(root, num_images, num_classes, side)
+    return f"made {root}: {_sizes(root)}"
+
+
+def _sizes(root: Path) -> str:
     size = manifest.scan(root, 0.1).size
+    return f"{size.train_images:,} images to train, {size.val_images:,} held out, {size.num_classes} classes"
+
+
+def import_imagenet(archives: Path, out: Path, level: str | None) -> str:
+    """ILSVRC2012's archives as an image folder, or as a pack; given again it goes on. A line that says what is there."""
+    from pipeline.data import imagenet
+
+    if not archives.is_dir():
+        raise RequestError(f"{archives} is not a folder: name the one that holds {imagenet.TRAIN}")
+    source = imagenet.open_archives(archives)
+    if level:
+        from pipeline.operate.pack import pack_source
+
+        return pack_source(source, out, level)
+    total, done = source.size.train_images + source.size.val_images, 0
+    try:
+        for written in _unpack(source, out):
+            done += written
+            print(f"{done:,} of {total:,} images unpacked", file=sys.stderr, flush=True)
+    except OSError as error:
+        raise StorageError(f"{out} cannot be written: {error.strerror}: {error.filename}") from None
+    size = source.size
     return (
-        f"made {root}: {size.train_images:,} images to train, {size.val_images:,} held out, {size.num_classes} classes"
+        f"imported {out}: {size.train_images:,} images to train, {size.val_images:,} held out, {size.num_classes} classes,"
+        " as the development kit counts them"
     )
+
+
+def _unpack(source: sources.Source, out: Path) -> Iterator[int]:
+    """Writes each image that is not there yet; how many are, time and again."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def write(images: sources.Images, split: manifest.Split, i: int) -> None:
+        path = out / os.fsdecode(split.name(i))
+        if path.exists() and path.stat().st_size == split.sizes[i]:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(f".{path.name}")
+        data = images.read(i)
+        assert isinstance(data, bytes)
+        aside.write_bytes(data)
+        os.replace(aside, path)
+
+    assert source.index
+    with ThreadPoolExecutor(8) as pool:  # reading and writing leave the interpreter's lock
+        for images, split in ((source.train, source.index.train), (source.val, source.index.val)):
+            for start in range(0, len(images), _AT_ONCE):
+                ids = range(start, min(start + _AT_ONCE, len(images)))
+                list(pool.map(partial(write, images, split), ids))
+                yield len(ids)
+
+
+def get(kind: str, out: str | None) -> str:
+    """Fetches imagenette by torchvision's own downloader, and lays it out; a line that says what is there."""
+    from torchvision.datasets import Imagenette
+
+    root = Path(out or f"data/{kind}")
+    if root.exists():
+        raise RequestError(f"{root} is there already: remove it, or name another folder")
+    aside = root.parent / f".{root.name}.download"
+    try:
+        Imagenette(str(aside), split="train", size="full", download=not (aside / "imagenette2").is_dir())
+        os.rename(aside / "imagenette2", root)
+    except (OSError, RuntimeError) as error:
+        raise TemporaryError(f"{kind} cannot be fetched: {error}: give the same command again") from None
+    shutil.rmtree(aside, ignore_errors=True)
+    return f"fetched {root}: {_sizes(root)}"
 
 
 def check(root: Path, val_split: float, *, write_sums: bool) -> str:
@@ -33,6 +103,8 @@ def check(root: Path, val_split: float, *, write_sums: bool) -> str:
         raise RequestError(
             f"{root} is not a folder: name an image folder, or make one with 'pipeline data make digits'"
         )
+    if (root / pack.SUMMARY).exists():
+        return _check_pack(root, write_sums=write_sums)
     index = manifest.scan(root, val_split)
     manifest.store(
         index, root / manifest.CACHE
@@ -57,6 +129,25 @@ def check(root: Path, val_split: float, *, write_sums: bool) -> str:
     )
 
 
+def _check_pack(root: Path, *, write_sums: bool) -> str:
+    if write_sums:
+        raise RequestError(f"{root} is a pack, which has its sums in {pack.SUMMARY}: leave --write-sums out")
+    index, summary = pack.open_index(root), pack.read_summary(root)
+    defects = dict(pack.changed_shards(root, summary))
+    defects |= dict(_undecodable(root, index))
+    for name, defect in defects.items():
+        print(f"{name}: {defect}", file=sys.stderr)
+    size = index.size
+    if defects:
+        raise StorageError(
+            f"{len(defects)} defects in the pack {root}: copy it anew, or mend the source and pack it again"
+        )
+    return (
+        f"{root} is good: a {summary['level']} pack of {size.train_images:,} images to train, {size.val_images:,} held out,"
+        f" {size.num_classes} classes, digest {index.digest[:16]}"
+    )
+
+
 def _undecodable(root: Path, index: manifest.Index) -> Iterator[tuple[str, str]]:
     from concurrent.futures import ThreadPoolExecutor
 
@@ -69,7 +160,7 @@ def _undecodable(root: Path, index: manifest.Index) -> Iterator[tuple[str, str]]
         try:
             decode(images.read(i))
             return None
-        except (BadImageError, sources.UnreadableError) as error:
+        except (BadImageError, manifest.UnreadableError) as error:
             return str(error)
 
     done, total = 0, len(index.train) + len(index.val)

@@ -1,0 +1,191 @@
+"""Other loaders, each as its own documentation has it, for `pipeline bench data --peers`.
+
+Run as a script, `peers.py NAME IMAGES FOLDER BATCH SIZE WORKERS`, in an environment that has them and not this package:
+it prepares NAME's own format below FOLDER, prints {"pixel_diff": …}, and for each line `WARM_UP STEPS` on standard input
+fetches so many batches and prints the seconds that the STEPS took. Each decodes, takes a random crop, resizes it, flips it
+and hands over batches in host memory; who normalises on the host by default does so here. What is compared is each one's
+whole picture at SIZE × SIZE with Pillow's, antialiased.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+Fetch = Callable[[], Iterator[Any]]
+Resize = Callable[[bytes], Any]
+"""A whole picture at SIZE × SIZE: [SIZE, SIZE, 3] of 0 to 255."""
+
+
+def timm(files: list[Path], folder: Path, batch: int, size: int, workers: int) -> tuple[Fetch, Resize]:
+    from timm.data import ImageDataset, create_loader
+
+    def fetch() -> Iterator[Any]:
+        loader = create_loader(
+            ImageDataset(str(files[0].parents[1])), (3, size, size), batch, is_training=True, use_prefetcher=True,
+            interpolation="bilinear", num_workers=workers, color_jitter=0, device="cpu", persistent_workers=False,
+        )  # fmt: skip
+        while True:
+            yield from loader
+
+    return fetch, lambda data: _pillow(data, size)
+
+
+def _dali(antialias: bool) -> Callable[..., tuple[Fetch, Resize]]:
+    def build(files: list[Path], folder: Path, batch: int, size: int, workers: int) -> tuple[Fetch, Resize]:
+        from nvidia.dali import fn, pipeline_def, types
+
+        @pipeline_def(batch_size=batch, num_threads=workers, device_id=None)  # type: ignore[untyped-decorator]
+        def crops() -> Any:
+            data, labels = fn.readers.file(files=[str(file) for file in files], random_shuffle=True)
+            pixels = fn.decoders.image_random_crop(data, random_aspect_ratio=[3 / 4, 4 / 3], random_area=[0.08, 1])
+            pixels = fn.resize(pixels, size=[size, size], interp_type=types.INTERP_LINEAR, antialias=antialias)
+            return fn.flip(pixels, horizontal=fn.random.coin_flip()), labels
+
+        @pipeline_def(batch_size=1, num_threads=1, device_id=None)  # type: ignore[untyped-decorator]
+        def whole() -> Any:
+            pixels = fn.decoders.image(fn.external_source(name="data", dtype=types.UINT8, ndim=1))
+            return fn.resize(pixels, size=[size, size], interp_type=types.INTERP_LINEAR, antialias=antialias)
+
+        one = whole()
+        one.build()
+
+        def resize(data: bytes) -> Any:
+            one.feed_input("data", [np.frombuffer(data, np.uint8)])
+            return np.asarray(one.run()[0].at(0))
+
+        def fetch() -> Iterator[Any]:
+            made = crops()
+            made.build()
+            while True:
+                yield made.run()[0].as_array()
+
+        return fetch, resize
+
+    return build
+
+
+def _torchvision(data: bytes, size: int, crop: bool) -> Any:
+    import torch
+    from torchvision.io import ImageReadMode, decode_image
+    from torchvision.transforms import v2
+
+    pixels = decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
+    if not crop:
+        return v2.functional.resize(pixels, [size, size], antialias=True).permute(1, 2, 0).numpy()
+    return v2.Compose([v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()])(pixels)
+
+
+def webdataset(files: list[Path], folder: Path, batch: int, size: int, workers: int) -> tuple[Fetch, Resize]:
+    import webdataset
+
+    shards = 2 * workers
+    for shard in range(shards):
+        with webdataset.TarWriter(str(folder / f"{shard}.tar")) as writer:
+            for number, file in enumerate(files[shard::shards]):
+                writer.write({"__key__": f"{number:06d}", "jpg": file.read_bytes(), "cls": b"0"})
+
+    def fetch() -> Iterator[Any]:
+        source = webdataset.WebDataset(f"{folder}/{{0..{shards - 1}}}.tar", shardshuffle=shards, resampled=True)
+        batches = source.shuffle(500).map(lambda one: _torchvision(one["jpg"], size, True)).batched(batch)
+        return iter(webdataset.WebLoader(batches, batch_size=None, num_workers=workers))
+
+    return fetch, lambda data: _torchvision(data, size, False)
+
+
+def streaming(files: list[Path], folder: Path, batch: int, size: int, workers: int) -> tuple[Fetch, Resize]:
+    from streaming import MDSWriter, StreamingDataset
+    from torch.utils.data import DataLoader
+
+    with MDSWriter(out=str(folder), columns={"jpg": "bytes"}) as writer:
+        for file in files:
+            writer.write({"jpg": file.read_bytes()})
+
+    class Crops(StreamingDataset):  # type: ignore[misc]
+        def __getitem__(self, at: int) -> Any:
+            return _torchvision(super().__getitem__(at)["jpg"], size, True)
+
+    def fetch() -> Iterator[Any]:
+        dataset = Crops(local=str(folder), shuffle=True, batch_size=batch)
+        while True:
+            yield from DataLoader(dataset, batch, num_workers=workers, drop_last=True)
+
+    return fetch, lambda data: _torchvision(data, size, False)
+
+
+def ffcv(files: list[Path], folder: Path, batch: int, size: int, workers: int) -> tuple[Fetch, Resize]:
+    from ffcv.fields import IntField, RGBImageField
+    from ffcv.fields.rgb_image import RandomResizedCropRGBImageDecoder
+    from ffcv.loader import Loader, OrderOption
+    from ffcv.transforms import RandomHorizontalFlip, ToTensor
+    from ffcv.writer import DatasetWriter
+
+    class Files:
+        def __len__(self) -> int:
+            return len(files)
+
+        def __getitem__(self, at: int) -> tuple[Image.Image, int]:
+            return Image.open(files[at]).convert("RGB"), 0
+
+    image = RGBImageField(write_mode="jpg", max_resolution=500, jpeg_quality=90)
+    DatasetWriter(
+        str(folder / "beton"), {"image": image, "label": IntField()}, num_workers=workers
+    ).from_indexed_dataset(Files())
+
+    def fetch() -> Iterator[Any]:
+        steps = {
+            "image": [RandomResizedCropRGBImageDecoder((size, size)), RandomHorizontalFlip(), ToTensor()],
+            "label": None,
+        }
+        loader = Loader(
+            str(folder / "beton"), batch, workers, order=OrderOption.RANDOM, pipelines=steps, drop_last=True
+        )
+        while True:
+            yield from loader
+
+    return fetch, lambda data: _pillow(data, size)
+
+
+def _pillow(data: bytes, size: int) -> Any:
+    import io
+
+    with Image.open(io.BytesIO(data)) as image:
+        return np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
+
+
+PEERS: dict[str, Callable[..., tuple[Fetch, Resize]]] = {
+    "timm": timm, "dali": _dali(True), "dali-linear": _dali(False), "webdataset": webdataset, "streaming": streaming,
+    "ffcv": ffcv,
+}  # fmt: skip
+
+
+def main(name: str, images: str, place: str, *numbers: str) -> None:
+    batch, size, workers = map(int, numbers)
+    folder = Path(place)
+    folder.mkdir(parents=True)
+    files = sorted(path for path in Path(images).rglob("*") if path.is_file())
+    fetch, resize = PEERS[name](files, folder, batch, size, workers)
+    differences = []
+    for file in files[:64]:
+        data = file.read_bytes()
+        differences.append(np.abs(np.asarray(resize(data)).astype(float) - _pillow(data, size)).mean())
+    print(json.dumps({"pixel_diff": round(float(np.mean(differences)), 3)}), flush=True)
+    for line in sys.stdin:
+        warm_up, steps = map(int, line.split())
+        fetched = fetch()
+        for _ in range(warm_up):
+            next(fetched)
+        start = time.perf_counter()
+        for _ in range(steps):
+            next(fetched)
+        print(time.perf_counter() - start, flush=True)
+        del fetched
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

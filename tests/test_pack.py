@@ -1,0 +1,287 @@
+"""A pack is the folder it was made of: the same samples in the same order, what is lossless pixel for pixel."""
+
+import hashlib
+import io
+import json
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import environment, kill, pipeline
+from PIL import Image
+from streams import stream
+
+from pipeline.config import load
+from pipeline.data import jpeg, pack
+from pipeline.data.images import Picture, decode
+from pipeline.data.manifest import UnreadableError, scan
+from pipeline.data.sources import open_source
+from pipeline.operate.data import check
+from pipeline.operate.pack import encode
+from pipeline.operate.pack import pack as make
+from pipeline.verdict import RequestError
+
+LEVELS = ("lossless", "max-side=100,q=90", "raw=64")
+
+
+def photo(height: int, width: int, seed: int = 0) -> Image.Image:
+    """Something with edges, slopes and grain, as photos have."""
+    draw = np.random.default_rng(seed)
+    coarse = draw.integers(0, 256, (height // 16 + 2, width // 16 + 2, 3), np.uint8)
+    smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)).astype(int)
+    return Image.fromarray((smooth + draw.integers(-20, 20, smooth.shape)).clip(0, 255).astype(np.uint8))
+
+
+def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Photos of all kinds, 64 to train and 8 held out; three are bad."""
+    root = tmp_path_factory.mktemp("photos") / "images"
+    kinds: list[dict[str, Any]] = [
+        {"subsampling": 0}, {"subsampling": 2}, {"subsampling": 1, "optimize": True}, {"progressive": True}
+    ]  # fmt: skip
+    for number in range(72):
+        split = "val" if number % 9 == 0 else "train"
+        path = root / split / "ab"[number % 2] / f"{number:02}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image = photo(90 + number, 200 - number, number)
+        if number % 8 == 5:
+            path.with_suffix(".png").write_bytes(encoded(image, "PNG"))
+        else:
+            image = image.convert("L") if number % 8 == 6 else image
+            path.write_bytes(encoded(image, quality=70 + number % 30, **kinds[number % 4]))
+    whole = (root / "train/b/01.jpg").read_bytes()
+    (root / "train/b/01.jpg").write_bytes(whole[: len(whole) // 2])
+    (root / "train/a/02.jpg").write_bytes(b"")
+    (root / "train/b/03.jpg").unlink()
+    (root / "train/b/03.jpg").symlink_to("nowhere")
+    return root
+
+
+@pytest.fixture(scope="module")
+def packs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    out = tmp_path_factory.mktemp("packs")
+    for level in LEVELS:
+        make(folder, out / level, level, 0.1)
+    return {level: out / level for level in LEVELS}
+
+
+# --- JPEGs that can be cut
+
+SHAPES = [(120, 250), (33, 17), (8, 8), (200, 333), (97, 512), (160, 64)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"subsampling": 0}, {"subsampling": 1}, {"subsampling": 2}, {"optimize": True, "quality": 30}, {"quality": 100}],
+    ids=str,
+)
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_a_part_has_the_very_pixels_of_the_whole(mode: str, options: dict[str, Any]) -> None:
+    draw = np.random.default_rng(0)
+    for number, (height, width) in enumerate(SHAPES):
+        if mode != "RGB":
+            options = {name: value for name, value in options.items() if name != "subsampling"}
+        data = encoded(photo(height, width, number).convert(mode), **options)
+        made = jpeg.with_restarts(data)
+        assert made is not None
+        whole = decode(data)
+        assert torch.equal(decode(made), whole)
+        assert np.array_equal(np.asarray(Image.open(io.BytesIO(made))), np.asarray(Image.open(io.BytesIO(data))))
+        picture = Picture.of(made)
+        assert picture.is_cut
+        for _ in range(20):
+            top, left = int(draw.integers(height)), int(draw.integers(width))
+            h, w = int(draw.integers(1, height - top + 1)), int(draw.integers(1, width - left + 1))
+            assert torch.equal(picture.region(top, left, h, w), whole[:, top : top + h, left : left + w])
+
+
+def test_less_is_decoded_than_the_whole() -> None:
+    made = jpeg.with_restarts(encoded(photo(400, 504), quality=95, subsampling=0))
+    assert made is not None
+    part, _, _ = jpeg.part(made, 100, 100, 100, 100)
+    assert len(part) < len(made) / 6
+    assert Image.open(io.BytesIO(part)).size[0] < 300
+
+
+@pytest.mark.parametrize(
+    "data",
+    [encoded(photo(64, 64), progressive=True), encoded(photo(64, 64), restart_marker_blocks=3),
+     encoded(photo(64, 64), "PNG"), b"", b"\xff\xd8\xff"],
+    ids=["progressive", "restarts of its own", "PNG", "empty", "short"],
+)  # fmt: skip
+def test_what_cannot_be_cut_is_left_as_it_is(data: bytes) -> None:
+    assert jpeg.with_restarts(data) is None
+
+
+def test_an_image_is_stored_as_it_is_where_the_proof_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encoded(photo(64, 64))
+    other = jpeg.with_restarts(encoded(photo(64, 64, seed=1)))
+    monkeypatch.setattr(jpeg, "with_restarts", lambda _: other)
+    assert encode(data, pack.Level.parse("lossless")) == (data, True, 0.0)
+
+
+# --- the same samples
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_the_stream_is_the_same_over_a_folder_and_every_pack(folder: Path, packs: dict[str, Path]) -> None:
+    words = ("batch.global=16", "augment.size=48", "augment.scale=[0.08, 1]", "data.workers=0")
+    expected, defects = stream(folder, range(8), "data.source=folder", *words)
+    for level, root in packs.items():
+        made, named = stream(root, range(8), "data.source=pack", *words)
+        assert [(one.ids, one.labels) for one in made] == [(one.ids, one.labels) for one in expected]
+        assert {sample for sample, _ in named} == {sample for sample, _ in defects}
+        assert (made == expected) == (level == "lossless")
+        for world, workers, accumulate in ((2, 2, 1), (4, 0, 2)):
+            more = (*words[:3], f"data.workers={workers}", f"batch.accumulate={accumulate}")
+            assert stream(root, range(8), "data.source=pack", *more, world=world) == (made, named)
+
+
+def test_bad_files_are_named_and_counted_and_keep_their_place(
+    folder: Path, packs: dict[str, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    summary = json.loads((packs["lossless"] / "pack.json").read_text())
+    assert [name for name, _ in summary["bad"]] == ["train/a/02.jpg", "train/b/01.jpg", "train/b/03.jpg"]
+    config = load("digits", ["data.source=pack", f"data.root={packs['lossless']}"])
+    images = open_source(config).train
+    source = open_source(load("digits", ["data.source=folder", f"data.root={folder}"])).train
+    assert [images.name(i) for i in range(len(images))] == [source.name(i) for i in range(len(source))]
+    assert make(folder, packs["lossless"], "lossless", 0.1).endswith("; 3 bad")
+    assert capfd.readouterr().err.count("bad image ") == 3
+
+
+def test_the_tar_files_give_the_folder_back(folder: Path, packs: dict[str, Path], tmp_path: Path) -> None:
+    for shard in packs["lossless"].glob("*.tar"):
+        with tarfile.open(shard) as file:
+            file.extractall(tmp_path, filter="data")
+    index = scan(folder, 0.1)
+    for split in (index.train, index.val):
+        for i in range(len(split)):
+            name = split.name(i).decode()
+            if name == "train/b/03.jpg":
+                assert not (tmp_path / name).exists()
+            elif name not in ("train/b/01.jpg", "train/a/02.jpg"):
+                assert torch.equal(decode((tmp_path / name).read_bytes()), decode((folder / name).read_bytes()))
+
+
+def test_a_lossy_pack_says_by_how_much(packs: dict[str, Path]) -> None:
+    for level, root in packs.items():
+        summary = json.loads((root / "pack.json").read_text())
+        assert (summary["difference"] > 0) == (level != "lossless")
+    summary = json.loads((packs["lossless"] / "pack.json").read_text())
+    assert 0.9 < summary["bytes"] / summary["source_bytes"] < 1.1
+    assert 0 < summary["unchanged"] < 40  # PNG and progressive files
+
+
+# --- made once, whole
+
+
+def contents(root: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(root.iterdir())}
+
+
+def large(root: Path) -> Path:
+    for number in range(48):
+        path = root / ("val" if number < 4 else "train") / "ab"[number % 2] / f"{number:02}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encoded(photo(240, 320, number), quality=95))
+    return root
+
+
+def test_a_killed_pack_goes_on_and_ends_with_the_same_bytes(tmp_path: Path, rounds: int, first_seed: int) -> None:
+    source = large(tmp_path / "images")
+    start = time.monotonic()
+    make(source, tmp_path / "whole", "lossless", 0.1)
+    seconds = time.monotonic() - start
+    expected = contents(tmp_path / "whole")
+    assert len(expected) > 4  # shards, besides the index and the summary
+    for seed in range(first_seed, first_seed + rounds):
+        out = tmp_path / f"killed-{seed}"
+        command = [sys.executable, "-m", "pipeline", "data", "pack", str(source), str(out)]
+        process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and not (out / ".packing.json").exists():
+            time.sleep(0.01)
+        time.sleep(float(np.random.default_rng(seed).uniform(0, seconds)))
+        kill(process.pid, signal.SIGKILL)
+        process.wait()
+        make(source, out, "lossless", 0.1)
+        assert contents(out) == expected, f"seed {seed}"
+
+
+def test_a_folder_with_something_else_in_it_is_left_alone(folder: Path, packs: dict[str, Path], tmp_path: Path) -> None:
+    out = packs["lossless"]
+    before = contents(out)
+    with pytest.raises(RequestError, match=r"holds a pack of another source or level \(lossless\): remove it, or name"):
+        make(folder, out, "raw=64", 0.1)
+    (tmp_path / "mine").write_text("mine")
+    with pytest.raises(RequestError, match="is not empty and holds no pack: name another folder"):
+        make(folder, tmp_path, "lossless", 0.1)
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize(
+    "level", ["", "losless", "max-side=500", "max-side=0,q=90", "max-side=500,q=101", "raw=1e3", "raw=4"]
+)
+def test_a_level_that_is_none_is_refused(level: str) -> None:
+    with pytest.raises(ValueError, match="not a level"):
+        pack.Level.parse(level)
+
+
+# --- damage
+
+
+def copied(root: Path, to: Path) -> Path:
+    to.mkdir()
+    for path in root.iterdir():
+        (to / path.name).write_bytes(path.read_bytes())
+    return to
+
+
+def test_a_flipped_bit_in_a_shard_is_a_named_defect(packs: dict[str, Path], tmp_path: Path) -> None:
+    root = copied(packs["lossless"], tmp_path / "pack")
+    config = load("digits", ["data.source=pack", f"data.root={root}"])
+    source = open_source(config)
+    assert source.index is not None
+    _, offset, _ = source.index.train.places[30:33].tolist()
+    data = bytearray((root / "train-0000.tar").read_bytes())
+    data[offset + 1000] ^= 1
+    (root / "train-0000.tar").write_bytes(data)
+    with pytest.raises(UnreadableError, match=f"^train-0000.tar has changed at byte {offset:,} since it was packed$"):
+        open_source(config).train.read(10)
+    checked = pipeline("data", "check", str(root))
+    assert checked.code == 4
+    assert "train-0000.tar: has changed since it was packed" in checked.err
+    assert f"{source.train.name(10)}: train-0000.tar has changed at byte" in checked.err
+    assert checked.error == f"5 defects in the pack {root}: copy it anew, or mend the source and pack it again"
+
+
+def test_a_pack_that_is_whole_is_good(digits: Path, tmp_path: Path) -> None:
+    make(digits, tmp_path / "pack", "lossless", 0.1)
+    line = check(tmp_path / "pack", 0.1, write_sums=False)
+    assert line.startswith(f"{tmp_path / 'pack'} is good: a lossless pack of 1,437 images to train, 360 held out")
+
+
+@pytest.mark.parametrize("file", ["pack.json", "pack.index", "train-0000.tar", "val-0000.tar"])
+@pytest.mark.parametrize("damage", ["gone", "short", "other"])
+def test_a_pack_that_is_not_whole_is_refused(packs: dict[str, Path], tmp_path: Path, file: str, damage: str) -> None:
+    root = copied(packs["lossless"], tmp_path / "pack")
+    data = (root / file).read_bytes()
+    if damage == "gone":
+        (root / file).unlink()
+    else:
+        (root / file).write_bytes(data[:-1000] if damage == "short" else b"x" * 600)
+    with pytest.raises(RequestError, match=r"the pack .* is damaged: |holds no whole pack"):
+        open_source(load("digits", ["data.source=pack", f"data.root={root}"]))
