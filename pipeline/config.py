@@ -159,6 +159,16 @@ class Augment(Section):
     """Random resized crop: least and largest width over height."""
     flip: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Probability of a horizontal flip."""
+    policy: Literal["none", "randaugment", "autoaugment", "trivialaugment", "augmix"] = "none"
+    """torchvision's policies of colour and shape, after crop and flip; autoaugment is the one found on ImageNet."""
+    magnitude: Annotated[int, Field(ge=0, le=30)] = 9
+    """Of randaugment, whose two operations a picture are as strong as this out of 31."""
+    erase: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Probability of random erasing: a rectangle of mean colour."""
+    mixup: Annotated[float, Field(ge=0, le=10)] = 0.0
+    """Mix pairs of images, their share drawn from Beta(a, a) with this a; 0: do not."""
+    cutmix: Annotated[float, Field(ge=0, le=10)] = 0.0
+    """Put a rectangle of an image's neighbour into it, likewise. With mixup as well, each pair has one of both."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -172,6 +182,12 @@ class Augment(Section):
 class Model(Section):
     arch: Text = "resnet50"
     """A classification model of torchvision by its name; its head is sized by the data's classes."""
+    init: Annotated[Text | None, Absent] = None
+    """Where first weights come from: one of torchvision's weights by its name (DEFAULT, IMAGENET1K_V2), or a run's folder
+    or checkpoint. A head of another number of classes starts anew. none: random, from the seed."""
+    batchnorm: Literal["local", "average", "sync"] = "local"
+    """Of several processes: each has its own running statistics, and what is judged and saved are those of the first
+    (local) or the mean of all (average); or batches are normalised together (sync, on GPUs)."""
     channels_last: bool = False
     """Keep images and weights in NHWC order: faster convolutions on GPUs with tensor cores."""
 
@@ -213,13 +229,17 @@ class Optimizer(Section):
 
 class Schedule(Section):
     name: Literal["cosine", "step", "linear", "constant"] = "cosine"
-    """Shape of the learning rate after the warm-up; cosine and linear end at 0."""
+    """Shape of the learning rate after the warm-up."""
     warmup: DurationField = Duration(0, "steps")
     """Linear rise to the full learning rate."""
     every: Interval = Duration(30, "epochs")
     """Of step: how long until the next drop."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Of step: factor of each drop."""
+    final: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the full learning rate that cosine and linear end at."""
+    cooldown: DurationField = Duration(0, "steps")
+    """Of cosine and linear: how long, at the end of training, the rate stays at that."""
 
 
 class Train(Section):
@@ -227,8 +247,11 @@ class Train(Section):
     """Passes over the training images; the schedule's length."""
     max_steps: Annotated[Annotated[int, Field(ge=1, le=1 << 50)] | None, Absent] = None
     """Stop after so many updates; moves no schedule."""
-    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
-    """Of the arithmetic: tf32 is for GPUs of Ampere and later; bf16 is autocast, weights stay fp32."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
+    """Of the arithmetic: tf32 is for GPUs of Ampere and later; bf16 and fp16 are autocast, weights stay fp32; with fp16
+    the loss is scaled, and a step whose gradient overflows is skipped by all processes."""
+    loss: Literal["ce", "bce"] = "ce"
+    """ce: cross-entropy; bce: a binary one for each class, as in "ResNet strikes back"."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the target spread over all classes."""
     clip: Annotated[Annotated[float, Field(gt=0, le=1e9)] | None, Absent] = None
@@ -293,6 +316,23 @@ class Config(Section):
             inside = "train/ and val/ in it" if self.data.source == "folder" else "a pack in it"
             raise ValueError(
                 f"data.root is missing: data.source={self.data.source} wants data.root=FOLDER, with {inside}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _exact_can_be_kept(self) -> Self:
+        if self.run.exact and self.train.precision == "fp16":
+            raise ValueError(
+                "run.exact=true with train.precision=fp16: a scaled loss has no fixed range; take bf16 or fp32"
+            )
+        if self.run.deterministic and self.model.batchnorm == "average":
+            raise ValueError(
+                "run.deterministic=true with model.batchnorm=average: a resumption would round otherwise; take local"
+            )
+        if self.run.exact and self.model.batchnorm != "local":
+            raise ValueError(
+                f"run.exact=true with model.batchnorm={self.model.batchnorm}: exact mode averages over its shards; leave it"
+                " at local"
             )
         return self
 

@@ -78,6 +78,9 @@ class Group:
     def broadcast(self, tensors: list[Tensor]) -> None:
         """Overwrite each tensor with rank 0's."""
 
+    def average(self, tensors: list[Tensor]) -> None:
+        """Overwrite each floating-point tensor with its mean over the processes."""
+
     def raise_together(self, verdict: Verdict | None) -> None:
         """Raise at every process the first verdict that any of them brings; return if there is none."""
         for found in self.gather(verdict):
@@ -139,6 +142,12 @@ class Peers(Group):
     def broadcast(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
             dist.broadcast(tensor, 0)
+
+    def average(self, tensors: list[Tensor]) -> None:
+        mean = torch.cat([tensor.double().flatten() for tensor in tensors])
+        dist.all_reduce(mean)
+        for tensor, part in zip(tensors, torch.split(mean / self.size, [one.numel() for one in tensors]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
     def finish(self) -> None:
         self.agree(False)  # nobody leaves before rank 0 has saved: a launcher kills what outlives its first leaver

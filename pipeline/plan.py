@@ -56,6 +56,9 @@ class Plan(Resources):
     peak_lr: float
     schedule: str
     warmup_steps: int
+    falling_steps: int
+    """From the end of the warm-up to the begin of the cooldown."""
+    final: float
     drop_steps: int
     gamma: float
     evaluate_every: int
@@ -74,12 +77,12 @@ class Plan(Resources):
         """Rate of the update that follows `step` updates. A function of the step, so nothing of it is ever saved."""
         if step < self.warmup_steps:
             return self.peak_lr * (step + 1) / self.warmup_steps
-        share = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
+        share = min(1.0, (step - self.warmup_steps) / max(1, self.falling_steps))
         match self.schedule:
             case "cosine":
-                return self.peak_lr * 0.5 * (1 + math.cos(math.pi * share))
+                return self.peak_lr * (self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * share)))
             case "linear":
-                return self.peak_lr * (1 - share)
+                return self.peak_lr * (self.final + (1 - self.final) * (1 - share))
             case "step":
                 return self.peak_lr * self.gamma ** (step // self.drop_steps)
             case _:
@@ -169,6 +172,13 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
             f"schedule.warmup={config.schedule.warmup} is {warmup_steps:,} steps, longer than the whole training of"
             f" {total_steps:,} steps ({config.train.epochs} epochs): make it shorter"
         )
+    cooldown_steps = steps(config.schedule.cooldown)
+    if warmup_steps + cooldown_steps > total_steps:
+        raise RequestError(
+            f"schedule.cooldown={config.schedule.cooldown} is {cooldown_steps:,} steps, which with {warmup_steps:,} of"
+            f" warm-up is longer than the whole training of {total_steps:,} steps ({config.train.epochs} epochs): make it"
+            " shorter"
+        )
     plan = Plan(
         **vars(share_resources(config, world)),
         global_batch=global_batch,
@@ -184,6 +194,8 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
         peak_lr=config.optimizer.lr * global_batch / 256,
         schedule=config.schedule.name,
         warmup_steps=warmup_steps,
+        falling_steps=total_steps - warmup_steps - cooldown_steps,
+        final=config.schedule.final,
         drop_steps=max(1, steps(config.schedule.every)),
         gamma=config.schedule.gamma,
         evaluate_every=max(1, steps(config.evaluate.every)),
@@ -193,6 +205,11 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
         image_size=config.augment.size,
         eval_size=config.evaluate.size or config.augment.size,
     )
+    if (config.augment.mixup or config.augment.cutmix) and plan.micro_batch % 2:
+        raise RequestError(
+            f"augment.mixup and augment.cutmix mix pairs, and a pass has {plan.micro_batch} images: choose batch.global, so"
+            " that each pass has an even number"
+        )
     if world.shared_memory is not None and plan.batches_ahead_bytes > world.shared_memory:
         raise RequestError(
             f"loader workers hold {_mib(plan.batches_ahead_bytes)} of batches ready and /dev/shm has"

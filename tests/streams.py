@@ -21,6 +21,8 @@ class GlobalBatch:
     """Digest over all pixels."""
     trace: str
     """Digest over the digests of its samples, as trace.jsonl has it."""
+    mix: str
+    """Digest over how its images are mixed."""
 
 
 def prepare(root: Path, world: int, *overrides: str) -> tuple[Config, Plan, Source]:
@@ -49,5 +51,6 @@ def joined(passes: list[Batch]) -> GlobalBatch:
         ids=tuple(sample for one in passes for sample in one.ids.tolist()),
         labels=tuple(label for one in passes for label in one.labels.tolist()),
         pixels=hashlib.sha256(b"".join(one.images.numpy().tobytes() for one in passes)).hexdigest(),
+        mix=hashlib.sha256(b"".join(one.mix.numpy().tobytes() for one in passes)).hexdigest(),
         trace=hashlib.sha256(b"".join(one.digests.numpy().tobytes() for one in passes)).hexdigest(),
     )

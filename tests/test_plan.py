@@ -100,6 +100,20 @@ def test_the_learning_rate_at_known_steps(schedule: str, rates: dict[int, float]
         assert made.learning_rate(step) == pytest.approx(rate, abs=1e-12), step
 
 
+def test_a_cooldown_stays_at_the_final_rate() -> None:
+    words = ["train.epochs=10", "schedule.warmup=0", "schedule.final=0.1", "schedule.cooldown=2 epochs"]
+    plan = make_plan(load("digits", words), World(), DataSize(960, 100, 10))
+    assert plan.total_steps == 100
+    rates = [plan.learning_rate(step) / plan.peak_lr for step in range(100)]
+    assert rates[0] == 1
+    assert rates[40] == pytest.approx(0.55)
+    assert rates[80:] == pytest.approx([0.1] * 20)
+    with pytest.raises(RequestError, match="longer than the whole training"):
+        make_plan(
+            load("digits", ["schedule.warmup=9 epochs", "schedule.cooldown=9 epochs"]), World(), DataSize(960, 9, 10)
+        )
+
+
 def test_the_rate_is_finite_where_warm_up_is_all_there_is() -> None:
     made = plan("schedule.warmup=100 %", "train.epochs=1")
     assert [made.learning_rate(step) for step in (0, 13, 14)] == pytest.approx([0.0375 / 14, 0.0375, 0.0375])

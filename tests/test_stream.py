@@ -44,6 +44,19 @@ def test_every_global_batch_is_the_same_however_it_is_made(
     assert made == alone
 
 
+@pytest.mark.parametrize("policy", ["randaugment", "autoaugment", "trivialaugment", "augmix"])
+def test_what_is_drawn_further_is_the_same_however_it_is_made(
+    digits: Path, alone: list[GlobalBatch], policy: str
+) -> None:
+    words = (f"augment.policy={policy}", "augment.erase=0.5", "augment.mixup=0.2", "augment.cutmix=1")
+    whole, _ = stream(digits, range(28, 31), *words, "data.workers=0")
+    assert not {one.pixels for one in whole} & {one.pixels for one in alone}, "it is seen in the pixels"
+    for world, workers, accumulate in ((1, 2, 2), (2, 0, 1), (4, 2, 1)):
+        more = (f"data.workers={workers}", f"batch.accumulate={accumulate}")
+        assert stream(digits, range(28, 31), *words, *more, world=world)[0] == whole
+    assert stream(digits, range(29, 31), *words, "data.workers=1")[0] == whole[1:]
+
+
 def test_how_far_workers_prepare_ahead_changes_nothing(digits: Path, alone: list[GlobalBatch]) -> None:
     assert stream(digits, STEPS, "data.workers=2", "data.prefetch=5")[0] == alone
 

@@ -5,16 +5,20 @@ worker makes it, or in which order. Pixels stay uint8; normalisation is the devi
 """
 
 import math
+from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torchvision.transforms import v2 as transforms
 
 from pipeline.config import Augment, Evaluate
 from pipeline.data.images import Picture
-from pipeline.randomness import generator
+from pipeline.randomness import derive, generator
 
 _ATTEMPTS = 10
+_MEAN_COLOUR = (124, 116, 104)  # what normalisation makes 0 of
 _STRIP = 16  # of a longer picture the middle is taken first: 1 × 10,000 pixels would be resized to 256 × 2,560,000
 
 
@@ -22,7 +26,30 @@ def augment(picture: Picture, options: Augment, seed: int, epoch: int, sample: i
     """Random resized crop and flip -> [3, size, size] uint8. BadImageError if the picture cannot be decoded there."""
     box, is_flipped = draw(picture.height, picture.width, options, seed, epoch, sample)
     crop = resized(picture.region(*box), options.size, options.size)
-    return crop.flip(-1) if is_flipped else crop
+    crop = crop.flip(-1) if is_flipped else crop
+    further = _transforms(options)
+    if not further:
+        return crop
+    with torch.random.fork_rng(devices=[]):  # torchvision draws from the default generator
+        torch.manual_seed(derive(seed, "policy", epoch, sample))
+        for transform in further:
+            crop = transform(crop)
+    return crop
+
+
+@lru_cache
+def _transforms(options: Augment) -> tuple[Callable[[Tensor], Tensor], ...]:
+    """torchvision's own, in the order of its references: a policy, then random erasing."""
+    policies: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
+        "randaugment": lambda: transforms.RandAugment(magnitude=options.magnitude),
+        "autoaugment": transforms.AutoAugment,
+        "trivialaugment": transforms.TrivialAugmentWide,
+        "augmix": transforms.AugMix,
+    }
+    chosen = [policies[options.policy]()] if options.policy != "none" else []
+    if options.erase:
+        chosen.append(transforms.RandomErasing(options.erase, value=_MEAN_COLOUR))
+    return tuple(chosen)
 
 
 def draw(

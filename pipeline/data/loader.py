@@ -28,6 +28,7 @@ from pipeline.config import Config
 from pipeline.data.augment import augment, centre, evaluation_geometry
 from pipeline.data.images import BadImageError, Picture, decode
 from pipeline.data.manifest import UnreadableError
+from pipeline.data.mix import WIDTH, draw_mix
 from pipeline.data.order import Order
 from pipeline.data.sources import Images
 from pipeline.plan import Plan, Resources
@@ -62,6 +63,8 @@ class Batch(NamedTuple):
     """[B] int64: sample ids as the order drew them, also where another stands in."""
     digests: Tensor
     """[B, 32] uint8: SHA-256 of each sample's pixels and label where the run is traced, else [0, 32]."""
+    mix: Tensor
+    """[B, 5] float32: how each image is mixed with its neighbour (`data.mix`); [0, 5] where none is."""
     defects: list[tuple[int, str]]
     """A `Defect` for each image that could not be decoded."""
 
@@ -88,7 +91,9 @@ class TrainBatches(Dataset[Batch]):
         for row, sample in enumerate(ids.tolist()):
             labels[row] = self.images.label(self._load(epoch, sample, pixels[row], defects))
         digests = _digests(pixels, labels) if self.config.run.trace else torch.empty((0, 32), dtype=torch.uint8)
-        return Batch(pixels, labels, torch.from_numpy(ids.copy()), digests, defects)
+        first = (self.rank * self.plan.accumulate + micro) * self.plan.micro_batch
+        mix = draw_mix(self.config.augment, self.config.run.seed, step, first, len(ids))
+        return Batch(pixels, labels, torch.from_numpy(ids.copy()), digests, mix, defects)
 
     def _load(self, epoch: int, sample: int, out: Tensor, defects: list[tuple[int, str]]) -> int:
         """Writes the sample's pixels, or those of one that stands in; which that is."""
@@ -129,7 +134,7 @@ class EvalBatches(Dataset[Batch]):
             except (BadImageError, UnreadableError) as defect:
                 pixels[row], labels[row] = 0, NO_LABEL
                 defects.append(Defect(sample, str(defect)))
-        return Batch(pixels, labels, ids, torch.empty((0, 32), dtype=torch.uint8), defects)
+        return Batch(pixels, labels, ids, torch.empty((0, 32), dtype=torch.uint8), torch.empty((0, WIDTH)), defects)
 
 
 def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, *, pin: bool) -> Iterator[Batch]:

@@ -16,4 +16,6 @@ def choose(config: Config, plan: Plan, model: nn.Module, group: Group) -> Strate
     """The strategy of this run; alone there is nothing to exchange, but exact mode sums as several would."""
     if config.run.exact:
         return Exact(model, group, plan, config.exact)
-    return Distributed(model, group, plan) if group.size > 1 else Strategy(model, group, plan)
+    if group.size > 1:
+        return Distributed(model, group, plan, config.model.batchnorm)
+    return Strategy(model, group, plan)

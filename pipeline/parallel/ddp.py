@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline.group import Group
 from pipeline.parallel.single import Strategy
 from pipeline.plan import Plan
+from pipeline.verdict import RequestError
 
 # torch 2.14 renamed the option
 _KEEP_BUFFERS: dict[str, Any] = (
@@ -27,8 +28,16 @@ _KEEP_BUFFERS: dict[str, Any] = (
 
 
 class Distributed(Strategy):
-    def __init__(self, model: nn.Module, group: Group, plan: Plan) -> None:
+    def __init__(self, model: nn.Module, group: Group, plan: Plan, batchnorm: str) -> None:
         super().__init__(model, group, plan)
+        self._averages = batchnorm == "average"
+        if batchnorm == "sync":
+            if group.device.type == "cpu":
+                raise RequestError(
+                    "model.batchnorm=sync: torch normalises over processes on GPUs only; take local or average"
+                )
+            # in place: the layers' tensors stay what they are
+            nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         self._wrapped = DistributedDataParallel(
             model,
             device_ids=[group.device] if group.device.type == "cuda" else None,
@@ -47,4 +56,6 @@ class Distributed(Strategy):
         backward()  # the new buckets are laid at the next forward pass, from the order in which gradients came here
 
     def share_buffers(self, model: nn.Module) -> None:
+        if self._averages:
+            self.group.average([buffer for buffer in model.buffers() if buffer.is_floating_point()])
         self.group.broadcast(list(model.buffers()))

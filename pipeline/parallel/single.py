@@ -44,4 +44,4 @@ class Strategy:
         """Settle whatever the first backward pass settles; the state is loaded after this, so nothing of it stays."""
 
     def share_buffers(self, model: nn.Module) -> None:
-        """Give every process rank 0's buffers of `model` (batch-norm statistics), before it is judged."""
+        """Give every process the same buffers of `model` (batch-norm statistics), before it is judged."""

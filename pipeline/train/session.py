@@ -30,6 +30,7 @@ from pipeline.record.receipt import Receipt
 from pipeline.record.sender import NoSender
 from pipeline.record.terminal import Silence, Terminal
 from pipeline.train.evaluate import Evaluator
+from pipeline.train.finetune import take_over
 from pipeline.train.loop import Training, train
 from pipeline.train.resume import resume
 from pipeline.train.signals import StopRequest
@@ -160,6 +161,8 @@ def _build(
     terminal.say(f"creating {config.model.arch} for {plan.num_classes} classes on {group.device} ...")
     randomness.seed_network(config.run.seed, "weights")
     model = build(config.model, plan.num_classes).to(group.device)
+    if config.model.init:
+        take_over(model, config.model, group, terminal.say)
     strategy = parallel.choose(config, plan, model, group)
     state = TrainState.build(model, config, group.device)
     step = Step(state, strategy, config, plan)

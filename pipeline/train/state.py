@@ -2,7 +2,7 @@
 
 Promise: a run that loads this state at step n goes on as the run that wrote it would have. That is why it is so little:
 order, augmentation, dropout and the learning rate are functions of the step, so the step stands for all of them. It is
-built whole and then loaded. A gradient scaler, where a run has one, belongs here.
+built whole and then loaded.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -48,6 +48,8 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     average: nn.Module | None
     """The moving average of the weights, where the recipe asks for one."""
+    scaler: torch.amp.GradScaler
+    """Of fp16; elsewhere it does nothing."""
     totals: Tensor
     """[loss in 2^-20, correct, images] int64 on the device: since the last report, not yet summed over processes."""
     step: int = 0
@@ -61,7 +63,8 @@ class TrainState:
     @classmethod
     def build(cls, model: nn.Module, config: Config, device: torch.device) -> "TrainState":
         average = begin_average(model) if config.train.ema is not None else None
-        return cls(model, _optimizer(model, config), average, torch.zeros(3, dtype=torch.int64, device=device))
+        scaler = torch.amp.GradScaler(device.type, enabled=config.train.precision == "fp16")
+        return cls(model, _optimizer(model, config), average, scaler, torch.zeros(3, dtype=torch.int64, device=device))
 
     def to_dict(self, totals: Tensor) -> dict[str, Any]:
         """Tensors, numbers and strings. totals: this state's, summed over the processes."""
@@ -70,6 +73,7 @@ class TrainState:
             "model": self.model.state_dict(),
             "average": self.average.state_dict() if self.average else None,
             "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
             "totals": totals,
             "evaluation": asdict(self.evaluation) if self.evaluation else None,
             "best": asdict(self.best) if self.best else None,
@@ -82,6 +86,7 @@ class TrainState:
         if self.average:
             self.average.load_state_dict(contents["average"])
         self.optimizer.load_state_dict(contents["optimizer"])
+        self.scaler.load_state_dict(contents["scaler"])
         self.step = contents["step"]
         self.totals.zero_()
         if is_main:
@@ -130,4 +135,11 @@ def _optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     groups = parameter_groups(model, options.weight_decay)
     if options.name == "adamw":
         return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=True)
-    return torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov, fused=True)
+    optimizer = torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov, fused=True)
+    if options.momentum:
+        # of zeros, which is what the first step makes of none: where that step is skipped for an overflow (fp16), torch's
+        # fused SGD leaves its buffers as memory was, other numbers at each process (2.14)
+        for group in optimizer.param_groups:
+            for one in group["params"]:
+                optimizer.state[one]["momentum_buffer"] = torch.zeros_like(one)
+    return optimizer

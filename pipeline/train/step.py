@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from pipeline.config import Config
 from pipeline.data.loader import Batch
+from pipeline.data.mix import WIDTH, label_shares, mixed, partners
 from pipeline.model.architectures import Normalise
 from pipeline.model.average import update_average
 from pipeline.parallel import Strategy
@@ -31,7 +32,9 @@ def name_samples(ids: list[int]) -> str:
 
 def autocast(device: torch.device, config: Config) -> torch.autocast:
     """The context in which a forward pass has its precision."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision == "bf16")
+    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    precision = config.train.precision
+    return torch.autocast(device.type, kinds.get(precision, torch.bfloat16), enabled=precision in kinds)
 
 
 class Step:
@@ -48,10 +51,10 @@ class Step:
         """One discarded pass on blank images, with whatever the strategy settles in it; the state is loaded after this."""
         plan, size = self._plan, self._config.augment.size
         blank = torch.zeros((plan.micro_batch, 3, size, size), dtype=torch.uint8)
-        labels = torch.zeros(plan.micro_batch, dtype=torch.int64)
+        labels = torch.zeros(plan.micro_batch, dtype=torch.int64, device=self._device)
 
         def backward() -> None:
-            self._forward(blank, labels.to(self._device))[0].backward()  # type: ignore[no-untyped-call]
+            self._forward(blank, labels, torch.empty((0, WIDTH)))[0].backward()  # type: ignore[no-untyped-call]
 
         self._strategy.warm_up(backward)
         self._state.optimizer.zero_grad()
@@ -69,8 +72,8 @@ class Step:
             used.append(batch)
             labels = batch.labels.to(self._device, non_blocking=True)
             with self._strategy.accumulating(micro):
-                loss, logits = self._forward(batch.images, labels)
-                (loss / self._strategy.divisor).backward()  # type: ignore[no-untyped-call]
+                loss, logits = self._forward(batch.images, labels, batch.mix)
+                state.scaler.scale(loss / self._strategy.divisor).backward()  # type: ignore[no-untyped-call]
             self._count(loss.detach(), logits.detach(), labels)
             loss_sum += loss.detach()
         return loss_sum, used
@@ -84,22 +87,42 @@ class Step:
         """Apply the gradients at this step's learning rate; the state is then one step on."""
         state = self._state
         if self._config.train.clip is not None:
+            state.scaler.unscale_(state.optimizer)
             torch.nn.utils.clip_grad_norm_(state.model.parameters(), self._config.train.clip)
         rate = self._plan.learning_rate(state.step)
         for group in state.optimizer.param_groups:
             group["lr"] = rate
-        state.optimizer.step()
+        state.scaler.step(state.optimizer)
+        state.scaler.update()
         state.optimizer.zero_grad()
         state.step += 1
         if state.average is not None and self._config.train.ema is not None:
             update_average(state.average, state.model, state.step, self._config.train.ema)
 
-    def _forward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """images: [B, 3, H, W] uint8, labels: [B] int64 on the device -> (mean loss, logits [B, classes])."""
+    def _forward(self, images: Tensor, labels: Tensor, mix: Tensor) -> tuple[Tensor, Tensor]:
+        """images: [B, 3, H, W] uint8, labels: [B] int64 on the device, mix: [B or 0, 5]
+        -> (mean loss, logits [B, classes])."""
+        pixels = self._normalise(images)
+        mix = mix.to(self._device, non_blocking=True)
+        if len(mix):
+            pixels = mixed(pixels, mix)
         with autocast(self._device, self._config):
-            logits = self._strategy.forward(self._normalise(images))
-            loss = functional.cross_entropy(logits, labels, label_smoothing=self._config.train.label_smoothing)
-        return loss, logits
+            logits = self._strategy.forward(pixels)
+            loss = self._loss(logits, labels)
+            if len(mix):
+                own = label_shares(mix, *pixels.shape[2:])
+                loss = own * loss + (1 - own) * self._loss(logits, partners(labels))
+        return loss.mean(), logits
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """[B]: linear in the target, so that a mixed target's loss is the mix of two."""
+        options = self._config.train
+        if options.loss == "ce":
+            return functional.cross_entropy(logits, labels, reduction="none", label_smoothing=options.label_smoothing)
+        classes = logits.shape[1]
+        target = torch.full_like(logits, options.label_smoothing / classes)
+        target.scatter_(1, labels[:, None], 1 - options.label_smoothing + options.label_smoothing / classes)
+        return functional.binary_cross_entropy_with_logits(logits, target, reduction="none").sum(1)
 
     def _count(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         totals, images = self._state.totals, len(labels)

@@ -1,0 +1,62 @@
+"""First weights from elsewhere: torchvision's, or those of another run, under a head of the data's own classes.
+
+Rank 0 reads them and sends them to all, so that nobody else needs the file or the network. What does not fit by its shape
+is the head: it keeps its random first weights, and the run says so. A resumption overwrites them with its checkpoint's.
+"""
+
+import urllib.error
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor, nn
+from torchvision.models import get_model_weights
+
+from pipeline.config import Model, nearest
+from pipeline.group import Group
+from pipeline.record import checkpoint
+from pipeline.verdict import RequestError, TemporaryError, Verdict
+
+
+def take_over(model: nn.Module, options: Model, group: Group, say: Callable[[str], None]) -> None:
+    """Load what `model.init` names into `model`, at every process. RequestError if it fits nowhere."""
+    problem = None
+    if group.is_main:
+        try:
+            say(_load_fitting(model, options))
+        except Verdict as found:
+            problem = found
+    group.raise_together(problem)
+    group.broadcast(list(model.state_dict().values()))
+
+
+def _load_fitting(model: nn.Module, options: Model) -> str:
+    assert options.init is not None
+    theirs, mine = _read(options.arch, options.init), model.state_dict()
+    fitting = {name: tensor for name, tensor in theirs.items() if name in mine and mine[name].shape == tensor.shape}
+    anew = [name for name in mine if name not in fitting]
+    if 2 * len(fitting) < len(mine):
+        raise RequestError(
+            f"model.init={options.init} fits {len(fitting)} of {len(mine)} tensors of {options.arch}: it is of another"
+            " architecture; set model.arch to its own"
+        )
+    model.load_state_dict(fitting, strict=False)
+    return f"first weights from {options.init}" + (f"; {', '.join(anew)} anew" if anew else "")
+
+
+def _read(arch: str, init: str) -> dict[str, Tensor]:
+    if Path(init).exists():
+        path = checkpoint.find(Path(init))
+        return checkpoint.judged_weights(checkpoint.decode(checkpoint.read_verified(path), path))
+    names = get_model_weights(arch).__members__
+    if init not in names:
+        raise RequestError(
+            f"model.init={init} is neither a file or folder here nor one of torchvision's weights of {arch}"
+            + (nearest(init, list(names)) or f": there are {', '.join(names)}")
+        )
+    try:
+        weights: dict[str, Tensor] = names[init].get_state_dict(progress=False, check_hash=True)
+    except (OSError, urllib.error.URLError) as error:
+        raise TemporaryError(
+            f"model.init={init} cannot be fetched ({error}): put the file into torch's cache (TORCH_HOME), or name a path"
+        ) from error
+    return weights

@@ -1,0 +1,66 @@
+"""Mixup and cutmix: what the model sees, and what it is told of it, is what the papers say."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from pipeline.config import Augment, load
+from pipeline.data.mix import draw_mix, label_shares, mixed, partners
+from pipeline.plan import DataSize, make_plan
+from pipeline.verdict import RequestError
+from pipeline.world import World
+
+
+def images(count: int) -> torch.Tensor:
+    """[count, 3, 32, 48]: each of one value, its number."""
+    return torch.arange(count, dtype=torch.float32).view(-1, 1, 1, 1).expand(-1, 3, 32, 48).contiguous()
+
+
+def test_mixup_is_the_shares_of_both() -> None:
+    mix = draw_mix(Augment(mixup=0.4), 1, 7, 0, 64)
+    shares = label_shares(mix, 32, 48)
+    seen, numbers = mixed(images(64), mix), torch.arange(64.0)
+    expected = shares * numbers + (1 - shares) * partners(numbers)
+    torch.testing.assert_close(seen, expected.view(-1, 1, 1, 1).expand_as(seen))
+    assert torch.equal(shares[0::2], shares[1::2]), "both of a pair share the draw"
+    assert 0.3 < float(shares.mean()) < 0.7
+
+
+def test_cutmix_tells_the_share_of_the_pixels_that_are_there() -> None:
+    mix = draw_mix(Augment(cutmix=1.0), 1, 7, 0, 64)
+    seen, numbers = mixed(images(64), mix), torch.arange(64.0)
+    own = (seen == numbers.view(-1, 1, 1, 1)).float().mean((1, 2, 3))
+    torch.testing.assert_close(label_shares(mix, 32, 48), own)
+    assert ((seen == numbers.view(-1, 1, 1, 1)) | (seen == partners(numbers).view(-1, 1, 1, 1))).all()
+    assert float(own.std()) > 0.1
+
+
+def test_with_both_on_each_pair_has_one() -> None:
+    mix = draw_mix(Augment(mixup=0.2, cutmix=1.0), 3, 0, 0, 400)
+    is_mixup = (mix[:, 1:] == torch.tensor([0.0, 0, 1, 1])).all(1)
+    assert 120 < int(is_mixup.sum()) < 280
+
+
+def test_what_is_drawn_is_addressed_by_the_place_in_the_global_batch() -> None:
+    options = Augment(mixup=0.2, cutmix=1.0)
+    whole = draw_mix(options, 3, 5, 0, 48)
+    assert torch.equal(whole, torch.cat([draw_mix(options, 3, 5, first, 12) for first in range(0, 48, 12)]))
+    assert not torch.equal(whole, draw_mix(options, 3, 6, 0, 48))
+    assert draw_mix(Augment(), 3, 5, 0, 48).shape == (0, 5)
+
+
+def test_the_loss_of_a_mix_is_that_of_its_soft_target() -> None:
+    mix = draw_mix(Augment(mixup=0.4, cutmix=1.0), 1, 7, 0, 16)
+    own, labels = label_shares(mix, 32, 48), torch.arange(16) % 10
+    logits = torch.randn(16, 10, generator=torch.Generator().manual_seed(0))
+    one_hot = functional.one_hot(labels, 10).float()
+    soft = own[:, None] * one_hot + (1 - own[:, None]) * partners(one_hot)
+    two = own * functional.cross_entropy(logits, labels, reduction="none", label_smoothing=0.1)
+    two += (1 - own) * functional.cross_entropy(logits, partners(labels), reduction="none", label_smoothing=0.1)
+    torch.testing.assert_close(two.mean(), functional.cross_entropy(logits, soft, label_smoothing=0.1))
+
+
+def test_passes_of_an_odd_number_are_refused() -> None:
+    config = load("digits", ["batch.global=45", "augment.mixup=0.2"])
+    with pytest.raises(RequestError, match="mix pairs, and a pass has 15 images"):
+        make_plan(config, World(size=3, local_size=3), DataSize(1437, 360, 10))
