@@ -265,8 +265,8 @@ def _tables(data: bytes, layout: Layout) -> dict[tuple[int, int], Table]:
 
 def _interval(across: int, mcu_width: int) -> int:
     """MCUs from restart to restart: they must divide a row, and a row of a prime number of MCUs is not divided."""
-    fitting = [n for n in range(1, across) if across % n == 0 and _STRIDE / 2 <= n * mcu_width <= _STRIDE]
-    return max(fitting, default=across)
+    fitting = [n for n in range(1, across + 1) if across % n == 0 and n * mcu_width >= _STRIDE / 2] or [across]
+    return max((n for n in fitting if n * mcu_width <= _STRIDE), default=fitting[0])
 
 
 def _unstuffed(data: bytes, layout: Layout) -> Bytes:
