@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,13 @@ def test_the_tar_files_give_the_folder_back(folder: Path, packs: dict[str, Path]
                 assert not (tmp_path / name).exists()
             elif name not in ("train/b/01.jpg", "train/a/02.jpg"):
                 assert torch.equal(decode((tmp_path / name).read_bytes()), decode((folder / name).read_bytes()))
+
+
+def test_a_pack_goes_to_a_worker_that_is_not_forked(packs: dict[str, Path]) -> None:
+    images = open_source(load("digits", ["data.source=pack", f"data.root={packs['lossless']}"])).train
+    expected = images.read(5)
+    with get_context("spawn").Pool(1) as pool:
+        assert pool.apply(images.read, (5,)) == expected
 
 
 def test_a_lossy_pack_says_by_how_much(packs: dict[str, Path]) -> None:
