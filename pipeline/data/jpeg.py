@@ -20,15 +20,12 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 
-_SOI, _EOI, _SOS, _DHT, _DRI = 0xD8, 0xD9, 0xDA, 0xC4, 0xDD
+_EOI, _SOS, _DHT, _DRI = 0xD9, 0xDA, 0xC4, 0xDD
 _SEQUENTIAL = (0xC0, 0xC1)
 _FRAMES = (*_SEQUENTIAL, 0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)
 _MARKS = (0xE0, 0xEE)  # JFIF's and Adobe's, which says how colours are coded
 _KEPT = (0xDB, *_SEQUENTIAL)  # quantisation tables and the frame
-_APP, _NAME = (
-    0xE7,
-    b"segments\0",
-)  # ours: the length of each segment between restarts, so that they need not be looked for
+_APP, _NAME = 0xE7, b"segments\0"  # ours: the length of each segment, so that nobody has to look for the markers
 _BLOCK = 8
 _END_OF_BLOCK = 128  # more than the 64 places of a block, so that its end and an overrun differ
 _BROKEN = 1 << 12
