@@ -8,13 +8,14 @@ import subprocess
 import sys
 import tarfile
 import time
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from harness import environment, kill, pipeline
+from harness import SMALL, environment, kill, pipeline
 from PIL import Image
 from streams import stream
 
@@ -177,6 +178,13 @@ def test_the_tar_files_give_the_folder_back(folder: Path, packs: dict[str, Path]
                 assert torch.equal(decode((tmp_path / name).read_bytes()), decode((folder / name).read_bytes()))
 
 
+def test_a_pack_goes_to_a_worker_that_is_not_forked(packs: dict[str, Path]) -> None:
+    images = open_source(load("digits", ["data.source=pack", f"data.root={packs['lossless']}"])).train
+    expected = images.read(5)
+    with get_context("spawn").Pool(1) as pool:
+        assert pool.apply(images.read, (5,)) == expected
+
+
 def test_a_lossy_pack_says_by_how_much(packs: dict[str, Path]) -> None:
     for level, root in packs.items():
         summary = json.loads((root / "pack.json").read_text())
@@ -184,6 +192,24 @@ def test_a_lossy_pack_says_by_how_much(packs: dict[str, Path]) -> None:
     summary = json.loads((packs["lossless"] / "pack.json").read_text())
     assert 0.9 < summary["bytes"] / summary["source_bytes"] < 1.1
     assert 0 < summary["unchanged"] < 40  # PNG and progressive files
+
+
+@pytest.mark.full
+def test_a_run_from_a_lossless_pack_has_the_weights_of_one_from_the_folder(digits: Path, tmp_path: Path) -> None:
+    make(digits, tmp_path / "pack", "lossless", 0.1)
+    words = [*SMALL, "train.max_steps=4", "data.workers=2"]
+    runs = [
+        pipeline("train", "digits", *words, *more)
+        for more in (
+            (f"data.root={digits}", f"run.dir={tmp_path / 'folder'}"),
+            (f"data.root={tmp_path / 'pack'}", "data.source=pack", f"run.dir={tmp_path / 'run'}"),
+        )
+    ]
+    assert runs[0].done == runs[1].done
+    again = pipeline("evaluate", str(tmp_path / "run"))
+    assert again.done == runs[1].done
+    other = pipeline("train", "digits", *words, f"data.root={digits}", f"run.dir={tmp_path / 'run'}")
+    assert (other.code, "data.source: pack -> digits" in other.error) == (2, True)
 
 
 # --- made once, whole

@@ -20,18 +20,16 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 
-_SOI, _EOI, _SOS, _DHT, _DRI = 0xD8, 0xD9, 0xDA, 0xC4, 0xDD
+_EOI, _SOS, _DHT, _DRI = 0xD9, 0xDA, 0xC4, 0xDD
 _SEQUENTIAL = (0xC0, 0xC1)
 _FRAMES = (*_SEQUENTIAL, 0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)
 _MARKS = (0xE0, 0xEE)  # JFIF's and Adobe's, which says how colours are coded
 _KEPT = (0xDB, *_SEQUENTIAL)  # quantisation tables and the frame
-_APP, _NAME = (
-    0xE7,
-    b"segments\0",
-)  # ours: the length of each segment between restarts, so that they need not be looked for
+_APP, _NAME = 0xE7, b"segments\0"  # ours: the length of each segment, so that nobody has to look for the markers
 _BLOCK = 8
 _END_OF_BLOCK = 128  # more than the 64 places of a block, so that its end and an overrun differ
 _BROKEN = 1 << 12
+_MOST_BYTES = 8 << 20  # walking through a file takes forty times its bytes of memory
 _STRIDE = 84  # pixels from restart to restart, at most: 1.41 × as fast as the whole; 168: 1.25 ×; 42: 1 % more bytes
 
 
@@ -209,7 +207,7 @@ def _restart_grid(data: bytes, layout: Layout) -> tuple[NDArray[np.int64], NDArr
 def with_restarts(data: bytes) -> bytes | None:
     """The same picture with a restart marker every few MCUs, without metadata; None if the file does not allow it."""
     layout = read_layout(data)
-    if not layout or layout.interval:
+    if not layout or layout.interval or len(data) > _MOST_BYTES:
         return None
     try:
         tables = _tables(data, layout)
@@ -234,8 +232,10 @@ def with_restarts(data: bytes) -> bytes | None:
         for kinds in (_MARKS, _KEPT, (_SOS,))
     }
     parts = [b"\xff\xd8", *kept[_MARKS], table, *kept[_KEPT]]
-    for (kind, number), (counts, symbols) in tables.items():
-        parts.append(struct.pack(">BBHB", 0xFF, _DHT, 19 + len(symbols), kind << 4 | number) + counts + symbols)
+    huffman = b"".join(
+        bytes((kind << 4 | number,)) + counts + symbols for (kind, number), (counts, symbols) in tables.items()
+    )
+    parts.append(struct.pack(">BBH", 0xFF, _DHT, 2 + len(huffman)) + huffman)
     parts.append(struct.pack(">BBHH", 0xFF, _DRI, 4, interval))
     parts += kept[_SOS,]
     for number, segment in enumerate(segments):
@@ -265,8 +265,8 @@ def _tables(data: bytes, layout: Layout) -> dict[tuple[int, int], Table]:
 
 def _interval(across: int, mcu_width: int) -> int:
     """MCUs from restart to restart: they must divide a row, and a row of a prime number of MCUs is not divided."""
-    fitting = [n for n in range(1, across) if across % n == 0 and _STRIDE / 2 <= n * mcu_width <= _STRIDE]
-    return max(fitting, default=across)
+    fitting = [n for n in range(1, across + 1) if across % n == 0 and n * mcu_width >= _STRIDE / 2] or [across]
+    return max((n for n in fitting if n * mcu_width <= _STRIDE), default=fitting[0])
 
 
 def _unstuffed(data: bytes, layout: Layout) -> Bytes:

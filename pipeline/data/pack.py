@@ -70,6 +70,9 @@ class PackImages:
     split: Split
     _files: dict[int, int] = field(default_factory=dict, compare=False)
 
+    def __reduce__(self) -> tuple[Any, ...]:  # to a worker that is not forked: what is open here is not open there
+        return PackImages, (self.root, self.name_of_split, self.split)
+
     def __len__(self) -> int:
         return len(self.split)
 

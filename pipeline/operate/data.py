@@ -79,11 +79,12 @@ def _unpack(source: sources.Source, out: Path) -> Iterator[int]:
 
 def get(kind: str, out: str | None) -> str:
     """Fetches imagenette by torchvision's own downloader, and lays it out; a line that says what is there."""
-    from torchvision.datasets import Imagenette
-
     root = Path(out or f"data/{kind}")
     if root.exists():
         raise RequestError(f"{root} is there already: remove it, or name another folder")
+
+    from torchvision.datasets import Imagenette
+
     aside = root.parent / f".{root.name}.download"
     try:
         Imagenette(str(aside), split="train", size="full", download=not (aside / "imagenette2").is_dir())

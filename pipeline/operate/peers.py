@@ -23,12 +23,14 @@ Resize = Callable[[bytes], Any]
 
 
 def timm(files: list[Path], folder: Path, batch: int, size: int, workers: int) -> tuple[Fetch, Resize]:
+    import torch
     from timm.data import ImageDataset, create_loader
 
     def fetch() -> Iterator[Any]:
         loader = create_loader(
             ImageDataset(str(files[0].parents[1])), (3, size, size), batch, is_training=True, use_prefetcher=True,
-            interpolation="bilinear", num_workers=workers, color_jitter=0, device="cpu", persistent_workers=False,
+            interpolation="bilinear", num_workers=workers, color_jitter=0, device=torch.device("cpu"),
+            persistent_workers=False,
         )  # fmt: skip
         while True:
             yield from loader
@@ -52,7 +54,7 @@ def _dali(antialias: bool) -> Callable[..., tuple[Fetch, Resize]]:
             pixels = fn.decoders.image(fn.external_source(name="data", dtype=types.UINT8, ndim=1))
             return fn.resize(pixels, size=[size, size], interp_type=types.INTERP_LINEAR, antialias=antialias)
 
-        one = whole()
+        one = whole(prefetch_queue_depth=1, exec_async=False, exec_pipelined=False)  # one picture, when it is asked
         one.build()
 
         def resize(data: bytes) -> Any:

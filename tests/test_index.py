@@ -1,0 +1,75 @@
+"""The index of a large data set: made once, mapped from then on, and flat in a worker's memory."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.data import manifest
+from pipeline.data.manifest import Index, Split, open_index
+
+IMAGENET = 1_281_167
+
+EPOCHS = """
+import sys
+import numpy as np
+from pathlib import Path
+from pipeline.data.manifest import Index
+from pipeline.data.sources import of_index
+
+def private():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty"))
+
+images = of_index(Path("/"), Index.from_bytes(np.memmap(sys.argv[1], np.uint8, "r"))).train
+seen = []
+for epoch in range(3):
+    order = np.random.default_rng(epoch).permutation(len(images))
+    for i in order[: int(sys.argv[2])].tolist():
+        images.name(i), images.label(i)
+    seen.append(private())
+print(*seen)
+"""
+
+
+def entries(count: int) -> list[tuple[bytes, int, int]]:
+    return [(b"train/n%08d/n%08d_%d.JPEG" % (i % 1000, i % 1000, i), 110_000, i % 1000) for i in range(count)]
+
+
+@pytest.mark.parametrize("count", [50_000, pytest.param(IMAGENET, marks=pytest.mark.full)])
+def test_a_worker_stays_as_small_as_it_is(tmp_path: Path, count: int) -> None:
+    path = tmp_path / "index"
+    split = Split.of(entries(count))
+    path.write_bytes(Index(split, Split.of(entries(1000)), ("a", "b"), None, {}, 0.1).to_bytes())
+    done = subprocess.run(
+        [sys.executable, "-c", EPOCHS, str(path), str(count)], capture_output=True, text=True, check=True
+    )
+    first, *later = map(int, done.stdout.split())
+    assert max(later) < 1.02 * first
+
+
+@pytest.mark.parametrize("count", [5_000, pytest.param(IMAGENET, marks=pytest.mark.full)])
+def test_a_start_from_the_cache_takes_no_second(tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "images"
+    classes = min(1000, count // 50)
+    for split, images in (("train", count), ("val", 50 * classes)):
+        for label in range(classes):
+            (root / split / f"n{label:08d}").mkdir(parents=True)
+        for i in range(images):
+            os.close(os.open(root / split / f"n{i % classes:08d}" / f"{i}.JPEG", os.O_CREAT | os.O_WRONLY))
+    start = time.monotonic()
+    built = open_index(root, 0.1, tmp_path, check_sizes=False)
+    seconds = time.monotonic() - start
+    assert len(built.train) == count
+    monkeypatch.setattr(manifest, "scan", None)  # called it would fail
+    starts = []
+    for _ in range(3):
+        start = time.monotonic()
+        index = open_index(root, 0.1, tmp_path, check_sizes=False)
+        starts.append(time.monotonic() - start)
+    print(f"{count:,} images: built in {seconds:.2f} s, from the cache in {min(starts):.2f} s")
+    assert index.digest == built.digest
+    assert min(starts) < 1

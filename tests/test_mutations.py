@@ -1,0 +1,133 @@
+"""Damaged and hostile files end in a picture or a named defect: no crash, no hang, no more memory than bounded."""
+
+import io
+import resource
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from test_pack import LEVELS, copied, encoded, photo
+
+from pipeline.config import load
+from pipeline.data import jpeg
+from pipeline.data.images import BadImageError, Picture
+from pipeline.data.manifest import UnreadableError
+from pipeline.data.pack import Level
+from pipeline.data.sources import open_source
+from pipeline.operate.pack import encode
+from pipeline.operate.pack import pack as make
+from pipeline.verdict import RequestError
+
+EACH = 300
+SLOWEST_S = 30
+MOST_KIB = 512 * 1024
+REPLACED = [bytes((0xFF, kind)) for kind in (0xD8, 0xD9, 0xDA, 0xC0, 0xC2, 0xC4, 0xDD, 0xE7, 0xFF)]
+
+
+def mutated(data: bytes, draw: np.random.Generator) -> bytes:
+    """Bits flipped, cut short, a piece twice, a wrong marker, a size that lies."""
+    made = bytearray(data)
+    match draw.integers(6):
+        case 0:
+            for at in draw.integers(0, len(made), draw.integers(1, 20)):
+                made[at] ^= 1 << draw.integers(8)
+        case 1:
+            del made[draw.integers(len(made)) :]
+        case 2:
+            first, last = sorted(draw.integers(0, len(made), 2).tolist())
+            made[first:first] = made[first:last]
+        case 3:
+            at = int(draw.integers(len(made)))
+            made[at : at + 2] = REPLACED[draw.integers(len(REPLACED))]
+        case 4:  # in the header, where sizes are
+            for at in draw.integers(0, min(700, len(made)), 4):
+                made[at] = draw.integers(256)
+        case 5:
+            at = made.find(b"\xff\xc0")
+            made[at + 5 : at + 9] = draw.integers(0, 256, 4, np.uint8).tobytes()
+    return bytes(made)
+
+
+def bombs() -> list[bytes]:
+    """A header of 65,500 × 1,220 pixels before few bytes of data; two hundred passes over a picture; tables that lie."""
+    small = encoded(photo(64, 64), subsampling=0)
+    at = small.index(b"\xff\xc0") + 5
+    huge = small[:at] + (1220).to_bytes(2, "big") + (65500).to_bytes(2, "big") + small[at + 4 :]
+    passes = encoded(photo(64, 64), progressive=True)
+    scan = passes.rindex(b"\xff\xda")
+    cut = jpeg.with_restarts(small) or b""
+    table = cut.index(b"segments\0")
+    return [
+        huge,
+        passes[:scan] + passes[scan:-2] * 200 + b"\xff\xd9",
+        cut[: table + 9] + b"\xff\xff" * 8 + cut[table + 25 :],
+        cut[: table + 9] + bytes(16) + cut[table + 25 :],
+    ]
+
+
+@pytest.mark.full
+def test_a_mutated_jpeg_is_decoded_or_named(rounds: int, first_seed: int) -> None:
+    images = [photo(200, 300), photo(97, 61)]
+    seeds = [encoded(image, **options) for image in images
+             for options in ({"subsampling": 0}, {"subsampling": 2, "optimize": True}, {"progressive": True})]  # fmt: skip
+    seeds += [jpeg.with_restarts(data) or data for data in seeds]
+    draw = np.random.default_rng(first_seed)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for number, data in enumerate(bombs() + [mutated(seeds[i % len(seeds)], draw) for i in range(EACH * rounds)]):
+        start = time.monotonic()
+        try:
+            picture = Picture.of(data)
+            top, left = picture.height // 4, picture.width // 4
+            pixels = picture.region(top, left, picture.height - top, picture.width - left)
+            assert pixels.shape == (3, picture.height - top, picture.width - left)
+            reason = "none"
+        except BadImageError as defect:
+            reason = str(defect)
+        assert reason, number
+        made = jpeg.with_restarts(data)
+        if made is not None and number % 5 == 0:  # what is packed of it decodes to the same pixels, or it is named
+            try:
+                packed, _, _ = encode(data, Level.parse("lossless"))
+                assert np.array_equal(
+                    np.asarray(Image.open(io.BytesIO(packed))), np.asarray(Image.open(io.BytesIO(data)))
+                )
+            except (BadImageError, OSError):
+                pass
+        assert time.monotonic() - start < SLOWEST_S, number
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST_KIB
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_mutated_pack_is_read_right_or_named(tmp_path: Path, level: str, rounds: int, first_seed: int) -> None:
+    folder = tmp_path / "images"
+    for number in range(6):
+        path = folder / ("val" if number < 2 else "train") / "ab"[number % 2] / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encoded(photo(60, 80, number)))
+    make(folder, tmp_path / "pack", level, 0.1)
+    config = load("digits", ["data.source=pack", f"data.root={tmp_path / 'damaged'}"])
+    whole = copied(tmp_path / "pack", tmp_path / "damaged")
+    expected = [np.asarray(open_source(config).train.read(i)).tobytes() for i in range(4)]
+    files = {name: (whole / name).read_bytes() for name in ("pack.json", "pack.index", "train-0000.tar")}
+    draw, refused = np.random.default_rng(first_seed), 0
+    for number in range(EACH * rounds):
+        name = sorted(files)[draw.integers(3)]
+        (whole / name).write_bytes(mutated(files[name], draw))
+        try:
+            images = open_source(config).train
+            read = []
+            for i in range(4):
+                try:
+                    read.append(np.asarray(images.read(i)).tobytes())
+                except UnreadableError:
+                    read.append(expected[i])
+            assert read == expected, f"mutation {number} of {name} gave another picture"
+        except RequestError:
+            refused += 1
+        (whole / name).write_bytes(files[name])
+    assert (
+        EACH * rounds / 2 < refused < EACH * rounds
+    )  # of the index and the summary at once, of a shard image by image
