@@ -45,7 +45,7 @@ ui: setup
 test: setup
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-FAULTS = $(BIN)/python -m pytest --ledger build/faults.jsonl --report docs/faults.md
+FAULTS = $(BIN)/python -m pytest --ledger=build/faults.jsonl --report=docs/faults.md
 
 # one at a time, so that seconds mean something
 faults-ci: setup

@@ -44,7 +44,7 @@ def evaluate(run: Job, world: int, *overrides: str) -> Result:
 @pytest.mark.fault("E3")
 @pytest.mark.parametrize(
     ("size", "worlds"),
-    [(1, (1, 4)), *(pytest.param(n, (1, 2, 3, 4), marks=pytest.mark.full) for n in SIZES)],
+    [(1, (1, 2)), *(pytest.param(n, (1, 2, 3, 4), marks=pytest.mark.full) for n in SIZES)],
 )
 def test_every_image_is_counted_once_at_any_world_size(
     trained: Job, held_out: dict[int, Path], size: int, worlds: tuple[int, ...]

@@ -65,6 +65,7 @@ def test_the_receipt_says_what_the_weights_follow_from(whole: Job) -> None:
     assert found["done"].endswith(f"weights={found['evaluations'][-1]['weights']}")
 
 
+@pytest.mark.full
 def test_a_killed_runs_receipt_has_the_rows_of_one_that_nobody_touched(
     whole: Job, tmp_path: Path, digits: Path
 ) -> None:

@@ -81,7 +81,8 @@ def test_without_the_watch_a_diverged_run_goes_on(tmp_path: Path, digits: Path) 
     assert result.code == 0, "so it is the watch that the other tests see"
 
 
-@pytest.mark.parametrize("exact", ["false", pytest.param("true", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("exact", ["false", "true"])
 def test_a_slow_rank_is_named_once(tmp_path: Path, digits: Path, exact: str) -> None:
     slow = """\
 import time, torch.nn.functional as functional

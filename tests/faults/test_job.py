@@ -63,6 +63,7 @@ def test_a_missing_peer_does_not(tmp_path: Path, digits: Path) -> None:
         assert pods.failures == []
 
 
+@pytest.mark.full
 @pytest.mark.fault("I1")
 def test_a_loss_that_is_not_finite_fails_the_job_after_one_attempt(tmp_path: Path, digits: Path) -> None:
     words = ("optimizer.lr=1e6", "schedule.warmup=0")

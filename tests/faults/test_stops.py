@@ -63,16 +63,17 @@ def test_sigterm_to_one_rank_saves_that_step_and_exits_75(
     assert run.journal("train/", "val/") == whole.journal("train/", "val/")
 
 
-def test_sigterm_to_the_launcher_is_the_same(tmp_path: Path, digits: Path) -> None:
-    for by_torchrun in (False, True):  # whose agents signal whole process groups, loader workers too
-        run = job(tmp_path / f"run-{by_torchrun}", digits, "data.workers=2", nproc=2)
-        run.by_torchrun = by_torchrun
-        run.start().wait_for_step(5)
-        assert run.process
-        kill(run.process.pid, signal.SIGTERM)
-        result = run.wait()
-        assert result.code == (1 if by_torchrun else 75)  # torchrun has one code for all that is not success
-        assert step_of(run.checkpoints()[-1]) == run.step()
+@pytest.mark.parametrize("by_torchrun", [pytest.param(False, marks=pytest.mark.full), True])
+def test_sigterm_to_the_launcher_is_the_same(tmp_path: Path, digits: Path, by_torchrun: bool) -> None:
+    """Agents signal whole process groups: loader workers hear it too."""
+    run = job(tmp_path / "run", digits, "data.workers=2", nproc=2)
+    run.by_torchrun = by_torchrun
+    run.start().wait_for_step(5)
+    assert run.process
+    kill(run.process.pid, signal.SIGTERM)
+    result = run.wait()
+    assert result.code == (1 if by_torchrun else 75)  # torchrun has one code for all that is not success
+    assert step_of(run.checkpoints()[-1]) == run.step()
 
 
 @pytest.mark.fault("B2")
