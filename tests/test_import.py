@@ -13,7 +13,7 @@ from test_pack import contents, photo
 
 from pipeline.data import imagenet
 from pipeline.data.manifest import scan
-from pipeline.operate.data import import_imagenet
+from pipeline.operate.data import get, import_imagenet
 from pipeline.operate.pack import pack
 from pipeline.verdict import RequestError
 
@@ -126,9 +126,8 @@ def test_imagenette_is_laid_out_where_it_was_fetched(tmp_path: Path) -> None:
         for wnid in CLASSES:
             (fetched / split / wnid).mkdir(parents=True)
             (fetched / split / wnid / f"{wnid}_1.JPEG").write_bytes(picture(1))
-    made = pipeline("data", "get", "imagenette", str(tmp_path / "imagenette"))
-    assert (made.code, made.out) == (
-        0, f"fetched {tmp_path / 'imagenette'}: 3 images to train, 3 held out, 3 classes\n"
-    )  # fmt: skip
-    again = pipeline("data", "get", "imagenette", str(tmp_path / "imagenette"))
-    assert again.error == f"{tmp_path / 'imagenette'} is there already: remove it, or name another folder"
+    out = tmp_path / "imagenette"
+    assert get("imagenette", str(out)) == f"fetched {out}: 3 images to train, 3 held out, 3 classes"
+    assert not (tmp_path / ".imagenette.download").exists()
+    again = pipeline("data", "get", "imagenette", str(out))
+    assert (again.code, again.error) == (2, f"{out} is there already: remove it, or name another folder")

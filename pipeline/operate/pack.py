@@ -105,7 +105,7 @@ def _held(out: Path, request: dict[str, Any]) -> Iterator[None]:
             summary = out / SUMMARY
             before = summary if summary.exists() else out / _REQUEST
             if before.exists():
-                made = json.loads(before.read_bytes())
+                made = _read(before)
                 if {key: made.get(key) for key in request} != request:
                     raise RequestError(
                         f"{out} holds a pack of another source or level ({made.get('level')}): remove it, or name another"
@@ -121,8 +121,16 @@ def _held(out: Path, request: dict[str, Any]) -> Iterator[None]:
     except RequestError:
         (out / _LOCK).unlink()
         raise
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise StorageError(f"{out} cannot be packed into: {error}") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What was asked of the pack that is there; nothing if that is damaged."""
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError):
+        return {}
 
 
 def _lock(out: Path, file: IO[str]) -> None:
