@@ -34,6 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items
         if bool(item.get_closest_marker("engine")) != wants_engine
         or (item.get_closest_marker("full") and not _is_full(config))
+        or (item.get_closest_marker("long") and config.getoption("--faults") != "long")
     ]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]

@@ -197,6 +197,7 @@ def test_what_may_not_change_on_resume_is_refused_by_name(trained: Job, tmp_path
         assert result.seconds < 5
 
 
+@pytest.mark.full
 @pytest.mark.fault("F5")
 def test_what_may_change_goes_on(trained: Job, tmp_path: Path) -> None:
     run = again(
@@ -259,6 +260,7 @@ def test_a_loss_that_is_not_finite_stops_all_and_is_said_again(tmp_path: Path, d
     assert gone_on.code == 0, gone_on.err
 
 
+@pytest.mark.full
 def test_the_command_line_and_torchrun_report_the_ranks_code(tmp_path: Path, digits: Path) -> None:
     for by_torchrun in (False, True):
         run = Job(

@@ -74,6 +74,7 @@ def test_a_train_command_on_a_finished_run_says_its_line_again(trained: Job) -> 
     assert (trained.folder / "journal.jsonl").read_bytes() == before
 
 
+@pytest.mark.full
 def test_what_cannot_be_evaluated_is_said_in_one_line(trained: Job, tmp_path: Path, digits: Path) -> None:
     nothing = pipeline("evaluate", str(tmp_path))
     assert (nothing.code, "holds no checkpoint" in nothing.error) == (4, True)

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from harness import SMALL, Job, pipeline
 
 from pipeline.record.checkpoint import decode, read_verified
 
 
+@pytest.mark.full
 def test_a_run_begins_with_the_weights_of_another(tmp_path: Path, digits: Path) -> None:
     words = ["digits", f"data.root={digits}", *SMALL, "data.workers=0", "train.max_steps=4"]
     first = Job(tmp_path / "first", words)

@@ -316,6 +316,7 @@ def test_a_server_killed_in_mid_run_costs_no_step_and_no_point(
     assert without <= 3 * with_it  # a call in the way would cost seconds
 
 
+@pytest.mark.full
 @pytest.mark.fault("D2")
 def test_one_run_through_crash_and_stop_with_the_true_status(tmp_path: Path, digits: Path, good: Server) -> None:
     run = job(
@@ -356,6 +357,7 @@ def test_one_run_through_crash_and_stop_with_the_true_status(tmp_path: Path, dig
     assert_whole(good, run)
 
 
+@pytest.mark.full
 def test_what_was_killed_beside_a_dead_server_is_said_to_have_failed_later(
     tmp_path: Path, digits: Path, good: Server
 ) -> None:
