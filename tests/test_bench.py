@@ -23,7 +23,7 @@ QUICK = (
     ("words", "names"),
     [
         (("train",), ["reference", "plain", "loaded"]),
-        (("comm", "--nproc", "2"), ["reference", "exact"]),
+        pytest.param(("comm", "--nproc", "2"), ["reference", "exact"], marks=pytest.mark.full),
     ],
 )
 def test_a_benchmark_has_its_rows(words: tuple[str, ...], names: list[str]) -> None:

@@ -209,6 +209,7 @@ def test_what_may_change_goes_on(trained: Job, tmp_path: Path) -> None:
     assert longer.run().done["step"] == "87", "a finished run goes on when epochs are added"
 
 
+@pytest.mark.full
 def test_never_sets_aside_and_a_path_goes_back(trained: Job, said: str, tmp_path: Path) -> None:
     fresh = again(trained, tmp_path / "run", "run.resume=never")
     result = fresh.run()

@@ -23,6 +23,7 @@ def weights_of_two(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> st
     return job(tmp_path_factory.mktemp("two") / "run", digits, nproc=2).run().done["weights"]
 
 
+@pytest.mark.full
 @pytest.mark.fault("I3")
 def test_torchrun_gives_the_same_weights_and_another_seed_others(
     tmp_path: Path, digits: Path, weights_of_two: str

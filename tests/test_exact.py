@@ -20,7 +20,7 @@ from pipeline.world import World
 def job(folder: Path, digits: Path, world: int, *more: str) -> Job:
     # batch norm, dropout, momentum, augmentation
     words = ["digits", f"data.root={digits}", *SMALL, "model.arch=mobilenet_v3_small", "run.exact=true",
-             "run.deterministic=false", "train.max_steps=24", "evaluate.every=12 steps", "checkpoint.every=4 steps",
+             "run.deterministic=false", "train.max_steps=18", "evaluate.every=9 steps", "checkpoint.every=4 steps",
              "data.workers=2", "train.ema=0.9"]  # fmt: skip
     return Job(folder, [*words, *more], nproc=world)
 
@@ -53,7 +53,7 @@ def test_killed_and_gone_on_with_other_numbers_it_ends_the_same(
         run.nproc = world
         run.start()
         if number < len(worlds) - 1:
-            share = 24 // len(worlds)
+            share = 18 // len(worlds)
             run.wait_for_step(draw.randint(number * share + 1, (number + 1) * share))
             for rank in run.ranks():
                 kill(rank, signal.SIGKILL)

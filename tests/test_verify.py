@@ -116,6 +116,7 @@ def test_a_run_that_is_repeated_is_identical_and_left_alone(whole: Job) -> None:
     assert {path: path.stat().st_mtime_ns for path in whole.folder.rglob("*")} == before
 
 
+@pytest.mark.full
 def test_another_seed_differs_from_its_first_step_and_tensor_on(copy: Path) -> None:
     falsify(copy, lambda contents: contents["config"]["run"].update(seed=1))
     result = verify(copy, "--steps", "8")
