@@ -7,6 +7,7 @@ again, the Job controller (played by `pods`) or `pipeline rehearse` replaces a n
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -205,6 +206,7 @@ class Containers(Cluster):
         mount = Path(docker("volume", "inspect", "--format", "{{.Mountpoint}}", self._volume).strip())
         self.run = Job(mount / "digits", [])
         self._output = folder.with_suffix(".out")
+        self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         command = [sys.executable, "-m", "pipeline", "rehearse", "digits", "--nodes", str(self._nodes),
@@ -231,12 +233,17 @@ class Containers(Cluster):
         docker("network", "connect", "--ip", address, "--alias", alias, network, node)
 
     def wait(self) -> str:
+        assert self._process
         assert self._process.wait(600) == 0, self.log()
         return _line(self.run)
 
     def close(self) -> None:
-        self._process.terminate()
-        self._process.wait(60)
+        if self._process:
+            self._process.terminate()
+            self._process.wait(60)
+            kept = self._output.with_suffix(".kept")  # what was written is looked at when the volume is gone
+            shutil.copytree(self.run.folder, kept)
+            self.run.folder = kept
         docker("volume", "rm", "--force", self._volume)
 
     def log(self) -> str:
