@@ -210,6 +210,18 @@ class Job:
         return sorted((self.folder / "checkpoints").glob("step-*.pt"))
 
 
+def assert_resumes(folder: Path, words: list[str], stop_at: int, nproc: int = 2) -> Job:
+    """A run that was stopped at a step and gone on with ends as the one in one piece, which is returned."""
+    whole = Job(folder / "whole", words, nproc=nproc)
+    expected = whole.run().done
+    parts = Job(folder / "parts", [*words, f"train.max_steps={stop_at}"], nproc=nproc)
+    assert parts.run().done["step"] == str(stop_at)
+    parts.arguments.pop()
+    assert parts.run().done == expected
+    assert read_rows(parts.folder / "trace.jsonl") == read_rows(whole.folder / "trace.jsonl")
+    return whole
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Whole lines of a JSON-lines file."""
     if not path.exists():

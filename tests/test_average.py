@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import SMALL, Job, pipeline
+from harness import SMALL, assert_resumes, pipeline
 from torch import nn
 
 from pipeline.model.average import begin_average, update_average
@@ -33,13 +33,8 @@ def test_it_moves_by_its_rate_and_faster_at_first() -> None:
 @pytest.mark.full
 def test_it_is_what_is_judged_and_it_resumes_to_the_bit(tmp_path: Path, digits: Path) -> None:
     words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=1", "train.ema=0.8", "data.workers=0"]
-    whole = Job(tmp_path / "whole", words, nproc=2)
-    done = whole.run().done
-    parts = Job(tmp_path / "parts", [*words, "train.max_steps=13"], nproc=2)
-    assert parts.run().code == 0
-    parts.arguments.remove("train.max_steps=13")
-    assert parts.run().done == done
+    whole = assert_resumes(tmp_path, words, 13)
     contents = decode(read_verified(whole.checkpoints()[-1]), whole.folder)
+    done = pipeline("evaluate", str(whole.folder)).done
+    assert f"weights=sha256:{done['weights']}" in whole.folder.with_suffix(".out").read_text()
     assert done["weights"] == weights_digest(contents["average"]) != weights_digest(contents["model"])
-    judged = pipeline("evaluate", str(whole.folder)).done
-    assert judged == done

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, environment
+from harness import SMALL, Job, assert_resumes, environment
 
 SHORT = ("train.max_steps=12", "evaluate.every=12 steps", "data.workers=2")
 
@@ -54,13 +54,7 @@ def test_threads_workers_prefetch_and_tracing_change_nothing(tmp_path: Path, dig
 
 @pytest.mark.full
 def test_accumulation_keeps_the_samples_and_resumes_to_the_bit(tmp_path: Path, digits: Path) -> None:
-    whole = job(tmp_path / "whole", digits, "batch.accumulate=4", nproc=2)
-    expected = whole.run().done
-    parts = job(tmp_path / "parts", digits, "batch.accumulate=4", "train.max_steps=5", nproc=2)
-    assert parts.run().done["step"] == "5"
-    parts.arguments.remove("train.max_steps=5")
-    assert parts.run().done["weights"] == expected["weights"]
-    assert (whole.folder / "trace.jsonl").read_bytes() == (parts.folder / "trace.jsonl").read_bytes()
+    assert_resumes(tmp_path, job(tmp_path, digits, "batch.accumulate=4").arguments, 5)
 
 
 @pytest.mark.full

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import SMALL, Job, pipeline
+from harness import SMALL, assert_resumes, pipeline
 
 from pipeline.record.checkpoint import decode, read_verified
 
@@ -13,12 +13,7 @@ from pipeline.record.checkpoint import decode, read_verified
 def test_fp16_skips_overflows_together_and_resumes_to_the_bit(tmp_path: Path, digits: Path) -> None:
     words = ["digits", f"data.root={digits}", *SMALL, "train.precision=fp16", "train.clip=1", "train.epochs=1",
              "run.watch=1 steps", "data.workers=0"]  # fmt: skip
-    whole = Job(tmp_path / "whole", words, nproc=2)
-    done = whole.run().done
-    parts = Job(tmp_path / "parts", [*words, "train.max_steps=13"], nproc=2)
-    assert parts.run().code == 0
-    parts.arguments.remove("train.max_steps=13")
-    assert parts.run().done == done
+    whole = assert_resumes(tmp_path, words, 13)
     contents = decode(read_verified(whole.checkpoints()[-1]), whole.folder)
     assert 0 < contents["scaler"]["scale"] < 2.0**16, "it has overflowed, and was lowered for it"
     assert all(bool(torch.isfinite(one).all()) for one in contents["model"].values() if one.is_floating_point())

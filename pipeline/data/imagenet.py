@@ -16,12 +16,12 @@ import re
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from pipeline.data.manifest import MAX_FILE_BYTES, Index, Split, UnreadableError, show
+from pipeline.data.manifest import MAX_FILE_BYTES, Index, Split, SplitImages, UnreadableError, show
 from pipeline.data.sources import Source
 from pipeline.verdict import RequestError
 
@@ -32,21 +32,12 @@ _IMAGE = re.compile(r"(?:.*/)?([\w-]+\.JPEG)", re.ASCII)
 
 
 @dataclass(frozen=True)
-class ArchiveImages:
+class ArchiveImages(SplitImages):
     """One split, read where it lies in its archive."""
 
     archive: Path
     split: Split
     _file: list[int] = field(default_factory=list, compare=False)
-
-    def __len__(self) -> int:
-        return len(self.split)
-
-    def name(self, i: int) -> str:
-        return show(self.split.name(i))
-
-    def label(self, i: int) -> int:
-        return int(self.split.labels[i])
 
     def read(self, i: int) -> bytes:
         size, offset = int(self.split.sizes[i]), int(self.split.places[3 * i + 1])
@@ -161,13 +152,7 @@ def _check_counts(found: Counter[str], expected: dict[str, int]) -> None:
 
 
 def _split(entries: list[tuple[str, int, int, int]]) -> Split:
+    """From (name, bytes, label, offset) of each image, in any order."""
     entries = sorted(entries)
-    names = [name.encode() for name, _, _, _ in entries]
-    return Split(
-        np.frombuffer(b"".join(names), np.uint8),
-        np.cumsum([len(name) for name in names], dtype=np.int64),
-        np.array([size for _, size, _, _ in entries], np.int64),
-        np.array([label for _, _, label, _ in entries], np.int32),
-        np.empty(0, np.uint8),
-        np.array([(0, offset, 0) for _, _, _, offset in entries], np.int64).ravel(),
-    )
+    places = np.array([(0, offset, 0) for _, _, _, offset in entries], np.int64).ravel()
+    return replace(Split.of([(name.encode(), size, label) for name, size, label, _ in entries]), places=places)

@@ -81,6 +81,21 @@ class Split:
         )
 
 
+class SplitImages:
+    """Images that a split lists, wherever they are read from."""
+
+    split: Split
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def name(self, i: int) -> str:
+        return show(self.split.name(i))
+
+    def label(self, i: int) -> int:
+        return int(self.split.labels[i])
+
+
 @dataclass(frozen=True)
 class Index:
     """Both splits of a data set, its classes, and what tells whether this index is still true."""

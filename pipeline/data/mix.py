@@ -2,10 +2,12 @@
 
 Promise: what is mixed with what, and how, is a function of (seed, step), whatever the number of processes. Why that holds:
 partners are neighbours, positions 2k and 2k + 1 of the global batch, which every pass holds together (its size is even, or
-the plan refuses it), and what is drawn for pair k is addressed by (seed, step, k).
+the plan refuses it), and what is drawn for pair k is addressed by (seed, step, k). torchvision's own two roll a pass by one
+with the default generator's draws, so partners would follow the number of processes.
 
 mixup: Zhang et al., "mixup: Beyond Empirical Risk Minimization", 2018. cutmix: Yun et al., "CutMix", 2019. As in timm's
-pair mode both images of a pair share the draw; with both on, a coin chooses for each pair.
+pair mode both images of a pair share the draw; with both on, a coin chooses for each pair. One rule serves both: in a part
+of the picture the partner is laid over with a weight; mixup's part is all of it, cutmix's weight is 1.
 """
 
 import numpy as np
@@ -16,8 +18,7 @@ from pipeline.config import Augment
 from pipeline.randomness import derive
 
 WIDTH = 5
-"""Of a row: the own image's share of the label, and the part that is the partner's (top, left, bottom, right) in 0..1;
-of mixup all of it, in which the partner shows through."""
+"""Of a row: the partner's weight, and the part where it has that: (top, left, bottom, right) in 0..1."""
 
 
 def draw_mix(options: Augment, seed: int, step: int, first: int, count: int) -> Tensor:
@@ -28,16 +29,12 @@ def draw_mix(options: Augment, seed: int, step: int, first: int, count: int) -> 
     rows = np.empty((count, WIDTH), np.float32)
     for row in range(0, count, 2):
         draw = np.random.Generator(np.random.PCG64(derive(seed, "mix", step, (first + row) // 2)))
-        kind = kinds[int(draw.integers(len(kinds)))]
-        alpha = options.mixup if kind == "mixup" else options.cutmix
-        share = draw.beta(alpha, alpha)
-        if kind == "mixup":
-            rows[row : row + 2] = share, 0, 0, 1, 1
+        if kinds[int(draw.integers(len(kinds)))] == "mixup":
+            rows[row : row + 2] = draw.beta(options.mixup, options.mixup), 0, 0, 1, 1
         else:
-            side = np.sqrt(1 - share) / 2
+            side = np.sqrt(draw.beta(options.cutmix, options.cutmix)) / 2
             down, across = draw.random(2)
-            top, left, bottom, right = np.clip([down - side, across - side, down + side, across + side], 0, 1)
-            rows[row : row + 2] = 1 - (bottom - top) * (right - left), top, left, bottom, right
+            rows[row : row + 2] = 1, *np.clip([down - side, across - side, down + side, across + side], 0, 1)
     return torch.from_numpy(rows)
 
 
@@ -48,24 +45,23 @@ def partners(tensor: Tensor) -> Tensor:
 
 def mixed(images: Tensor, mix: Tensor) -> Tensor:
     """images: [B, 3, H, W] float, mix: [B, 5] on the same device -> the mixes, [B, 3, H, W]."""
-    height, width = images.shape[2:]
-    top, left, bottom, right = (edge[:, None, None, None] for edge in mix[:, 1:].unbind(1))
-    rows = (torch.arange(height, device=images.device) + 0.5).view(1, 1, -1, 1) / height
-    columns = (torch.arange(width, device=images.device) + 0.5).view(1, 1, 1, -1) / width
-    inside = (rows >= top) & (rows < bottom) & (columns >= left) & (columns < right)
-    is_mixup = (top <= 0) & (left <= 0) & (bottom >= 1) & (right >= 1)
-    theirs = inside * torch.where(is_mixup, 1 - mix[:, 0, None, None, None], 1)
-    return images.lerp(partners(images), theirs.to(images.dtype))
+    rows, columns = _covered(mix, *images.shape[2:])
+    weight = mix[:, 0, None, None, None] * rows[:, None, :, None] * columns[:, None, None, :]
+    return images.lerp(partners(images), weight.to(images.dtype))
 
 
-def label_shares(mix: Tensor, height: int, width: int) -> Tensor:
-    """[B]: how much of each image's label is its own; of cutmix by the pixels that are really covered."""
+def own_shares(mix: Tensor, height: int, width: int) -> Tensor:
+    """[B]: how much of each image's label is its own, by the pixels that are really covered."""
+    rows, columns = _covered(mix, height, width)
+    return 1 - mix[:, 0] * rows.float().mean(1) * columns.float().mean(1)
+
+
+def _covered(mix: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
+    """Which rows, [B, H], and columns, [B, W], the part has: those whose middle is in it."""
+
+    def within(low: Tensor, high: Tensor, size: int) -> Tensor:
+        middles = (torch.arange(size, device=mix.device) + 0.5) / size
+        return (middles >= low[:, None]) & (middles < high[:, None])
+
     top, left, bottom, right = mix[:, 1:].unbind(1)
-
-    def covered(low: Tensor, high: Tensor, size: int) -> Tensor:
-        places = (torch.arange(size, device=mix.device) + 0.5) / size
-        return ((places >= low[:, None]) & (places < high[:, None])).sum(1) / size
-
-    own = 1 - covered(top, bottom, height) * covered(left, right, width)
-    is_mixup = (top <= 0) & (left <= 0) & (bottom >= 1) & (right >= 1)
-    return torch.where(is_mixup, mix[:, 0], own)
+    return within(top, bottom, height), within(left, right, width)

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.manifest import MAX_FILE_BYTES, Index, Split, UnreadableError, show
+from pipeline.data.manifest import MAX_FILE_BYTES, Index, Split, SplitImages, UnreadableError
 from pipeline.verdict import RequestError
 
 FORMAT = 1
@@ -62,7 +62,7 @@ def shard_name(split: str, number: int) -> str:
 
 
 @dataclass(frozen=True)
-class PackImages:
+class PackImages(SplitImages):
     """One split of a pack."""
 
     root: Path
@@ -72,15 +72,6 @@ class PackImages:
 
     def __reduce__(self) -> tuple[Any, ...]:  # to a worker that is not forked: what is open here is not open there
         return PackImages, (self.root, self.name_of_split, self.split)
-
-    def __len__(self) -> int:
-        return len(self.split)
-
-    def name(self, i: int) -> str:
-        return show(self.split.name(i))
-
-    def label(self, i: int) -> int:
-        return int(self.split.labels[i])
 
     def read(self, i: int) -> bytes | NDArray[np.uint8]:
         size = int(self.split.sizes[i])

@@ -21,11 +21,11 @@ from pipeline.data.manifest import (
     MAX_FILE_BYTES,
     Index,
     Split,
+    SplitImages,
     UnreadableError,
     open_index,
     relabelled,
     scan_validation,
-    show,
 )
 from pipeline.plan import DataSize
 from pipeline.randomness import derive
@@ -58,18 +58,9 @@ class Source:
 
 
 @dataclass(frozen=True)
-class FolderImages:
+class FolderImages(SplitImages):
     root: Path
     split: Split
-
-    def __len__(self) -> int:
-        return len(self.split)
-
-    def name(self, i: int) -> str:
-        return show(self.split.name(i))
-
-    def label(self, i: int) -> int:
-        return int(self.split.labels[i])
 
     def read(self, i: int) -> bytes:
         expected = int(self.split.sizes[i])

@@ -2,7 +2,7 @@
 
 Promise: it resumes to the bit and is the same at every process. Why that holds: its rate is a function of the step, it is
 made of weights that are equal everywhere, and it is saved with them. Running statistics are averaged like weights, as timm
-does (`ModelEmaV3`); what counts is taken over.
+does (`ModelEmaV3`); what counts is taken over (torch's `AveragedModel` averages it too, and keeps a count of its own).
 """
 
 import copy

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from pipeline.config import Config
 from pipeline.data.loader import Batch
-from pipeline.data.mix import WIDTH, label_shares, mixed, partners
+from pipeline.data.mix import WIDTH, mixed, own_shares, partners
 from pipeline.model.architectures import Normalise
 from pipeline.model.average import update_average
 from pipeline.parallel import Strategy
@@ -96,7 +96,8 @@ class Step:
         state.scaler.update()
         state.optimizer.zero_grad()
         state.step += 1
-        if state.average is not None and self._config.train.ema is not None:
+        if state.average is not None:
+            assert self._config.train.ema is not None
             update_average(state.average, state.model, state.step, self._config.train.ema)
 
     def _forward(self, images: Tensor, labels: Tensor, mix: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,7 +111,7 @@ class Step:
             logits = self._strategy.forward(pixels)
             loss = self._loss(logits, labels)
             if len(mix):
-                own = label_shares(mix, *pixels.shape[2:])
+                own = own_shares(mix, *pixels.shape[2:])
                 loss = own * loss + (1 - own) * self._loss(logits, partners(labels))
         return loss.mean(), logits
 

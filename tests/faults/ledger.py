@@ -136,12 +136,14 @@ def _report(results: list[dict[str, Any]]) -> str:
     failed = [f"- `{result['test']}`" for result in results if not result["passed"]]
     when = [time.strftime("%F", time.gmtime(result["time"])) for result in results]
     days = f"{min(when)} to {max(when)}" if when else "never"
+    commands = {"once": "`make test`", "ci": "`make faults-ci`", "long": "`make faults`"}
+    modes = ", ".join(dict.fromkeys(commands[result["mode"]] for result in results))
     commits = ", ".join(dict.fromkeys(result["commit"] for result in results))
     return "\n".join(
         [
             "# Faults",
             "",
-            f"Made by `make faults` or `make faults-ci`, {days}, commit {commits}, on {_machine()}. *Identical*: the digest"
+            f"Made from the ledger of {modes}, {days}, commit {commits}, on {_machine()}. *Identical*: the digest"
             " of the weights, each line of the trace and each reported figure equal those of the run that nobody touched."
             " *As promised*: so many of so many. *Took*: until training made progress again, or until all had left.",
             "",
