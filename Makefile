@@ -1,6 +1,6 @@
 # Two commands for a stranger: `make train` and `make test`. Both set up .venv first, once.
 .DELETE_ON_ERROR:
-.PHONY: help setup train ui test test-containers faults faults-ci cluster-test lint lock clean
+.PHONY: help setup train ui test test-containers faults faults-ci guards cluster-test lint lock clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -55,6 +55,10 @@ faults-ci: setup
 faults: setup
 	$(FAULTS) --faults long -m fault $(ARGS); first=$$?; \
 	if docker version >/dev/null 2>&1; then $(FAULTS) --engine --faults long -m fault $(ARGS); fi && exit $$first
+
+# the six guards of what a run shows to nobody: taken out one by one, a test must fail
+guards: setup
+	$(BIN)/python tests/faults/guards.py
 
 # BASE_IMAGE names another base than that of the Dockerfile
 test-containers: setup

@@ -85,7 +85,7 @@ class Exact(Strategy):
                 self._take(bucket)
         if self._averaged:
             made = torch.cat([buffer.reshape(-1) for buffer in self._averaged])
-            self._bad |= ~(made.abs().max() < self._largest_buffer)
+            self._bad |= ~_within(made, self._largest_buffer)
             self._statistics += _to_units(made, _BUFFER_BITS)
         if self._is_last:
             self._finish()
@@ -123,7 +123,7 @@ class Exact(Strategy):
         """Add the present shard's gradients to a bucket; after the last shard, send what is complete, in order."""
         parts = [one.grad if one.grad is not None else torch.zeros_like(one) for one in bucket.parameters]
         gradient = torch.cat([part.reshape(-1) for part in parts])
-        self._bad |= ~(gradient.abs().max() < self._largest)  # true of NaN, too
+        self._bad |= ~_within(gradient, self._largest)
         bucket.units += _to_units(gradient, self._bits)
         for one in bucket.parameters:
             one.grad = None
@@ -147,19 +147,27 @@ class Exact(Strategy):
             self._averaged, self._means(self._statistics, _BUFFER_BITS, self._averaged), strict=True
         ):
             buffer.copy_(mean)
-        largest = torch.stack([one.grad.abs().max() for one in self.model.parameters() if one.grad is not None])
+        gradients = [one.grad for one in self.model.parameters() if one.grad is not None]
+        largest = torch.stack([torch.linalg.vector_norm(gradient, torch.inf) for gradient in gradients])
         self._smallest = torch.minimum(self._smallest, torch.where(largest > 0, largest, torch.inf).min())
 
     def _means(self, units: Tensor, bits: int, shaped: Sequence[Tensor]) -> list[Tensor]:
         """A flat sum over all shards as means, float64, shaped like those that went into it one after another."""
-        mean = units.double().mul_(2.0**-bits).div_(self._shards)
+        mean = units.double().div_(self._shards * 2.0**bits)
         parts = torch.split(mean, [one.numel() for one in shaped])
         return [part.view(one.shape) for part, one in zip(parts, shaped, strict=True)]
 
 
+def _within(values: Tensor, limit: float) -> Tensor:
+    """Whether all are below the limit, up and down; of NaN false. A scalar on the device, in one pass over memory."""
+    low, high = values.aminmax()
+    return (low > -limit) & (high < limit)
+
+
 def _to_units(values: Tensor, bits: int) -> Tensor:
-    """int64 in units of 2^-bits. A float32 times a power of two is exact in float64: rounding is all that is lost."""
-    return values.double().mul_(2.0**bits).round_().to(torch.int64)
+    """int64 in units of 2^-bits; values, float32, are used up. Times a power of two they are exact: rounding is all that
+    is lost."""
+    return values.mul_(2.0**bits).round_().to(torch.int64)
 
 
 def _fill_buckets(parameters: list[nn.Parameter]) -> list[_Bucket]:
