@@ -169,7 +169,7 @@ def test_a_bad_server_changes_nothing_and_is_given_up_in_seconds(trained: dict[s
     assert "pipeline sync" in said[0]
     assert "Traceback" not in beside.result.err
     print(f"{kind}: {beside.late:.1f} s from the last word to the exit, without a tracker {without.late:.1f} s")
-    assert beside.late <= 10 + 3  # other tests run on these cores
+    assert beside.late <= without.late + 10
     beside.job.wait_gone(1)
 
 
