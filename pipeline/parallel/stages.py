@@ -72,7 +72,8 @@ class Stages(Strategy):
         images = self._collect(pixels, 0)
         self._targets = tuple(self._collect(one, self._count - 1) for one in targets)
         self._objective, self._part.autocast = objective, objective.autocast
-        mine = self._through(self._schedule, images, len(pixels), torch.arange(self._count * len(pixels)))
+        rows = torch.arange(self._count * len(pixels), device=pixels.device)
+        mine = self._through(self._schedule, images, len(pixels), rows)
         if micro == self.divisor - 1 and self._copies > 1:
             self._average_gradients()
         with torch.no_grad(), objective.autocast():
@@ -145,12 +146,11 @@ class Stages(Strategy):
 
     def _through(self, schedule: Any, images: Tensor, share: int, rows: Tensor | None = None) -> Tensor:
         """One pass of a copy; this process's logits, [share, classes] float32. rows: which image a target is of."""
-        device = self.group.device
-        logits = torch.empty((self._count * share, self._classes), device=device)
+        logits = torch.empty((self._count * share, self._classes), device=self.group.device)
         if self._stage == 0:
             schedule.step(images)
         elif self._stage == self._count - 1:
-            logits.copy_(schedule.step(target=None if rows is None else rows.to(device)).detach())
+            logits.copy_(schedule.step(target=rows).detach())
         else:
             schedule.step()
         dist.broadcast(logits, group=self._line, group_src=self._count - 1)
