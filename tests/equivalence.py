@@ -112,8 +112,8 @@ def table(found: list[Outcome]) -> str:
     lines = [
         "# Equivalence",
         "",
-        f"The digits, {STEPS} steps of 48 images, a ShuffleNet with batch norm, momentum, clipping and a moving average, on",
-        f"a CPU with torch {torch.__version__}, deterministic. Largest difference of any weight, or of its average, after the",
+        f"The digits, {STEPS} steps of 48 images, a ShuffleNet with batch norm, momentum, clipping and a moving average,",
+        f"on a CPU with torch {torch.__version__}, deterministic. Largest difference of any weight, or of its average, after the",
         "last step, from the run named; 0 is the same bits. Made by",
         "`make equivalence`; `tests/test_equivalence.py` holds every row within its tolerance.",
         "",

@@ -18,7 +18,7 @@ from pipeline.config import Model, load
 from pipeline.model.architectures import build, skeleton
 from pipeline.model.stages import Part, cut, drop
 from pipeline.parallel.fsdp import blocks
-from pipeline.plan import DataSize, Plan, make_plan
+from pipeline.plan import DataSize, Plan, make_plan, memory_row
 from pipeline.verdict import RequestError
 from pipeline.world import World, here
 
@@ -78,6 +78,21 @@ def test_what_does_not_combine_is_refused_by_name(words: tuple[str, str]) -> Non
         load("digits", list(words))
     assert words[0] in str(refusal.value)
     assert words[1] in str(refusal.value)
+
+
+@pytest.mark.full
+def test_a_model_that_cannot_be_cut_is_refused_before_a_group_forms(tmp_path: Path, digits: Path) -> None:
+    result = job(tmp_path / "run", digits, 2, "parallel=stages", "model.arch=squeezenet1_0").run()
+    assert result.code == 2
+    assert result.error.startswith(
+        "parallel=stages cannot cut model.arch=squeezenet1_0: it can cut torchvision's AlexNet, "
+    )
+
+
+def test_the_plan_says_what_a_process_holds_and_rank_0_besides() -> None:
+    row = memory_row(load("digits", ["parallel=fsdp"]), 1 << 20, 4)
+    assert "of which a process has about 1/4 = 3.0 MiB" in row
+    assert "rank 0 has 8.0 MiB more in host memory while it saves" in row
 
 
 def test_a_copy_of_the_model_has_all_its_stages() -> None:
