@@ -45,12 +45,8 @@ class Stages(Strategy):
         self._copies = group.size // plan.stages
         self._copy, self._stage = divmod(group.rank, plan.stages)
         world, limit = range(group.size), timedelta(seconds=config.run.timeout)
-        self._line, _ = dist.new_subgroups_by_enumeration(
-            [list(world[first : first + plan.stages]) for first in world[:: plan.stages]], limit
-        )
-        self._twins, _ = dist.new_subgroups_by_enumeration(
-            [list(world[stage :: plan.stages]) for stage in range(plan.stages)], limit
-        )
+        self._line = _join([world[first : first + plan.stages] for first in world[:: plan.stages]], limit)
+        self._twins = _join([world[stage :: plan.stages] for stage in range(plan.stages)], limit)
         self._names = list(model.state_dict())
         self._groups = _numbered(model)
         parts = cut(model, config.model.arch, plan.stages, plan.image_size)
@@ -173,7 +169,7 @@ class Stages(Strategy):
         together = torch.cat([one.reshape(-1) for one in gradients])
         dist.all_reduce(together, group=self._twins)
         together /= self._copies
-        for one, mean in zip(gradients, together.split([one.numel() for one in gradients]), strict=True):
+        for one, mean in zip(gradients, torch.split(together, [one.numel() for one in gradients]), strict=True):
             one.copy_(mean.view(one.shape))
 
 
@@ -185,6 +181,13 @@ class _Under(Part):
     def forward(self, x: Tensor) -> Tensor:
         with self.autocast():
             return super().forward(x)
+
+
+def _join(groups: list[range], limit: timedelta) -> dist.ProcessGroup:
+    """The one of these groups that this process is in; all processes form them all."""
+    mine, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], limit)
+    assert isinstance(mine, dist.ProcessGroup)
+    return mine
 
 
 def _numbered(model: nn.Module) -> list[dict[str, int]]:
