@@ -375,7 +375,7 @@ def _plan(options: argparse.Namespace) -> str:
     from pipeline.model.architectures import count_parameters  # imports torch: last, so that a mistake is said at once
 
     parameters = count_parameters(config.model, plan.num_classes)
-    return f"{config.recipe}\n{plan.table()}\n{memory_row(config, parameters)}"
+    return f"{config.recipe}\n{plan.table()}\n{memory_row(config, parameters, plan.world)}"
 
 
 def _data_make(options: argparse.Namespace) -> str:

@@ -206,6 +206,17 @@ class Exact(Section):
     """Of run.exact: gradients are summed in units of 2^-this; a shard's largest is then 2^(62 - this) / shards."""
 
 
+class Stages(Section):
+    count: Annotated[int, Field(ge=2, le=64)] = 2
+    """Of parallel=stages: parts that the model is cut into, one a process; twice as many processes train two copies."""
+    micro_batches: Annotated[Annotated[int, Field(ge=1, le=1 << 12)] | None, Absent] = None
+    """Of parallel=stages: parts that a copy's pass is cut into, which follow each other through the stages; batch norm sees
+    one at a time. auto: two for each stage."""
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """Of parallel=stages: 1f1b goes backward with a micro-batch as soon as it can, and so holds fewer of them; gpipe sends
+    all of them forward first."""
+
+
 class Optimizer(Section):
     name: Literal["sgd", "adamw"] = "sgd"
     """sgd with momentum, or AdamW."""
@@ -295,14 +306,17 @@ class Config(Section):
 
     recipe: Text
     """Name of the recipe, from the file's name."""
-    parallel: Literal["ddp"] = "ddp"
-    """How gradients meet: DistributedDataParallel (in one process: not at all)."""
+    parallel: Literal["ddp", "dataparallel", "fsdp", "stages"] = "ddp"
+    """How gradients meet. ddp: each process has the whole model (DistributedDataParallel; alone: not at all);
+    dataparallel: one process, all its GPUs; fsdp: each process has a slice of every weight; stages: each process has
+    some of the layers."""
     run: Run = Run()
     data: Data = Data()
     augment: Augment = Augment()
     model: Model = Model()
     batch: Batch = Batch()
     exact: Exact = Exact()
+    stages: Stages = Stages()
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     train: Train = Train()
@@ -333,6 +347,23 @@ class Config(Section):
             raise ValueError(
                 f"run.exact=true with model.batchnorm={self.model.batchnorm}: exact mode averages over its shards; leave it"
                 " at local"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _parallel_can_be_kept(self) -> Self:
+        if self.parallel == "ddp":
+            return self
+        if self.run.exact:
+            raise ValueError(f"run.exact=true with parallel={self.parallel}: exact mode sums by itself; take ddp")
+        if self.model.batchnorm != "local":
+            raise ValueError(
+                f"model.batchnorm={self.model.batchnorm} with parallel={self.parallel}: is of ddp; leave it at local"
+            )
+        if self.parallel in ("fsdp", "stages") and self.train.precision == "fp16":
+            raise ValueError(
+                f"train.precision=fp16 with parallel={self.parallel}: not all processes see a gradient that overflows; take"
+                " bf16 or fp32"
             )
         return self
 

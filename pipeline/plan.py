@@ -45,6 +45,10 @@ class Plan(Resources):
     process_batch: int
     micro_batch: int
     accumulate: int
+    stages: int
+    """Parts that the model is cut into; the world holds world / stages copies of it."""
+    micro_batches: int
+    """Parts that a copy's pass is cut into on its way through the stages."""
     train_images: int
     val_images: int
     num_classes: int
@@ -107,6 +111,11 @@ class Plan(Resources):
         held = self.local_world * (self.workers * self.prefetch + 1) if self.workers else 0
         return held * 3 * (self.micro_batch * self.image_size**2 + self.eval_batch * self.eval_size**2)
 
+    @property
+    def norm_batch(self) -> int:
+        """Images that go through the model at once, which is what batch norm sees."""
+        return self.micro_batch * self.stages // self.micro_batches
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -119,6 +128,9 @@ class Plan(Resources):
                       f" {_count(self.threads, 'thread')} each"),
             ("batch", f"{self.global_batch} = {self.world} × {self.accumulate} × {self.micro_batch}"
                       " (processes × accumulation × images a pass)"),
+            *([("stages", f"{self.world} = {self.world // self.stages} × {self.stages} (copies × stages); a copy's pass of"
+                          f" {self.micro_batch * self.stages} images = {self.micro_batches} × {self.norm_batch}"
+                          " (micro-batches × images)")] if self.stages > 1 else []),
             ("workers", f"{self.workers} a process = ⌈{self.workers_per_node} a node / {self.local_world}⌉,"
                         f" {_mib(self.batches_ahead_bytes)} of /dev/shm a node"),
             ("epoch", f"{self.steps_per_epoch:,} steps = ⌊{self.train_images:,} / {self.global_batch}⌋"
@@ -135,13 +147,21 @@ class Plan(Resources):
         return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
 
 
-def memory_row(config: Config, parameters: int) -> str:
+def memory_row(config: Config, parameters: int, world: int) -> str:
     """What each process holds for the whole of a training, as a row of the table; activations come on top."""
     moments = {"sgd": 1 if config.optimizer.momentum else 0, "adamw": 2}[config.optimizer.name]
     copies = 2 + moments
-    return (
+    whole = 4 * parameters * copies
+    row = (
         f"  memory         {parameters:,} parameters × 4 bytes × {copies} (weights, gradients, {moments} of the optimizer)"
-        f" = {_mib(4 * parameters * copies)} a process, activations besides"
+        f" = {_mib(whole)}"
+    )
+    parts = {"fsdp": world, "stages": config.stages.count}.get(config.parallel, 1)
+    if parts == 1:
+        return f"{row} a process, activations besides"
+    return (
+        f"{row}, of which a process has about 1/{parts} = {_mib(whole // parts)}, activations besides; rank 0 has"
+        f" {_mib(4 * parameters * (1 + moments))} more in host memory while it saves, twice if on a CPU"
     )
 
 
@@ -152,6 +172,11 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
         accumulate = _shards_per_process(config, world.size)
     else:
         _check_divides(global_batch, world.size, accumulate)
+    if config.parallel == "dataparallel" and world.size > 1:
+        raise RequestError(
+            f"parallel=dataparallel is one process for all GPUs of a machine, not {world.size}: start one, or take ddp"
+        )
+    stages, micro_batches = _stages(config, world.size, global_batch // (world.size * accumulate))
     if data.train_images < global_batch:
         share = world.size * accumulate
         largest = data.train_images // share * share
@@ -185,6 +210,8 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
         process_batch=global_batch // world.size,
         micro_batch=global_batch // (world.size * accumulate),
         accumulate=accumulate,
+        stages=stages,
+        micro_batches=micro_batches,
         train_images=data.train_images,
         val_images=data.val_images,
         num_classes=data.num_classes,
@@ -274,6 +301,33 @@ def _shards_per_process(config: Config, world: int) -> int:
             f" {_count(world, 'process', 'es')}, {shards // world} each: raise exact.shards"
         )
     return shards // world
+
+
+def _stages(config: Config, world: int, micro_batch: int) -> tuple[int, int]:
+    """Parts of the model, and parts of a copy's pass; (1, 1) where the model is in one."""
+    if config.parallel != "stages":
+        return 1, 1
+    count, asked = config.stages.count, config.stages.micro_batches
+    if world % count:
+        worlds = [near for near in (world // count * count, (world // count + 1) * count) if near]
+        raise RequestError(
+            f"stages.count={count} wants as many processes for each copy of the model, and {world} cannot be shared out so:"
+            f" worlds that work are {', '.join(map(str, worlds))}"
+        )
+    images = count * micro_batch
+    if asked is None:
+        return count, max(parts for parts in range(1, 2 * count + 1) if images % parts == 0)
+    if images % asked:
+        raise RequestError(
+            f"stages.micro_batches={asked} does not divide the {images} images of a copy's pass: the nearest that work are"
+            f" {', '.join(map(str, _near_divisors(images, asked)))}"
+        )
+    if config.stages.schedule == "1f1b" and asked < count:
+        raise RequestError(
+            f"stages.micro_batches={asked} is fewer than stages.count={count}, and 1f1b wants one for each stage: raise it,"
+            " or take stages.schedule=gpipe"
+        )
+    return count, asked
 
 
 def _near_divisors(number: int, near: int) -> list[int]:

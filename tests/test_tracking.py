@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from harness import SMALL, Job, Result, children, command_line, environment, kill, pipeline, read_rows
+from harness import SMALL, Job, Result, children, command_line, environment, free_port, kill, pipeline, read_rows
 from mlflow.entities import LoggedModelStatus, Run
 from torch.nn.functional import softmax
 from torchvision.models import get_model
@@ -549,11 +549,6 @@ def points_of(job: Job) -> list[tuple[int, str, float, int]]:
         for row in rows_with_metrics(job)
         for key, value in row["metrics"].items()
     )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @contextmanager

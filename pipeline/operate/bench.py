@@ -22,7 +22,7 @@ from pipeline.data.loader import Batch, TrainBatches, batches
 from pipeline.data.sources import open_source
 from pipeline.group import Group
 from pipeline.model.architectures import Normalise, build
-from pipeline.parallel import choose
+from pipeline.parallel import Strategy, choose
 from pipeline.plan import Plan, make_plan
 from pipeline.record.journal import Journal
 from pipeline.record.terminal import Silence
@@ -59,7 +59,7 @@ def train(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> st
     with TemporaryDirectory() as folder:
         loaded = batches(data, range(10**6), plan, pin=device.type == "cuda")
         loops = {
-            "reference": _barest_loop(config, plan, device, batch),
+            "reference": _barest_loop(config, plan, alone, batch),
             "plain": _our_loop(config, plan, alone, repeat(batch), Path(folder) / "plain.jsonl"),
             "loaded": _our_loop(config, plan, alone, loaded, Path(folder) / "loaded.jsonl"),
         }
@@ -123,9 +123,10 @@ def _answer(speeds: dict[str, list[float]], title: str, rounds: int, steps: int,
     return "\n".join(lines)
 
 
-def _barest_loop(config: Config, plan: Plan, device: torch.device, batch: Batch) -> Callable[[int], None]:
+def _barest_loop(config: Config, plan: Plan, group: Group, batch: Batch) -> Callable[[int], None]:
+    device = group.device
     model = build(config.model, plan.num_classes).to(device)
-    optimizer = TrainState.build(model, config, device).optimizer
+    optimizer = TrainState.build(Strategy(model, group, plan), config).optimizer
     images = Normalise(device, channels_last=config.model.channels_last)(batch.images)
     labels = batch.labels.to(device)
 
@@ -144,7 +145,7 @@ def _our_loop(config: Config, plan: Plan, group: Group, fed: Iterator[Batch], jo
     """The body of train/loop.py's loop: every part of a step that is neither an evaluation nor a save."""
     model: nn.Module = build(config.model, plan.num_classes).to(group.device)
     strategy = choose(config, plan, model, group)
-    state = TrainState.build(model, config, group.device)
+    state = TrainState.build(strategy, config)
     step = Step(state, strategy, config, plan)
     waiting = Waiting(fed)
     pace = start_pace(strategy, lambda _: None)

@@ -24,16 +24,29 @@ Defects = list[tuple[int, str]]
 
 
 class Evaluator:
-    """Judges a model on a split of images."""
+    """Judges a model on a split of images.
 
-    def __init__(self, model: nn.Module, images: Images, config: Config, resources: Resources, group: Group) -> None:
+    predict: how all processes together do what `model` does alone (`Strategy.predictor`); None: each by itself.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        images: Images,
+        config: Config,
+        resources: Resources,
+        group: Group,
+        predict: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self.images = images
         self._model = model
+        self._predict = predict
         self._data = EvalBatches(images, config)
         self._config = config
         self._resources = resources
         self._group = group
         self._normalise = Normalise(group.device, channels_last=config.model.channels_last)
+        self._size = config.evaluate.size or config.augment.size
 
     def evaluate(self, step: int, asked_to_stop: Callable[[], bool]) -> tuple[Evaluation | None, Defects]:
         """The evaluation of the model, which is that of `step`, and the images that are defect.
@@ -53,6 +66,8 @@ class Evaluator:
                     if batch is not None:
                         counts += self._judge(batch)
                         defects += batch.defects
+                    elif self._predict:  # the others want this process's part of the model
+                        self._predict(torch.empty((0, 3, self._size, self._size), device=device))
                     (stop,) = group.agree(asked_to_stop())
                     if stop:
                         return None, []
@@ -65,7 +80,7 @@ class Evaluator:
     def _judge(self, batch: Batch) -> Tensor:
         """[images, right at first, right within five, loss in 2^-20] int64 on the device."""
         labels = batch.labels.to(self._group.device, non_blocking=True)
-        logits: Tensor = self._model(self._normalise(batch.images)).float()
+        logits: Tensor = (self._predict or self._model)(self._normalise(batch.images)).float()
         ranked = logits.topk(min(5, logits.shape[1]), 1).indices == labels[:, None]
         loss = functional.cross_entropy(logits, labels, ignore_index=NO_LABEL, reduction="sum")
         loss_sum = (loss.double() * LOSS_UNIT).round().to(torch.int64)

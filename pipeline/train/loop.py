@@ -133,9 +133,9 @@ def _save(run: Training, *, last: bool) -> None:
     if remark:
         run.terminal.say(remark)
     totals = run.group.sum(state.totals)
+    contents = {**state.to_dict(totals), **run.identity, "epoch": run.plan.epoch(state.step)}
     if writer:
         best = state.best.step if state.best else None
-        contents = {**state.to_dict(totals), **run.identity, "epoch": run.plan.epoch(state.step)}
         writer.save(contents, state.step, best)
         if last:
             writer.wait()

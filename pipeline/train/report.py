@@ -108,7 +108,7 @@ class Report:
         self.restart_clock()
 
     def evaluated(self, state: TrainState, is_best: bool) -> None:
-        evaluation = state.evaluation
+        evaluation, account = state.evaluation, state.account()
         assert evaluation is not None
         self._terminal.say(
             f"validation at step {evaluation.step:,}: top-1 {evaluation.top1:.4f}, top-5 {evaluation.top5:.4f}, loss"
@@ -124,7 +124,7 @@ class Report:
                     "val/images": float(evaluation.images),
                 },
             )
-            self._journal.event("evaluated", **state.account())
+            self._journal.event("evaluated", **account)
         if self._receipt:
             self._receipt.write(self._terminal.say)
         self.restart_clock()

@@ -20,6 +20,7 @@ from pipeline.data.manifest import Index
 from pipeline.data.sources import Source, data_root, of_index, open_source
 from pipeline.group import Group
 from pipeline.model.architectures import build, try_out
+from pipeline.model.stages import try_to_cut
 from pipeline.plan import Plan, make_plan, share_resources
 from pipeline.record import sender
 from pipeline.record.checkpoint import Checkpoints, copy_to_host, judged_weights, weights_digest
@@ -53,7 +54,9 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
     if world.is_main:
         assert source is not None
         expected = make_plan(config, world, source.size)
-        try_out(config.model, expected.num_classes, expected.micro_batch, expected.image_size, expected.eval_size)
+        try_out(config.model, expected.num_classes, expected.norm_batch, expected.image_size, expected.eval_size)
+        if expected.stages > 1:
+            try_to_cut(config.model, expected.num_classes, expected.stages, expected.image_size)
     with stop.obeyed_at_once():
         group = _join(config, world)
     # longer than an exchange may take, so that where one fails its own error is what is said
@@ -68,9 +71,10 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
         terminal.say(f"finished before: {folder.path} stands at step {run.state.step:,} of {plan.last_step:,}")
         if group.is_main:
             Receipt(folder).write(terminal.say)  # a kill may have come before its last word
-        group.finish()
         assert run.state.evaluation is not None
-        return _done_line(plan.epoch(run.state.step), run.state.evaluation, run.state.weights_digest())
+        line = _done_line(plan.epoch(run.state.step), run.state.evaluation, run.state.weights_digest())
+        group.finish()
+        return line
     tracker = _open_records(run, folder, resumed=resumed)
     data = TrainBatches(source.train, config, plan, group.rank)
     positions = range(run.state.step * plan.accumulate, max(run.state.step, plan.last_step) * plan.accumulate)
@@ -164,13 +168,15 @@ def _build(
     if config.model.init:
         take_over(model, config.model, group, terminal.say)
     strategy = parallel.choose(config, plan, model, group)
-    state = TrainState.build(model, config, group.device)
+    if strategy.note:
+        terminal.say(strategy.note)
+    state = TrainState.build(strategy, config)
     step = Step(state, strategy, config, plan)
     first = copy_to_host(model.state_dict())
     step.settle()
     model.load_state_dict(first)
     identity = {"config": config.to_yaml(), "data": source.digest, "classes": list(source.classes), "world": plan.world}
-    evaluator = Evaluator(state.judged, source.val, config, plan, group)
+    evaluator = Evaluator(state.judged, source.val, config, plan, group, strategy.predictor(state.judged))
     return Training(
         config, plan, group, strategy, state, step, source.train, evaluator, identity, terminal, stop, watchdog,
         start_watch(strategy, plan), start_pace(strategy, terminal.say),
@@ -180,6 +186,8 @@ def _build(
 def _open_records(run: Training, folder: RunFolder, *, resumed: bool) -> NoSender:
     """Rank 0 opens what it writes, and starts the sender. RequestError at all if the tracker is required and not there."""
     tracker, problem = NoSender(), None
+    # a checkpoint is synced and the journal is not: a machine may have lost this row
+    account = run.state.account() if run.state.is_evaluated else None
     if run.group.is_main:
         say = run.terminal.say
         verdict.clear(folder.path)
@@ -199,8 +207,8 @@ def _open_records(run: Training, folder: RunFolder, *, resumed: bool) -> NoSende
             **provenance(run.config.recipe, run.group.device),
         }
         run.journal.event("started", step=run.state.step, resumed=resumed, tags=facts)
-        if run.state.is_evaluated:  # a checkpoint is synced and the journal is not: a machine may have lost this row
-            run.journal.event("evaluated", **run.state.account())
+        if account:
+            run.journal.event("evaluated", **account)
         run.receipt = Receipt(folder)
         run.receipt.write(say)
         try:

@@ -5,6 +5,7 @@ Nothing here waits for the device: losses and counts stay on it as integers unti
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from pipeline.data.loader import Batch
 from pipeline.data.mix import WIDTH, mixed, own_shares, partners
 from pipeline.model.architectures import Normalise
 from pipeline.model.average import update_average
-from pipeline.parallel import Strategy
+from pipeline.parallel import Objective, Strategy, Targets
 from pipeline.plan import Plan
 from pipeline.randomness import seed_network
 from pipeline.train.state import TrainState
@@ -45,6 +46,7 @@ class Step:
         self._plan = plan
         self._device = strategy.group.device
         self._normalise = Normalise(self._device, channels_last=config.model.channels_last)
+        self._objective = Objective(self._mean_loss, state.scaler.scale, partial(autocast, self._device, config))
         self._used: list[Batch] = []
 
     def settle(self) -> None:
@@ -54,7 +56,7 @@ class Step:
         labels = torch.zeros(plan.micro_batch, dtype=torch.int64, device=self._device)
 
         def backward() -> None:
-            self._forward(blank, labels, torch.empty((0, WIDTH)))[0].backward()  # type: ignore[no-untyped-call]
+            self._pass(plan.accumulate - 1, blank, labels, torch.empty((0, WIDTH)))
 
         self._strategy.warm_up(backward)
         self._state.optimizer.zero_grad()
@@ -71,11 +73,9 @@ class Step:
             )
             used.append(batch)
             labels = batch.labels.to(self._device, non_blocking=True)
-            with self._strategy.accumulating(micro):
-                loss, logits = self._forward(batch.images, labels, batch.mix)
-                state.scaler.scale(loss / self._strategy.divisor).backward()  # type: ignore[no-untyped-call]
-            self._count(loss.detach(), logits.detach(), labels)
-            loss_sum += loss.detach()
+            loss, logits = self._pass(micro, batch.images, labels, batch.mix)
+            self._count(loss, logits, labels)
+            loss_sum += loss
         return loss_sum, used
 
     @property
@@ -88,7 +88,7 @@ class Step:
         state = self._state
         if self._config.train.clip is not None:
             state.scaler.unscale_(state.optimizer)
-            torch.nn.utils.clip_grad_norm_(state.model.parameters(), self._config.train.clip)
+            self._strategy.clip(self._config.train.clip)
         rate = self._plan.learning_rate(state.step)
         for group in state.optimizer.param_groups:
             group["lr"] = rate
@@ -100,20 +100,24 @@ class Step:
             assert self._config.train.ema is not None
             update_average(state.average, state.model, state.step, self._config.train.ema)
 
-    def _forward(self, images: Tensor, labels: Tensor, mix: Tensor) -> tuple[Tensor, Tensor]:
+    def _pass(self, micro: int, images: Tensor, labels: Tensor, mix: Tensor) -> tuple[Tensor, Tensor]:
         """images: [B, 3, H, W] uint8, labels: [B] int64 on the device, mix: [B or 0, 5]
-        -> (mean loss, logits [B, classes])."""
+        -> (mean loss, logits [B, classes]); the gradients are left where the update finds them."""
         pixels = self._normalise(images)
         mix = mix.to(self._device, non_blocking=True)
+        targets: Targets = (labels,)
         if len(mix):
             pixels = mixed(pixels, mix)
-        with autocast(self._device, self._config):
-            logits = self._strategy.forward(pixels)
-            loss = self._loss(logits, labels)
-            if len(mix):
-                own = own_shares(mix, *pixels.shape[2:])
-                loss = own * loss + (1 - own) * self._loss(logits, partners(labels))
-        return loss.mean(), logits
+            targets = (labels, partners(labels), own_shares(mix, *pixels.shape[2:]))
+        return self._strategy.forward_backward(micro, pixels, targets, self._objective)
+
+    def _mean_loss(self, logits: Tensor, targets: Targets) -> Tensor:
+        """targets: labels [B], and of a mixed pass the partners' labels [B] and each image's own share [B]."""
+        loss = self._loss(logits, targets[0])
+        if len(targets) > 1:
+            _, others, own = targets
+            loss = own * loss + (1 - own) * self._loss(logits, others)
+        return loss.mean()
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """[B]: linear in the target, so that a mixed target's loss is the mix of two."""

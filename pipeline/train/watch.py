@@ -31,7 +31,7 @@ _REPORTS_IN_A_ROW = 2
 
 
 class NoWatch:
-    """Of one process, or with run.watch=none."""
+    """Of one process, of processes that each have another part of the model, or with run.watch=none."""
 
     def updated(self, step: int) -> None:
         """After each update: compare when it is due."""
@@ -61,7 +61,7 @@ class RankWatch(NoWatch):
 
 
 class NoPace:
-    """Of one process, which waits for nobody."""
+    """Of one process, which waits for nobody, or of those that wait for each other all the time."""
 
     def start(self) -> None:
         """Before the passes of a step."""
@@ -135,11 +135,11 @@ class Pace(NoPace):
 
 
 def start_watch(strategy: Strategy, plan: Plan) -> NoWatch:
-    return RankWatch(strategy, plan) if plan.world > 1 and plan.watch_every else NoWatch()
+    return RankWatch(strategy, plan) if plan.world > 1 and plan.watch_every and strategy.holds_whole else NoWatch()
 
 
 def start_pace(strategy: Strategy, say: Callable[[str], None]) -> NoPace:
-    return Pace(strategy, say) if strategy.group.size > 1 else NoPace()
+    return Pace(strategy, say) if strategy.group.size > 1 and strategy.holds_whole else NoPace()
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
