@@ -26,6 +26,7 @@ from pipeline.parallel import choose
 from pipeline.plan import Plan, make_plan
 from pipeline.record.journal import Journal
 from pipeline.record.terminal import Silence
+from pipeline.train.finite import watch_losses
 from pipeline.train.report import Report, Waiting
 from pipeline.train.state import TrainState
 from pipeline.train.step import Step
@@ -146,6 +147,7 @@ def _our_loop(config: Config, plan: Plan, group: Group, fed: Iterator[Batch], jo
     strategy = choose(config, plan, model, group)
     state = TrainState.build(model, config, group.device)
     step = Step(state, strategy, config, plan)
+    losses = watch_losses(strategy)
     waiting = Waiting(fed)
     pace = start_pace(strategy, lambda _: None)
     watch = start_watch(strategy, plan)
@@ -155,10 +157,8 @@ def _our_loop(config: Config, plan: Plan, group: Group, fed: Iterator[Batch], jo
         for _ in range(steps):
             pace.start()
             loss, used = step.forward_backward(waiting)
-            group.agree(
-                False, not bool(torch.isfinite(loss)) or strategy.out_of_range(), any(one.defects for one in used)
-            )
-            step.update()
+            group.agree(False, losses.look(state.step + 1, loss, used), any(one.defects for one in used))
+            step.update(losses.guard)
             report.updated(state)
             watch.updated(state.step)
 

@@ -12,6 +12,9 @@ from pipeline.plan import Plan
 class Strategy:
     """How a model is run so that after the last pass of a step every process holds the mean gradient."""
 
+    can_guard = True
+    """Whether an update may be skipped on the device, by a flag of its own (`train.finite`)."""
+
     def __init__(self, model: nn.Module, group: Group, plan: Plan) -> None:
         self.model = model
         """The bare model: what is evaluated, saved and digested."""

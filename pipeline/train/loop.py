@@ -8,8 +8,6 @@ processes alike: it comes from the plan, from the state, or from `agree`.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from pipeline.config import Config
 from pipeline.data.loader import Batch
 from pipeline.data.sources import Images
@@ -21,10 +19,11 @@ from pipeline.record.journal import Journal, Trace
 from pipeline.record.receipt import Receipt
 from pipeline.record.terminal import Terminal
 from pipeline.train.evaluate import Evaluator
+from pipeline.train.finite import Losses
 from pipeline.train.report import Report, Waiting, trace_update
 from pipeline.train.signals import StopRequest
 from pipeline.train.state import Evaluation, TrainState
-from pipeline.train.step import Step, name_samples
+from pipeline.train.step import Step
 from pipeline.train.watch import NoPace, NoWatch
 from pipeline.train.watchdog import Watchdog
 from pipeline.verdict import NotFiniteError, StorageError, TemporaryError
@@ -40,6 +39,7 @@ class Training:
     strategy: Strategy
     state: TrainState
     step: Step
+    losses: Losses
     train_images: Images
     evaluator: Evaluator
     identity: dict[str, object]
@@ -87,16 +87,19 @@ def train(run: Training, batches: Iterator[Batch]) -> Evaluation:
         loss, used = run.step.forward_backward(waiting)
         stopping, not_finite, defects = group.agree(
             _asked_to_stop(run),
-            not bool(torch.isfinite(loss)) or run.strategy.out_of_range(),
+            run.losses.look(state.step + 1, loss, used),
             any(batch.defects for batch in used),
         )
         if not_finite:
-            raise _not_finite(run, loss, used)
+            raise run.losses.failure()
         if defects:
             _note_defects(run, used)
-        run.step.update()
+        run.step.update(run.losses.guard)
         if run.config.run.trace:
+            run.losses.settle()
             trace_update(run.trace, state, plan, group, used)
+        if plan.reports_at(state.step):
+            run.losses.settle()
         report.updated(state)
         run.watch.updated(state.step)
 
@@ -108,6 +111,7 @@ def _asked_to_stop(run: Training) -> bool:
 
 
 def _evaluate(run: Training) -> Evaluation | None:
+    run.losses.settle()
     run.watch.compare(run.state.step)
     run.strategy.share_buffers(run.state.judged)
     evaluation, defects = run.evaluator.evaluate(run.state.step, lambda: _asked_to_stop(run))
@@ -118,6 +122,7 @@ def _evaluate(run: Training) -> Evaluation | None:
 def _save(run: Training, *, last: bool) -> None:
     """Have rank 0 save the state; with `last`, return only when it is on disk."""
     state, writer = run.state, run.checkpoints
+    run.losses.settle()
     run.watch.compare(state.step)
     finite = all_finite(state.model.state_dict().values())
     broken, exhausted = run.group.agree(not finite, writer is not None and writer.exhausted)
@@ -142,26 +147,6 @@ def _save(run: Training, *, last: bool) -> None:
     (failed,) = run.group.agree(last and writer is not None and writer.last_failed)
     if failed:
         raise StorageError(f"the last checkpoint, of step {state.step}, could not be saved: free or mend the disk")
-
-
-def _not_finite(run: Training, loss: torch.Tensor, used: list[Batch]) -> NotFiniteError:
-    """Who saw it: the first rank, its loss and its samples."""
-    mine = (
-        None
-        if bool(torch.isfinite(loss))
-        else (float(loss), [sample for batch in used for sample in batch.ids.tolist()])
-    )
-    seen_by = {rank: seen for rank, seen in enumerate(run.group.gather(mine)) if seen}
-    if not seen_by:
-        return NotFiniteError(
-            f"a gradient at step {run.state.step + 1} is not finite, or larger than exact mode can sum: nothing was"
-            " updated; lower optimizer.lr, lengthen schedule.warmup, or lower exact.fraction_bits"
-        )
-    rank, (value, ids) = min(seen_by.items())
-    return NotFiniteError(
-        f"the loss is {value} at step {run.state.step + 1} on rank {rank} ({name_samples(ids)}): nothing was updated; lower"
-        " optimizer.lr, lengthen schedule.warmup or set train.clip"
-    )
 
 
 def _note_defects(run: Training, used: list[Batch]) -> None:

@@ -31,6 +31,7 @@ from pipeline.record.sender import NoSender
 from pipeline.record.terminal import Silence, Terminal
 from pipeline.train.evaluate import Evaluator
 from pipeline.train.finetune import take_over
+from pipeline.train.finite import watch_losses
 from pipeline.train.loop import Training, train
 from pipeline.train.resume import resume
 from pipeline.train.signals import StopRequest
@@ -172,8 +173,8 @@ def _build(
     identity = {"config": config.to_yaml(), "data": source.digest, "classes": list(source.classes), "world": plan.world}
     evaluator = Evaluator(state.judged, source.val, config, plan, group)
     return Training(
-        config, plan, group, strategy, state, step, source.train, evaluator, identity, terminal, stop, watchdog,
-        start_watch(strategy, plan), start_pace(strategy, terminal.say),
+        config, plan, group, strategy, state, step, watch_losses(strategy), source.train, evaluator, identity, terminal,
+        stop, watchdog, start_watch(strategy, plan), start_pace(strategy, terminal.say),
     )  # fmt: skip
 
 
