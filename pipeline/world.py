@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import signal
+import sysconfig
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,9 @@ class World:
     """CPUs that the processes of this machine may use together."""
     shared_memory: int | None = None
     """Bytes of /dev/shm, all of it; None where that is not known."""
+    has_gpu: bool = False
+    lacks_to_compile: str = ""
+    """What torch.compile wants and this machine has not; empty where it has all."""
 
     @property
     def is_main(self) -> bool:
@@ -52,7 +56,12 @@ def launched() -> bool:
 def here() -> World:
     """This process's place. RequestError if a launcher's variables make no sense."""
     if not launched():
-        return World(cpus=allowed_cpus(), shared_memory=_shared_memory())
+        return World(
+            cpus=allowed_cpus(),
+            shared_memory=_shared_memory(),
+            has_gpu=shows_gpu(),
+            lacks_to_compile=lacks_to_compile(),
+        )
     values = {}
     for name, default in (("RANK", ""), ("WORLD_SIZE", ""), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
         text = os.environ.get(name, default)
@@ -65,7 +74,7 @@ def here() -> World:
     if not (rank < size and local_rank < local_size <= size):
         given = " ".join(f"{name}={value}" for name, value in values.items())
         raise RequestError(f"{given} in the environment make no group of processes: start with torchrun or --nproc")
-    return World(size, local_size, rank, local_rank, allowed_cpus(), _shared_memory())
+    return World(size, local_size, rank, local_rank, allowed_cpus(), _shared_memory(), shows_gpu(), lacks_to_compile())
 
 
 def allowed_cpus() -> int:
@@ -81,6 +90,16 @@ def _shared_memory() -> int | None:
         return shutil.disk_usage("/dev/shm").total
     except OSError:
         return None
+
+
+def lacks_to_compile() -> str:
+    """What torch.compile wants on this machine and does not find; empty where it has all."""
+    compilers = {"CC": ("gcc", "clang"), "CXX": ("g++", "clang++")}  # Triton's for a GPU, Inductor's for a CPU
+    kind, names = next(iter(compilers.items())) if shows_gpu() else ("CXX", compilers["CXX"])
+    if not any(shutil.which(name) for name in (os.environ.get(kind, names[0]), *names)):
+        return f"a compiler ({names[0]}, or {kind} in the environment)"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    return "" if header.exists() else f"Python's headers ({header})"
 
 
 def shows_gpu() -> bool:

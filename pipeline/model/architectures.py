@@ -22,7 +22,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 def try_out(options: Model, num_classes: int, batch: int, size: int, eval_size: int) -> None:
     """Let shapes alone go through: RequestError for a name that torchvision lacks, or images or passes too small for it."""
-    model = _skeleton(options, num_classes)
+    model = skeleton(options, num_classes)
     with torch.device("meta"), torch.no_grad():
         for mode, images, side in (("augment.size", batch, size), ("evaluate.size", 2, eval_size)):
             model.train(mode == "augment.size")
@@ -59,10 +59,10 @@ def build(options: Model, num_classes: int) -> nn.Module:
 
 def count_parameters(options: Model, num_classes: int) -> int:
     """How many weights the model has, without making them."""
-    return sum(parameter.numel() for parameter in _skeleton(options, num_classes).parameters())
+    return sum(parameter.numel() for parameter in skeleton(options, num_classes).parameters())
 
 
-def _skeleton(options: Model, num_classes: int) -> nn.Module:
+def skeleton(options: Model, num_classes: int) -> nn.Module:
     """The model's shapes, without its numbers."""
     try:
         with torch.device("meta"):

@@ -26,6 +26,7 @@ from pipeline.parallel import choose
 from pipeline.plan import Plan, make_plan
 from pipeline.record.journal import Journal
 from pipeline.record.terminal import Silence
+from pipeline.train.efficiency import NoFigure
 from pipeline.train.finite import watch_losses
 from pipeline.train.report import Report, Waiting
 from pipeline.train.state import TrainState
@@ -151,7 +152,7 @@ def _our_loop(config: Config, plan: Plan, group: Group, fed: Iterator[Batch], jo
     waiting = Waiting(fed)
     pace = start_pace(strategy, lambda _: None)
     watch = start_watch(strategy, plan)
-    report = Report(plan, group, Silence(), waiting, pace, Journal(journal, lambda _: None), None)
+    report = Report(plan, group, Silence(), waiting, pace, NoFigure(), Journal(journal, lambda _: None), None)
 
     def run(steps: int) -> None:
         for _ in range(steps):

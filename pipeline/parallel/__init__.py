@@ -17,5 +17,5 @@ def choose(config: Config, plan: Plan, model: nn.Module, group: Group) -> Strate
     if config.run.exact:
         return Exact(model, group, plan, config.exact)
     if group.size > 1:
-        return Distributed(model, group, plan, config.model.batchnorm)
+        return Distributed(model, group, plan, config.model.batchnorm, config.train.exchange)
     return Strategy(model, group, plan)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import Tensor, nn
 
 from pipeline.group import Group
@@ -22,10 +23,17 @@ class Strategy:
         self.divisor = plan.accumulate
         """What the mean loss of a pass is divided by, so that a step's gradients are those of the mean over its batch."""
 
+        self._compiles = plan.compiles
+        self._run = self._compiled(model)
+
     def forward(self, images: Tensor) -> Tensor:
         """images: [B, 3, H, W] float -> logits [B, classes]."""
-        logits: Tensor = self.model(images)
+        logits: Tensor = self._run(images)
         return logits
+
+    def _compiled(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
+        """`module` as the plan has it run; it is compiled at its first call, once for each size of images."""
+        return torch.compile(module, dynamic=False) if self._compiles else module
 
     def accumulating(self, micro: int) -> AbstractContextManager[None]:
         """Around the forward and backward of pass `micro` of a step: gradients are exchanged in the last alone."""

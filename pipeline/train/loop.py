@@ -6,7 +6,7 @@ processes alike: it comes from the plan, from the state, or from `agree`.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipeline.config import Config
 from pipeline.data.loader import Batch
@@ -18,8 +18,10 @@ from pipeline.record.checkpoint import Checkpoints, all_finite
 from pipeline.record.journal import Journal, Trace
 from pipeline.record.receipt import Receipt
 from pipeline.record.terminal import Terminal
+from pipeline.train.efficiency import NoFigure
 from pipeline.train.evaluate import Evaluator
 from pipeline.train.finite import Losses
+from pipeline.train.profile import NoProfile
 from pipeline.train.report import Report, Waiting, trace_update
 from pipeline.train.signals import StopRequest
 from pipeline.train.state import Evaluation, TrainState
@@ -49,6 +51,8 @@ class Training:
     watchdog: Watchdog
     watch: NoWatch
     pace: NoPace
+    efficiency: NoFigure
+    profile: NoProfile = field(default_factory=NoProfile)
     journal: Journal | None = None
     receipt: Receipt | None = None
     trace: Trace | None = None
@@ -63,7 +67,7 @@ def train(run: Training, batches: Iterator[Batch]) -> Evaluation:
     """
     state, plan, group = run.state, run.plan, run.group
     waiting = Waiting(batches)
-    report = Report(plan, group, run.terminal, waiting, run.pace, run.journal, run.receipt)
+    report = Report(plan, group, run.terminal, waiting, run.pace, run.efficiency, run.journal, run.receipt)
     stopping, saved = False, (state.step, state.is_evaluated)
     while True:
         is_best = False
@@ -101,6 +105,7 @@ def train(run: Training, batches: Iterator[Batch]) -> Evaluation:
         if plan.reports_at(state.step):
             run.losses.settle()
         report.updated(state)
+        run.profile.updated(state.step)
         run.watch.updated(state.step)
 
 

@@ -49,7 +49,7 @@ class Step:
 
     def settle(self) -> None:
         """One discarded pass on blank images, with whatever the strategy settles in it; the state is loaded after this."""
-        plan, size = self._plan, self._config.augment.size
+        plan, size = self._plan, self._plan.first_size
         blank = torch.zeros((plan.micro_batch, 3, size, size), dtype=torch.uint8)
         labels = torch.zeros(plan.micro_batch, dtype=torch.int64, device=self._device)
 
