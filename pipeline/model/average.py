@@ -27,7 +27,7 @@ def update_average(average: nn.Module, model: nn.Module, step: int, decay: float
     theirs = dict(model.state_dict())
     moving = [(mine, theirs[name]) for name, mine in average.state_dict().items()]
     floats = [pair for pair in moving if pair[0].is_floating_point()]
+    counts = [pair for pair in moving if not pair[0].is_floating_point()]
     torch._foreach_lerp_([mine for mine, _ in floats], [their for _, their in floats], weight)
-    for mine, their in moving:
-        if not mine.is_floating_point():
-            mine.copy_(their)
+    if counts:
+        torch._foreach_copy_([mine for mine, _ in counts], [their for _, their in counts])

@@ -32,7 +32,7 @@ from pipeline.record.sender import NoSender
 from pipeline.record.terminal import Silence, Terminal
 from pipeline.train.efficiency import measure_efficiency
 from pipeline.train.evaluate import Evaluator
-from pipeline.train.finetune import take_over
+from pipeline.train.finetune import freeze, take_over
 from pipeline.train.finite import watch_losses
 from pipeline.train.fit import fit_passes, one_pass
 from pipeline.train.loop import Training, train
@@ -173,6 +173,8 @@ def _build(
     model = build(config.model, plan.num_classes).to(group.device)
     if config.model.init:
         take_over(model, config.model, group, terminal.say)
+    if config.model.freeze:
+        terminal.say(freeze(model, config.model.freeze))
     first = copy_to_host(model.state_dict())
     if group.device.type == "cuda":
         plan = fit_passes(config, plan, group, one_pass(model, config, plan, group.device), terminal.say)
