@@ -369,7 +369,7 @@ def _plan(options: argparse.Namespace) -> str:
     from pipeline.plan import make_plan, memory_row
 
     config = load(options.recipe, options.overrides)
-    place = world.World(cpus=world.allowed_cpus()).resized(options.world, options.nodes)
+    place = world.World(cpus=world.allowed_cpus(), has_gpu=world.shows_gpu()).resized(options.world, options.nodes)
     plan = make_plan(config, place, size_of(config))
 
     from pipeline.model.architectures import count_parameters  # imports torch: last, so that a mistake is said at once

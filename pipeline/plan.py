@@ -71,11 +71,31 @@ class Plan(Resources):
     watch_every: int
     """0: never."""
     image_size: int
+    """The largest: of the last epochs."""
+    first_size: int
+    grows_from: float
+    grows_until: float
+    """Epochs between which the side of an image grows from first_size to image_size."""
     eval_size: int
+    repeats: int
+    compiles: bool
+    why_compiled: str
+    """Or why not."""
 
     def epoch(self, step: int) -> int:
         """Epoch that the update after `step` belongs to, from 0."""
         return step // self.steps_per_epoch
+
+    def size(self, step: int) -> int:
+        """Side of the images of the update after `step`, in pixels: FFCV's rule (train_imagenet.py, get_resolution)."""
+        epoch = self.epoch(step)
+        if epoch <= self.grows_from or self.first_size == self.image_size:
+            return self.first_size
+        if epoch >= self.grows_until:
+            return self.image_size
+        share = (epoch - self.grows_from) / (self.grows_until - self.grows_from)
+        nearest = round((self.first_size + share * (self.image_size - self.first_size)) / 32) * 32
+        return min(max(nearest, self.first_size), self.image_size)
 
     def learning_rate(self, step: int) -> float:
         """Rate of the update that follows `step` updates. A function of the step, so nothing of it is ever saved."""
@@ -137,6 +157,12 @@ class Plan(Resources):
                       f" ({self.train_images % self.global_batch:,} images left out, others each epoch)"),
             ("steps", f"{self.last_step:,}" + (f" of {self.total_steps:,}" if self.last_step < self.total_steps else "")
                       + f" ({self.last_step / self.steps_per_epoch:.4g} epochs)"),
+            ("images", f"{self.image_size} px"
+                       + (f", {self.first_size} px up to epoch {self.grows_from:g}, growing until {self.grows_until:g}"
+                          if self.first_size < self.image_size else "")
+                       + (f", {self.repeats} views of each in a batch" if self.repeats > 1 else "")
+                       + f"; {self.eval_size} px in validation"),
+            ("compiled", f"{'yes' if self.compiles else 'no'}: {self.why_compiled}"),
             ("learning rate", f"{self.peak_lr:.6g} at {self.global_batch} images a batch, {self.schedule}"
                               + (f", after {self.warmup_steps:,} steps of warm-up" if self.warmup_steps else "")),
             ("validation", f"every {self.evaluate_every:,} steps, {math.ceil(self.val_images / self.eval_batch):,} batches"
@@ -204,6 +230,15 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
             f" warm-up is longer than the whole training of {total_steps:,} steps ({config.train.epochs} epochs): make it"
             " shorter"
         )
+    grows_from, grows_until = (steps(when) / steps_per_epoch for when in config.augment.growth)
+    first_size = config.augment.first_size or config.augment.size
+    if first_size < config.augment.size and not grows_from <= grows_until < config.train.epochs:
+        raise RequestError(
+            f"augment.growth=[{config.augment.growth[0]}, {config.augment.growth[1]}] is from epoch {grows_from:g} to"
+            f" {grows_until:g} of {config.train.epochs}: the side must begin to grow before it ends to, and before the"
+            " training does"
+        )
+    compiles, why_compiled = _compilation(config, world)
     plan = Plan(
         **vars(share_resources(config, world)),
         global_batch=global_batch,
@@ -230,9 +265,15 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
         report_every=max(1, steps(config.track.every)),
         watch_every=max(1, steps(config.run.watch)) if config.run.watch else 0,
         image_size=config.augment.size,
+        first_size=first_size,
+        grows_from=grows_from,
+        grows_until=grows_until,
+        repeats=config.augment.repeats,
+        compiles=compiles,
+        why_compiled=why_compiled,
         eval_size=config.evaluate.size or config.augment.size,
     )
-    if (config.augment.mixup or config.augment.cutmix) and plan.micro_batch % 2:
+    if config.mixes and plan.micro_batch % 2:
         raise RequestError(
             f"augment.mixup and augment.cutmix mix pairs, and a pass has {plan.micro_batch} images: choose batch.global, so"
             " that each pass has an even number"
@@ -328,6 +369,28 @@ def _stages(config: Config, world: int, micro_batch: int) -> tuple[int, int]:
             " or take stages.schedule=gpipe"
         )
     return count, asked
+
+
+def _compilation(config: Config, world: World) -> tuple[bool, str]:
+    """Whether the model is compiled, and why, or why not. RequestError if it shall be and cannot."""
+    wanted, lack = config.train.compile, world.lacks_to_compile
+    if wanted == "off":
+        return False, "train.compile=off"
+    if wanted == "on":
+        if lack:
+            raise RequestError(
+                f"train.compile=on: torch.compile wants {lack}: install it, or leave train.compile at auto"
+            )
+        return True, "train.compile=on"
+    if config.parallel != "ddp":
+        return False, f"parallel={config.parallel} runs parts of a model, which are left as they are"
+    if config.run.device == "cpu" or not world.has_gpu:
+        return False, "there is no GPU to gain by it; train.compile=on compiles for a CPU"
+    if config.is_deterministic:
+        return False, "the run promises its bits, which kernels chosen anew may not keep; train.compile=on tries"
+    if lack:
+        return False, f"torch.compile wants {lack}, which is not here; expect a third fewer images/s"
+    return True, "there is a GPU"
 
 
 def _near_divisors(number: int, near: int) -> list[int]:

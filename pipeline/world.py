@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import signal
+import sysconfig
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +36,9 @@ class World:
     """Bytes of /dev/shm, all of it; None where that is not known."""
     init_method: str | None = None
     """Where processes meet: tcp://HOST:PORT; None: at MASTER_ADDR and MASTER_PORT, as launchers set them."""
+    has_gpu: bool = False
+    lacks_to_compile: str = ""
+    """What torch.compile wants and this machine has not; empty where it has all."""
 
     @property
     def is_main(self) -> bool:
@@ -55,7 +59,12 @@ def launched() -> bool:
 def here() -> World:
     """This process's place. RequestError if a launcher's variables make no sense."""
     if not launched():
-        return World(cpus=allowed_cpus(), shared_memory=_shared_memory())
+        return World(
+            cpus=allowed_cpus(),
+            shared_memory=_shared_memory(),
+            has_gpu=shows_gpu(),
+            lacks_to_compile=lacks_to_compile(),
+        )
     values = {}
     for name, default in (("RANK", ""), ("WORLD_SIZE", ""), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
         text = os.environ.get(name, default)
@@ -69,7 +78,9 @@ def here() -> World:
         given = " ".join(f"{name}={value}" for name, value in values.items())
         raise RequestError(f"{given} in the environment make no group of processes: start with torchrun or --nproc")
     meet = _meeting_place() if size > 1 else None
-    return World(size, local_size, rank, local_rank, allowed_cpus(), _shared_memory(), meet)
+    return World(
+        size, local_size, rank, local_rank, allowed_cpus(), _shared_memory(), meet, shows_gpu(), lacks_to_compile()
+    )
 
 
 def _meeting_place() -> str | None:
@@ -102,6 +113,16 @@ def _shared_memory() -> int | None:
         return shutil.disk_usage("/dev/shm").total
     except OSError:
         return None
+
+
+def lacks_to_compile() -> str:
+    """What torch.compile wants on this machine and does not find; empty where it has all."""
+    compilers = {"CC": ("gcc", "clang"), "CXX": ("g++", "clang++")}  # Triton's for a GPU, Inductor's for a CPU
+    kind, names = next(iter(compilers.items())) if shows_gpu() else ("CXX", compilers["CXX"])
+    if not any(shutil.which(name) for name in (os.environ.get(kind, names[0]), *names)):
+        return f"a compiler ({names[0]}, or {kind} in the environment)"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    return "" if header.exists() else f"Python's headers ({header})"
 
 
 def shows_gpu() -> bool:

@@ -28,12 +28,13 @@ def update_average(average: nn.Module, model: nn.Module, step: int, decay: float
     theirs = dict(model.state_dict())
     moving = [(mine, theirs[name]) for name, mine in average.state_dict().items()]
     floats: dict[type, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+    counts: tuple[list[Tensor], list[Tensor]] = [], []
     for mine, their in moving:
-        if mine.is_floating_point():
-            of_kind = floats[type(mine)]  # a list for one call is sliced (fsdp) or it is not
-            of_kind[0].append(mine)
-            of_kind[1].append(their)
-        else:
-            mine.copy_(their)
+        # a list for one call is sliced (fsdp) or it is not
+        mine_of_kind, their_of_kind = floats[type(mine)] if mine.is_floating_point() else counts
+        mine_of_kind.append(mine)
+        their_of_kind.append(their)
     for mine_of_kind, their_of_kind in floats.values():
         torch._foreach_lerp_(mine_of_kind, their_of_kind, weight)
+    if counts[0]:
+        torch._foreach_copy_(*counts)

@@ -26,6 +26,8 @@ from pipeline.parallel import Strategy, choose
 from pipeline.plan import Plan, make_plan
 from pipeline.record.journal import Journal
 from pipeline.record.terminal import Silence
+from pipeline.train.efficiency import NoFigure
+from pipeline.train.finite import watch_losses
 from pipeline.train.report import Report, Waiting
 from pipeline.train.state import TrainState
 from pipeline.train.step import Step
@@ -147,19 +149,18 @@ def _our_loop(config: Config, plan: Plan, group: Group, fed: Iterator[Batch], jo
     strategy = choose(config, plan, model, group)
     state = TrainState.build(strategy, config)
     step = Step(state, strategy, config, plan)
+    losses = watch_losses(strategy)
     waiting = Waiting(fed)
     pace = start_pace(strategy, lambda _: None)
     watch = start_watch(strategy, plan)
-    report = Report(plan, group, Silence(), waiting, pace, Journal(journal, lambda _: None), None)
+    report = Report(plan, group, Silence(), waiting, pace, NoFigure(), Journal(journal, lambda _: None), None)
 
     def run(steps: int) -> None:
         for _ in range(steps):
             pace.start()
             loss, used = step.forward_backward(waiting)
-            group.agree(
-                False, not bool(torch.isfinite(loss)) or strategy.out_of_range(), any(one.defects for one in used)
-            )
-            step.update()
+            group.agree(False, losses.look(state.step + 1, loss, used), any(one.defects for one in used))
+            step.update(losses.guard)
             report.updated(state)
             watch.updated(state.step)
 

@@ -30,6 +30,7 @@ from pipeline.plan import Plan
 
 class FullyShard(Strategy):
     holds_whole = False
+    can_guard = False
     note = (
         "parallel=fsdp: rank 0 holds the whole state in host memory while it is saved, and every process while it is"
         " resumed; the processes have no weights in common that run.watch could compare"

@@ -42,6 +42,8 @@ class Strategy:
 
     holds_whole = True
     """Each process has the whole model, and waits for nobody until gradients meet."""
+    can_guard = True
+    """Whether an update may be skipped on the device, by a flag of its own (`train.finite`)."""
     note: str | None = None
     """What somebody should know who chose this."""
 
@@ -51,6 +53,8 @@ class Strategy:
         self.group = group
         self.divisor = plan.accumulate
         """What the mean loss of a pass is divided by, so that a step's gradients are those of the mean over its batch."""
+        self._compiles = plan.compiles
+        self._run = self._compiled(model)
 
     def forward_backward(
         self, micro: int, pixels: Tensor, targets: Targets, objective: Objective
@@ -65,8 +69,12 @@ class Strategy:
 
     def forward(self, images: Tensor) -> Tensor:
         """images: [B, 3, H, W] float -> logits [B, classes]."""
-        logits: Tensor = self.model(images)
+        logits: Tensor = self._run(images)
         return logits
+
+    def _compiled(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
+        """`module` as the plan has it run; it is compiled at its first call, once for each size of images."""
+        return torch.compile(module, dynamic=False) if self._compiles else module
 
     def accumulating(self, micro: int) -> AbstractContextManager[None]:
         """Around the forward and backward of pass `micro` of a step: gradients are exchanged in the last alone."""

@@ -34,6 +34,7 @@ from pipeline.plan import Plan
 
 class Stages(Strategy):
     holds_whole = False
+    can_guard = False
     note = (
         "parallel=stages: batch norm sees one micro-batch at a time; rank 0 holds the whole state in host memory while it"
         " is saved, and every process while it is resumed; run.watch compares nothing"

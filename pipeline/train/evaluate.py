@@ -58,6 +58,7 @@ class Evaluator:
         loaded = batches(self._data, mine, self._resources, pin=device.type == "cuda")
         counts = torch.zeros(4, dtype=torch.int64, device=device)
         defects: Defects = []
+        in_training = [module for module in self._model.modules() if module.training]  # what is frozen is not
         self._model.eval()
         try:
             with torch.inference_mode(), autocast(device, self._config):
@@ -72,7 +73,8 @@ class Evaluator:
                     if stop:
                         return None, []
         finally:
-            self._model.train()
+            for module in in_training:
+                module.training = True
         images, correct1, correct5, loss_sum = group.sum(counts).tolist()
         everyones = sorted(defect for part in group.gather(defects) for defect in part)
         return Evaluation(step, images, len(self.images), correct1, correct5, loss_sum), everyones

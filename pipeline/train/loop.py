@@ -6,9 +6,7 @@ processes alike: it comes from the plan, from the state, or from `agree`.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-
-import torch
+from dataclasses import dataclass, field
 
 from pipeline.config import Config
 from pipeline.data.loader import Batch
@@ -20,11 +18,14 @@ from pipeline.record.checkpoint import Checkpoints, all_finite
 from pipeline.record.journal import Journal, Trace
 from pipeline.record.receipt import Receipt
 from pipeline.record.terminal import Terminal
+from pipeline.train.efficiency import NoFigure
 from pipeline.train.evaluate import Evaluator
+from pipeline.train.finite import Losses
+from pipeline.train.profile import NoProfile
 from pipeline.train.report import Report, Waiting, trace_update
 from pipeline.train.signals import StopRequest
 from pipeline.train.state import Evaluation, TrainState
-from pipeline.train.step import Step, name_samples
+from pipeline.train.step import Step
 from pipeline.train.watch import NoPace, NoWatch
 from pipeline.train.watchdog import Watchdog
 from pipeline.verdict import NotFiniteError, StorageError, TemporaryError
@@ -40,6 +41,7 @@ class Training:
     strategy: Strategy
     state: TrainState
     step: Step
+    losses: Losses
     train_images: Images
     evaluator: Evaluator
     identity: dict[str, object]
@@ -49,6 +51,8 @@ class Training:
     watchdog: Watchdog
     watch: NoWatch
     pace: NoPace
+    efficiency: NoFigure
+    profile: NoProfile = field(default_factory=NoProfile)
     journal: Journal | None = None
     receipt: Receipt | None = None
     trace: Trace | None = None
@@ -63,7 +67,7 @@ def train(run: Training, batches: Iterator[Batch]) -> Evaluation:
     """
     state, plan, group = run.state, run.plan, run.group
     waiting = Waiting(batches)
-    report = Report(plan, group, run.terminal, waiting, run.pace, run.journal, run.receipt)
+    report = Report(plan, group, run.terminal, waiting, run.pace, run.efficiency, run.journal, run.receipt)
     stopping, saved = False, (state.step, state.is_evaluated)
     while True:
         is_best = False
@@ -87,17 +91,21 @@ def train(run: Training, batches: Iterator[Batch]) -> Evaluation:
         loss, used = run.step.forward_backward(waiting)
         stopping, not_finite, defects = group.agree(
             _asked_to_stop(run),
-            not bool(torch.isfinite(loss)) or run.strategy.out_of_range(),
+            run.losses.look(state.step + 1, loss, used),
             any(batch.defects for batch in used),
         )
         if not_finite:
-            raise _not_finite(run, loss, used)
+            raise run.losses.failure()
         if defects:
             _note_defects(run, used)
-        run.step.update()
+        run.step.update(run.losses.guard)
         if run.config.run.trace:
+            run.losses.settle()
             trace_update(run.trace, state, plan, group, used)
+        if plan.reports_at(state.step):
+            run.losses.settle()
         report.updated(state)
+        run.profile.updated(state.step)
         run.watch.updated(state.step)
 
 
@@ -108,6 +116,7 @@ def _asked_to_stop(run: Training) -> bool:
 
 
 def _evaluate(run: Training) -> Evaluation | None:
+    run.losses.settle()
     run.watch.compare(run.state.step)
     run.strategy.share_buffers(run.state.judged)
     evaluation, defects = run.evaluator.evaluate(run.state.step, lambda: _asked_to_stop(run))
@@ -118,6 +127,7 @@ def _evaluate(run: Training) -> Evaluation | None:
 def _save(run: Training, *, last: bool) -> None:
     """Have rank 0 save the state; with `last`, return only when it is on disk."""
     state, writer = run.state, run.checkpoints
+    run.losses.settle()
     run.watch.compare(state.step)
     finite = all_finite(state.model.state_dict().values())
     broken, exhausted = run.group.agree(not finite, writer is not None and writer.exhausted)
@@ -142,26 +152,6 @@ def _save(run: Training, *, last: bool) -> None:
     (failed,) = run.group.agree(last and writer is not None and writer.last_failed)
     if failed:
         raise StorageError(f"the last checkpoint, of step {state.step}, could not be saved: free or mend the disk")
-
-
-def _not_finite(run: Training, loss: torch.Tensor, used: list[Batch]) -> NotFiniteError:
-    """Who saw it: the first rank, its loss and its samples."""
-    mine = (
-        None
-        if bool(torch.isfinite(loss))
-        else (float(loss), [sample for batch in used for sample in batch.ids.tolist()])
-    )
-    seen_by = {rank: seen for rank, seen in enumerate(run.group.gather(mine)) if seen}
-    if not seen_by:
-        return NotFiniteError(
-            f"a gradient at step {run.state.step + 1} is not finite, or larger than exact mode can sum: nothing was"
-            " updated; lower optimizer.lr, lengthen schedule.warmup, or lower exact.fraction_bits"
-        )
-    rank, (value, ids) = min(seen_by.items())
-    return NotFiniteError(
-        f"the loss is {value} at step {run.state.step + 1} on rank {rank} ({name_samples(ids)}): nothing was updated; lower"
-        " optimizer.lr, lengthen schedule.warmup or set train.clip"
-    )
 
 
 def _note_defects(run: Training, used: list[Batch]) -> None:

@@ -20,6 +20,7 @@ from pipeline.plan import Plan
 from pipeline.record.journal import Journal, Trace
 from pipeline.record.receipt import Receipt
 from pipeline.record.terminal import Terminal, duration
+from pipeline.train.efficiency import NoFigure
 from pipeline.train.state import TrainState
 from pipeline.train.step import LOSS_UNIT
 from pipeline.train.watch import NoPace
@@ -53,6 +54,7 @@ class Report:
         terminal: Terminal,
         waiting: Waiting,
         pace: NoPace,
+        efficiency: NoFigure,
         journal: Journal | None,
         receipt: Receipt | None,
     ) -> None:
@@ -61,6 +63,7 @@ class Report:
         self._terminal = terminal
         self._waiting = waiting
         self._pace = pace
+        self._efficiency = efficiency
         self._journal = journal
         self._receipt = receipt
         self._has_stepped = False
@@ -94,6 +97,7 @@ class Report:
             "time/step_ms": 1000 * elapsed / self._steps,
             "time/waiting_for_data": waited,
             **self._pace.judge(times, self._steps),
+            **self._efficiency.figures(images_per_s, self._plan.size(state.step - 1)),
             **_system(self._group.device, (sum(os.times()[:2]) - self._cpu) / elapsed),
         }
         if self._journal:

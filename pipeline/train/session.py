@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import traceback
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from pipeline import group as groups
@@ -30,16 +31,20 @@ from pipeline.record.provenance import provenance
 from pipeline.record.receipt import Receipt
 from pipeline.record.sender import NoSender
 from pipeline.record.terminal import Silence, Terminal
+from pipeline.train.efficiency import measure_efficiency
 from pipeline.train.evaluate import Evaluator
-from pipeline.train.finetune import take_over
+from pipeline.train.finetune import freeze, take_over
+from pipeline.train.finite import watch_losses
+from pipeline.train.fit import fit_passes, one_pass
 from pipeline.train.loop import Training, train
+from pipeline.train.profile import start_profile
 from pipeline.train.resume import resume
 from pipeline.train.signals import StopRequest
 from pipeline.train.state import Evaluation, TrainState
 from pipeline.train.step import Step, name_samples
 from pipeline.train.watch import start_pace, start_watch
 from pipeline.train.watchdog import Watchdog
-from pipeline.verdict import TemporaryError, Verdict
+from pipeline.verdict import RequestError, TemporaryError, Verdict
 from pipeline.world import World, kill_stopped, leave_account, stop_restarts
 
 _MARGIN_S = 10
@@ -54,7 +59,7 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
     if world.is_main:
         assert source is not None
         expected = make_plan(config, world, source.size)
-        try_out(config.model, expected.num_classes, expected.norm_batch, expected.image_size, expected.eval_size)
+        try_out(config.model, expected.num_classes, expected.norm_batch, expected.first_size, expected.eval_size)
         if expected.stages > 1:
             try_to_cut(config.model, expected.num_classes, expected.stages, expected.image_size)
     with stop.obeyed_at_once():
@@ -65,7 +70,9 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
     source = _share_source(config, group, source)
     plan = _agree_on_plan(config, group, source)
     run = _build(config, plan, group, source, terminal, stop, watchdog)
+    plan = run.plan
     watchdog.beat()
+    run.profile = start_profile(config, folder.report, group, terminal.say)
     resumed = resume(run.state, config, folder, source, group, terminal.say)
     if run.state.step >= plan.last_step and run.state.is_evaluated:
         terminal.say(f"finished before: {folder.path} stands at step {run.state.step:,} of {plan.last_step:,}")
@@ -145,6 +152,9 @@ def _agree_on_plan(config: Config, group: Group, source: Source) -> Plan:
         problem = found
     group.raise_together(problem)
     assert plan is not None
+    (lacking,) = group.agree(not plan.compiles)
+    if lacking and plan.compiles:
+        plan = replace(plan, compiles=False, why_compiled="another machine of the job cannot")
     return plan
 
 
@@ -167,20 +177,42 @@ def _build(
     model = build(config.model, plan.num_classes).to(group.device)
     if config.model.init:
         take_over(model, config.model, group, terminal.say)
+    if config.model.freeze:
+        terminal.say(freeze(model, config.model.freeze))
+    if group.device.type == "cuda" and config.parallel == "ddp":
+        plan = fit_passes(config, plan, group, one_pass(model, config, plan, group.device), terminal.say)
+    if plan.compiles:
+        terminal.say("compiling at the first step, which takes a minute or so ...")
     strategy = parallel.choose(config, plan, model, group)
     if strategy.note:
         terminal.say(strategy.note)
     state = TrainState.build(strategy, config)
     step = Step(state, strategy, config, plan)
     first = copy_to_host(model.state_dict())
-    step.settle()
+    _settle(step, config, plan)
     model.load_state_dict(first)
     identity = {"config": config.to_yaml(), "data": source.digest, "classes": list(source.classes), "world": plan.world}
     evaluator = Evaluator(state.judged, source.val, config, plan, group, strategy.predictor(state.judged))
     return Training(
-        config, plan, group, strategy, state, step, source.train, evaluator, identity, terminal, stop, watchdog,
-        start_watch(strategy, plan), start_pace(strategy, terminal.say),
+        config, plan, group, strategy, state, step, watch_losses(strategy), source.train, evaluator, identity, terminal,
+        stop, watchdog, start_watch(strategy, plan), start_pace(strategy, terminal.say),
+        measure_efficiency(config, plan, group.device),
     )  # fmt: skip
+
+
+def _settle(step: Step, config: Config, plan: Plan) -> None:
+    """The discarded pass, in which a model is compiled. RequestError if it cannot be."""
+    if not plan.compiles:
+        return step.settle()
+    from torch._dynamo.exc import TorchDynamoException  # a second to import
+
+    try:
+        step.settle()
+    except TorchDynamoException as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RequestError(
+            f"{config.model.arch} cannot be compiled: train.compile=off trains without ({reason})"
+        ) from error
 
 
 def _open_records(run: Training, folder: RunFolder, *, resumed: bool) -> NoSender:

@@ -51,7 +51,7 @@ class Step:
 
     def settle(self) -> None:
         """One discarded pass on blank images, with whatever the strategy settles in it; the state is loaded after this."""
-        plan, size = self._plan, self._config.augment.size
+        plan, size = self._plan, self._plan.first_size
         blank = torch.zeros((plan.micro_batch, 3, size, size), dtype=torch.uint8)
         labels = torch.zeros(plan.micro_batch, dtype=torch.int64, device=self._device)
 
@@ -83,9 +83,14 @@ class Step:
         """Of the step under way or just made: what an account of a failure names."""
         return [sample for batch in self._used for sample in batch.ids.tolist()]
 
-    def update(self) -> None:
-        """Apply the gradients at this step's learning rate; the state is then one step on."""
+    def update(self, guard: Tensor | None = None) -> None:
+        """Apply the gradients at this step's learning rate; the state is then one step on.
+
+        guard: [] float32 on the device; where it is 1, weights and optimizer stay what they are.
+        """
         state = self._state
+        if guard is not None:
+            self._heed(guard)
         if self._config.train.clip is not None:
             state.scaler.unscale_(state.optimizer)
             self._strategy.clip(self._config.train.clip)
@@ -99,6 +104,15 @@ class Step:
         if state.average is not None:
             assert self._config.train.ema is not None
             update_average(state.average, state.model, state.step, self._config.train.ema)
+
+    def _heed(self, guard: Tensor) -> None:
+        """Have the fused optimizer skip the update; it is the scaler that tells it so where there is one, by a gradient."""
+        state = self._state
+        if state.scaler.is_enabled():
+            first = next(one.grad for one in state.model.parameters() if one.grad is not None)
+            first.masked_fill_(guard > 0, torch.nan)
+        else:
+            state.optimizer.found_inf = guard  # type: ignore[attr-defined]
 
     def _pass(self, micro: int, images: Tensor, labels: Tensor, mix: Tensor) -> tuple[Tensor, Tensor]:
         """images: [B, 3, H, W] uint8, labels: [B] int64 on the device, mix: [B or 0, 5]

@@ -78,9 +78,9 @@ class NoPace:
 class Pace(NoPace):
     def __init__(self, strategy: Strategy, say: Callable[[str], None]) -> None:
         self._group, self._say = strategy.group, say
-        self._own = 0.0
         self._start: Any = None
-        self._end: Any = None
+        self._made: list[tuple[Any, Any]] = []
+        """(begin, end) of the steps whose time is not added yet."""
         self._slow_before: int | None = None
         self._times_in_a_row = 0
         self._named: set[int] = set()
@@ -88,14 +88,15 @@ class Pace(NoPace):
         first.register_post_accumulate_grad_hook(self._has_gradients)  # type: ignore[no-untyped-call]
 
     def start(self) -> None:
-        self._fold()
         self._start = self._now()
 
     def take(self) -> Tensor:
-        self._fold()
+        """Asked when a report is due, whose sums have just waited for the device: its events have passed."""
+        cuda = self._group.device.type == "cuda"
+        own = sum(start.elapsed_time(end) / 1000 if cuda else end - start for start, end in self._made)
+        self._made.clear()
         times = torch.zeros(self._group.size, dtype=torch.int64)
-        times[self._group.rank] = round(1e6 * self._own)
-        self._own = 0.0
+        times[self._group.rank] = round(1e6 * own)
         return times
 
     def judge(self, times: list[int], steps: int) -> dict[str, float]:
@@ -116,14 +117,10 @@ class Pace(NoPace):
         return {"time/slowest_rank": float(slowest), "time/slowest_rank_ratio": ratio}
 
     def _has_gradients(self, _: Tensor) -> None:
-        self._end = self._now()
-
-    def _fold(self) -> None:
-        """Add the step just made; `agree` has since waited for the device, so its events have passed."""
-        if self._end is not None:
-            cuda = self._group.device.type == "cuda"
-            self._own += self._start.elapsed_time(self._end) / 1000 if cuda else self._end - self._start
-            self._end = None
+        end = self._now()
+        if self._made and self._made[-1][0] is self._start:  # of several passes the last counts
+            self._made.pop()
+        self._made.append((self._start, end))
 
     def _now(self) -> Any:
         """The time, or an event of the device that has it."""
