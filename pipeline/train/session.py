@@ -58,10 +58,7 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
     terminal = Terminal() if world.is_main else Silence()
     if world.is_main:
         assert source is not None
-        expected = make_plan(config, world, source.size)
-        try_out(config.model, expected.num_classes, expected.norm_batch, expected.first_size, expected.eval_size)
-        if expected.stages > 1:
-            try_to_cut(config.model, expected.num_classes, expected.stages, expected.image_size)
+        _try_model(config, make_plan(config, world, source.size))
     with stop.obeyed_at_once():
         group = _join(config, world)
     # longer than an exchange may take, so that where one fails its own error is what is said
@@ -122,6 +119,13 @@ def run_evaluation(config: Config, world: World, contents: dict[str, Any], sourc
     group.finish()
     assert evaluation is not None
     return _done_line(contents["epoch"], evaluation, weights_digest(judged_weights(contents)))
+
+
+def _try_model(config: Config, plan: Plan) -> None:
+    """RequestError for a model that cannot be made, fed or cut as the plan has it."""
+    try_out(config.model, plan.num_classes, plan.norm_batch, plan.first_size, plan.eval_size)
+    if plan.stages > 1:
+        try_to_cut(config.model, plan.num_classes, plan.stages, plan.image_size)
 
 
 def _join(config: Config, world: World) -> Group:
