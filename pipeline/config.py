@@ -407,13 +407,9 @@ class Config(Section):
             word = "train.compile=on" if self.train.compile == "on" else f"train.exchange={self.train.exchange}"
             raise ValueError(f"{word} with parallel={self.parallel}: is of ddp; leave it out")
         if self.parallel == "stages" and (self.model.freeze or self.augment.first_size):
-            word = (
-                f"model.freeze={self.model.freeze}"
-                if self.model.freeze
-                else f"augment.first_size={self.augment.first_size}"
-            )
             raise ValueError(
-                f"{word} with parallel=stages: stages send each other tensors of one shape, all of them trained"
+                "parallel=stages with model.freeze or augment.first_size: stages send each other tensors of one shape, and"
+                " all are trained; leave it out"
             )
         if self.parallel in ("fsdp", "stages") and self.train.precision == "fp16":
             raise ValueError(
