@@ -153,7 +153,8 @@ def test_an_empty_section_is_as_if_absent(recipe: Callable[[str], Path]) -> None
 def test_a_section_that_is_none_is_refused(recipe: Callable[[str], Path]) -> None:
     path = recipe("data: {source: digits}\nmodel: resnet18\n")
     expected = (
-        "model=resnet18 is not a section; its keys are model.arch, model.init, model.freeze, model.batchnorm, model.channels_last"
+        "model=resnet18 is not a section; its keys are model.arch, model.init, model.freeze, model.batchnorm,"
+        " model.channels_last"
     )
     assert refused(path) == expected
     assert refused(path, "model.arch=resnet50") == expected
