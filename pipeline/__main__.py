@@ -138,6 +138,16 @@ def _add_run_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
     verify.add_argument("--steps", type=_count, metavar="N", help="the first N steps alone (default: all)")
     verify.set_defaults(run=_verify)
 
+    export = commands.add_parser(
+        "export", help="the trained model in another format, compared with it on validation images",
+        description="Writes the model of a run's last checkpoint, or of the one that is named, to the run's folder export."
+        " torch.export and onnx take pixels of 0 to 255 and give probabilities; safetensors has the weights alone.",
+    )  # fmt: skip
+    export.add_argument("target", type=Path, metavar="RUN_DIR|CHECKPOINT")
+    export.add_argument("--to", required=True, choices=("torch.export", "onnx", "safetensors"))
+    export.add_argument("--out", type=Path, metavar="FILE", help="another place for it")
+    export.set_defaults(run=_export)
+
     sync = commands.add_parser("sync", help="send to MLflow what the journal holds and the server lacks")
     sync.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     sync.add_argument(
@@ -361,6 +371,12 @@ def _verify(options: argparse.Namespace) -> str | int:
     from pipeline.operate import verify
 
     return verify.verify(options.run_dir, options.steps)
+
+
+def _export(options: argparse.Namespace) -> str:
+    from pipeline.operate import export
+
+    return export.export(options.target, options.to, options.out)
 
 
 def _plan(options: argparse.Namespace) -> str:

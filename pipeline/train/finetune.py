@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor, nn
-from torchvision.models import get_model_weights
 
 from pipeline.config import Model, nearest
 from pipeline.group import Group
+from pipeline.model.architectures import published_weights
 from pipeline.record import checkpoint
 from pipeline.verdict import RequestError, TemporaryError, Verdict
 
@@ -68,11 +68,11 @@ def _read(arch: str, init: str) -> dict[str, Tensor]:
     if Path(init).exists():
         path = checkpoint.find(Path(init))
         return checkpoint.judged_weights(checkpoint.decode(checkpoint.read_verified(path), path))
-    names = get_model_weights(arch).__members__
+    names = published_weights(arch)
     if init not in names:
         raise RequestError(
             f"model.init={init} is neither a file or folder here nor one of torchvision's weights of {arch}"
-            + (nearest(init, list(names)) or f": there are {', '.join(names)}")
+            + (nearest(init, list(names)) or f": there are {', '.join(names) or 'none'}")
         )
     try:
         weights: dict[str, Tensor] = names[init].get_state_dict(progress=False, check_hash=True)
