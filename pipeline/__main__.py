@@ -298,6 +298,23 @@ def _add_bench_commands(commands: "argparse._SubParsersAction[_Parser]") -> None
     )
     feed.add_argument("--json", action="store_true", help="rows for machines")
     feed.set_defaults(run=_bench_data)
+    gpu = subjects.add_parser(
+        "gpu", help="all that wants a GPU to be shown, in under 8 minutes on one, with a short table last"
+    )
+    gpu.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
+    gpu.add_argument(
+        "--images", type=Path, metavar="DIR", help="an image folder of photos (default: patterns are made)"
+    )
+    gpu.add_argument("--batch", type=_count, default=256, metavar="N", help="images a step (default 256)")
+    gpu.set_defaults(run=_bench_gpu)
+    top1 = subjects.add_parser(
+        "top1", help="top-1 of a recipe against a plain torchvision loop that trains for the same seconds",
+        description="RECIPE, as 'pipeline train' runs it, then the plain loop, for as many seconds, on the same folder.",
+    )  # fmt: skip
+    top1.add_argument("recipe", metavar="RECIPE")
+    top1.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
+    top1.add_argument("--seeds", type=_count, default=3, metavar="N", help="times, each from another seed (default 3)")
+    top1.set_defaults(run=_bench_top1)
     comm = subjects.add_parser("comm", help="how gradients meet: exact mode against DDP, in one group of processes")
     comm.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
     comm.add_argument("--nproc", type=_count, metavar="N", help="start N processes on this machine")
@@ -473,6 +490,18 @@ def _bench_data(options: argparse.Namespace) -> str:
     return feed.data(
         options.images, options.rounds, options.steps, peers=options.peers, write=options.write, as_json=options.json
     )
+
+
+def _bench_gpu(options: argparse.Namespace) -> str:
+    from pipeline.operate import programme
+
+    return programme.gpu(options.images, options.overrides, options.batch)
+
+
+def _bench_top1(options: argparse.Namespace) -> str:
+    from pipeline.operate import contest
+
+    return contest.top1(options.recipe, options.overrides, options.seeds)
 
 
 def _bench_comm(options: argparse.Namespace) -> str | int:

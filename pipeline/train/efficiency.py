@@ -10,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.config import Config, Model
 from pipeline.model.architectures import skeleton
-from pipeline.plan import Plan
 
 # dense bf16 and fp16, in FLOP/s, from NVIDIA's data sheets; the first name that is part of the device's own
 _PEAKS = (
@@ -40,14 +39,14 @@ class Efficiency(NoFigure):
         return {"time/mfu": images_per_s * self._flops[size] / self._peak}
 
 
-def measure_efficiency(config: Config, plan: Plan, device: torch.device) -> NoFigure:
-    """Of a job whose devices are all as this one."""
+def measure_efficiency(config: Config, num_classes: int, devices: int, device: torch.device) -> NoFigure:
+    """Of a job on so many devices, all as this one."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     peak = next((peak for part, peak in _PEAKS if part in name), None)
     share = _OF_PEAK.get(config.train.precision)
     if peak is None or share is None:
         return NoFigure()
-    return Efficiency(config.model, plan.num_classes, peak * share * plan.world)
+    return Efficiency(config.model, num_classes, peak * share * devices)
 
 
 def flops_per_image(options: Model, num_classes: int, size: int) -> int:

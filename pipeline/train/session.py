@@ -200,7 +200,7 @@ def _build(
     return Training(
         config, plan, group, strategy, state, step, watch_losses(strategy), source.train, evaluator, identity, terminal,
         stop, watchdog, start_watch(strategy, plan), start_pace(strategy, terminal.say),
-        measure_efficiency(config, plan, group.device),
+        measure_efficiency(config, plan.num_classes, plan.world, group.device),
     )  # fmt: skip
 
 
