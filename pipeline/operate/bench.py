@@ -88,8 +88,8 @@ def train(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> st
             loaded = batches(data, range(10**6), plan, pin=device.type == "cuda")
             loops[f"reference{kind}"] = _Loop.built(device, _barest_loop, config, one, alone, batch)
             for name, fed in (("plain", repeat(batch)), ("loaded", loaded)):
-                place = Path(folder) / f"{name}{kind}.jsonl"
-                loops[f"{name}{kind}"] = _Loop.built(device, _our_loop, config, one, alone, fed, place)
+                journal = Path(folder) / f"{name}{kind}.jsonl"
+                loops[f"{name}{kind}"] = _Loop.built(device, _our_loop, config, one, alone, fed, journal)
         speeds = _interleave(loops, plan.global_batch, rounds, steps, device)
     title = f"{_title(config, plan)}, {device}"
     efficiency = measure_efficiency(config, plan.num_classes, plan.world, device)

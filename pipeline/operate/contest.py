@@ -1,7 +1,7 @@
 """`pipeline bench top1`: what a recipe is worth, as top-1 after the same seconds as a plain loop.
 
-For each seed the recipe is trained as a person would, in a process of its own. Then the plain loop (torchvision's ResNet-18,
-crop with padding and flip at 32 px, SGD with momentum, a cosine over its time, batches of 128, a DataLoader worker a CPU)
+For each seed the recipe is trained as a person would, in a process of its own. Then the plain loop (torchvision's
+ResNet-18, crop with padding and flip at 32 px, SGD with momentum, a cosine over its time, batches of 128, a worker a CPU)
 trains on the same folder for as many seconds as our whole process took, with start and validation, of which the plain
 loop's own are not counted. One after the other: together they would take each other's cores.
 """

@@ -5,8 +5,8 @@ another with it; what is late is left out, and said. It needs no network, no MLf
 JPEGs of patterns are made.
 
 Parts: our step against the barest one, eager and compiled, ResNet-50 at 224 px in bf16; whole trainings; the same bits
-twice in deterministic and in exact mode, and what they cost; fp16, which skips what overflows; and the loader, fed from JPEG
-files.
+twice in deterministic and in exact mode, and what they cost; fp16, which skips what overflows; and the loader, fed from
+JPEG files.
 """
 
 import json

@@ -19,7 +19,7 @@ class NoProfile:
     """Of other processes than the first, or with profile.steps=none."""
 
     def updated(self, step: int) -> None:
-        """After each update: begin or end when it is due."""
+        """At the start and after each update: begin or end when it is due."""
 
 
 class Profile(NoProfile):

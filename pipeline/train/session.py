@@ -83,6 +83,7 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
     data = TrainBatches(source.train, config, plan, group.rank)
     positions = range(run.state.step * plan.accumulate, max(run.state.step, plan.last_step) * plan.accumulate)
     watchdog.beat()
+    run.profile.updated(run.state.step)
     try:
         evaluation = train(run, batches(data, positions, plan, pin=group.device.type == "cuda"))
     except LoaderError as ending:
