@@ -189,7 +189,8 @@ def test_a_recipe_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert refused(tmp_path / "none.yaml") == f"recipe {tmp_path}/none.yaml cannot be read: No such file or directory"
     assert refused(f"{tmp_path}/") == f"recipe {tmp_path} cannot be read: Is a directory"
     assert refused("digit") == (
-        "recipe 'digit' is unknown: the recipes are digits, or give the path of a .yaml file; did you mean digits?"
+        "recipe 'digit' is unknown: the recipes are cifar10, digits, imagenette, resnet50-90, resnet50-fast, resnet50-v2,"
+        " vit-s16, or give the path of a .yaml file; did you mean digits?"
     )
 
 

@@ -26,7 +26,7 @@ class Run:
         group = Group(World(), torch.device("cpu"))
         seed_network(0, "weights")
         self.strategy = choose(config, plan, build(config.model, 10), group)
-        self.state = TrainState.build(self.strategy.model, config, group.device)
+        self.state = TrainState.build(self.strategy, config)
         self.step = Step(self.state, self.strategy, config, plan)
         self.batch = TrainBatches(source.train, config, plan, 0)[0]
 

@@ -157,7 +157,9 @@ def delivered(trained: dict[str, Trained], good: Server) -> dict[str, Result]:
 
 @pytest.mark.fault("D1")
 @pytest.mark.parametrize("kind", CASES)
-def test_a_bad_server_changes_nothing_and_is_given_up_in_seconds(trained: dict[str, Trained], kind: str) -> None:
+def test_a_bad_server_changes_nothing_and_is_given_up_in_seconds(
+    trained: dict[str, Trained], kind: str, full: bool
+) -> None:
     without, beside = trained["none"], trained[kind]
     assert beside.result.code == 0, beside.result.err
     assert beside.result.done == without.result.done
@@ -169,7 +171,7 @@ def test_a_bad_server_changes_nothing_and_is_given_up_in_seconds(trained: dict[s
     assert "pipeline sync" in said[0]
     assert "Traceback" not in beside.result.err
     print(f"{kind}: {beside.late:.1f} s from the last word to the exit, without a tracker {without.late:.1f} s")
-    assert beside.late <= without.late + 10
+    assert beside.late <= without.late + 10 + (0 if full else 5)  # beside other tests
     beside.job.wait_gone(1)
 
 
