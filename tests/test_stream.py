@@ -19,6 +19,7 @@ from pipeline.config import load
 from pipeline.data import loader
 from pipeline.data.loader import Batch, TrainBatches, batches
 from pipeline.data.order import Order
+from pipeline.data.transfer import to_device
 from pipeline.plan import DataSize, Resources, make_plan
 from pipeline.verdict import StorageError
 from pipeline.world import World
@@ -102,6 +103,18 @@ def test_a_start_in_the_middle_goes_on_with_the_same_batches(digits: Path, alone
 def test_another_seed_is_another_stream(digits: Path, alone: list[GlobalBatch]) -> None:
     other, _ = stream(digits, STEPS, "data.workers=0", "run.seed=1")
     assert not {one.ids for one in other} & {one.ids for one in alone}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that batches could be copied to")
+def test_batches_arrive_on_a_gpu_as_they_were_made(digits: Path) -> None:
+    config, plan, source = prepare(digits, 1, "data.workers=2")
+    data, device = TrainBatches(source.train, config, plan, 0), torch.device("cuda")
+    arrived = list(to_device(batches(data, STEPS, plan, pin=True), device))
+    assert len(arrived) == len(STEPS)
+    for step, batch in zip(STEPS, arrived, strict=True):
+        assert batch.images.device.type == "cuda"
+        assert torch.equal(batch.images.cpu(), data[step].images)
+        assert torch.equal(batch.labels.cpu(), data[step].labels)
 
 
 def test_an_image_looks_different_in_each_epoch(digits: Path) -> None:

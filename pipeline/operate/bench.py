@@ -22,6 +22,7 @@ from pipeline import randomness
 from pipeline.config import Config, load
 from pipeline.data.loader import Batch, TrainBatches, batches
 from pipeline.data.sources import open_source
+from pipeline.data.transfer import to_device
 from pipeline.group import Group
 from pipeline.model.architectures import Normalise, build
 from pipeline.parallel import Strategy, choose
@@ -85,7 +86,7 @@ def train(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> st
     loops: dict[str, _Loop] = {}
     with TemporaryDirectory() as folder:
         for kind, one in (("", replace(plan, compiles=False)), *([(_COMPILED, plan)] if plan.compiles else [])):
-            loaded = batches(data, range(10**6), plan, pin=device.type == "cuda")
+            loaded = to_device(batches(data, range(10**6), plan, pin=device.type == "cuda"), device)
             loops[f"reference{kind}"] = _Loop.built(device, _barest_loop, config, one, alone, batch)
             for name, fed in (("plain", repeat(batch)), ("loaded", loaded)):
                 journal = Path(folder) / f"{name}{kind}.jsonl"

@@ -14,6 +14,7 @@ from torch.nn import functional
 from pipeline.config import Config
 from pipeline.data.loader import NO_LABEL, Batch, EvalBatches, batches
 from pipeline.data.sources import Images
+from pipeline.data.transfer import to_device
 from pipeline.group import Group
 from pipeline.model.architectures import Normalise
 from pipeline.plan import Resources
@@ -55,7 +56,7 @@ class Evaluator:
         """
         group, device = self._group, self._group.device
         mine = range(group.rank, len(self._data), group.size)
-        loaded = batches(self._data, mine, self._resources, pin=device.type == "cuda")
+        loaded = to_device(batches(self._data, mine, self._resources, pin=device.type == "cuda"), device)
         counts = torch.zeros(4, dtype=torch.int64, device=device)
         defects: Defects = []
         in_training = [module for module in self._model.modules() if module.training]  # what is frozen is not

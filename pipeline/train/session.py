@@ -19,6 +19,7 @@ from pipeline.config import Config
 from pipeline.data.loader import LoaderError, TrainBatches, batches
 from pipeline.data.manifest import Index
 from pipeline.data.sources import Source, data_root, of_index, open_source
+from pipeline.data.transfer import to_device
 from pipeline.group import Group
 from pipeline.model.architectures import build, try_out
 from pipeline.model.stages import try_to_cut
@@ -85,7 +86,9 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
     watchdog.beat()
     run.profile.updated(run.state.step)
     try:
-        evaluation = train(run, batches(data, positions, plan, pin=group.device.type == "cuda"))
+        evaluation = train(
+            run, to_device(batches(data, positions, plan, pin=group.device.type == "cuda"), group.device)
+        )
     except LoaderError as ending:
         verdict.leave(folder.path, ending, config.model_dump_json())
         _crash(run, str(ending), ending.code)
