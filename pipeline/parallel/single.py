@@ -109,6 +109,8 @@ class Strategy:
 
     def warm_up(self, backward: Callable[[], None]) -> None:
         """Settle whatever the first backward pass settles; the state is loaded after this, so nothing of it stays."""
+        if self._compiles:
+            backward()
 
     def share_buffers(self, model: nn.Module) -> None:
         """Give every process the same buffers of `model` (batch-norm statistics), before it is judged."""
