@@ -120,6 +120,17 @@ def _add_run_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
     evaluate.add_argument("--nproc", type=_count, metavar="N", help="start N processes on this machine")
     evaluate.set_defaults(run=_evaluate)
 
+    predict = commands.add_parser(
+        "predict", help="label images: the five likeliest classes, with their probabilities",
+        description="Labels each IMAGE, and each image in a folder, with the model of a checkpoint, of a run's last one, or"
+        " of MLflow's registry (at MLFLOW_TRACKING_URI, else in runs/mlflow.db). Bad images are named and left out.",
+    )  # fmt: skip
+    predict.add_argument("target", metavar="CHECKPOINT|RUN_DIR|models:/NAME@ALIAS", help="whose model")
+    predict.add_argument("images", nargs="+", metavar="IMAGE", help="image files, and folders of them")
+    predict.add_argument("--json", action="store_true", help="for machines")
+    predict.add_argument("--sheet", type=Path, metavar="FILE.png", help="also draw the first 64 with their labels")
+    predict.set_defaults(run=_predict)
+
     plan = commands.add_parser("plan", help="the arithmetic of a run, without running it")
     plan.add_argument("recipe", metavar="RECIPE")
     plan.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
@@ -353,6 +364,12 @@ def _evaluate(options: argparse.Namespace) -> str | int:
     from pipeline.operate import launch
 
     return launch.evaluate(options.target, options.overrides, options.nproc)
+
+
+def _predict(options: argparse.Namespace) -> str:
+    from pipeline.operate import predict
+
+    return predict.predict(options.target, options.images, as_json=options.json, sheet=options.sheet)
 
 
 def _verify(options: argparse.Namespace) -> str | int:

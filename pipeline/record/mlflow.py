@@ -218,7 +218,8 @@ class Follower:
         example = np.zeros((2, 3, size, size), np.float32)  # a batch of one would freeze the batch size
         with torch.inference_mode():
             answer = served(torch.from_numpy(example)).numpy()
-        description = Model()
+        # whoever loads it can do as validation does, without the checkpoint
+        description = Model(metadata={"config": contents["config"], "classes": contents["classes"]})
         mlflow.pytorch.save_model(
             served,
             str(to),
@@ -269,6 +270,29 @@ class Follower:
         self._folder.write(
             self._folder.tracker, json.dumps({**self._noted(), self._address: asdict(progress)}, indent=1)
         )
+
+
+def fetch_model(uri: str) -> tuple[Any, dict[str, Any]]:
+    """A logged model (models:/NAME@ALIAS, models:/NAME/VERSION, models:/m-…) as a module like `Served`, and its metadata:
+    the configuration as YAML and the classes. RequestError if it is not there or not one of ours."""
+    import mlflow.pytorch
+    from mlflow.exceptions import MlflowException
+    from mlflow.models import get_model_info
+
+    local = Path("runs/mlflow.db")
+    tracking_uri = os.environ.get("MLFLOW_TRACKING_URI") or (f"sqlite:///{local}" if local.exists() else None)
+    if tracking_uri is None:
+        raise RequestError(f"{uri} is looked for in MLflow, and there is no {local} here: set MLFLOW_TRACKING_URI")
+    tracking_uri, credentials = _without_credentials(tracking_uri)
+    os.environ |= credentials | {"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}
+    mlflow.set_tracking_uri(tracking_uri)
+    try:
+        metadata = get_model_info(uri).metadata or {}
+        if "classes" not in metadata:
+            raise RequestError(f"{uri} is not a model that this pipeline logged: it names no classes")
+        return mlflow.pytorch.load_model(uri), metadata
+    except MlflowException as error:
+        raise RequestError(f"{uri} cannot be had from {without_password(tracking_uri)}: {_one_line(error)}") from None
 
 
 def _make_database(path: Path, run: str) -> None:
