@@ -26,7 +26,8 @@ from pipeline.parallel import choose
 from pipeline.plan import Plan, make_plan
 from pipeline.record.journal import Journal
 from pipeline.record.terminal import Silence
-from pipeline.train.report import Report, Waiting
+from pipeline.train.account import Waiting, start_clock
+from pipeline.train.report import Report
 from pipeline.train.state import TrainState
 from pipeline.train.step import Step
 from pipeline.train.watch import start_pace, start_watch
@@ -145,21 +146,25 @@ def _our_loop(config: Config, plan: Plan, group: Group, fed: Iterator[Batch], jo
     model: nn.Module = build(config.model, plan.num_classes).to(group.device)
     strategy = choose(config, plan, model, group)
     state = TrainState.build(model, config, group.device)
-    step = Step(state, strategy, config, plan)
-    waiting = Waiting(fed)
-    pace = start_pace(strategy, lambda _: None)
+    clock = start_clock(group.device)
+    step = Step(state, strategy, config, plan, clock)
+    waiting = Waiting(fed, clock)
+    pace = start_pace(strategy, clock, lambda _: None)
     watch = start_watch(strategy, plan)
-    report = Report(plan, group, Silence(), waiting, pace, Journal(journal, lambda _: None), None)
+    report = Report(plan, group, Silence(), clock, pace, Journal(journal, lambda _: None), None)
 
     def run(steps: int) -> None:
         for _ in range(steps):
             pace.start()
             loss, used = step.forward_backward(waiting)
-            group.agree(
-                False, not bool(torch.isfinite(loss)) or strategy.out_of_range(), any(one.defects for one in used)
-            )
-            step.update()
-            report.updated(state)
+            with clock.on("communication"):
+                group.agree(
+                    False, not bool(torch.isfinite(loss)) or strategy.out_of_range(), any(one.defects for one in used)
+                )
+            with clock.on("optimizer"):
+                step.update()
+            with clock.on("tracking"):
+                report.updated(state)
             watch.updated(state.step)
 
     return run

@@ -20,8 +20,9 @@ from pipeline.record.checkpoint import Checkpoints, all_finite
 from pipeline.record.journal import Journal, Trace
 from pipeline.record.receipt import Receipt
 from pipeline.record.terminal import Terminal
+from pipeline.train.account import Clock, Waiting
 from pipeline.train.evaluate import Evaluator
-from pipeline.train.report import Report, Waiting, trace_update
+from pipeline.train.report import Report, trace_update
 from pipeline.train.signals import StopRequest
 from pipeline.train.state import Evaluation, TrainState
 from pipeline.train.step import Step, name_samples
@@ -49,6 +50,7 @@ class Training:
     watchdog: Watchdog
     watch: NoWatch
     pace: NoPace
+    clock: Clock
     journal: Journal | None = None
     receipt: Receipt | None = None
     trace: Trace | None = None
@@ -62,42 +64,50 @@ def train(run: Training, batches: Iterator[Batch]) -> Evaluation:
     processes.
     """
     state, plan, group = run.state, run.plan, run.group
-    waiting = Waiting(batches)
-    report = Report(plan, group, run.terminal, waiting, run.pace, run.journal, run.receipt)
+    clock = run.clock
+    waiting = Waiting(batches, clock)
+    report = Report(plan, group, run.terminal, clock, run.pace, run.journal, run.receipt)
     stopping, saved = False, (state.step, state.is_evaluated)
     while True:
         is_best = False
         if plan.evaluates_at(state.step) and not state.is_evaluated and not stopping:
-            evaluation = _evaluate(run)
+            with clock.on("validation"):
+                evaluation = _evaluate(run)
             if evaluation:
                 is_best = state.take(evaluation)
-                report.evaluated(state, is_best)
+                with clock.on("tracking"):
+                    report.evaluated(state, is_best)
             stopping = evaluation is None
         if (stopping or is_best or plan.saves_at(state.step)) and saved != (state.step, state.is_evaluated):
-            _save(run, last=stopping or state.step >= plan.last_step)
+            with clock.on("checkpoint"):
+                _save(run, last=stopping or state.step >= plan.last_step)
             saved = (state.step, state.is_evaluated)
             report.restart_clock()
         if stopping:
             raise TemporaryError(f"asked to stop: step {state.step} is saved, the same command goes on from it")
+        report.account(state)
         if state.step >= plan.last_step:
             assert state.evaluation is not None
             return state.evaluation
 
         run.pace.start()
         loss, used = run.step.forward_backward(waiting)
-        stopping, not_finite, defects = group.agree(
-            _asked_to_stop(run),
-            not bool(torch.isfinite(loss)) or run.strategy.out_of_range(),
-            any(batch.defects for batch in used),
-        )
+        with clock.on("communication"):
+            stopping, not_finite, defects = group.agree(
+                _asked_to_stop(run),
+                not bool(torch.isfinite(loss)) or run.strategy.out_of_range(),
+                any(batch.defects for batch in used),
+            )
         if not_finite:
             raise _not_finite(run, loss, used)
         if defects:
             _note_defects(run, used)
-        run.step.update()
-        if run.config.run.trace:
-            trace_update(run.trace, state, plan, group, used)
-        report.updated(state)
+        with clock.on("optimizer"):
+            run.step.update()
+        with clock.on("tracking"):
+            if run.config.run.trace:
+                trace_update(run.trace, state, plan, group, used)
+            report.updated(state)
         run.watch.updated(state.step)
 
 

@@ -9,7 +9,6 @@ import math
 import os
 import resource
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -20,27 +19,10 @@ from pipeline.plan import Plan
 from pipeline.record.journal import Journal, Trace
 from pipeline.record.receipt import Receipt
 from pipeline.record.terminal import Terminal, duration
+from pipeline.train.account import ENTRIES, Clock, Spent, advise, describe
 from pipeline.train.state import TrainState
 from pipeline.train.step import LOSS_UNIT
 from pipeline.train.watch import NoPace
-
-
-class Waiting:
-    """An iterator over batches that knows how long it was waited for."""
-
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self._batches = batches
-        self.seconds = 0.0
-
-    def __iter__(self) -> "Waiting":
-        return self
-
-    def __next__(self) -> Batch:
-        start = time.perf_counter()
-        try:
-            return next(self._batches)
-        finally:
-            self.seconds += time.perf_counter() - start
 
 
 class Report:
@@ -51,7 +33,7 @@ class Report:
         plan: Plan,
         group: Group,
         terminal: Terminal,
-        waiting: Waiting,
+        clock: Clock,
         pace: NoPace,
         journal: Journal | None,
         receipt: Receipt | None,
@@ -59,21 +41,26 @@ class Report:
         self._plan = plan
         self._group = group
         self._terminal = terminal
-        self._waiting = waiting
+        self._clock = clock
         self._pace = pace
         self._journal = journal
         self._receipt = receipt
         self._has_stepped = False
+        self._spent: Spent = dict.fromkeys(ENTRIES, 0.0)
+        self._is_new_epoch = True
+        self._advised: set[str] = set()
+        clock.take()  # what came before training is in no account
         self.restart_clock()
 
     def restart_clock(self) -> None:
         """Time spent so far, in an evaluation say, is not that of training steps."""
-        self._start, self._waited, self._steps = time.perf_counter(), self._waiting.seconds, 0
+        self._start, self._waited, self._steps = time.perf_counter(), self._clock.seconds["data"], 0
         self._cpu = sum(os.times()[:2])
 
     def updated(self, state: TrainState) -> None:
         """After each update."""
         self._steps += 1
+        self._is_new_epoch = False
         if not self._has_stepped:
             self._has_stepped = True
             self._terminal.say(f"first step done {_seconds_since_start():.1f} s after the start")
@@ -82,7 +69,7 @@ class Report:
         loss, correct, images, *times = self._group.sum(torch.cat([state.totals.cpu(), self._pace.take()])).tolist()
         state.totals.zero_()
         elapsed = max(1e-9, time.perf_counter() - self._start)
-        waited = (self._waiting.seconds - self._waited) / elapsed
+        waited = (self._clock.seconds["data"] - self._waited) / elapsed
         images_per_s = self._steps * self._plan.global_batch / elapsed
         rate = self._plan.learning_rate(state.step - 1)
         metrics = {
@@ -128,6 +115,29 @@ class Report:
         if self._receipt:
             self._receipt.write(self._terminal.say)
         self.restart_clock()
+
+    def account(self, state: TrainState) -> None:
+        """Once all that is due at a step is done: at the end of an epoch, and of the run, where its time went."""
+        plan = self._plan
+        if self._is_new_epoch or not (state.step % plan.steps_per_epoch == 0 or state.step >= plan.last_step):
+            return
+        self._is_new_epoch = True
+        mine = self._clock.take()
+        total = self._group.sum(torch.tensor([round(1e6 * mine[entry]) for entry in ENTRIES]))
+        mean: Spent = dict(zip(ENTRIES, (total / self._group.size / 1e6).tolist(), strict=True))
+        self._spent = {entry: self._spent[entry] + mean[entry] for entry in ENTRIES}
+        if self._journal:
+            metrics = {f"time/{entry}_s": seconds for entry, seconds in mean.items()}
+            self._journal.report(state.step, {"time/epoch_s": sum(mean.values()), **metrics})
+        advice = advise(mean, plan, self._group.world.cpus)
+        if advice and advice.split(":")[0].rpartition(" ")[0] not in self._advised:
+            self._advised.add(advice.split(":")[0].rpartition(" ")[0])
+            self._terminal.say(advice)
+
+    @property
+    def spent(self) -> str:
+        """Where the time of this start went, as a line."""
+        return describe(self._spent)
 
 
 def trace_update(trace: Trace | None, state: TrainState, plan: Plan, group: Group, used: list[Batch]) -> None:

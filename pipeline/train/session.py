@@ -29,6 +29,7 @@ from pipeline.record.provenance import provenance
 from pipeline.record.receipt import Receipt
 from pipeline.record.sender import NoSender
 from pipeline.record.terminal import Silence, Terminal
+from pipeline.train.account import start_clock
 from pipeline.train.evaluate import Evaluator
 from pipeline.train.finetune import take_over
 from pipeline.train.loop import Training, train
@@ -165,7 +166,8 @@ def _build(
         take_over(model, config.model, group, terminal.say)
     strategy = parallel.choose(config, plan, model, group)
     state = TrainState.build(model, config, group.device)
-    step = Step(state, strategy, config, plan)
+    clock = start_clock(group.device)
+    step = Step(state, strategy, config, plan, clock)
     first = copy_to_host(model.state_dict())
     step.settle()
     model.load_state_dict(first)
@@ -173,7 +175,7 @@ def _build(
     evaluator = Evaluator(state.judged, source.val, config, plan, group)
     return Training(
         config, plan, group, strategy, state, step, source.train, evaluator, identity, terminal, stop, watchdog,
-        start_watch(strategy, plan), start_pace(strategy, terminal.say),
+        start_watch(strategy, plan), start_pace(strategy, clock, terminal.say), clock,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from pipeline.model.average import update_average
 from pipeline.parallel import Strategy
 from pipeline.plan import Plan
 from pipeline.randomness import seed_network
+from pipeline.train.account import Clock
 from pipeline.train.state import TrainState
 
 LOSS_UNIT = 2**20
@@ -38,11 +39,12 @@ def autocast(device: torch.device, config: Config) -> torch.autocast:
 
 
 class Step:
-    def __init__(self, state: TrainState, strategy: Strategy, config: Config, plan: Plan) -> None:
+    def __init__(self, state: TrainState, strategy: Strategy, config: Config, plan: Plan, clock: Clock) -> None:
         self._state = state
         self._strategy = strategy
         self._config = config
         self._plan = plan
+        self._clock = clock
         self._device = strategy.group.device
         self._normalise = Normalise(self._device, channels_last=config.model.channels_last)
         self._used: list[Batch] = []
@@ -71,7 +73,7 @@ class Step:
             )
             used.append(batch)
             labels = batch.labels.to(self._device, non_blocking=True)
-            with self._strategy.accumulating(micro):
+            with self._clock.on("forward_backward"), self._strategy.accumulating(micro):
                 loss, logits = self._forward(batch.images, labels, batch.mix)
                 state.scaler.scale(loss / self._strategy.divisor).backward()  # type: ignore[no-untyped-call]
             self._count(loss.detach(), logits.detach(), labels)
@@ -103,8 +105,9 @@ class Step:
     def _forward(self, images: Tensor, labels: Tensor, mix: Tensor) -> tuple[Tensor, Tensor]:
         """images: [B, 3, H, W] uint8, labels: [B] int64 on the device, mix: [B or 0, 5]
         -> (mean loss, logits [B, classes])."""
-        pixels = self._normalise(images)
-        mix = mix.to(self._device, non_blocking=True)
+        with self._clock.on("copy"):
+            pixels = self._normalise(images)
+            mix = mix.to(self._device, non_blocking=True)
         if len(mix):
             pixels = mixed(pixels, mix)
         with autocast(self._device, self._config):

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from pipeline.parallel import Strategy
 from pipeline.plan import Plan
+from pipeline.train.account import Clock
 from pipeline.verdict import DivergedError
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -76,8 +77,8 @@ class NoPace:
 
 
 class Pace(NoPace):
-    def __init__(self, strategy: Strategy, say: Callable[[str], None]) -> None:
-        self._group, self._say = strategy.group, say
+    def __init__(self, strategy: Strategy, clock: Clock, say: Callable[[str], None]) -> None:
+        self._group, self._clock, self._say = strategy.group, clock, say
         self._own = 0.0
         self._start: Any = None
         self._end: Any = None
@@ -117,6 +118,7 @@ class Pace(NoPace):
 
     def _has_gradients(self, _: Tensor) -> None:
         self._end = self._now()
+        self._clock.move("communication")
 
     def _fold(self) -> None:
         """Add the step just made; `agree` has since waited for the device, so its events have passed."""
@@ -138,8 +140,8 @@ def start_watch(strategy: Strategy, plan: Plan) -> NoWatch:
     return RankWatch(strategy, plan) if plan.world > 1 and plan.watch_every else NoWatch()
 
 
-def start_pace(strategy: Strategy, say: Callable[[str], None]) -> NoPace:
-    return Pace(strategy, say) if strategy.group.size > 1 else NoPace()
+def start_pace(strategy: Strategy, clock: Clock, say: Callable[[str], None]) -> NoPace:
+    return Pace(strategy, clock, say) if strategy.group.size > 1 else NoPace()
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
