@@ -112,6 +112,7 @@ def _add_run_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
         "overrides", nargs="*", default=[], metavar="key=value", help="changes the recipe, for example train.epochs=10"
     )
     train.add_argument("--nproc", type=_count, metavar="N", help="start N processes on this machine")
+    train.add_argument("--quiet", action="store_true", help="errors and the last line alone")
     train.set_defaults(run=_train)
 
     evaluate = commands.add_parser("evaluate", help="validate a checkpoint exactly, at any number of processes")
@@ -148,6 +149,10 @@ def _add_run_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
     verify.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     verify.add_argument("--steps", type=_count, metavar="N", help="the first N steps alone (default: all)")
     verify.set_defaults(run=_verify)
+
+    report = commands.add_parser("report", help="draw a run's curves, confusions and mistakes into its folder report/")
+    report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    report.set_defaults(run=_report)
 
     sync = commands.add_parser("sync", help="send to MLflow what the journal holds and the server lacks")
     sync.add_argument("run_dir", type=Path, metavar="RUN_DIR")
@@ -356,6 +361,10 @@ def _train(options: argparse.Namespace) -> str | int:
         world.die_with_parent(parent)
 
     from pipeline.operate import launch
+    from pipeline.record.terminal import QUIET
+
+    if options.quiet:
+        os.environ[QUIET] = "1"
 
     return launch.train(options.recipe, options.overrides, options.nproc, stop)
 
@@ -423,6 +432,12 @@ def _data_check(options: argparse.Namespace) -> str:
     from pipeline.operate import data
 
     return data.check(options.root, options.val_split, write_sums=options.write_sums)
+
+
+def _report(options: argparse.Namespace) -> str:
+    from pipeline.operate.report import report
+
+    return report(options.run_dir)
 
 
 def _sync(options: argparse.Namespace) -> str:

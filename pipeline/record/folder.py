@@ -28,6 +28,7 @@ class RunFolder:
         self.receipt = path / "receipt.json"
         self.tracker = path / "mlflow.json"
         self.sync_log = path / "sync.log"
+        self.report = path / "report"
         self._lock = path / "lock"
         self._held: int | None = None
 

@@ -142,8 +142,8 @@ def describe(spent: Spent) -> str:
     return ", ".join(f"{entry.replace('_', ' and ')} {share:.0%}" for share, entry in parts if share >= 0.005)
 
 
-def advise(spent: Spent, plan: Plan, cpus: int) -> str | None:
-    """One line on the largest entry that need not be so large; None where all is well. cpus: of this machine."""
+def advise(spent: Spent, plan: Plan, cpus: int) -> tuple[Entry, str] | None:
+    """The largest entry that need not be so large, and a line on it; None where all is well. cpus: of this machine."""
     total = max(1e-9, sum(spent.values()))
     above: Spent = {entry: spent[entry] / total for entry, limit in _NOTEWORTHY.items() if spent[entry] > limit * total}
     if not above:
@@ -155,11 +155,9 @@ def advise(spent: Spent, plan: Plan, cpus: int) -> str | None:
         case "copy":
             head, remedy = "copying to the device", "look at the machine's PCIe link and at what else uses its memory"
         case "communication":
-            head, remedy = (
-                "waiting for the other processes",
-                (
-                    "raise batch.global or batch.accumulate, so that they meet less often, or look for a slow rank or network"
-                ),
+            head = "waiting for the other processes"
+            remedy = (
+                "raise batch.global or batch.accumulate, so that they meet less often; look for a slow rank or network"
             )
         case "validation":
             head, remedy = "validation", "raise evaluate.every or evaluate.batch"
@@ -167,7 +165,7 @@ def advise(spent: Spent, plan: Plan, cpus: int) -> str | None:
             head, remedy = "saving", "raise checkpoint.every, or put run.dir on a faster disk"
         case _:
             head, remedy = "reporting", "raise track.every, or put run.dir on a faster disk"
-    return f"{head} {above[largest]:.0%}: {remedy}"
+    return largest, f"{head} {above[largest]:.0%}: {remedy}"
 
 
 def _workers(spent: Spent, plan: Plan, cpus: int) -> str:
@@ -175,6 +173,7 @@ def _workers(spent: Spent, plan: Plan, cpus: int) -> str:
     others = max(1e-9, sum(spent[entry] for entry in (*_OF_STEP, "tracking", "other")))
     busy = plan.workers_per_node * (others + spent["data"]) if plan.workers else spent["data"] * plan.local_world
     needed = max(plan.workers_per_node + 1, math.ceil(busy / others))
+    enough = f"{needed} worker{'s' * (needed > 1)} would do"
     if needed <= cpus:
-        return f"{needed} workers would do (data.workers={needed})"
-    return f"{needed} workers would do and the CPUs are {cpus}: take a machine with more"
+        return f"{enough} (data.workers={needed})"
+    return f"{enough} and the CPUs are {cpus}: take a machine with more"

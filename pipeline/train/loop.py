@@ -22,6 +22,7 @@ from pipeline.record.receipt import Receipt
 from pipeline.record.terminal import Terminal
 from pipeline.train.account import Clock, Waiting
 from pipeline.train.evaluate import Evaluator
+from pipeline.train.exhibits import NoExhibits
 from pipeline.train.report import Report, trace_update
 from pipeline.train.signals import StopRequest
 from pipeline.train.state import Evaluation, TrainState
@@ -51,6 +52,7 @@ class Training:
     watch: NoWatch
     pace: NoPace
     clock: Clock
+    exhibits: NoExhibits
     journal: Journal | None = None
     receipt: Receipt | None = None
     trace: Trace | None = None
@@ -120,9 +122,12 @@ def _asked_to_stop(run: Training) -> bool:
 def _evaluate(run: Training) -> Evaluation | None:
     run.watch.compare(run.state.step)
     run.strategy.share_buffers(run.state.judged)
-    evaluation, defects = run.evaluator.evaluate(run.state.step, lambda: _asked_to_stop(run))
-    run.terminal.say_defects(run.evaluator.images, defects)
-    return evaluation
+    judgement = run.evaluator.evaluate(run.state.step, lambda: _asked_to_stop(run))
+    if judgement is None:
+        return None
+    run.terminal.say_defects(run.evaluator.images, judgement.defects)
+    run.exhibits.judged(judgement)
+    return judgement.evaluation
 
 
 def _save(run: Training, *, last: bool) -> None:

@@ -9,6 +9,7 @@ import math
 import os
 import resource
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from pipeline.plan import Plan
 from pipeline.record.journal import Journal, Trace
 from pipeline.record.receipt import Receipt
 from pipeline.record.terminal import Terminal, duration
-from pipeline.train.account import ENTRIES, Clock, Spent, advise, describe
+from pipeline.train.account import ENTRIES, Clock, Entry, Spent, advise, describe
 from pipeline.train.state import TrainState
 from pipeline.train.step import LOSS_UNIT
 from pipeline.train.watch import NoPace
@@ -48,7 +49,7 @@ class Report:
         self._has_stepped = False
         self._spent: Spent = dict.fromkeys(ENTRIES, 0.0)
         self._is_new_epoch = True
-        self._advised: set[str] = set()
+        self._advised: set[Entry] = set()
         clock.take()  # what came before training is in no account
         self.restart_clock()
 
@@ -66,9 +67,15 @@ class Report:
             self._terminal.say(f"first step done {_seconds_since_start():.1f} s after the start")
         if not self._plan.reports_at(state.step):
             return
-        loss, correct, images, *times = self._group.sum(torch.cat([state.totals.cpu(), self._pace.take()])).tolist()
-        state.totals.zero_()
+        totals, pace = (
+            state.totals.cpu(),
+            self._pace.take(),
+        )  # waits for the device, so what it still did is in the time
         elapsed = max(1e-9, time.perf_counter() - self._start)
+        mine = torch.cat([totals, pace, self._machine(elapsed).flatten()])
+        loss, correct, images, *rest = self._group.sum(mine).tolist()
+        state.totals.zero_()
+        times, machines = rest[: len(pace)], rest[len(pace) :]
         waited = (self._clock.seconds["data"] - self._waited) / elapsed
         images_per_s = self._steps * self._plan.global_batch / elapsed
         rate = self._plan.learning_rate(state.step - 1)
@@ -81,7 +88,7 @@ class Report:
             "time/step_ms": 1000 * elapsed / self._steps,
             "time/waiting_for_data": waited,
             **self._pace.judge(times, self._steps),
-            **_system(self._group.device, (sum(os.times()[:2]) - self._cpu) / elapsed),
+            **_by_machine(self._group.hosts, machines),
         }
         if self._journal:
             self._journal.report(state.step, metrics)
@@ -93,6 +100,16 @@ class Report:
             f"  data {waited:.0%}  {duration(left)} left"
         )
         self.restart_clock()
+
+    def _machine(self, elapsed: float) -> torch.Tensor:
+        """[processes, 3] int64: KiB of memory, thousandths of CPUs busy, KiB of GPU memory, in this process's row."""
+        device = self._group.device
+        rows = torch.zeros((self._group.size, 3), dtype=torch.int64)
+        rows[self._group.rank, 0] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        rows[self._group.rank, 1] = round(1000 * (sum(os.times()[:2]) - self._cpu) / elapsed)
+        if device.type == "cuda":
+            rows[self._group.rank, 2] = torch.cuda.max_memory_allocated(device) // 1024
+        return rows
 
     def evaluated(self, state: TrainState, is_best: bool) -> None:
         evaluation = state.evaluation
@@ -130,14 +147,11 @@ class Report:
             metrics = {f"time/{entry}_s": seconds for entry, seconds in mean.items()}
             self._journal.report(state.step, {"time/epoch_s": sum(mean.values()), **metrics})
         advice = advise(mean, plan, self._group.world.cpus)
-        if advice and advice.split(":")[0].rpartition(" ")[0] not in self._advised:
-            self._advised.add(advice.split(":")[0].rpartition(" ")[0])
-            self._terminal.say(advice)
-
-    @property
-    def spent(self) -> str:
-        """Where the time of this start went, as a line."""
-        return describe(self._spent)
+        if advice and advice[0] not in self._advised:
+            self._advised.add(advice[0])
+            self._terminal.say(advice[1])
+        if state.step >= plan.last_step:
+            self._terminal.say(f"{duration(sum(self._spent.values()))} since the start: {describe(self._spent)}")
 
 
 def trace_update(trace: Trace | None, state: TrainState, plan: Plan, group: Group, used: list[Batch]) -> None:
@@ -155,8 +169,14 @@ def _seconds_since_start() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
-def _system(device: torch.device, cpus: float) -> dict[str, float]:
-    facts = {"system/rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "system/cpus_busy": cpus}
-    if device.type == "cuda":
-        facts["system/gpu_peak_mib"] = torch.cuda.max_memory_allocated(device) / 2**20
-    return facts
+def _by_machine(hosts: list[str], rows: list[int]) -> dict[str, float]:
+    """Metrics of each machine by its name: of its processes together, and the GPU memory of the fullest."""
+    facts: dict[str, float] = defaultdict(float)
+    for rank, host in enumerate(hosts):
+        memory, cpus, gpu_memory = rows[3 * rank : 3 * rank + 3]
+        facts[f"system/{host}/rss_mib"] += memory / 1024
+        facts[f"system/{host}/cpus_busy"] += cpus / 1000
+        if gpu_memory:
+            name = f"system/{host}/gpu_peak_mib"
+            facts[name] = max(facts[name], gpu_memory / 1024)
+    return dict(facts)
