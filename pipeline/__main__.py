@@ -212,7 +212,7 @@ def _add_data_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
 
 def _add_machine_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
     doctor = commands.add_parser("doctor", help="what would go wrong here, before it does; exit 0 if RECIPE can run")
-    doctor.add_argument("recipe", metavar="RECIPE")
+    doctor.add_argument("recipe", nargs="?", default="digits", metavar="RECIPE", help="default digits")
     doctor.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
     doctor.add_argument(
         "--world", type=_count, metavar="N", help="processes in the whole job (default: the node's, or 1)"
@@ -221,6 +221,10 @@ def _add_machine_commands(commands: "argparse._SubParsersAction[_Parser]") -> No
         "--nodes", type=_count, metavar="M", help="machines that they are spread over (default as above)"
     )
     doctor.add_argument("--json", action="store_true", help="findings for machines")
+    doctor.add_argument(
+        "--sanity", action="store_true",
+        help="also train a little on your data: first loss, one batch learnt by heart, shuffled labels not learnt",
+    )  # fmt: skip
     doctor.set_defaults(run=_doctor)
 
     rehearse = commands.add_parser(
@@ -450,7 +454,14 @@ def _sync(options: argparse.Namespace) -> str:
 def _doctor(options: argparse.Namespace) -> str | int:
     from pipeline.operate import doctor
 
-    return doctor.examine(options.recipe, options.overrides, options.world, options.nodes, as_json=options.json)
+    return doctor.examine(
+        options.recipe,
+        options.overrides,
+        options.world,
+        options.nodes,
+        as_json=options.json,
+        with_sanity=options.sanity,
+    )
 
 
 def _render(options: argparse.Namespace) -> str:
