@@ -6,9 +6,11 @@ model or torch. Files lie in `report/data/`; numbers and text alone are in them,
 
 import io
 import os
+import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,10 +67,13 @@ def save_judged(report: Path, step: int, judged: Judged) -> None:
 
 
 def load_judged(path: Path) -> Judged:
-    """OSError or ValueError where it cannot be read."""
-    with np.load(path, allow_pickle=False) as kept:
-        answers = Answers(kept["labels"], kept["predicted"], kept["confidence"])
-        return Judged(answers, kept["classes"].tolist(), kept["shown"], kept["pixels"])
+    """ValueError where it cannot be read."""
+    try:
+        with np.load(path, allow_pickle=False) as kept:
+            answers = Answers(kept["labels"], kept["predicted"], kept["confidence"])
+            return Judged(answers, kept["classes"].tolist(), kept["shown"], kept["pixels"])
+    except (OSError, KeyError, EOFError, BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path.name} is damaged ({error}): remove it, the next evaluation makes another") from None
 
 
 def save_augmented(report: Path, pixels: NDArray[np.uint8], captions: list[str]) -> None:

@@ -206,7 +206,10 @@ class Follower:
                     continue
                 with tempfile.TemporaryDirectory() as scratch:
                     path = Path(scratch) / "picture.png"
-                    of_evaluation(draw, kept)(path)
+                    try:
+                        of_evaluation(draw, kept)(path)
+                    except ValueError as error:
+                        _log(f"{name} of step {step} is not shown: {error}")
                     if path.exists():  # of no mistake there is no picture
                         with Image.open(path) as image:
                             self._client.log_image(

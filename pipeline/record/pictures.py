@@ -23,6 +23,7 @@ _CURVES = (
     ("learning rate", ("train/lr",)),
 )
 _NAMED = 30  # classes whose names an axis has room for
+_NAMES: dict[str, Any] = {"fontsize": 7, "parse_math": False}  # a class may be called $5
 _WORST = 40  # classes shown, where there are more
 
 
@@ -82,8 +83,8 @@ def draw_confusion(path: Path, judged: Judged, title: str) -> None:
     axes.set_ylabel("is")
     if len(judged.classes) <= _NAMED:
         places = range(len(judged.classes))
-        axes.set_xticks(places, judged.classes, rotation=90, fontsize=7)
-        axes.set_yticks(places, judged.classes, fontsize=7)
+        axes.set_xticks(places, judged.classes, rotation=90, **_NAMES)
+        axes.set_yticks(places, judged.classes, **_NAMES)
     figure.savefig(path, dpi=120)
 
 
@@ -94,9 +95,9 @@ def draw_classes(path: Path, judged: Judged, title: str) -> None:
     order = np.argsort(accuracy, kind="stable")[:_WORST][::-1]
     figure = _figure(6, 0.6 + 0.2 * len(order))
     axes = figure.subplots()
-    axes.barh([judged.classes[label] for label in order], accuracy[order])
+    axes.barh(range(len(order)), accuracy[order])
+    axes.set_yticks(range(len(order)), [judged.classes[label] for label in order], **_NAMES)
     axes.set_xlim(0, 1)
-    axes.tick_params(labelsize=7)
     some = f"the worst {len(order)} of {len(accuracy):,} classes" if len(order) < len(accuracy) else "each class"
     axes.set_title(f"top-1 of {some}, {title}", fontsize=10)
     figure.savefig(path, dpi=120)

@@ -32,5 +32,6 @@ def draw_sheet(path: Path, tiles: list[Tile], title: str = "") -> None:
         axes.axis("off")
         if at < len(tiles):
             axes.imshow(tiles[at].pixels.transpose(1, 2, 0))
-            axes.set_title(tiles[at].caption, fontsize=6, y=-0.02, va="top")
+            place = {"transform": axes.transAxes, "ha": "center", "va": "top"}
+            axes.text(0.5, -0.04, tiles[at].caption, fontsize=6, parse_math=False, **place)
     figure.savefig(path, dpi=120)
