@@ -1,8 +1,8 @@
 """Where the time goes: each instant of a training belongs to one entry, and one line says what to do about the largest.
 
 Promise: the entries sum to the wall time. Why that holds: there is one clock with one hand, which is moved from entry to
-entry; nothing is timed twice and nothing is left out, what has no name is `other`. Moving it costs 1 µs, some ten times a
-step, and never waits for a device.
+entry; nothing is timed twice and nothing is left out, what has no name is `other`. Moving it there and back costs
+1.5 µs, some ten times a step, and never waits for a device.
 
 A GPU works behind the host's back, so what the host spends in the entries of a step is shared out as the device's own
 intervals stand to each other. Events on its stream say those; they are read long after, once they have passed.

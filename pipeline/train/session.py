@@ -246,7 +246,7 @@ def _summary(run: Training, folder: RunFolder) -> dict[str, str]:
         rows["best"] = f"top-1 {best.top1:.4f} at step {best.step:,}: {folder.checkpoints / file['file']}"
     if run.config.track.report:
         rows["report"] = str(folder.report)
-    rows["MLflow"] = without_password(sender.tracking_uri(run.config, folder) or "none: the journal alone")
+    rows["tracker"] = without_password(sender.tracking_uri(run.config, folder) or "none: the journal alone")
     rows["use it"] = f"pipeline predict {folder.path} IMAGE ..."
     return rows
 
