@@ -313,9 +313,10 @@ def test_the_run_tells_the_whole_story_and_its_folder_alone_tells_it_again(
     assert {**mlruns[0].data.tags, **mlruns[1].data.tags}.keys() == mlruns[0].data.tags.keys()
     assert mlruns[0].data.params == mlruns[1].data.params
 
+    best = read_rows(run.folder / "journal.jsonl")[-1]["best"]
     answers = [
         json.loads(pipeline("predict", model, str(digits / "val" / "3"), "--json", MLFLOW_TRACKING_URI=good.uri).out)
-        for model in (str(run.folder), "models:/story-digits@best")
+        for model in (str(run.folder / "checkpoints" / best["file"]), "models:/story-digits@best")
     ]
     for by_file, by_registry in zip(*(answer["predictions"] for answer in answers), strict=True):
         assert by_file["image"] == by_registry["image"]
