@@ -230,7 +230,7 @@ def test_sanity_is_quiet_on_good_data_and_names_what_is_wired_wrongly(
         with pytest.raises(verdict.RequestError, match="32 images are not learnt by heart"):
             trial_of("one batch")()
     with monkeypatch.context() as patch:  # what shuffling should have taken away is still there
-        patch.setattr(sanity.torch, "randperm", lambda count, generator: torch.arange(count))
+        patch.setattr(sanity, "_shuffled", lambda labels, draw: labels)
         with pytest.raises(verdict.RequestError, match=r"trained on shuffled labels, .* look for images in both"):
             trial_of("shuffled")()
 

@@ -80,7 +80,7 @@ class _Sanity:
 
         def batch(step: int) -> tuple[Tensor, Tensor]:
             images, labels = self._batch(step)
-            return images, labels[torch.randperm(len(labels), generator=draw).to(labels.device)]
+            return images, _shuffled(labels, draw)
 
         self._train(model, batch)
         right, labels = self._validate(model)
@@ -126,3 +126,7 @@ class _Sanity:
                 right += int((model(self._normalise(batch.images)).argmax(1).cpu() == batch.labels).sum())
                 judged.append(batch.labels[batch.labels != NO_LABEL])
         return right, torch.cat(judged)
+
+
+def _shuffled(labels: Tensor, draw: torch.Generator) -> Tensor:
+    return labels[torch.randperm(len(labels), generator=draw).to(labels.device)]
