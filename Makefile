@@ -1,6 +1,6 @@
 # Two commands for a stranger: `make train` and `make test`. Both set up .venv first, once.
 .DELETE_ON_ERROR:
-.PHONY: help setup train ui test test-containers faults faults-ci guards cluster-test lint lock clean
+.PHONY: help setup train ui test equivalence test-containers faults faults-ci guards cluster-test lint lock clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -17,6 +17,7 @@ help:
 	@echo 'make ui      look at the runs in MLflow, http://127.0.0.1:5000'
 	@echo 'make test    set up and run all tests'
 	@echo 'make faults-ci         the fault matrix, in a quarter of an hour; make faults: for hours, goes on where it was broken off'
+	@echo 'make equivalence       docs/equivalence.md anew: the same job started and spread in every way'
 	@echo 'make test-containers   build the images and test them, with a Docker engine'
 	@echo 'make cluster-test      train and hurt the digits on a cluster (KUBECONFIG, IMAGE, MLFLOW_IMAGE, RENDER)'
 	@echo 'make lint    ruff and mypy'
@@ -44,6 +45,10 @@ ui: setup
 
 test: setup
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# the same job started and spread in every way, in some minutes
+equivalence: setup
+	$(BIN)/python tests/equivalence.py docs/equivalence.md
 
 FAULTS = $(BIN)/python -m pytest --ledger=build/faults.jsonl --report=docs/faults.md
 

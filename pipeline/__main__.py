@@ -154,6 +154,16 @@ def _add_run_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     report.set_defaults(run=_report)
 
+    export = commands.add_parser(
+        "export", help="the trained model in another format, compared with it on validation images",
+        description="Writes the model of a run's last checkpoint, or of the one that is named, to the run's folder export."
+        " torch.export and onnx take pixels of 0 to 255 and give probabilities; safetensors has the weights alone.",
+    )  # fmt: skip
+    export.add_argument("target", type=Path, metavar="RUN_DIR|CHECKPOINT")
+    export.add_argument("--to", required=True, choices=("torch.export", "onnx", "safetensors"))
+    export.add_argument("--out", type=Path, metavar="FILE", help="another place for it")
+    export.set_defaults(run=_export)
+
     sync = commands.add_parser("sync", help="send to MLflow what the journal holds and the server lacks")
     sync.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     sync.add_argument(
@@ -308,6 +318,23 @@ def _add_bench_commands(commands: "argparse._SubParsersAction[_Parser]") -> None
     )
     feed.add_argument("--json", action="store_true", help="rows for machines")
     feed.set_defaults(run=_bench_data)
+    gpu = subjects.add_parser(
+        "gpu", help="all that wants a GPU to be shown, in under 8 minutes on one, with a short table last"
+    )
+    gpu.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
+    gpu.add_argument(
+        "--images", type=Path, metavar="DIR", help="an image folder of photos (default: patterns are made)"
+    )
+    gpu.add_argument("--batch", type=_count, default=256, metavar="N", help="images a step (default 256)")
+    gpu.set_defaults(run=_bench_gpu)
+    top1 = subjects.add_parser(
+        "top1", help="top-1 of a recipe against a plain torchvision loop that trains for the same seconds",
+        description="RECIPE, as 'pipeline train' runs it, then the plain loop, for as many seconds, on the same folder.",
+    )  # fmt: skip
+    top1.add_argument("recipe", metavar="RECIPE")
+    top1.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
+    top1.add_argument("--seeds", type=_count, default=3, metavar="N", help="times, each from another seed (default 3)")
+    top1.set_defaults(run=_bench_top1)
     comm = subjects.add_parser("comm", help="how gradients meet: exact mode against DDP, in one group of processes")
     comm.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
     comm.add_argument("--nproc", type=_count, metavar="N", help="start N processes on this machine")
@@ -393,19 +420,25 @@ def _verify(options: argparse.Namespace) -> str | int:
     return verify.verify(options.run_dir, options.steps)
 
 
+def _export(options: argparse.Namespace) -> str:
+    from pipeline.operate import export
+
+    return export.export(options.target, options.to, options.out)
+
+
 def _plan(options: argparse.Namespace) -> str:
     from pipeline.config import load
     from pipeline.data.sources import size_of
     from pipeline.plan import make_plan, memory_row
 
     config = load(options.recipe, options.overrides)
-    place = world.World(cpus=world.allowed_cpus()).resized(options.world, options.nodes)
+    place = world.World(cpus=world.allowed_cpus(), has_gpu=world.shows_gpu()).resized(options.world, options.nodes)
     plan = make_plan(config, place, size_of(config))
 
     from pipeline.model.architectures import count_parameters  # imports torch: last, so that a mistake is said at once
 
     parameters = count_parameters(config.model, plan.num_classes)
-    return f"{config.recipe}\n{plan.table()}\n{memory_row(config, parameters)}"
+    return f"{config.recipe}\n{plan.table()}\n{memory_row(config, parameters, plan.world)}"
 
 
 def _data_make(options: argparse.Namespace) -> str:
@@ -500,6 +533,18 @@ def _bench_data(options: argparse.Namespace) -> str:
     return feed.data(
         options.images, options.rounds, options.steps, peers=options.peers, write=options.write, as_json=options.json
     )
+
+
+def _bench_gpu(options: argparse.Namespace) -> str:
+    from pipeline.operate import programme
+
+    return programme.gpu(options.images, options.overrides, options.batch)
+
+
+def _bench_top1(options: argparse.Namespace) -> str:
+    from pipeline.operate import contest
+
+    return contest.top1(options.recipe, options.overrides, options.seeds)
 
 
 def _bench_comm(options: argparse.Namespace) -> str | int:

@@ -152,7 +152,15 @@ class Data(Section):
 
 class Augment(Section):
     size: Annotated[int, Field(ge=8, le=2048)] = 224
-    """Side of the square that the model sees in training, in pixels."""
+    """Side of the square that the model sees in training, in pixels; with augment.first_size, in the last epochs."""
+    first_size: Annotated[Annotated[int, Field(ge=8, le=2048)] | None, Absent] = None
+    """Of progressive resolution: the side in the first epochs. auto: augment.size, the same in all."""
+    growth: tuple[DurationField, DurationField] = (Duration(0, "steps"), Duration(0, "steps"))
+    """Of progressive resolution: when the side begins to grow, and when it is augment.size; between them it is the nearest
+    multiple of 32, and it changes between epochs only."""
+    repeats: Annotated[int, Field(ge=1, le=16)] = 1
+    """Repeated augmentation: how often an image is in an epoch, each time another view of it in the same batch; an epoch
+    then has so many fewer images in it."""
     scale: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] = (0.08, 1.0)
     """Random resized crop: least and largest share of the picture's area."""
     ratio: tuple[Annotated[float, Field(gt=0, le=100)], Annotated[float, Field(gt=0, le=100)]] = (3 / 4, 4 / 3)
@@ -176,6 +184,10 @@ class Augment(Section):
             low, high = getattr(self, name)
             if low > high:
                 raise ValueError(f"augment.{name}=[{low:g}, {high:g}]: the least comes first")
+        if self.first_size is not None and self.first_size > self.size:
+            raise ValueError(
+                f"augment.first_size={self.first_size} is above augment.size={self.size}: the side only grows"
+            )
         return self
 
 
@@ -185,6 +197,9 @@ class Model(Section):
     init: Annotated[Text | None, Absent] = None
     """Where first weights come from: one of torchvision's weights by its name (DEFAULT, IMAGENET1K_V2), or a run's folder
     or checkpoint. A head of another number of classes starts anew. none: random, from the seed."""
+    freeze: Annotated[Text | None, Absent] = None
+    """What of model.init stays as it is: backbone (all but the head), or names of modules with commas, as conv1,bn1,layer1.
+    Their running statistics stay, too. none: everything is trained."""
     batchnorm: Literal["local", "average", "sync"] = "local"
     """Of several processes: each has its own running statistics, and what is judged and saved are those of the first
     (local) or the mean of all (average); or batches are normalised together (sync, on GPUs)."""
@@ -204,6 +219,17 @@ class Exact(Section):
     """Of run.exact: parts of equal size that each global batch is cut into; processes must divide it."""
     fraction_bits: Annotated[int, Field(ge=24, le=52)] = 44
     """Of run.exact: gradients are summed in units of 2^-this; a shard's largest is then 2^(62 - this) / shards."""
+
+
+class Stages(Section):
+    count: Annotated[int, Field(ge=2, le=64)] = 2
+    """Of parallel=stages: parts that the model is cut into, one a process; twice as many processes train two copies."""
+    micro_batches: Annotated[Annotated[int, Field(ge=1, le=1 << 12)] | None, Absent] = None
+    """Of parallel=stages: parts that a copy's pass is cut into, which follow each other through the stages; batch norm sees
+    one at a time. auto: two for each stage."""
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    """Of parallel=stages: 1f1b goes backward with a micro-batch as soon as it can, and so holds fewer of them; gpipe sends
+    all of them forward first."""
 
 
 class Optimizer(Section):
@@ -250,6 +276,10 @@ class Train(Section):
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     """Of the arithmetic: tf32 is for GPUs of Ampere and later; bf16 and fp16 are autocast, weights stay fp32; with fp16
     the loss is scaled, and a step whose gradient overflows is skipped by all processes."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Have torch compile the model. auto: on GPUs, unless the run promises its bits; the plan says which, and why."""
+    exchange: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which processes exchange their gradients (DDP): bf16 is half of the bytes, and rounds each gradient."""
     loss: Literal["ce", "bce"] = "ce"
     """ce: cross-entropy; bce: a binary one for each class, as in "ResNet strikes back"."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -278,6 +308,26 @@ class Checkpoint(Section):
     """How many of the newest to keep; the best stays besides."""
 
 
+def _window(value: object) -> object:
+    if isinstance(value, str) and (match := re.fullmatch(r"(\d{1,12})-(\d{1,12})", value, re.ASCII)):
+        return match.groups()
+    return value
+
+
+class Profile(Section):
+    steps: Annotated[
+        tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] | None, BeforeValidator(_window), Absent
+    ] = None
+    """First and last step that torch.profiler records, on rank 0: [20, 24], or 20-24; the trace is put into the run's
+    folder report. none: none."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.steps and self.steps[0] > self.steps[1]:
+            raise ValueError(f"profile.steps=[{self.steps[0]}, {self.steps[1]}]: the first comes first")
+        return self
+
+
 class Track(Section):
     uri: Annotated[Text, PlainSerializer(without_password)] = "auto"
     """MLflow's address. auto: MLFLOW_TRACKING_URI, else a SQLite file mlflow.db beside the run's folder; none: the
@@ -301,19 +351,23 @@ class Config(Section):
 
     recipe: Text
     """Name of the recipe, from the file's name."""
-    parallel: Literal["ddp"] = "ddp"
-    """How gradients meet: DistributedDataParallel (in one process: not at all)."""
+    parallel: Literal["ddp", "dataparallel", "fsdp", "stages"] = "ddp"
+    """How gradients meet. ddp: each process has the whole model (DistributedDataParallel; alone: not at all);
+    dataparallel: one process, all its GPUs; fsdp: each process has a slice of every weight; stages: each process has
+    some of the layers."""
     run: Run = Run()
     data: Data = Data()
     augment: Augment = Augment()
     model: Model = Model()
     batch: Batch = Batch()
     exact: Exact = Exact()
+    stages: Stages = Stages()
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     train: Train = Train()
     evaluate: Evaluate = Evaluate()
     checkpoint: Checkpoint = Checkpoint()
+    profile: Profile = Profile()
     track: Track = Track()
 
     @model_validator(mode="after")
@@ -335,10 +389,46 @@ class Config(Section):
             raise ValueError(
                 "run.deterministic=true with model.batchnorm=average: a resumption would round otherwise; take local"
             )
+        if self.run.exact and (self.train.compile == "on" or self.train.exchange != "fp32"):
+            word = "train.compile=on" if self.train.compile == "on" else f"train.exchange={self.train.exchange}"
+            raise ValueError(f"run.exact=true with {word}: exact mode sums what plain passes give; leave it out")
         if self.run.exact and self.model.batchnorm != "local":
             raise ValueError(
                 f"run.exact=true with model.batchnorm={self.model.batchnorm}: exact mode averages over its shards; leave it"
                 " at local"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _parallel_can_be_kept(self) -> Self:
+        if self.parallel == "ddp":
+            return self
+        if self.run.exact:
+            raise ValueError(f"run.exact=true with parallel={self.parallel}: exact mode sums by itself; take ddp")
+        if self.model.batchnorm != "local":
+            raise ValueError(
+                f"model.batchnorm={self.model.batchnorm} with parallel={self.parallel}: is of ddp; leave it at local"
+            )
+        if self.train.compile == "on" or self.train.exchange != "fp32":
+            word = "train.compile=on" if self.train.compile == "on" else f"train.exchange={self.train.exchange}"
+            raise ValueError(f"{word} with parallel={self.parallel}: is of ddp; leave it out")
+        if self.parallel == "stages" and (self.model.freeze or self.augment.first_size):
+            raise ValueError(
+                "parallel=stages with model.freeze or augment.first_size: stages send each other tensors of one shape, and"
+                " all are trained; leave it out"
+            )
+        if self.parallel in ("fsdp", "stages") and self.train.precision == "fp16":
+            raise ValueError(
+                f"train.precision=fp16 with parallel={self.parallel}: not all processes see a gradient that overflows; take"
+                " bf16 or fp32"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _frozen_weights_are_somebodys(self) -> Self:
+        if self.model.freeze and not self.model.init:
+            raise ValueError(
+                f"model.freeze={self.model.freeze} without model.init would keep random weights: say whose to keep"
             )
         return self
 
@@ -354,6 +444,11 @@ class Config(Section):
         return self.run.deterministic or self.run.exact
 
     @property
+    def mixes(self) -> bool:
+        """Whether images are mixed with their neighbours, so that a pass has whole pairs."""
+        return self.augment.mixup > 0 or self.augment.cutmix > 0
+
+    @property
     def run_dir(self) -> Path:
         return Path(self.run.dir)
 
@@ -366,7 +461,7 @@ class Config(Section):
 # `run.resume` the decision itself. An epoch may only be added: `refuse_changes` looks at that.
 FREE_ON_RESUME = (
     "run.dir", "run.resume", "run.trace", "run.watch", "data.workers", "train.max_steps", "train.epochs", "checkpoint",
-    "track",
+    "profile", "track",
 )  # fmt: skip
 
 

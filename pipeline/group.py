@@ -101,7 +101,7 @@ class Peers(Group):
         limit = timedelta(seconds=timeout)
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         try:
-            dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=limit)
+            dist.init_process_group(backend, world.init_method, rank=world.rank, world_size=world.size, timeout=limit)
         except (dist.DistNetworkError, dist.DistStoreError, dist.DistBackendError, TimeoutError) as error:
             raise TemporaryError(
                 f"rank {world.rank} of {world.size} found no group within {timeout:g} s: a peer is not there yet ({error})"

@@ -45,6 +45,10 @@ class Plan(Resources):
     process_batch: int
     micro_batch: int
     accumulate: int
+    stages: int
+    """Parts that the model is cut into; the world holds world / stages copies of it."""
+    micro_batches: int
+    """Parts that a copy's pass is cut into on its way through the stages."""
     train_images: int
     val_images: int
     num_classes: int
@@ -67,11 +71,31 @@ class Plan(Resources):
     watch_every: int
     """0: never."""
     image_size: int
+    """The largest: of the last epochs."""
+    first_size: int
+    grows_from: float
+    grows_until: float
+    """Epochs between which the side of an image grows from first_size to image_size."""
     eval_size: int
+    repeats: int
+    compiles: bool
+    why_compiled: str
+    """Or why not."""
 
     def epoch(self, step: int) -> int:
         """Epoch that the update after `step` belongs to, from 0."""
         return step // self.steps_per_epoch
+
+    def size(self, step: int) -> int:
+        """Side of the images of the update after `step`, in pixels: FFCV's rule (train_imagenet.py, get_resolution)."""
+        epoch = self.epoch(step)
+        if epoch <= self.grows_from or self.first_size == self.image_size:
+            return self.first_size
+        if epoch >= self.grows_until:
+            return self.image_size
+        share = (epoch - self.grows_from) / (self.grows_until - self.grows_from)
+        nearest = round((self.first_size + share * (self.image_size - self.first_size)) / 32) * 32
+        return min(max(nearest, self.first_size), self.image_size)
 
     def learning_rate(self, step: int) -> float:
         """Rate of the update that follows `step` updates. A function of the step, so nothing of it is ever saved."""
@@ -107,6 +131,11 @@ class Plan(Resources):
         held = self.local_world * (self.workers * self.prefetch + 1) if self.workers else 0
         return held * 3 * (self.micro_batch * self.image_size**2 + self.eval_batch * self.eval_size**2)
 
+    @property
+    def norm_batch(self) -> int:
+        """Images that go through the model at once, which is what batch norm sees."""
+        return self.micro_batch * self.stages // self.micro_batches
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -119,12 +148,21 @@ class Plan(Resources):
                       f" {_count(self.threads, 'thread')} each"),
             ("batch", f"{self.global_batch} = {self.world} × {self.accumulate} × {self.micro_batch}"
                       " (processes × accumulation × images a pass)"),
+            *([("stages", f"{self.world} = {self.world // self.stages} × {self.stages} (copies × stages); a copy's pass of"
+                          f" {self.micro_batch * self.stages} images = {self.micro_batches} × {self.norm_batch}"
+                          " (micro-batches × images)")] if self.stages > 1 else []),
             ("workers", f"{self.workers} a process = ⌈{self.workers_per_node} a node / {self.local_world}⌉,"
                         f" {_mib(self.batches_ahead_bytes)} of /dev/shm a node"),
             ("epoch", f"{self.steps_per_epoch:,} steps = ⌊{self.train_images:,} / {self.global_batch}⌋"
                       f" ({self.train_images % self.global_batch:,} images left out, others each epoch)"),
             ("steps", f"{self.last_step:,}" + (f" of {self.total_steps:,}" if self.last_step < self.total_steps else "")
                       + f" ({self.last_step / self.steps_per_epoch:.4g} epochs)"),
+            ("images", f"{self.image_size} px"
+                       + (f", {self.first_size} px up to epoch {self.grows_from:g}, growing until {self.grows_until:g}"
+                          if self.first_size < self.image_size else "")
+                       + (f", {self.repeats} views of each in a batch" if self.repeats > 1 else "")
+                       + f"; {self.eval_size} px in validation"),
+            ("compiled", f"{'yes' if self.compiles else 'no'}: {self.why_compiled}"),
             ("learning rate", f"{self.peak_lr:.6g} at {self.global_batch} images a batch, {self.schedule}"
                               + (f", after {self.warmup_steps:,} steps of warm-up" if self.warmup_steps else "")),
             ("validation", f"every {self.evaluate_every:,} steps, {math.ceil(self.val_images / self.eval_batch):,} batches"
@@ -135,13 +173,21 @@ class Plan(Resources):
         return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
 
 
-def memory_row(config: Config, parameters: int) -> str:
+def memory_row(config: Config, parameters: int, world: int) -> str:
     """What each process holds for the whole of a training, as a row of the table; activations come on top."""
     moments = {"sgd": 1 if config.optimizer.momentum else 0, "adamw": 2}[config.optimizer.name]
     copies = 2 + moments
-    return (
+    whole = 4 * parameters * copies
+    row = (
         f"  memory         {parameters:,} parameters × 4 bytes × {copies} (weights, gradients, {moments} of the optimizer)"
-        f" = {_mib(4 * parameters * copies)} a process, activations besides"
+        f" = {_mib(whole)}"
+    )
+    parts = {"fsdp": world, "stages": config.stages.count}.get(config.parallel, 1)
+    if parts == 1:
+        return f"{row} a process, activations besides"
+    return (
+        f"{row}, of which a process has about 1/{parts} = {_mib(whole // parts)}, activations besides; rank 0 has"
+        f" {_mib(4 * parameters * (1 + moments))} more in host memory while it saves, twice if on a CPU"
     )
 
 
@@ -152,6 +198,11 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
         accumulate = _shards_per_process(config, world.size)
     else:
         _check_divides(global_batch, world.size, accumulate)
+    if config.parallel == "dataparallel" and world.size > 1:
+        raise RequestError(
+            f"parallel=dataparallel is one process for all GPUs of a machine, not {world.size}: start one, or take ddp"
+        )
+    stages, micro_batches = _stages(config, world.size, global_batch // (world.size * accumulate))
     if data.train_images < global_batch:
         share = world.size * accumulate
         largest = data.train_images // share * share
@@ -179,12 +230,23 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
             f" warm-up is longer than the whole training of {total_steps:,} steps ({config.train.epochs} epochs): make it"
             " shorter"
         )
+    grows_from, grows_until = (steps(when) / steps_per_epoch for when in config.augment.growth)
+    first_size = config.augment.first_size or config.augment.size
+    if first_size < config.augment.size and not grows_from <= grows_until < config.train.epochs:
+        raise RequestError(
+            f"augment.growth=[{config.augment.growth[0]}, {config.augment.growth[1]}] is from epoch {grows_from:g} to"
+            f" {grows_until:g} of {config.train.epochs}: the side must begin to grow before it ends to, and before the"
+            " training does"
+        )
+    compiles, why_compiled = _compilation(config, world)
     plan = Plan(
         **vars(share_resources(config, world)),
         global_batch=global_batch,
         process_batch=global_batch // world.size,
         micro_batch=global_batch // (world.size * accumulate),
         accumulate=accumulate,
+        stages=stages,
+        micro_batches=micro_batches,
         train_images=data.train_images,
         val_images=data.val_images,
         num_classes=data.num_classes,
@@ -203,9 +265,15 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
         report_every=max(1, steps(config.track.every)),
         watch_every=max(1, steps(config.run.watch)) if config.run.watch else 0,
         image_size=config.augment.size,
+        first_size=first_size,
+        grows_from=grows_from,
+        grows_until=grows_until,
+        repeats=config.augment.repeats,
+        compiles=compiles,
+        why_compiled=why_compiled,
         eval_size=config.evaluate.size or config.augment.size,
     )
-    if (config.augment.mixup or config.augment.cutmix) and plan.micro_batch % 2:
+    if config.mixes and plan.micro_batch % 2:
         raise RequestError(
             f"augment.mixup and augment.cutmix mix pairs, and a pass has {plan.micro_batch} images: choose batch.global, so"
             " that each pass has an even number"
@@ -274,6 +342,55 @@ def _shards_per_process(config: Config, world: int) -> int:
             f" {_count(world, 'process', 'es')}, {shards // world} each: raise exact.shards"
         )
     return shards // world
+
+
+def _stages(config: Config, world: int, micro_batch: int) -> tuple[int, int]:
+    """Parts of the model, and parts of a copy's pass; (1, 1) where the model is in one."""
+    if config.parallel != "stages":
+        return 1, 1
+    count, asked = config.stages.count, config.stages.micro_batches
+    if world % count:
+        worlds = [near for near in (world // count * count, (world // count + 1) * count) if near]
+        raise RequestError(
+            f"stages.count={count} wants as many processes for each copy of the model, and {world} cannot be shared out so:"
+            f" worlds that work are {', '.join(map(str, worlds))}"
+        )
+    images = count * micro_batch
+    if asked is None:
+        return count, max(parts for parts in range(1, 2 * count + 1) if images % parts == 0)
+    if images % asked:
+        raise RequestError(
+            f"stages.micro_batches={asked} does not divide the {images} images of a copy's pass: the nearest that work are"
+            f" {', '.join(map(str, _near_divisors(images, asked)))}"
+        )
+    if config.stages.schedule == "1f1b" and asked < count:
+        raise RequestError(
+            f"stages.micro_batches={asked} is fewer than stages.count={count}, and 1f1b wants one for each stage: raise it,"
+            " or take stages.schedule=gpipe"
+        )
+    return count, asked
+
+
+def _compilation(config: Config, world: World) -> tuple[bool, str]:
+    """Whether the model is compiled, and why, or why not. RequestError if it shall be and cannot."""
+    wanted, lack = config.train.compile, world.lacks_to_compile
+    if wanted == "off":
+        return False, "train.compile=off"
+    if wanted == "on":
+        if lack:
+            raise RequestError(
+                f"train.compile=on: torch.compile wants {lack}: install it, or leave train.compile at auto"
+            )
+        return True, "train.compile=on"
+    if config.parallel != "ddp":
+        return False, f"parallel={config.parallel} runs parts of a model, which are left as they are"
+    if config.run.device == "cpu" or not world.has_gpu:
+        return False, "there is no GPU to gain by it; train.compile=on compiles for a CPU"
+    if config.is_deterministic:
+        return False, "the run promises its bits, which kernels chosen anew may not keep; train.compile=on tries"
+    if lack:
+        return False, f"torch.compile wants {lack}, which is not here; expect a third fewer images/s"
+    return True, "there is a GPU"
 
 
 def _near_divisors(number: int, near: int) -> list[int]:

@@ -1,16 +1,18 @@
 """Who takes part and with what: read from the environment that a launcher leaves, before torch is imported.
 
 A process started by torchrun (or by our own `--nproc`, which is the same agent) finds its place in RANK, WORLD_SIZE,
-LOCAL_RANK, LOCAL_WORLD_SIZE; without them it is alone. CPUs are those that this process may use: the affinity mask cut by
-the cgroup's quota, since in a container the host's count is a promise nobody keeps.
+LOCAL_RANK, LOCAL_WORLD_SIZE, which may as well be given by hand; without them it is alone. CPUs are those that this process
+may use: the affinity mask cut by the cgroup's quota, since in a container the host's count is a promise nobody keeps.
 """
 
 import contextlib
 import ctypes
 import json
 import os
+import re
 import shutil
 import signal
+import sysconfig
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +34,11 @@ class World:
     """CPUs that the processes of this machine may use together."""
     shared_memory: int | None = None
     """Bytes of /dev/shm, all of it; None where that is not known."""
+    init_method: str | None = None
+    """Where processes meet: tcp://HOST:PORT; None: at MASTER_ADDR and MASTER_PORT, as launchers set them."""
+    has_gpu: bool = False
+    lacks_to_compile: str = ""
+    """What torch.compile wants and this machine has not; empty where it has all."""
 
     @property
     def is_main(self) -> bool:
@@ -52,7 +59,12 @@ def launched() -> bool:
 def here() -> World:
     """This process's place. RequestError if a launcher's variables make no sense."""
     if not launched():
-        return World(cpus=allowed_cpus(), shared_memory=_shared_memory())
+        return World(
+            cpus=allowed_cpus(),
+            shared_memory=_shared_memory(),
+            has_gpu=shows_gpu(),
+            lacks_to_compile=lacks_to_compile(),
+        )
     values = {}
     for name, default in (("RANK", ""), ("WORLD_SIZE", ""), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
         text = os.environ.get(name, default)
@@ -65,7 +77,27 @@ def here() -> World:
     if not (rank < size and local_rank < local_size <= size):
         given = " ".join(f"{name}={value}" for name, value in values.items())
         raise RequestError(f"{given} in the environment make no group of processes: start with torchrun or --nproc")
-    return World(size, local_size, rank, local_rank, allowed_cpus(), _shared_memory())
+    meet = _meeting_place() if size > 1 else None
+    return World(
+        size, local_size, rank, local_rank, allowed_cpus(), _shared_memory(), meet, shows_gpu(), lacks_to_compile()
+    )
+
+
+def _meeting_place() -> str | None:
+    given = os.environ.get("INIT_METHOD")
+    if given is None and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        return None
+    if given is None or not re.fullmatch(r"tcp://[^/\s]+:\d{1,5}", given, re.ASCII):
+        raise RequestError(
+            (
+                f"INIT_METHOD={given!r} is not tcp://HOST:PORT"
+                if given
+                else "RANK and WORLD_SIZE are set, but no place to meet"
+            )
+            + ": set INIT_METHOD=tcp://HOST:PORT, an address of rank 0's machine, or MASTER_ADDR and MASTER_PORT, or start"
+            " with torchrun or --nproc"
+        )
+    return given
 
 
 def allowed_cpus() -> int:
@@ -100,6 +132,16 @@ def _shared_memory() -> int | None:
         return shutil.disk_usage("/dev/shm").total
     except OSError:
         return None
+
+
+def lacks_to_compile() -> str:
+    """What torch.compile wants on this machine and does not find; empty where it has all."""
+    compilers = {"CC": ("gcc", "clang"), "CXX": ("g++", "clang++")}  # Triton's for a GPU, Inductor's for a CPU
+    kind, names = next(iter(compilers.items())) if shows_gpu() else ("CXX", compilers["CXX"])
+    if not any(shutil.which(name) for name in (os.environ.get(kind, names[0]), *names)):
+        return f"a compiler ({names[0]}, or {kind} in the environment)"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    return "" if header.exists() else f"Python's headers ({header})"
 
 
 def shows_gpu() -> bool:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -62,17 +63,28 @@ def pipeline(*arguments: str, cwd: Path | None = None, timeout: float = 300, **e
     return Result(done.returncode, done.stdout, done.stderr, time.monotonic() - start)
 
 
-def torchrun(nproc: int) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(nproc),
-        "-m",
-        "pipeline",
+def torchrun(nproc: int, *options: str) -> list[str]:
+    agent = [sys.executable, "-m", "torch.distributed.run", *(options or ("--standalone",))]
+    return [*agent, "--nproc-per-node", str(nproc), "-m", "pipeline"]
+
+
+def free_port() -> int:
+    """Nobody's at the moment."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def side_by_side(commands: list[list[str]], places: list[dict[str, str]]) -> Result:
+    """Commands that form one group, each with its variables: what all of them said, once all have ended well."""
+    start = time.monotonic()
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**place))
+        for command, place in zip(commands, places, strict=True)
     ]
+    answers = [process.communicate(timeout=240) for process in processes]
+    codes = [process.returncode for process in processes]
+    out, err = ("".join(texts) for texts in zip(*answers, strict=True))
+    return Result(max(map(abs, codes)), out, err, time.monotonic() - start)
 
 
 @dataclass
@@ -87,19 +99,16 @@ class Job:
     process: subprocess.Popen[str] | None = None
     started: float = 0
 
+    def train_words(self) -> list[str]:
+        return ["train", *self.arguments, f"run.dir={self.folder}"]
+
     def start(self) -> "Job":
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        train = ["train", *self.arguments, f"run.dir={self.folder}"]
         if self.by_torchrun:
-            command = [*torchrun(self.nproc), *train]
+            command = [*torchrun(self.nproc), *self.train_words()]
         else:
-            command = [
-                sys.executable,
-                "-m",
-                "pipeline",
-                *train,
-                *(["--nproc", str(self.nproc)] if self.nproc > 1 else []),
-            ]
+            processes = ["--nproc", str(self.nproc)] if self.nproc > 1 else []
+            command = [sys.executable, "-m", "pipeline", *self.train_words(), *processes]
         self.started = time.monotonic()
         self._starts = self._count_starts()
         self._out = open(self.folder.with_suffix(".out"), "w+")  # noqa: SIM115 — lives as long as the process
@@ -208,6 +217,44 @@ class Job:
 
     def checkpoints(self) -> list[Path]:
         return sorted((self.folder / "checkpoints").glob("step-*.pt"))
+
+
+def two_nodes(job: Job) -> Result:
+    """The job on two "nodes": a torchrun agent each, with half of its processes."""
+    agent = torchrun(job.nproc // 2, "--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}")
+    return side_by_side([[*agent, *job.train_words()]] * 2, [job.env] * 2)
+
+
+def by_hand(job: Job) -> Result:
+    """The job's processes started one by one, each told its place and where to meet."""
+    place = {
+        "WORLD_SIZE": str(job.nproc),
+        "LOCAL_WORLD_SIZE": str(job.nproc),
+        "INIT_METHOD": f"tcp://127.0.0.1:{free_port()}",
+    }
+    ranks = [{**job.env, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(job.nproc)]
+    return side_by_side([[sys.executable, "-m", "pipeline", *job.train_words()]] * job.nproc, ranks)
+
+
+def spawned(job: Job) -> Result:
+    """The job's processes started by torch.multiprocessing.spawn, as a program of one's own would."""
+    program = f"""\
+import os, sys
+import torch.multiprocessing
+from pipeline.__main__ import main
+
+def train(rank, words):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    sys.exit(main(words))
+
+if __name__ == "__main__":
+    os.environ.update(WORLD_SIZE="{job.nproc}", LOCAL_WORLD_SIZE="{job.nproc}", INIT_METHOD="tcp://127.0.0.1:{free_port()}")
+    torch.multiprocessing.spawn(train, (sys.argv[1:],), {job.nproc})
+"""
+    path = job.folder.with_suffix(".py")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(program)
+    return side_by_side([[sys.executable, str(path), *job.train_words()]], [job.env])
 
 
 def assert_resumes(folder: Path, words: list[str], stop_at: int, nproc: int = 2) -> Job:

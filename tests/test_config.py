@@ -152,9 +152,8 @@ def test_an_empty_section_is_as_if_absent(recipe: Callable[[str], Path]) -> None
 
 def test_a_section_that_is_none_is_refused(recipe: Callable[[str], Path]) -> None:
     path = recipe("data: {source: digits}\nmodel: resnet18\n")
-    expected = (
-        "model=resnet18 is not a section; its keys are model.arch, model.init, model.batchnorm, model.channels_last"
-    )
+    keys = "model.arch, model.init, model.freeze, model.batchnorm, model.channels_last"
+    expected = f"model=resnet18 is not a section; its keys are {keys}"
     assert refused(path) == expected
     assert refused(path, "model.arch=resnet50") == expected
     assert refused("digits", "train.epochs.x=1").startswith("train.epochs")
@@ -190,7 +189,8 @@ def test_a_recipe_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert refused(tmp_path / "none.yaml") == f"recipe {tmp_path}/none.yaml cannot be read: No such file or directory"
     assert refused(f"{tmp_path}/") == f"recipe {tmp_path} cannot be read: Is a directory"
     assert refused("digit") == (
-        "recipe 'digit' is unknown: the recipes are digits, or give the path of a .yaml file; did you mean digits?"
+        "recipe 'digit' is unknown: the recipes are cifar10, digits, imagenette, resnet50-90, resnet50-fast, resnet50-v2,"
+        " vit-s16, or give the path of a .yaml file; did you mean digits?"
     )
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 from engine import CPU, REVISION, ROOT, docker
-from harness import DONE, pipeline
+from harness import DONE, free_port, pipeline
 
 pytestmark = pytest.mark.engine
 
@@ -72,11 +72,6 @@ class Project:
         while not condition():
             assert time.monotonic() < end, f"no {what} in {timeout} s: {self.logs('trainer')[-3000:]}"
             time.sleep(0.3)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

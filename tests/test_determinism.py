@@ -1,12 +1,9 @@
 """The same seed, the same weights: however the processes were started and whatever their environment says."""
 
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, assert_resumes, environment
+from harness import SMALL, Job, assert_resumes, two_nodes
 
 SHORT = ("train.max_steps=12", "evaluate.every=12 steps", "data.workers=2")
 
@@ -59,25 +56,5 @@ def test_accumulation_keeps_the_samples_and_resumes_to_the_bit(tmp_path: Path, d
 
 @pytest.mark.full
 def test_two_nodes_are_the_same_as_two_processes(tmp_path: Path, digits: Path, weights_of_two: str) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    two = job(tmp_path / "two-nodes", digits)
-    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"]
-    command = [
-        *agent,
-        f"--rdzv-endpoint={endpoint}",
-        "-m",
-        "pipeline",
-        "train",
-        *two.arguments,
-        f"run.dir={two.folder}",
-    ]
-    nodes = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
-        for _ in range(2)
-    ]
-    answers = [node.communicate(timeout=120) for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], answers
-    (line,) = [out for out, _ in answers if out]  # rank 0 alone speaks
-    assert weights_of_two in line
+    two = job(tmp_path / "two-nodes", digits, nproc=2)
+    assert two_nodes(two).done["weights"] == weights_of_two

@@ -4,9 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import SMALL, Job, pipeline
+from harness import SMALL, Job, assert_resumes, pipeline
 
+from pipeline.config import Model, load
+from pipeline.model.architectures import build
 from pipeline.record.checkpoint import decode, read_verified
+from pipeline.train.finetune import freeze
+from pipeline.verdict import RequestError
 
 
 @pytest.mark.full
@@ -24,6 +28,43 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path: Path, digits: Path) 
     assert after["fc.weight"].shape[0] == 7
     weights = [name for name in before if not name.startswith("fc.") and "running" not in name and "num_" not in name]
     assert all(torch.allclose(before[name], after[name], atol=1e-6) for name in weights)
+
+
+@pytest.mark.full
+def test_what_is_frozen_stays_bit_for_bit_also_after_an_evaluation(tmp_path: Path, digits: Path) -> None:
+    words = ["digits", f"data.root={digits}", *SMALL, "data.workers=0"]
+    first = Job(tmp_path / "first", [*words, "train.max_steps=2"])
+    assert first.run().code == 0
+    before = decode(read_verified(first.checkpoints()[-1]), first.folder)["model"]
+    frozen = [
+        f"model.init={first.folder}",
+        "model.freeze=backbone",
+        "train.epochs=1",
+        "evaluate.every=6 steps",
+        "run.seed=1",
+    ]
+    whole = assert_resumes(tmp_path, [*words, *frozen], 13)
+    assert "conv1, stage2, stage3, stage4, conv5 frozen: 10,250 of 352,042 weights are trained" in whole.log()
+    after = decode(read_verified(whole.checkpoints()[-1]), whole.folder)["model"]
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"fc.weight", "fc.bias"}
+
+
+@pytest.mark.parametrize(
+    ("names", "line"),
+    [("layer5", "has no module 'layer5'; did you mean layer"),
+     ("conv1,bn1,layer1,layer2,layer3,layer4,fc", "leaves nothing to train: leave the head out, fc"),
+     (" , ", "has no module ''")],
+)  # fmt: skip
+def test_what_cannot_be_frozen_is_refused(names: str, line: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        freeze(build(Model(arch="resnet18"), 10), names)
+    assert line in str(refusal.value)
+
+
+def test_random_weights_are_not_frozen() -> None:
+    with pytest.raises(RequestError, match=r"without model.init would keep random weights"):
+        load("digits", ["model.freeze=backbone"])
 
 
 def test_what_fits_nowhere_is_refused_in_one_line(tmp_path: Path, digits: Path) -> None:

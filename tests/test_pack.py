@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -101,12 +102,25 @@ def test_a_part_has_the_very_pixels_of_the_whole(mode: str, options: dict[str, A
         whole = decode(data)
         assert torch.equal(decode(made), whole)
         assert np.array_equal(np.asarray(Image.open(io.BytesIO(made))), np.asarray(Image.open(io.BytesIO(data))))
-        picture = Picture.of(made)
-        assert picture.is_cut
+        cut, plain = Picture.of(made), Picture.of(data)
+        assert cut.frame
+        assert cut.frame.is_cut
         for _ in range(20):
             top, left = int(draw.integers(height)), int(draw.integers(width))
             h, w = int(draw.integers(1, height - top + 1)), int(draw.integers(1, width - left + 1))
-            assert torch.equal(picture.region(top, left, h, w), whole[:, top : top + h, left : left + w])
+            expected = whole[:, top : top + h, left : left + w]
+            assert torch.equal(cut.region(top, left, h, w), expected)
+            assert torch.equal(plain.region(top, left, h, w), expected)
+
+
+def test_of_a_plain_file_nothing_is_decoded_below_the_crop(capfd: pytest.CaptureFixture[str]) -> None:
+    data = encoded(photo(400, 504), subsampling=2)
+    frame = jpeg.frame(data)
+    assert frame
+    assert Image.open(io.BytesIO(jpeg.upper(data, frame, 100))).size == (504, 116)
+    assert Picture.of(data).region(0, 0, 100, 504).shape == (3, 100, 504)
+    os.write(2, b"what others say is heard again")
+    assert capfd.readouterr().err == "what others say is heard again", "libjpeg's remark is not"
 
 
 def test_less_is_decoded_than_the_whole() -> None:

@@ -119,6 +119,58 @@ def test_the_rate_is_finite_where_warm_up_is_all_there_is() -> None:
     assert [made.learning_rate(step) for step in (0, 13, 14)] == pytest.approx([0.0375 / 14, 0.0375, 0.0375])
 
 
+def test_images_grow_between_epochs_as_in_ffcv() -> None:
+    # FFCV's get_resolution with rn50_88_epochs.yaml: 160 px up to epoch 65, 192 px from 76 on, multiples of 32 between
+    words = ("augment.size=192", "augment.first_size=160", "augment.growth=[65 epochs, 76 epochs]", "train.epochs=88")
+    made = plan(*words, data=IMAGENET)
+    sizes = [made.size(epoch * made.steps_per_epoch) for epoch in range(88)]
+    assert sizes == [160] * 71 + [192] * 17
+    assert made.size(71 * made.steps_per_epoch - 1) == 160
+    assert "192 px, 160 px up to epoch 65, growing until 76; 192 px in validation" in made.table()
+    assert {plan().size(step) for step in range(168)} == {32}
+    wide = plan("augment.size=120", "augment.first_size=40", "augment.growth=[0, 11 epochs]")
+    assert sorted({wide.size(step) for step in range(168)}) == [40, 64, 96, 120]
+
+
+def test_images_that_grow_too_late_are_refused() -> None:
+    growth = ("augment.size=192", "augment.first_size=160")
+    for when in ("[5 epochs, 4 epochs]", "[5 epochs, 12 epochs]"):
+        assert "is from epoch 5 to" in refused(*growth, f"augment.growth={when}")
+
+
+def compiled(*words: str, **here: object) -> str:
+    config = load("digits", list(words))
+    made = make_plan(config, World(**here), DIGITS)  # type: ignore[arg-type]
+    return next(line.split(maxsplit=1)[1] for line in made.table().splitlines() if line.startswith("  compiled"))
+
+
+def test_the_plan_says_whether_the_model_is_compiled_and_why() -> None:
+    gpu = {"has_gpu": True}
+    assert compiled(**gpu) == "yes: there is a GPU"
+    assert compiled("train.compile=on") == "yes: train.compile=on"
+    assert compiled("train.compile=off", **gpu) == "no: train.compile=off"
+    assert compiled().startswith("no: there is no GPU to gain by it")
+    assert compiled("run.device=cpu", **gpu).startswith("no: there is no GPU to gain by it")
+    assert compiled("run.deterministic=true", **gpu).startswith("no: the run promises its bits")
+    without = {**gpu, "lacks_to_compile": "a compiler (gcc, or CC in the environment)"}
+    assert compiled(**without).startswith("no: torch.compile wants a compiler (gcc, or CC in the environment)")
+    with pytest.raises(RequestError, match=r"train.compile=on: torch.compile wants a compiler"):
+        compiled("train.compile=on", **without)
+
+
+def test_a_compiler_and_headers_are_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("CC", raising=False)
+    assert world.lacks_to_compile().startswith("a compiler (g")
+    for name in ("g++", "gcc"):
+        (tmp_path / name).touch(0o755)
+    monkeypatch.setattr(world.sysconfig, "get_path", lambda _: str(tmp_path))
+    assert world.lacks_to_compile() == f"Python's headers ({tmp_path}/Python.h)"
+    (tmp_path / "Python.h").touch()
+    assert world.lacks_to_compile() == ""
+
+
 @pytest.mark.fault("F4")
 def test_a_remainder_is_refused_with_the_nearest_that_work() -> None:
     assert refused("batch.global=100", size=3) == (
@@ -215,6 +267,7 @@ def test_a_process_finds_its_place_or_says_why_not(monkeypatch: pytest.MonkeyPat
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     for name in names:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("INIT_METHOD", "tcp://localhost:29500")
     assert (world.here().size, world.here().rank) == (1, 0)
     for values in ("3 8 1 4", "0 1 0 1"):
         for name, value in zip(names, values.split(), strict=True):

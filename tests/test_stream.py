@@ -57,6 +57,40 @@ def test_what_is_drawn_further_is_the_same_however_it_is_made(
     assert stream(digits, range(29, 31), *words, "data.workers=1")[0] == whole[1:]
 
 
+def test_views_and_sizes_are_the_same_however_they_are_made(digits: Path) -> None:
+    words = ("augment.repeats=3", "augment.size=96", "augment.first_size=32", "augment.growth=[1 epoch, 3 epochs]",
+             "augment.mixup=0.2", "data.workers=0")  # fmt: skip
+    steps = range(57, 60)  # the second epoch, at 32 px, becomes the third, at 64 px
+    whole, _ = stream(digits, steps, *words)
+    for world, accumulate in ((2, 2), (4, 1)):
+        assert stream(digits, steps, *words, f"batch.accumulate={accumulate}", world=world)[0] == whole
+    assert stream(digits, range(58, 60), *words, "data.workers=2")[0] == whole[1:]
+
+
+def test_each_view_of_an_image_is_another_and_lies_apart_in_the_same_batch(digits: Path) -> None:
+    config, plan, source = prepare(digits, 1, "augment.repeats=3")
+    batch = TrainBatches(source.train, config, plan, 0)[0]
+    first, second, third = batch.ids.view(3, 16)
+    assert torch.equal(first, second)
+    assert torch.equal(first, third)
+    assert len(set(first.tolist())) == 16
+    looks = [image.numpy().tobytes() for image in batch.images]
+    assert len(set(looks)) > 40, "of 8 × 8 pixels some crops are the same"
+    config, plan, source = prepare(digits, 1)
+    once = TrainBatches(source.train, config, plan, 0)[0]
+    assert torch.equal(once.ids[:16], first)
+    assert torch.equal(once.images[:16], batch.images[:16]), "the first view is what there is without repetition"
+
+
+def test_an_epoch_of_repeated_views_sees_each_of_its_images_that_often() -> None:
+    plan = make_plan(load("digits", ["batch.global=48", "augment.repeats=3"]), World(), DataSize(1000, 10, 10))
+    order = Order(plan, seed=0)
+    draws = [order.draws(step) for step in range(plan.steps_per_epoch)]
+    pairs = [pair for ids, views in draws for pair in zip(ids.tolist(), views.tolist(), strict=True)]
+    assert len(pairs) == len(set(pairs)) == 960
+    assert len({sample for sample, _ in pairs}) == 320
+
+
 def test_how_far_workers_prepare_ahead_changes_nothing(digits: Path, alone: list[GlobalBatch]) -> None:
     assert stream(digits, STEPS, "data.workers=2", "data.prefetch=5")[0] == alone
 
@@ -112,7 +146,7 @@ def test_processes_and_passes_only_slice_the_global_batch(world: int) -> None:
     plan = make_plan(load("digits", ["batch.accumulate=2"]), World(size=world, local_size=world), DataSize(1437, 1, 2))
     order = Order(plan, seed=5)
     for step in (0, 13, 14, 100):
-        parts = [order.micro_ids(step, rank, micro) for rank in range(world) for micro in range(2)]
+        parts = [order.micro_draws(step, rank, micro)[0] for rank in range(world) for micro in range(2)]
         assert np.array_equal(np.concatenate(parts), order.ids(step))
 
 

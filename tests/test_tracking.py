@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from harness import SMALL, Job, Result, children, command_line, environment, kill, pipeline, read_rows
+from harness import SMALL, Job, Result, children, command_line, environment, free_port, kill, pipeline, read_rows
 from mlflow.entities import LoggedModelStatus, Run
 from torch.nn.functional import softmax
 from torchvision.models import get_model
@@ -157,7 +157,9 @@ def delivered(trained: dict[str, Trained], good: Server) -> dict[str, Result]:
 
 @pytest.mark.fault("D1")
 @pytest.mark.parametrize("kind", CASES)
-def test_a_bad_server_changes_nothing_and_is_given_up_in_seconds(trained: dict[str, Trained], kind: str) -> None:
+def test_a_bad_server_changes_nothing_and_is_given_up_in_seconds(
+    trained: dict[str, Trained], kind: str, full: bool
+) -> None:
     without, beside = trained["none"], trained[kind]
     assert beside.result.code == 0, beside.result.err
     assert beside.result.done == without.result.done
@@ -169,7 +171,7 @@ def test_a_bad_server_changes_nothing_and_is_given_up_in_seconds(trained: dict[s
     assert "pipeline sync" in said[0]
     assert "Traceback" not in beside.result.err
     print(f"{kind}: {beside.late:.1f} s from the last word to the exit, without a tracker {without.late:.1f} s")
-    assert beside.late <= without.late + 10
+    assert beside.late <= without.late + 10 + (0 if full else 5)  # beside other tests
     beside.job.wait_gone(1)
 
 
@@ -598,11 +600,6 @@ def points_of(job: Job) -> list[tuple[int, str, float, int]]:
         for row in rows_with_metrics(job)
         for key, value in row["metrics"].items()
     )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """What a sample looks like in training and in validation: geometry on uint8, the same on any machine.
 
-Promise: the augmentation of a sample is a function of (seed, epoch, sample id), so it does not matter which process or
-worker makes it, or in which order. Pixels stay uint8; normalisation is the device's work.
+Promise: the augmentation of a sample is a function of (seed, epoch, sample id, view), so it does not matter which process
+or worker makes it, or in which order. Pixels stay uint8; normalisation is the device's work.
 """
 
 import math
@@ -22,16 +22,20 @@ _MEAN_COLOUR = (124, 116, 104)  # what normalisation makes 0 of
 _STRIP = 16  # of a longer picture the middle is taken first: 1 × 10,000 pixels would be resized to 256 × 2,560,000
 
 
-def augment(picture: Picture, options: Augment, seed: int, epoch: int, sample: int) -> Tensor:
+Draw = tuple[int, int, int]
+"""What one row of a batch is: (epoch, sample id, which view of it in that epoch)."""
+
+
+def augment(picture: Picture, options: Augment, size: int, seed: int, what: Draw) -> Tensor:
     """Random resized crop and flip -> [3, size, size] uint8. BadImageError if the picture cannot be decoded there."""
-    box, is_flipped = draw(picture.height, picture.width, options, seed, epoch, sample)
-    crop = resized(picture.region(*box), options.size, options.size)
+    box, is_flipped = draw(picture.height, picture.width, options, seed, what)
+    crop = resized(picture.region(*box), size, size)
     crop = crop.flip(-1) if is_flipped else crop
     further = _transforms(options)
     if not further:
         return crop
     with torch.random.fork_rng(devices=[]):  # torchvision draws from the default generator
-        torch.manual_seed(derive(seed, "policy", epoch, sample))
+        torch.manual_seed(derive(seed, "policy", *_address(what)))
         for transform in further:
             crop = transform(crop)
     return crop
@@ -52,14 +56,17 @@ def _transforms(options: Augment) -> tuple[Callable[[Tensor], Tensor], ...]:
     return tuple(chosen)
 
 
-def draw(
-    height: int, width: int, options: Augment, seed: int, epoch: int, sample: int
-) -> tuple[tuple[int, int, int, int], bool]:
+def draw(height: int, width: int, options: Augment, seed: int, what: Draw) -> tuple[tuple[int, int, int, int], bool]:
     """What is drawn for a sample: the crop's (top, left, height, width), and whether it is flipped."""
     draws = torch.rand(
-        4 * _ATTEMPTS + 1, generator=generator(seed, "augment", epoch, sample), dtype=torch.float64
+        4 * _ATTEMPTS + 1, generator=generator(seed, "augment", *_address(what)), dtype=torch.float64
     ).tolist()
     return _crop_box(height, width, options, draws), draws[-1] < options.flip
+
+
+def _address(what: Draw) -> tuple[int, ...]:
+    epoch, sample, view = what
+    return (epoch, sample, view) if view else (epoch, sample)
 
 
 def centre(pixels: Tensor, size: int, resize: int) -> Tensor:

@@ -7,6 +7,8 @@ pictures are scaled, where Pillow clips them.
 """
 
 import io
+import os
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +29,8 @@ _MAX_SCANS = 64
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM")
 _DIRECT = ("JPEG", "WEBP")
 _WIDE = ("I;16", "I;16B", "I;16L", "I")
+_ONE_AT_A_TIME = threading.Lock()  # standard error is the process's
+_NOWHERE = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 Image.MAX_IMAGE_PIXELS = None  # our own bound stands before each decode
 
@@ -37,12 +41,12 @@ class BadImageError(Exception):
 
 @dataclass(frozen=True)
 class Picture:
-    """An image of known size, whose pixels are decoded when they are asked for: of a JPEG that was packed, a part alone."""
+    """An image of known size, whose pixels are decoded when they are asked for: of a JPEG no more than has to be."""
 
     height: int
     width: int
     coded: bytes | Tensor
-    is_cut: bool = False
+    frame: jpeg.Frame | None = None
 
     @classmethod
     def of(cls, data: bytes | NDArray[np.uint8]) -> "Picture":
@@ -56,7 +60,7 @@ class Picture:
             _check_size(frame.height, frame.width)
             if not frame.is_sequential:
                 _check_scans(data)
-            return cls(frame.height, frame.width, data, frame.is_cut)
+            return cls(frame.height, frame.width, data, frame)
         with _named(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow's remarks on odd metadata
             with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
@@ -73,10 +77,14 @@ class Picture:
             pixels = self.coded
         else:
             with _named():
-                part = bytearray(self.coded)
-                if self.is_cut:
+                if self.frame and self.frame.is_cut:
                     part, top, left = jpeg.part(self.coded, top, left, height, width)
-                pixels = decode_image(torch.frombuffer(part, dtype=torch.uint8), ImageReadMode.RGB)
+                    pixels = _decode(part)
+                elif self.frame and self.frame.is_sequential and top + height < self.frame.height:
+                    with _silence():
+                        pixels = _decode(jpeg.upper(self.coded, self.frame, top + height))
+                else:
+                    pixels = _decode(bytearray(self.coded))
         if top + height > pixels.shape[1] or left + width > pixels.shape[2]:
             raise BadImageError("its header tells another size than its data")
         return pixels[:, top : top + height, left : left + width]
@@ -100,6 +108,28 @@ def _named() -> Iterator[None]:
         raise BadImageError("not an image in a known format") from None
     except Exception as error:
         raise BadImageError(" ".join(str(error).split())[:200] or type(error).__name__) from None
+
+
+def _decode(coded: bytearray) -> Tensor:
+    pixels: Tensor = decode_image(torch.frombuffer(coded, dtype=torch.uint8), ImageReadMode.RGB)
+    return pixels
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Standard error is closed to libjpeg, which would say of each file that it ends early."""
+    with _ONE_AT_A_TIME:
+        try:
+            error = os.dup(2)
+        except OSError:  # there is none
+            yield
+            return
+        try:
+            os.dup2(_NOWHERE, 2)
+            yield
+        finally:
+            os.dup2(error, 2)
+            os.close(error)
 
 
 def _check_size(height: int, width: int) -> None:

@@ -29,6 +29,7 @@ _APP, _NAME = 0xE7, b"segments\0"  # ours: the length of each segment, so that n
 _BLOCK = 8
 _END_OF_BLOCK = 128  # more than the 64 places of a block, so that its end and an overrun differ
 _BROKEN = 1 << 12
+_CONTEXT = 16  # rows: chroma is interpolated from its neighbours, of which there is one for at most four rows
 _MOST_BYTES = 8 << 20  # walking through a file takes forty times its bytes of memory
 _STRIDE = 84  # pixels from restart to restart, at most: 1.41 × as fast as the whole; 168: 1.25 ×; 42: 1 % more bytes
 
@@ -41,6 +42,8 @@ class Frame(NamedTuple):
     is_sequential: bool
     is_cut: bool
     """By `with_restarts`."""
+    position: int
+    """Of the height, with the width behind it."""
 
 
 class Component(NamedTuple):
@@ -93,7 +96,7 @@ def frame(data: bytes) -> Frame | None:
             is_cut = data.startswith(_NAME, start + 4)
         elif marker in _FRAMES and end - start >= 10:
             height, width = struct.unpack_from(">HH", data, start + 5)
-            found = Frame(height, width, marker in _SEQUENTIAL, is_cut)
+            found = Frame(height, width, marker in _SEQUENTIAL, is_cut, start + 5)
         elif marker == _SOS:
             return found if found and found.height and found.width else None
     return None
@@ -152,8 +155,7 @@ def _header(data: bytes) -> Iterator[tuple[int, int, int]]:
 def part(data: bytes, top: int, left: int, height: int, width: int) -> tuple[bytearray, int, int]:
     """A JPEG that holds at least those pixels, and the row and column where they begin in it.
 
-    Of a file that `with_restarts` made it has the segments that the box touches; of another, all. A file without restarts
-    could be made to end below the box, by its header; but of the bytes left over libjpeg says a line on standard error.
+    Of a file that `with_restarts` made it has the segments that the box touches; of another, all.
     """
     layout = read_layout(data)
     grid = layout and _restart_grid(data, layout)
@@ -183,6 +185,17 @@ def part(data: bytes, top: int, left: int, height: int, width: int) -> tuple[byt
     view[markers] = 0xD0 + np.arange(len(markers), dtype=np.uint8) % 8
     view[markers[-1]] = _EOI
     return made, top - first_row * mcu_height, left - first * stride
+
+
+def upper(data: bytes, frame: Frame, bottom: int) -> bytearray:
+    """A JPEG that has at least the rows above `bottom`: its header says that it ends there.
+
+    A sequential file is read from the top, so what is below costs nothing but a look for the end. libjpeg says a line on
+    standard error about what it has passed over.
+    """
+    made = bytearray(data)
+    struct.pack_into(">H", made, frame.position, min(frame.height, bottom + _CONTEXT))
+    return made
 
 
 def _restart_grid(data: bytes, layout: Layout) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from pipeline.config import Config
-from pipeline.data.augment import augment, centre, evaluation_geometry
+from pipeline.data.augment import Draw, augment, centre, evaluation_geometry
 from pipeline.data.images import BadImageError, Picture, decode
 from pipeline.data.manifest import UnreadableError
 from pipeline.data.mix import WIDTH, draw_mix
@@ -84,24 +84,25 @@ class TrainBatches(Dataset[Batch]):
     def __getitem__(self, position: int) -> Batch:
         step, micro = divmod(position, self.plan.accumulate)
         epoch = self.plan.epoch(step)
-        ids = self._order.micro_ids(step, self.rank, micro)
-        pixels = _room(len(ids), self.config.augment.size)
+        ids, views = self._order.micro_draws(step, self.rank, micro)
+        pixels = _room(len(ids), self.plan.size(step))
         labels = torch.empty(len(ids), dtype=torch.int64)
         defects: list[tuple[int, str]] = []
-        for row, sample in enumerate(ids.tolist()):
-            labels[row] = self.images.label(self._load(epoch, sample, pixels[row], defects))
+        for row, (sample, view) in enumerate(zip(ids.tolist(), views.tolist(), strict=True)):
+            labels[row] = self.images.label(self._load((epoch, sample, view), pixels[row], defects))
         digests = _digests(pixels, labels) if self.config.run.trace else torch.empty((0, 32), dtype=torch.uint8)
         first = (self.rank * self.plan.accumulate + micro) * self.plan.micro_batch
         mix = draw_mix(self.config.augment, self.config.run.seed, step, first, len(ids))
         return Batch(pixels, labels, torch.from_numpy(ids.copy()), digests, mix, defects)
 
-    def _load(self, epoch: int, sample: int, out: Tensor, defects: list[tuple[int, str]]) -> int:
-        """Writes the sample's pixels, or those of one that stands in; which that is."""
+    def _load(self, draw: Draw, out: Tensor, defects: list[tuple[int, str]]) -> int:
+        """Writes the pixels of the sample that was drawn, or those of one that stands in; which that is."""
+        epoch, sample, _ = draw
         used = sample
         for attempt in range(_REPLACEMENTS):
             try:
                 picture = Picture.of(self.images.read(used))
-                out.copy_(augment(picture, self.config.augment, self.config.run.seed, epoch, sample))
+                out.copy_(augment(picture, self.config.augment, out.shape[-1], self.config.run.seed, draw))
                 return used
             except (BadImageError, UnreadableError) as defect:
                 defects.append(Defect(used, str(defect)))

@@ -1,10 +1,13 @@
 """torchvision's classification models by name, with a head sized by the data, and their parameter groups."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torchvision
 from torch import Tensor, nn
+from torchvision.models.vision_transformer import VisionTransformer
 
 from pipeline.config import Model, nearest
 from pipeline.verdict import RequestError
@@ -12,6 +15,13 @@ from pipeline.verdict import RequestError
 # ImageNet's channel means and deviations, on the 0..255 scale of uint8 pixels, as every torchvision recipe uses them
 MEAN = (123.675, 116.28, 103.53)
 STD = (58.395, 57.12, 57.375)
+
+# of the usual sizes the one that torchvision has no builder for (Touvron et al. 2021, DeiT-S; big_vision's S/16)
+_OWN: dict[str, Callable[..., nn.Module]] = {
+    "vit_s_16": partial(
+        VisionTransformer, image_size=224, patch_size=16, num_layers=12, num_heads=6, hidden_dim=384, mlp_dim=1536
+    ),
+}
 
 # an auxiliary head would make the model's answer in training a tuple
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -22,7 +32,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 
 def try_out(options: Model, num_classes: int, batch: int, size: int, eval_size: int) -> None:
     """Let shapes alone go through: RequestError for a name that torchvision lacks, or images or passes too small for it."""
-    model = _skeleton(options, num_classes)
+    model = skeleton(options, num_classes)
     with torch.device("meta"), torch.no_grad():
         for mode, images, side in (("augment.size", batch, size), ("evaluate.size", 2, eval_size)):
             model.train(mode == "augment.size")
@@ -39,8 +49,13 @@ def try_out(options: Model, num_classes: int, batch: int, size: int, eval_size: 
                 ) from None
 
 
+def published_weights(arch: str) -> dict[str, Any]:
+    """torchvision's weights of an architecture, by their names."""
+    return {} if arch in _OWN else dict(torchvision.models.get_model_weights(arch).__members__)
+
+
 def _check(options: Model) -> None:
-    names = torchvision.models.list_models(module=torchvision.models)
+    names = [*torchvision.models.list_models(module=torchvision.models), *_OWN]
     if options.arch not in names:
         raise RequestError(
             f"model.arch={options.arch} is not a classification model of torchvision {torchvision.__version__}"
@@ -51,18 +66,17 @@ def _check(options: Model) -> None:
 def build(options: Model, num_classes: int) -> nn.Module:
     """The model with fresh weights from the default generator. RequestError for a name that torchvision lacks."""
     _check(options)
-    model: nn.Module = torchvision.models.get_model(
-        options.arch, weights=None, num_classes=num_classes, **_OPTIONS.get(options.arch, {})
-    )
+    builder = _OWN.get(options.arch) or partial(torchvision.models.get_model, options.arch, weights=None)
+    model: nn.Module = builder(num_classes=num_classes, **_OPTIONS.get(options.arch, {}))
     return model.to(memory_format=torch.channels_last) if options.channels_last else model
 
 
 def count_parameters(options: Model, num_classes: int) -> int:
     """How many weights the model has, without making them."""
-    return sum(parameter.numel() for parameter in _skeleton(options, num_classes).parameters())
+    return sum(parameter.numel() for parameter in skeleton(options, num_classes).parameters())
 
 
-def _skeleton(options: Model, num_classes: int) -> nn.Module:
+def skeleton(options: Model, num_classes: int) -> nn.Module:
     """The model's shapes, without its numbers."""
     try:
         with torch.device("meta"):

@@ -6,9 +6,10 @@ does (`ModelEmaV3`); what counts is taken over (torch's `AveragedModel` averages
 """
 
 import copy
+from collections import defaultdict
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def begin_average(model: nn.Module) -> nn.Module:
@@ -26,8 +27,14 @@ def update_average(average: nn.Module, model: nn.Module, step: int, decay: float
     weight = 1 - min(decay, (1 + step) / (10 + step))
     theirs = dict(model.state_dict())
     moving = [(mine, theirs[name]) for name, mine in average.state_dict().items()]
-    floats = [pair for pair in moving if pair[0].is_floating_point()]
-    torch._foreach_lerp_([mine for mine, _ in floats], [their for _, their in floats], weight)
+    floats: dict[type, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+    counts: tuple[list[Tensor], list[Tensor]] = [], []
     for mine, their in moving:
-        if not mine.is_floating_point():
-            mine.copy_(their)
+        # a list for one call is sliced (fsdp) or it is not
+        mine_of_kind, their_of_kind = floats[type(mine)] if mine.is_floating_point() else counts
+        mine_of_kind.append(mine)
+        their_of_kind.append(their)
+    for mine_of_kind, their_of_kind in floats.values():
+        torch._foreach_lerp_(mine_of_kind, their_of_kind, weight)
+    if counts[0]:
+        torch._foreach_copy_(*counts)

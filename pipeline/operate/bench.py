@@ -7,9 +7,11 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,14 +24,16 @@ from pipeline.data.loader import Batch, TrainBatches, batches
 from pipeline.data.sources import open_source
 from pipeline.group import Group
 from pipeline.model.architectures import Normalise, build
-from pipeline.parallel import choose
+from pipeline.parallel import Strategy, choose
 from pipeline.plan import Plan, make_plan
 from pipeline.record.journal import Journal
 from pipeline.record.terminal import Silence
 from pipeline.train.account import Waiting, start_clock
+from pipeline.train.efficiency import NoFigure, measure_efficiency
+from pipeline.train.finite import watch_losses
 from pipeline.train.report import Report
 from pipeline.train.state import TrainState
-from pipeline.train.step import Step
+from pipeline.train.step import Step, autocast
 from pipeline.train.watch import start_pace, start_watch
 from pipeline.world import here
 
@@ -39,12 +43,34 @@ DEFAULTS = [
 ]  # fmt: skip
 
 
+_COMPILED = "-compiled"
+
+
+@dataclass
+class _Loop:
+    """Steps, and what they take of a GPU's memory."""
+
+    run: Callable[[int], None]
+    held: int
+    """Bytes at rest: weights, moments."""
+    above: int = 0
+    """The most that its steps took besides."""
+
+    @classmethod
+    def built(cls, device: torch.device, build: Callable[..., Callable[[int], None]], *arguments: Any) -> "_Loop":
+        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        run = build(*arguments)
+        return cls(run, torch.cuda.memory_allocated(device) - before if device.type == "cuda" else 0)
+
+
 def train(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> str:
     """Images/s of our training step, loader, checks and reports included, against the barest torch loop.
 
     The barest loop has the same model, batch, optimizer and device, and one batch in memory: forward, backward, update,
     and nothing else. Rows: `reference` is that loop; `plain` is ours with the same batch in memory, so that the ratio is
     what the loop itself costs; `loaded` is ours fed by its loader, which on a CPU takes its time from the same cores.
+    Where the plan compiles, each is there once more, compiled; their ratio is to the compiled reference, whose own is to
+    the eager one.
     """
     config = load("digits", [*DEFAULTS, *overrides])
     place = here()
@@ -57,16 +83,19 @@ def train(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> st
     plan = make_plan(config, place, source.size)
     data = TrainBatches(source.train, config, plan, 0)
     batch = data[0]
+    loops: dict[str, _Loop] = {}
     with TemporaryDirectory() as folder:
-        loaded = batches(data, range(10**6), plan, pin=device.type == "cuda")
-        loops = {
-            "reference": _barest_loop(config, plan, device, batch),
-            "plain": _our_loop(config, plan, alone, repeat(batch), Path(folder) / "plain.jsonl"),
-            "loaded": _our_loop(config, plan, alone, loaded, Path(folder) / "loaded.jsonl"),
-        }
+        for kind, one in (("", replace(plan, compiles=False)), *([(_COMPILED, plan)] if plan.compiles else [])):
+            loaded = batches(data, range(10**6), plan, pin=device.type == "cuda")
+            loops[f"reference{kind}"] = _Loop.built(device, _barest_loop, config, one, alone, batch)
+            for name, fed in (("plain", repeat(batch)), ("loaded", loaded)):
+                journal = Path(folder) / f"{name}{kind}.jsonl"
+                loops[f"{name}{kind}"] = _Loop.built(device, _our_loop, config, one, alone, fed, journal)
         speeds = _interleave(loops, plan.global_batch, rounds, steps, device)
     title = f"{_title(config, plan)}, {device}"
-    return _answer(speeds, title, rounds, steps, as_json=as_json)
+    efficiency = measure_efficiency(config, plan.num_classes, plan.world, device)
+    remarks = {name: _remark(plan, loop, statistics.median(speeds[name]), efficiency) for name, loop in loops.items()}
+    return _answer(speeds, title, rounds, steps, remarks, as_json=as_json)
 
 
 def comm(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> str:
@@ -89,20 +118,35 @@ def comm(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> str
         for name, one in (("reference", config), ("exact", exact)):
             plan = make_plan(one, place, source.size)
             batch = TrainBatches(source.train, one, plan, group.rank)[0]
-            loops[name] = _our_loop(one, plan, group, repeat(batch), Path(folder) / f"{name}.jsonl")
+            loops[name] = _Loop(_our_loop(one, plan, group, repeat(batch), Path(folder) / f"{name}.jsonl"), 0)
         speeds = _interleave(loops, config.batch.global_, rounds, steps, device)
     title = f"{_title(config, plan)}, {place.size} processes, {exact.exact.shards} shards, {device}"
     group.finish()
-    return _answer(speeds, title, rounds, steps, as_json=as_json)
+    return _answer(speeds, title, rounds, steps, {}, as_json=as_json)
+
+
+def _remark(plan: Plan, loop: _Loop, speed: float, efficiency: NoFigure) -> str:
+    figures = efficiency.figures(speed, plan.image_size)
+    parts = [f"{1000 * plan.global_batch / speed:,.1f} ms a step"]
+    parts += [f"MFU {figures['time/mfu']:.1%}"] if figures else []
+    parts += [f"{(loop.held + loop.above) / 2**30:.1f} GiB"] if loop.held else []
+    return "".join(f"   {part}" for part in parts)
 
 
 def _title(config: Config, plan: Plan) -> str:
     return f"{config.model.arch}, {config.augment.size} px, batch {plan.global_batch}, {config.train.precision}"
 
 
-def _answer(speeds: dict[str, list[float]], title: str, rounds: int, steps: int, *, as_json: bool) -> str:
-    """Rows for people or machines; ratios are to the row `reference` of the same round."""
-    ratios = {name: [a / b for a, b in zip(speeds[name], speeds["reference"], strict=True)] for name in speeds}
+def _answer(
+    speeds: dict[str, list[float]], title: str, rounds: int, steps: int, remarks: dict[str, str], *, as_json: bool
+) -> str:
+    """Rows for people or machines; ratios are to the row `reference` of the same round, of its kind."""
+
+    def base(name: str) -> list[float]:
+        is_other = name.endswith(_COMPILED) and not name.startswith("reference")
+        return speeds["reference" + _COMPILED * is_other]
+
+    ratios = {name: [a / b for a, b in zip(speeds[name], base(name), strict=True)] for name in speeds}
     rows = [
         {
             "name": name,
@@ -118,22 +162,24 @@ def _answer(speeds: dict[str, list[float]], title: str, rounds: int, steps: int,
     for row in rows:
         spread = ratios[str(row["name"])]
         lines.append(
-            f"  {row['name']:<10} {row['images_per_s']:>10,.1f} images/s   ratio {row['ratio']:.3f}"
-            f" ({min(spread):.3f} to {max(spread):.3f})"
+            f"  {row['name']:<18} {row['images_per_s']:>10,.1f} images/s   ratio {row['ratio']:.3f}"
+            f" ({min(spread):.3f} to {max(spread):.3f}){remarks.get(str(row['name']), '')}"
         )
     return "\n".join(lines)
 
 
-def _barest_loop(config: Config, plan: Plan, device: torch.device, batch: Batch) -> Callable[[int], None]:
+def _barest_loop(config: Config, plan: Plan, group: Group, batch: Batch) -> Callable[[int], None]:
+    device = group.device
     model = build(config.model, plan.num_classes).to(device)
-    optimizer = TrainState.build(model, config, device).optimizer
+    runs = torch.compile(model, dynamic=False) if plan.compiles else model
+    optimizer = TrainState.build(Strategy(model, group, plan), config).optimizer
     images = Normalise(device, channels_last=config.model.channels_last)(batch.images)
     labels = batch.labels.to(device)
 
     def run(steps: int) -> None:
         for _ in range(steps):
-            with torch.autocast(device.type, torch.bfloat16, enabled=config.train.precision == "bf16"):
-                loss = functional.cross_entropy(model(images), labels, label_smoothing=config.train.label_smoothing)
+            with autocast(device, config):
+                loss = functional.cross_entropy(runs(images), labels, label_smoothing=config.train.label_smoothing)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
@@ -145,24 +191,23 @@ def _our_loop(config: Config, plan: Plan, group: Group, fed: Iterator[Batch], jo
     """The body of train/loop.py's loop: every part of a step that is neither an evaluation nor a save."""
     model: nn.Module = build(config.model, plan.num_classes).to(group.device)
     strategy = choose(config, plan, model, group)
-    state = TrainState.build(model, config, group.device)
+    state = TrainState.build(strategy, config)
     clock = start_clock(group.device)
     step = Step(state, strategy, config, plan, clock)
+    losses = watch_losses(strategy)
     waiting = Waiting(fed, clock)
     pace = start_pace(strategy, clock, lambda _: None)
     watch = start_watch(strategy, plan)
-    report = Report(plan, group, Silence(), clock, pace, Journal(journal, lambda _: None), None)
+    report = Report(plan, group, Silence(), clock, pace, NoFigure(), Journal(journal, lambda _: None), None)
 
     def run(steps: int) -> None:
         for _ in range(steps):
             pace.start()
             loss, used = step.forward_backward(waiting)
             with clock.on("communication"):
-                group.agree(
-                    False, not bool(torch.isfinite(loss)) or strategy.out_of_range(), any(one.defects for one in used)
-                )
+                group.agree(False, losses.look(state.step + 1, loss, used), any(one.defects for one in used))
             with clock.on("optimizer"):
-                step.update()
+                step.update(losses.guard)
             with clock.on("tracking"):
                 report.updated(state)
             watch.updated(state.step)
@@ -171,17 +216,21 @@ def _our_loop(config: Config, plan: Plan, group: Group, fed: Iterator[Batch], jo
 
 
 def _interleave(
-    loops: dict[str, Callable[[int], None]], images: int, rounds: int, steps: int, device: torch.device
+    loops: dict[str, _Loop], images: int, rounds: int, steps: int, device: torch.device
 ) -> dict[str, list[float]]:
     """Images/s of each loop in each round, the loops taking turns; a round before the first is not counted."""
     speeds: dict[str, list[float]] = {name: [] for name in loops}
     for number in range(rounds + 1):
         names = list(loops) if number % 2 else list(reversed(loops))  # who comes second finds warmer caches
         for name in names:
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+                at_rest = torch.cuda.memory_allocated(device)
             start = time.perf_counter()
-            loops[name](steps)
+            loops[name].run(steps)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
+                loops[name].above = torch.cuda.max_memory_allocated(device) - at_rest
             if number:
                 speeds[name].append(images * steps / (time.perf_counter() - start))
     return speeds

@@ -240,7 +240,7 @@ def _pixel_diff(root: Path, made: TrainBatches, config: Config) -> float:
         with Image.open(root / made.images.name(sample)) as file:
             image = file.convert("RGB")
         (top, left, height, width), is_flipped = draw(
-            image.height, image.width, config.augment, config.run.seed, 0, sample
+            image.height, image.width, config.augment, config.run.seed, (0, sample, 0)
         )
         expected = transforms.functional.resized_crop(image, top, left, height, width, [SIZE, SIZE])
         seen = np.asarray(expected)[:, :: -1 if is_flipped else 1]

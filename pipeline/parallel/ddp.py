@@ -4,6 +4,9 @@ Two choices that exact resumption wants. DDP lays its gradient buckets anew afte
 buckets are other sums from 3 processes on: one discarded, synchronised pass before the state is loaded makes the buckets
 of a resumed run those of an uninterrupted one. And buffers are not sent at every pass but shared when they matter,
 before an evaluation or a save: training itself never reads running statistics.
+
+What is compiled is the wrapper: so torch cuts the backward pass at the buckets, and they still leave while it runs. DDP's
+`static_graph` is left off, for it spares the search for unused parameters, which is not made here either.
 """
 
 import inspect
@@ -11,7 +14,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.group import Group
@@ -28,7 +32,7 @@ _KEEP_BUFFERS: dict[str, Any] = (
 
 
 class Distributed(Strategy):
-    def __init__(self, model: nn.Module, group: Group, plan: Plan, batchnorm: str) -> None:
+    def __init__(self, model: nn.Module, group: Group, plan: Plan, batchnorm: str, exchange: str) -> None:
         super().__init__(model, group, plan)
         self._averages = batchnorm == "average"
         if batchnorm == "sync":
@@ -44,10 +48,9 @@ class Distributed(Strategy):
             gradient_as_bucket_view=True,
             **_KEEP_BUFFERS,
         )
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self._wrapped(images)
-        return logits
+        if exchange == "bf16":
+            self._wrapped.register_comm_hook(None, bf16_compress_hook)
+        self._run = self._compiled(self._wrapped)
 
     def accumulating(self, micro: int) -> AbstractContextManager[None]:
         return nullcontext() if micro == self.divisor - 1 else self._wrapped.no_sync()

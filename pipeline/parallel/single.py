@@ -2,31 +2,98 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipeline.group import Group
+from pipeline.model.average import begin_average
 from pipeline.plan import Plan
+
+Targets = tuple[Tensor, ...]
+"""What a loss is made of besides the logits: tensors [B, …]."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised, and in which arithmetic."""
+
+    mean_loss: Callable[[Tensor, Targets], Tensor]
+    """Of logits [b, classes] and the targets [b, …] of the same images."""
+    scale: Callable[[Tensor], Tensor]
+    """Of fp16: what the loss is multiplied by before the backward pass."""
+    autocast: Callable[[], AbstractContextManager[None]]
+    """Around forward and loss."""
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """A nested state with each tensor changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(inner, change) for key, inner in value.items()}
+    return value
 
 
 class Strategy:
-    """How a model is run so that after the last pass of a step every process holds the mean gradient."""
+    """How a model is run so that after the last pass of a step every process has the mean gradient of what it updates."""
+
+    holds_whole = True
+    """Each process has the whole model, and waits for nobody until gradients meet."""
+    can_guard = True
+    """Whether an update may be skipped on the device, by a flag of its own (`train.finite`)."""
+    note: str | None = None
+    """What somebody should know who chose this."""
 
     def __init__(self, model: nn.Module, group: Group, plan: Plan) -> None:
         self.model = model
-        """The bare model: what is evaluated, saved and digested."""
+        """The model without wrappers, or what this process has of it: what is updated, averaged and saved."""
         self.group = group
         self.divisor = plan.accumulate
         """What the mean loss of a pass is divided by, so that a step's gradients are those of the mean over its batch."""
+        self._compiles = plan.compiles
+        self._run = self._compiled(model)
+
+    def forward_backward(
+        self, micro: int, pixels: Tensor, targets: Targets, objective: Objective
+    ) -> tuple[Tensor, Tensor]:
+        """Pass `micro` of a step. pixels: [B, 3, H, W] float -> (its mean loss, logits [B, classes]), both detached."""
+        with self.accumulating(micro):
+            with objective.autocast():
+                logits = self.forward(pixels)
+                loss = objective.mean_loss(logits, targets)
+            objective.scale(loss / self.divisor).backward()  # type: ignore[no-untyped-call]
+        return loss.detach(), logits.detach()
 
     def forward(self, images: Tensor) -> Tensor:
         """images: [B, 3, H, W] float -> logits [B, classes]."""
-        logits: Tensor = self.model(images)
+        logits: Tensor = self._run(images)
         return logits
+
+    def _compiled(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
+        """`module` as the plan has it run; it is compiled at its first call, once for each size of images."""
+        return torch.compile(module, dynamic=False) if self._compiles else module
 
     def accumulating(self, micro: int) -> AbstractContextManager[None]:
         """Around the forward and backward of pass `micro` of a step: gradients are exchanged in the last alone."""
         return nullcontext()
+
+    def clip(self, limit: float) -> None:
+        """Scale the gradient down to this norm, of the whole model's, where it is larger."""
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+
+    def begin_average(self) -> nn.Module:
+        """What becomes the moving average of the model's weights: a copy, spread over the processes as they are."""
+        return begin_average(self.model)
+
+    def predictor(self, model: nn.Module) -> Callable[[Tensor], Tensor] | None:
+        """[B, 3, H, W] float -> logits [B, classes] by all processes together, B perhaps 0 at some; None: each by itself.
+
+        model: this strategy's, or its moving average.
+        """
+        return None
 
     def out_of_range(self) -> bool:
         """Whether a gradient of this step could not be summed as promised; then there must be no update."""
@@ -45,3 +112,14 @@ class Strategy:
 
     def share_buffers(self, model: nn.Module) -> None:
         """Give every process the same buffers of `model` (batch-norm statistics), before it is judged."""
+
+    def whole(self, contents: dict[str, Any]) -> dict[str, Any]:
+        """State dicts (`model`, `average`, `optimizer`) as of the whole model: at rank 0, elsewhere they may be empty.
+
+        By all processes together.
+        """
+        return contents
+
+    def own(self, contents: dict[str, Any]) -> dict[str, Any]:
+        """What this process has of what `whole` gave, and every process was told."""
+        return contents

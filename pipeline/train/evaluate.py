@@ -34,16 +34,29 @@ class Judgement(NamedTuple):
 
 
 class Evaluator:
-    """Judges a model on a split of images."""
+    """Judges a model on a split of images.
 
-    def __init__(self, model: nn.Module, images: Images, config: Config, resources: Resources, group: Group) -> None:
+    predict: how all processes together do what `model` does alone (`Strategy.predictor`); None: each by itself.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        images: Images,
+        config: Config,
+        resources: Resources,
+        group: Group,
+        predict: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self.images = images
         self._model = model
+        self._predict = predict
         self._data = EvalBatches(images, config)
         self._config = config
         self._resources = resources
         self._group = group
         self._normalise = Normalise(group.device, channels_last=config.model.channels_last)
+        self._size = config.evaluate.size or config.augment.size
 
     def evaluate(self, step: int, asked_to_stop: Callable[[], bool]) -> Judgement | None:
         """The judgement of the model, which is that of `step`; None at all processes if one is asked to stop meanwhile."""
@@ -54,6 +67,7 @@ class Evaluator:
         # each image's label + 1, predicted class and confidence: one process writes it, so the sum is what it wrote
         answers = torch.zeros((3, len(self.images)), dtype=torch.int64, device=device)
         defects: list[tuple[int, str]] = []
+        in_training = [module for module in self._model.modules() if module.training]  # what is frozen is not
         self._model.eval()
         try:
             with torch.inference_mode(), autocast(device, self._config):
@@ -62,11 +76,14 @@ class Evaluator:
                     if batch is not None:
                         counts += self._judge(batch, answers)
                         defects += batch.defects
+                    elif self._predict:  # the others want this process's part of the model
+                        self._predict(torch.empty((0, 3, self._size, self._size), device=device))
                     (stop,) = group.agree(asked_to_stop())
                     if stop:
                         return None
         finally:
-            self._model.train()
+            for module in in_training:
+                module.training = True
         images, correct1, correct5, loss_sum = group.sum(counts).tolist()
         everyones = sorted(defect for part in group.gather(defects) for defect in part)
         evaluation = Evaluation(step, images, len(self.images), correct1, correct5, loss_sum)
@@ -81,7 +98,7 @@ class Evaluator:
     def _judge(self, batch: Batch, answers: Tensor) -> Tensor:
         """[images, right at first, right within five, loss in 2^-20] int64 on the device; fills in the batch's answers."""
         labels = batch.labels.to(self._group.device, non_blocking=True)
-        logits: Tensor = self._model(self._normalise(batch.images)).float()
+        logits: Tensor = (self._predict or self._model)(self._normalise(batch.images)).float()
         best = logits.topk(min(5, logits.shape[1]), 1).indices
         ranked = best == labels[:, None]
         confidence = logits.softmax(1).amax(1).double().mul(_CONFIDENCE_UNIT).to(torch.int64)

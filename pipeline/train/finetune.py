@@ -2,6 +2,9 @@
 
 Rank 0 reads them and sends them to all, so that nobody else needs the file or the network. What does not fit by its shape
 is the head: it keeps its random first weights, and the run says so. A resumption overwrites them with its checkpoint's.
+
+What is frozen has no gradient, no decay and no moment, and is in evaluation mode for good: running statistics that follow
+the new data would undo what the weights beside them were made for.
 """
 
 import urllib.error
@@ -9,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor, nn
-from torchvision.models import get_model_weights
 
 from pipeline.config import Model, nearest
 from pipeline.group import Group
+from pipeline.model.architectures import published_weights
 from pipeline.record import checkpoint
 from pipeline.verdict import RequestError, TemporaryError, Verdict
 
@@ -27,6 +30,24 @@ def take_over(model: nn.Module, options: Model, group: Group, say: Callable[[str
             problem = found
     group.raise_together(problem)
     group.broadcast(list(model.state_dict().values()))
+
+
+def freeze(model: nn.Module, names: str) -> str:
+    """Freeze the modules that `model.freeze` names; a line that says how much is left. RequestError for a name it lacks."""
+    children = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
+    modules = dict(model.named_modules())
+    chosen = children[:-1] if names == "backbone" else [name.strip() for name in names.split(",")]  # the head is last
+    for name in chosen:
+        if name not in modules or not name:
+            raise RequestError(
+                f"model.freeze={names}: the model has no module {name!r}"
+                + (nearest(name, list(modules)) or f": it has {', '.join(children)}, and what is in them")
+            )
+        modules[name].eval().requires_grad_(False)
+    left = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    if not left:
+        raise RequestError(f"model.freeze={names} leaves nothing to train: leave the head out, {children[-1]}")
+    return f"{', '.join(chosen)} frozen: {left:,} of {sum(one.numel() for one in model.parameters()):,} weights are trained"
 
 
 def _load_fitting(model: nn.Module, options: Model) -> str:
@@ -47,11 +68,11 @@ def _read(arch: str, init: str) -> dict[str, Tensor]:
     if Path(init).exists():
         path = checkpoint.find(Path(init))
         return checkpoint.judged_weights(checkpoint.decode(checkpoint.read_verified(path), path))
-    names = get_model_weights(arch).__members__
+    names = published_weights(arch)
     if init not in names:
         raise RequestError(
             f"model.init={init} is neither a file or folder here nor one of torchvision's weights of {arch}"
-            + (nearest(init, list(names)) or f": there are {', '.join(names)}")
+            + (nearest(init, list(names)) or f": there are {', '.join(names) or 'none'}")
         )
     try:
         weights: dict[str, Tensor] = names[init].get_state_dict(progress=False, check_hash=True)

@@ -6,9 +6,7 @@ processes alike: it comes from the plan, from the state, or from `agree`.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-
-import torch
+from dataclasses import dataclass, field
 
 from pipeline.config import Config
 from pipeline.data.loader import Batch
@@ -21,12 +19,15 @@ from pipeline.record.journal import Journal, Trace
 from pipeline.record.receipt import Receipt
 from pipeline.record.terminal import Terminal
 from pipeline.train.account import Clock, Waiting
+from pipeline.train.efficiency import NoFigure
 from pipeline.train.evaluate import Evaluator
 from pipeline.train.exhibits import NoExhibits
+from pipeline.train.finite import Losses
+from pipeline.train.profile import NoProfile
 from pipeline.train.report import Report, trace_update
 from pipeline.train.signals import StopRequest
 from pipeline.train.state import Evaluation, TrainState
-from pipeline.train.step import Step, name_samples
+from pipeline.train.step import Step
 from pipeline.train.watch import NoPace, NoWatch
 from pipeline.train.watchdog import Watchdog
 from pipeline.verdict import NotFiniteError, StorageError, TemporaryError
@@ -42,6 +43,7 @@ class Training:
     strategy: Strategy
     state: TrainState
     step: Step
+    losses: Losses
     train_images: Images
     evaluator: Evaluator
     identity: dict[str, object]
@@ -51,8 +53,10 @@ class Training:
     watchdog: Watchdog
     watch: NoWatch
     pace: NoPace
+    efficiency: NoFigure
     clock: Clock
-    exhibits: NoExhibits
+    exhibits: NoExhibits = field(default_factory=NoExhibits)
+    profile: NoProfile = field(default_factory=NoProfile)
     journal: Journal | None = None
     receipt: Receipt | None = None
     trace: Trace | None = None
@@ -68,7 +72,7 @@ def train(run: Training, batches: Iterator[Batch]) -> Evaluation:
     state, plan, group = run.state, run.plan, run.group
     clock = run.clock
     waiting = Waiting(batches, clock)
-    report = Report(plan, group, run.terminal, clock, run.pace, run.journal, run.receipt)
+    report = Report(plan, group, run.terminal, clock, run.pace, run.efficiency, run.journal, run.receipt)
     stopping, saved = False, (state.step, state.is_evaluated)
     while True:
         is_best = False
@@ -97,19 +101,23 @@ def train(run: Training, batches: Iterator[Batch]) -> Evaluation:
         with clock.on("communication"):
             stopping, not_finite, defects = group.agree(
                 _asked_to_stop(run),
-                not bool(torch.isfinite(loss)) or run.strategy.out_of_range(),
+                run.losses.look(state.step + 1, loss, used),
                 any(batch.defects for batch in used),
             )
         if not_finite:
-            raise _not_finite(run, loss, used)
+            raise run.losses.failure()
         if defects:
             _note_defects(run, used)
         with clock.on("optimizer"):
-            run.step.update()
+            run.step.update(run.losses.guard)
         with clock.on("tracking"):
             if run.config.run.trace:
+                _settle(run)
                 trace_update(run.trace, state, plan, group, used)
+            if plan.reports_at(state.step):
+                _settle(run)
             report.updated(state)
+        run.profile.updated(state.step)
         run.watch.updated(state.step)
 
 
@@ -119,7 +127,14 @@ def _asked_to_stop(run: Training) -> bool:
     return run.stop.asked()
 
 
+def _settle(run: Training) -> None:
+    """Wait until the device has looked at the losses so far: that time is the steps', whatever it is that waits."""
+    with run.clock.on("communication"):
+        run.losses.settle()
+
+
 def _evaluate(run: Training) -> Evaluation | None:
+    _settle(run)
     run.watch.compare(run.state.step)
     run.strategy.share_buffers(run.state.judged)
     judgement = run.evaluator.evaluate(run.state.step, lambda: _asked_to_stop(run))
@@ -133,6 +148,7 @@ def _evaluate(run: Training) -> Evaluation | None:
 def _save(run: Training, *, last: bool) -> None:
     """Have rank 0 save the state; with `last`, return only when it is on disk."""
     state, writer = run.state, run.checkpoints
+    _settle(run)
     run.watch.compare(state.step)
     finite = all_finite(state.model.state_dict().values())
     broken, exhausted = run.group.agree(not finite, writer is not None and writer.exhausted)
@@ -148,35 +164,15 @@ def _save(run: Training, *, last: bool) -> None:
     if remark:
         run.terminal.say(remark)
     totals = run.group.sum(state.totals)
+    contents = {**state.to_dict(totals), **run.identity, "epoch": run.plan.epoch(state.step)}
     if writer:
         best = state.best.step if state.best else None
-        contents = {**state.to_dict(totals), **run.identity, "epoch": run.plan.epoch(state.step)}
         writer.save(contents, state.step, best)
         if last:
             writer.wait()
     (failed,) = run.group.agree(last and writer is not None and writer.last_failed)
     if failed:
         raise StorageError(f"the last checkpoint, of step {state.step}, could not be saved: free or mend the disk")
-
-
-def _not_finite(run: Training, loss: torch.Tensor, used: list[Batch]) -> NotFiniteError:
-    """Who saw it: the first rank, its loss and its samples."""
-    mine = (
-        None
-        if bool(torch.isfinite(loss))
-        else (float(loss), [sample for batch in used for sample in batch.ids.tolist()])
-    )
-    seen_by = {rank: seen for rank, seen in enumerate(run.group.gather(mine)) if seen}
-    if not seen_by:
-        return NotFiniteError(
-            f"a gradient at step {run.state.step + 1} is not finite, or larger than exact mode can sum: nothing was"
-            " updated; lower optimizer.lr, lengthen schedule.warmup, or lower exact.fraction_bits"
-        )
-    rank, (value, ids) = min(seen_by.items())
-    return NotFiniteError(
-        f"the loss is {value} at step {run.state.step + 1} on rank {rank} ({name_samples(ids)}): nothing was updated; lower"
-        " optimizer.lr, lengthen schedule.warmup or set train.clip"
-    )
 
 
 def _note_defects(run: Training, used: list[Batch]) -> None:

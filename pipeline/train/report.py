@@ -21,6 +21,7 @@ from pipeline.record.journal import Journal, Trace
 from pipeline.record.receipt import Receipt
 from pipeline.record.terminal import Terminal, duration
 from pipeline.train.account import ENTRIES, Clock, Entry, Spent, advise, describe
+from pipeline.train.efficiency import NoFigure
 from pipeline.train.state import TrainState
 from pipeline.train.step import LOSS_UNIT
 from pipeline.train.watch import NoPace
@@ -36,6 +37,7 @@ class Report:
         terminal: Terminal,
         clock: Clock,
         pace: NoPace,
+        efficiency: NoFigure,
         journal: Journal | None,
         receipt: Receipt | None,
     ) -> None:
@@ -44,6 +46,7 @@ class Report:
         self._terminal = terminal
         self._clock = clock
         self._pace = pace
+        self._efficiency = efficiency
         self._journal = journal
         self._receipt = receipt
         self._has_stepped = False
@@ -88,6 +91,7 @@ class Report:
             "time/step_ms": 1000 * elapsed / self._steps,
             "time/waiting_for_data": waited,
             **self._pace.judge(times, self._steps),
+            **self._efficiency.figures(images_per_s, self._plan.size(state.step - 1)),
             **_by_machine(self._group.hosts, machines),
         }
         if self._journal:
@@ -112,7 +116,7 @@ class Report:
         return rows
 
     def evaluated(self, state: TrainState, is_best: bool) -> None:
-        evaluation = state.evaluation
+        evaluation, account = state.evaluation, state.account()
         assert evaluation is not None
         self._terminal.say(
             f"validation at step {evaluation.step:,}: top-1 {evaluation.top1:.4f}, top-5 {evaluation.top5:.4f}, loss"
@@ -128,7 +132,7 @@ class Report:
                     "val/images": float(evaluation.images),
                 },
             )
-            self._journal.event("evaluated", **state.account())
+            self._journal.event("evaluated", **account)
         if self._receipt:
             self._receipt.write(self._terminal.say)
         self.restart_clock()

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import traceback
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from pipeline import group as groups
@@ -20,6 +21,7 @@ from pipeline.data.manifest import Index
 from pipeline.data.sources import Source, data_root, of_index, open_source
 from pipeline.group import Group
 from pipeline.model.architectures import build, try_out
+from pipeline.model.stages import try_to_cut
 from pipeline.plan import Plan, make_plan, share_resources
 from pipeline.record import sender
 from pipeline.record.checkpoint import Checkpoints, copy_to_host, judged_weights, weights_digest
@@ -30,17 +32,21 @@ from pipeline.record.receipt import Receipt
 from pipeline.record.sender import NoSender
 from pipeline.record.terminal import Terminal, voice
 from pipeline.train.account import start_clock
+from pipeline.train.efficiency import measure_efficiency
 from pipeline.train.evaluate import Evaluator
-from pipeline.train.exhibits import Exhibits, NoExhibits
-from pipeline.train.finetune import take_over
+from pipeline.train.exhibits import Exhibits
+from pipeline.train.finetune import freeze, take_over
+from pipeline.train.finite import watch_losses
+from pipeline.train.fit import fit_passes, one_pass
 from pipeline.train.loop import Training, train
+from pipeline.train.profile import start_profile
 from pipeline.train.resume import resume
 from pipeline.train.signals import StopRequest
 from pipeline.train.state import Evaluation, TrainState
 from pipeline.train.step import Step, name_samples
 from pipeline.train.watch import start_pace, start_watch
 from pipeline.train.watchdog import Watchdog
-from pipeline.verdict import TemporaryError, Verdict
+from pipeline.verdict import RequestError, TemporaryError, Verdict
 from pipeline.world import World, kill_stopped, leave_account, stop_restarts
 
 _MARGIN_S = 10
@@ -54,8 +60,7 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
     terminal = voice(is_main=world.is_main)
     if world.is_main:
         assert source is not None
-        expected = make_plan(config, world, source.size)
-        try_out(config.model, expected.num_classes, expected.micro_batch, expected.image_size, expected.eval_size)
+        _try_model(config, make_plan(config, world, source.size))
     with stop.obeyed_at_once():
         group = _join(config, world)
     # longer than an exchange may take, so that where one fails its own error is what is said
@@ -64,19 +69,23 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
     source = _share_source(config, group, source)
     plan = _agree_on_plan(config, group, source)
     run = _build(config, plan, group, source, terminal, stop, watchdog)
+    plan = run.plan
     watchdog.beat()
+    run.profile = start_profile(config, folder.report, group, terminal.say)
     resumed = resume(run.state, config, folder, source, group, terminal.say)
     if run.state.step >= plan.last_step and run.state.is_evaluated:
         terminal.say(f"finished before: {folder.path} stands at step {run.state.step:,} of {plan.last_step:,}")
         if group.is_main:
             Receipt(folder).write(terminal.say)  # a kill may have come before its last word
-        group.finish()
         assert run.state.evaluation is not None
-        return _done_line(plan.epoch(run.state.step), run.state.evaluation, run.state.weights_digest())
+        line = _done_line(plan.epoch(run.state.step), run.state.evaluation, run.state.weights_digest())
+        group.finish()
+        return line
     tracker = _open_records(run, folder, source, resumed=resumed)
     data = TrainBatches(source.train, config, plan, group.rank)
     positions = range(run.state.step * plan.accumulate, max(run.state.step, plan.last_step) * plan.accumulate)
     watchdog.beat()
+    run.profile.updated(run.state.step)
     try:
         evaluation = train(run, batches(data, positions, plan, pin=group.device.type == "cuda"))
     except LoaderError as ending:
@@ -95,9 +104,7 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
         _crash(run, traceback.format_exc(), verdict.CRASH, is_echo=groups.lost_a_peer(error))
     watchdog.stop()
     line = _done_line(plan.epoch(run.state.step), evaluation, run.state.weights_digest())
-    run.exhibits.draw(folder)
-    _close_records(run, tracker, "FINISHED", line)
-    terminal.summarise(_summary(run, folder))
+    _conclude(run, folder, tracker, line)
     group.finish()
     return line
 
@@ -115,6 +122,13 @@ def run_evaluation(config: Config, world: World, contents: dict[str, Any], sourc
     terminal.say_defects(source.val, judgement.defects)
     group.finish()
     return _done_line(contents["epoch"], judgement.evaluation, weights_digest(judged_weights(contents)))
+
+
+def _try_model(config: Config, plan: Plan) -> None:
+    """RequestError for a model that cannot be made, fed or cut as the plan has it."""
+    try_out(config.model, plan.num_classes, plan.norm_batch, plan.first_size, plan.eval_size)
+    if plan.stages > 1:
+        try_to_cut(config.model, plan.num_classes, plan.stages, plan.image_size)
 
 
 def _join(config: Config, world: World) -> Group:
@@ -145,6 +159,9 @@ def _agree_on_plan(config: Config, group: Group, source: Source) -> Plan:
         problem = found
     group.raise_together(problem)
     assert plan is not None
+    (lacking,) = group.agree(not plan.compiles)
+    if lacking and plan.compiles:
+        plan = replace(plan, compiles=False, why_compiled="another machine of the job cannot")
     return plan
 
 
@@ -167,24 +184,50 @@ def _build(
     model = build(config.model, plan.num_classes).to(group.device)
     if config.model.init:
         take_over(model, config.model, group, terminal.say)
+    if config.model.freeze:
+        terminal.say(freeze(model, config.model.freeze))
+    if group.device.type == "cuda" and config.parallel == "ddp":
+        plan = fit_passes(config, plan, group, one_pass(model, config, plan, group.device), terminal.say)
+    if plan.compiles:
+        terminal.say("compiling at the first step, which takes a minute or so ...")
     strategy = parallel.choose(config, plan, model, group)
-    state = TrainState.build(model, config, group.device)
+    if strategy.note:
+        terminal.say(strategy.note)
+    state = TrainState.build(strategy, config)
     clock = start_clock(group.device)
     step = Step(state, strategy, config, plan, clock)
     first = copy_to_host(model.state_dict())
-    step.settle()
+    _settle(step, config, plan)
     model.load_state_dict(first)
     identity = {"config": config.to_yaml(), "data": source.digest, "classes": list(source.classes), "world": plan.world}
-    evaluator = Evaluator(state.judged, source.val, config, plan, group)
+    evaluator = Evaluator(state.judged, source.val, config, plan, group, strategy.predictor(state.judged))
     return Training(
-        config, plan, group, strategy, state, step, source.train, evaluator, identity, terminal, stop, watchdog,
-        start_watch(strategy, plan), start_pace(strategy, clock, terminal.say), clock, NoExhibits(),
+        config, plan, group, strategy, state, step, watch_losses(strategy), source.train, evaluator, identity, terminal,
+        stop, watchdog, start_watch(strategy, plan), start_pace(strategy, clock, terminal.say),
+        measure_efficiency(config, plan.num_classes, plan.world, group.device), clock,
     )  # fmt: skip
+
+
+def _settle(step: Step, config: Config, plan: Plan) -> None:
+    """The discarded pass, in which a model is compiled. RequestError if it cannot be."""
+    if not plan.compiles:
+        return step.settle()
+    from torch._dynamo.exc import TorchDynamoException  # a second to import
+
+    try:
+        step.settle()
+    except TorchDynamoException as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RequestError(
+            f"{config.model.arch} cannot be compiled: train.compile=off trains without ({reason})"
+        ) from error
 
 
 def _open_records(run: Training, folder: RunFolder, source: Source, *, resumed: bool) -> NoSender:
     """Rank 0 opens what it writes, and starts the sender. RequestError at all if the tracker is required and not there."""
     tracker, problem = NoSender(), None
+    # a checkpoint is synced and the journal is not: a machine may have lost this row
+    account = run.state.account() if run.state.is_evaluated else None
     if run.group.is_main:
         say = run.terminal.say
         verdict.clear(folder.path)
@@ -204,8 +247,8 @@ def _open_records(run: Training, folder: RunFolder, source: Source, *, resumed: 
             **provenance(run.config.recipe, run.group.device),
         }
         run.journal.event("started", step=run.state.step, resumed=resumed, tags=facts)
-        if run.state.is_evaluated:  # a checkpoint is synced and the journal is not: a machine may have lost this row
-            run.journal.event("evaluated", **run.state.account())
+        if account:
+            run.journal.event("evaluated", **account)
         run.receipt = Receipt(folder)
         run.receipt.write(say)
         if run.config.track.report:
@@ -222,6 +265,13 @@ def _open_records(run: Training, folder: RunFolder, source: Source, *, resumed: 
                 problem = found
     run.group.raise_together(problem)
     return tracker
+
+
+def _conclude(run: Training, folder: RunFolder, tracker: NoSender, line: str) -> None:
+    """Have the pictures drawn before the journal's last word, upon which they are sent; then say what there is."""
+    run.exhibits.draw(folder)
+    _close_records(run, tracker, "FINISHED", line)
+    run.terminal.summarise(_summary(run, folder))
 
 
 def _close_records(run: Training, tracker: NoSender, status: str, line: str) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from pipeline.config import Config
 from pipeline.model.architectures import parameter_groups
-from pipeline.model.average import begin_average
+from pipeline.parallel import Strategy
 from pipeline.record.checkpoint import weights_digest
 
 
@@ -44,6 +45,8 @@ class Evaluation:
 
 @dataclass
 class TrainState:
+    strategy: Strategy
+    """How the rest is spread over the processes: what is written down is the whole."""
     model: nn.Module
     optimizer: torch.optim.Optimizer
     average: nn.Module | None
@@ -61,18 +64,27 @@ class TrainState:
     """Sample id of each training image found undecodable so far, and why."""
 
     @classmethod
-    def build(cls, model: nn.Module, config: Config, device: torch.device) -> "TrainState":
-        average = begin_average(model) if config.train.ema is not None else None
+    def build(cls, strategy: Strategy, config: Config) -> "TrainState":
+        model, device = strategy.model, strategy.group.device
+        average = strategy.begin_average() if config.train.ema is not None else None
         scaler = torch.amp.GradScaler(device.type, enabled=config.train.precision == "fp16")
-        return cls(model, _optimizer(model, config), average, scaler, torch.zeros(3, dtype=torch.int64, device=device))
+        totals = torch.zeros(3, dtype=torch.int64, device=device)
+        return cls(strategy, model, _optimizer(model, config), average, scaler, totals)
 
     def to_dict(self, totals: Tensor) -> dict[str, Any]:
-        """Tensors, numbers and strings. totals: this state's, summed over the processes."""
+        """Tensors, numbers and strings; at rank 0 of the whole model, by all processes together.
+
+        totals: this state's, summed over the processes.
+        """
         return {
             "step": self.step,
-            "model": self.model.state_dict(),
-            "average": self.average.state_dict() if self.average else None,
-            "optimizer": self.optimizer.state_dict(),
+            **self.strategy.whole(
+                {
+                    "model": self.model.state_dict(),
+                    "average": self.average.state_dict() if self.average else None,
+                    "optimizer": self.optimizer.state_dict(),
+                }
+            ),
             "scaler": self.scaler.state_dict(),
             "totals": totals,
             "evaluation": asdict(self.evaluation) if self.evaluation else None,
@@ -82,6 +94,7 @@ class TrainState:
 
     def load_dict(self, contents: dict[str, Any], *, is_main: bool) -> None:
         """Take over what `to_dict` gave. The sum so far goes to rank 0, so that the next sum counts it once."""
+        contents = {**contents, **self.strategy.own({key: contents[key] for key in ("model", "average", "optimizer")})}
         self.model.load_state_dict(contents["model"])
         if self.average:
             self.average.load_state_dict(contents["average"])
@@ -113,7 +126,7 @@ class TrainState:
         return self.average or self.model
 
     def account(self) -> dict[str, Any]:
-        """What the receipt says of an evaluated model."""
+        """What the receipt says of an evaluated model; by all processes together, and true at rank 0."""
         evaluation = self.evaluation
         assert evaluation is not None
         return {
@@ -126,7 +139,8 @@ class TrainState:
         }
 
     def weights_digest(self) -> str:
-        return weights_digest(self.judged.state_dict())
+        """Of the judged model; by all processes together, and true at rank 0."""
+        return weights_digest(self.strategy.whole({"model": self.judged.state_dict()})["model"])
 
 
 def _optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
@@ -135,7 +149,10 @@ def _optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     groups = parameter_groups(model, options.weight_decay)
     if options.name == "adamw":
         return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=True)
-    optimizer = torch.optim.SGD(groups, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov, fused=True)
+    is_sliced = any(isinstance(one, DTensor) for one in model.parameters())  # torch's fused SGD takes none (2.14)
+    optimizer = torch.optim.SGD(
+        groups, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov, fused=not is_sliced
+    )
     if options.momentum:
         # of zeros, which is what the first step makes of none: where that step is skipped for an overflow (fp16), torch's
         # fused SGD leaves its buffers as memory was, other numbers at each process (2.14)

@@ -5,6 +5,7 @@ Nothing here waits for the device: losses and counts stay on it as integers unti
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from pipeline.data.loader import Batch
 from pipeline.data.mix import WIDTH, mixed, own_shares, partners
 from pipeline.model.architectures import Normalise
 from pipeline.model.average import update_average
-from pipeline.parallel import Strategy
+from pipeline.parallel import Objective, Strategy, Targets
 from pipeline.plan import Plan
 from pipeline.randomness import seed_network
 from pipeline.train.account import Clock
@@ -47,16 +48,17 @@ class Step:
         self._clock = clock
         self._device = strategy.group.device
         self._normalise = Normalise(self._device, channels_last=config.model.channels_last)
+        self._objective = Objective(self._mean_loss, state.scaler.scale, partial(autocast, self._device, config))
         self._used: list[Batch] = []
 
     def settle(self) -> None:
         """One discarded pass on blank images, with whatever the strategy settles in it; the state is loaded after this."""
-        plan, size = self._plan, self._config.augment.size
+        plan, size = self._plan, self._plan.first_size
         blank = torch.zeros((plan.micro_batch, 3, size, size), dtype=torch.uint8)
         labels = torch.zeros(plan.micro_batch, dtype=torch.int64, device=self._device)
 
         def backward() -> None:
-            self._forward(blank, labels, torch.empty((0, WIDTH)))[0].backward()  # type: ignore[no-untyped-call]
+            self._pass(plan.accumulate - 1, blank, labels, torch.empty((0, WIDTH)))
 
         self._strategy.warm_up(backward)
         self._state.optimizer.zero_grad()
@@ -73,11 +75,10 @@ class Step:
             )
             used.append(batch)
             labels = batch.labels.to(self._device, non_blocking=True)
-            with self._clock.on("forward_backward"), self._strategy.accumulating(micro):
-                loss, logits = self._forward(batch.images, labels, batch.mix)
-                state.scaler.scale(loss / self._strategy.divisor).backward()  # type: ignore[no-untyped-call]
-            self._count(loss.detach(), logits.detach(), labels)
-            loss_sum += loss.detach()
+            with self._clock.on("forward_backward"):
+                loss, logits = self._pass(micro, batch.images, labels, batch.mix)
+            self._count(loss, logits, labels)
+            loss_sum += loss
         return loss_sum, used
 
     @property
@@ -85,12 +86,17 @@ class Step:
         """Of the step under way or just made: what an account of a failure names."""
         return [sample for batch in self._used for sample in batch.ids.tolist()]
 
-    def update(self) -> None:
-        """Apply the gradients at this step's learning rate; the state is then one step on."""
+    def update(self, guard: Tensor | None = None) -> None:
+        """Apply the gradients at this step's learning rate; the state is then one step on.
+
+        guard: [] float32 on the device; where it is 1, weights and optimizer stay what they are.
+        """
         state = self._state
+        if guard is not None:
+            self._heed(guard)
         if self._config.train.clip is not None:
             state.scaler.unscale_(state.optimizer)
-            torch.nn.utils.clip_grad_norm_(state.model.parameters(), self._config.train.clip)
+            self._strategy.clip(self._config.train.clip)
         rate = self._plan.learning_rate(state.step)
         for group in state.optimizer.param_groups:
             group["lr"] = rate
@@ -102,21 +108,34 @@ class Step:
             assert self._config.train.ema is not None
             update_average(state.average, state.model, state.step, self._config.train.ema)
 
-    def _forward(self, images: Tensor, labels: Tensor, mix: Tensor) -> tuple[Tensor, Tensor]:
+    def _heed(self, guard: Tensor) -> None:
+        """Have the fused optimizer skip the update; it is the scaler that tells it so where there is one, by a gradient."""
+        state = self._state
+        if state.scaler.is_enabled():
+            first = next(one.grad for one in state.model.parameters() if one.grad is not None)
+            first.masked_fill_(guard > 0, torch.nan)
+        else:
+            state.optimizer.found_inf = guard  # type: ignore[attr-defined]
+
+    def _pass(self, micro: int, images: Tensor, labels: Tensor, mix: Tensor) -> tuple[Tensor, Tensor]:
         """images: [B, 3, H, W] uint8, labels: [B] int64 on the device, mix: [B or 0, 5]
-        -> (mean loss, logits [B, classes])."""
+        -> (mean loss, logits [B, classes]); the gradients are left where the update finds them."""
         with self._clock.on("copy"):
             pixels = self._normalise(images)
             mix = mix.to(self._device, non_blocking=True)
+        targets: Targets = (labels,)
         if len(mix):
             pixels = mixed(pixels, mix)
-        with autocast(self._device, self._config):
-            logits = self._strategy.forward(pixels)
-            loss = self._loss(logits, labels)
-            if len(mix):
-                own = own_shares(mix, *pixels.shape[2:])
-                loss = own * loss + (1 - own) * self._loss(logits, partners(labels))
-        return loss.mean(), logits
+            targets = (labels, partners(labels), own_shares(mix, *pixels.shape[2:]))
+        return self._strategy.forward_backward(micro, pixels, targets, self._objective)
+
+    def _mean_loss(self, logits: Tensor, targets: Targets) -> Tensor:
+        """targets: labels [B], and of a mixed pass the partners' labels [B] and each image's own share [B]."""
+        loss = self._loss(logits, targets[0])
+        if len(targets) > 1:
+            _, others, own = targets
+            loss = own * loss + (1 - own) * self._loss(logits, others)
+        return loss.mean()
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """[B]: linear in the target, so that a mixed target's loss is the mix of two."""

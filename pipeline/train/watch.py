@@ -32,7 +32,7 @@ _REPORTS_IN_A_ROW = 2
 
 
 class NoWatch:
-    """Of one process, or with run.watch=none."""
+    """Of one process, of processes that each have another part of the model, or with run.watch=none."""
 
     def updated(self, step: int) -> None:
         """After each update: compare when it is due."""
@@ -62,7 +62,7 @@ class RankWatch(NoWatch):
 
 
 class NoPace:
-    """Of one process, which waits for nobody."""
+    """Of one process, which waits for nobody, or of those that wait for each other all the time."""
 
     def start(self) -> None:
         """Before the passes of a step."""
@@ -79,9 +79,9 @@ class NoPace:
 class Pace(NoPace):
     def __init__(self, strategy: Strategy, clock: Clock, say: Callable[[str], None]) -> None:
         self._group, self._clock, self._say = strategy.group, clock, say
-        self._own = 0.0
         self._start: Any = None
-        self._end: Any = None
+        self._made: list[tuple[Any, Any]] = []
+        """(begin, end) of the steps whose time is not added yet."""
         self._slow_before: int | None = None
         self._times_in_a_row = 0
         self._named: set[int] = set()
@@ -89,14 +89,15 @@ class Pace(NoPace):
         first.register_post_accumulate_grad_hook(self._has_gradients)  # type: ignore[no-untyped-call]
 
     def start(self) -> None:
-        self._fold()
         self._start = self._now()
 
     def take(self) -> Tensor:
-        self._fold()
+        """Asked when a report is due, whose sums have just waited for the device: its events have passed."""
+        cuda = self._group.device.type == "cuda"
+        own = sum(start.elapsed_time(end) / 1000 if cuda else end - start for start, end in self._made)
+        self._made.clear()
         times = torch.zeros(self._group.size, dtype=torch.int64)
-        times[self._group.rank] = round(1e6 * self._own)
-        self._own = 0.0
+        times[self._group.rank] = round(1e6 * own)
         return times
 
     def judge(self, times: list[int], steps: int) -> dict[str, float]:
@@ -117,15 +118,11 @@ class Pace(NoPace):
         return {"time/slowest_rank": float(slowest), "time/slowest_rank_ratio": ratio}
 
     def _has_gradients(self, _: Tensor) -> None:
-        self._end = self._now()
+        end = self._now()
+        if self._made and self._made[-1][0] is self._start:  # of several passes the last counts
+            self._made.pop()
+        self._made.append((self._start, end))
         self._clock.move("communication")
-
-    def _fold(self) -> None:
-        """Add the step just made; `agree` has since waited for the device, so its events have passed."""
-        if self._end is not None:
-            cuda = self._group.device.type == "cuda"
-            self._own += self._start.elapsed_time(self._end) / 1000 if cuda else self._end - self._start
-            self._end = None
 
     def _now(self) -> Any:
         """The time, or an event of the device that has it."""
@@ -137,11 +134,11 @@ class Pace(NoPace):
 
 
 def start_watch(strategy: Strategy, plan: Plan) -> NoWatch:
-    return RankWatch(strategy, plan) if plan.world > 1 and plan.watch_every else NoWatch()
+    return RankWatch(strategy, plan) if plan.world > 1 and plan.watch_every and strategy.holds_whole else NoWatch()
 
 
 def start_pace(strategy: Strategy, clock: Clock, say: Callable[[str], None]) -> NoPace:
-    return Pace(strategy, clock, say) if strategy.group.size > 1 else NoPace()
+    return Pace(strategy, clock, say) if strategy.group.size > 1 and strategy.holds_whole else NoPace()
 
 
 def bit_sum(tensor: Tensor) -> Tensor:

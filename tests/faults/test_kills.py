@@ -49,8 +49,9 @@ def test_killed_processes_end_with_the_same_bits(
         return Processes(folder, digits, world, f"train.epochs={3 if full else 2}", f"track.uri={uri}")
 
     draw = random.Random(1000 * world + seed)
-    # all but the worker twice a run: what costs time is to start again
-    kinds = [*Processes.kinds, "one rank", "all ranks", "launcher", "inside a save"] if full else QUICK[world]
+    # all but the worker twice a run, once with 4 processes: what costs time is to start again
+    again = ("one rank", "all ranks", "launcher", "inside a save") if world < 4 else ()
+    kinds = [*Processes.kinds, *again] if full else QUICK[world]
     with _closing(make(tmp_path / "hurt")) as cluster:
         _assert_survives(cluster, whole(f"processes {world}", make), draw.sample(kinds, len(kinds)), draw, notes)
         if tracked:

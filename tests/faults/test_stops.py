@@ -35,7 +35,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, digits: Path, ranks: int) ->
     return run
 
 
-@pytest.mark.fault("B1", ci=2, long=13)
+@pytest.mark.fault("B1", ci=1, long=13)
 @pytest.mark.parametrize("phase", PHASES)
 def test_sigterm_to_one_rank_saves_that_step_and_exits_75(
     tmp_path: Path,

@@ -1,0 +1,27 @@
+"""What is compiled trains as what is not, resumes to the bit, and says so where it cannot be."""
+
+from pathlib import Path
+
+import pytest
+from harness import SMALL, Job, assert_resumes, pipeline
+
+SMALLER = [*SMALL, "model.arch=squeezenet1_1", "augment.size=48", "optimizer.lr=0.01", "data.workers=0"]
+
+
+@pytest.mark.full
+def test_a_compiled_run_resumes_to_the_bit_and_trains_as_an_eager_one(tmp_path: Path, digits: Path) -> None:
+    words = ["digits", f"data.root={digits}", *SMALLER]
+    whole = assert_resumes(tmp_path, [*words, "train.epochs=1", "train.compile=on"], 5, nproc=1)
+    assert "compiled       yes: train.compile=on" in whole.log()
+    eager = Job(tmp_path / "eager", [*words, "train.epochs=1"])
+    assert eager.run().code == 0
+    pairs = zip(whole.journal("train/loss"), eager.journal("train/loss"), strict=True)
+    assert all(mine[2] == pytest.approx(their[2], rel=1e-3) for mine, their in pairs)
+
+
+def test_without_a_compiler_it_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    words = ("digits", f"run.dir={tmp_path / 'run'}", "train.compile=on", f"data.root={tmp_path / 'digits'}")
+    result = pipeline("train", *words, PATH=str(tmp_path), CXX="", CC="")
+    assert result.code == 2
+    assert result.error.startswith("train.compile=on: torch.compile wants a compiler (g")
+    assert not (tmp_path / "run" / "checkpoints").exists()

@@ -1,0 +1,193 @@
+"""fsdp and stages: the checkpoints, bits and answers of DDP, on models that no process has whole."""
+
+import copy
+import random
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from harness import SMALL, Job, kill, pipeline, read_rows
+from torch import nn
+from torchvision import models
+from torchvision.models.convnext import CNBlockConfig
+from torchvision.models.regnet import BlockParams
+
+from pipeline.config import Model, load
+from pipeline.model.architectures import build, skeleton
+from pipeline.model.stages import Part, cut, drop
+from pipeline.parallel.fsdp import blocks
+from pipeline.plan import DataSize, Plan, make_plan, memory_row
+from pipeline.verdict import RequestError
+from pipeline.world import World, here
+
+FSDP = ("parallel=fsdp", "batch.accumulate=2", "train.clip=0.5", "train.ema=0.9")
+STAGES = ("parallel=stages", "batch.accumulate=2", "train.clip=0.5", "train.ema=0.9", "augment.mixup=0.2")
+
+
+def job(folder: Path, digits: Path, nproc: int, *more: str) -> Job:
+    words = ["digits", f"data.root={digits}", *SMALL, "train.max_steps=12", "evaluate.every=6 steps",
+             "checkpoint.every=4 steps", *more]  # fmt: skip
+    return Job(folder, words, nproc=nproc)
+
+
+def planned(size: int, *words: str) -> Plan:
+    return make_plan(
+        load("digits", ["parallel=stages", *words]), World(size=size, local_size=size), DataSize(960, 96, 10)
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("words", "nproc"), [(FSDP, 3), (STAGES, 2)], ids=["fsdp", "stages"])
+def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, digits: Path, words: tuple[str, ...], nproc: int) -> None:
+    expected = job(tmp_path / "whole", digits, nproc, *words).run().done
+    hurt = job(tmp_path / "hurt", digits, nproc, *words).start()
+    hurt.wait_for_step(random.Random(nproc).randint(5, 9))
+    for pid in hurt.ranks():
+        kill(pid, signal.SIGKILL)
+    assert hurt.wait().code == 1
+    assert hurt.run().done == expected
+    again = pipeline("evaluate", str(hurt.folder))  # one process, which has never heard of parts
+    assert again.done["weights"] == expected["weights"], "a checkpoint is whole, and names are those of the model"
+    assert abs(float(again.done["top1"]) - float(expected["top1"])) <= 1 / 360
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("parallel", ["fsdp", "stages"])
+def test_digits_are_learnt_while_two_processes_become_four(tmp_path: Path, digits: Path, parallel: str) -> None:
+    words = ["digits", f"data.root={digits}", f"parallel={parallel}", "run.device=cpu", "track.uri=none", "data.workers=2",
+             "evaluate.every=6 epochs", "run.trace=true"]  # fmt: skip
+    run = Job(tmp_path / "run", [*words, "train.max_steps=84"], nproc=2)
+    assert run.run().done["step"] == "84"
+    run.arguments.pop()
+    run.nproc = 4
+    done = run.run().done
+    assert float(done["top1"]) >= 0.97
+    rows = read_rows(run.folder / "trace.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 169))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("parallel=fsdp", "run.exact=true"), ("parallel=stages", "run.exact=true"), ("parallel=fsdp", "train.precision=fp16"),
+     ("parallel=stages", "model.batchnorm=average"), ("parallel=dataparallel", "run.exact=true")],
+)  # fmt: skip
+def test_what_does_not_combine_is_refused_by_name(words: tuple[str, str]) -> None:
+    with pytest.raises(RequestError) as refusal:
+        load("digits", list(words))
+    assert words[0] in str(refusal.value)
+    assert words[1] in str(refusal.value)
+
+
+@pytest.mark.full
+def test_a_model_that_cannot_be_cut_is_refused_before_a_group_forms(tmp_path: Path, digits: Path) -> None:
+    result = job(tmp_path / "run", digits, 2, "parallel=stages", "model.arch=squeezenet1_0").run()
+    assert result.code == 2
+    assert result.error.startswith(
+        "parallel=stages cannot cut model.arch=squeezenet1_0: it can cut torchvision's AlexNet, "
+    )
+
+
+def test_the_plan_says_what_a_process_holds_and_rank_0_besides() -> None:
+    row = memory_row(load("digits", ["parallel=fsdp"]), 1 << 20, 4)
+    assert "of which a process has about 1/4 = 3.0 MiB" in row
+    assert "rank 0 has 8.0 MiB more in host memory while it saves" in row
+
+
+def test_a_copy_of_the_model_has_all_its_stages() -> None:
+    with pytest.raises(RequestError, match=r"stages\.count=3 .* worlds that work are 3, 6"):
+        planned(4, "stages.count=3")
+    with pytest.raises(RequestError, match="the nearest that work are 2, 3, 4, 6, 8, 12"):
+        planned(4, "stages.micro_batches=7")
+    with pytest.raises(RequestError, match="fewer than"):
+        planned(4, "stages.count=4", "stages.micro_batches=2")
+    made = planned(4, "batch.accumulate=2")
+    assert (made.stages, made.micro_batch, made.micro_batches, made.norm_batch) == (2, 12, 4, 6)
+
+
+def test_dataparallel_is_one_process() -> None:
+    with pytest.raises(RequestError, match="parallel=dataparallel is one process"):
+        make_plan(load("digits", ["parallel=dataparallel"]), World(size=2, local_size=2), DataSize(960, 96, 10))
+
+
+SMALL_ONES: dict[str, Callable[[], nn.Module]] = {
+    arch: partial(build, Model(arch=arch), 10)
+    for arch in ("resnet18", "mobilenet_v2", "mobilenet_v3_small", "shufflenet_v2_x0_5")
+} | {
+    "vit": partial(models.VisionTransformer, 64, 16, num_layers=4, num_heads=2, hidden_dim=32, mlp_dim=64),
+    "swin": partial(models.SwinTransformer, [4, 4], 24, [1, 2], [2, 2], [4, 4]),
+    "regnet": lambda: models.RegNet(BlockParams.from_init_params(depth=6, w_0=8, w_a=4.0, w_m=2.0, group_width=8)),
+    "convnext": partial(models.ConvNeXt, [CNBlockConfig(16, 32, 2), CNBlockConfig(32, None, 1)]),
+}
+
+
+@pytest.mark.parametrize("arch", SMALL_ONES)
+def test_the_stages_one_after_another_are_the_model(arch: str) -> None:
+    torch.manual_seed(0)
+    whole = SMALL_ONES[arch]().eval()
+    images = torch.randn(2, 3, 64, 64)
+    stages = cut(whole, arch, 3, 64)
+    with torch.no_grad():
+        x = images
+        for links in stages:
+            x = Part(whole, links)(x)
+        assert torch.equal(x, whole(images))
+    found: list[str] = []
+    for stage in range(3):
+        part = copy.deepcopy(whole)
+        for other in {0, 1, 2} - {stage}:
+            drop(part, stages[other])
+        assert any(True for _ in part.parameters())
+        found += part.state_dict()
+    assert sorted(found) == sorted(whole.state_dict()), "each weight is in one stage"
+
+
+def test_stages_cost_about_the_same() -> None:
+    model = skeleton(Model(arch="resnet50"), 1000)
+    blocks_of = [sum(name.startswith("layer") for link in links for name in link.owns)
+                 for links in cut(model, "resnet50", 4, 224)]  # fmt: skip
+    assert blocks_of == [4, 4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("arch", "count", "line"),
+    [("googlenet", 2, "cannot cut model.arch=googlenet: it can cut torchvision's AlexNet, "),
+     ("resnet18", 13, "stages.count=13 is more than resnet18 can be cut into: it has 11 parts")],
+)  # fmt: skip
+def test_what_cannot_be_cut_is_refused_by_name(arch: str, count: int, line: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        cut(skeleton(Model(arch=arch), 10), arch, count, 64)
+    assert line in str(refusal.value)
+
+
+@pytest.mark.parametrize("arch", ["resnet50", "vit_b_32", "convnext_tiny", "swin_t", "mobilenet_v3_small"])
+def test_what_is_sliced_together_is_a_small_part_that_is_called_whole(arch: str) -> None:
+    model = skeleton(Model(arch=arch), 1000)
+    found = list(blocks(model))
+    total = sum(one.numel() for one in model.parameters())
+    inside = [sum(one.numel() for one in block.parameters()) for block in found]
+    assert max(inside) < total / 2
+    assert sum(inside) > 0.8 * total
+    modules = [module for block in found for module in block.modules()]
+    assert len(modules) == len(set(modules)), "no block is inside another"
+    assert not any(type(block) in (nn.Sequential, nn.ModuleList) for block in found)
+
+
+def test_processes_started_by_hand_must_know_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("INIT_METHOD", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RequestError, match="no place to meet"):
+        here()
+    monkeypatch.setenv("INIT_METHOD", "127.0.0.1:29500")
+    with pytest.raises(RequestError, match="is not tcp://HOST:PORT"):
+        here()
+    monkeypatch.setenv("INIT_METHOD", "tcp://127.0.0.1:29500")
+    assert here().init_method == "tcp://127.0.0.1:29500"
+    monkeypatch.delenv("INIT_METHOD")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert here().init_method is None
