@@ -112,6 +112,7 @@ def _add_run_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
         "overrides", nargs="*", default=[], metavar="key=value", help="changes the recipe, for example train.epochs=10"
     )
     train.add_argument("--nproc", type=_count, metavar="N", help="start N processes on this machine")
+    train.add_argument("--quiet", action="store_true", help="errors and the last line alone")
     train.set_defaults(run=_train)
 
     evaluate = commands.add_parser("evaluate", help="validate a checkpoint exactly, at any number of processes")
@@ -119,6 +120,17 @@ def _add_run_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
     evaluate.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
     evaluate.add_argument("--nproc", type=_count, metavar="N", help="start N processes on this machine")
     evaluate.set_defaults(run=_evaluate)
+
+    predict = commands.add_parser(
+        "predict", help="label images: the five likeliest classes, with their probabilities",
+        description="Labels each IMAGE, and each image in a folder, with the model of a checkpoint, of a run's last one, or"
+        " of MLflow's registry (at MLFLOW_TRACKING_URI, else in runs/mlflow.db). Bad images are named and left out.",
+    )  # fmt: skip
+    predict.add_argument("target", metavar="CHECKPOINT|RUN_DIR|models:/NAME@ALIAS", help="whose model")
+    predict.add_argument("images", nargs="+", metavar="IMAGE", help="image files, and folders of them")
+    predict.add_argument("--json", action="store_true", help="for machines")
+    predict.add_argument("--sheet", type=Path, metavar="FILE.png", help="also draw the first 64 with their labels")
+    predict.set_defaults(run=_predict)
 
     plan = commands.add_parser("plan", help="the arithmetic of a run, without running it")
     plan.add_argument("recipe", metavar="RECIPE")
@@ -137,6 +149,10 @@ def _add_run_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
     verify.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     verify.add_argument("--steps", type=_count, metavar="N", help="the first N steps alone (default: all)")
     verify.set_defaults(run=_verify)
+
+    report = commands.add_parser("report", help="draw a run's curves, confusions and mistakes into its folder report/")
+    report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    report.set_defaults(run=_report)
 
     export = commands.add_parser(
         "export", help="the trained model in another format, compared with it on validation images",
@@ -206,7 +222,7 @@ def _add_data_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
 
 def _add_machine_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
     doctor = commands.add_parser("doctor", help="what would go wrong here, before it does; exit 0 if RECIPE can run")
-    doctor.add_argument("recipe", metavar="RECIPE")
+    doctor.add_argument("recipe", nargs="?", default="digits", metavar="RECIPE", help="default digits")
     doctor.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
     doctor.add_argument(
         "--world", type=_count, metavar="N", help="processes in the whole job (default: the node's, or 1)"
@@ -215,6 +231,10 @@ def _add_machine_commands(commands: "argparse._SubParsersAction[_Parser]") -> No
         "--nodes", type=_count, metavar="M", help="machines that they are spread over (default as above)"
     )
     doctor.add_argument("--json", action="store_true", help="findings for machines")
+    doctor.add_argument(
+        "--sanity", action="store_true",
+        help="also train a little on your data: first loss, one batch learnt by heart, shuffled labels not learnt",
+    )  # fmt: skip
     doctor.set_defaults(run=_doctor)
 
     rehearse = commands.add_parser(
@@ -372,6 +392,10 @@ def _train(options: argparse.Namespace) -> str | int:
         world.die_with_parent(parent)
 
     from pipeline.operate import launch
+    from pipeline.record.terminal import QUIET
+
+    if options.quiet:
+        os.environ[QUIET] = "1"
 
     return launch.train(options.recipe, options.overrides, options.nproc, stop)
 
@@ -380,6 +404,12 @@ def _evaluate(options: argparse.Namespace) -> str | int:
     from pipeline.operate import launch
 
     return launch.evaluate(options.target, options.overrides, options.nproc)
+
+
+def _predict(options: argparse.Namespace) -> str:
+    from pipeline.operate import predict
+
+    return predict.predict(options.target, options.images, as_json=options.json, sheet=options.sheet)
 
 
 def _verify(options: argparse.Namespace) -> str | int:
@@ -441,6 +471,12 @@ def _data_check(options: argparse.Namespace) -> str:
     return data.check(options.root, options.val_split, write_sums=options.write_sums)
 
 
+def _report(options: argparse.Namespace) -> str:
+    from pipeline.operate.report import report
+
+    return report(options.run_dir)
+
+
 def _sync(options: argparse.Namespace) -> str:
     from pipeline.record.mlflow import sync
 
@@ -451,7 +487,14 @@ def _sync(options: argparse.Namespace) -> str:
 def _doctor(options: argparse.Namespace) -> str | int:
     from pipeline.operate import doctor
 
-    return doctor.examine(options.recipe, options.overrides, options.world, options.nodes, as_json=options.json)
+    return doctor.examine(
+        options.recipe,
+        options.overrides,
+        options.world,
+        options.nodes,
+        as_json=options.json,
+        with_sanity=options.sanity,
+    )
 
 
 def _render(options: argparse.Namespace) -> str:

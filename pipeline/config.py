@@ -338,6 +338,12 @@ class Track(Section):
     """Refuse to start (exit 2) while MLflow cannot be reached."""
     every: Interval = Duration(20, "steps")
     """How often training metrics are summed over the processes and reported."""
+    report: bool = True
+    """Keep what each evaluation answered in report/data, and draw report/ when the run is done."""
+    register_: Annotated[
+        Annotated[str, Field(pattern=r"^[\w.-]+(@[\w.-]+)?$")] | None, Absent, Field(alias="register")
+    ] = None
+    """NAME or NAME@ALIAS: register the best model in MLflow under that name, when the run is done. none: do not."""
 
 
 class Config(Section):

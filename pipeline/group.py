@@ -41,6 +41,8 @@ class Group:
         self.device = device
         self.pids_here: list[int] = []
         """Process ids of the others on this machine."""
+        self.hosts = [socket.gethostname()]
+        """Each rank's machine."""
 
     @property
     def rank(self) -> int:
@@ -106,6 +108,7 @@ class Peers(Group):
             ) from error
 
         places = self.gather((socket.gethostname(), os.getpid()))
+        self.hosts = [host for host, _ in places]
         here, own = places[self.rank]
         self.pids_here = [pid for host, pid in places if host == here and pid != own]
 

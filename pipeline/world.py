@@ -107,6 +107,25 @@ def allowed_cpus() -> int:
     return max(1, min(cpus, int(quota))) if quota else cpus
 
 
+def allowed_memory() -> int | None:
+    """Bytes that the machine has and the cgroup (v2, else v1) leaves us; None where that is not known."""
+    limits = []
+    try:
+        inside = next(
+            (line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line[:3] == "0::"), "/"
+        )
+        root = Path("/sys/fs/cgroup")
+        folder = root / inside.strip("/")
+        files = [level / "memory.max" for level in (folder, *folder.parents) if level.is_relative_to(root)]
+        for file in (*files, root / "memory/memory.limit_in_bytes"):
+            if file.exists() and (text := file.read_text().strip()) != "max":
+                limits.append(int(text))
+        total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal:"))
+        return min([*limits, 1024 * int(total.split()[1])])
+    except (OSError, ValueError, StopIteration):
+        return None
+
+
 def _shared_memory() -> int | None:
     # what is free just now says less: a run that was killed a moment ago may still hold some
     try:

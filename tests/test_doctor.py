@@ -1,19 +1,32 @@
 """The doctor: one injected fault a check, named with its remedy, before anything starts."""
 
 import json
+import resource
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import Result, pipeline
+from torch import nn
 
-from pipeline import verdict
+from pipeline import verdict, world
 from pipeline.config import load
+from pipeline.data.sources import open_source
+from pipeline.model.architectures import build
+from pipeline.operate import sanity, trials
+from pipeline.plan import make_plan
+from pipeline.record.folder import RunFolder
 from pipeline.verdict import NotFiniteError
+from pipeline.world import World
+
+HERE = World(cpus=2, shared_memory=1 << 30)
 
 
 def examine(tmp_path: Path, digits: Path, *words: str, **env: str) -> Result:
@@ -38,9 +51,11 @@ def test_where_all_is_well_it_says_so_and_leaves_nothing(tmp_path: Path, digits:
     assert result.code == 0, result.err
     assert all(row["ok"] for row in findings(result).values())
     assert list(tmp_path.iterdir()) == []
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     said = examine(tmp_path, digits)
     assert said.out.strip() == "digits can run here"
     assert "1,437 images to train" in said.err
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 15, "other tests run on these cores"
 
 
 @pytest.mark.parametrize(
@@ -111,12 +126,129 @@ def test_what_mlflow_refuses_is_explained_and_stops_nobody(
     assert "Connection refused" in findings(gone)["MLflow"]["line"]
 
 
+class Faults:
+    """A plan and a machine as they are here, for trials to find something wrong with."""
+
+    def __init__(self, root: Path, folder: Path, *words: str, world: World = HERE) -> None:
+        self.config = load("digits", [f"data.root={root}", f"run.dir={folder}", "data.workers=2", *words])
+        self.folder = RunFolder(folder)
+        self.source = open_source(self.config)
+        self.plan = make_plan(self.config, HERE, self.source.size)
+        self.world = world
+
+
+def test_what_the_machine_lacks_is_named_with_its_remedy(
+    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Faults(digits, tmp_path / "run")
+    with pytest.raises(verdict.RequestError, match="4 processes share 2 CPUs: start fewer"):
+        trials.cpus(HERE.resized(4))
+    monkeypatch.setattr(world, "allowed_memory", lambda: 1 << 30)
+    with pytest.raises(verdict.RequestError, match=r"want about 1.5 GiB, and there are 1.0: give the container more"):
+        trials.memory(here.plan)
+    with pytest.raises(verdict.RequestError, match=r"/dev/shm is not there.*: mount a tmpfs"):
+        trials.shared_memory(here.plan, replace(HERE, shared_memory=None))
+    monkeypatch.setattr(trials, "_file_system", lambda place: "ext4")
+    with pytest.raises(verdict.TemporaryError, match=r"which is of this machine alone.*: rank 0 may come back"):
+        trials.sharing(here.folder, replace(HERE, size=4, local_size=2))
+    monkeypatch.setattr(trials, "_SLOW_MIB_S", 1e9)
+    with pytest.raises(verdict.TemporaryError, match=r"MiB/s with its sync: .*use a faster disk"):
+        trials.writing(here.folder)
+
+
+def test_a_disk_without_room_for_the_checkpoints_is_named(small_disk: Path, digits: Path) -> None:
+    full = Faults(digits, small_disk / "run")
+    with pytest.raises(verdict.StorageError, match=r"2 checkpoints, the best and one being written want 0.33 GiB more"):
+        trials.room(full.config, full.plan, full.folder)
+    with pytest.raises(verdict.StorageError, match=r"does not take 8 MiB .No space left on device.: make room"):
+        trials.writing(full.folder)
+    assert list(small_disk.iterdir()) == []
+
+
+def test_images_that_cannot_be_decoded_are_named(tmp_path: Path, digits: Path) -> None:
+    shutil.copytree(digits, tmp_path / "data")
+    first = min((tmp_path / "data" / "train").glob("*/*.png"))
+    first.write_bytes(bytes(100))
+    here = Faults(tmp_path / "data", tmp_path / "run")
+    with pytest.raises(verdict.StorageError, match=f"1 of 16 images tried .*{first.name}.*: 'pipeline data check'"):
+        trials.decoding(here.source)
+
+
+def test_an_engine_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    docker = tmp_path / "docker"
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nosuch")
+    for script, says in (
+        ("exit 1", "start it, or join the group docker"),
+        ('[ "$1" = version ]', "install the plugin"),
+    ):
+        docker.write_text(f"#!/bin/sh\n{script}\n")
+        docker.chmod(0o755)
+        with pytest.raises(verdict.TemporaryError, match=says):
+            trials.containers()
+
+
+@pytest.mark.parametrize(("status", "says"), [(500, "--artifacts-destination"), (200, "not the file it was sent")])
+def test_a_server_that_keeps_no_files_is_named(tmp_path: Path, digits: Path, status: int, says: str) -> None:
+    with _server(status) as uri:
+        here = Faults(digits, tmp_path / "run", f"track.uri={uri}")
+        with pytest.raises(verdict.TemporaryError, match=says):
+            trials.artifacts(here.config, here.folder)
+
+
+@pytest.mark.full
+def test_processes_that_can_exchange_say_how_fast_and_those_that_cannot_are_named(
+    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Faults(digits, tmp_path / "run", "run.device=cpu")
+    assert "2 processes add up at" in trials.exchange(here.config, HERE.resized(2))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    with pytest.raises(verdict.TemporaryError, match=r"could not add up over gloo .*: look at"):
+        trials.exchange(here.config, HERE.resized(2))
+
+
+@pytest.mark.full
+def test_sanity_is_quiet_on_good_data_and_names_what_is_wired_wrongly(
+    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = ("model.arch=resnet18", "run.device=cpu", "data.workers=0")
+    good = Faults(digits, tmp_path / "run", *small)
+    said = {name: trial() for name, trial in sanity.trials(good.config, good.plan, good.source, HERE)}
+    assert list(said) == ["first loss", "one batch", "shuffled"]
+
+    def trial_of(name: str, faults: Faults = good) -> Any:
+        return dict(sanity.trials(faults.config, faults.plan, faults.source, HERE))[name]
+
+    with monkeypatch.context() as patch:  # a last layer that is sure of itself
+        patch.setattr(sanity, "build", lambda options, classes: nn.Sequential(build(options, classes), Louder()))
+        with pytest.raises(
+            verdict.RequestError, match=r"the first loss is .*, of a guess among 10 classes .* 2.30: look"
+        ):
+            trial_of("first loss")()
+    with monkeypatch.context() as patch:
+        patch.setattr(sanity, "_RATE", 0.0)
+        with pytest.raises(verdict.RequestError, match="32 images are not learnt by heart"):
+            trial_of("one batch")()
+    with monkeypatch.context() as patch:  # what shuffling should have taken away is still there
+        patch.setattr(sanity, "_shuffled", lambda labels, draw: labels)
+        with pytest.raises(verdict.RequestError, match=r"trained on shuffled labels, .* look for images in both"):
+            trial_of("shuffled")()
+
+
+class Louder(nn.Module):
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        return 40 * logits
+
+
 @contextmanager
 def _server(status: int) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
             self.send_response(status)
             self.end_headers()
+
+        do_PUT = do_DELETE = do_GET
 
         def log_message(self, format: str, *args: Any) -> None:
             pass

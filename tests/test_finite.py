@@ -11,6 +11,7 @@ from pipeline.group import Group
 from pipeline.model.architectures import build
 from pipeline.parallel import choose
 from pipeline.randomness import seed_network
+from pipeline.train.account import Clock
 from pipeline.train.finite import GuardedLosses, Losses, watch_losses
 from pipeline.train.state import TrainState
 from pipeline.train.step import Step
@@ -27,7 +28,7 @@ class Run:
         seed_network(0, "weights")
         self.strategy = choose(config, plan, build(config.model, 10), group)
         self.state = TrainState.build(self.strategy, config)
-        self.step = Step(self.state, self.strategy, config, plan)
+        self.step = Step(self.state, self.strategy, config, plan, Clock())
         self.batch = TrainBatches(source.train, config, plan, 0)[0]
 
     def make(self, losses: Losses, *, poisoned: bool = False) -> bool:

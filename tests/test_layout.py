@@ -86,13 +86,14 @@ def test_nothing_is_unpickled() -> None:
 def test_what_checks_a_request_needs_no_torch() -> None:
     modules = (
         "config", "plan", "world", "verdict", "randomness", "data.manifest", "data.sources", "record.folder",
-        "operate.launch", "__main__",
+        "record.pictures", "record.story", "operate.report", "operate.launch", "__main__",
     )  # fmt: skip
     names = [f"pipeline.{module}" for module in modules]
     code = f"import importlib, sys\nfor name in {names}: importlib.import_module(name); print(name, 'torch' in sys.modules)"
     assert run(code).splitlines() == [f"{name} False" for name in names]
 
 
-def test_a_training_process_needs_neither_mlflow_nor_docker() -> None:
-    code = "import sys, pipeline.train.session; print([name in sys.modules for name in ('torch', 'mlflow', 'docker')])"
-    assert run(code) == "[True, False, False]\n"
+def test_a_training_process_needs_neither_mlflow_nor_docker_nor_matplotlib() -> None:
+    names = "('torch', 'mlflow', 'docker', 'matplotlib')"
+    code = f"import sys, pipeline.train.session; print([name in sys.modules for name in {names}])"
+    assert run(code) == "[True, False, False, False]\n"

@@ -277,6 +277,55 @@ def test_the_logged_model_takes_pixels_in_any_number(
             np.testing.assert_allclose(module(images[:size]).numpy(), expected[:size], atol=1e-5)
 
 
+@pytest.mark.full
+def test_the_run_tells_the_whole_story_and_its_folder_alone_tells_it_again(
+    tmp_path: Path, digits: Path, good: Server, second: Server
+) -> None:
+    run = job(
+        tmp_path / "story", digits, good.uri, "track.report=true", "track.register=story-digits@best",
+        "evaluate.every=4 steps", "track.experiment=story",
+    )  # fmt: skip
+    result = run.run()
+    assert result.code == 0, result.err
+    assert "MLflow" not in result.err
+    report = {path.name for path in (run.folder / "report").glob("*.png")}
+    assert report == {"curves.png", "confusion.png", "classes.png", "mistakes.png", "augmentation.png"}
+    assert sync(run, MLFLOW_TRACKING_URI=second.uri).code == 0
+    mlruns = [server.run_of(run) for server in (good, second)]
+    assert good.points(mlruns[0]) == second.points(mlruns[1]) == points_of(run)
+    for server, found in zip((good, second), mlruns, strict=True):
+        images = [Path(one.path).name for one in server.client.list_artifacts(found.info.run_id, "images")]
+        pictures = sorted(name.split("+timestamp")[0] for name in images if name.endswith(".png"))
+        names = ("classes", "confusion", "mistakes")
+        assert pictures == sorted(f"{name}+step+{step}" for name in names for step in (4, 8)), "each once"
+        sent = {Path(one.path).name for one in server.client.list_artifacts(found.info.run_id, "report")}
+        assert sent == report
+        note = found.data.tags["mlflow.note.content"]
+        assert "FINISHED at step 8" in note
+        assert "pipeline train config.yaml" in note
+        (data_set,) = found.inputs.dataset_inputs
+        assert found.data.tags["data"].startswith(data_set.dataset.digest)
+        assert found.data.tags["recipe"] == "digits"
+        assert found.data.tags["world"] == "1"
+        kind = server.client.get_experiment(found.info.experiment_id).tags["mlflow.experimentKind"]
+        assert kind == "custom_model_development"
+        (version,) = server.client.search_model_versions("name = 'story-digits'")
+        assert server.client.get_model_version_by_alias("story-digits", "best").version == version.version
+        assert f"system/{socket.gethostname()}/rss_mib" in found.data.metrics
+    assert {**mlruns[0].data.tags, **mlruns[1].data.tags}.keys() == mlruns[0].data.tags.keys()
+    assert mlruns[0].data.params == mlruns[1].data.params
+
+    best = read_rows(run.folder / "journal.jsonl")[-1]["best"]
+    answers = [
+        json.loads(pipeline("predict", model, str(digits / "val" / "3"), "--json", MLFLOW_TRACKING_URI=good.uri).out)
+        for model in (str(run.folder / "checkpoints" / best["file"]), "models:/story-digits@best")
+    ]
+    for by_file, by_registry in zip(*(answer["predictions"] for answer in answers), strict=True):
+        assert by_file["image"] == by_registry["image"]
+        shares = [{one["class"]: one["probability"] for one in row["top"]} for row in (by_file, by_registry)]
+        assert shares[0] == pytest.approx(shares[1], abs=1e-5)
+
+
 @pytest.mark.fault("D1")
 @pytest.mark.full
 def test_a_server_killed_in_mid_run_costs_no_step_and_no_point(

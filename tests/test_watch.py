@@ -8,6 +8,7 @@ from harness import SMALL, Job, Result
 from pipeline.group import Group
 from pipeline.parallel import Strategy
 from pipeline.plan import DataSize, make_plan
+from pipeline.train.account import Clock
 from pipeline.train.watch import Pace
 from pipeline.world import World
 
@@ -128,4 +129,6 @@ def of_three(said: list[str]) -> Pace:
 
     config = load("digits", [])
     group = Group(World(size=3, local_size=3), device("cpu"))
-    return Pace(Strategy(nn.Linear(1, 1), group, make_plan(config, group.world, DataSize(960, 96, 10))), said.append)
+    return Pace(
+        Strategy(nn.Linear(1, 1), group, make_plan(config, group.world, DataSize(960, 96, 10))), Clock(), said.append
+    )

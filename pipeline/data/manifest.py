@@ -34,7 +34,7 @@ _MAGIC = b"pipeline-index-2\n"
 MAX_FILE_BYTES = 1 << 28  # an uncompressed picture of data.images.MAX_PIXELS is 229 MiB
 _DTYPES = ["|u1", "<i8", "<i8", "<i4", "|u1", "<i8"]
 _AT_ONCE = 10_000
-_MISSING = -1  # size of a name that leads to no file, such as a dangling link
+MISSING = -1  # size of a name that leads to no file, such as a dangling link
 
 
 class UnreadableError(Exception):
@@ -391,7 +391,7 @@ def _size(entry: os.DirEntry[bytes]) -> int:
     try:
         return entry.stat().st_size
     except OSError:
-        return _MISSING
+        return MISSING
 
 
 def _empty_class(where: str) -> RequestError:
@@ -431,7 +431,7 @@ def _sizes_hold(split: Split, base: bytes) -> bool:
         try:
             size = os.stat(os.path.join(base, split.name(i))).st_size
         except OSError:
-            size = _MISSING
+            size = MISSING
         if size != split.sizes[i]:
             return False
     return True

@@ -29,9 +29,10 @@ from pipeline.parallel import Strategy, choose
 from pipeline.plan import Plan, make_plan
 from pipeline.record.journal import Journal
 from pipeline.record.terminal import Silence
+from pipeline.train.account import Waiting, start_clock
 from pipeline.train.efficiency import NoFigure, measure_efficiency
 from pipeline.train.finite import watch_losses
-from pipeline.train.report import Report, Waiting
+from pipeline.train.report import Report
 from pipeline.train.state import TrainState
 from pipeline.train.step import Step, autocast
 from pipeline.train.watch import start_pace, start_watch
@@ -192,20 +193,24 @@ def _our_loop(config: Config, plan: Plan, group: Group, fed: Iterator[Batch], jo
     model: nn.Module = build(config.model, plan.num_classes).to(group.device)
     strategy = choose(config, plan, model, group)
     state = TrainState.build(strategy, config)
-    step = Step(state, strategy, config, plan)
+    clock = start_clock(group.device)
+    step = Step(state, strategy, config, plan, clock)
     losses = watch_losses(strategy)
-    waiting = Waiting(fed)
-    pace = start_pace(strategy, lambda _: None)
+    waiting = Waiting(fed, clock)
+    pace = start_pace(strategy, clock, lambda _: None)
     watch = start_watch(strategy, plan)
-    report = Report(plan, group, Silence(), waiting, pace, NoFigure(), Journal(journal, lambda _: None), None)
+    report = Report(plan, group, Silence(), clock, pace, NoFigure(), Journal(journal, lambda _: None), None)
 
     def run(steps: int) -> None:
         for _ in range(steps):
             pace.start()
             loss, used = step.forward_backward(waiting)
-            group.agree(False, losses.look(state.step + 1, loss, used), any(one.defects for one in used))
-            step.update(losses.guard)
-            report.updated(state)
+            with clock.on("communication"):
+                group.agree(False, losses.look(state.step + 1, loss, used), any(one.defects for one in used))
+            with clock.on("optimizer"):
+                step.update(losses.guard)
+            with clock.on("tracking"):
+                report.updated(state)
             watch.updated(state.step)
 
     return run

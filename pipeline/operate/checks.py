@@ -15,6 +15,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from typing import Any
 
 from pipeline import verdict, world
 from pipeline.config import Config, from_yaml, refuse_changes, without_password
@@ -105,25 +106,30 @@ def tracker(config: Config, folder: RunFolder) -> str:
     if not uri.startswith(("http://", "https://")):
         return f"no server to ask ({without_password(uri)})"
     shown = without_password(uri)
-    parts = urllib.parse.urlsplit(uri)
-    address = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
-    request = urllib.request.Request(f"{address}/api/2.0/mlflow/experiments/search?max_results=1")
-    user = parts.username or os.environ.get("MLFLOW_TRACKING_USERNAME")
-    if user:
-        password = parts.password or os.environ.get("MLFLOW_TRACKING_PASSWORD", "")
-        request.add_header("Authorization", _basic(urllib.parse.unquote(user), urllib.parse.unquote(password)))
     try:
-        with urllib.request.urlopen(request, timeout=_TRACKER_TIMEOUT_S) as answer:
+        with open_tracker(uri, "api/2.0/mlflow/experiments/search?max_results=1") as answer:
             json.load(answer)
     except urllib.error.HTTPError as error:
         remedy = {
             401: "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
-            403: f"start the server with --allowed-hosts naming {parts.netloc.rpartition('@')[2]}, port included",
+            403: f"start the server with --allowed-hosts naming {urllib.parse.urlsplit(shown).netloc}, port included",
         }.get(error.code, "look at the server's log")
         raise TemporaryError(f"MLflow at {shown} answers {error.code}: {remedy}") from None
     except (OSError, http.client.HTTPException, ValueError, ssl.SSLError) as error:
         raise TemporaryError(f"MLflow at {shown} does not answer as one ({error}): is the server up?") from None
     return f"{shown} answers"
+
+
+def open_tracker(uri: str, path: str, method: str = "GET", body: bytes | None = None) -> Any:
+    """MLflow's answer, with the user and password that its address or the environment name. Raises what urllib raises."""
+    parts = urllib.parse.urlsplit(uri)
+    address = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
+    request = urllib.request.Request(f"{address}/{path}", body, method=method)
+    user = parts.username or os.environ.get("MLFLOW_TRACKING_USERNAME")
+    if user:
+        password = parts.password or os.environ.get("MLFLOW_TRACKING_PASSWORD", "")
+        request.add_header("Authorization", _basic(urllib.parse.unquote(user), urllib.parse.unquote(password)))
+    return urllib.request.urlopen(request, timeout=_TRACKER_TIMEOUT_S)
 
 
 def _basic(user: str, password: str) -> str:

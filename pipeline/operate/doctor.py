@@ -1,4 +1,8 @@
-"""`pipeline doctor`: what would go wrong here, before it does. The preflight of a rehearsal's and of a cluster's nodes."""
+"""`pipeline doctor`: what would go wrong here, before it does. The preflight of a rehearsal's and of a cluster's nodes.
+
+There it makes the checks of a start alone: a node that is replaced is waited for. Asked by a person it also tries the
+machine out, and with --sanity the recipe. What training can go on without is named and stops nobody.
+"""
 
 import json
 import os
@@ -8,11 +12,13 @@ from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 from pipeline import verdict, world
-from pipeline.config import load
-from pipeline.operate import checks
-from pipeline.plan import DataSize
+from pipeline.config import Config, load
+from pipeline.data.sources import Source
+from pipeline.operate import checks, trials
+from pipeline.plan import DataSize, Plan
 from pipeline.record.folder import RunFolder
 from pipeline.verdict import RequestError, TemporaryError, Verdict
+from pipeline.world import World
 
 _Found = TypeVar("_Found")
 
@@ -49,7 +55,13 @@ class _Findings:
 
 
 def examine(
-    recipe: str, overrides: list[str], num_processes: int | None, num_nodes: int | None, *, as_json: bool
+    recipe: str,
+    overrides: list[str],
+    num_processes: int | None,
+    num_nodes: int | None,
+    *,
+    as_json: bool,
+    with_sanity: bool = False,
 ) -> str | int:
     """A line each check; raises the Verdict that a start here would end with.
 
@@ -59,6 +71,7 @@ def examine(
     nodes = num_nodes or _of_environment("PET_NNODES")
     processes = num_processes or nodes * _of_environment("PET_NPROC_PER_NODE")
     here = world.here().resized(processes, nodes)
+    endpoint = os.environ.get("PET_RDZV_ENDPOINT")  # of a node of a job
     found = _Findings()
     config = found.check("recipe", lambda: load(recipe, overrides), lambda config: config.recipe)
     if config:
@@ -68,17 +81,24 @@ def examine(
             "last start", lambda: checks.standing_verdict(config, folder), lambda _: "nothing stands against it"
         )
         source = found.check("data", lambda: checks.data(config, folder), lambda source: _sizes(source.size))
+        plan = None
         if source:
-            found.check("plan", lambda: checks.plan(config, here, source), lambda plan: f"\n{plan.table()}")
+            plan = found.check("plan", lambda: checks.plan(config, here, source), lambda plan: f"\n{plan.table()}")
         found.check(
             "resumption", lambda: checks.changes(config, folder), lambda _: "nothing is changed that may not be"
         )
         found.check("device", lambda: checks.device(config), lambda _: f"run.device={config.run.device}")
         found.check("GPUs", lambda: checks.gpus(config, here), str)
-        endpoint = os.environ.get("PET_RDZV_ENDPOINT")
         if endpoint:
             found.check("names", lambda: checks.names(endpoint), str)
-        found.check("MLflow", lambda: checks.tracker(config, folder), str, fatal=config.track.required)
+        reached = found.check("MLflow", lambda: checks.tracker(config, folder), str, fatal=config.track.required)
+        if not endpoint:
+            _try_out(found, config, here, folder, source, plan, has_tracker=reached is not None)
+        if with_sanity and found.ending is None and source and plan:
+            from pipeline.operate import sanity
+
+            for name, trial in sanity.trials(config, plan, source, here):
+                found.check(name, trial, str, fatal=False)
     if as_json:
         print(json.dumps({"findings": [asdict(finding) for finding in found.all]}))
     else:
@@ -88,6 +108,35 @@ def examine(
     if found.ending:
         raise found.ending
     return verdict.OK if as_json else f"{recipe} can run here"
+
+
+def _try_out(
+    found: _Findings,
+    config: Config,
+    here: World,
+    folder: RunFolder,
+    source: Source | None,
+    plan: Plan | None,
+    *,
+    has_tracker: bool,
+) -> None:
+    """What only a trial shows."""
+
+    def tried(name: str, trial: Callable[[], str], *, fatal: bool = False) -> None:
+        found.check(name, trial, str, fatal=fatal)
+
+    tried("CPUs", lambda: trials.cpus(here))
+    tried("docker", trials.containers)
+    if found.ending is None and source and plan:  # what is wrong with the request comes first
+        tried("memory", lambda: trials.memory(plan))
+        tried("/dev/shm", lambda: trials.shared_memory(plan, here), fatal=True)
+        tried("writing", lambda: trials.writing(folder))
+        tried("sharing", lambda: trials.sharing(folder, here))
+        tried("room", lambda: trials.room(config, plan, folder), fatal=True)
+        tried("decoding", lambda: trials.decoding(source))
+        tried("exchange", lambda: trials.exchange(config, here))
+        if has_tracker:
+            tried("artifacts", lambda: trials.artifacts(config, folder))
 
 
 def _sizes(size: DataSize) -> str:

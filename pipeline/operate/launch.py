@@ -19,6 +19,7 @@ from pipeline.data.sources import Source
 from pipeline.operate import checks
 from pipeline.plan import Plan
 from pipeline.record.folder import RunFolder
+from pipeline.record.terminal import voice
 from pipeline.train.signals import StopRequest
 from pipeline.verdict import RequestError, TemporaryError, Verdict
 from pipeline.world import World
@@ -54,7 +55,7 @@ def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopReques
         if config.run.resume == "never":
             aside = folder.set_aside()
             print(f"what was in {folder.path} is now in {aside}" if aside else "a fresh start", file=sys.stderr)
-        print(f"{config.recipe} in {folder.path}\n{cleared.plan.table()}", file=sys.stderr, flush=True)
+        voice(is_main=True).show(f"{config.recipe} in {folder.path}\n{cleared.plan.table()}")
     elif here.local_rank == 0 and config.data.source == "digits":
         sources.open_source(config)  # each machine of several makes its own, unless they share a disk
 

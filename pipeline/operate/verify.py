@@ -81,6 +81,7 @@ def _request(receipt: dict[str, Any], run_dir: Path, again: RunFolder) -> Config
         "run.device": start.get("device_type", "auto"),
         "run.threads": receipt["plan"]["threads"],
         "track.uri": "none",
+        "track.report": "false",
         "track.required": "false",
     }
     text = yaml.safe_dump(receipt["config"], allow_unicode=True)

@@ -30,8 +30,10 @@ from urllib.parse import unquote, urlsplit
 from pipeline.config import Config, from_yaml, without_password
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
+from pipeline.record.pictures import OF_EVALUATION, of_evaluation
 from pipeline.record.receipt import Receipt
 from pipeline.record.sender import OVER, READY, tracking_uri
+from pipeline.record.story import tell
 from pipeline.verdict import RequestError, TemporaryError, Verdict
 
 _BATCH = 1000  # MLflow's limit on the metrics of one call
@@ -41,6 +43,8 @@ _FILE_PATIENCE_S = 60  # a server may pass a file on to slower storage before it
 _LAST_WORDS_S = 4  # after the trainer is killed: FAILED is written by then, or at the next train or sync
 _FAREWELL_S = 7  # after the trainer is done: for a server that has not answered by then it waits no longer
 _TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"  # mlflow reads it anew at each call
+# has the UI open an experiment on its view of training runs, not on that of traces
+_OF_TRAINING = {"mlflow.experimentKind": "custom_model_development"}
 RUN_TAG = "pipeline.run"
 STEP_TAG = "pipeline.step"
 
@@ -143,28 +147,103 @@ class Follower:
             case "started":
                 tags = [RunTag(key, str(value)) for key, value in event["tags"].items()]
                 self._client.update_run(progress.run_id, status="RUNNING")
-                self._client.log_batch(progress.run_id, tags=tags)
-                try:
+                self._client.log_batch(progress.run_id, tags=[*tags, self._description()])
+                self._send_data_set(progress, event["tags"])
+                with self._left_for_the_end():
                     self._send_files(progress)
-                except Exception as error:  # a store for files that is out of order keeps no point back
-                    _log(f"files are left for the end: {_one_line(error)}")
+            case "evaluated":
+                with self._left_for_the_end():
+                    self._send_pictures(progress)
             case "ended":
                 self._client.set_terminated(progress.run_id, event["status"], event["time"])
+                self._client.log_batch(progress.run_id, tags=[self._description()])
                 with _patience(_FILE_PATIENCE_S):
                     self._send_files(progress)
+                    self._send_pictures(progress)
                     if event["status"] == "FINISHED" and event["best"]:
                         path = self._folder.checkpoints / event["best"]["file"]
-                        self._send_model(progress, path, event["best"]["step"])
+                        model_id = self._send_model(progress, path, event["best"]["step"])
+                        if model_id and self._config.track.register_:
+                            self._register(self._config.track.register_, model_id, progress)
+
+    @contextlib.contextmanager
+    def _left_for_the_end(self) -> Iterator[None]:
+        """A store for files that is out of order keeps no point back: they are sent again when the run has ended."""
+        try:
+            yield
+        except Exception as error:
+            _log(f"files are left for the end: {_one_line(error)}")
+
+    def _description(self) -> Any:
+        from mlflow.entities import RunTag
+
+        return RunTag("mlflow.note.content", tell(self._folder, self._config))
+
+    def _send_data_set(self, progress: Progress, tags: dict[str, Any]) -> None:
+        """The data as an input, with its own digest (MLflow takes 36 characters; the tag `data` has them all)."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        options = self._config.data
+        source = json.dumps({"source": options.source, "root": options.root})
+        plan = json.loads(self._folder.plan.read_text())
+        profile = json.dumps({name: plan[name] for name in ("train_images", "val_images", "num_classes")})
+        name = Path(options.root or options.source).name or options.source
+        data_set = Dataset(name, tags["data"][:36], options.source, source, profile=profile)
+        self._client.log_inputs(
+            progress.run_id, [DatasetInput(data_set, [InputTag("mlflow.data.context", "training")])]
+        )
+
+    def _send_pictures(self, progress: Progress) -> None:
+        """What each evaluation looks like, as images that step with them; what is there is not sent again."""
+        from PIL import Image
+
+        sent = [Path(one.path).name for one in self._client.list_artifacts(progress.run_id, "images")]
+        for kept in sorted((self._folder.report / "data").glob("step-*.npz")):
+            step = int(kept.stem.removeprefix("step-"))
+            judged_at = int(1000 * kept.stat().st_mtime)
+            for name, draw in OF_EVALUATION.items():
+                if any(one.startswith(f"{name}+step+{step}+") for one in sent):
+                    continue
+                with tempfile.TemporaryDirectory() as scratch:
+                    path = Path(scratch) / "picture.png"
+                    try:
+                        of_evaluation(draw, kept)(path)
+                    except ValueError as error:
+                        _log(f"{name} of step {step} is not shown: {error}")
+                    if path.exists():  # of no mistake there is no picture
+                        with Image.open(path) as image:
+                            self._client.log_image(
+                                progress.run_id, image.convert("RGB"), key=name, step=step, timestamp=judged_at
+                            )
+
+    def _register(self, wanted: str, model_id: str, progress: Progress) -> None:
+        """The model under its name in the registry, once, with its alias."""
+        from mlflow.exceptions import MlflowException
+
+        name, _, alias = wanted.partition("@")
+        try:
+            self._client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        source = f"models:/{model_id}"
+        versions = self._client.search_model_versions(f"name = '{name}'")
+        version = next((one for one in versions if one.source == source), None)
+        version = version or self._client.create_model_version(name, source, progress.run_id, model_id=model_id)
+        if alias:
+            self._client.set_registered_model_alias(name, alias, version.version)
 
     def _send_files(self, progress: Progress) -> None:
         for path in (self._folder.config, self._folder.plan, self._folder.journal):
             if path.exists():
                 self._client.log_artifact(progress.run_id, str(path))
+        for path in sorted(self._folder.report.glob("*.png")):
+            self._client.log_artifact(progress.run_id, str(path), self._folder.report.name)
         # made anew: the trainer may not have written it yet, or never will
         self._client.log_text(progress.run_id, Receipt(self._folder).text(), self._folder.receipt.name)
 
-    def _send_model(self, progress: Progress, path: Path, step: int) -> None:
-        """The model of a checkpoint, unless it is there or cannot be exported: the run is what it is without it."""
+    def _send_model(self, progress: Progress, path: Path, step: int) -> str | None:
+        """The model of a checkpoint, unless it is there; None if it cannot be exported: the run is what it is without."""
         from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric
 
         sent = self._client.search_logged_models([progress.experiment_id], f"source_run_id = '{progress.run_id}'")
@@ -172,14 +251,14 @@ class Follower:
             if model.status != LoggedModelStatus.READY:  # a sender that was killed on the way left it
                 self._client.delete_logged_model(model.model_id)
             elif model.tags.get(STEP_TAG) == str(step):
-                return
+                return str(model.model_id)
         with tempfile.TemporaryDirectory() as scratch:
             local = Path(scratch) / "model"
             try:
                 description = self._export(path, local)
             except Exception as error:
                 _log(f"{path.name} is not logged as a model: {_one_line(error)}")
-                return
+                return None
             model = self._client.create_logged_model(
                 progress.experiment_id, "model", progress.run_id, {STEP_TAG: str(step)}
             )
@@ -198,6 +277,7 @@ class Follower:
             self._client.log_batch(progress.run_id, metrics=judged)  # for the run they are there: these name the model
         self._client.log_outputs(progress.run_id, [LoggedModelOutput(model.model_id, step)])
         self._client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
+        return str(model.model_id)
 
     def _export(self, path: Path, to: Path) -> Any:
         """The checkpoint's model in `to`, as one that takes pixels and gives probabilities; MLflow's description of it."""
@@ -218,7 +298,8 @@ class Follower:
         example = np.zeros((2, 3, size, size), np.float32)  # a batch of one would freeze the batch size
         with torch.inference_mode():
             answer = served(torch.from_numpy(example)).numpy()
-        description = Model()
+        # whoever loads it can do as validation does, without the checkpoint
+        description = Model(metadata={"config": contents["config"], "classes": contents["classes"]})
         mlflow.pytorch.save_model(
             served,
             str(to),
@@ -238,7 +319,7 @@ class Follower:
             if experiment is not None:
                 return str(experiment.experiment_id)
             try:
-                return str(self._client.create_experiment(name, self._artifact_location()))
+                return str(self._client.create_experiment(name, self._artifact_location(), _OF_TRAINING))
             except MlflowException as error:  # another run made it meanwhile, or it really cannot be
                 failure = error
         raise TemporaryError(f"experiment {name} can be neither found nor made: {failure}")
@@ -269,6 +350,29 @@ class Follower:
         self._folder.write(
             self._folder.tracker, json.dumps({**self._noted(), self._address: asdict(progress)}, indent=1)
         )
+
+
+def fetch_model(uri: str) -> tuple[Any, dict[str, Any]]:
+    """A logged model (models:/NAME@ALIAS, models:/NAME/VERSION, models:/m-…) as a module like `Served`, and its metadata:
+    the configuration as YAML and the classes. RequestError if it is not there or not one of ours."""
+    import mlflow.pytorch
+    from mlflow.exceptions import MlflowException
+    from mlflow.models import get_model_info
+
+    local = Path("runs/mlflow.db")
+    tracking_uri = os.environ.get("MLFLOW_TRACKING_URI") or (f"sqlite:///{local}" if local.exists() else None)
+    if tracking_uri is None:
+        raise RequestError(f"{uri} is looked for in MLflow, and there is no {local} here: set MLFLOW_TRACKING_URI")
+    tracking_uri, credentials = _without_credentials(tracking_uri)
+    os.environ |= credentials | {"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}
+    mlflow.set_tracking_uri(tracking_uri)
+    try:
+        metadata = get_model_info(uri).metadata or {}
+        if "classes" not in metadata:
+            raise RequestError(f"{uri} is not a model that this pipeline logged: it names no classes")
+        return mlflow.pytorch.load_model(uri), metadata
+    except MlflowException as error:
+        raise RequestError(f"{uri} cannot be had from {without_password(tracking_uri)}: {_one_line(error)}") from None
 
 
 def _make_database(path: Path, run: str) -> None:

@@ -1,11 +1,18 @@
-"""What a person sees while it runs: one live line on a terminal, plain lines with the time in a log. On standard error;
-standard output is for results."""
+"""What a person sees: one live line on a terminal, plain lines with the time in a log, a summary at the end.
 
+On standard error; standard output is for results. Colour is for terminals, and NO_COLOR (no-color.org) turns it off.
+"""
+
+import os
 import shutil
 import sys
 import time
 
 from pipeline.data.sources import Images
+
+_BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
+QUIET = "PIPELINE_QUIET"
+"""Set in the environment, which reaches every process of a run, by --quiet."""
 
 
 class Terminal:
@@ -13,6 +20,7 @@ class Terminal:
 
     def __init__(self) -> None:
         self._live = sys.stderr.isatty()
+        self._has_colour = self._live and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._live_width = 0
         self._last_progress = float("-inf")
 
@@ -21,6 +29,17 @@ class Terminal:
         self._wipe()
         stamp = "" if self._live else time.strftime("%F %T ")
         print(f"{stamp}{text}", file=sys.stderr, flush=True)
+
+    def show(self, text: str) -> None:
+        """Lines as they are."""
+        print(text, file=sys.stderr, flush=True)
+
+    def summarise(self, rows: dict[str, str]) -> None:
+        """What there is at the end, and where."""
+        width = max(map(len, rows))
+        for name, text in rows.items():
+            padded = f"{name:<{width}}"
+            self.say(f"  {f'{_BOLD}{padded}{_PLAIN}' if self._has_colour else padded}  {text}")
 
     def say_defects(self, images: Images, defects: list[tuple[int, str]]) -> None:
         """Name each validation image that could not be decoded."""
@@ -45,13 +64,21 @@ class Terminal:
 
 
 class Silence(Terminal):
-    """The other ranks."""
+    """The other ranks; and all of them with --quiet, where an error is still said by the command line."""
 
     def say(self, text: str) -> None:
         pass
 
+    def show(self, text: str) -> None:
+        pass
+
     def progress(self, text: str) -> None:
         pass
+
+
+def voice(*, is_main: bool) -> Terminal:
+    """A rank's terminal."""
+    return Terminal() if is_main and not os.environ.get(QUIET) else Silence()
 
 
 def duration(seconds: float) -> str:

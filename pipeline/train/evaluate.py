@@ -6,7 +6,9 @@ in any order to the same. Nothing is padded.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -18,10 +20,18 @@ from pipeline.data.transfer import to_device
 from pipeline.group import Group
 from pipeline.model.architectures import Normalise
 from pipeline.plan import Resources
+from pipeline.record.answers import Answers
 from pipeline.train.state import Evaluation
 from pipeline.train.step import LOSS_UNIT, autocast
 
-Defects = list[tuple[int, str]]
+_CONFIDENCE_UNIT = 2**30
+
+
+class Judgement(NamedTuple):
+    evaluation: Evaluation
+    answers: Answers
+    defects: list[tuple[int, str]]
+    """(sample id, reason) of each image that cannot be decoded."""
 
 
 class Evaluator:
@@ -49,16 +59,15 @@ class Evaluator:
         self._normalise = Normalise(group.device, channels_last=config.model.channels_last)
         self._size = config.evaluate.size or config.augment.size
 
-    def evaluate(self, step: int, asked_to_stop: Callable[[], bool]) -> tuple[Evaluation | None, Defects]:
-        """The evaluation of the model, which is that of `step`, and the images that are defect.
-
-        (None, []) at all processes if one is asked to stop meanwhile.
-        """
+    def evaluate(self, step: int, asked_to_stop: Callable[[], bool]) -> Judgement | None:
+        """The judgement of the model, which is that of `step`; None at all processes if one is asked to stop meanwhile."""
         group, device = self._group, self._group.device
         mine = range(group.rank, len(self._data), group.size)
         loaded = to_device(batches(self._data, mine, self._resources, pin=device.type == "cuda"), device)
         counts = torch.zeros(4, dtype=torch.int64, device=device)
-        defects: Defects = []
+        # each image's label + 1, predicted class and confidence: one process writes it, so the sum is what it wrote
+        answers = torch.zeros((3, len(self.images)), dtype=torch.int64, device=device)
+        defects: list[tuple[int, str]] = []
         in_training = [module for module in self._model.modules() if module.training]  # what is frozen is not
         self._model.eval()
         try:
@@ -66,25 +75,36 @@ class Evaluator:
                 for _ in range(-(-len(self._data) // group.size)):
                     batch = next(loaded, None)
                     if batch is not None:
-                        counts += self._judge(batch)
+                        counts += self._judge(batch, answers)
                         defects += batch.defects
                     elif self._predict:  # the others want this process's part of the model
                         self._predict(torch.empty((0, 3, self._size, self._size), device=device))
                     (stop,) = group.agree(asked_to_stop())
                     if stop:
-                        return None, []
+                        return None
         finally:
             for module in in_training:
                 module.training = True
         images, correct1, correct5, loss_sum = group.sum(counts).tolist()
         everyones = sorted(defect for part in group.gather(defects) for defect in part)
-        return Evaluation(step, images, len(self.images), correct1, correct5, loss_sum), everyones
+        evaluation = Evaluation(step, images, len(self.images), correct1, correct5, loss_sum)
+        labels, predicted, confidence = group.sum(answers).numpy()
+        said = Answers(
+            (labels - 1).astype(np.int32),
+            predicted.astype(np.int32),
+            (confidence / _CONFIDENCE_UNIT).astype(np.float32),
+        )
+        return Judgement(evaluation, said, everyones)
 
-    def _judge(self, batch: Batch) -> Tensor:
-        """[images, right at first, right within five, loss in 2^-20] int64 on the device."""
+    def _judge(self, batch: Batch, answers: Tensor) -> Tensor:
+        """[images, right at first, right within five, loss in 2^-20] int64 on the device; fills in the batch's answers."""
         labels = batch.labels.to(self._group.device, non_blocking=True)
         logits: Tensor = (self._predict or self._model)(self._normalise(batch.images)).float()
-        ranked = logits.topk(min(5, logits.shape[1]), 1).indices == labels[:, None]
+        best = logits.topk(min(5, logits.shape[1]), 1).indices
+        ranked = best == labels[:, None]
+        confidence = logits.softmax(1).amax(1).double().mul(_CONFIDENCE_UNIT).to(torch.int64)
+        first = int(batch.ids[0])
+        answers[:, first : first + len(labels)] = torch.stack([labels + 1, best[:, 0], confidence])
         loss = functional.cross_entropy(logits, labels, ignore_index=NO_LABEL, reduction="sum")
         loss_sum = (loss.double() * LOSS_UNIT).round().to(torch.int64)
         images = torch.full((), len(labels), dtype=torch.int64, device=labels.device)

@@ -18,11 +18,13 @@ from pipeline.record.checkpoint import Checkpoints, all_finite
 from pipeline.record.journal import Journal, Trace
 from pipeline.record.receipt import Receipt
 from pipeline.record.terminal import Terminal
+from pipeline.train.account import Clock, Waiting
 from pipeline.train.efficiency import NoFigure
 from pipeline.train.evaluate import Evaluator
+from pipeline.train.exhibits import NoExhibits
 from pipeline.train.finite import Losses
 from pipeline.train.profile import NoProfile
-from pipeline.train.report import Report, Waiting, trace_update
+from pipeline.train.report import Report, trace_update
 from pipeline.train.signals import StopRequest
 from pipeline.train.state import Evaluation, TrainState
 from pipeline.train.step import Step
@@ -52,6 +54,8 @@ class Training:
     watch: NoWatch
     pace: NoPace
     efficiency: NoFigure
+    clock: Clock
+    exhibits: NoExhibits = field(default_factory=NoExhibits)
     profile: NoProfile = field(default_factory=NoProfile)
     journal: Journal | None = None
     receipt: Receipt | None = None
@@ -66,45 +70,53 @@ def train(run: Training, batches: Iterator[Batch]) -> Evaluation:
     processes.
     """
     state, plan, group = run.state, run.plan, run.group
-    waiting = Waiting(batches)
-    report = Report(plan, group, run.terminal, waiting, run.pace, run.efficiency, run.journal, run.receipt)
+    clock = run.clock
+    waiting = Waiting(batches, clock)
+    report = Report(plan, group, run.terminal, clock, run.pace, run.efficiency, run.journal, run.receipt)
     stopping, saved = False, (state.step, state.is_evaluated)
     while True:
         is_best = False
         if plan.evaluates_at(state.step) and not state.is_evaluated and not stopping:
-            evaluation = _evaluate(run)
+            with clock.on("validation"):
+                evaluation = _evaluate(run)
             if evaluation:
                 is_best = state.take(evaluation)
-                report.evaluated(state, is_best)
+                with clock.on("tracking"):
+                    report.evaluated(state, is_best)
             stopping = evaluation is None
         if (stopping or is_best or plan.saves_at(state.step)) and saved != (state.step, state.is_evaluated):
-            _save(run, last=stopping or state.step >= plan.last_step)
+            with clock.on("checkpoint"):
+                _save(run, last=stopping or state.step >= plan.last_step)
             saved = (state.step, state.is_evaluated)
             report.restart_clock()
         if stopping:
             raise TemporaryError(f"asked to stop: step {state.step} is saved, the same command goes on from it")
+        report.account(state)
         if state.step >= plan.last_step:
             assert state.evaluation is not None
             return state.evaluation
 
         run.pace.start()
         loss, used = run.step.forward_backward(waiting)
-        stopping, not_finite, defects = group.agree(
-            _asked_to_stop(run),
-            run.losses.look(state.step + 1, loss, used),
-            any(batch.defects for batch in used),
-        )
+        with clock.on("communication"):
+            stopping, not_finite, defects = group.agree(
+                _asked_to_stop(run),
+                run.losses.look(state.step + 1, loss, used),
+                any(batch.defects for batch in used),
+            )
         if not_finite:
             raise run.losses.failure()
         if defects:
             _note_defects(run, used)
-        run.step.update(run.losses.guard)
-        if run.config.run.trace:
-            run.losses.settle()
-            trace_update(run.trace, state, plan, group, used)
-        if plan.reports_at(state.step):
-            run.losses.settle()
-        report.updated(state)
+        with clock.on("optimizer"):
+            run.step.update(run.losses.guard)
+        with clock.on("tracking"):
+            if run.config.run.trace:
+                _settle(run)
+                trace_update(run.trace, state, plan, group, used)
+            if plan.reports_at(state.step):
+                _settle(run)
+            report.updated(state)
         run.profile.updated(state.step)
         run.watch.updated(state.step)
 
@@ -115,19 +127,28 @@ def _asked_to_stop(run: Training) -> bool:
     return run.stop.asked()
 
 
+def _settle(run: Training) -> None:
+    """Wait until the device has looked at the losses so far: that time is the steps', whatever it is that waits."""
+    with run.clock.on("communication"):
+        run.losses.settle()
+
+
 def _evaluate(run: Training) -> Evaluation | None:
-    run.losses.settle()
+    _settle(run)
     run.watch.compare(run.state.step)
     run.strategy.share_buffers(run.state.judged)
-    evaluation, defects = run.evaluator.evaluate(run.state.step, lambda: _asked_to_stop(run))
-    run.terminal.say_defects(run.evaluator.images, defects)
-    return evaluation
+    judgement = run.evaluator.evaluate(run.state.step, lambda: _asked_to_stop(run))
+    if judgement is None:
+        return None
+    run.terminal.say_defects(run.evaluator.images, judgement.defects)
+    run.exhibits.judged(judgement)
+    return judgement.evaluation
 
 
 def _save(run: Training, *, last: bool) -> None:
     """Have rank 0 save the state; with `last`, return only when it is on disk."""
     state, writer = run.state, run.checkpoints
-    run.losses.settle()
+    _settle(run)
     run.watch.compare(state.step)
     finite = all_finite(state.model.state_dict().values())
     broken, exhausted = run.group.agree(not finite, writer is not None and writer.exhausted)

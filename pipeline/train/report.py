@@ -9,7 +9,7 @@ import math
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -20,28 +20,11 @@ from pipeline.plan import Plan
 from pipeline.record.journal import Journal, Trace
 from pipeline.record.receipt import Receipt
 from pipeline.record.terminal import Terminal, duration
+from pipeline.train.account import ENTRIES, Clock, Entry, Spent, advise, describe
 from pipeline.train.efficiency import NoFigure
 from pipeline.train.state import TrainState
 from pipeline.train.step import LOSS_UNIT
 from pipeline.train.watch import NoPace
-
-
-class Waiting:
-    """An iterator over batches that knows how long it was waited for."""
-
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self._batches = batches
-        self.seconds = 0.0
-
-    def __iter__(self) -> "Waiting":
-        return self
-
-    def __next__(self) -> Batch:
-        start = time.perf_counter()
-        try:
-            return next(self._batches)
-        finally:
-            self.seconds += time.perf_counter() - start
 
 
 class Report:
@@ -52,7 +35,7 @@ class Report:
         plan: Plan,
         group: Group,
         terminal: Terminal,
-        waiting: Waiting,
+        clock: Clock,
         pace: NoPace,
         efficiency: NoFigure,
         journal: Journal | None,
@@ -61,31 +44,42 @@ class Report:
         self._plan = plan
         self._group = group
         self._terminal = terminal
-        self._waiting = waiting
+        self._clock = clock
         self._pace = pace
         self._efficiency = efficiency
         self._journal = journal
         self._receipt = receipt
         self._has_stepped = False
+        self._spent: Spent = dict.fromkeys(ENTRIES, 0.0)
+        self._is_new_epoch = True
+        self._advised: set[Entry] = set()
+        clock.take()  # what came before training is in no account
         self.restart_clock()
 
     def restart_clock(self) -> None:
         """Time spent so far, in an evaluation say, is not that of training steps."""
-        self._start, self._waited, self._steps = time.perf_counter(), self._waiting.seconds, 0
+        self._start, self._waited, self._steps = time.perf_counter(), self._clock.seconds["data"], 0
         self._cpu = sum(os.times()[:2])
 
     def updated(self, state: TrainState) -> None:
         """After each update."""
         self._steps += 1
+        self._is_new_epoch = False
         if not self._has_stepped:
             self._has_stepped = True
             self._terminal.say(f"first step done {_seconds_since_start():.1f} s after the start")
         if not self._plan.reports_at(state.step):
             return
-        loss, correct, images, *times = self._group.sum(torch.cat([state.totals.cpu(), self._pace.take()])).tolist()
-        state.totals.zero_()
+        totals, pace = (
+            state.totals.cpu(),
+            self._pace.take(),
+        )  # waits for the device, so what it still did is in the time
         elapsed = max(1e-9, time.perf_counter() - self._start)
-        waited = (self._waiting.seconds - self._waited) / elapsed
+        mine = torch.cat([totals, pace, self._machine(elapsed).flatten()])
+        loss, correct, images, *rest = self._group.sum(mine).tolist()
+        state.totals.zero_()
+        times, machines = rest[: len(pace)], rest[len(pace) :]
+        waited = (self._clock.seconds["data"] - self._waited) / elapsed
         images_per_s = self._steps * self._plan.global_batch / elapsed
         rate = self._plan.learning_rate(state.step - 1)
         metrics = {
@@ -98,7 +92,7 @@ class Report:
             "time/waiting_for_data": waited,
             **self._pace.judge(times, self._steps),
             **self._efficiency.figures(images_per_s, self._plan.size(state.step - 1)),
-            **_system(self._group.device, (sum(os.times()[:2]) - self._cpu) / elapsed),
+            **_by_machine(self._group.hosts, machines),
         }
         if self._journal:
             self._journal.report(state.step, metrics)
@@ -110,6 +104,16 @@ class Report:
             f"  data {waited:.0%}  {duration(left)} left"
         )
         self.restart_clock()
+
+    def _machine(self, elapsed: float) -> torch.Tensor:
+        """[processes, 3] int64: KiB of memory, thousandths of CPUs busy, KiB of GPU memory, in this process's row."""
+        device = self._group.device
+        rows = torch.zeros((self._group.size, 3), dtype=torch.int64)
+        rows[self._group.rank, 0] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        rows[self._group.rank, 1] = round(1000 * (sum(os.times()[:2]) - self._cpu) / elapsed)
+        if device.type == "cuda":
+            rows[self._group.rank, 2] = torch.cuda.max_memory_allocated(device) // 1024
+        return rows
 
     def evaluated(self, state: TrainState, is_best: bool) -> None:
         evaluation, account = state.evaluation, state.account()
@@ -133,6 +137,26 @@ class Report:
             self._receipt.write(self._terminal.say)
         self.restart_clock()
 
+    def account(self, state: TrainState) -> None:
+        """Once all that is due at a step is done: at the end of an epoch, and of the run, where its time went."""
+        plan = self._plan
+        if self._is_new_epoch or not (state.step % plan.steps_per_epoch == 0 or state.step >= plan.last_step):
+            return
+        self._is_new_epoch = True
+        mine = self._clock.take()
+        total = self._group.sum(torch.tensor([round(1e6 * mine[entry]) for entry in ENTRIES]))
+        mean: Spent = dict(zip(ENTRIES, (total / self._group.size / 1e6).tolist(), strict=True))
+        self._spent = {entry: self._spent[entry] + mean[entry] for entry in ENTRIES}
+        if self._journal:
+            metrics = {f"time/{entry}_s": seconds for entry, seconds in mean.items()}
+            self._journal.report(state.step, {"time/epoch_s": sum(mean.values()), **metrics})
+        advice = advise(mean, plan, self._group.world.cpus)
+        if advice and advice[0] not in self._advised:
+            self._advised.add(advice[0])
+            self._terminal.say(advice[1])
+        if state.step >= plan.last_step:
+            self._terminal.say(f"{duration(sum(self._spent.values()))} since the start: {describe(self._spent)}")
+
 
 def trace_update(trace: Trace | None, state: TrainState, plan: Plan, group: Group, used: list[Batch]) -> None:
     """The trace of the update just made: ids in global order and one digest over all samples' digests."""
@@ -149,8 +173,14 @@ def _seconds_since_start() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
-def _system(device: torch.device, cpus: float) -> dict[str, float]:
-    facts = {"system/rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "system/cpus_busy": cpus}
-    if device.type == "cuda":
-        facts["system/gpu_peak_mib"] = torch.cuda.max_memory_allocated(device) / 2**20
-    return facts
+def _by_machine(hosts: list[str], rows: list[int]) -> dict[str, float]:
+    """Metrics of each machine by its name: of its processes together, and the GPU memory of the fullest."""
+    facts: dict[str, float] = defaultdict(float)
+    for rank, host in enumerate(hosts):
+        memory, cpus, gpu_memory = rows[3 * rank : 3 * rank + 3]
+        facts[f"system/{host}/rss_mib"] += memory / 1024
+        facts[f"system/{host}/cpus_busy"] += cpus / 1000
+        if gpu_memory:
+            name = f"system/{host}/gpu_peak_mib"
+            facts[name] = max(facts[name], gpu_memory / 1024)
+    return dict(facts)

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from pipeline import group as groups
 from pipeline import parallel, randomness, verdict
-from pipeline.config import Config
+from pipeline.config import Config, without_password
 from pipeline.data.loader import LoaderError, TrainBatches, batches
 from pipeline.data.manifest import Index
 from pipeline.data.sources import Source, data_root, of_index, open_source
@@ -31,9 +31,11 @@ from pipeline.record.journal import Journal, Trace
 from pipeline.record.provenance import provenance
 from pipeline.record.receipt import Receipt
 from pipeline.record.sender import NoSender
-from pipeline.record.terminal import Silence, Terminal
+from pipeline.record.terminal import Terminal, voice
+from pipeline.train.account import start_clock
 from pipeline.train.efficiency import measure_efficiency
 from pipeline.train.evaluate import Evaluator
+from pipeline.train.exhibits import Exhibits
 from pipeline.train.finetune import freeze, take_over
 from pipeline.train.finite import watch_losses
 from pipeline.train.fit import fit_passes, one_pass
@@ -56,7 +58,7 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
 
     Rank 0 brings the source that its preflight opened, and holds the folder.
     """
-    terminal = Terminal() if world.is_main else Silence()
+    terminal = voice(is_main=world.is_main)
     if world.is_main:
         assert source is not None
         _try_model(config, make_plan(config, world, source.size))
@@ -80,7 +82,7 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
         line = _done_line(plan.epoch(run.state.step), run.state.evaluation, run.state.weights_digest())
         group.finish()
         return line
-    tracker = _open_records(run, folder, resumed=resumed)
+    tracker = _open_records(run, folder, source, resumed=resumed)
     data = TrainBatches(source.train, config, plan, group.rank)
     positions = range(run.state.step * plan.accumulate, max(run.state.step, plan.last_step) * plan.accumulate)
     watchdog.beat()
@@ -105,24 +107,24 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
         _crash(run, traceback.format_exc(), verdict.CRASH, is_echo=groups.lost_a_peer(error))
     watchdog.stop()
     line = _done_line(plan.epoch(run.state.step), evaluation, run.state.weights_digest())
-    _close_records(run, tracker, "FINISHED", line)
+    _conclude(run, folder, tracker, line)
     group.finish()
     return line
 
 
 def run_evaluation(config: Config, world: World, contents: dict[str, Any], source: Source | None) -> str:
     """Validate a checkpoint's contents as one process of `world`; the line that says the result."""
-    terminal = Terminal() if world.is_main else Silence()
+    terminal = voice(is_main=world.is_main)
     group = _join(config, world)
     source = _share_source(config, group, source)
     model = build(config.model, len(contents["classes"]))
     model.load_state_dict(judged_weights(contents))
     evaluator = Evaluator(model.to(group.device), source.val, config, share_resources(config, world), group)
-    evaluation, defects = evaluator.evaluate(contents["step"], lambda: False)
-    terminal.say_defects(source.val, defects)
+    judgement = evaluator.evaluate(contents["step"], lambda: False)
+    assert judgement is not None
+    terminal.say_defects(source.val, judgement.defects)
     group.finish()
-    assert evaluation is not None
-    return _done_line(contents["epoch"], evaluation, weights_digest(judged_weights(contents)))
+    return _done_line(contents["epoch"], judgement.evaluation, weights_digest(judged_weights(contents)))
 
 
 def _try_model(config: Config, plan: Plan) -> None:
@@ -195,7 +197,8 @@ def _build(
     if strategy.note:
         terminal.say(strategy.note)
     state = TrainState.build(strategy, config)
-    step = Step(state, strategy, config, plan)
+    clock = start_clock(group.device)
+    step = Step(state, strategy, config, plan, clock)
     first = copy_to_host(model.state_dict())
     _settle(step, config, plan)
     model.load_state_dict(first)
@@ -203,8 +206,8 @@ def _build(
     evaluator = Evaluator(state.judged, source.val, config, plan, group, strategy.predictor(state.judged))
     return Training(
         config, plan, group, strategy, state, step, watch_losses(strategy), source.train, evaluator, identity, terminal,
-        stop, watchdog, start_watch(strategy, plan), start_pace(strategy, terminal.say),
-        measure_efficiency(config, plan.num_classes, plan.world, group.device),
+        stop, watchdog, start_watch(strategy, plan), start_pace(strategy, clock, terminal.say),
+        measure_efficiency(config, plan.num_classes, plan.world, group.device), clock,
     )  # fmt: skip
 
 
@@ -223,7 +226,7 @@ def _settle(step: Step, config: Config, plan: Plan) -> None:
         ) from error
 
 
-def _open_records(run: Training, folder: RunFolder, *, resumed: bool) -> NoSender:
+def _open_records(run: Training, folder: RunFolder, source: Source, *, resumed: bool) -> NoSender:
     """Rank 0 opens what it writes, and starts the sender. RequestError at all if the tracker is required and not there."""
     tracker, problem = NoSender(), None
     # a checkpoint is synced and the journal is not: a machine may have lost this row
@@ -251,6 +254,9 @@ def _open_records(run: Training, folder: RunFolder, *, resumed: bool) -> NoSende
             run.journal.event("evaluated", **account)
         run.receipt = Receipt(folder)
         run.receipt.write(say)
+        if run.config.track.report:
+            run.exhibits = Exhibits(folder.report, source, run.config, run.state.step, say)
+            run.exhibits.augmented(run.plan)
         try:
             tracker = sender.start(run.config, folder)
         except OSError as error:
@@ -262,6 +268,13 @@ def _open_records(run: Training, folder: RunFolder, *, resumed: bool) -> NoSende
                 problem = found
     run.group.raise_together(problem)
     return tracker
+
+
+def _conclude(run: Training, folder: RunFolder, tracker: NoSender, line: str) -> None:
+    """Have the pictures drawn before the journal's last word, upon which they are sent; then say what there is."""
+    run.exhibits.draw(folder)
+    _close_records(run, tracker, "FINISHED", line)
+    run.terminal.summarise(_summary(run, folder))
 
 
 def _close_records(run: Training, tracker: NoSender, status: str, line: str) -> None:
@@ -276,6 +289,19 @@ def _close_records(run: Training, tracker: NoSender, status: str, line: str) -> 
             run.terminal.say(
                 "MLflow did not take everything: the journal keeps it, 'pipeline sync' with this run's folder sends it"
             )
+
+
+def _summary(run: Training, folder: RunFolder) -> dict[str, str]:
+    """What there is now, and where."""
+    best, file = run.state.best, _best_file(run)
+    rows = {}
+    if best and file:
+        rows["best"] = f"top-1 {best.top1:.4f} at step {best.step:,}: {folder.checkpoints / file['file']}"
+    if run.config.track.report:
+        rows["report"] = str(folder.report)
+    rows["tracker"] = without_password(sender.tracking_uri(run.config, folder) or "none: the journal alone")
+    rows["use it"] = f"pipeline predict {folder.path} IMAGE ..."
+    return rows
 
 
 def _best_file(run: Training) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from pipeline.model.average import update_average
 from pipeline.parallel import Objective, Strategy, Targets
 from pipeline.plan import Plan
 from pipeline.randomness import seed_network
+from pipeline.train.account import Clock
 from pipeline.train.state import TrainState
 
 LOSS_UNIT = 2**20
@@ -39,11 +40,12 @@ def autocast(device: torch.device, config: Config) -> torch.autocast:
 
 
 class Step:
-    def __init__(self, state: TrainState, strategy: Strategy, config: Config, plan: Plan) -> None:
+    def __init__(self, state: TrainState, strategy: Strategy, config: Config, plan: Plan, clock: Clock) -> None:
         self._state = state
         self._strategy = strategy
         self._config = config
         self._plan = plan
+        self._clock = clock
         self._device = strategy.group.device
         self._normalise = Normalise(self._device, channels_last=config.model.channels_last)
         self._objective = Objective(self._mean_loss, state.scaler.scale, partial(autocast, self._device, config))
@@ -73,7 +75,8 @@ class Step:
             )
             used.append(batch)
             labels = batch.labels.to(self._device, non_blocking=True)
-            loss, logits = self._pass(micro, batch.images, labels, batch.mix)
+            with self._clock.on("forward_backward"):
+                loss, logits = self._pass(micro, batch.images, labels, batch.mix)
             self._count(loss, logits, labels)
             loss_sum += loss
         return loss_sum, used
@@ -117,8 +120,9 @@ class Step:
     def _pass(self, micro: int, images: Tensor, labels: Tensor, mix: Tensor) -> tuple[Tensor, Tensor]:
         """images: [B, 3, H, W] uint8, labels: [B] int64 on the device, mix: [B or 0, 5]
         -> (mean loss, logits [B, classes]); the gradients are left where the update finds them."""
-        pixels = self._normalise(images)
-        mix = mix.to(self._device, non_blocking=True)
+        with self._clock.on("copy"):
+            pixels = self._normalise(images)
+            mix = mix.to(self._device, non_blocking=True)
         targets: Targets = (labels,)
         if len(mix):
             pixels = mixed(pixels, mix)

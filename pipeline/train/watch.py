@@ -23,6 +23,7 @@ from torch import Tensor
 
 from pipeline.parallel import Strategy
 from pipeline.plan import Plan
+from pipeline.train.account import Clock
 from pipeline.verdict import DivergedError
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -76,8 +77,8 @@ class NoPace:
 
 
 class Pace(NoPace):
-    def __init__(self, strategy: Strategy, say: Callable[[str], None]) -> None:
-        self._group, self._say = strategy.group, say
+    def __init__(self, strategy: Strategy, clock: Clock, say: Callable[[str], None]) -> None:
+        self._group, self._clock, self._say = strategy.group, clock, say
         self._start: Any = None
         self._made: list[tuple[Any, Any]] = []
         """(begin, end) of the steps whose time is not added yet."""
@@ -121,6 +122,7 @@ class Pace(NoPace):
         if self._made and self._made[-1][0] is self._start:  # of several passes the last counts
             self._made.pop()
         self._made.append((self._start, end))
+        self._clock.move("communication")
 
     def _now(self) -> Any:
         """The time, or an event of the device that has it."""
@@ -135,8 +137,8 @@ def start_watch(strategy: Strategy, plan: Plan) -> NoWatch:
     return RankWatch(strategy, plan) if plan.world > 1 and plan.watch_every and strategy.holds_whole else NoWatch()
 
 
-def start_pace(strategy: Strategy, say: Callable[[str], None]) -> NoPace:
-    return Pace(strategy, say) if strategy.group.size > 1 and strategy.holds_whole else NoPace()
+def start_pace(strategy: Strategy, clock: Clock, say: Callable[[str], None]) -> NoPace:
+    return Pace(strategy, clock, say) if strategy.group.size > 1 and strategy.holds_whole else NoPace()
 
 
 def bit_sum(tensor: Tensor) -> Tensor:

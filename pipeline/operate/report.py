@@ -1,0 +1,20 @@
+"""`pipeline report`: draws a run's report/ from its folder, during the run, after it, or on another machine."""
+
+import sys
+from pathlib import Path
+
+from pipeline.record.folder import RunFolder
+from pipeline.record.pictures import draw_report
+from pipeline.verdict import RequestError, StorageError
+
+
+def report(path: Path) -> str:
+    """A line that names the pictures."""
+    folder = RunFolder(path)
+    if not folder.journal.exists():
+        raise RequestError(f"{path} is not a run's folder: it holds no {folder.journal.name}")
+    try:
+        drawn = draw_report(folder, lambda line: print(line, file=sys.stderr))
+    except OSError as error:
+        raise StorageError(f"{folder.report} cannot be written: {error.strerror}") from None
+    return f"{folder.report}: {', '.join(picture.name for picture in drawn) or 'nothing to draw yet'}"

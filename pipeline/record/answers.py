@@ -1,0 +1,95 @@
+"""What a run's folder keeps for its pictures: each evaluation's answers, and a few images as the model saw them.
+
+Promise: `report/` and MLflow's pictures are made from the run's folder alone, wherever and whenever, without the data, the
+model or torch. Files lie in `report/data/`; numbers and text alone are in them, whole or not at all.
+"""
+
+import io
+import os
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+AUGMENTED = "augmented.npz"
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Of the model of one step to all N validation images."""
+
+    labels: NDArray[np.int32]
+    """[N]; -1 for an image that cannot be decoded."""
+    predicted: NDArray[np.int32]
+    """[N]: the likeliest class."""
+    confidence: NDArray[np.float32]
+    """[N]: its probability."""
+
+    def mistakes(self, count: int) -> NDArray[np.int64]:
+        """Ids of the images that were mistaken with the most confidence, the worst first."""
+        wrong = np.flatnonzero((self.labels >= 0) & (self.labels != self.predicted))
+        worst: NDArray[np.int64] = wrong[np.argsort(-self.confidence[wrong], kind="stable")][:count]
+        return worst
+
+    def confusion(self, num_classes: int) -> NDArray[np.int64]:
+        """[classes, classes]: images of the row's class that were taken for the column's."""
+        good = self.labels >= 0
+        pairs = self.labels[good].astype(np.int64) * num_classes + self.predicted[good]
+        return np.bincount(pairs, minlength=num_classes**2).reshape(num_classes, num_classes)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """An evaluation as it is kept."""
+
+    answers: Answers
+    classes: list[str]
+    shown: NDArray[np.int64]
+    """[K]: ids of the mistakes that are shown."""
+    pixels: NDArray[np.uint8]
+    """[K, 3, H, W]: those images."""
+
+
+def judged_file(report: Path, step: int) -> Path:
+    return report / "data" / f"step-{step:08d}.npz"
+
+
+def save_judged(report: Path, step: int, judged: Judged) -> None:
+    """OSError where it cannot be written."""
+    _save(
+        judged_file(report, step),
+        {**asdict(judged.answers), "classes": np.array(judged.classes), "shown": judged.shown, "pixels": judged.pixels},
+    )
+
+
+def load_judged(path: Path) -> Judged:
+    """ValueError where it cannot be read."""
+    try:
+        with np.load(path, allow_pickle=False) as kept:
+            answers = Answers(kept["labels"], kept["predicted"], kept["confidence"])
+            return Judged(answers, kept["classes"].tolist(), kept["shown"], kept["pixels"])
+    except (OSError, KeyError, EOFError, BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path.name} is damaged ({error}): remove it, the next evaluation makes another") from None
+
+
+def save_augmented(report: Path, pixels: NDArray[np.uint8], captions: list[str]) -> None:
+    """The first images of training as augmentation makes them. pixels: [K, 3, H, W]."""
+    _save(report / "data" / AUGMENTED, {"pixels": pixels, "captions": np.array(captions)})
+
+
+def load_augmented(report: Path) -> tuple[NDArray[np.uint8], list[str]]:
+    with np.load(report / "data" / AUGMENTED, allow_pickle=False) as kept:
+        return kept["pixels"], kept["captions"].tolist()
+
+
+def _save(path: Path, arrays: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)
+    aside = path.with_name(f".{path.name}")
+    aside.write_bytes(buffer.getvalue())
+    os.replace(aside, path)

@@ -1,0 +1,138 @@
+"""A run as pictures, from its folder alone: `report/` for people without a server, and what MLflow shows an epoch.
+
+Promise: training never draws. matplotlib is imported where something is drawn, in a process beside the training (MLflow's
+sender) or after it (`pipeline report`), and a picture that cannot be made keeps no other back.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.record import answers
+from pipeline.record.answers import Judged
+from pipeline.record.folder import RunFolder
+from pipeline.record.journal import read
+from pipeline.record.sheet import Tile, draw_sheet
+
+_CURVES = (
+    ("loss", ("train/loss", "val/loss")),
+    ("top-1", ("train/top1", "val/top1")),
+    ("learning rate", ("train/lr",)),
+)
+_NAMED = 30  # classes whose names an axis has room for
+_NAMES: dict[str, Any] = {"fontsize": 7, "parse_math": False}  # a class may be called $5
+_WORST = 40  # classes shown, where there are more
+
+
+def draw_report(folder: RunFolder, complain: Callable[[str], None]) -> list[Path]:
+    """Draws all there is to draw into `report/`; the files."""
+    report = folder.report
+    report.mkdir(exist_ok=True)
+    steps = sorted((report / "data").glob("step-*.npz"))
+    wanted: dict[str, Callable[[Path], None]] = {"curves.png": lambda path: draw_curves(path, folder.journal)}
+    if (report / "data" / answers.AUGMENTED).exists():
+        wanted["augmentation.png"] = lambda path: draw_augmentation(path, report)
+    if steps:
+        wanted |= {f"{name}.png": of_evaluation(draw, steps[-1]) for name, draw in OF_EVALUATION.items()}
+    drawn = []
+    for name, draw in wanted.items():
+        try:
+            draw(report / name)
+            drawn.append(report / name)
+        except (OSError, ValueError, KeyError) as error:
+            complain(f"{name} cannot be drawn: {error}")
+    return [path for path in drawn if path.exists()]
+
+
+def of_evaluation(draw: Callable[[Path, Judged, str], None], kept: Path) -> Callable[[Path], None]:
+    """`draw` for the evaluation in the file `kept`."""
+    return lambda path: draw(path, answers.load_judged(kept), f"step {int(kept.stem.removeprefix('step-')):,}")
+
+
+def draw_curves(path: Path, journal: Path) -> None:
+    """Loss, top-1 and learning rate over the steps."""
+    points: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for row, _ in read(journal):
+        for key, value in row.get("metrics", {}).items():
+            points[key].append((row["step"], value))
+    figure = _figure(10, 3)
+    for axes, (title, keys) in zip(figure.subplots(1, len(_CURVES)), _CURVES, strict=True):
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+        for key in keys:
+            if points[key]:
+                axes.plot(*zip(*points[key], strict=True), marker="." if key[:3] == "val" else "", label=key)
+        if any(points[key] for key in keys):
+            axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def draw_confusion(path: Path, judged: Judged, title: str) -> None:
+    """Shares of each class's images, by what they were taken for."""
+    counts = judged.answers.confusion(len(judged.classes))
+    shares = counts / np.maximum(1, counts.sum(1, keepdims=True))
+    figure = _figure(6, 5.5)
+    axes = figure.subplots()
+    figure.colorbar(axes.imshow(shares, cmap="Blues", vmin=0, vmax=1), label="share of the class")
+    axes.set_title(f"confusion, {title}", fontsize=10)
+    axes.set_xlabel("taken for")
+    axes.set_ylabel("is")
+    if len(judged.classes) <= _NAMED:
+        places = range(len(judged.classes))
+        axes.set_xticks(places, judged.classes, rotation=90, **_NAMES)
+        axes.set_yticks(places, judged.classes, **_NAMES)
+    figure.savefig(path, dpi=120)
+
+
+def draw_classes(path: Path, judged: Judged, title: str) -> None:
+    """Accuracy of each class; of many the worst."""
+    counts = judged.answers.confusion(len(judged.classes))
+    accuracy = counts.diagonal() / np.maximum(1, counts.sum(1))
+    order = np.argsort(accuracy, kind="stable")[:_WORST][::-1]
+    figure = _figure(6, 0.6 + 0.2 * len(order))
+    axes = figure.subplots()
+    axes.barh(range(len(order)), accuracy[order])
+    axes.set_yticks(range(len(order)), [judged.classes[label] for label in order], **_NAMES)
+    axes.set_xlim(0, 1)
+    some = f"the worst {len(order)} of {len(accuracy):,} classes" if len(order) < len(accuracy) else "each class"
+    axes.set_title(f"top-1 of {some}, {title}", fontsize=10)
+    figure.savefig(path, dpi=120)
+
+
+def draw_mistakes(path: Path, judged: Judged, title: str) -> None:
+    """The most confident mistakes; nothing where there is none."""
+    if len(judged.shown):
+        said = judged.answers
+        tiles = [
+            Tile(
+                pixels,
+                f"{judged.classes[said.predicted[image]]} {said.confidence[image]:.2f}\n"
+                f"is {judged.classes[said.labels[image]]}",
+            )
+            for image, pixels in zip(judged.shown, judged.pixels, strict=True)
+        ]
+        draw_sheet(path, tiles, f"most confident mistakes, {title}")
+
+
+def draw_augmentation(path: Path, report: Path) -> None:
+    """What augmentation makes of the first images of training."""
+    pixels, captions = answers.load_augmented(report)
+    draw_sheet(path, list(map(Tile, pixels, captions)), "the first images of training, as the model sees them")
+
+
+OF_EVALUATION: dict[str, Callable[[Path, Judged, str], None]] = {
+    "confusion": draw_confusion,
+    "classes": draw_classes,
+    "mistakes": draw_mistakes,
+}
+"""Pictures of one evaluation, by name."""
+
+
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure((width, height), layout="constrained")

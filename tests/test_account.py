@@ -1,0 +1,133 @@
+"""The step-time account: what is slow is in its own entry, all entries together are the wall time."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import read_rows
+from torch.optim import SGD
+
+from pipeline.config import load
+from pipeline.data.loader import TrainBatches
+from pipeline.data.sources import open_source
+from pipeline.plan import DataSize, make_plan
+from pipeline.record.checkpoint import Checkpoints
+from pipeline.record.folder import RunFolder
+from pipeline.record.journal import Journal
+from pipeline.train import session
+from pipeline.train.account import ENTRIES, Clock, Entry, Spent, advise
+from pipeline.train.evaluate import Evaluator
+from pipeline.train.signals import StopRequest
+from pipeline.train.step import Step
+from pipeline.world import World
+
+STEPS = 4
+# entry -> where it is put to sleep, for how many seconds, how often in an epoch
+SLOW: dict[Entry, tuple[type, str, float, int]] = {
+    "data": (TrainBatches, "__getitem__", 0.05, STEPS),
+    "forward_backward": (Step, "_loss", 0.1, STEPS),
+    "optimizer": (SGD, "step", 0.15, STEPS),
+    "tracking": (Journal, "report", 0.07, STEPS + 1),  # and one of the validation
+    "validation": (Evaluator, "evaluate", 0.9, 1),
+    "checkpoint": (Checkpoints, "save", 1.2, 1),
+}
+
+
+def slowed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    def sleepy(*arguments: Any, **words: Any) -> Any:
+        time.sleep(seconds)
+        return function(*arguments, **words)
+
+    return sleepy
+
+
+def accounts(folder: Path) -> list[dict[str, float]]:
+    """The accounts of a run's epochs."""
+    config = load(
+        "digits",
+        ["data.source=synthetic", "data.num_images=32", "data.workers=0", "augment.size=32", "batch.global=8",
+         "model.arch=shufflenet_v2_x0_5", "train.epochs=2", "track.uri=none", "track.every=1 step", "track.report=false",
+         "run.device=cpu",
+         "evaluate.batch=8", f"run.dir={folder}"],
+    )  # fmt: skip
+    run_folder = RunFolder(folder)
+    run_folder.hold()
+    session.run_training(config, World(), run_folder, open_source(config), StopRequest())
+    run_folder.release()
+    return [row["metrics"] for row in read_rows(run_folder.journal) if "time/epoch_s" in row.get("metrics", {})]
+
+
+def test_what_is_slow_moves_its_own_entry_and_all_sum_to_the_wall_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind, name, seconds, _ in SLOW.values():
+        monkeypatch.setattr(kind, name, slowed(getattr(kind, name), seconds))
+    start = time.perf_counter()
+    found = accounts(tmp_path / "slow")
+    wall = time.perf_counter() - start
+    assert len(found) == 2, "an account an epoch"
+    assert 0.5 * wall < sum(row["time/epoch_s"] for row in found) < wall
+    for row in found:
+        assert sum(row[f"time/{entry}_s"] for entry in ENTRIES) == pytest.approx(row["time/epoch_s"], rel=0.01)
+        for entry, (_, _, seconds, times) in SLOW.items():  # without its sleep, each but one would be a few ms
+            assert row[f"time/{entry}_s"] >= seconds * times, entry
+        assert row["time/other_s"] < 0.2 * row["time/epoch_s"]
+
+
+def test_epochs_in_a_row_leave_no_moment_out(tmp_path: Path) -> None:
+    start = time.perf_counter()
+    clock = Clock()
+    first = clock.take()
+    with clock.on("data"):
+        time.sleep(0.05)
+        with clock.on("copy"):
+            time.sleep(0.1)
+            clock.move("communication")
+            time.sleep(0.15)
+        time.sleep(0.05)
+    second = clock.take()
+    wall = time.perf_counter() - start
+    assert sum(first.values()) + sum(second.values()) == pytest.approx(wall, rel=0.01)
+    expected: Spent = {"data": 0.1, "copy": 0.1, "communication": 0.15}
+    for entry, seconds in expected.items():
+        assert second[entry] == pytest.approx(seconds, abs=0.04)
+
+
+@pytest.mark.parametrize(
+    ("workers", "spent", "says"),
+    [
+        (4, {"data": 41, "forward_backward": 59}, "waiting for data 41%: 7 workers would do (data.workers=7), or pack"),
+        (4, {"data": 90, "forward_backward": 10}, "40 workers would do and the CPUs are 8: take a machine with more"),
+        (0, {"data": 60, "forward_backward": 40}, "waiting for data 60%: 2 workers would do (data.workers=2)"),
+        (4, {"communication": 50, "forward_backward": 50}, "waiting for the other processes 50%: raise batch.global"),
+        (4, {"checkpoint": 20, "forward_backward": 80}, "saving 20%: raise checkpoint.every"),
+        (4, {"tracking": 3, "forward_backward": 97}, "reporting 3%: raise track.every"),
+    ],
+)
+def test_the_advice_names_the_largest_entry_and_a_number(workers: int, spent: Spent, says: str) -> None:
+    found = advise(whole(spent), plan_of(workers), 8)
+    assert found is not None
+    assert found[0] == max(spent, key=lambda entry: (entry != "forward_backward", spent[entry]))
+    assert says in found[1]
+
+
+def test_where_all_is_well_there_is_no_advice() -> None:
+    assert advise(whole({"data": 5, "forward_backward": 80, "validation": 15}), plan_of(4), 8) is None
+
+
+def test_moving_the_hand_costs_next_to_nothing() -> None:
+    clock, start = Clock(), time.perf_counter()
+    for _ in range(1000):
+        with clock.on("copy"):
+            pass
+    assert time.perf_counter() - start < 0.05, "ten of these are below 1 % of a step of 50 ms"
+
+
+def whole(spent: Spent) -> Spent:
+    return {**dict.fromkeys(ENTRIES, 0.0), **spent}
+
+
+def plan_of(workers: int) -> Any:
+    return make_plan(load("digits", [f"data.workers={workers}"]), World(cpus=8), DataSize(960, 96, 10))

@@ -1,0 +1,64 @@
+"""What README and docs tell people to type is there, and what can run here is run."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from harness import pipeline
+
+from pipeline.__main__ import _parse
+from pipeline.config import load
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Arguments of each `pipeline` command in a page's blocks, in order, whatever starts it."""
+    for _, block in FENCE.findall(page.read_text()):
+        for line in block.replace("\\\n", " ").splitlines():
+            for part in re.split(r"&&|;|\|", line):
+                words = shlex.split(part.replace("…", "x").replace("'", "’"), comments=True)
+                names = [at for at, word in enumerate(words) if word in ("pipeline", ".venv/bin/pipeline")]
+                if names and re.fullmatch(r"[a-z0-9]+", words[names[0] + 1]):
+                    yield words[names[0] + 1 :]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_are_spelt_right_and_links_lead_somewhere(page: Path) -> None:
+    for words in commands(page):
+        options = _parse(words)  # RequestError if there is no such command or option
+        if words[0] in ("train", "plan", "doctor") and not options.recipe.endswith(".yaml"):
+            load(options.recipe, options.overrides)
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_there_are_commands_to_check() -> None:
+    assert sum(len(list(commands(page))) for page in PAGES) > 10
+
+
+@pytest.mark.full
+def test_your_folder_in_ten_minutes_runs_as_it_is_written(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "own-data.md"
+    made = ("data", "make", "synthetic", "photos", "--images", "320", "--classes", "2", "--side", "40")
+    assert pipeline(*made, cwd=tmp_path).code == 0
+    (text,) = [block for language, block in FENCE.findall(page.read_text()) if language == "yaml"]
+    recipe = yaml.safe_load(text)
+    recipe["model"]["init"] = None  # which wants the network
+    recipe["augment"]["size"] = 32  # and this some minutes
+    recipe["train"]["epochs"] = 1
+    (tmp_path / "photos.yaml").write_text(yaml.safe_dump(recipe).replace("null", "none"))
+    (tmp_path / "new").symlink_to("photos/val")
+    written = [words for words in commands(page) if words[0] != "data"]
+    assert [words[0] for words in written] == ["plan", "doctor", "train", "predict"]
+    for words in [["data", "check", "photos"], *written]:
+        result = pipeline(*words, cwd=tmp_path)
+        assert result.code == 0, (words, result.err)
+    assert "new/" in result.out
+    assert (tmp_path / "new.png").exists()
+    assert {path.name for path in (tmp_path / "runs/photos/report").glob("*.png")} >= {"curves.png", "confusion.png"}

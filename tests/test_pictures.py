@@ -1,0 +1,57 @@
+"""A run as pictures: made from its folder alone, whatever its classes are called."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from pipeline.__main__ import main
+from pipeline.record.answers import Answers, Judged, load_judged, save_augmented, save_judged
+
+CLASSES = ["$5", "$10", "naïve cat"]
+
+
+def answers() -> Answers:
+    """Of seven images, one of which cannot be decoded."""
+    return Answers(
+        np.array([0, 1, 2, 2, 1, -1, 0], np.int32),
+        np.array([0, 2, 2, 1, 0, 1, 2], np.int32),
+        np.array([0.9, 0.4, 0.8, 0.95, 0.6, 0.99, 0.6], np.float32),
+    )
+
+
+def test_mistakes_come_by_confidence_and_confusion_counts_each_image_once() -> None:
+    said = answers()
+    assert said.mistakes(3).tolist() == [3, 4, 6], (
+        "the most confident first, equals in order; what is bad is no mistake"
+    )
+    assert said.confusion(3).tolist() == [[1, 0, 1], [1, 0, 1], [0, 1, 1]]
+
+
+def test_the_folder_alone_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report, said = tmp_path / "report", answers()
+    pixels = np.zeros((2, 3, 8, 8), np.uint8)
+    save_judged(report, 12, Judged(said, CLASSES, said.mistakes(2), pixels))
+    save_augmented(report, pixels, CLASSES[:2])
+    kept = load_judged(report / "data" / "step-00000012.npz")
+    assert kept.classes == CLASSES
+    assert kept.shown.tolist() == [3, 4]
+    rows = [{"time": 1, "step": step, "metrics": {"train/loss": 1 / step, "val/top1": 0.5}} for step in (1, 2, 3)]
+    (tmp_path / "journal.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["report", str(tmp_path)]) == 0
+    line = capsys.readouterr().out
+    for name in ("curves", "confusion", "classes", "mistakes", "augmentation"):
+        with Image.open(report / f"{name}.png") as picture:
+            assert min(picture.size) > 100
+        assert f"{name}.png" in line
+    kept_file = report / "data" / "step-00000012.npz"
+    kept_file.write_bytes(kept_file.read_bytes()[:100])
+    assert main(["report", str(tmp_path)]) == 0
+    assert "confusion.png cannot be drawn: step-00000012.npz is damaged" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_runs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert "is not a run's folder" in capsys.readouterr().err

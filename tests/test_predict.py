@@ -1,0 +1,99 @@
+"""predict answers as the checkpoint's model does on validation's pixels, names what it cannot read, and goes on."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import softmax
+from torchvision.models import get_model
+from torchvision.transforms.functional import normalize, resize
+
+from pipeline.__main__ import main
+from pipeline.config import load
+from pipeline.data.images import decode
+from pipeline.record.checkpoint import Checkpoints
+
+ARCH = "shufflenet_v2_x0_5"
+CLASSES = [f"digit {label}" for label in range(10)]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder with a checkpoint of fresh weights: what is right about an answer does not depend on training."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "checkpoints").mkdir()
+    torch.manual_seed(0)
+    config = load("digits", [f"model.arch={ARCH}", "run.device=cpu", "data.workers=0"])
+    model = get_model(ARCH, num_classes=10)
+    writer = Checkpoints(folder / "checkpoints", 1, pytest.fail)
+    contents = {"model": model.state_dict(), "average": None, "config": config.to_yaml(), "classes": CLASSES}
+    writer.save(contents, 7, None)
+    writer.wait()
+    return folder
+
+
+def test_its_answers_are_the_models(run_dir: Path, digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", str(run_dir), str(digits / "val"), "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["bad"] == []
+    files = sorted((digits / "val").glob("*/*.png"))
+    assert [row["image"] for row in answer["predictions"]] == [str(file) for file in files]
+
+    model = get_model(ARCH, num_classes=10).eval()
+    (checkpoint,) = (run_dir / "checkpoints").iterdir()
+    model.load_state_dict(torch.load(checkpoint, weights_only=True)["model"])
+    images = torch.stack([resize(decode(file.read_bytes()), [32, 32], antialias=True) for file in files]).float()
+    with torch.inference_mode():
+        expected = softmax(model(normalize(images / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])), 1).topk(5)
+    for row, labels, shares in zip(answer["predictions"], *expected[::-1], strict=True):
+        assert [one["class"] for one in row["top"]] == [CLASSES[label] for label in labels]
+        torch.testing.assert_close(
+            torch.tensor([one["probability"] for one in row["top"]]), shares, atol=1e-5, rtol=1e-4
+        )
+
+
+def test_a_bad_image_is_named_and_stops_nobody(
+    run_dir: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = next((digits / "val" / "3").iterdir())
+    (tmp_path / "torn.png").write_bytes(good.read_bytes()[:40])
+    (tmp_path / "good.png").write_bytes(good.read_bytes())
+    (tmp_path / "notes.txt").write_text("of a folder the images alone are meant")
+    sheet = tmp_path / "sheet.png"
+    assert main(["predict", str(run_dir), str(tmp_path), "gone.png", "--sheet", str(sheet)]) == 0
+    said = capsys.readouterr()
+    (row,) = said.out.splitlines()
+    assert row.startswith(str(tmp_path / "good.png"))
+    assert row.count("digit ") == 5
+    assert "bad image gone.png: No such file" in said.err
+    assert f"bad image {tmp_path / 'torn.png'}: " in said.err
+    assert decode(sheet.read_bytes()).shape[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("target", "image", "code", "says"),
+    [
+        ("{run}", "{empty}", 2, "no image in"),
+        ("{empty}", "{digits}", 4, "holds no checkpoint"),
+        ("{run}", "gone.png", 4, "none of the 1 images can be decoded"),
+        ("models:/digits@best", "{digits}", 2, "set MLFLOW_TRACKING_URI"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    run_dir: Path,
+    digits: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    target: str,
+    image: str,
+    code: int,
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (tmp_path / "empty").mkdir()
+    words = [word.format(run=run_dir, digits=digits, empty=tmp_path / "empty") for word in (target, image)]
+    assert main(["predict", *words]) == code
+    assert says in capsys.readouterr().err

@@ -1,0 +1,62 @@
+"""The terminal: a live line on one, plain lines elsewhere, no colour where none is wanted, silence on request."""
+
+import io
+import sys
+
+import pytest
+
+from pipeline.record.terminal import QUIET, voice
+
+
+class Tty(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def terminal_of(monkeypatch: pytest.MonkeyPatch) -> Tty:
+    """Standard error as a terminal. Not a fixture: pytest puts its own there before each test."""
+    screen = Tty()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return screen
+
+
+def test_on_a_terminal_progress_is_one_line_that_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    tty = terminal_of(monkeypatch)
+    terminal = voice(is_main=True)
+    terminal.progress("step 1")
+    terminal.progress("step 2")
+    terminal.say("validation")
+    assert tty.getvalue() == "step 1\r      \rstep 2\r      \rvalidation\n"
+
+
+def test_the_summary_has_colour_on_a_terminal_and_none_with_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
+    tty = terminal_of(monkeypatch)
+    voice(is_main=True).summarise({"best": "top-1 0.98"})
+    assert "\x1b[1mbest\x1b[0m" in tty.getvalue()
+    monkeypatch.setenv("NO_COLOR", "1")
+    voice(is_main=True).summarise({"report": "runs/x/report"})
+    assert tty.getvalue().endswith("  report  runs/x/report\n")
+
+
+def test_elsewhere_lines_are_plain_and_few(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal = voice(is_main=True)
+    for step in range(100):
+        terminal.progress(f"step {step}")
+    terminal.summarise({"best": "top-1 0.98"})
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2, "a line every ten seconds"
+    assert not [line for line in lines if "\x1b" in line or "\r" in line]
+
+
+def test_quiet_ranks_and_those_that_are_not_the_main_one_say_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(QUIET, "1")
+    for terminal in (voice(is_main=True), voice(is_main=False)):
+        terminal.say("line")
+        terminal.show("table")
+        terminal.progress("step 1")
+        terminal.summarise({"best": "top-1 0.98"})
+    assert capsys.readouterr().err == ""
