@@ -389,7 +389,7 @@ def _compilation(config: Config, world: World) -> tuple[bool, str]:
     if config.is_deterministic:
         return False, "the run promises its bits, which kernels chosen anew may not keep; train.compile=on tries"
     if lack:
-        return False, f"torch.compile wants {lack}, which is not here; expect a third fewer images/s"
+        return False, f"torch.compile wants {lack}, which is not here"
     return True, "there is a GPU"
 
 

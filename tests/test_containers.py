@@ -181,6 +181,15 @@ def test_a_container_can_do_no_more_than_it_must(project: Project) -> None:
     assert "Read-only file system" in write
 
 
+def test_the_image_has_what_torch_compile_wants(project: Project) -> None:
+    compiling = (
+        "echo '#include <Python.h>' | gcc -shared -fPIC -x c"
+        " -I $(python -c 'import sysconfig; print(sysconfig.get_path(\"include\"))') -o /tmp/launcher.so - && echo compiled"
+    )
+    run = ("run", "--rm", "--no-deps", "--entrypoint", "sh", "trainer", "-c", compiling)
+    assert "compiled" in project.compose(*run)
+
+
 @pytest.mark.fault("H3")
 def test_a_secret_in_the_environment_is_found_nowhere(project: Project, expected: dict[str, str]) -> None:
     told = docker("inspect", project.container("trainer"))
