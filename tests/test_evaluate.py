@@ -1,10 +1,11 @@
 """Validation counts every image once: the same integers at any number of processes."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, Result, pipeline
+from harness import SMALL, Job, Result, pipeline, read_rows
 
 from pipeline.record.checkpoint import decode, read_verified, weights_digest
 
@@ -72,6 +73,20 @@ def test_a_train_command_on_a_finished_run_says_its_line_again(trained: Job) -> 
     before = (trained.folder / "journal.jsonl").read_bytes()
     assert trained.run().out == f"{trained.folder.with_suffix('.out').read_text()}"
     assert (trained.folder / "journal.jsonl").read_bytes() == before
+
+
+@pytest.mark.full
+def test_a_run_killed_before_its_last_word_says_it_at_the_next_start(trained: Job, tmp_path: Path) -> None:
+    shutil.copytree(trained.folder, tmp_path / "run")
+    run = Job(tmp_path / "run", trained.arguments, nproc=2)
+    journal = run.folder / "journal.jsonl"
+    *before, last = journal.read_text().splitlines(keepends=True)
+    assert '"ended"' in last
+    journal.write_text("".join(before))
+    assert run.run().out == trained.folder.with_suffix(".out").read_text()
+    rows = read_rows(journal)
+    assert (rows[-1]["event"], rows[-1]["status"]) == ("ended", "FINISHED")
+    assert [row for row in rows if "metrics" in row] == [row for row in map(json.loads, before) if "metrics" in row]
 
 
 @pytest.mark.full

@@ -144,7 +144,7 @@ def test_an_unknown_model_is_refused_with_the_nearest(tmp_path: Path, digits: Pa
 @pytest.mark.parametrize(
     ("words", "says"),
     [(["train"], "the following arguments are required: RECIPE"),
-     (["train", "digit"], "recipe 'digit' is unknown: the recipes are digits"),
+     (["train", "digit"], "recipe 'digit' is unknown: the recipes are cifar10, digits,"),
      (["tarin", "digits"], "'tarin'"),
      ([], "the following arguments are required: COMMAND"),
      (["train", "digits", "--nproc", "0"], "'0' is not a whole number of at least 1"),

@@ -37,6 +37,15 @@ def read(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
         return
 
 
+def final_status(path: Path) -> str | None:
+    """The run's status, if that it has ended is the journal's last word."""
+    status = None
+    for row, _ in read(path):
+        if "event" in row:
+            status = row.get("status") if row["event"] == "ended" else None
+    return status
+
+
 class _Lines:
     """The end of a file of lines. What a full disk does not take is kept, and written first once there is room."""
 

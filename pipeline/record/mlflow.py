@@ -29,7 +29,7 @@ from urllib.parse import unquote, urlsplit
 
 from pipeline.config import Config, from_yaml, without_password
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import read
+from pipeline.record.journal import final_status, read
 from pipeline.record.pictures import OF_EVALUATION, of_evaluation
 from pipeline.record.receipt import Receipt
 from pipeline.record.sender import OVER, READY, tracking_uri
@@ -417,7 +417,7 @@ def sync(path: Path, *, follow: bool) -> None:
     follower.load()
     try:
         follower.deliver()
-        if not has_ended(folder.journal) and not folder.is_held():
+        if not final_status(folder.journal) and not folder.is_held():
             follower.declare_failed()
     except Verdict:
         raise
@@ -432,7 +432,7 @@ def _follow(follower: Follower, folder: RunFolder, over: threading.Event, answer
         last = over.is_set()  # read before delivering: what was written until then is seen
         try:
             follower.deliver()
-            if last and not has_ended(folder.journal):
+            if last and not final_status(folder.journal):
                 follower.declare_failed()
             if failure is not None:
                 _log("MLflow takes it again")
@@ -511,14 +511,6 @@ def _portions(journal: Path, start: int) -> Iterator[tuple[list[Any], dict[str, 
             points = []
     if points:
         yield points, None, end
-
-
-def has_ended(journal: Path) -> bool:
-    """Whether the journal's last word is that the run has ended."""
-    last = None
-    for row, _ in read(journal):
-        last = row.get("event", last)
-    return last == "ended"
 
 
 def _without_credentials(uri: str) -> tuple[str, dict[str, str]]:

@@ -27,7 +27,7 @@ from pipeline.plan import Plan, make_plan, share_resources
 from pipeline.record import sender
 from pipeline.record.checkpoint import Checkpoints, copy_to_host, judged_weights, weights_digest
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import Journal, Trace
+from pipeline.record.journal import Journal, Trace, final_status
 from pipeline.record.provenance import provenance
 from pipeline.record.receipt import Receipt
 from pipeline.record.sender import NoSender
@@ -74,7 +74,9 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
     watchdog.beat()
     run.profile = start_profile(config, folder.report, group, terminal.say)
     resumed = resume(run.state, config, folder, source, group, terminal.say)
-    if run.state.step >= plan.last_step and run.state.is_evaluated:
+    # a run that was killed before its last word has it to say, and goes on to that
+    (unsaid,) = group.agree(group.is_main and final_status(folder.journal) != "FINISHED")
+    if run.state.step >= plan.last_step and run.state.is_evaluated and not unsaid:
         terminal.say(f"finished before: {folder.path} stands at step {run.state.step:,} of {plan.last_step:,}")
         if group.is_main:
             Receipt(folder).write(terminal.say)  # a kill may have come before its last word
