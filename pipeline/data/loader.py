@@ -157,6 +157,8 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
             batch_size=None,
             sampler=positions[done:],
             num_workers=plan.workers,
+            # whatever way this process was started: what is mapped here is mapped there
+            multiprocessing_context="fork" if plan.workers else None,
             prefetch_factor=plan.prefetch if plan.workers else None,
             worker_init_fn=_Guard(os.getpid(), begun),
             pin_memory=pin,
