@@ -182,6 +182,7 @@ class Follower:
     def _send_data_set(self, progress: Progress, tags: dict[str, Any]) -> None:
         """The data as an input, with its own digest (MLflow takes 36 characters; the tag `data` has them all)."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
+        from mlflow.exceptions import MlflowException
 
         options = self._config.data
         source = json.dumps({"source": options.source, "root": options.root})
@@ -189,9 +190,11 @@ class Follower:
         profile = json.dumps({name: plan[name] for name in ("train_images", "val_images", "num_classes")})
         name = Path(options.root or options.source).name or options.source
         data_set = Dataset(name, tags["data"][:36], options.source, source, profile=profile)
-        self._client.log_inputs(
-            progress.run_id, [DatasetInput(data_set, [InputTag("mlflow.data.context", "training")])]
-        )
+        inputs = [DatasetInput(data_set, [InputTag("mlflow.data.context", "training")])]
+        try:
+            self._client.log_inputs(progress.run_id, inputs)
+        except MlflowException:  # a server looks for a data set before it adds it: another run of it may come between
+            self._client.log_inputs(progress.run_id, inputs)
 
     def _send_pictures(self, progress: Progress) -> None:
         """What each evaluation looks like, as images that step with them; what is there is not sent again."""
