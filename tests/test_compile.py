@@ -15,6 +15,7 @@ def test_a_compiled_run_resumes_to_the_bit(tmp_path: Path, digits: Path) -> None
     assert "compiled       yes: train.compile=on" in whole.log()
 
 
+@pytest.mark.full
 def test_without_a_compiler_it_is_refused_before_anything_starts(tmp_path: Path) -> None:
     words = ("digits", f"run.dir={tmp_path / 'run'}", "train.compile=on", f"data.root={tmp_path / 'digits'}")
     result = pipeline("train", *words, PATH=str(tmp_path), CXX="", CC="")

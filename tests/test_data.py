@@ -332,6 +332,7 @@ def test_sums_are_those_of_sha256sum_and_tell_what_changed(tmp_path: Path) -> No
     assert "7 of 7 images" in result.error
 
 
+@pytest.mark.full
 def test_an_image_mended_in_place_is_seen_after_data_check(folder: Path) -> None:
     words = [f"data.root={folder}", f"run.dir={folder.parent / 'run'}"]
     (folder / "train/cat/1.png").write_bytes(b"")

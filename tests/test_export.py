@@ -35,6 +35,7 @@ def test_a_model_is_exported_and_answers_alike_or_its_library_is_named(run: Path
     assert [path.name[:1] for path in (run / "export").iterdir() if path.name.startswith(".")] == []
 
 
+@pytest.mark.full
 def test_a_run_without_a_checkpoint_has_nothing_to_export(tmp_path: Path) -> None:
     result = pipeline("export", str(tmp_path), "--to", "torch.export")
     assert result.code == 4

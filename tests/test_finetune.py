@@ -67,6 +67,7 @@ def test_random_weights_are_not_frozen() -> None:
         load("digits", ["model.freeze=backbone"])
 
 
+@pytest.mark.full
 def test_what_fits_nowhere_is_refused_in_one_line(tmp_path: Path, digits: Path) -> None:
     words = ["digits", f"data.root={digits}", *SMALL, "data.workers=0", "train.max_steps=1"]
     result = pipeline("train", *words, "model.init=IMAGENET1K_V9", f"run.dir={tmp_path / 'run'}")

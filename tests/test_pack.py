@@ -289,6 +289,7 @@ def copied(root: Path, to: Path) -> Path:
     return to
 
 
+@pytest.mark.full
 def test_a_flipped_bit_in_a_shard_is_a_named_defect(packs: dict[str, Path], tmp_path: Path) -> None:
     root = copied(packs["lossless"], tmp_path / "pack")
     config = load("digits", ["data.source=pack", f"data.root={root}"])

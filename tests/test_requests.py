@@ -214,6 +214,7 @@ def test_shapes_that_a_network_cannot_take_are_refused(arch: str, batch: int, si
             try_out(Model(arch=arch), 10, batch, size, size)
 
 
+@pytest.mark.full
 def test_passes_of_one_image_are_refused_in_one_line(tmp_path: Path, digits: Path) -> None:
     result = pipeline("train", "digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}", "batch.global=1")
     assert "cannot take passes of 1 images of 32 px" in refused(result)

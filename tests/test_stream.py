@@ -45,7 +45,13 @@ def test_every_global_batch_is_the_same_however_it_is_made(
     assert made == alone
 
 
-@pytest.mark.parametrize("policy", ["randaugment", "autoaugment", "trivialaugment", "augmix"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "randaugment",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("autoaugment", "trivialaugment", "augmix")),
+    ],
+)
 def test_what_is_drawn_further_is_the_same_however_it_is_made(
     digits: Path, alone: list[GlobalBatch], policy: str
 ) -> None:

@@ -425,6 +425,7 @@ def test_what_was_killed_beside_a_dead_server_is_said_to_have_failed_later(
     assert good.points(found) == points_of(run)
 
 
+@pytest.mark.full
 def test_a_model_that_cannot_be_exported_keeps_nothing_else_back(trained: dict[str, Trained], good: Server) -> None:
     run = trained["none"].job
     (checkpoint,) = run.checkpoints()
