@@ -54,7 +54,7 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, digits: Path, word
     assert abs(float(again.done["top1"]) - float(expected["top1"])) <= 1 / 360
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.parametrize("parallel", ["fsdp", "stages"])
 def test_digits_are_learnt_while_two_processes_become_four(tmp_path: Path, digits: Path, parallel: str) -> None:
     words = ["digits", f"data.root={digits}", f"parallel={parallel}", "run.device=cpu", "track.uri=none", "data.workers=2",
