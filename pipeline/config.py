@@ -252,6 +252,11 @@ class Optimizer(Section):
             raise ValueError("optimizer.nesterov=true: wants optimizer.momentum above 0; set it, or nesterov=false")
         return self
 
+    @property
+    def moments(self) -> int:
+        """Numbers that it keeps for each weight."""
+        return 2 if self.name == "adamw" else int(self.momentum > 0)
+
 
 class Schedule(Section):
     name: Literal["cosine", "step", "linear", "constant"] = "cosine"
@@ -389,29 +394,25 @@ class Config(Section):
             raise ValueError(
                 "run.deterministic=true with model.batchnorm=average: a resumption would round otherwise; take local"
             )
-        if self.run.exact and (self.train.compile == "on" or self.train.exchange != "fp32"):
-            word = "train.compile=on" if self.train.compile == "on" else f"train.exchange={self.train.exchange}"
-            raise ValueError(f"run.exact=true with {word}: exact mode sums what plain passes give; leave it out")
-        if self.run.exact and self.model.batchnorm != "local":
-            raise ValueError(
-                f"run.exact=true with model.batchnorm={self.model.batchnorm}: exact mode averages over its shards; leave it"
-                " at local"
-            )
+        return self
+
+    @model_validator(mode="after")
+    def _plain_ddp_has_what_is_its_own(self) -> Self:
+        if self.parallel == "ddp" and not self.run.exact:
+            return self
+        mode = "run.exact=true" if self.run.exact else f"parallel={self.parallel}"
+        for word, is_left_out in (
+            (f"parallel={self.parallel}", self.parallel == "ddp" or not self.run.exact),
+            (f"model.batchnorm={self.model.batchnorm}", self.model.batchnorm == "local"),
+            (f"train.compile={self.train.compile}", self.train.compile != "on"),
+            (f"train.exchange={self.train.exchange}", self.train.exchange == "fp32"),
+        ):
+            if not is_left_out:
+                raise ValueError(f"{mode} with {word}: each is a way to spread DDP's work; leave one out")
         return self
 
     @model_validator(mode="after")
     def _parallel_can_be_kept(self) -> Self:
-        if self.parallel == "ddp":
-            return self
-        if self.run.exact:
-            raise ValueError(f"run.exact=true with parallel={self.parallel}: exact mode sums by itself; take ddp")
-        if self.model.batchnorm != "local":
-            raise ValueError(
-                f"model.batchnorm={self.model.batchnorm} with parallel={self.parallel}: is of ddp; leave it at local"
-            )
-        if self.train.compile == "on" or self.train.exchange != "fp32":
-            word = "train.compile=on" if self.train.compile == "on" else f"train.exchange={self.train.exchange}"
-            raise ValueError(f"{word} with parallel={self.parallel}: is of ddp; leave it out")
         if self.parallel == "stages" and (self.model.freeze or self.augment.first_size):
             raise ValueError(
                 "parallel=stages with model.freeze or augment.first_size: stages send each other tensors of one shape, and"

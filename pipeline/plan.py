@@ -175,7 +175,7 @@ class Plan(Resources):
 
 def memory_row(config: Config, parameters: int, world: int) -> str:
     """What each process holds for the whole of a training, as a row of the table; activations come on top."""
-    moments = {"sgd": 1 if config.optimizer.momentum else 0, "adamw": 2}[config.optimizer.name]
+    moments = config.optimizer.moments
     copies = 2 + moments
     whole = 4 * parameters * copies
     row = (

@@ -118,7 +118,9 @@ def test_of_a_plain_file_nothing_is_decoded_below_the_crop(capfd: pytest.Capture
     frame = jpeg.frame(data)
     assert frame
     assert Image.open(io.BytesIO(jpeg.upper(data, frame, 100))).size == (504, 116)
-    assert Picture.of(data).region(0, 0, 100, 504).shape == (3, 100, 504)
+    region = Picture.of(data).region(0, 0, 100, 504)
+    assert region.shape == (3, 100, 504)
+    assert region.untyped_storage().nbytes() == 3 * 116 * 504, "of the 400 rows"
     os.write(2, b"what others say is heard again")
     assert capfd.readouterr().err == "what others say is heard again", "libjpeg's remark is not"
 

@@ -7,7 +7,6 @@ loop's own are not counted. One after the other: together they would take each o
 """
 
 import math
-import os
 import subprocess
 import sys
 import tempfile
@@ -75,7 +74,7 @@ def _plain(root: Path, seconds: float, seed: int, device: torch.device) -> float
     moves = [transforms.RandomCrop(_SIZE, padding=4), transforms.RandomHorizontalFlip()]
     train = datasets.ImageFolder(str(root / "train"), transforms.Compose([*resize, *moves, *end]))
     val = datasets.ImageFolder(str(root / "val"), transforms.Compose([*resize, *end]))
-    workers = len(os.sched_getaffinity(0))
+    workers = world.allowed_cpus()
     loader = DataLoader(train, _BATCH, shuffle=True, drop_last=True, num_workers=workers, persistent_workers=True)
     model: nn.Module = models.resnet18(num_classes=len(train.classes)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=_RATE, momentum=0.9, weight_decay=5e-4)

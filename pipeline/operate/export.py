@@ -36,14 +36,13 @@ def export(target: Path, form: str, out: Path | None) -> str:
         )
 
     from pipeline.config import from_yaml
-    from pipeline.model.architectures import Served, build
+    from pipeline.model.architectures import Served
     from pipeline.record import checkpoint
 
     source = checkpoint.find(target)
     contents = checkpoint.decode(checkpoint.read_verified(source), source)
     config = from_yaml(contents["config"], str(source))
-    model = build(config.model, len(contents["classes"])).eval()
-    model.load_state_dict(checkpoint.judged_weights(contents))
+    model = checkpoint.judged_model(contents, config.model)
     pixels = _validation_pixels(config, tuple(contents["classes"]))
     served = Served(model).eval()
 

@@ -36,6 +36,7 @@ from pipeline.data.images import BadImageError, Picture, decode
 from pipeline.data.manifest import Index, Split, UnreadableError
 from pipeline.data.pack import ABSENT, FORMAT, INDEX, SUMMARY, Level, open_index, read_summary, shard_name
 from pipeline.data.sources import Source
+from pipeline.record.folder import write_whole
 from pipeline.verdict import RequestError, StorageError, TemporaryError
 from pipeline.world import allowed_cpus, die_with_parent
 
@@ -114,7 +115,7 @@ def _held(out: Path, request: dict[str, Any]) -> Iterator[None]:
             elif any(path.name not in (_LOCK, f".{_REQUEST}.part") for path in out.iterdir()):
                 raise RequestError(f"{out} is not empty and holds no pack: name another folder")
             else:
-                _write(out / _REQUEST, json.dumps(request).encode())
+                write_whole(out / _REQUEST, json.dumps(request).encode())
             yield
             for path in (*out.glob(".*.json"), out / _LOCK):
                 path.unlink()
@@ -235,7 +236,7 @@ def _make_shard(shard: Shard) -> int:
         "name": shard.name, "images": shard.last - shard.first, "bytes": at, "sha256": digest.hexdigest(), "bad": bad,
         "unchanged": unchanged, "difference": difference, "sizes": sizes, "places": places,
     }  # fmt: skip
-    _write(out / _notes(shard), json.dumps(notes).encode())
+    write_whole(out / _notes(shard), json.dumps(notes).encode())
     return shard.last - shard.first
 
 
@@ -254,7 +255,7 @@ def _finish(out: Path, request: dict[str, Any], source: Index, shards: list[Shar
         return replace(split, sizes=sizes, sums=np.empty(0, np.uint8), places=places)
 
     index = Index(placed("train", source.train), placed("val", source.val), source.classes, None, {}, source.val_split)
-    _write(out / INDEX, index.to_bytes())
+    write_whole(out / INDEX, index.to_bytes())
     images = len(index.train) + len(index.val)
     bad = [one for note in notes for one in note["bad"]]
     compared = max(1, images - len(bad))
@@ -269,17 +270,7 @@ def _finish(out: Path, request: dict[str, Any], source: Index, shards: list[Shar
         "bad": bad,
         "shards": [{key: note[key] for key in ("name", "images", "bytes", "sha256")} for note in notes],
     }
-    _write(out / SUMMARY, json.dumps(summary, indent=1).encode() + b"\n")
-
-
-def _write(path: Path, data: bytes) -> None:
-    """A file that is there whole or not at all."""
-    aside = path.with_name(f".{path.name}.part")
-    with open(aside, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    write_whole(out / SUMMARY, json.dumps(summary, indent=1).encode() + b"\n")
 
 
 def _line(out: Path, summary: dict[str, Any]) -> str:

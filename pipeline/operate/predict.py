@@ -20,7 +20,7 @@ from pipeline.data.loader import NO_LABEL, Batch, EvalBatches, batches
 from pipeline.data.manifest import EXTENSIONS, MISSING, Split
 from pipeline.data.sources import FolderImages
 from pipeline.group import choose_device
-from pipeline.model.architectures import Served, build
+from pipeline.model.architectures import Served
 from pipeline.plan import share_resources
 from pipeline.record import checkpoint
 from pipeline.record.sheet import Tile, draw_sheet
@@ -128,8 +128,7 @@ def _from_checkpoint(target: Path) -> Labeller:
     path = checkpoint.find(target)
     contents = checkpoint.decode(checkpoint.read_verified(path), path)
     config = from_yaml(contents["config"], str(path), _HERE)
-    model = build(config.model, len(contents["classes"]))
-    model.load_state_dict(checkpoint.judged_weights(contents))
+    model = checkpoint.judged_model(contents, config.model)
     return Labeller(Served(model).eval(), config, contents["classes"])
 
 

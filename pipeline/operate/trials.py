@@ -71,7 +71,7 @@ def shared_memory(plan: Plan, here: World) -> str:
 
 def writing(folder: RunFolder) -> str:
     """The disk below run.dir takes what is written and synced, and not too slowly."""
-    place = _existing(folder.path)
+    place = folder.place()
     probe = place / f".doctor-{uuid.uuid4().hex}"
     start = time.perf_counter()
     try:
@@ -98,7 +98,7 @@ def sharing(folder: RunFolder, here: World) -> str:
     """Where a job has several machines: run.dir is on something that they may all see."""
     if here.size == here.local_size:
         return "one machine: nobody else has to see run.dir"
-    place = _existing(folder.path)
+    place = folder.place()
     kind = _file_system(place)
     if kind in _LOCAL:
         raise TemporaryError(
@@ -112,12 +112,11 @@ def room(config: Config, plan: Plan, folder: RunFolder) -> str:
     """The disk holds the checkpoints that are kept, and the one being written."""
     from pipeline.model.architectures import count_parameters
 
-    moments = {"sgd": int(config.optimizer.momentum > 0), "adamw": 2}[config.optimizer.name]
-    copies = 1 + moments + (config.train.ema is not None)
+    copies = 1 + config.optimizer.moments + (config.train.ema is not None)
     each = 4 * copies * count_parameters(config.model, plan.num_classes)
     there = sum(path.stat().st_size for path in folder.checkpoints.glob("step-*.pt"))
     wants = (config.checkpoint.keep + 2) * each - there  # the best, and one being written
-    free = shutil.disk_usage(_existing(folder.path)).free
+    free = shutil.disk_usage(folder.place()).free
     if wants > free:
         raise StorageError(
             f"{config.checkpoint.keep} checkpoints, the best and one being written want {wants / _GIB:.2f} GiB more, and"
@@ -248,10 +247,6 @@ def _said(command: list[str]) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
-
-
-def _existing(path: Path) -> Path:
-    return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 
 def _file_system(place: Path) -> str:

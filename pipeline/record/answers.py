@@ -5,7 +5,6 @@ model or torch. Files lie in `report/data/`; numbers and text alone are in them,
 """
 
 import io
-import os
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +13,8 @@ from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
+
+from pipeline.record.folder import write_whole
 
 AUGMENTED = "augmented.npz"
 
@@ -90,6 +91,4 @@ def _save(path: Path, arrays: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)
-    aside = path.with_name(f".{path.name}")
-    aside.write_bytes(buffer.getvalue())
-    os.replace(aside, path)
+    write_whole(path, buffer.getvalue())

@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from pipeline.config import Model
+from pipeline.model.architectures import build
 from pipeline.verdict import StorageError
 
 FORMAT = 1
@@ -107,6 +109,13 @@ def judged_weights(contents: dict[str, Any]) -> dict[str, Tensor]:
     """The state dict that was evaluated: of the moving average where there is one."""
     weights: dict[str, Tensor] = contents["average"] or contents["model"]
     return weights
+
+
+def judged_model(contents: dict[str, Any], options: Model) -> nn.Module:
+    """The model that was evaluated, in eval mode. RequestError for one that torchvision lacks."""
+    model = build(options, len(contents["classes"])).eval()
+    model.load_state_dict(judged_weights(contents))
+    return model
 
 
 def copy_to_host(value: Any) -> Any:

@@ -17,6 +17,16 @@ _STAYS = ("lock", "mlflow.lock", "index")  # in a fresh start: who works here, a
 _LOCK_PATIENCE_S = 2.0  # a holder that was just killed needs a moment to be gone
 
 
+def write_whole(path: Path, data: bytes) -> None:
+    """A file that is there with all its bytes, on the disk, or not at all. OSError where it cannot be."""
+    aside = path.with_name(f".{path.name}")
+    with open(aside, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
 class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -32,9 +42,13 @@ class RunFolder:
         self._lock = path / "lock"
         self._held: int | None = None
 
+    def place(self) -> Path:
+        """The folder, or of those above it the nearest that is there."""
+        return next(place for place in (self.path, *self.path.absolute().parents) if place.exists())
+
     def check_writable(self) -> None:
         """RequestError if nothing can be written here; makes nothing."""
-        place = next(place for place in (self.path, *self.path.absolute().parents) if place.exists())
+        place = self.place()
         if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
             raise self._unwritable("a file is in its way" if not place.is_dir() else f"{place} is read-only")
 
@@ -101,12 +115,6 @@ class RunFolder:
         for path in paths:
             os.rename(path, aside / path.name)
         return aside
-
-    def write(self, path: Path, text: str) -> None:
-        """Write a small file whole or not at all."""
-        aside = path.with_name(f".{path.name}")
-        aside.write_text(text)
-        os.replace(aside, path)
 
     def remove_temporary(self) -> None:
         """Remove what a killed writer left half done."""

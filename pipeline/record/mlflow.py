@@ -28,7 +28,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from pipeline.config import Config, from_yaml, without_password
-from pipeline.record.folder import RunFolder
+from pipeline.record.folder import RunFolder, write_whole
 from pipeline.record.journal import final_status, read
 from pipeline.record.pictures import OF_EVALUATION, of_evaluation
 from pipeline.record.receipt import Receipt
@@ -290,12 +290,11 @@ class Follower:
         from mlflow.models import Model, infer_signature
 
         from pipeline.data.augment import evaluation_geometry
-        from pipeline.model.architectures import Served, build
-        from pipeline.record.checkpoint import decode, judged_weights, read_verified
+        from pipeline.model.architectures import Served
+        from pipeline.record.checkpoint import decode, judged_model, read_verified
 
         contents = decode(read_verified(path), path)
-        model = build(self._config.model, len(contents["classes"]))
-        model.load_state_dict(judged_weights(contents))
+        model = judged_model(contents, self._config.model)
         served = Served(model).eval()  # in train mode the export would keep dropout and change batch norm's statistics
         size, _ = evaluation_geometry(self._config.evaluate, self._config.augment)
         example = np.zeros((2, 3, size, size), np.float32)  # a batch of one would freeze the batch size
@@ -350,9 +349,8 @@ class Follower:
             return {}
 
     def _note(self, progress: Progress) -> None:
-        self._folder.write(
-            self._folder.tracker, json.dumps({**self._noted(), self._address: asdict(progress)}, indent=1)
-        )
+        noted = {**self._noted(), self._address: asdict(progress)}
+        write_whole(self._folder.tracker, json.dumps(noted, indent=1).encode())
 
 
 def fetch_model(uri: str) -> tuple[Any, dict[str, Any]]:

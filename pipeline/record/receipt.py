@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pipeline.config import from_yaml
-from pipeline.record.folder import RunFolder
+from pipeline.record.folder import RunFolder, write_whole
 from pipeline.record.journal import read
 from pipeline.verdict import Verdict
 
@@ -44,7 +44,7 @@ class Receipt:
     def write(self, complain: Callable[[str], None]) -> None:
         """Bring the file up to date. What is in the way, a full disk or a damaged file, costs training nothing."""
         try:
-            self._folder.write(self._folder.receipt, self.text())
+            write_whole(self._folder.receipt, self.text().encode())
         except (OSError, ValueError, Verdict) as error:
             complain(f"receipt could not be written: {error}; the next evaluation or start tries again")
 

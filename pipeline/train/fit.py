@@ -54,8 +54,7 @@ def fit_passes(
 
 def one_pass(model: nn.Module, config: Config, plan: Plan, device: torch.device) -> Callable[[int], None]:
     """Of the bare model, forward and backward on blank images, with room held for optimizer and average."""
-    moments = {"sgd": 1 if config.optimizer.momentum else 0, "adamw": 2}[config.optimizer.name]
-    copies = moments + (config.train.ema is not None)
+    copies = config.optimizer.moments + (config.train.ema is not None)
     parameters = sum(one.numel() for one in model.parameters())
     normalise = Normalise(device, channels_last=config.model.channels_last)
 

@@ -25,8 +25,8 @@ from pipeline.model.architectures import build, try_out
 from pipeline.model.stages import try_to_cut
 from pipeline.plan import Plan, make_plan, share_resources
 from pipeline.record import sender
-from pipeline.record.checkpoint import Checkpoints, copy_to_host, judged_weights, weights_digest
-from pipeline.record.folder import RunFolder
+from pipeline.record.checkpoint import Checkpoints, copy_to_host, judged_model, judged_weights, weights_digest
+from pipeline.record.folder import RunFolder, write_whole
 from pipeline.record.journal import Journal, Trace, final_status
 from pipeline.record.provenance import provenance
 from pipeline.record.receipt import Receipt
@@ -119,9 +119,8 @@ def run_evaluation(config: Config, world: World, contents: dict[str, Any], sourc
     terminal = voice(is_main=world.is_main)
     group = _join(config, world)
     source = _share_source(config, group, source)
-    model = build(config.model, len(contents["classes"]))
-    model.load_state_dict(judged_weights(contents))
-    evaluator = Evaluator(model.to(group.device), source.val, config, share_resources(config, world), group)
+    model = judged_model(contents, config.model).to(group.device)
+    evaluator = Evaluator(model, source.val, config, share_resources(config, world), group)
     judgement = evaluator.evaluate(contents["step"], lambda: False)
     assert judgement is not None
     terminal.say_defects(source.val, judgement.defects)
@@ -236,8 +235,8 @@ def _open_records(run: Training, folder: RunFolder, source: Source, *, resumed: 
     if run.group.is_main:
         say = run.terminal.say
         verdict.clear(folder.path)
-        folder.write(folder.config, run.config.to_yaml())
-        folder.write(folder.plan, json.dumps(run.plan.to_dict(), indent=1))
+        write_whole(folder.config, run.config.to_yaml().encode())
+        write_whole(folder.plan, json.dumps(run.plan.to_dict(), indent=1).encode())
         run.journal = Journal(folder.journal, say)
         run.checkpoints = Checkpoints(folder.checkpoints, run.config.checkpoint.keep, say)
         if run.config.run.trace:
