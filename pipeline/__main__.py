@@ -4,6 +4,7 @@ What a command answers goes to standard output; what it says meanwhile, and the 
 """
 
 import argparse
+import contextlib
 import faulthandler
 import os
 import re
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import NoReturn
 
 from pipeline import verdict, world
 from pipeline.train.signals import StopRequest
@@ -49,6 +51,20 @@ class _HelpWithKeys(argparse.Action):
 
         print(f"{parser.format_help()}\nkeys:\n{describe_keys()}")
         parser.exit()
+
+
+def command() -> NoReturn:
+    """`main`, as a process.
+
+    One of several leaves without the interpreter's farewell: gloo's threads outlive `destroy_process_group`, and one that
+    lets go of a tensor in its midst ends in SIGABRT, a run that is done too (pytorch/pytorch#179291).
+    """
+    code = main()
+    if "RANK" in os.environ:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -558,4 +574,4 @@ def _bench_comm(options: argparse.Namespace) -> str | int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

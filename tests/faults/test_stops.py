@@ -111,6 +111,18 @@ def test_a_second_start_leaves_with_75_and_names_the_holder(tmp_path: Path, digi
     assert run.wait().code == 75, "the first goes on until it is asked to stop"
 
 
+def test_what_breaks_in_the_interpreters_end_costs_a_run_that_is_done_nothing(tmp_path: Path, digits: Path) -> None:
+    # as gloo's threads do there, now and then
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, os\nif 'RANK' in os.environ:\n    atexit.register(os.abort)\n"
+    )
+    run = job(tmp_path / "run", digits, "train.max_steps=1", nproc=2)
+    run.env["PYTHONPATH"] = str(tmp_path)
+    result = run.run()
+    assert result.code == 0, result.err
+    assert result.done["step"] == "1"
+
+
 def _wait_for(phase: str, run: Job, draw: random.Random) -> None:
     match phase:
         case "first batch":
