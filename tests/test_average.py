@@ -1,10 +1,11 @@
-"""A moving average of the weights is what is judged, digested and served; a resumption does not disturb it."""
+"""A moving average of the weights is what is judged, digested and served; a resumption does not disturb it. Batch norm's
+running statistics are, where that is asked for, the mean over the processes."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from harness import SMALL, assert_resumes, pipeline
+from harness import SMALL, Job, assert_resumes, pipeline
 from torch import nn
 
 from pipeline.model.average import begin_average, update_average
@@ -38,3 +39,22 @@ def test_it_is_what_is_judged_and_it_resumes_to_the_bit(tmp_path: Path, digits: 
     done = pipeline("evaluate", str(whole.folder)).done
     assert f"weights=sha256:{done['weights']}" in whole.folder.with_suffix(".out").read_text()
     assert done["weights"] == weights_digest(contents["average"]) != weights_digest(contents["model"])
+
+
+@pytest.mark.full
+def test_averaged_statistics_are_those_of_the_whole_batch(tmp_path: Path, digits: Path) -> None:
+    words = ["digits", f"data.root={digits}", *SMALL, "train.max_steps=1", "data.workers=0", "run.deterministic=false"]
+    runs = {
+        name: Job(tmp_path / name, [*words, f"model.batchnorm={kind}"], nproc=nproc)
+        for name, nproc, kind in (("whole", 1, "local"), ("average", 2, "average"), ("local", 2, "local"))
+    }
+    means = {}
+    for name, run in runs.items():
+        assert run.run().code == 0
+        path = run.checkpoints()[-1]
+        weights = decode(read_verified(path), path)["model"]
+        means[name] = next(
+            tensor for key, tensor in weights.items() if key.endswith("running_mean")
+        )  # before any other
+    torch.testing.assert_close(means["average"], means["whole"], rtol=0, atol=1e-6)
+    assert (means["local"] - means["whole"]).abs().max() > 1e-4

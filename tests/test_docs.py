@@ -36,6 +36,15 @@ def test_commands_are_spelt_right_and_links_lead_somewhere(page: Path) -> None:
             load(options.recipe, options.overrides)
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), target
+    for name in re.findall(r"`(?:tests/(?:faults/)?)?(test_\w+\.py)`", page.read_text()):
+        assert any((ROOT / "tests").rglob(name)), name
+
+
+def test_every_feature_has_what_holds_it() -> None:
+    rows = re.findall(r"^\| ([AB]\d+) \|(.*)\|$", (ROOT / "docs" / "features.md").read_text(), re.MULTILINE)
+    assert [name for name, _ in rows] == [f"A{n}" for n in range(1, 27)] + [f"B{n}" for n in range(1, 18)]
+    for name, cells in rows:
+        assert re.search(r"`test_\w+\.py`|\]\(\w+\.md\)", cells), name
 
 
 def test_there_are_commands_to_check() -> None:
