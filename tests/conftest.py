@@ -1,5 +1,6 @@
 """Shared by all tests: a folder of digits, made once."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+os.environ["OMP_NUM_THREADS"] = "1"  # tests run side by side: torch's threads would wait for each other's cores
 sys.path.insert(0, str(Path(__file__).parent))
 from engine import build_images
 

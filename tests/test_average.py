@@ -31,7 +31,7 @@ def test_it_moves_by_its_rate_and_faster_at_first() -> None:
             assert mine == 100, "what counts is taken over"
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_it_is_what_is_judged_and_it_resumes_to_the_bit(tmp_path: Path, digits: Path) -> None:
     words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=1", "train.ema=0.8", "data.workers=0"]
     whole = assert_resumes(tmp_path, words, 13)

@@ -49,7 +49,7 @@ def test_threads_workers_prefetch_and_tracing_change_nothing(tmp_path: Path, dig
     assert len({variant.run().done["weights"] for variant in variants}) == 1
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_accumulation_keeps_the_samples_and_resumes_to_the_bit(tmp_path: Path, digits: Path) -> None:
     assert_resumes(tmp_path, job(tmp_path, digits, "batch.accumulate=4").arguments, 5)
 

@@ -205,7 +205,7 @@ def test_a_second_server_gets_the_same_history(
     assert second.points(second.run_of(job)) == good.points(good.run_of(job))
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_database_whose_making_was_killed_is_made_anew(trained: dict[str, Trained], tmp_path: Path) -> None:
     database = tmp_path / "local" / "mlflow.db"
     uri = f"sqlite:///{database}"

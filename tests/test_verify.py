@@ -155,7 +155,7 @@ def test_a_checkpoint_of_another_run_is_named_by_step_and_tensor(copy: Path, tmp
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("exact", ["false", "true"])
+@pytest.mark.parametrize("exact", ["false", pytest.param("true", marks=pytest.mark.long)])
 def test_killed_and_gone_on_it_is_identical_to_a_repetition_in_one_piece(
     tmp_path: Path, digits: Path, exact: str
 ) -> None:

@@ -69,7 +69,7 @@ def test_of_two_that_differ_nobody_says_which_is_right(tmp_path: Path, digits: P
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("exact", ["false", "true"])
+@pytest.mark.parametrize("exact", ["false", pytest.param("true", marks=pytest.mark.long)])
 def test_before_a_save_weights_are_compared_whenever_it_is(tmp_path: Path, digits: Path, exact: str) -> None:
     run, result = diverged(tmp_path, digits, 3, 2, f"run.exact={exact}", "run.watch=1000 steps")
     assert "at step 12 rank 2 on " in result.err.splitlines()[-1]
@@ -83,7 +83,7 @@ def test_without_the_watch_a_diverged_run_goes_on(tmp_path: Path, digits: Path) 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("exact", ["false", "true"])
+@pytest.mark.parametrize("exact", ["false", pytest.param("true", marks=pytest.mark.long)])
 def test_a_slow_rank_is_named_once(tmp_path: Path, digits: Path, exact: str) -> None:
     slow = """\
 import time, torch.nn.functional as functional
