@@ -18,8 +18,9 @@ STATED = {
     "resnet50-fast": (8, IMAGENET),
     "resnet50-v2": (8, IMAGENET),
     "vit-s16": (8, IMAGENET),
+    "vit-l16": (16, IMAGENET),
 }
-RATES = {"resnet50-90": 2.048, "resnet50-fast": 1.7, "resnet50-v2": 0.5, "vit-s16": 1e-3}
+RATES = {"resnet50-90": 2.048, "resnet50-fast": 1.7, "resnet50-v2": 0.5, "vit-s16": 1e-3, "vit-l16": 0.5}
 """Of the sources, for their whole batch."""
 
 
@@ -48,4 +49,4 @@ def test_the_models_that_recipes_name_are_there() -> None:
     models = {(config.model.arch, config.model) for config in (load(name, []) for name in STATED)}
     counts = {arch: count_parameters(model, 1000) for arch, model in models}
     # torchvision's documentation of its weights; DeiT-S has 22,050,664
-    assert counts == {"resnet18": 11_689_512, "resnet50": 25_557_032, "vit_s_16": 22_050_664}
+    assert counts == {"resnet18": 11_689_512, "resnet50": 25_557_032, "vit_s_16": 22_050_664, "vit_l_16": 304_326_632}
