@@ -30,6 +30,8 @@ from pipeline.verdict import RequestError
 
 RECIPES = Path(__file__).parent / "recipes"
 MAX_YAML_BYTES = 1 << 16
+REGISTRY = "models:/"
+"""What the address of a model in MLflow begins with."""
 
 Unit = Literal["epochs", "steps", "%"]
 
@@ -195,8 +197,9 @@ class Model(Section):
     arch: Text = "resnet50"
     """A classification model of torchvision by its name; its head is sized by the data's classes."""
     init: Annotated[Text | None, Absent] = None
-    """Where first weights come from: one of torchvision's weights by its name (DEFAULT, IMAGENET1K_V2), or a run's folder
-    or checkpoint. A head of another number of classes starts anew. none: random, from the seed."""
+    """Where first weights come from: one of torchvision's weights by its name (DEFAULT, IMAGENET1K_V2), a run's folder or
+    checkpoint, or a model in MLflow (models:/NAME@ALIAS, at MLFLOW_TRACKING_URI, else in runs/mlflow.db). A head of
+    another number of classes starts anew. none: random, from the seed."""
     freeze: Annotated[Text | None, Absent] = None
     """What of model.init stays as it is: backbone (all but the head), or names of modules with commas, as conv1,bn1,layer1.
     Their running statistics stay, too. none: everything is trained."""

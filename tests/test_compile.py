@@ -5,10 +5,13 @@ from pathlib import Path
 import pytest
 from harness import SMALL, assert_resumes, pipeline
 
+from pipeline.world import lacks_to_compile
+
 SMALLER = [*SMALL, "model.arch=squeezenet1_1", "augment.size=48", "optimizer.lr=0.01", "data.workers=0"]
 
 
 @pytest.mark.full
+@pytest.mark.skipif(bool(lacks_to_compile()), reason=f"torch.compile wants {lacks_to_compile()}")
 def test_a_compiled_run_resumes_to_the_bit(tmp_path: Path, digits: Path) -> None:
     words = ["digits", f"data.root={digits}", *SMALLER]
     whole = assert_resumes(tmp_path, [*words, "train.epochs=1", "train.compile=on"], 5, nproc=1)

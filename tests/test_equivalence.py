@@ -3,10 +3,21 @@
 from pathlib import Path
 
 import pytest
-from equivalence import outcomes
+from equivalence import COMPILED, ROWS, Row, outcomes
+
+from pipeline.world import lacks_to_compile
 
 
 @pytest.mark.full
 def test_every_row_of_the_certificate_is_within_its_tolerance(tmp_path: Path, digits: Path) -> None:
-    broken = [f"{one.row.name}: {one.difference:.2g}" for one in outcomes(tmp_path, digits) if not one.holds]
-    assert not broken
+    assert not _broken(ROWS, tmp_path, digits)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(lacks_to_compile()), reason=f"torch.compile wants {lacks_to_compile()}")
+def test_what_is_compiled_is_too(tmp_path: Path, digits: Path) -> None:
+    assert not _broken(COMPILED, tmp_path, digits)
+
+
+def _broken(rows: tuple[Row, ...], folder: Path, digits: Path) -> list[str]:
+    return [f"{one.row.name}: {one.difference:.2g}" for one in outcomes(rows, folder, digits) if not one.holds]

@@ -30,9 +30,14 @@ from torch.nn.functional import softmax
 from torchvision.models import get_model
 from torchvision.transforms.functional import normalize, resize
 
-from pipeline.config import RECIPES
+from pipeline.config import RECIPES, Model
 from pipeline.data.images import decode
+from pipeline.group import Group
+from pipeline.model.architectures import build
+from pipeline.record import checkpoint
 from pipeline.record.journal import Journal, Trace, read
+from pipeline.train.finetune import take_over
+from pipeline.world import World
 
 # what each shows beyond the others: nobody there, an answer that is an error, no answer; the rest with --full
 QUICK = ("absent", "500", "silent")
@@ -279,7 +284,7 @@ def test_the_logged_model_takes_pixels_in_any_number(
 
 @pytest.mark.full
 def test_the_run_tells_the_whole_story_and_its_folder_alone_tells_it_again(
-    tmp_path: Path, digits: Path, good: Server, second: Server
+    tmp_path: Path, digits: Path, good: Server, second: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = job(
         tmp_path / "story", digits, good.uri, "track.report=true", "track.register=story-digits@best",
@@ -324,6 +329,16 @@ def test_the_run_tells_the_whole_story_and_its_folder_alone_tells_it_again(
         assert by_file["image"] == by_registry["image"]
         shares = [{one["class"]: one["probability"] for one in row["top"]} for row in (by_file, by_registry)]
         assert shares[0] == pytest.approx(shares[1], abs=1e-5)
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", good.uri)
+    options = Model(arch="shufflenet_v2_x0_5", init="models:/story-digits@best")
+    model = build(options, 10)
+    take_over(model, options, Group(World(), torch.device("cpu")), lambda _: None)
+    path = run.folder / "checkpoints" / best["file"]
+    judged = checkpoint.judged_weights(checkpoint.decode(checkpoint.read_verified(path), path))
+    assert checkpoint.weights_digest(model.state_dict()) == checkpoint.weights_digest(judged), (
+        "its weights are had back"
+    )
 
 
 @pytest.mark.fault("D1")

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from pipeline import world
-from pipeline.config import Config, from_yaml
+from pipeline.config import REGISTRY, Config, from_yaml
 from pipeline.data.loader import NO_LABEL, Batch, EvalBatches, batches
 from pipeline.data.manifest import EXTENSIONS, MISSING, Split
 from pipeline.data.sources import FolderImages
@@ -29,7 +29,6 @@ from pipeline.verdict import RequestError, StorageError
 
 _TOP = 5
 _SHEET_TILES = 64
-_REGISTRY = "models:/"
 Top = list[tuple[str, float]]
 """(class, probability), the likeliest first."""
 _HERE = ["run.device=auto", "data.workers=auto"]
@@ -54,7 +53,7 @@ class Prediction(NamedTuple):
 def predict(target: str, places: list[str], *, as_json: bool, sheet: Path | None) -> str:
     """A table, or JSON, of the predictions. StorageError if not one of the images can be decoded."""
     images = FolderImages(Path(), _listed(places))
-    labeller = _from_registry(target) if target.startswith(_REGISTRY) else _from_checkpoint(Path(target))
+    labeller = _from_registry(target) if target.startswith(REGISTRY) else _from_checkpoint(Path(target))
     terminal = Terminal()
     found: list[Prediction] = []
     tiles: list[Tile] = []

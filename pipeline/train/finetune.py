@@ -1,4 +1,5 @@
-"""First weights from elsewhere: torchvision's, or those of another run, under a head of the data's own classes.
+"""First weights from elsewhere: torchvision's, those of another run, or a model in MLflow, under a head of the data's own
+classes.
 
 Rank 0 reads them and sends them to all, so that nobody else needs the file or the network. What does not fit by its shape
 is the head: it keeps its random first weights, and the run says so. A resumption overwrites them with its checkpoint's.
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from pipeline.config import Model, nearest
+from pipeline.config import REGISTRY, Model, nearest
 from pipeline.group import Group
 from pipeline.model.architectures import published_weights
 from pipeline.record import checkpoint
@@ -65,14 +66,20 @@ def _load_fitting(model: nn.Module, options: Model) -> str:
 
 
 def _read(arch: str, init: str) -> dict[str, Tensor]:
+    if init.startswith(REGISTRY):
+        from pipeline.record.mlflow import fetch_model
+
+        served, _ = fetch_model(init)
+        own = "model."  # of `Served`, beside what it normalises with
+        return {name.removeprefix(own): one for name, one in served.state_dict().items() if name.startswith(own)}
     if Path(init).exists():
         path = checkpoint.find(Path(init))
         return checkpoint.judged_weights(checkpoint.decode(checkpoint.read_verified(path), path))
     names = published_weights(arch)
     if init not in names:
         raise RequestError(
-            f"model.init={init} is neither a file or folder here nor one of torchvision's weights of {arch}"
-            + (nearest(init, list(names)) or f": there are {', '.join(names) or 'none'}")
+            f"model.init={init} is neither a file or folder here, nor models:/NAME@ALIAS, nor one of torchvision's weights"
+            f" of {arch}" + (nearest(init, list(names)) or f": there are {', '.join(names) or 'none'}")
         )
     try:
         weights: dict[str, Tensor] = names[init].get_state_dict(progress=False, check_hash=True)
