@@ -215,7 +215,7 @@ def test_processes_that_can_exchange_say_how_fast_and_those_that_cannot_are_name
 def test_sanity_is_quiet_on_good_data_and_names_what_is_wired_wrongly(
     tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = ("model.arch=resnet18", "run.device=cpu", "data.workers=0")
+    small = ("model.arch=shufflenet_v2_x0_5", "run.device=cpu", "data.workers=0")
     good = Faults(digits, tmp_path / "run", *small)
     said = {name: trial() for name, trial in sanity.trials(good.config, good.plan, good.source, HERE)}
     assert list(said) == ["first loss", "one batch", "shuffled"]

@@ -35,7 +35,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
 
 @pytest.mark.fault("F1")
 @pytest.mark.full
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long), 4])
 def test_the_weights_are_those_of_one_process(tmp_path: Path, digits: Path, alone: Job, world: int) -> None:
     more = job(tmp_path / "run", digits, world)
     assert more.run().out == alone.folder.with_suffix(".out").read_text()

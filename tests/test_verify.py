@@ -154,8 +154,8 @@ def test_a_checkpoint_of_another_run_is_named_by_step_and_tensor(copy: Path, tmp
     assert "weights is" not in result.out, "the receipt's own rows are as they were"
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("exact", ["false", pytest.param("true", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("exact", ["false", "true"])
 def test_killed_and_gone_on_it_is_identical_to_a_repetition_in_one_piece(
     tmp_path: Path, digits: Path, exact: str
 ) -> None:
