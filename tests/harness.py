@@ -81,7 +81,11 @@ def side_by_side(commands: list[list[str]], places: list[dict[str, str]]) -> Res
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**place))
         for command, place in zip(commands, places, strict=True)
     ]
-    answers = [process.communicate(timeout=240) for process in processes]
+    try:
+        answers = [process.communicate(timeout=600) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     codes = [process.returncode for process in processes]
     out, err = ("".join(texts) for texts in zip(*answers, strict=True))
     return Result(max(map(abs, codes)), out, err, time.monotonic() - start)
