@@ -5,6 +5,7 @@ server while it trains. A page is taken once it has the words that it is to show
 """
 
 import argparse
+import contextlib
 import io
 import shutil
 import subprocess
@@ -40,47 +41,40 @@ class Page:
 
 
 PAGES = (
-    Page("overview", "runs/{run}", ("To repeat it", "v1"), 1100),
-    Page("curves", "runs/{run}/model-metrics", ("val/top1",), 1100, clicks=("time",)),
-    Page("images", "runs/{run}/artifacts/report/confusion.png", ("confusion.png",), 800),
+    Page("overview", "runs/{run}", ("To repeat it", "v1"), 1200, clicks=("Show more",)),
+    Page("curves", "runs/{run}/model-metrics", ("train/loss", "val/top1"), 1500, clicks=("time",)),
+    Page("images", "runs/{run}/artifacts/report/confusion.png", ("confusion.png",), 950),
     Page("model", "models/{model}", ("val/top1",), 1000),
     Page("dataset", "runs/{run}", ("val images",), 700, clicks=("{data}",)),
     Page("system", "runs/{run}/system-metrics", tuple(f"system/{host}/rss_mib" for host in HOSTS), 1100),
 )
 
 
-def take_all(program: str, scratch: Path, out: Path) -> None:
-    server = Server(scratch).start()
-    try:
-        server.wait_ready()
-        data = f"data.root={scratch / 'data' / 'digits'}"
-        words = ["digits", data, f"track.uri={server.uri}", "track.register=digits@best", "train.epochs=6"]
-        job = Job(scratch / "runs" / "digits", words, nproc=2)
-        print(two_nodes(job, HOSTS).done, flush=True)
-        sent = pipeline("sync", str(job.folder))  # what a busy machine had no time for
-        assert sent.code == 0, sent.err
-        run = server.run_of(job)
-        (model,) = run.outputs.model_outputs
-        (data_set,) = run.inputs.dataset_inputs
-        names = {
-            "run": run.info.run_id,
-            "model": model.model_id,
-            "data": f"{data_set.dataset.name} ({data_set.dataset.digest})",
-        }
-        experiment = f"{server.uri}/#/experiments/{run.info.experiment_id}"
-        browser = Browser(program, scratch / "profile")
-        try:
-            for page in PAGES:
-                path, clicks = page.path.format(**names), (ASSISTANT, *(words.format(**names) for words in page.clicks))
-                # without the ending MLflow opens its view of traces
-                url = f"{experiment}/{path}?workflowType=machine_learning"
-                picture = browser.take(url, WIDTH, page.height, clicks, page.shows)
-                written = write(picture, out / f"{page.name}.png")
-                print(f"{page.name:<10} {written:,} bytes", flush=True)
-        finally:
-            browser.close()
-    finally:
-        server.kill()
+def train(folder: Path, server: Server) -> Job:
+    data = f"data.root={folder / 'data' / 'digits'}"
+    words = ["digits", data, f"track.uri={server.uri}", "track.register=digits@best", "train.epochs=6"]
+    job = Job(folder / "runs" / "digits", words, nproc=2)
+    print(two_nodes(job, HOSTS).done, flush=True)
+    sent = pipeline("sync", str(job.folder))  # what a busy machine had no time for
+    assert sent.code == 0, sent.err
+    return job
+
+
+def take_all(browser: Browser, server: Server, job: Job, out: Path) -> None:
+    run = server.run_of(job)
+    (model,) = run.outputs.model_outputs
+    (data_set,) = run.inputs.dataset_inputs
+    names = {
+        "run": run.info.run_id,
+        "model": model.model_id,
+        "data": f"{data_set.dataset.name} ({data_set.dataset.digest})",
+    }
+    for page in PAGES:
+        path, clicks = page.path.format(**names), (word.format(**names) for word in page.clicks)
+        # without the ending MLflow opens its view of traces
+        url = f"{server.uri}/#/experiments/{run.info.experiment_id}/{path}?workflowType=machine_learning"
+        picture = browser.take(url, WIDTH, page.height, (ASSISTANT, *clicks), page.shows)
+        print(f"{page.name:<10} {write(picture, out / f'{page.name}.png'):,} bytes", flush=True)
 
 
 def write(picture: bytes, path: Path) -> int:
@@ -105,8 +99,13 @@ def main() -> int:
         print("this system gives its users no namespaces, so two nodes cannot be told apart", file=sys.stderr)
         return 2
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="screenshots-") as scratch:
-        take_all(program, Path(scratch), out)
+    with tempfile.TemporaryDirectory(prefix="screenshots-") as scratch, contextlib.ExitStack() as running:
+        server = Server(Path(scratch)).start()
+        running.callback(server.kill)
+        job = train(Path(scratch), server.wait_ready())
+        browser = Browser(program, Path(scratch) / "profile")
+        running.callback(browser.close)
+        take_all(browser, server, job, out)
     return 0
 
 
