@@ -45,8 +45,10 @@ from torch.nn.functional import softmax
 from torchvision.models import get_model
 from torchvision.transforms.functional import normalize, resize
 
-from pipeline.config import RECIPES, Model
+from pipeline.config import RECIPES, Model, load
 from pipeline.data.images import decode
+from pipeline.data.loader import EvalBatches
+from pipeline.data.sources import open_source
 from pipeline.group import Group
 from pipeline.model.architectures import build
 from pipeline.record import checkpoint
@@ -230,7 +232,8 @@ def test_the_logged_model_takes_pixels_in_any_number(
     served = mlflow.pyfunc.load_model(f"models:/{logged.model_id}")
     module = mlflow.pytorch.load_model(f"models:/{logged.model_id}")
     files = sorted((digits / "val").glob("*/*.png"))[::18][:20]
-    images, expected = answers(job.checkpoints()[-1], files)
+    images = torch.stack([resize(decode(file.read_bytes()), [32, 32], antialias=True) for file in files]).float()
+    expected = answers(job.checkpoints()[-1], images)
     with torch.inference_mode():
         for size in (1, 5, 20):
             answer = np.concatenate([served.predict(part.numpy()) for part in images.split(size)])
@@ -242,17 +245,18 @@ def test_the_logged_model_takes_pixels_in_any_number(
 def test_the_served_model_answers_as_predict_and_the_checkpoint_do(
     trained: dict[str, Trained], delivered: dict[str, Result], good: Server, digits: Path
 ) -> None:
-    run, checkpoint = good.run_of(trained["500"].job), trained["500"].job.checkpoints()[-1]
-    files = sorted((digits / "val").glob("*/*.png"))
-    images, expected = answers(checkpoint, files)
+    run, saved = good.run_of(trained["500"].job), trained["500"].job.checkpoints()[-1]
+    config = load("digits", [f"data.root={digits}"])
+    seen = EvalBatches(open_source(config).val, config)
+    images = torch.cat([seen[number].images for number in range(len(seen))]).float()
+    expected = answers(saved, images)
     with serving(f"models:/{run.outputs.model_outputs[0].model_id}", good) as uri:
         body = json.dumps({"inputs": images.tolist()}).encode()
         request = urllib.request.Request(f"{uri}/invocations", body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=120) as response:
             answer = np.array(json.load(response)["predictions"])
-    predicted = json.loads(pipeline("predict", str(checkpoint), str(digits / "val"), "--json").out)["predictions"]
-    assert [row["image"] for row in predicted] == [str(file) for file in files]
-    assert len(files) == 360
+    predicted = json.loads(pipeline("predict", str(saved), str(digits / "val"), "--json").out)["predictions"]
+    assert len(images) == len(predicted) == 360
     np.testing.assert_allclose(answer, expected, atol=1e-5)
     assert (answer.argmax(1) == expected.argmax(1)).all()
     assert [row["top"][0]["class"] for row in predicted] == [str(label) for label in answer.argmax(1)]
@@ -567,13 +571,13 @@ def assert_whole(server: Server, job: Job) -> None:
     assert [output.model_id for output in run.outputs.model_outputs] == [model.model_id]
 
 
-def answers(checkpoint: Path, files: list[Path]) -> tuple[torch.Tensor, np.ndarray]:
-    """What validation sees of the files, as pixels, and the probabilities that the checkpoint's model gives them."""
-    images = torch.stack([resize(decode(file.read_bytes()), [32, 32], antialias=True) for file in files]).float()
+def answers(saved: Path, images: torch.Tensor) -> np.ndarray:
+    """The probabilities that the checkpoint's model gives images, as pixels [N, 3, 32, 32] of 0..255."""
     model = get_model("shufflenet_v2_x0_5", num_classes=10).eval()
-    model.load_state_dict(torch.load(checkpoint, weights_only=True)["model"])
+    model.load_state_dict(torch.load(saved, weights_only=True)["model"])
     with torch.inference_mode():
-        return images, softmax(model(normalize(images / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])), 1).numpy()
+        normal = normalize(images / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+        return softmax(model(normal), 1).numpy()
 
 
 @contextmanager
