@@ -1,6 +1,6 @@
 # Two commands for a stranger: `make train` and `make test`. Both set up .venv first, once.
 .DELETE_ON_ERROR:
-.PHONY: help setup train ui test equivalence test-containers faults faults-ci guards cluster-test lint lock clean
+.PHONY: help setup train ui test equivalence screenshots test-containers faults faults-ci guards cluster-test lint lock clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -18,6 +18,7 @@ help:
 	@echo 'make test    set up and run all tests'
 	@echo 'make faults-ci         the fault matrix, in a quarter of an hour; make faults: for hours, goes on where it was broken off'
 	@echo 'make equivalence       docs/equivalence.md anew: the same job started and spread in every way'
+	@echo 'make screenshots       docs/images anew: a run on two nodes in MLflow, by Chromium'
 	@echo 'make test-containers   build the images and test them, with a Docker engine'
 	@echo 'make cluster-test      train and hurt the digits on a cluster (KUBECONFIG, IMAGE, MLFLOW_IMAGE, RENDER)'
 	@echo 'make lint    ruff and mypy'
@@ -49,6 +50,10 @@ test: setup
 # the same job started and spread in every way, in some minutes
 equivalence: setup
 	$(BIN)/python tests/equivalence.py docs/equivalence.md
+
+# what docs/what-you-see.md shows; wants Chromium
+screenshots: setup
+	$(BIN)/python tests/screenshots.py docs/images
 
 FAULTS = $(BIN)/python -m pytest --ledger=build/faults.jsonl --report=docs/faults.md
 

@@ -318,6 +318,12 @@ def _add_bench_commands(commands: "argparse._SubParsersAction[_Parser]") -> None
     steps.add_argument("--steps", type=_count, default=8, metavar="N", help="steps a round (default 8)")
     steps.add_argument("--json", action="store_true", help="rows for machines")
     steps.set_defaults(run=_bench_train)
+    tracked = subjects.add_parser("track", help="what journal and tracker cost a step: our loop with them and without")
+    tracked.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
+    tracked.add_argument("--rounds", type=_count, default=7, metavar="N", help="interleaved rounds (default 7)")
+    tracked.add_argument("--steps", type=_count, default=20, metavar="N", help="steps a round (default 20)")
+    tracked.add_argument("--json", action="store_true", help="rows for machines")
+    tracked.set_defaults(run=_bench_track)
     feed = subjects.add_parser(
         "data", help="images/s of the loader, from plain files and from packs, against the usual one",
         description="The whole loader, two workers, on at most 2,000 of the images of DIR, which are packed for it.",
@@ -541,6 +547,12 @@ def _bench_train(options: argparse.Namespace) -> str:
     from pipeline.operate import bench
 
     return bench.train(options.overrides, options.rounds, options.steps, as_json=options.json)
+
+
+def _bench_track(options: argparse.Namespace) -> str:
+    from pipeline.operate import bench
+
+    return bench.track(options.overrides, options.rounds, options.steps, as_json=options.json)
 
 
 def _bench_data(options: argparse.Namespace) -> str:

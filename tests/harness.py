@@ -81,7 +81,11 @@ def side_by_side(commands: list[list[str]], places: list[dict[str, str]]) -> Res
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**place))
         for command, place in zip(commands, places, strict=True)
     ]
-    answers = [process.communicate(timeout=240) for process in processes]
+    try:
+        answers = [process.communicate(timeout=600) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     codes = [process.returncode for process in processes]
     out, err = ("".join(texts) for texts in zip(*answers, strict=True))
     return Result(max(map(abs, codes)), out, err, time.monotonic() - start)
@@ -219,10 +223,17 @@ class Job:
         return sorted((self.folder / "checkpoints").glob("step-*.pt"))
 
 
-def two_nodes(job: Job) -> Result:
-    """The job on two "nodes": a torchrun agent each, with half of its processes."""
-    agent = torchrun(job.nproc // 2, "--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}")
-    return side_by_side([[*agent, *job.train_words()]] * 2, [job.env] * 2)
+def two_nodes(job: Job, hosts: tuple[str, ...] = ()) -> Result:
+    """The job on two "nodes", whose names may be given: a torchrun agent each, with half of its processes."""
+    rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1")
+    agent = torchrun(job.nproc // 2, "--nnodes=2", *rendezvous)
+    places = [on_host(host) for host in hosts] or [[], []]
+    return side_by_side([[*place, *agent, *job.train_words()] for place in places], [job.env] * 2)
+
+
+def on_host(name: str) -> list[str]:
+    """What starts a command as if on a machine of that name; needs a system that gives its users namespaces."""
+    return ["unshare", "--user", "--map-root-user", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', name]
 
 
 def by_hand(job: Job) -> Result:

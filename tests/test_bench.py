@@ -23,6 +23,7 @@ QUICK = (
     ("words", "names"),
     [
         (("train",), ["reference", "plain", "loaded"]),
+        pytest.param(("track", "track.every=1 step"), ["reference", "tracked"], marks=pytest.mark.full),
         pytest.param(("comm", "--nproc", "2"), ["reference", "exact"], marks=pytest.mark.full),
     ],
 )

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,11 +11,37 @@ import yaml
 from harness import pipeline
 
 from pipeline.__main__ import _parse
-from pipeline.config import load
+from pipeline.config import RECIPES, load
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+# what the pages leave to their reader, here
+PLACES = {
+    "RECIPE": "digits", "RUN_DIR": "runs/digits", "CHECKPOINT": "runs/digits", "IMAGE…": "data/digits/val/3",
+    "FOLDER": "data/digits", "SRC": "data/digits", "OUT": "packed", "N": "2",
+}  # fmt: skip
+# a run that is long enough to be used, and no longer
+SHORT = (
+    "model.arch=shufflenet_v2_x0_5",
+    "train.max_steps=4",
+    "run.device=cpu",
+    "run.deterministic=true",
+    "track.uri=none",
+)
+NOT_RUN = {
+    "train my.yaml": "wants 8 GPUs",
+    "rehearse": "wants Docker: tests/test_containers.py",
+    "data import": "wants ImageNet's archives: tests/test_import.py",
+    "data get": "wants the network",
+    "bench data": "tests/test_bench.py",
+    "bench train": "tests/test_bench.py",
+    "bench track": "tests/test_bench.py",
+    "bench comm": "tests/test_bench.py",
+    "bench gpu": "wants a GPU",
+    "bench top1": "takes minutes",
+}
 
 
 def commands(page: Path) -> Iterator[list[str]]:
@@ -49,6 +76,47 @@ def test_every_feature_has_what_holds_it() -> None:
 
 def test_there_are_commands_to_check() -> None:
     assert sum(len(list(commands(page))) for page in PAGES) > 10
+
+
+def table_of_commands(page: Path) -> Iterator[list[str]]:
+    """The arguments of each command of the page's table: the first of alternatives, without what may be left out."""
+    for row in re.findall(r"^\| (`pipeline .*?`) \| ", page.read_text(), re.MULTILINE):
+        for command in re.findall(r"`pipeline (.*?)`", row):
+            required = re.sub(r" \[[^]]*\]", "", command)
+            yield [word.partition("\\|")[0] for word in required.split()]
+
+
+@pytest.mark.full
+def test_each_command_of_the_pages_that_can_run_here_runs(tmp_path: Path) -> None:
+    own_data = ROOT / "docs" / "own-data.md"  # has a test of its own
+    in_blocks = [words for page in PAGES if page != own_data for words in commands(page)]
+    written = [*table_of_commands(ROOT / "README.md"), *in_blocks]
+    left_out = {start for words in written for start in NOT_RUN if " ".join(words).startswith(start)}
+    assert left_out == NOT_RUN.keys()
+    shutil.copy(RECIPES / "digits.yaml", tmp_path / "my.yaml")
+    run = set()
+    for words in written:
+        if " ".join(words).startswith(tuple(NOT_RUN)):
+            continue
+        given = [PLACES.get(word, word).replace("=/data", "=data/digits") for word in words]
+        more = SHORT if words[0] == "train" else ()
+        result = pipeline(*given, *more, cwd=tmp_path, MLFLOW_TRACKING_URI="sqlite:///mlflow.db")
+        print(f"{result.seconds:5.1f} s  pipeline {' '.join(given)}")
+        assert result.code == 0, (given, result.err)
+        run.add(words[0])
+    assert run >= {
+        "train",
+        "predict",
+        "evaluate",
+        "verify",
+        "plan",
+        "data",
+        "report",
+        "sync",
+        "doctor",
+        "k8s",
+        "export",
+    }
 
 
 @pytest.mark.full

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,14 +25,30 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from harness import SMALL, Job, Result, children, command_line, environment, free_port, kill, pipeline, read_rows
-from mlflow.entities import LoggedModelStatus, Run
+from harness import (
+    SMALL,
+    Job,
+    Result,
+    children,
+    command_line,
+    environment,
+    free_port,
+    kill,
+    on_host,
+    pipeline,
+    read_rows,
+    two_nodes,
+)
+from mlflow.entities import LoggedModelStatus
+from server import Server
 from torch.nn.functional import softmax
 from torchvision.models import get_model
 from torchvision.transforms.functional import normalize, resize
 
-from pipeline.config import RECIPES, Model
+from pipeline.config import RECIPES, Model, load
 from pipeline.data.images import decode
+from pipeline.data.loader import EvalBatches
+from pipeline.data.sources import open_source
 from pipeline.group import Group
 from pipeline.model.architectures import build
 from pipeline.record import checkpoint
@@ -44,62 +61,6 @@ QUICK = ("absent", "500", "silent")
 TROUBLES = (*QUICK, "401", "malformed")
 CASES = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.full) for kind in TROUBLES]
 SECRET = "CANARYSECRET"
-
-
-class Server:
-    """A real MLflow server that can be killed and started again on the same port and database."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.port = free_port()
-        self.uri = f"http://127.0.0.1:{self.port}"
-        self.client = mlflow.MlflowClient(self.uri)
-
-    def start(self) -> "Server":
-        with open(self.folder / "server.log", "ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port),
-                 "--workers", "1", "--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db",
-                 "--artifacts-destination", str(self.folder / "artifacts")],
-                stdout=log, stderr=log, start_new_session=True,
-                env=environment(MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false", MLFLOW_DISABLE_TELEMETRY="true"),
-            )  # fmt: skip
-        return self
-
-    def wait_ready(self) -> "Server":
-        end = time.monotonic() + 120
-        while True:
-            try:
-                self.client.search_experiments()
-                return self
-            except mlflow.MlflowException:
-                assert time.monotonic() < end, (self.folder / "server.log").read_text()[-3000:]
-                time.sleep(0.2)
-
-    def kill(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    def run_of(self, job: Job) -> Run:
-        """The one MLflow run of a training: there is no second."""
-        found = self.runs(job)
-        assert len(found) == 1, found
-        return found[0]
-
-    def runs(self, job: Job) -> list[Run]:
-        tag = next((row["run"] for row in read_rows(job.folder / "journal.jsonl") if "run" in row), "none yet")
-        experiments = [experiment.experiment_id for experiment in self.client.search_experiments()]
-        return list(self.client.search_runs(experiments, f"tags.`pipeline.run` = '{tag}'"))
-
-    def last_step(self, job: Job) -> int:
-        return max(point.step for point in self.client.get_metric_history(self.run_of(job).info.run_id, "train/loss"))
-
-    def points(self, run: Run) -> list[tuple[int, str, float, int]]:
-        return sorted(
-            (point.step, key, point.value, point.timestamp)
-            for key in run.data.metrics
-            for point in self.client.get_metric_history(run.info.run_id, key)
-        )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -272,14 +233,37 @@ def test_the_logged_model_takes_pixels_in_any_number(
     module = mlflow.pytorch.load_model(f"models:/{logged.model_id}")
     files = sorted((digits / "val").glob("*/*.png"))[::18][:20]
     images = torch.stack([resize(decode(file.read_bytes()), [32, 32], antialias=True) for file in files]).float()
-    model = get_model("shufflenet_v2_x0_5", num_classes=10).eval()
-    model.load_state_dict(torch.load(job.checkpoints()[-1], weights_only=True)["model"])
+    expected = answers(job.checkpoints()[-1], images)
     with torch.inference_mode():
-        expected = softmax(model(normalize(images / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])), 1).numpy()
         for size in (1, 5, 20):
             answer = np.concatenate([served.predict(part.numpy()) for part in images.split(size)])
             np.testing.assert_allclose(answer, expected, atol=1e-5)
             np.testing.assert_allclose(module(images[:size]).numpy(), expected[:size], atol=1e-5)
+
+
+@pytest.mark.full
+def test_the_served_model_answers_as_predict_and_the_checkpoint_do(
+    trained: dict[str, Trained], delivered: dict[str, Result], good: Server, digits: Path
+) -> None:
+    run, saved = good.run_of(trained["500"].job), trained["500"].job.checkpoints()[-1]
+    config = load("digits", [f"data.root={digits}"])
+    seen = EvalBatches(open_source(config).val, config)
+    images = torch.cat([seen[number].images for number in range(len(seen))]).float()
+    expected = answers(saved, images)
+    with serving(f"models:/{run.outputs.model_outputs[0].model_id}", good) as uri:
+        body = json.dumps({"inputs": images.tolist()}).encode()
+        request = urllib.request.Request(f"{uri}/invocations", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=120) as response:
+            answer = np.array(json.load(response)["predictions"])
+    predicted = json.loads(pipeline("predict", str(saved), str(digits / "val"), "--json").out)["predictions"]
+    assert len(images) == len(predicted) == 360
+    np.testing.assert_allclose(answer, expected, atol=1e-5)
+    assert (answer.argmax(1) == expected.argmax(1)).all()
+    assert [row["top"][0]["class"] for row in predicted] == [str(label) for label in answer.argmax(1)]
+    for row, shares in zip(predicted, answer, strict=True):
+        assert [one["probability"] for one in row["top"]] == pytest.approx(
+            [shares[int(one["class"])] for one in row["top"]], abs=1e-5
+        )
 
 
 @pytest.mark.full
@@ -339,6 +323,21 @@ def test_the_run_tells_the_whole_story_and_its_folder_alone_tells_it_again(
     assert checkpoint.weights_digest(model.state_dict()) == checkpoint.weights_digest(judged), (
         "its weights are had back"
     )
+
+
+@pytest.mark.full
+def test_each_of_two_nodes_is_there_by_its_name(tmp_path: Path, digits: Path, good: Server) -> None:
+    hosts = ("node-0", "node-1")
+    if subprocess.run([*on_host("node-0"), "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this system gives no namespace of names")
+    run = job(tmp_path / "nodes", digits, good.uri, nproc=2)
+    result = two_nodes(run, hosts)
+    assert result.code == 0, result.err
+    points = good.points(good.run_of(run))
+    reported = {step for step, key, *_ in points if key == "train/loss"}
+    of_machines = sorted((step, key) for step, key, *_ in points if key.startswith("system/"))
+    facts = [f"system/{host}/{fact}" for host in hosts for fact in ("cpus_busy", "rss_mib")]
+    assert of_machines == sorted((step, key) for step in reported for key in facts)
 
 
 @pytest.mark.fault("D1")
@@ -570,6 +569,42 @@ def assert_whole(server: Server, job: Job) -> None:
     assert model.status == LoggedModelStatus.READY
     assert {metric.key for metric in server.client.get_logged_model(model.model_id).metrics} >= {"val/top1", "val/loss"}
     assert [output.model_id for output in run.outputs.model_outputs] == [model.model_id]
+
+
+def answers(saved: Path, images: torch.Tensor) -> np.ndarray:
+    """The probabilities that the checkpoint's model gives images, as pixels [N, 3, 32, 32] of 0..255."""
+    model = get_model("shufflenet_v2_x0_5", num_classes=10).eval()
+    model.load_state_dict(torch.load(saved, weights_only=True)["model"])
+    with torch.inference_mode():
+        normal = normalize(images / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+        return softmax(model(normal), 1).numpy()
+
+
+@contextmanager
+def serving(model: str, server: Server) -> Iterator[str]:
+    """The address at which MLflow's own command answers for a model."""
+    port = free_port()
+    command = ["models", "serve", "--env-manager", "local", "--host", "127.0.0.1", "--port", str(port), "--model-uri"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # it starts uvicorn by name
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mlflow", *command, model],
+        env=environment(MLFLOW_TRACKING_URI=server.uri, MLFLOW_DISABLE_TELEMETRY="true", PATH=path),
+        start_new_session=True,
+    )
+    try:
+        end = time.monotonic() + 120
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=5).close()
+                break
+            except OSError:
+                assert process.poll() is None
+                assert time.monotonic() < end
+                time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def job(folder: Path, digits: Path, uri: str | None, *more: str, nproc: int = 1) -> Job:

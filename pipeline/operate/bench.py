@@ -27,6 +27,8 @@ from pipeline.group import Group
 from pipeline.model.architectures import Normalise, build
 from pipeline.parallel import Strategy, choose
 from pipeline.plan import Plan, make_plan
+from pipeline.record import sender
+from pipeline.record.folder import RunFolder, write_whole
 from pipeline.record.journal import Journal
 from pipeline.record.terminal import Silence
 from pipeline.train.account import Waiting, start_clock
@@ -36,6 +38,7 @@ from pipeline.train.report import Report
 from pipeline.train.state import TrainState
 from pipeline.train.step import Step, autocast
 from pipeline.train.watch import start_pace, start_watch
+from pipeline.verdict import TemporaryError
 from pipeline.world import here
 
 DEFAULTS = [
@@ -74,29 +77,50 @@ def train(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> st
     the eager one.
     """
     config = load("digits", [*DEFAULTS, *overrides])
-    place = here()
-    randomness.settle_arithmetic(
-        deterministic=config.is_deterministic, precision=config.train.precision, threads=place.cpus
-    )
-    device = groups.choose_device(config, place)
-    alone = groups.start(config, place, device)
-    source = open_source(config)
-    plan = make_plan(config, place, source.size)
-    data = TrainBatches(source.train, config, plan, 0)
-    batch = data[0]
+    plan, alone, data = _prepare(config)
+    device, batch = alone.device, data[0]
     loops: dict[str, _Loop] = {}
     with TemporaryDirectory() as folder:
         for kind, one in (("", replace(plan, compiles=False)), *([(_COMPILED, plan)] if plan.compiles else [])):
             loaded = to_device(batches(data, range(10**6), plan, pin=device.type == "cuda"), device)
             loops[f"reference{kind}"] = _Loop.built(device, _barest_loop, config, one, alone, batch)
             for name, fed in (("plain", repeat(batch)), ("loaded", loaded)):
-                journal = Path(folder) / f"{name}{kind}.jsonl"
+                journal = _journal(Path(folder) / f"{name}{kind}.jsonl")
                 loops[f"{name}{kind}"] = _Loop.built(device, _our_loop, config, one, alone, fed, journal)
         speeds = _interleave(loops, plan.global_batch, rounds, steps, device)
     title = f"{_title(config, plan)}, {device}"
     efficiency = measure_efficiency(config, plan.num_classes, plan.world, device)
     remarks = {name: _remark(plan, loop, statistics.median(speeds[name]), efficiency) for name, loop in loops.items()}
     return _answer(speeds, title, rounds, steps, remarks, as_json=as_json)
+
+
+def track(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> str:
+    """Images/s of our training step, one batch in memory, with tracking and without. TemporaryError if MLflow lacks a row.
+
+    Rows: `reference` reports nothing. `tracked` reports as a run does, every `track.every`: sums, a row of the journal, and
+    beside it the sender, to a database of its own or to the server that `track.uri` or MLFLOW_TRACKING_URI names. The
+    sender is there in both loops' turns; in the reference's it finds at most the last half a second's rows to send.
+    """
+    config = load("digits", [*DEFAULTS, "track.uri=auto", "track.required=true", "track.experiment=bench", *overrides])
+    plan, alone, data = _prepare(config)
+    batch = data[0]
+    with TemporaryDirectory() as scratch:
+        folder = RunFolder(Path(scratch) / "bench")
+        folder.path.mkdir()
+        write_whole(folder.config, config.to_yaml().encode())
+        journal = _journal(folder.journal)
+        tracker = sender.start(config, folder)
+        tracker.wait_ready()
+        silent = replace(plan, report_every=plan.last_step)
+        loops = {
+            "reference": _Loop.built(alone.device, _our_loop, config, silent, alone, repeat(batch), None),
+            "tracked": _Loop.built(alone.device, _our_loop, config, plan, alone, repeat(batch), journal),
+        }
+        speeds = _interleave(loops, plan.global_batch, rounds, steps, alone.device)
+        if not tracker.finish(lambda _: None):
+            raise TemporaryError("MLflow did not take everything, so this is not what tracking costs: try again")
+    title = f"{_title(config, plan)}, a report every {plan.report_every} steps, {alone.device}"
+    return _answer(speeds, title, rounds, steps, {}, as_json=as_json)
 
 
 def comm(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> str:
@@ -119,11 +143,28 @@ def comm(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> str
         for name, one in (("reference", config), ("exact", exact)):
             plan = make_plan(one, place, source.size)
             batch = TrainBatches(source.train, one, plan, group.rank)[0]
-            loops[name] = _Loop(_our_loop(one, plan, group, repeat(batch), Path(folder) / f"{name}.jsonl"), 0)
+            journal = _journal(Path(folder) / f"{name}.jsonl")
+            loops[name] = _Loop(_our_loop(one, plan, group, repeat(batch), journal), 0)
         speeds = _interleave(loops, config.batch.global_, rounds, steps, device)
     title = f"{_title(config, plan)}, {place.size} processes, {exact.exact.shards} shards, {device}"
     group.finish()
     return _answer(speeds, title, rounds, steps, {}, as_json=as_json)
+
+
+def _prepare(config: Config) -> tuple[Plan, Group, TrainBatches]:
+    """What the loops of one process want: torch's switches set, a device, data."""
+    place = here()
+    randomness.settle_arithmetic(
+        deterministic=config.is_deterministic, precision=config.train.precision, threads=place.cpus
+    )
+    group = groups.start(config, place, groups.choose_device(config, place))
+    source = open_source(config)
+    plan = make_plan(config, place, source.size)
+    return plan, group, TrainBatches(source.train, config, plan, group.rank)
+
+
+def _journal(path: Path) -> Journal:
+    return Journal(path, lambda _: None)
 
 
 def _remark(plan: Plan, loop: _Loop, speed: float, efficiency: NoFigure) -> str:
@@ -188,7 +229,9 @@ def _barest_loop(config: Config, plan: Plan, group: Group, batch: Batch) -> Call
     return run
 
 
-def _our_loop(config: Config, plan: Plan, group: Group, fed: Iterator[Batch], journal: Path) -> Callable[[int], None]:
+def _our_loop(
+    config: Config, plan: Plan, group: Group, fed: Iterator[Batch], journal: Journal | None
+) -> Callable[[int], None]:
     """The body of train/loop.py's loop: every part of a step that is neither an evaluation nor a save."""
     model: nn.Module = build(config.model, plan.num_classes).to(group.device)
     strategy = choose(config, plan, model, group)
@@ -199,7 +242,7 @@ def _our_loop(config: Config, plan: Plan, group: Group, fed: Iterator[Batch], jo
     waiting = Waiting(fed, clock)
     pace = start_pace(strategy, clock, lambda _: None)
     watch = start_watch(strategy, plan)
-    report = Report(plan, group, Silence(), clock, pace, NoFigure(), Journal(journal, lambda _: None), None)
+    report = Report(plan, group, Silence(), clock, pace, NoFigure(), journal, None)
 
     def run(steps: int) -> None:
         for _ in range(steps):
