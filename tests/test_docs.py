@@ -33,6 +33,7 @@ SHORT = (
 NOT_RUN = {
     "train my.yaml": "wants 8 GPUs",
     "rehearse": "wants Docker: tests/test_containers.py",
+    "data make": "train digits has made them: tests/test_data.py",
     "data import": "wants ImageNet's archives: tests/test_import.py",
     "data get": "wants the network",
     "bench data": "tests/test_bench.py",
@@ -86,7 +87,7 @@ def table_of_commands(page: Path) -> Iterator[list[str]]:
             yield [word.partition("\\|")[0] for word in required.split()]
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_each_command_of_the_pages_that_can_run_here_runs(tmp_path: Path) -> None:
     own_data = ROOT / "docs" / "own-data.md"  # has a test of its own
     in_blocks = [words for page in PAGES if page != own_data for words in commands(page)]
@@ -99,7 +100,7 @@ def test_each_command_of_the_pages_that_can_run_here_runs(tmp_path: Path) -> Non
         if " ".join(words).startswith(tuple(NOT_RUN)):
             continue
         given = [PLACES.get(word, word).replace("=/data", "=data/digits") for word in words]
-        more = SHORT if words[0] == "train" else ()
+        more = {"train": SHORT, "doctor": ("digits", *SHORT)}.get(words[0], ())
         result = pipeline(*given, *more, cwd=tmp_path, MLFLOW_TRACKING_URI="sqlite:///mlflow.db")
         print(f"{result.seconds:5.1f} s  pipeline {' '.join(given)}")
         assert result.code == 0, (given, result.err)
