@@ -16,7 +16,7 @@ help:
 	@echo 'make train   set up, make the digits, train them on $(NPROC) processes (NPROC=N, ARGS="key=value ...")'
 	@echo 'make ui      look at the runs in MLflow, http://127.0.0.1:5000'
 	@echo 'make test    set up and run all tests'
-	@echo 'make faults-ci         the fault matrix, in a quarter of an hour; make faults: for hours, goes on where it was broken off'
+	@echo 'make faults-ci         the fault matrix, in half an hour; make faults: for hours, goes on where it was broken off'
 	@echo 'make equivalence       docs/equivalence.md anew: the same job started and spread in every way'
 	@echo 'make screenshots       docs/images anew: a run on two nodes in MLflow, by Chromium'
 	@echo 'make test-containers   build the images and test them, with a Docker engine'

@@ -313,16 +313,10 @@ def _add_bench_commands(commands: "argparse._SubParsersAction[_Parser]") -> None
     bench = commands.add_parser("bench", help="throughput, with the comparison stated")
     subjects = bench.add_subparsers(metavar="SUBJECT", required=True)
     steps = subjects.add_parser("train", help="our loop against the barest torch loop with the same model and batch")
-    steps.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
-    steps.add_argument("--rounds", type=_count, default=7, metavar="N", help="interleaved rounds (default 7)")
-    steps.add_argument("--steps", type=_count, default=8, metavar="N", help="steps a round (default 8)")
-    steps.add_argument("--json", action="store_true", help="rows for machines")
+    _add_turns(steps, steps=8)
     steps.set_defaults(run=_bench_train)
     tracked = subjects.add_parser("track", help="what journal and tracker cost a step: our loop with them and without")
-    tracked.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
-    tracked.add_argument("--rounds", type=_count, default=7, metavar="N", help="interleaved rounds (default 7)")
-    tracked.add_argument("--steps", type=_count, default=20, metavar="N", help="steps a round (default 20)")
-    tracked.add_argument("--json", action="store_true", help="rows for machines")
+    _add_turns(tracked, steps=20)
     tracked.set_defaults(run=_bench_track)
     feed = subjects.add_parser(
         "data", help="images/s of the loader, from plain files and from packs, against the usual one",
@@ -358,12 +352,17 @@ def _add_bench_commands(commands: "argparse._SubParsersAction[_Parser]") -> None
     top1.add_argument("--seeds", type=_count, default=3, metavar="N", help="times, each from another seed (default 3)")
     top1.set_defaults(run=_bench_top1)
     comm = subjects.add_parser("comm", help="how gradients meet: exact mode against DDP, in one group of processes")
-    comm.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
     comm.add_argument("--nproc", type=_count, metavar="N", help="start N processes on this machine")
-    comm.add_argument("--rounds", type=_count, default=7, metavar="N", help="interleaved rounds (default 7)")
-    comm.add_argument("--steps", type=_count, default=8, metavar="N", help="steps a round (default 8)")
-    comm.add_argument("--json", action="store_true", help="rows for machines")
+    _add_turns(comm, steps=8)
     comm.set_defaults(run=_bench_comm)
+
+
+def _add_turns(loops: argparse.ArgumentParser, steps: int) -> None:
+    """What a benchmark of loops that take turns is told."""
+    loops.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
+    loops.add_argument("--rounds", type=_count, default=7, metavar="N", help="interleaved rounds (default 7)")
+    loops.add_argument("--steps", type=_count, default=steps, metavar="N", help=f"steps a round (default {steps})")
+    loops.add_argument("--json", action="store_true", help="rows for machines")
 
 
 def _count(text: str) -> int:

@@ -404,14 +404,14 @@ class Config(Section):
         if self.parallel == "ddp" and not self.run.exact:
             return self
         mode = "run.exact=true" if self.run.exact else f"parallel={self.parallel}"
-        for word, is_left_out in (
-            (f"parallel={self.parallel}", self.parallel == "ddp" or not self.run.exact),
-            (f"model.batchnorm={self.model.batchnorm}", self.model.batchnorm == "local"),
-            (f"train.compile={self.train.compile}", self.train.compile != "on"),
-            (f"train.exchange={self.train.exchange}", self.train.exchange == "fp32"),
+        for word, clashes in (
+            (f"parallel={self.parallel}", self.run.exact and self.parallel != "ddp"),
+            (f"model.batchnorm={self.model.batchnorm}", self.model.batchnorm != "local"),
+            (f"train.compile={self.train.compile}", self.train.compile == "on"),
+            (f"train.exchange={self.train.exchange}", self.train.exchange != "fp32"),
         ):
-            if not is_left_out:
-                raise ValueError(f"{mode} with {word}: each is a way to spread DDP's work; leave one out")
+            if clashes:
+                raise ValueError(f"{mode} with {word}: each goes with plain DDP alone; leave one out")
         return self
 
     @model_validator(mode="after")
