@@ -11,7 +11,7 @@ from PIL import Image
 from test_pack import LEVELS, copied, encoded, photo
 
 from pipeline.config import load
-from pipeline.data import jpeg
+from pipeline.data import jpeg, recode
 from pipeline.data.images import BadImageError, Picture
 from pipeline.data.manifest import UnreadableError
 from pipeline.data.pack import Level
@@ -57,13 +57,16 @@ def bombs() -> list[bytes]:
     huge = small[:at] + (1220).to_bytes(2, "big") + (65500).to_bytes(2, "big") + small[at + 4 :]
     passes = encoded(photo(64, 64), progressive=True)
     scan = passes.rindex(b"\xff\xda")
-    cut = jpeg.with_restarts(small) or b""
-    table = cut.index(b"segments\0")
+    cut = recode.with_restarts(small) or b""
+    table = cut.index(jpeg.CUTS_NAME) + len(jpeg.CUTS_NAME)
     return [
         huge,
         passes[:scan] + passes[scan:-2] * 200 + b"\xff\xd9",
-        cut[: table + 9] + b"\xff\xff" * 8 + cut[table + 25 :],
-        cut[: table + 9] + bytes(16) + cut[table + 25 :],
+        *(
+            cut[:at] + lie * 8 + cut[at + 16 :]
+            for at in (table, table + jpeg.CUTS_HEAD.size)
+            for lie in (b"\xff\xff", bytes(2))
+        ),
     ]
 
 
@@ -73,7 +76,7 @@ def test_a_mutated_jpeg_is_decoded_or_named(seed: int) -> None:
     images = [photo(200, 300), photo(97, 61)]
     seeds = [encoded(image, **options) for image in images
              for options in ({"subsampling": 0}, {"subsampling": 2, "optimize": True}, {"progressive": True})]  # fmt: skip
-    seeds += [jpeg.with_restarts(data) or data for data in seeds]
+    seeds += [recode.with_restarts(data) or data for data in seeds]
     draw = np.random.default_rng(seed)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number, data in enumerate(bombs() + [mutated(seeds[i % len(seeds)], draw) for i in range(EACH)]):
@@ -87,7 +90,7 @@ def test_a_mutated_jpeg_is_decoded_or_named(seed: int) -> None:
         except BadImageError as defect:
             reason = str(defect)
         assert reason, number
-        made = jpeg.with_restarts(data)
+        made = recode.with_restarts(data)
         if made is not None and number % 5 == 0:  # what is packed of it decodes to the same pixels, or it is named
             try:
                 packed, _, _ = encode(data, Level.parse("lossless"))

@@ -21,7 +21,7 @@ from PIL import Image
 from streams import stream
 
 from pipeline.config import load
-from pipeline.data import jpeg, pack
+from pipeline.data import jpeg, pack, recode
 from pipeline.data.images import Picture, decode
 from pipeline.data.manifest import UnreadableError, scan
 from pipeline.data.sources import open_source
@@ -97,14 +97,14 @@ def test_a_part_has_the_very_pixels_of_the_whole(mode: str, options: dict[str, A
         if mode != "RGB":
             options = {name: value for name, value in options.items() if name != "subsampling"}
         data = encoded(photo(height, width, number).convert(mode), **options)
-        made = jpeg.with_restarts(data)
+        made = recode.with_restarts(data)
         assert made is not None
         whole = decode(data)
         assert torch.equal(decode(made), whole)
         assert np.array_equal(np.asarray(Image.open(io.BytesIO(made))), np.asarray(Image.open(io.BytesIO(data))))
         cut, plain = Picture.of(made), Picture.of(data)
         assert cut.frame
-        assert cut.frame.is_cut
+        assert cut.frame.cuts
         for _ in range(20):
             top, left = int(draw.integers(height)), int(draw.integers(width))
             h, w = int(draw.integers(1, height - top + 1)), int(draw.integers(1, width - left + 1))
@@ -126,9 +126,13 @@ def test_of_a_plain_file_nothing_is_decoded_below_the_crop(capfd: pytest.Capture
 
 
 def test_less_is_decoded_than_the_whole() -> None:
-    made = jpeg.with_restarts(encoded(photo(400, 504), quality=95, subsampling=0))
+    made = recode.with_restarts(encoded(photo(400, 504), quality=95, subsampling=0))
     assert made is not None
-    part, _, _ = jpeg.part(made, 100, 100, 100, 100)
+    frame = jpeg.frame(made)
+    assert frame
+    cut = jpeg.part(made, frame, 100, 100, 100, 100)
+    assert cut
+    part, _, _ = cut
     assert len(part) < len(made) / 6
     assert Image.open(io.BytesIO(part)).size[0] < 300
 
@@ -140,13 +144,13 @@ def test_less_is_decoded_than_the_whole() -> None:
     ids=["progressive", "restarts of its own", "PNG", "empty", "short"],
 )  # fmt: skip
 def test_what_cannot_be_cut_is_left_as_it_is(data: bytes) -> None:
-    assert jpeg.with_restarts(data) is None
+    assert recode.with_restarts(data) is None
 
 
 def test_an_image_is_stored_as_it_is_where_the_proof_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     data = encoded(photo(64, 64))
-    other = jpeg.with_restarts(encoded(photo(64, 64, seed=1)))
-    monkeypatch.setattr(jpeg, "with_restarts", lambda _: other)
+    other = recode.with_restarts(encoded(photo(64, 64, seed=1)))
+    monkeypatch.setattr(recode, "with_restarts", lambda _: other)
     assert encode(data, pack.Level.parse("lossless")) == (data, True, 0.0)
 
 

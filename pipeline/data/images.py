@@ -77,8 +77,9 @@ class Picture:
             pixels = self.coded
         else:
             with _named():
-                if self.frame and self.frame.is_cut:
-                    part, top, left = jpeg.part(self.coded, top, left, height, width)
+                cut = self.frame and jpeg.part(self.coded, self.frame, top, left, height, width)
+                if cut:
+                    part, top, left = cut
                     pixels = _decode(part)
                 elif self.frame and self.frame.is_sequential and top + height < self.frame.height:
                     with _silence():

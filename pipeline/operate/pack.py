@@ -30,7 +30,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from pipeline.data import jpeg, manifest, sources
+from pipeline.data import manifest, recode, sources
 from pipeline.data.augment import resized
 from pipeline.data.images import BadImageError, Picture, decode
 from pipeline.data.manifest import Index, Split, UnreadableError
@@ -310,7 +310,7 @@ def encode(data: bytes, level: Level) -> tuple[bytes, bool, float]:
 
 def _cut(data: bytes, pixels: Tensor) -> bytes:
     """With restart markers if that is proved to decode to the same pixels, whole and in part; else as it is."""
-    made = jpeg.with_restarts(data)
+    made = recode.with_restarts(data)
     if made is None:
         return data
     try:
