@@ -126,9 +126,9 @@ class Plan(Resources):
 
     @property
     def batches_ahead_bytes(self) -> int:
-        """Memory in /dev/shm for the batches (uint8 pixels) that a node's workers hold ready and that are just used: of
-        training, and of an evaluation besides."""
-        held = self.local_world * (self.workers * self.prefetch + 1) if self.workers else 0
+        """Memory in /dev/shm for the batches (uint8 pixels) that a node's workers hold ready, one in use and one just come:
+        of training, and of an evaluation besides."""
+        held = self.local_world * (self.workers * self.prefetch + 2) if self.workers else 0
         return held * 3 * (self.micro_batch * self.image_size**2 + self.eval_batch * self.eval_size**2)
 
     @property

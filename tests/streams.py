@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config import Config, load
-from pipeline.data.loader import Batch, TrainBatches, batches
+from pipeline.data.batch import Batch
+from pipeline.data.loader import TrainBatches, batches
 from pipeline.data.sources import Source, open_source
 from pipeline.plan import Plan, make_plan
 from pipeline.world import World

@@ -20,8 +20,9 @@ from streams import stream
 from pipeline.config import load
 from pipeline.data import manifest
 from pipeline.data.augment import centre
+from pipeline.data.batch import NO_LABEL
 from pipeline.data.images import BadImageError, decode
-from pipeline.data.loader import NO_LABEL, EvalBatches
+from pipeline.data.loader import EvalBatches
 from pipeline.data.manifest import Index, Split, open_index, scan, scan_validation
 from pipeline.data.sources import UnreadableError, of_index, open_source
 from pipeline.verdict import RequestError

@@ -217,9 +217,9 @@ def test_batches_that_do_not_fit_into_shared_memory_are_refused() -> None:
         place = World(size=4, local_size=4, cpus=8, shared_memory=megabytes << 20)
         return make_plan(config, place, DIGITS)
 
-    # 4 processes × (2 workers × 3 ahead + the one in use) × 3 × 224² bytes × (64 images to train + 64 to evaluate)
-    assert shared(10_000).batches_ahead_bytes == 4 * 7 * 3 * 224 * 224 * 128
-    with pytest.raises(RequestError, match=r"hold 514.5 MiB of batches ready and /dev/shm has 64.0 MiB: give it more"):
+    # 4 processes × (2 workers × 3 ahead + one used + one come) × 3 × 224² bytes × (64 images to train + 64 to evaluate)
+    assert shared(10_000).batches_ahead_bytes == 4 * 8 * 3 * 224 * 224 * 128
+    with pytest.raises(RequestError, match=r"hold 588.0 MiB of batches ready and /dev/shm has 64.0 MiB: give it more"):
         shared(64)
     config = config.model_copy(update={"data": config.data.model_copy(update={"workers": 0})})
     assert shared(64).batches_ahead_bytes == 0

@@ -179,7 +179,7 @@ def test_shared_memory_that_is_too_small_is_refused(tmp_path: Path, digits: Path
         capture_output=True, text=True, env=environment(PYTHONPATH=str(without_torch)), check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    assert done.stderr.startswith("pipeline: loader workers hold 2.3 MiB of batches ready and /dev/shm has 1.0 MiB: ")
+    assert done.stderr.startswith("pipeline: loader workers hold 2.7 MiB of batches ready and /dev/shm has 1.0 MiB: ")
 
 
 def test_a_launcher_inside_a_launcher_is_refused(tmp_path: Path, without_torch: Path) -> None:

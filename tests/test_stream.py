@@ -17,7 +17,8 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from pipeline.config import load
 from pipeline.data import loader
-from pipeline.data.loader import Batch, TrainBatches, batches
+from pipeline.data.batch import Batch
+from pipeline.data.loader import TrainBatches, batches
 from pipeline.data.order import Order
 from pipeline.data.transfer import to_device
 from pipeline.plan import DataSize, Resources, make_plan
@@ -199,6 +200,21 @@ def test_a_connection_that_breaks_before_its_worker_is_dead_costs_no_batch(
     monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_try_get_data", broken_once)
     assert stream(digits, STEPS, "data.workers=2")[0] == alone
     assert calls[0] is not calls[-1]
+
+
+def test_memory_is_used_again_once_nothing_refers_to_it(digits: Path) -> None:
+    config, plan, source = prepare(digits, 1, "data.workers=2")
+    data, steps = TrainBatches(source.train, config, plan, 0), range(40)
+    held, places = [], set()
+    for step, batch in zip(steps, batches(data, steps, plan, pin=False), strict=True):
+        if step < 20:
+            places.add(batch.images.data_ptr())
+        elif step % 5 == 0:
+            held.append((step, batch.images[7:9]))  # a view is enough
+    assert len(places) <= 2 * plan.prefetch + 2
+    for step, images in held:
+        assert torch.equal(images, data[step].images[7:9]), "it was not written over"
+    assert len({images.data_ptr() for _, images in held}) == len(held)
 
 
 class Deadly(Dataset[Batch]):

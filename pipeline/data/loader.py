@@ -10,67 +10,44 @@ import math
 import mmap
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
 from pipeline.config import Config
 from pipeline.data.augment import Draw, augment, centre, evaluation_geometry
+from pipeline.data.batch import NO_LABEL, Batch, Defect
 from pipeline.data.images import BadImageError, Picture, decode
 from pipeline.data.manifest import UnreadableError
 from pipeline.data.mix import WIDTH, draw_mix
 from pipeline.data.order import Order
+from pipeline.data.seats import Room, Roomed, Seats, give_up
 from pipeline.data.sources import Images
 from pipeline.plan import Plan, Resources
-from pipeline.verdict import CRASH, StorageError
+from pipeline.verdict import StorageError
 from pipeline.world import die_with_parent
 
 _REPLACEMENTS = 16
 _REBUILDS = 3
 _BEGIN_S = 15
 """For a fork and a few lines of Python."""
-NO_LABEL = -1
-"""Label of a validation image that cannot be decoded: it counts, and no answer is right."""
-
-
-class Defect(NamedTuple):
-    """Of one image. Named, because torch's loader hands on a bare tuple as a list."""
-
-    sample: int
-    reason: str
 
 
 class LoaderError(StorageError):
     """A process that gets no batches any more; it alone knows, so it cannot wait for the others to agree."""
 
 
-class Batch(NamedTuple):
-    images: Tensor
-    """[B, 3, H, W] uint8."""
-    labels: Tensor
-    """[B] int64."""
-    ids: Tensor
-    """[B] int64: sample ids as the order drew them, also where another stands in."""
-    digests: Tensor
-    """[B, 32] uint8: SHA-256 of each sample's pixels and label where the run is traced, else [0, 32]."""
-    mix: Tensor
-    """[B, 5] float32: how each image is mixed with its neighbour (`data.mix`); [0, 5] where none is."""
-    defects: list[tuple[int, str]]
-    """A `Defect` for each image that could not be decoded."""
-
-
 @dataclass
-class TrainBatches(Dataset[Batch]):
+class TrainBatches(Roomed):
     """Batch of position step × accumulate + micro, for one process."""
 
     images: Images
@@ -81,11 +58,15 @@ class TrainBatches(Dataset[Batch]):
     def __post_init__(self) -> None:
         self._order = Order(self.plan, self.config.run.seed)
 
-    def __getitem__(self, position: int) -> Batch:
+    @property
+    def room_bytes(self) -> int:
+        return 3 * self.plan.micro_batch * self.plan.image_size**2
+
+    def make(self, position: int, room: Room) -> Batch:
         step, micro = divmod(position, self.plan.accumulate)
         epoch = self.plan.epoch(step)
         ids, views = self._order.micro_draws(step, self.rank, micro)
-        pixels = _room(len(ids), self.plan.size(step))
+        pixels = room(len(ids), self.plan.size(step))
         labels = torch.empty(len(ids), dtype=torch.int64)
         defects: list[tuple[int, str]] = []
         for row, (sample, view) in enumerate(zip(ids.tolist(), views.tolist(), strict=True)):
@@ -112,7 +93,7 @@ class TrainBatches(Dataset[Batch]):
 
 
 @dataclass
-class EvalBatches(Dataset[Batch]):
+class EvalBatches(Roomed):
     """Batch n of the validation images in index order, the same at any world size."""
 
     images: Images
@@ -121,11 +102,16 @@ class EvalBatches(Dataset[Batch]):
     def __len__(self) -> int:
         return math.ceil(len(self.images) / self.config.evaluate.batch)
 
-    def __getitem__(self, position: int) -> Batch:
+    @property
+    def room_bytes(self) -> int:
+        size, _ = evaluation_geometry(self.config.evaluate, self.config.augment)
+        return 3 * self.config.evaluate.batch * size**2
+
+    def make(self, position: int, room: Room) -> Batch:
         size, resize = evaluation_geometry(self.config.evaluate, self.config.augment)
         start = position * self.config.evaluate.batch
         ids = torch.arange(start, min(start + self.config.evaluate.batch, len(self.images)))
-        pixels = _room(len(ids), size)
+        pixels = room(len(ids), size)
         labels = torch.empty(len(ids), dtype=torch.int64)
         defects: list[tuple[int, str]] = []
         for row, sample in enumerate(ids.tolist()):
@@ -152,10 +138,11 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
     done, failures = 0, 0
     while done < len(positions):
         begun = mmap.mmap(-1, max(1, plan.workers))  # shared with the workers: a byte each
+        seats = _seats(dataset, plan)
         loader = DataLoader(
-            dataset,
+            seats or dataset,
             batch_size=None,
-            sampler=positions[done:],
+            sampler=seats.places(positions[done:]) if seats else positions[done:],
             num_workers=plan.workers,
             # whatever way this process was started: what is mapped here is mapped there
             multiprocessing_context="fork" if plan.workers else None,
@@ -172,8 +159,8 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
         if plan.workers:
             stillborn.start()
         try:
-            for batch in iterator:
-                yield batch
+            for made in iterator:
+                yield seats.arrived(made) if seats else made
                 done, failures = done + 1, 0
         except Exception as error:
             if not plan.workers or not _lost_worker(iterator._workers):  # type: ignore[attr-defined]
@@ -193,6 +180,15 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
                 iterator._shutdown_workers()  # type: ignore[attr-defined]
 
 
+def _seats(dataset: Dataset[Batch], plan: Resources) -> Seats | None:
+    if not plan.workers or not isinstance(dataset, Roomed):
+        return None
+    try:
+        return Seats(dataset, plan.workers * plan.prefetch + 2)  # one that is used, and the one that has just come
+    except OSError:
+        return None
+
+
 class _Guard:
     """Start of a worker: it leaves when its process does and not before, whatever a launcher signals to the group."""
 
@@ -205,7 +201,7 @@ class _Guard:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         # a batch that does not fit into /dev/shm is else dropped with a traceback, and waited for forever
-        Queue._on_queue_feeder_error = staticmethod(_give_up)  # type: ignore[attr-defined]
+        Queue._on_queue_feeder_error = staticmethod(give_up)  # type: ignore[attr-defined]
         die_with_parent(self._parent)
 
 
@@ -215,11 +211,6 @@ def _kill_stillborn(iterator: Any, begun: mmap.mmap) -> None:
             worker.kill()
 
 
-def _give_up(error: Exception, _: object) -> NoReturn:
-    print(f"a loader worker cannot hand over its batch: {error}", file=sys.stderr, flush=True)
-    os._exit(CRASH)
-
-
 def _lost_worker(workers: list[BaseProcess]) -> bool:
     """Whether a worker is gone: none leaves by itself.
 
@@ -227,21 +218,6 @@ def _lost_worker(workers: list[BaseProcess]) -> bool:
     sees a broken connection, and is here before the kernel has a process to wait for.
     """
     return bool(wait([worker.sentinel for worker in workers], timeout=1))
-
-
-def _room(count: int, size: int) -> Tensor:
-    """Where a batch is written: [count, 3, size, size] uint8, in memory pixel by pixel, as images are decoded and resized.
-
-    In a worker it is memory that the training process shares, so that a batch is handed over without a copy.
-    """
-    shape = (count, size, size, 3)
-    if get_worker_info() is None:
-        return torch.empty(shape, dtype=torch.uint8).permute(0, 3, 1, 2)
-    try:
-        storage: torch.UntypedStorage = torch.UntypedStorage._new_shared(math.prod(shape))  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        _give_up(error, None)
-    return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape).permute(0, 3, 1, 2)
 
 
 def _digests(pixels: Tensor, labels: Tensor) -> Tensor:

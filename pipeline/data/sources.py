@@ -67,7 +67,7 @@ class FolderImages(SplitImages):
         if expected > MAX_FILE_BYTES:
             raise UnreadableError(f"{expected:,} bytes, more than the {MAX_FILE_BYTES:,} allowed")
         try:
-            with open(os.path.join(os.fsencode(self.root), self.split.name(i)), "rb") as file:
+            with open(os.path.join(os.fsencode(self.root), self.split.name(i)), "rb", buffering=0) as file:
                 data = file.read(max(0, expected) + 1)
         except OSError as error:
             raise UnreadableError(error.strerror or "cannot be read") from None

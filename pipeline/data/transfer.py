@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from pipeline.data.loader import Batch
+from pipeline.data.batch import Batch
 
 
 def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:

@@ -20,7 +20,8 @@ from torch.nn import functional
 from pipeline import group as groups
 from pipeline import randomness
 from pipeline.config import Config, load
-from pipeline.data.loader import Batch, TrainBatches, batches
+from pipeline.data.batch import Batch
+from pipeline.data.loader import TrainBatches, batches
 from pipeline.data.sources import open_source
 from pipeline.data.transfer import to_device
 from pipeline.group import Group

@@ -16,7 +16,8 @@ from torch import nn
 
 from pipeline import world
 from pipeline.config import REGISTRY, Config, from_yaml
-from pipeline.data.loader import NO_LABEL, Batch, EvalBatches, batches
+from pipeline.data.batch import NO_LABEL, Batch
+from pipeline.data.loader import EvalBatches, batches
 from pipeline.data.manifest import EXTENSIONS, MISSING, Split
 from pipeline.data.sources import FolderImages
 from pipeline.group import choose_device

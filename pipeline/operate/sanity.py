@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.config import Config
-from pipeline.data.loader import NO_LABEL, EvalBatches, TrainBatches
+from pipeline.data.batch import NO_LABEL
+from pipeline.data.loader import EvalBatches, TrainBatches
 from pipeline.data.sources import Source
 from pipeline.group import choose_device
 from pipeline.model.architectures import Normalise, build

@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from pipeline.data.loader import Batch
+from pipeline.data.batch import Batch
 from pipeline.plan import Plan
 
 Entry = Literal[

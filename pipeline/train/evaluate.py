@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.config import Config
-from pipeline.data.loader import NO_LABEL, Batch, EvalBatches, batches
+from pipeline.data.batch import NO_LABEL, Batch
+from pipeline.data.loader import EvalBatches, batches
 from pipeline.data.sources import Images
 from pipeline.data.transfer import to_device
 from pipeline.group import Group

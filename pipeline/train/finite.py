@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.data.loader import Batch
+from pipeline.data.batch import Batch
 from pipeline.parallel import Strategy
 from pipeline.train.step import name_samples
 from pipeline.verdict import NotFiniteError

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pipeline.config import Config
-from pipeline.data.loader import Batch
+from pipeline.data.batch import Batch
 from pipeline.data.sources import Images
 from pipeline.group import Group
 from pipeline.parallel import Strategy

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.data.loader import Batch
+from pipeline.data.batch import Batch
 from pipeline.group import Group
 from pipeline.plan import Plan
 from pipeline.record.journal import Journal, Trace

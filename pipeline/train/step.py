@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipeline.config import Config
-from pipeline.data.loader import Batch
+from pipeline.data.batch import Batch
 from pipeline.data.mix import WIDTH, mixed, own_shares, partners
 from pipeline.model.architectures import Normalise
 from pipeline.model.average import update_average
