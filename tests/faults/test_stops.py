@@ -103,7 +103,7 @@ def test_a_second_start_leaves_with_75_and_names_the_holder(tmp_path: Path, digi
     run = job(tmp_path / "run", digits, "data.workers=0", "train.epochs=100", nproc=2).start()
     run.wait_for_step(2)
     for arguments in ([], ["--nproc", "2"]):
-        second = pipeline("train", *run.arguments, f"run.dir={run.folder}", *arguments)
+        second = pipeline("train", *run.arguments, f"run.dir={run.folder}", *arguments, timeout=30)
         assert second.code == 75
         assert second.seconds < 5
         assert f"held by process {run.ranks()[0]}" in second.error
