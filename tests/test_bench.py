@@ -22,7 +22,7 @@ QUICK = (
 @pytest.mark.parametrize(
     ("words", "names"),
     [
-        (("train",), ["reference", "plain", "loaded"]),
+        (("train",), ["reference", "torchvision", "plain", "loaded"]),
         pytest.param(("track", "track.every=1 step"), ["reference", "tracked"], marks=pytest.mark.full),
         pytest.param(("comm", "--nproc", "2"), ["reference", "exact"], marks=pytest.mark.full),
     ],

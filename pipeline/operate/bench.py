@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline import group as groups
@@ -72,8 +72,9 @@ def train(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> st
     """Images/s of our training step, loader, checks and reports included, against the barest torch loop.
 
     The barest loop has the same model, batch, optimizer and device, and one batch in memory: forward, backward, update,
-    and nothing else. Rows: `reference` is that loop; `plain` is ours with the same batch in memory, so that the ratio is
-    what the loop itself costs; `loaded` is ours fed by its loader, which on a CPU takes its time from the same cores.
+    and nothing else. Rows: `reference` is that loop; `torchvision` is the one of torchvision's references, which asks the
+    device for three figures after each step; `plain` is ours with the same batch in memory, so that the ratio is what the
+    loop itself costs; `loaded` is ours fed by its loader, which on a CPU takes its time from the same cores.
     Where the plan compiles, each is there once more, compiled; their ratio is to the compiled reference, whose own is to
     the eager one.
     """
@@ -85,6 +86,7 @@ def train(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> st
         for kind, one in (("", replace(plan, compiles=False)), *([(_COMPILED, plan)] if plan.compiles else [])):
             loaded = to_device(batches(data, range(10**6), plan, pin=device.type == "cuda"), device)
             loops[f"reference{kind}"] = _Loop.built(device, _barest_loop, config, one, alone, batch)
+            loops[f"torchvision{kind}"] = _Loop.built(device, _torchvision_loop, config, one, alone, batch)
             for name, fed in (("plain", repeat(batch)), ("loaded", loaded)):
                 journal = _journal(Path(folder) / f"{name}{kind}.jsonl")
                 loops[f"{name}{kind}"] = _Loop.built(device, _our_loop, config, one, alone, fed, journal)
@@ -212,6 +214,36 @@ def _answer(
 
 
 def _barest_loop(config: Config, plan: Plan, group: Group, batch: Batch) -> Callable[[int], None]:
+    update = _plain_update(config, plan, group, batch)
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            update()
+
+    return run
+
+
+def _torchvision_loop(config: Config, plan: Plan, group: Group, batch: Batch) -> Callable[[int], None]:
+    """What `train_one_epoch` in torchvision's references/classification/train.py adds to each step: accuracies and loss,
+    read from the device at once."""
+    update = _plain_update(config, plan, group, batch)
+    labels = batch.labels.to(group.device)
+    sums = [0.0, 0.0, 0.0]
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            loss, logits = update()
+            with torch.inference_mode():
+                right = logits.topk(min(5, logits.shape[1])).indices.t() == labels
+                figures = [loss, *(right[:k].flatten().sum(dtype=torch.float32) * (100 / len(labels)) for k in (1, 5))]
+            for at, figure in enumerate(figures):
+                sums[at] += figure.item()
+
+    return run
+
+
+def _plain_update(config: Config, plan: Plan, group: Group, batch: Batch) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Forward, backward, update: the loss and the logits."""
     device = group.device
     model = build(config.model, plan.num_classes).to(device)
     runs = torch.compile(model, dynamic=False) if plan.compiles else model
@@ -219,15 +251,16 @@ def _barest_loop(config: Config, plan: Plan, group: Group, batch: Batch) -> Call
     images = Normalise(device, channels_last=config.model.channels_last)(batch.images)
     labels = batch.labels.to(device)
 
-    def run(steps: int) -> None:
-        for _ in range(steps):
-            with autocast(device, config):
-                loss = functional.cross_entropy(runs(images), labels, label_smoothing=config.train.label_smoothing)
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
+    def update() -> tuple[Tensor, Tensor]:
+        with autocast(device, config):
+            logits = runs(images)
+            loss = functional.cross_entropy(logits, labels, label_smoothing=config.train.label_smoothing)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, logits
 
-    return run
+    return update
 
 
 def _our_loop(

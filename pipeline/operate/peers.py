@@ -17,6 +17,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+_EPOCH = 100
+"""Batches: more than a turn has, since what begins anew with an epoch is not what is compared."""
+
 Fetch = Callable[[], Iterator[Any]]
 Resize = Callable[[bytes], Any]
 """A whole picture at SIZE × SIZE: [SIZE, SIZE, 3] of 0 to 255."""
@@ -26,9 +29,13 @@ def timm(files: list[Path], folder: Path, batch: int, size: int, workers: int) -
     import torch
     from timm.data import ImageDataset, create_loader
 
+    (folder / "images").mkdir()
+    for number in range(_EPOCH * batch):  # its workers begin anew with each epoch
+        (folder / "images" / f"{number}.jpg").symlink_to(files[number % len(files)])
+
     def fetch() -> Iterator[Any]:
         loader = create_loader(
-            ImageDataset(str(files[0].parents[1])), (3, size, size), batch, is_training=True, use_prefetcher=True,
+            ImageDataset(str(folder)), (3, size, size), batch, is_training=True, use_prefetcher=True,
             interpolation="bilinear", num_workers=workers, color_jitter=0, device=torch.device("cpu"),
             persistent_workers=False,
         )  # fmt: skip
@@ -72,21 +79,28 @@ def _dali(antialias: bool) -> Callable[..., tuple[Fetch, Resize]]:
     return build
 
 
-def _torchvision(data: bytes, size: int, crop: bool) -> Any:
+def _torchvision(size: int) -> tuple[Callable[[bytes], Any], Resize]:
+    """A crop and the whole picture, by torchvision alone."""
     import torch
     from torchvision.io import ImageReadMode, decode_image
     from torchvision.transforms import v2
 
-    pixels = decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
-    if not crop:
-        return v2.functional.resize(pixels, [size, size], antialias=True).permute(1, 2, 0).numpy()
-    return v2.Compose([v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()])(pixels)
+    look = v2.Compose([v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()])
+
+    def decoded(data: bytes) -> Any:
+        return decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
+
+    def resize(data: bytes) -> Any:
+        return v2.functional.resize(decoded(data), [size, size], antialias=True).permute(1, 2, 0).numpy()
+
+    return lambda data: look(decoded(data)), resize
 
 
 def webdataset(files: list[Path], folder: Path, batch: int, size: int, workers: int) -> tuple[Fetch, Resize]:
     import webdataset
 
     shards = 2 * workers
+    crop, resize = _torchvision(size)
     for shard in range(shards):
         with webdataset.TarWriter(str(folder / f"{shard}.tar")) as writer:
             for number, file in enumerate(files[shard::shards]):
@@ -94,10 +108,10 @@ def webdataset(files: list[Path], folder: Path, batch: int, size: int, workers: 
 
     def fetch() -> Iterator[Any]:
         source = webdataset.WebDataset(f"{folder}/{{0..{shards - 1}}}.tar", shardshuffle=shards, resampled=True)
-        batches = source.shuffle(500).map(lambda one: _torchvision(one["jpg"], size, True)).batched(batch)
+        batches = source.shuffle(500).map(lambda one: crop(one["jpg"])).batched(batch)
         return iter(webdataset.WebLoader(batches, batch_size=None, num_workers=workers))
 
-    return fetch, lambda data: _torchvision(data, size, False)
+    return fetch, resize
 
 
 def streaming(files: list[Path], folder: Path, batch: int, size: int, workers: int) -> tuple[Fetch, Resize]:
@@ -108,16 +122,18 @@ def streaming(files: list[Path], folder: Path, batch: int, size: int, workers: i
         for file in files:
             writer.write({"jpg": file.read_bytes()})
 
+    crop, resize = _torchvision(size)
+
     class Crops(StreamingDataset):  # type: ignore[misc]
         def __getitem__(self, at: int) -> Any:
-            return _torchvision(super().__getitem__(at)["jpg"], size, True)
+            return crop(super().__getitem__(at)["jpg"])
 
     def fetch() -> Iterator[Any]:
-        dataset = Crops(local=str(folder), shuffle=True, batch_size=batch)
+        dataset = Crops(local=str(folder), shuffle=True, batch_size=batch, epoch_size=_EPOCH * batch)
         while True:
             yield from DataLoader(dataset, batch, num_workers=workers, drop_last=True)
 
-    return fetch, lambda data: _torchvision(data, size, False)
+    return fetch, resize
 
 
 def ffcv(files: list[Path], folder: Path, batch: int, size: int, workers: int) -> tuple[Fetch, Resize]:
