@@ -76,6 +76,7 @@ class Seats(Dataset[Batch | Handed]):
         self.memory = [mmap.mmap(self._file, self._bytes, offset=seat * self._bytes) for seat in range(count)]
         self._unused = self._references(0)
         self._underway: deque[int | None] = deque()
+        self._reserved: set[int] = set()  # by this process
         _KNOWN[id(self)] = self
 
     def places(self, positions: Sequence[int]) -> Iterator[Place]:
@@ -104,12 +105,13 @@ class Seats(Dataset[Batch | Handed]):
         return Handed(id(self), seat, shape, batch._replace(images=torch.empty(0, dtype=torch.uint8)))
 
     def _room(self, seat: int, count: int, size: int) -> Tensor:
-        shape = (count, size, size, 3)
-        try:
-            os.posix_fallocate(self._file, seat * self._bytes, math.prod(shape))  # else a full one is a bus error
-        except OSError as error:
-            give_up(error, None)
-        return _over(self.memory[seat], shape)
+        if seat not in self._reserved:
+            try:
+                os.posix_fallocate(self._file, seat * self._bytes, self._bytes)  # else a full one is a bus error
+            except OSError as error:
+                give_up(error, None)
+            self._reserved.add(seat)
+        return _over(self.memory[seat], (count, size, size, 3))
 
     def arrived(self, made: Batch | Handed) -> Batch:
         """The batch of the oldest place that is underway."""
