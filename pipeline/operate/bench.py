@@ -102,7 +102,7 @@ def track(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> st
 
     Rows: `reference` reports nothing. `tracked` reports as a run does, every `track.every`: sums, a row of the journal, and
     beside it the sender, to a database of its own or to the server that `track.uri` or MLFLOW_TRACKING_URI names. The
-    sender is there in both loops' turns; in the reference's it finds at most the last two seconds' rows to send.
+    sender is there in both loops' turns; in the reference's it finds at most the last half a second's rows to send.
     """
     config = load("digits", [*DEFAULTS, "track.uri=auto", "track.required=true", "track.experiment=bench", *overrides])
     plan, alone, data = _prepare(config)

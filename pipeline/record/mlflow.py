@@ -37,7 +37,6 @@ from pipeline.record.story import tell
 from pipeline.verdict import RequestError, TemporaryError, Verdict
 
 _BATCH = 1000  # MLflow's limit on the metrics of one call
-_EVERY_S = 2  # a call costs the processor the same, however many rows it takes
 _POLL_S = 0.5
 _PATIENCE_S = 5  # for one answer, beside a training run: two of them fit into its end
 _FILE_PATIENCE_S = 60  # a server may pass a file on to slower storage before it answers
@@ -429,7 +428,7 @@ def sync(path: Path, *, follow: bool) -> None:
 
 def _follow(follower: Follower, folder: RunFolder, over: threading.Event, answers: int) -> None:
     failure: Exception | None = None
-    answered, pause = False, _EVERY_S
+    answered, pause = False, _POLL_S
     while True:
         last = over.is_set()  # read before delivering: what was written until then is seen
         try:
@@ -438,7 +437,7 @@ def _follow(follower: Follower, folder: RunFolder, over: threading.Event, answer
                 follower.declare_failed()
             if failure is not None:
                 _log("MLflow takes it again")
-            failure, pause = None, _EVERY_S
+            failure, pause = None, _POLL_S
         except Exception as error:  # whatever a tracker does, it is not training's concern
             if failure is None:
                 _log(f"MLflow does not take it: {_one_line(error)}")
