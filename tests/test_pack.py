@@ -137,6 +137,25 @@ def test_less_is_decoded_than_the_whole() -> None:
     assert Image.open(io.BytesIO(part)).size[0] < 300
 
 
+def test_the_tables_are_the_best_there_are() -> None:
+    usual, best = (encoded(photo(400, 504), quality=95, optimize=optimize) for optimize in (False, True))
+    made = recode.with_restarts(usual)
+    assert made
+    assert len(made) < len(best) * 1.02 < len(usual), "the markers cost less than the tables save"
+    assert recode.with_restarts(best) == made, "whatever the tables were"
+
+
+def test_no_code_is_longer_than_a_jpeg_allows() -> None:
+    counts = [1, 1]
+    while len(counts) < 40:  # Huffman's codes of these are up to 40 bits long
+        counts.append(counts[-1] + counts[-2])
+    numbers, symbols = recode._best(np.array(counts))
+    assert sorted(symbols) == list(range(40))
+    assert len(numbers) == 16
+    assert sum(numbers) == 40
+    assert sum(number << 16 - length for length, number in enumerate(numbers, 1)) < 1 << 16, "none of ones alone"
+
+
 @pytest.mark.parametrize(
     "data",
     [encoded(photo(64, 64), progressive=True), encoded(photo(64, 64), restart_marker_blocks=3),

@@ -95,7 +95,8 @@ def with_restarts(data: bytes) -> bytes | None:
     try:
         rows = list(_read(data, layout, names, interval))
         tables = [_best(counts) for counts in _counts(rows, len(names))]
-        segments = [segment for row in rows for segment in _written(row, tables)]
+        codes, bits = (np.stack(arrays) for arrays in zip(*map(_codes, tables), strict=True))
+        segments = [segment for row in rows for segment in _written(row, codes, bits)]
         head = jpeg.CUTS_HEAD.pack(interval, *layout.mcu)
         cuts = _segment(jpeg.CUTS, jpeg.CUTS_NAME + head + struct.pack(f">{len(segments)}H", *map(len, segments)))
     except (IndexError, ValueError, KeyError, struct.error):
@@ -395,9 +396,8 @@ def _codes(table: Table) -> tuple[Integers, Integers]:
     return codes, lengths
 
 
-def _written(row: Row, tables: list[Table]) -> list[bytes]:
-    """The bytes of each segment, filled up with ones."""
-    codes, lengths = (np.stack(arrays) for arrays in zip(*map(_codes, tables), strict=True))
+def _written(row: Row, codes: Integers, lengths: Integers) -> list[bytes]:
+    """The bytes of each segment, filled up with ones. codes, lengths: [tables, 256]."""
     size = row.symbols & 15
     words = codes[row.tables, row.symbols] << size | row.further
     bits = lengths[row.tables, row.symbols] + size
