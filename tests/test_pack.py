@@ -156,6 +156,14 @@ def test_no_code_is_longer_than_a_jpeg_allows() -> None:
     assert sum(number << 16 - length for length, number in enumerate(numbers, 1)) < 1 << 16, "none of ones alone"
 
 
+def test_a_table_of_segments_that_lies_is_not_believed() -> None:
+    made = bytearray(recode.with_restarts(encoded(photo(400, 504))) or b"")
+    lengths = made.index(jpeg.CUTS_NAME) + len(jpeg.CUTS_NAME) + jpeg.CUTS_HEAD.size
+    made[lengths + 1] += 1
+    made[lengths + 3] -= 1  # the sum is right
+    assert torch.equal(Picture.of(bytes(made)).region(0, 0, 50, 200), decode(bytes(made))[:, :50, :200])
+
+
 @pytest.mark.parametrize(
     "data",
     [encoded(photo(64, 64), progressive=True), encoded(photo(64, 64), restart_marker_blocks=3),

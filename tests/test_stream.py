@@ -202,16 +202,28 @@ def test_a_connection_that_breaks_before_its_worker_is_dead_costs_no_batch(
     assert calls[0] is not calls[-1]
 
 
+def mapped_file(address: int) -> str:
+    """The inode of what is mapped there."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, _, _, inode, *_ = line.split()
+        start, end = (int(bound, 16) for bound in span.split("-"))
+        if start <= address < end:
+            return inode
+    raise AssertionError(f"nothing is mapped at {address:x}")
+
+
 def test_memory_is_used_again_once_nothing_refers_to_it(digits: Path) -> None:
     config, plan, source = prepare(digits, 1, "data.workers=2")
     data, steps = TrainBatches(source.train, config, plan, 0), range(40)
-    held, places = [], set()
+    held, places, files = [], set(), set()
     for step, batch in zip(steps, batches(data, steps, plan, pin=False), strict=True):
         if step < 20:
             places.add(batch.images.data_ptr())
+            files.add(mapped_file(batch.images.data_ptr()))
         elif step % 5 == 0:
             held.append((step, batch.images[7:9]))  # a view is enough
     assert len(places) <= 2 * plan.prefetch + 2
+    assert len(files) == 1, "memory of its own would be a file of its own"
     for step, images in held:
         assert torch.equal(images, data[step].images[7:9]), "it was not written over"
     assert len({images.data_ptr() for _, images in held}) == len(held)
