@@ -157,11 +157,12 @@ def test_no_code_is_longer_than_a_jpeg_allows() -> None:
 
 
 def test_a_table_of_segments_that_lies_is_not_believed() -> None:
-    made = bytearray(recode.with_restarts(encoded(photo(400, 504))) or b"")
+    data = encoded(photo(400, 504))
+    made = bytearray(recode.with_restarts(data) or b"")
     lengths = made.index(jpeg.CUTS_NAME) + len(jpeg.CUTS_NAME) + jpeg.CUTS_HEAD.size
     made[lengths + 1] += 1
     made[lengths + 3] -= 1  # the sum is right
-    assert torch.equal(Picture.of(bytes(made)).region(0, 0, 50, 200), decode(bytes(made))[:, :50, :200])
+    assert torch.equal(Picture.of(bytes(made)).region(0, 0, 50, 200), decode(data)[:, :50, :200])
 
 
 @pytest.mark.parametrize(
