@@ -16,7 +16,7 @@ help:
 	@echo 'make train   set up, make the digits, train them on $(NPROC) processes (NPROC=N, ARGS="key=value ...")'
 	@echo 'make ui      look at the runs in MLflow, http://127.0.0.1:5000'
 	@echo 'make test    set up and run all tests'
-	@echo 'make faults-ci         the fault matrix, in half an hour; make faults: for hours, goes on where it was broken off'
+	@echo 'make faults-ci         the fault matrix, in 20 minutes; make faults: for hours, goes on where it was broken off'
 	@echo 'make equivalence       docs/equivalence.md anew: the same job started and spread in every way'
 	@echo 'make screenshots       docs/images anew: a run on two nodes in MLflow, by Chromium'
 	@echo 'make test-containers   build the images and test them, with a Docker engine'
@@ -44,8 +44,9 @@ ui: setup
 	MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false MLFLOW_DISABLE_TELEMETRY=true $(BIN)/mlflow server --host 127.0.0.1 --port 5000 --workers 1 --backend-store-uri sqlite:///runs/mlflow.db \
 	  --artifacts-destination runs/mlartifacts
 
+TWO = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 test: setup
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest $(TWO) $(ARGS)
 
 # the same job started and spread in every way, in some minutes
 equivalence: setup
@@ -57,11 +58,12 @@ screenshots: setup
 
 FAULTS = $(BIN)/python -m pytest --ledger=build/faults.jsonl --report=docs/faults.md
 
-# one at a time, so that seconds mean something
+# two at a time: a start is mostly one core's work
 faults-ci: setup
-	$(FAULTS) --faults ci -m fault $(ARGS)
+	$(FAULTS) $(TWO) --faults ci -m fault $(ARGS)
 
-# the results of each test are kept in build/faults.jsonl: what has passed on the same code is not run again
+# one at a time, so that seconds mean something; the results of each test are kept in build/faults.jsonl: what has passed on
+# the same code is not run again
 faults: setup
 	$(FAULTS) --faults long -m fault $(ARGS); first=$$?; \
 	if docker version >/dev/null 2>&1; then $(FAULTS) --engine --faults long -m fault $(ARGS); fi && exit $$first

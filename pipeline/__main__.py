@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from pipeline import verdict, world
 from pipeline.train.signals import StopRequest
-from pipeline.verdict import RequestError, Verdict
+from pipeline.verdict import RequestError, StorageError, Verdict
 
 _DESCRIPTION = """\
 Train image classifiers with PyTorch DDP: kill it anywhere, restart it, resize it; the same samples, the same bits, one
@@ -91,6 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our answer has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return verdict.OK
+    except OSError as error:
+        if error.filename is None or world.launched():  # a rank's is a crash, which its launcher may start anew
+            raise
+        print(f"pipeline: {StorageError(f'{error.filename}: {error.strerror}')}", file=sys.stderr, flush=True)
+        return StorageError.code
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -404,13 +409,12 @@ def _variable(text: str) -> str:
 
 
 def _train(options: argparse.Namespace) -> str | int:
-    parent = os.getppid()
     faulthandler.register(signal.SIGUSR1)  # says where each thread stands, of a rank and of its loader workers
     stop = StopRequest()
     if not (options.nproc and options.nproc > 1):
         stop.listen()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        world.die_with_parent(parent)
+    if world.launch_name() is not None:
+        world.die_with_agent()
 
     from pipeline.operate import launch
     from pipeline.record.terminal import QUIET
@@ -532,7 +536,7 @@ def _render(options: argparse.Namespace) -> str:
 def _rehearse(options: argparse.Namespace) -> str | int:
     from pipeline.operate.rehearse import Fault, Request, rehearse
 
-    if options.data and not options.data.is_dir():
+    if options.data and not os.path.isdir(options.data):
         raise RequestError(f"--data {options.data} is not a folder")
     request = Request(
         recipe=options.recipe, overrides=options.overrides, num_nodes=options.nodes, nproc=options.nproc,

@@ -8,10 +8,12 @@ field, and unknown or repeated keys are refused. What depends on the machine or 
 
 import difflib
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import unquote
 
 import yaml
 from pydantic import (
@@ -82,15 +84,34 @@ Interval = Annotated[DurationField, AfterValidator(_positive), WithJsonSchema({"
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f\x7f]+$")]
 """A path with a NUL in it raises ValueError wherever it is used, and a line break makes two lines of an error."""
 
+ModelName = Annotated[
+    str,
+    Field(
+        pattern=r"^[\w.-]+(@[\w.-]+)?$",
+        json_schema_extra={"allowed": "NAME or NAME@ALIAS (letters, digits, _ . -)"},
+    ),
+]
+
 
 def _absent(value: object) -> object:
     return None if isinstance(value, str) and value.lower() in ("auto", "none", "null", "~", "") else value
 
 
+# up to the last @, for SQLAlchemy takes /, ? and # in a password as they are; a path follows an empty host (sqlite:///)
+_CREDENTIALS = re.compile(r"://(?!/)(\S*)@")
+
+
 def without_password(text: str) -> str:
     """`text` without the passwords of the URLs in it: the user's part, and words of a query that are named so."""
-    text = re.sub(r"://[^/?#\s]*@", "://", text)
+    text = _CREDENTIALS.sub("://", text)
     return re.sub(r"(?i)(?<=[?&])[^=&\s]*(?:password|passwd|secret|token)[^=&\s]*=[^&\s]*&?", "", text)
+
+
+def split_credentials(uri: str) -> tuple[str, str, str]:
+    """A URL without its user and password, and these two, decoded; empty where it has none."""
+    match = _CREDENTIALS.search(uri)
+    name, _, password = match[1].partition(":") if match else ("", "", "")
+    return _CREDENTIALS.sub("://", uri), unquote(name), unquote(password)
 
 
 Absent = BeforeValidator(_absent)
@@ -339,7 +360,7 @@ class Profile(Section):
 class Track(Section):
     uri: Annotated[Text, PlainSerializer(without_password)] = "auto"
     """MLflow's address. auto: MLFLOW_TRACKING_URI, else a SQLite file mlflow.db beside the run's folder; none: the
-    journal alone. A password in it is used and never written down."""
+    journal alone. What stands before its last @ is a user and password: used and never written down."""
     experiment: Annotated[Text | None, Absent] = None
     """MLflow experiment. auto: the recipe's name."""
     required: bool = False
@@ -348,9 +369,7 @@ class Track(Section):
     """How often training metrics are summed over the processes and reported."""
     report: bool = True
     """Keep what each evaluation answered in report/data, and draw report/ when the run is done."""
-    register_: Annotated[
-        Annotated[str, Field(pattern=r"^[\w.-]+(@[\w.-]+)?$")] | None, Absent, Field(alias="register")
-    ] = None
+    register_: Annotated[ModelName | None, Absent, Field(alias="register")] = None
     """NAME or NAME@ALIAS: register the best model in MLflow under that name, when the run is done. none: do not."""
 
 
@@ -464,8 +483,8 @@ class Config(Section):
 # What may differ between a run and its resumption; a key, or a section with all its keys. `run.dir` is where we are and
 # `run.resume` the decision itself. An epoch may only be added: `refuse_changes` looks at that.
 FREE_ON_RESUME = (
-    "run.dir", "run.resume", "run.trace", "run.watch", "data.workers", "train.max_steps", "train.epochs", "checkpoint",
-    "profile", "track",
+    "run.dir", "run.resume", "run.trace", "run.watch", "data.workers", "data.prefetch", "train.max_steps", "train.epochs",
+    "checkpoint", "profile", "track",
 )  # fmt: skip
 
 
@@ -482,11 +501,19 @@ def load(recipe: str, overrides: list[str]) -> Config:
 
 
 def recipe_text(recipe: str) -> tuple[str, str]:
-    """A recipe's name, and its YAML with the name in it: the same recipe whatever the file it is put into is called."""
+    """A recipe's name, and its YAML with the name in it: the same recipe whatever the file it is put into is called.
+
+    Its own words, with their comments, where a line above them gives the name; not above `---` or `{…}`, say.
+    """
     path = _find(recipe)
     text = _read_text(path)
-    name = _parse_yaml(text, str(path)).get("recipe")
-    return (name, text) if name else (path.stem, f"recipe: {path.stem}\n{text}")
+    tree = {"recipe": path.stem, **_parse_yaml(text, str(path))}
+    name = tree["recipe"]
+    for words in (text, f"recipe: {name}\n{text}"):
+        with suppress(RequestError):
+            if _parse_yaml(words, str(path)) == tree:
+                return name, words
+    return name, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
 def from_yaml(text: str, origin: str, overrides: list[str] | None = None) -> Config:
@@ -639,6 +666,7 @@ def _line(error: Any) -> str:
     while parts and ".".join(parts) not in _keys() and parts[-1].isdigit():  # an element of a list: name the list
         parts.pop()
     key, given = ".".join(parts), error["input"]
+    whole = len(parts) == len(error["loc"])
     if error["type"] == "extra_forbidden":
         return _unknown(key, given)
     if error["type"] == "string_unicode" and key not in _keys():  # it is the name of a key that is not UTF-8
@@ -648,7 +676,7 @@ def _line(error: Any) -> str:
     if _is_section(key):
         return _not_a_section(key, given)
     schema, _ = _keys()[key]
-    if error["type"] == "missing":
+    if error["type"] == "missing" and whole:  # else it is an element of a list that is too short
         return f"{key} is missing: {_allowed(schema)}"
     return f"{key}={_show(given)} is not allowed: {_allowed(schema)}"
 
@@ -676,7 +704,7 @@ def _show(value: object) -> str:
         return "auto"
     if isinstance(value, bool):
         return str(value).lower()
-    text = without_password(str(list(value)) if isinstance(value, tuple) else str(value))
+    text = without_password(f"[{', '.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value))
     text = text if len(text) <= 60 else text[:57] + "..."
     return text if text.isprintable() else text.encode("unicode_escape").decode()
 
@@ -698,7 +726,9 @@ def _keys() -> dict[str, tuple[dict[str, Any], Any]]:
 
 
 def _allowed(schema: dict[str, Any]) -> str:
-    """A JSON schema in words."""
+    """A JSON schema in words; of a pattern, those that its field has for it."""
+    if "allowed" in schema:
+        return str(schema["allowed"])
     if "anyOf" in schema:
         return " or ".join(_allowed(option) for option in schema["anyOf"])
     if "enum" in schema or "const" in schema:
@@ -707,7 +737,8 @@ def _allowed(schema: dict[str, Any]) -> str:
         above = " above 0" * (schema["format"] == "interval")
         return f"a duration{above} such as '10 epochs', '500 steps' or '5 %'"
     if schema.get("type") == "array":
-        return "[" + ", ".join(_allowed(item) for item in schema["prefixItems"]) + "]"
+        items = schema["prefixItems"]
+        return f"{len(items)} values [{', '.join(map(_allowed, items))}]"
     kind = {
         "integer": "a whole number", "number": "a number", "boolean": "true | false", "string": "a text of one line",
         "null": "auto | none",

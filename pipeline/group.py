@@ -8,9 +8,12 @@ Host values travel over gloo, so that no exchange of ours waits for a GPU's stre
 """
 
 import os
+import re
 import socket
+from collections.abc import Callable
+from concurrent import futures
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +22,8 @@ from torch import Tensor
 from pipeline.config import Config
 from pipeline.verdict import RequestError, TemporaryError, Verdict
 from pipeline.world import World, no_gpu, shows_gpu
+
+T = TypeVar("T")
 
 
 class Pending(Protocol):
@@ -89,6 +94,10 @@ class Group:
             if found is not None:
                 raise found
 
+    def unhurried(self, work: Callable[[], T]) -> T:
+        """Do `work`, which may take one process longer than the others may wait in an exchange."""
+        return work()
+
     def finish(self) -> None:
         """Take leave of the others."""
 
@@ -152,6 +161,13 @@ class Peers(Group):
         for tensor, part in zip(tensors, torch.split(mean / self.size, [one.numel() for one in tensors]), strict=True):
             tensor.copy_(part.view(tensor.shape))
 
+    def unhurried(self, work: Callable[[], T]) -> T:
+        with futures.ThreadPoolExecutor(1) as thread:
+            done = thread.submit(work)
+            while any(self.agree(not done.done())):
+                futures.wait([done], timeout=1)
+            return done.result()
+
     def finish(self) -> None:
         self.agree(False)  # nobody leaves before rank 0 has saved: a launcher kills what outlives its first leaver
         dist.destroy_process_group()
@@ -188,8 +204,7 @@ def choose_device(config: Config, world: World) -> torch.device:
     device = torch.device("cuda", world.local_rank)
     major, minor = torch.cuda.get_device_capability(device)
     built_for = torch.cuda.get_arch_list()
-    # a binary serves later minor versions of its own major one; PTX (compute_) serves everything later
-    if not any(arch.startswith("compute_") or _serves(arch, major, minor) for arch in built_for):
+    if not any(_serves(arch, major, minor) for arch in built_for):
         raise RequestError(
             f"{torch.cuda.get_device_name(device)} is of compute capability {major}.{minor}; torch {torch.__version__} is"
             f" built for {' '.join(built_for)}: install a build for it, or set run.device=cpu"
@@ -199,8 +214,12 @@ def choose_device(config: Config, world: World) -> torch.device:
 
 
 def _serves(arch: str, major: int, minor: int) -> bool:
-    number = "".join(character for character in arch.removeprefix("sm_") if character.isdecimal())
-    return arch.startswith("sm_") and int(number[:-1]) == major and int(number[-1]) <= minor
+    """A binary (sm_86) serves later minor versions of its own major one; PTX (compute_86) serves everything later."""
+    match = re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", arch)
+    if not match:
+        return False
+    built = int(match[2]), int(match[3])
+    return built <= (major, minor) and (match[1] == "compute" or built[0] == major)
 
 
 def driver_version() -> str:

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import sysconfig
 import time
 from dataclasses import dataclass, replace
@@ -86,11 +87,17 @@ def here() -> World:
 def _meeting_place() -> str | None:
     given = os.environ.get("INIT_METHOD")
     if given is None and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        port = os.environ["MASTER_PORT"]
+        if not _is_port(port):
+            raise RequestError(
+                f"MASTER_PORT={port!r} in the environment is not a port: a number from 1 to 65535, which rank 0's machine"
+                " has free, or start with torchrun or --nproc"
+            )
         return None
-    if given is None or not re.fullmatch(r"tcp://[^/\s]+:\d{1,5}", given, re.ASCII):
+    if given is None or not re.fullmatch(r"tcp://[^/\s]+:\d+", given) or not _is_port(given.rpartition(":")[2]):
         raise RequestError(
             (
-                f"INIT_METHOD={given!r} is not tcp://HOST:PORT"
+                f"INIT_METHOD={given!r} is not tcp://HOST:PORT, with a port from 1 to 65535"
                 if given
                 else "RANK and WORLD_SIZE are set, but no place to meet"
             )
@@ -98,6 +105,10 @@ def _meeting_place() -> str | None:
             " with torchrun or --nproc"
         )
     return given
+
+
+def _is_port(text: str) -> bool:
+    return bool(re.fullmatch(r"\d{1,5}", text, re.ASCII)) and 0 < int(text) < 1 << 16
 
 
 def allowed_cpus() -> int:
@@ -175,15 +186,22 @@ def _cgroup_quota(root: Path, own: Path) -> float | None:
         return None
 
 
+def launch_name() -> str | None:
+    """What a torchrun agent calls its group: the same after each of its restarts."""
+    return os.environ.get("TORCHELASTIC_RUN_ID")
+
+
+def restarts() -> int:
+    """How often a torchrun agent has started this group anew."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def stop_restarts() -> None:
     """Tell the torchrun agent above this rank to give up, where it would start a group anew that can only end the same way.
 
     An agent knows success and failure, and burns its restarts on either kind of failure. Ours never restarts.
     """
-    left = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - int(
-        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    )
-    if launched() and left > 0:
+    if launched() and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > restarts():
         os.kill(os.getppid(), signal.SIGTERM)
 
 
@@ -203,8 +221,13 @@ def kill_stopped(peers: list[int]) -> None:
     """SIGKILL those ranks of this machine that are stopped (SIGSTOP): an agent would wait 30 s for each of them."""
     for pid in peers:
         with contextlib.suppress(OSError, IndexError):
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt":
+            if process_status(pid)[0] in "Tt":
                 os.kill(pid, signal.SIGKILL)
+
+
+def process_status(pid: int) -> list[str]:
+    """Fields 3 and on of /proc/PID/stat, numbered in proc_pid_stat(5); the second is the name, which may hold anything."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def die_with_parent(parent: int) -> None:
@@ -215,4 +238,23 @@ def die_with_parent(parent: int) -> None:
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
+        os._exit(CRASH)
+
+
+def die_with_agent() -> None:
+    """The same for a rank, whose agent may have died before the rank could ask who that is: its pid is told nowhere.
+
+    But an agent is Python, torchrun as PID 1 too, and above an orphan stand init or a shim, and what they were started by.
+    """
+    die_with_parent(os.getppid())
+    above = os.getppid()
+    if not above:
+        return  # it is beyond our PID namespace
+    try:
+        while above and not re.search(rb"python|torchrun", Path(f"/proc/{above}/cmdline").read_bytes()):
+            above = int(process_status(above)[1])  # a script may stand between a rank and its agent
+    except OSError:
+        return  # /proc does not show them
+    if not above:
+        print("pipeline: the agent above this rank is gone", file=sys.stderr, flush=True)
         os._exit(CRASH)

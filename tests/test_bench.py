@@ -1,11 +1,21 @@
 """Benchmarks say what they compare with what; figures are never asserted."""
 
 import json
+import re
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
+import torch
 from harness import pipeline
 from test_pack import encoded, photo
+
+from pipeline import world
+from pipeline.data.batch import Batch
+from pipeline.operate import bench, programme
+from pipeline.record.journal import Journal
+from pipeline.train.efficiency import NoFigure
 
 QUICK = (
     "--rounds",
@@ -35,6 +45,105 @@ def test_a_benchmark_has_its_rows(words: tuple[str, ...], names: list[str]) -> N
     assert all(set(row) == {"name", "images_per_s", "ratio", "pixel_diff"} for row in rows)
     assert rows[0]["ratio"] == 1
     assert all(row["images_per_s"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("name", ["train", "track", "comm"])
+def test_a_loop_without_its_loader_is_fed_what_is_on_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where a step would wait for the copy: here it is a mark that says what was brought."""
+    fed: list[Batch] = []
+
+    def brought(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+        return (batch._replace(labels=torch.full_like(batch.labels, -2)) for batch in batches)
+
+    monkeypatch.setattr(bench, "to_device", brought)
+    monkeypatch.setattr(bench, "batches", lambda *_, **__: iter(()))  # the loader's own row
+    monkeypatch.setattr(bench, "_plain_update", lambda config, plan, group, batch: fed.append(batch))
+    monkeypatch.setattr(bench, "_our_loop", lambda config, plan, group, batches, *_: fed.extend(islice(batches, 1)))
+    monkeypatch.setattr(bench, "_interleave", lambda loops, *_: {loop: [1.0] for loop in loops})
+    monkeypatch.setattr(bench.randomness, "settle_arithmetic", lambda **_: None)
+    monkeypatch.setattr(bench.sender, "start", lambda *_: Tracker())
+    getattr(bench, name)(["run.device=cpu", "augment.size=32", "batch.global=32"], 1, 1, as_json=True)
+    assert len(fed) == (3 if name == "train" else 2)
+    assert all((batch.labels == -2).all() for batch in fed)
+
+
+class Tracker:
+    """One that has sent all."""
+
+    def wait_ready(self) -> None: ...
+
+    def cpu_seconds(self) -> float:
+        return 0.0
+
+    def finish(self, say: object) -> bool:
+        return True
+
+
+@pytest.mark.full
+def test_what_tracking_takes_is_said_beside_the_ratio() -> None:
+    result = pipeline("bench", "track", "track.every=1 step", *(word for word in QUICK if word != "--json"))
+    found = re.search(r"  tracked .* ([\d.]+) ms a step in the loop, [\d.]+% of a CPU in the sender", result.out)
+    assert found, result.out + result.err
+    assert float(found[1]) > 0
+
+
+class Showing(programme._Parts):
+    """What each command of the programme would show, in place of running it."""
+
+    def __init__(self, folder: Path, *shows: str) -> None:
+        super().__init__(folder, [], 256, 224, NoFigure())
+        self.shows = list(shows)
+
+    def _run(self, title: str, *arguments: str) -> str:
+        if arguments[0] == "train":
+            run = next(Path(word.removeprefix("run.dir=")) for word in arguments if word.startswith("run.dir="))
+            run.mkdir(parents=True)
+            metrics = {"system/one/gpu_peak_mib": 2048.0, "system/two/gpu_peak_mib": 3072.0, "time/images_per_s": 800.0}
+            Journal(run / "journal.jsonl", lambda _: None).report(4, metrics)
+        return self.shows.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("digests", "remark"),
+    [
+        (["0123456789"], "3.0 GiB"),
+        (["0123456789", "0123456789"], "same bits twice: 01234567  3.0 GiB"),
+        (["0123456789", "abcdefabcd"], "other bits: 01234567 abcdefab  3.0 GiB"),
+    ],
+)
+def test_a_training_of_the_programme_says_its_bits_and_its_memory(
+    tmp_path: Path, digests: list[str], remark: str
+) -> None:
+    parts = Showing(tmp_path, *(f"done step=16 weights=sha256:{digest}" for digest in digests))
+    parts.train("deterministic", times=len(digests))
+    (row,) = parts.rows
+    assert (row.images_per_s, row.remark) == (800, remark)
+    assert parts.table().endswith(f" 800      320.0       –       –  {remark}")
+
+
+@pytest.mark.parametrize(
+    ("lack", "words", "names"),
+    [
+        ("", (), ["bf16: reference", "bf16: plain"]),
+        ("a compiler (gcc)", (), ["bf16: reference", "bf16: plain", "bf16: compiled"]),
+        ("a compiler (gcc)", ("train.compile=off",), ["bf16: reference", "bf16: plain"]),
+    ],
+)
+def test_what_the_programme_cannot_compile_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lack: str, words: tuple[str, ...], names: list[str]
+) -> None:
+    monkeypatch.setattr(world, "lacks_to_compile", lambda: lack)
+    rows = [{"name": name, "images_per_s": 800.0, "ratio": 1.0} for name in ("reference", "plain")]
+    parts = Showing(tmp_path, json.dumps({"rows": rows}))
+    parts.step("bf16", *words)
+    assert [row.name for row in parts.rows] == names
+    assert len(names) == 2 or parts.rows[-1].remark == "torch.compile wants a compiler (gcc), which is not here"
+
+
+def test_the_programme_wants_a_folder_of_images(tmp_path: Path) -> None:
+    result = pipeline("bench", "gpu", "--images", str(tmp_path / "none"), "run.device=cpu", timeout=60)
+    assert result.code == 2
+    assert result.error.startswith(f"--images {tmp_path / 'none'} is not a folder")
 
 
 @pytest.mark.full

@@ -1,17 +1,25 @@
 """A checkpoint that loads is a checkpoint that is whole; a resumption changes nothing that it may not."""
 
+import errno
 import os
 import random
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import SMALL, Job, pipeline, read_rows
+from faults.ledger import Notes
+from harness import SMALL, Job, kill, pipeline, read_rows
 
+from pipeline.config import load
+from pipeline.group import Group
 from pipeline.record.checkpoint import Checkpoints, decode, listed, newest_good, read_verified, step_of
-from pipeline.verdict import StorageError
+from pipeline.record.folder import RunFolder
+from pipeline.train.resume import resume
+from pipeline.verdict import RequestError, StorageError
+from pipeline.world import World
 
 
 def contents(step: int) -> dict[str, Any]:
@@ -29,17 +37,18 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.fault("C2")
-def test_every_damage_is_noticed_named_and_passed_over(folder: Path) -> None:
+def test_every_damage_is_noticed_named_and_passed_over(folder: Path, notes: Notes, pytestconfig: pytest.Config) -> None:
+    many, pages = (200, 100) if pytestconfig.getoption("--faults") == "long" else (50, 5)
     path = listed(folder)[0]
     whole = path.read_bytes()
     draw = random.Random(7)
-    damages = [whole[: draw.randrange(len(whole))] for _ in range(50)] + [b""]
-    for _ in range(50):
+    damages = [whole[: draw.randrange(len(whole))] for _ in range(many)] + [b""]
+    for _ in range(many):
         flipped = bytearray(whole)
         flipped[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
         damages.append(bytes(flipped))
-    start = draw.randrange(len(whole) - 4096)
-    damages.append(whole[:start] + bytes(4096) + whole[start + 4096 :])
+    for start in draw.sample(range(len(whole) - 4096), pages):
+        damages.append(whole[:start] + bytes(4096) + whole[start + 4096 :])
     for damaged in damages:
         path.write_bytes(damaged)
         said: list[str] = []
@@ -53,6 +62,7 @@ def test_every_damage_is_noticed_named_and_passed_over(folder: Path) -> None:
     said = []
     assert newest_good(folder, said.append)
     assert "Is a directory" in said[0]
+    notes.note("C2", times=len(damages) + 1)
 
 
 @pytest.mark.fault("C2")
@@ -118,6 +128,22 @@ def test_the_copy_is_not_changed_by_the_next_step(tmp_path: Path) -> None:
     writer.wait()
     (path,) = listed(tmp_path)
     assert decode(read_verified(path), path)["model"]["weight"][0, 0] == 1
+
+
+def test_what_cannot_be_looked_at_is_said_by_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def going_on(word: str) -> bool:
+        group = Group(World(), torch.device("cpu"))  # whose `raise_together` all come to
+        return resume(None, load("digits", [f"run.resume={word}"]), RunFolder(tmp_path), None, group, print)
+
+    with pytest.raises(RequestError, match=r"run.resume=x+ is not allowed: .* cannot be read: File name too long"):
+        going_on("x" * 300)
+
+    def refuse(folder: Path) -> list[Path]:
+        raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+
+    monkeypatch.setattr("pipeline.record.checkpoint.listed", refuse)
+    with pytest.raises(RequestError, match=f"run.dir={tmp_path} cannot be .*Permission denied"):
+        going_on("auto")
 
 
 @pytest.mark.fault("C1")
@@ -198,11 +224,20 @@ def test_what_may_not_change_on_resume_is_refused_by_name(trained: Job, tmp_path
 
 
 @pytest.mark.full
+@pytest.mark.fault("F3")
+def test_other_workers_and_prefetching_at_each_start_change_nothing(trained: Job, said: str, tmp_path: Path) -> None:
+    for steps, workers, prefetch in ((4, 0, 1), (8, 4, 4), (12, 1, 1)):
+        words = [f"train.max_steps={steps}", f"data.workers={workers}", f"data.prefetch={prefetch}"]
+        result = Job(tmp_path / "run", [*trained.arguments, *words]).run()
+    assert result.out == said
+
+
+@pytest.mark.full
 @pytest.mark.fault("F5")
 def test_what_may_change_goes_on(trained: Job, tmp_path: Path) -> None:
     run = again(
-        trained, tmp_path / "run", "train.max_steps=none", "data.workers=1", "checkpoint.keep=1", "run.trace=false",
-        "track.every=1 steps", "checkpoint.every=5 steps",
+        trained, tmp_path / "run", "train.max_steps=none", "data.workers=1", "data.prefetch=4", "checkpoint.keep=1",
+        "run.trace=false", "track.every=1 steps", "checkpoint.every=5 steps",
     )  # fmt: skip
     assert run.run().done["step"] == "58"
     longer = again(trained, tmp_path / "run", "train.max_steps=none", "train.epochs=3")
@@ -221,6 +256,25 @@ def test_never_sets_aside_and_a_path_goes_back(trained: Job, said: str, tmp_path
     result = back.run()
     assert f"going on from {earlier}" in result.err
     assert result.out == said
+
+
+@pytest.mark.full
+def test_a_fresh_start_is_made_once_and_a_launchers_restart_goes_on(tmp_path: Path, digits: Path) -> None:
+    words = [
+        "digits",
+        f"data.root={digits}",
+        *SMALL,
+        "train.max_steps=16",
+        "checkpoint.every=4 steps",
+        "run.resume=never",
+    ]
+    run = Job(tmp_path / "run", words, by_torchrun=True, env={"PET_MAX_RESTARTS": "1"}).start()
+    run.wait_for_step(6)
+    kill(run.ranks()[0], signal.SIGKILL)
+    result = run.wait()
+    assert result.code == 0, result.err
+    assert result.err.count("a fresh start") == 1
+    assert "going on from" in result.err
 
 
 @pytest.mark.fault("E4")

@@ -8,7 +8,18 @@ import pytest
 import yaml
 from faults.ledger import Notes
 
-from pipeline.config import RECIPES, Config, Duration, _keys, describe_keys, from_yaml, load, refuse_changes
+from pipeline.config import (
+    RECIPES,
+    Config,
+    Duration,
+    _keys,
+    describe_keys,
+    from_yaml,
+    load,
+    refuse_changes,
+    split_credentials,
+    without_password,
+)
 from pipeline.verdict import RequestError
 
 DIGITS = (RECIPES / "digits.yaml").read_text()
@@ -124,6 +135,7 @@ def test_an_unknown_section_names_the_key_in_it(recipe: Callable[[str], Path]) -
      ("optimizer.name=lion", "sgd | adamw"),
      ("run.device=tpu", "auto | cpu | cuda"),
      ("run.dir=", "a text of one line"),
+     ("track.register=my model", "NAME or NAME@ALIAS (letters, digits, _ . -) or auto | none"),
      ("run.seed=9223372036854775808", "a whole number ≥ 0 and < 9.22337203685e+18")],
 )  # fmt: skip
 def test_a_wrong_value_is_one_line_with_key_value_and_what_is_allowed(given: str, allowed: str) -> None:
@@ -140,9 +152,23 @@ def test_every_key_says_what_it_allows_and_what_it_is(key: str, recipe: Callable
 
 def test_a_list_names_itself_not_its_elements() -> None:
     assert refused("digits", "augment.scale=[0.1, x]") == (
-        "augment.scale=x is not allowed: [a number > 0 and ≤ 1, a number > 0 and ≤ 1]"
+        "augment.scale=x is not allowed: 2 values [a number > 0 and ≤ 1, a number > 0 and ≤ 1]"
+    )
+    for short_or_long in ("[0.1]", "[0.1, 0.2, 0.3]"):
+        assert refused("digits", f"augment.scale={short_or_long}") == (
+            f"augment.scale={short_or_long} is not allowed: 2 values [a number > 0 and ≤ 1, a number > 0 and ≤ 1]"
+        )
+    assert refused("digits", "profile.steps=[20]") == (
+        "profile.steps=[20] is not allowed: 2 values [a whole number ≥ 1, a whole number ≥ 1] or auto | none"
     )
     assert refused("digits", "augment.scale=[1, 0.5]") == "augment.scale=[1, 0.5]: the least comes first"
+
+
+def test_a_pattern_of_its_own_is_said_in_words() -> None:
+    schemas = [option for schema, _ in _keys().values() for option in schema.get("anyOf", [schema])]
+    own = [one for one in schemas if "pattern" in one and one["pattern"] != _keys()["run.dir"][0]["pattern"]]
+    assert own
+    assert all("allowed" in one for one in own)
 
 
 def test_an_empty_section_is_as_if_absent(recipe: Callable[[str], Path]) -> None:
@@ -198,6 +224,11 @@ def test_a_recipe_that_is_not_there_is_named(tmp_path: Path) -> None:
     ("uri", "written"),
     [("http://user:hunter2@host:5000/x", "http://host:5000/x"),
      ("https://user:hunter2@still:hunter2@host", "https://host"),
+     ("postgresql://mlflow:hunter2/Qw+r@db/mlflow", "postgresql://db/mlflow"),
+     ("postgresql+psycopg2://mlflow:Zx9?/#hunter2@db/mlflow?sslmode=require",
+      "postgresql+psycopg2://db/mlflow?sslmode=require"),
+     ("mysql+pymysql://mlflow:#hunter2@db/mlflow", "mysql+pymysql://db/mlflow"),
+     ("http://user:?hunter2#/@host:5000", "http://host:5000"),
      ("postgresql://host/db?password=hunter2&sslmode=require", "postgresql://host/db?sslmode=require"),
      ("sqlite:///a@b/mlflow.db", "sqlite:///a@b/mlflow.db"),
      ("sqlite:////data/a@b/mlflow.db", "sqlite:////data/a@b/mlflow.db"),
@@ -210,12 +241,23 @@ def test_a_password_is_used_and_never_written(uri: str, written: str) -> None:
     assert "hunter2" not in config.to_yaml() + config.model_dump_json() + refused("digits", f"track.urn={uri}")
 
 
+def test_of_several_urls_in_a_text_each_loses_its_password_and_the_rest_stays() -> None:
+    text = "neither http://a:b/c@host:1 nor postgresql://d:e#f@db/x, says me@host of models:/digits@best"
+    assert without_password(text) == "neither http://host:1 nor postgresql://db/x, says me@host of models:/digits@best"
+
+
+def test_user_and_password_are_told_from_the_address_as_they_stand_and_encoded() -> None:
+    for password in ("Zx9/Qw+r", "Zx9%2FQw%2Br"):
+        assert split_credentials(f"http://me:{password}@host:1/x") == ("http://host:1/x", "me", "Zx9/Qw+r")
+    assert split_credentials("http://host:1/x") == ("http://host:1/x", "", "")
+
+
 @pytest.mark.fault("F5")
 def test_on_resume_what_may_change_passes_and_the_rest_is_named() -> None:
     before = load("digits", [])
-    free = ["run.dir=x", "run.resume=never", "run.trace=true", "run.watch=none", "data.workers=3", "train.max_steps=5",
-            "train.epochs=13", "checkpoint.every=3 steps", "checkpoint.keep=9", "track.uri=none",
-            "track.every=1 epoch"]  # fmt: skip
+    free = ["run.dir=x", "run.resume=never", "run.trace=true", "run.watch=none", "data.workers=3", "data.prefetch=4",
+            "train.max_steps=5", "train.epochs=13", "checkpoint.every=3 steps", "checkpoint.keep=9", "profile.steps=3-4",
+            "track.uri=none", "track.every=1 epoch"]  # fmt: skip
     refuse_changes(before, load("digits", free))
     changed = [
         "run.seed=1",

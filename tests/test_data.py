@@ -2,6 +2,7 @@
 
 import io
 import os
+import random
 import resource
 import struct
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from faults.ledger import Notes
 from harness import pipeline, read_rows
 from PIL import Image
 from streams import stream
@@ -300,6 +302,14 @@ def test_data_check_names_each_defect_once(folder: Path) -> None:
     ]
 
 
+def test_sums_that_cannot_be_written_are_refused_before_the_images_are_looked_at(small_disk: Path) -> None:
+    root = fill(small_disk / "images", "train/a/1.png", "train/b/1.png", "val/a/1.png", "val/b/1.png")
+    (root / "val/a/1.png").write_bytes(b"no picture")
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    result = pipeline("data", "check", str(root), "--write-sums")
+    assert (result.code, result.error) == (2, f"{root} is read-only: --write-sums wants to write SHA256SUMS there")
+
+
 @pytest.mark.fault("E2")
 def test_sums_are_those_of_sha256sum_and_tell_what_changed(tmp_path: Path) -> None:
     odd = (
@@ -331,6 +341,23 @@ def test_sums_are_those_of_sha256sum_and_tell_what_changed(tmp_path: Path) -> No
         + ["val/a/1.png: cannot be read", "val/a/2.png: has no sum in SHA256SUMS"]
     )
     assert "7 of 7 images" in result.error
+
+
+@pytest.mark.fault("E2")
+def test_a_flipped_bit_in_any_image_is_named(tmp_path: Path, notes: Notes, pytestconfig: pytest.Config) -> None:
+    count = 400 if pytestconfig.getoption("--faults") == "long" else 50
+    names = [f"train/{'ab'[number % 2]}/{number}.png" for number in range(count)]
+    root = fill(tmp_path / "images", *names, "val/a/1.png", "val/b/1.png")
+    assert pipeline("data", "check", str(root), "--write-sums").code == 0
+    draw = random.Random(1)
+    for name in names:
+        data = bytearray((root / name).read_bytes())
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        (root / name).write_bytes(data)
+    result = pipeline("data", "check", str(root))
+    assert result.code == 4
+    assert sorted(line.partition(":")[0] for line in result.err.splitlines()[1:-1]) == sorted(names)
+    notes.note("E2", times=count)
 
 
 @pytest.mark.full

@@ -33,7 +33,7 @@ def test_torchrun_gives_the_same_weights_and_another_seed_others(
 
 @pytest.mark.fault("I3")
 @pytest.mark.full
-@pytest.mark.parametrize("nproc", [1, 3])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_the_same_command_gives_the_same_weights(tmp_path: Path, digits: Path, nproc: int) -> None:
     assert len({job(tmp_path / str(i), digits, nproc=nproc).run().done["weights"] for i in range(2)}) == 1
 

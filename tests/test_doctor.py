@@ -19,8 +19,9 @@ from torch import nn
 from pipeline import verdict, world
 from pipeline.config import load
 from pipeline.data.sources import open_source
+from pipeline.group import choose_device
 from pipeline.model.architectures import build
-from pipeline.operate import sanity, trials
+from pipeline.operate import checks, node, sanity, trials
 from pipeline.plan import make_plan
 from pipeline.record.folder import RunFolder
 from pipeline.verdict import NotFiniteError
@@ -91,12 +92,18 @@ def test_the_verdict_of_the_last_start_stands(tmp_path: Path, digits: Path) -> N
     assert examine(tmp_path, digits, "train.epochs=13").code == 0, "another request"
 
 
-def test_a_node_is_looked_at_as_the_one_it_is(tmp_path: Path, digits: Path) -> None:
-    node = {"PET_NNODES": "3", "PET_NPROC_PER_NODE": "2", "PET_RDZV_ENDPOINT": "localhost:29500"}
-    said = examine(tmp_path, digits, **node)
-    assert said.code == 0, said.err
-    assert "6 processes on 3 nodes" in said.err
-    assert "localhost is 127.0.0.1" in said.err
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_a_node_is_looked_at_as_the_one_it_is_by_its_checks_alone(tmp_path: Path, digits: Path, nodes: int) -> None:
+    there = node.environment(nodes, 2)
+    if nodes > 1:
+        there["PET_RDZV_ENDPOINT"] = "localhost:29500"
+    result = examine(tmp_path, digits, "--json", **there)
+    assert result.code == 0, result.err
+    found = findings(result)
+    assert ("6 processes on 3 nodes" if nodes > 1 else "2 processes on 1 node") in found["plan"]["line"]
+    assert ("names" in found) == (nodes > 1)
+    assert nodes == 1 or "localhost is 127.0.0.1" in found["names"]["line"]
+    assert not found.keys() & {"CPUs", "memory", "/dev/shm", "writing", "room", "exchange"}
 
 
 def test_a_name_that_does_not_resolve_is_tried_again(
@@ -128,6 +135,33 @@ def test_what_mlflow_refuses_is_explained_and_stops_nobody(
         assert required.code == 75
     gone = examine(tmp_path, digits, "--json", MLFLOW_TRACKING_URI=uri)
     assert "Connection refused" in findings(gone)["MLflow"]["line"]
+
+
+@pytest.mark.parametrize(
+    ("built_for", "capability", "serves"),
+    [
+        (["sm_80", "sm_90", "compute_90"], (7, 0), False),
+        (["sm_75", "sm_120", "compute_120"], (10, 0), False),
+        (["sm_80", "compute_90"], (10, 0), True),
+        (["sm_100", "sm_120"], (10, 3), True),
+        (["sm_86"], (8, 0), False),
+        (["sm_86"], (9, 0), False),
+        (["sm_90a"], (9, 0), True),
+    ],
+)
+def test_a_gpu_that_torch_is_not_built_for_is_named(
+    monkeypatch: pytest.MonkeyPatch, built_for: list[str], capability: tuple[int, int], serves: bool
+) -> None:
+    answers = {"is_available": True, "device_count": 1, "get_device_capability": capability, "get_arch_list": built_for,
+               "get_device_name": "Card", "set_device": None}  # fmt: skip
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    config = load("digits", ["run.device=cuda"])
+    if serves:
+        assert choose_device(config, HERE) == torch.device("cuda", 0)
+    else:
+        with pytest.raises(verdict.RequestError, match="^Card is of compute capability {}[.]{}; ".format(*capability)):
+            choose_device(config, HERE)
 
 
 class Faults:
@@ -198,6 +232,13 @@ def test_a_server_that_keeps_no_files_is_named(tmp_path: Path, digits: Path, sta
         here = Faults(digits, tmp_path / "run", f"track.uri={uri}")
         with pytest.raises(verdict.TemporaryError, match=says):
             trials.artifacts(here.config, here.folder)
+
+
+def test_a_password_is_no_part_of_the_address_whatever_is_in_it(tmp_path: Path, digits: Path) -> None:
+    with _server(401) as uri:
+        here = Faults(digits, tmp_path / "run", f"track.uri={uri.replace('//', '//me:Zx9/Qw#r@')}")
+        with pytest.raises(verdict.TemporaryError, match=f"^MLflow at {uri} answers 401: set "):
+            checks.tracker(here.config, here.folder)
 
 
 @pytest.mark.full

@@ -13,7 +13,7 @@ def test_every_row_of_the_certificate_is_within_its_tolerance(tmp_path: Path, di
     assert not _broken(ROWS, tmp_path, digits)
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.skipif(bool(lacks_to_compile()), reason=f"torch.compile wants {lacks_to_compile()}")
 def test_what_is_compiled_is_too(tmp_path: Path, digits: Path) -> None:
     assert not _broken(COMPILED, tmp_path, digits)

@@ -10,6 +10,11 @@ from harness import SMALL, Job, Result, pipeline, read_rows
 from pipeline.record.checkpoint import decode, read_verified, weights_digest
 
 SIZES = (1, 7, 48, 97, 1000)
+WORLDS = [
+    (1, (1, 2)),
+    *(pytest.param(size, (1, world), marks=pytest.mark.full) for size, world in ((7, 3), (48, 4), (1000, 3))),
+    *(pytest.param(size, (1, 2, 3, 4), marks=pytest.mark.long) for size in SIZES),
+]
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +48,7 @@ def evaluate(run: Job, world: int, *overrides: str) -> Result:
 
 
 @pytest.mark.fault("E3")
-@pytest.mark.parametrize(
-    ("size", "worlds"),
-    [(1, (1, 2)), *(pytest.param(n, (1, 2, 3, 4), marks=pytest.mark.full) for n in SIZES)],
-)
+@pytest.mark.parametrize(("size", "worlds"), WORLDS)
 def test_every_image_is_counted_once_at_any_world_size(
     trained: Job, held_out: dict[int, Path], size: int, worlds: tuple[int, ...]
 ) -> None:

@@ -1,10 +1,14 @@
 """First weights from elsewhere: what fits is taken over, the head is new, and what fits nowhere is refused."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from harness import SMALL, Job, assert_resumes, pipeline
+from torch import nn
+from torchvision import models
 
 from pipeline.config import Model, load
 from pipeline.model.architectures import build
@@ -48,6 +52,21 @@ def test_what_is_frozen_stays_bit_for_bit_also_after_an_evaluation(tmp_path: Pat
     after = decode(read_verified(whole.checkpoints()[-1]), whole.folder)["model"]
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"fc.weight", "fc.bias"}
+
+
+@pytest.mark.parametrize(
+    ("make", "frozen", "head"),
+    [(models.resnet18, "conv1, bn1, layer1, layer2, layer3, layer4", "fc"),
+     (partial(models.VisionTransformer, 32, 16, num_layers=1, num_heads=1, hidden_dim=8, mlp_dim=8),
+      "class_token, conv_proj, encoder", "heads.head")],
+    ids=["resnet", "vit"],
+)  # fmt: skip
+def test_beside_a_frozen_backbone_the_head_alone_is_trained(
+    make: Callable[[], nn.Module], frozen: str, head: str
+) -> None:
+    model = make()
+    assert freeze(model, "backbone").startswith(f"{frozen} frozen: ")
+    assert {name for name, one in model.named_parameters() if one.requires_grad} == {f"{head}.weight", f"{head}.bias"}
 
 
 @pytest.mark.parametrize(

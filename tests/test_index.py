@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from harness import SMALL, pipeline
 
 from pipeline.data import manifest
 from pipeline.data.manifest import Index, Split, open_index
@@ -74,3 +75,20 @@ def test_a_start_from_the_cache_takes_no_second(tmp_path: Path, count: int, monk
     print(f"{count:,} images: built in {seconds:.2f} s, from the cache in {min(starts):.2f} s")
     assert index.digest == built.digest
     assert min(starts) < 1
+
+
+def test_a_rank_never_looks_for_garbage_in_what_it_has_imported(tmp_path: Path, digits: Path) -> None:
+    # what is frozen is neither gone through in mid-training nor copied page by page into a loader worker
+    said = "gc.isenabled(), gc.get_freeze_count() > 100_000, file=sys.stderr"
+    (tmp_path / "sitecustomize.py").write_text(f"import atexit, gc, sys\natexit.register(lambda: print({said}))\n")
+    words = (
+        "digits",
+        *SMALL,
+        f"data.root={digits}",
+        "data.workers=0",
+        "train.max_steps=1",
+        f"run.dir={tmp_path / 'run'}",
+    )
+    result = pipeline("train", *words, PYTHONPATH=str(tmp_path))
+    assert result.code == 0, result.err
+    assert result.err.splitlines()[-1] == "True True"

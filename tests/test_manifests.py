@@ -1,6 +1,7 @@
 """The manifests: k8s/ is what `render` gives, every render is right, and each of many mistakes would be noticed."""
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,27 +41,65 @@ def test_an_example_fits_the_rest(path: Path, defaults: list[Document]) -> None:
         container["image"] for d in defaults if "template" in d.get("spec", {}) for container in containers(pod_of(d))
     }
     claims = {d["metadata"]["name"] for d in defaults if d["kind"] == "PersistentVolumeClaim"} | {"archives"}
-    for document in yaml.safe_load_all(path.read_text()):
-        if (
-            document["kind"] == "TrainJob"
-        ):  # no schema of it is at hand: what it must have in common with k8s/ is looked at
-            trainer, (override,) = document["spec"]["trainer"], document["spec"]["podTemplateOverrides"]
-            job = one(defaults, "Job", "trainer")
-            there = pod_of(job)
-            assert trainer["image"] in images
-            assert trainer["command"] == list(node.COMMAND)
-            assert (trainer["numNodes"], trainer["resourcesPerNode"]) == (
-                job["spec"]["completions"], there["containers"][0]["resources"])  # fmt: skip
-            assert override["metadata"]["labels"] == job["spec"]["template"]["metadata"]["labels"]
-            assert override["spec"]["volumes"] == there["volumes"]
-            assert override["spec"]["containers"][0]["volumeMounts"] == there["containers"][0]["volumeMounts"]
+    example = list(yaml.safe_load_all(path.read_text()))
+    for written in example:
+        assert written["metadata"]["namespace"] == "ddp-pipeline"
+        if written["kind"] == "TrainJob":  # no schema of it is at hand
+            assert written["spec"].keys() == {"runtimeRef", "trainer"}, "pods are the runtime's"
+            runtime = written["spec"]["runtimeRef"]
+            assert one(example, runtime["kind"], runtime["name"])
+            assert written["spec"]["trainer"]["numNodes"] == one(defaults, "Job", "trainer")["spec"]["completions"]
             continue
+        document = _job_of(written) if written["kind"] == "TrainingRuntime" else written
+        if document is not written:
+            _fits(document["spec"]["template"], one(defaults, "Job", "trainer")["spec"]["template"])
         assert problems_alone(document) == []
-        assert document["metadata"]["namespace"] == "ddp-pipeline"
         if document["kind"] in ("Job", "Deployment"):
             assert {container["image"] for container in containers(pod_of(document))} <= images
             volumes = pod_of(document)["volumes"]
             assert {v["persistentVolumeClaim"]["claimName"] for v in volumes if "persistentVolumeClaim" in v} <= claims
+        else:
+            assert document["kind"] in ("Service", "NetworkPolicy"), "what has pods is looked at above"
+
+
+def _job_of(runtime: Document) -> Document:
+    """The Job that the operator makes of a TrainingRuntime, but for what it fills in."""
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
+    step = replicated["template"]["metadata"]["labels"]["trainer.kubeflow.org/trainjob-ancestor-step"]
+    assert (replicated["name"], container["name"], step) == ("node", "node", "trainer"), "the operator looks for these"
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": runtime["metadata"]}
+    return job | {"spec": replicated["template"]["spec"]}
+
+
+def _fits(template: Document, rendered: Document) -> None:
+    """A pod that differs from the rendered Job's in its variables alone, which an operator sets."""
+    pod, there = template["spec"], rendered["spec"]
+    assert template["metadata"] == rendered["metadata"]
+    assert {**there, **pod, "containers": []} == {**there, "containers": []}
+    (container,), (trainer,) = pod["containers"], there["containers"]
+    assert [*container["command"], *container["args"]] == [*trainer["command"][:-1], "run.dir=/runs/digits"]
+    for key in ("image", "resources", "securityContext", "volumeMounts"):
+        assert container[key] == trainer[key]
+
+
+@pytest.mark.parametrize("path", sorted((K8S / "examples").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_service_that_is_called_is_there_beside_an_example(path: Path) -> None:
+    text = path.read_text()
+    replaced = re.search(r"in place of k8s/(\S+\.yaml)", " ".join(text.replace("#", "").split()))
+    texts = [text, *(each for name, each in render(Request()).items() if not replaced or name != replaced[1])]
+    found = [document for each in texts for document in yaml.safe_load_all(each)]
+    services = {
+        f"{d['metadata']['name']}:{port['port']}": d["spec"]["selector"]
+        for d in found
+        if d["kind"] == "Service"
+        for port in d["spec"].get("ports", [])
+    }
+    called = set(re.findall(r"http://([\w-]+:\d+)", yaml.safe_dump_all(found)))
+    assert "mlflow:5000" in called
+    assert called <= services.keys()
+    servers = [d["spec"]["template"]["metadata"]["labels"] for d in found if d["kind"] == "Deployment"]
+    assert all(any(services[name].items() <= labels.items() for labels in servers) for name in called)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 4, 8])
@@ -88,6 +127,25 @@ def test_the_recipe_in_the_cluster_is_the_recipe_here(tmp_path: Path, defaults: 
     text = settings(documents(Request(recipe=str(own), overrides=("train.epochs=3",))))
     assert text["RUN_DIR"] == "/runs/mine"
     assert yaml.safe_load(text["recipe.yaml"])["recipe"] == "mine"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "---\ndata: {root: /data}\nmodel: {arch: resnet18}\n",
+        "# a comment\n%YAML 1.1\n---\n# another\ndata: {root: /data}\n...\n",
+        "{data: {root: /data}, train: {epochs: 3, precision: 'fp32'}}\n",
+        "  data:\n    root: /data\n  train:\n    epochs: 3\n",
+        "---\nrecipe: mine\ndata: {root: /data}\n",
+        "# a comment\n\ndata:  # another\n  root: /data\r\ntrain:\n  epochs: 3",
+    ],
+)
+def test_a_recipe_comes_out_of_its_configmap_however_it_is_written(tmp_path: Path, text: str) -> None:
+    own, there = tmp_path / "mine.yaml", tmp_path / "recipe.yaml"
+    own.write_text(text)
+    there.write_text(settings(documents(Request(recipe=str(own))))["recipe.yaml"])
+    assert load(str(there), ["run.dir=x"]) == load(str(own), ["run.dir=x"])
+    assert ("# another" in there.read_text()) == ("# a comment\n\n" in text), "what can keep its comments does"
 
 
 def _set(path: str, value: Any) -> Callable[[list[Document]], None]:
@@ -187,6 +245,9 @@ def test_what_is_printed_is_what_is_written(tmp_path: Path) -> None:
         (("--memory", "lots"), "'lots' is not an amount of memory"),
         (("digit",), "did you mean digits?"),
         (("digits", "train.epoch=1"), "did you mean train.epochs?"),
+        (("digits", "run.resume=never"), "run.resume=never would be said at each restart of a pod"),
+        (("digits", "run.resume=/runs/digits"), "must go on where the run stood: leave it out"),
+        (("--out", "/etc/hostname"), "/etc/hostname cannot be written: File exists: give --out a folder that can"),
     ],
 )
 def test_a_wrong_request_is_one_line(words: tuple[str, ...], says: str) -> None:

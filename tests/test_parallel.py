@@ -6,11 +6,13 @@ import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
 from harness import SMALL, Job, kill, pipeline, read_rows
 from torch import nn
+from torch.nn.parallel import parallel_apply
 from torchvision import models
 from torchvision.models.convnext import CNBlockConfig
 from torchvision.models.regnet import BlockParams
@@ -18,13 +20,16 @@ from torchvision.models.regnet import BlockParams
 from pipeline.config import Model, load
 from pipeline.model.architectures import build, skeleton
 from pipeline.model.stages import Part, cut, drop
+from pipeline.parallel.dataparallel import Replicated
 from pipeline.parallel.fsdp import blocks
 from pipeline.plan import DataSize, Plan, make_plan, memory_row
+from pipeline.record.checkpoint import decode, read_verified
 from pipeline.verdict import RequestError
 from pipeline.world import World, here
 
-FSDP = ("parallel=fsdp", "batch.accumulate=2", "train.clip=0.5", "train.ema=0.9")
-STAGES = ("parallel=stages", "batch.accumulate=2", "train.clip=0.5", "train.ema=0.9", "augment.mixup=0.2")
+BOTH = ("batch.accumulate=2", "train.clip=0.5", "train.ema=0.9", "model.channels_last=true")
+FSDP = ("parallel=fsdp", *BOTH)
+STAGES = ("parallel=stages", *BOTH, "augment.mixup=0.2")
 
 
 def job(folder: Path, digits: Path, nproc: int, *more: str) -> Job:
@@ -40,11 +45,11 @@ def planned(size: int, *words: str) -> Plan:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("words", "nproc"), [(FSDP, 3), (STAGES, 2)], ids=["fsdp", "stages"])
-def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, digits: Path, words: tuple[str, ...], nproc: int) -> None:
-    expected = job(tmp_path / "whole", digits, nproc, *words).run().done
-    hurt = job(tmp_path / "hurt", digits, nproc, *words).start()
-    hurt.wait_for_step(random.Random(nproc).randint(5, 9))
+@pytest.mark.parametrize("words", [FSDP, STAGES], ids=["fsdp", "stages"])
+def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, digits: Path, words: tuple[str, ...]) -> None:
+    expected = job(tmp_path / "whole", digits, 2, *words).run().done
+    hurt = job(tmp_path / "hurt", digits, 2, *words).start()
+    hurt.wait_for_step(random.Random(2).randint(5, 9))
     for pid in hurt.ranks():
         kill(pid, signal.SIGKILL)
     assert hurt.wait().code == 1
@@ -52,6 +57,22 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, digits: Path, word
     again = pipeline("evaluate", str(hurt.folder))  # one process, which has never heard of parts
     assert again.done["weights"] == expected["weights"], "a checkpoint is whole, and names are those of the model"
     assert abs(float(again.done["top1"]) - float(expected["top1"])) <= 1 / 360
+
+
+@pytest.mark.long
+def test_channels_last_trains_the_same_weights_however_gradients_meet(tmp_path: Path, digits: Path) -> None:
+    words = ("model.arch=resnet18", "model.channels_last=true", "data.workers=0", "train.max_steps=1",
+             "schedule.warmup=0")  # fmt: skip
+    weights = {}
+    for more in (("parallel=ddp",), ("parallel=fsdp",), ("parallel=stages", "stages.micro_batches=2")):
+        run = job(tmp_path / more[0], digits, 2, *words, *more)
+        assert run.run().code == 0, run.log()
+        weights[more[0]] = decode(read_verified(run.checkpoints()[-1]), run.folder)["model"]
+    assert pipeline("evaluate", str(run.folder)).done["images"] == "360/360"
+    expected = weights.pop("parallel=ddp")
+    for found in weights.values():
+        for name in [name for name in expected if "running" not in name and "num_" not in name]:
+            torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-5)
 
 
 @pytest.mark.long
@@ -112,6 +133,30 @@ def test_dataparallel_is_one_process() -> None:
         make_plan(load("digits", ["parallel=dataparallel"]), World(size=2, local_size=2), DataSize(960, 96, 10))
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])  # what a thread begins with: one on CPUs, one on GPUs
+def test_a_replica_in_a_thread_of_its_own_has_the_precision_of_training(kind: torch.dtype) -> None:
+    replica, images, found = Replicated(nn.Conv2d(3, 4, 3)), torch.randn(2, 3, 8, 8), {}
+
+    def compute(*, autocast: bool) -> None:
+        with torch.autocast("cpu", enabled=autocast):  # as torch.nn.parallel.parallel_apply begins one
+            found[autocast] = replica(images, kind).dtype
+
+    for autocast in (True, False):
+        thread = Thread(target=compute, kwargs={"autocast": autocast})
+        thread.start()
+        thread.join()
+    assert found == {True: kind, False: torch.float32}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch scatters over GPUs alone")
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_scattered_passes_have_the_precision_of_training(kind: torch.dtype) -> None:
+    replica, images = Replicated(nn.Conv2d(3, 4, 3).cuda()), torch.randn(2, 3, 8, 8, device="cuda")
+    with torch.autocast("cuda", kind):
+        found = parallel_apply([replica] * 2, [(images, torch.get_autocast_dtype("cuda"))] * 2, devices=[0, 0])
+    assert [logits.dtype for logits in found] == [kind, kind]
+
+
 SMALL_ONES: dict[str, Callable[[], nn.Module]] = {
     arch: partial(build, Model(arch=arch), 10)
     for arch in ("resnet18", "mobilenet_v2", "mobilenet_v3_small", "shufflenet_v2_x0_5")
@@ -142,6 +187,19 @@ def test_the_stages_one_after_another_are_the_model(arch: str) -> None:
         assert any(True for _ in part.parameters())
         found += part.state_dict()
     assert sorted(found) == sorted(whole.state_dict()), "each weight is in one stage"
+
+
+@pytest.mark.parametrize("arch", SMALL_ONES)
+def test_what_stages_send_each_other_can_be_sent(arch: str) -> None:
+    whole = SMALL_ONES[arch]().to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 64, 64).to(memory_format=torch.channels_last)
+    for links in cut(whole, arch, 3, 64):
+        x = x.detach().requires_grad_()
+        answer = Part(whole, links)(x)
+        (gradient,) = torch.autograd.grad(answer.square().sum(), x)  # as torch.distributed.pipelining asks for it
+        assert answer.is_contiguous()
+        assert gradient.is_contiguous()
+        x = answer
 
 
 def test_stages_cost_about_the_same() -> None:
@@ -182,12 +240,17 @@ def test_processes_started_by_hand_must_know_where_to_meet(monkeypatch: pytest.M
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(RequestError, match="no place to meet"):
         here()
-    monkeypatch.setenv("INIT_METHOD", "127.0.0.1:29500")
-    with pytest.raises(RequestError, match="is not tcp://HOST:PORT"):
-        here()
+    for wrong in ("127.0.0.1:29500", "tcp://localhost:99999", "tcp://localhost:0", "tcp://a b:29500"):
+        monkeypatch.setenv("INIT_METHOD", wrong)
+        with pytest.raises(RequestError, match=f"INIT_METHOD='{wrong}' is not tcp://HOST:PORT, .*1 to 65535"):
+            here()
     monkeypatch.setenv("INIT_METHOD", "tcp://127.0.0.1:29500")
     assert here().init_method == "tcp://127.0.0.1:29500"
     monkeypatch.delenv("INIT_METHOD")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    for wrong in ("abc", "0", "65536", "-1", ""):
+        monkeypatch.setenv("MASTER_PORT", wrong)
+        with pytest.raises(RequestError, match=f"MASTER_PORT='{wrong}' .* is not a port: a number from 1 to 65535"):
+            here()
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert here().init_method is None

@@ -1,6 +1,7 @@
 """A run as pictures: made from its folder alone, whatever its classes are called."""
 
 import json
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from PIL import Image
 
 from pipeline.__main__ import main
 from pipeline.record.answers import Answers, Judged, load_judged, save_augmented, save_judged
+from pipeline.record.pictures import OF_EVALUATION
 
 CLASSES = ["$5", "$10", "naïve cat"]
 
@@ -27,7 +29,28 @@ def test_mistakes_come_by_confidence_and_confusion_counts_each_image_once() -> N
     assert said.mistakes(3).tolist() == [3, 4, 6], (
         "the most confident first, equals in order; what is bad is no mistake"
     )
-    assert said.confusion(3).tolist() == [[1, 0, 1], [1, 0, 1], [0, 1, 1]]
+    assert said.confusion(np.arange(3)).tolist() == [[1, 0, 1], [1, 0, 1], [0, 1, 1]]
+    assert said.confused(3, 2).tolist() == [1, 2], "class 0: mistaken once, another for it once"
+    assert said.confusion(np.array([1, 2])).tolist() == [[0, 1], [1, 1]]
+    assert [numbers.tolist() for numbers in said.right(3)] == [[1, 0, 1], [2, 2, 2]]
+
+
+def test_twenty_thousand_classes_are_drawn_in_little_memory(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    labels, predicted = draw.integers(0, 20_000, (2, 100_000), np.int32)
+    judged = Judged(
+        Answers(labels, predicted, np.ones(100_000, np.float32)), [f"class {label}" for label in range(20_000)],
+        np.empty(0, np.int64), np.empty((0, 3, 8, 8), np.uint8),
+    )  # fmt: skip
+    data_kib = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0])
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, ((data_kib << 10) + (256 << 20), limits[1]))  # all pairs are 3 GiB
+    try:
+        for name in ("confusion", "classes"):
+            OF_EVALUATION[name](tmp_path / f"{name}.png", judged, "step 1")
+            assert (tmp_path / f"{name}.png").exists()
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
 
 
 def test_the_folder_alone_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

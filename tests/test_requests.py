@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from harness import Job, Result, environment, pipeline
 
+from pipeline.__main__ import main
 from pipeline.config import Model
 from pipeline.model.architectures import try_out
 from pipeline.verdict import RequestError
@@ -117,6 +118,71 @@ def test_a_run_folder_that_cannot_be_written_is_refused(
     line = train(tmp_path, without_torch, "digits", f"data.root={digits}", f"run.dir={folder}")
     assert line.startswith(f"run.dir={folder} cannot be written: ")
     assert line.endswith("give a folder that can, with run.dir=FOLDER")
+
+
+LONG = "x" * 300
+"""A name that no file system takes: looked at, it is an error and not merely absent. For root, too."""
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [(f"run.dir={LONG}", f"run.dir={LONG} cannot be written: File name too long: give a folder that can"),
+     (f"run.dir={LONG}/run", f"run.dir={LONG}/run cannot be written: File name too long: give a folder that can"),
+     (f"data.root={LONG}", f"data.root={LONG} cannot be read: File name too long")],
+    ids=["run.dir", "above run.dir", "data.root"],
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["train", "plan", "doctor"])
+def test_a_path_that_cannot_be_looked_at_is_refused(
+    tmp_path: Path, digits: Path, without_torch: Path, command: str, word: str, says: str
+) -> None:
+    words = ["digits", word] if word.startswith("data.root") else ["digits", f"data.root={digits}", word]
+    if command == "train":
+        assert train(tmp_path, without_torch, *words).startswith(says)
+        return
+    result = pipeline(command, *words, cwd=tmp_path)
+    if command == "plan" and "run.dir" in word:
+        assert result.code == 0  # it has no need of that folder
+    else:
+        assert refused(result).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [("plan {long}.yaml", 2), ("plan digits data.source=folder data.root={long}", 2),
+     ("plan digits data.source=pack data.root={long}", 2), ("data check {long}", 2), ("data make digits {long}", 2),
+     ("data make synthetic {long}", 2), ("data get imagenette {long}", 2), ("data import imagenet {long} out", 2),
+     ("data pack {long} out", 2), ("data pack {digits} {long}", 4), ("evaluate {long}", 4), ("evaluate {long}/run", 4),
+     ("predict {long} a.png", 4), ("export {long} --to torch.export", 4), ("report {long}", 2), ("verify {long}", 2),
+     ("sync {long}", 2), ("k8s render --out {long}", 2), ("bench data --images {long}", 2)],
+)  # fmt: skip
+def test_any_path_that_cannot_be_looked_at_is_one_line(
+    tmp_path: Path,
+    digits: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: str,
+    code: int,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # they would be the tests' own
+    assert main(words.format(long=LONG, digits=digits).split()) == code
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert said[0].startswith("pipeline: ")
+    assert "File name too long" in said[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_rank_does_not_expect_of_a_file_stays_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "0")
+
+    def fail(*_: object) -> None:
+        raise FileNotFoundError(2, "No such file or directory", "weights.pt")
+
+    monkeypatch.setattr("pipeline.operate.render.render", fail)
+    with pytest.raises(FileNotFoundError, match="No such file"):
+        main(["k8s", "render"])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import pickle
 import signal
 import time
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch
 from harness import children, kill
 from streams import GlobalBatch, joined, prepare, stream
 from torch.utils.data import Dataset
+from torch.utils.data._utils.collate import default_convert
+from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from pipeline.config import load
@@ -20,6 +23,7 @@ from pipeline.data import loader
 from pipeline.data.batch import Batch
 from pipeline.data.loader import TrainBatches, batches
 from pipeline.data.order import Order
+from pipeline.data.seats import Seats
 from pipeline.data.transfer import to_device
 from pipeline.plan import DataSize, Resources, make_plan
 from pipeline.verdict import StorageError
@@ -227,6 +231,21 @@ def test_memory_is_used_again_once_nothing_refers_to_it(digits: Path) -> None:
     for step, images in held:
         assert torch.equal(images, data[step].images[7:9]), "it was not written over"
     assert len({images.data_ptr() for _, images in held}) == len(held)
+
+
+def test_what_a_worker_hands_over_is_left_to_itself_by_torchs_loader(
+    digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, plan, source = prepare(digits, 1)
+    data = TrainBatches(source.train, config, plan, 0)
+    seats = Seats(data, 1)
+    (place,) = seats.places([3])
+    made = seats[place]
+    assert default_convert(made) is made, "it is not taken apart"
+    monkeypatch.setattr("pipeline.data.seats.pin_memory", lambda whole: whole)  # wants a GPU
+    pinned = pin_memory(pickle.loads(pickle.dumps(made)))
+    assert torch.equal(pinned.images, data[3].images)
+    assert torch.equal(pinned.ids, data[3].ids)
 
 
 class Deadly(Dataset[Batch]):

@@ -51,7 +51,7 @@ class ArchiveImages(SplitImages):
 def open_archives(folder: Path) -> Source:
     """The images of the three archives in `folder`. RequestError names what is missing, cut short or miscounted."""
     for name in (TRAIN, VAL, DEVKIT):
-        if not (folder / name).is_file():
+        if not os.path.isfile(folder / name):
             raise RequestError(f"{folder} holds no {name}: it needs {TRAIN}, {VAL} and {DEVKIT}, as published")
     counts, truth = _read_devkit(folder / DEVKIT)
     classes = tuple(sorted(counts))

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.plan import DataSize
-from pipeline.verdict import RequestError
+from pipeline.verdict import RequestError, StorageError
 
 EXTENSIONS = (b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b".tiff", b".webp")
 SPLITS = ("train", "val")
@@ -193,6 +193,16 @@ def show(name: bytes) -> str:
     return text if text.isprintable() else text.encode("unicode_escape").decode()
 
 
+def check_folder(root: Path, given: str, remedy: str) -> None:
+    """RequestError, which says what was given, if `root` is not a folder whose contents can be listed."""
+    try:
+        os.scandir(root).close()
+    except (FileNotFoundError, NotADirectoryError):
+        raise RequestError(f"{given} is not a folder: {remedy}") from None
+    except OSError as error:
+        raise RequestError(f"{given} cannot be read: {error.strerror}") from None
+
+
 def open_index(root: Path, val_split: float, spare: Path, *, check_sizes: bool) -> Index:
     """The index of `root`, from its cache where that is still true, else scanned and cached.
 
@@ -200,11 +210,11 @@ def open_index(root: Path, val_split: float, spare: Path, *, check_sizes: bool) 
     below `root` has changed, which says that no file came or went; `check_sizes` looks at every file besides.
     RequestError if the layout is wrong.
     """
-    if not root.is_dir():
-        raise RequestError(
-            f"data.root={root} is not a folder: give one with train/ and val/ in it, each with a folder a class,"
-            " or make one with 'pipeline data make'"
-        )
+    check_folder(
+        root,
+        f"data.root={root}",
+        "give one with train/ and val/ in it, each with a folder a class, or make one with 'pipeline data make'",
+    )
     for cached in _cached(root, spare):
         if cached.val_split == val_split and _still_true(cached, root, check_sizes):
             return cached
@@ -401,7 +411,7 @@ def _empty_class(where: str) -> RequestError:
 
 def _cached(root: Path, spare: Path) -> Iterator[Index]:
     """Cached indices, newest first; a damaged one is passed over."""
-    paths = [path for folder in (root / CACHE, spare) if folder.is_dir() for path in folder.glob("*.index")]
+    paths = [path for folder in (root / CACHE, spare) if os.path.isdir(folder) for path in folder.glob("*.index")]
     for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         try:
             index = Index.from_bytes(np.memmap(path, np.uint8, "r"))
@@ -447,8 +457,11 @@ def write_sums(root: Path, index: Index) -> int:
         escaped = name.replace(b"\\", b"\\\\").replace(b"\n", b"\\n")
         lines.append(b"\\" * (escaped != name) + digest.hex().encode() + b"  " + escaped + b"\n")
     aside = root / f".{SUMS}"
-    aside.write_bytes(b"".join(lines))
-    os.replace(aside, root / SUMS)
+    try:
+        aside.write_bytes(b"".join(lines))
+        os.replace(aside, root / SUMS)
+    except OSError as error:
+        raise StorageError(f"{root / SUMS} cannot be written: {error.strerror}") from None
     return len(lines)
 
 

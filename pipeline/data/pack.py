@@ -157,7 +157,9 @@ def read_summary(root: Path) -> dict[str, Any]:
         raise RequestError(
             f"data.root={root} holds no whole pack ({SUMMARY} is missing): make one with 'pipeline data pack SRC {root}'"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise RequestError(f"data.root={root} cannot be read: {SUMMARY}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
         raise _damaged(root, f"{SUMMARY} cannot be read ({error})") from None
     return dict(summary)
 

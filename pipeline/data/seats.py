@@ -12,8 +12,9 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 from weakref import WeakValueDictionary, finalize
 
 import torch
@@ -47,8 +48,10 @@ class Roomed(Dataset[Batch]):
         return self.make(position, _room)
 
 
-class Handed(NamedTuple):
-    """A batch on its way from a worker, without its images."""
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """A batch on its way from a worker, without its images. No tuple: torch's loader takes these apart, and an older one
+    (2.11) pins their fields without asking for a `pin_memory` of their own."""
 
     seats: int
     seat: int

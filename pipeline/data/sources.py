@@ -112,7 +112,7 @@ def data_root(config: Config) -> Path:
 
 def size_of(config: Config) -> DataSize:
     """How much data there will be, made or not: what a plan needs."""
-    if config.data.source == "digits" and not data_root(config).exists():
+    if config.data.source == "digits" and _is_free(data_root(config)):
         return DIGITS_SIZE
     return open_source(config).size
 
@@ -142,12 +142,23 @@ def open_validation(config: Config, classes: tuple[str, ...]) -> Source:
 
 
 def _have_digits(config: Config, root: Path) -> None:
-    if config.data.source == "digits" and not root.exists():
+    if config.data.source == "digits" and _is_free(root):
         try:
             make_digits(root)
         except RequestError:
-            if not root.exists():  # else another process made them meanwhile
+            if _is_free(root):  # else another process made them meanwhile
                 raise
+
+
+def _is_free(root: Path) -> bool:
+    """Whether nothing is there. RequestError if that cannot be seen."""
+    try:
+        root.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError as error:
+        raise RequestError(f"data.root={root} cannot be read: {error.strerror}") from None
+    return False
 
 
 def of_index(root: Path, index: Index) -> Source:
@@ -207,7 +218,7 @@ class _new_folder:
         self._aside = root.parent / f".{root.name}.{socket.gethostname()}.{os.getpid()}"
 
     def __enter__(self) -> Path:
-        if self._root.exists():
+        if os.path.exists(self._root):
             raise RequestError(f"{self._root} is there already: remove it, or name another folder")
         try:
             shutil.rmtree(self._aside, ignore_errors=True)

@@ -76,9 +76,10 @@ class Part(nn.Module):
         self._links = links
 
     def forward(self, x: Tensor) -> Tensor:
+        x = _row_by_row(x)
         for link in self._links:
             x = link.run(self.model, x)
-        return x
+        return _row_by_row(x)
 
 
 def try_to_cut(options: Model, num_classes: int, count: int, size: int) -> None:
@@ -165,6 +166,11 @@ def _balanced(costs: list[int], count: int) -> tuple[int, ...]:
         )
 
     return best(len(costs), count)[1]
+
+
+def _row_by_row(x: Tensor) -> Tensor:
+    """The same, contiguous, and so its gradient: nothing else can be sent, and ConvNeXt and channels_last make others."""
+    return x.flatten().view(x.shape)
 
 
 def _is_within(name: str, owners: list[str] | tuple[str, ...]) -> bool:

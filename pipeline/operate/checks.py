@@ -18,7 +18,7 @@ import urllib.request
 from typing import Any
 
 from pipeline import verdict, world
-from pipeline.config import Config, from_yaml, refuse_changes, without_password
+from pipeline.config import Config, from_yaml, refuse_changes, split_credentials, without_password
 from pipeline.data import sources
 from pipeline.data.sources import Source
 from pipeline.plan import Plan, make_plan
@@ -122,13 +122,14 @@ def tracker(config: Config, folder: RunFolder) -> str:
 
 def open_tracker(uri: str, path: str, method: str = "GET", body: bytes | None = None) -> Any:
     """MLflow's answer, with the user and password that its address or the environment name. Raises what urllib raises."""
-    parts = urllib.parse.urlsplit(uri)
-    address = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
-    request = urllib.request.Request(f"{address}/{path}", body, method=method)
-    user = parts.username or os.environ.get("MLFLOW_TRACKING_USERNAME")
+    address, name, password = split_credentials(uri)
+    parts = urllib.parse.urlsplit(address)
+    request = urllib.request.Request(
+        f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}/{path}", body, method=method
+    )
+    user = name or os.environ.get("MLFLOW_TRACKING_USERNAME")
     if user:
-        password = parts.password or os.environ.get("MLFLOW_TRACKING_PASSWORD", "")
-        request.add_header("Authorization", _basic(urllib.parse.unquote(user), urllib.parse.unquote(password)))
+        request.add_header("Authorization", _basic(user, password or os.environ.get("MLFLOW_TRACKING_PASSWORD", "")))
     return urllib.request.urlopen(request, timeout=_TRACKER_TIMEOUT_S)
 
 
@@ -137,4 +138,4 @@ def _basic(user: str, password: str) -> str:
 
 
 def _has_checkpoints(folder: RunFolder) -> bool:
-    return any(folder.checkpoints.glob("step-*.pt"))
+    return os.path.isdir(folder.checkpoints) and any(folder.checkpoints.glob("step-*.pt"))

@@ -32,8 +32,7 @@ def import_imagenet(archives: Path, out: Path, level: str | None) -> str:
     """ILSVRC2012's archives as an image folder, or as a pack; given again it goes on. A line that says what is there."""
     from pipeline.data import imagenet
 
-    if not archives.is_dir():
-        raise RequestError(f"{archives} is not a folder: name the one that holds {imagenet.TRAIN}")
+    manifest.check_folder(archives, str(archives), f"name the one that holds {imagenet.TRAIN}")
     source = imagenet.open_archives(archives)
     if level:
         from pipeline.operate.pack import pack_source
@@ -80,12 +79,16 @@ def _unpack(source: sources.Source, out: Path) -> Iterator[int]:
 def get(kind: str, out: str | None) -> str:
     """Fetches imagenette by torchvision's own downloader, and lays it out; a line that says what is there."""
     root = Path(out or f"data/{kind}")
-    if root.exists():
+    if os.path.exists(root):
         raise RequestError(f"{root} is there already: remove it, or name another folder")
+    aside = root.parent / f".{root.name}.download"
+    try:
+        aside.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"{root} cannot be made: {error.strerror}") from None
 
     from torchvision.datasets import Imagenette
 
-    aside = root.parent / f".{root.name}.download"
     try:
         Imagenette(str(aside), split="train", size="full", download=not (aside / "imagenette2").is_dir())
         os.rename(aside / "imagenette2", root)
@@ -100,12 +103,11 @@ def check(root: Path, val_split: float, *, write_sums: bool) -> str:
 
     RequestError for a wrong layout, StorageError if images are defect.
     """
-    if not root.is_dir():
-        raise RequestError(
-            f"{root} is not a folder: name an image folder, or make one with 'pipeline data make digits'"
-        )
-    if (root / pack.SUMMARY).exists():
+    manifest.check_folder(root, str(root), "name an image folder, or make one with 'pipeline data make digits'")
+    if os.path.exists(root / pack.SUMMARY):
         return _check_pack(root, write_sums=write_sums)
+    if write_sums and not os.access(root, os.W_OK | os.X_OK):
+        raise RequestError(f"{root} is read-only: --write-sums wants to write {manifest.SUMS} there")
     index = manifest.scan(root, val_split)
     manifest.store(
         index, root / manifest.CACHE

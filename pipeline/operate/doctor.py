@@ -71,7 +71,8 @@ def examine(
     nodes = num_nodes or _of_environment("PET_NNODES")
     processes = num_processes or nodes * _of_environment("PET_NPROC_PER_NODE")
     here = world.here().resized(processes, nodes)
-    endpoint = os.environ.get("PET_RDZV_ENDPOINT")  # of a node of a job
+    is_node = "PET_NPROC_PER_NODE" in os.environ  # of a job; one of several has an endpoint too
+    endpoint = os.environ.get("PET_RDZV_ENDPOINT")
     found = _Findings()
     config = found.check("recipe", lambda: load(recipe, overrides), lambda config: config.recipe)
     if config:
@@ -92,7 +93,7 @@ def examine(
         if endpoint:
             found.check("names", lambda: checks.names(endpoint), str)
         reached = found.check("MLflow", lambda: checks.tracker(config, folder), str, fatal=config.track.required)
-        if not endpoint:
+        if not is_node:
             _try_out(found, config, here, folder, source, plan, has_tracker=reached is not None)
         if with_sanity and found.ending is None and source and plan:
             from pipeline.operate import sanity

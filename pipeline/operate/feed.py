@@ -39,7 +39,6 @@ from pipeline.data.sources import Images, Source, open_source
 from pipeline.model.architectures import MEAN, STD
 from pipeline.operate import pack
 from pipeline.plan import Plan, make_plan
-from pipeline.verdict import RequestError
 from pipeline.world import World, allowed_cpus
 
 WORKERS = 2
@@ -69,8 +68,7 @@ class Row:
 
 def data(images: Path, rounds: int, steps: int, *, peers: Path | None, write: Path | None, as_json: bool) -> str:
     """Rows for people or machines; `peers` is where the others' virtual environment is, or is to be made."""
-    if not images.is_dir():
-        raise RequestError(f"--images {images} is not a folder: name an image folder, of photos best")
+    manifest.check_folder(images, f"--images {images}", "name an image folder, of photos best")
     with TemporaryDirectory() as name, ExitStack() as stack:
         root = Path(name) / "images"
         count = _link(images, root)

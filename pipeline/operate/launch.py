@@ -4,10 +4,13 @@ Promise: an error in the request costs seconds, one line and exit code 2, and is
 group formed or a GPU taken. Starting leans on torch's own elastic agent, with no restarts; nothing here polls a child.
 """
 
+import gc
 import logging
 import signal
 import sys
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +22,7 @@ from pipeline.data.sources import Source
 from pipeline.operate import checks
 from pipeline.plan import Plan
 from pipeline.record.folder import RunFolder
+from pipeline.record.journal import read
 from pipeline.record.terminal import voice
 from pipeline.train.signals import StopRequest
 from pipeline.verdict import RequestError, TemporaryError, Verdict
@@ -49,6 +53,7 @@ def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopReques
     source = None
     folder = RunFolder(config.run_dir)
     if here.is_main:
+        config = _obeyed_once(config)
         cleared = preflight(config, here)
         source, folder = cleared.source, cleared.folder
         folder.hold()
@@ -59,9 +64,20 @@ def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopReques
     elif here.local_rank == 0 and config.data.source == "digits":
         sources.open_source(config)  # each machine of several makes its own, unless they share a disk
 
-    from pipeline.train.session import run_training
+    with _importing():
+        from pipeline.train.session import run_training
 
     return run_training(config, here, folder, source, stop)
+
+
+def _obeyed_once(config: Config) -> Config:
+    """`run.resume` is for the first start: where a launcher repeats the command, it goes on from what that has made."""
+    if not world.restarts():
+        return config
+    starts = [row.get("launch") for row, _ in read(RunFolder(config.run_dir).journal) if row.get("event") == "started"]
+    if starts[-1:] != [world.launch_name()]:
+        return config
+    return config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
 
 
 def preflight(config: Config, here: World) -> Cleared:
@@ -87,7 +103,9 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
     if nproc and nproc > 1:
         return start_processes(nproc, ["evaluate", target, *overrides])
 
-    from pipeline.record import checkpoint
+    with _importing():
+        from pipeline.record import checkpoint
+        from pipeline.train.session import run_evaluation
 
     path = checkpoint.find(Path(target))
     contents = checkpoint.decode(checkpoint.read_verified(path), path)
@@ -96,9 +114,20 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
     if here.is_main:
         print(f"evaluating {path}", file=sys.stderr, flush=True)
 
-    from pipeline.train.session import run_evaluation
-
     return run_evaluation(config, here, contents, source)
+
+
+@contextmanager
+def _importing() -> Iterator[None]:
+    """What is imported here stays, so nobody looks for garbage in it: neither now, again and again (a tenth of a start's
+    time), nor in the midst of training, where one rank's second is everyone's, nor in a forked worker, which would then
+    need a copy of every page it looks at."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _place(nproc: int | None) -> World:
@@ -109,9 +138,10 @@ def _place(nproc: int | None) -> World:
 
 def start_processes(nproc: int, arguments: list[str]) -> int:
     """Start `nproc` processes of this command on this machine and wait for them: the exit code of the first to leave."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    with _importing():
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # one line says why a run ended; the agent's account of its children would bury it
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)

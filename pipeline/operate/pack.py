@@ -66,8 +66,7 @@ class Shard:
 def pack(root: Path, out: Path, level: str, val_split: float) -> str:
     """Packs the image folder `root` into `out`, or goes on where that was interrupted; a line that says what came out."""
     _parse(level)
-    if not root.is_dir():
-        raise RequestError(f"{root} is not a folder: name an image folder")
+    manifest.check_folder(root, str(root), "name an image folder")
     return pack_source(sources.of_index(root, manifest.scan(root, val_split)), out, level)
 
 

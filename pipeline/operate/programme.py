@@ -21,6 +21,7 @@ import torch
 
 from pipeline import world
 from pipeline.config import load
+from pipeline.data.manifest import check_folder
 from pipeline.data.sources import make_synthetic
 from pipeline.record import journal
 from pipeline.train.efficiency import NoFigure, measure_efficiency
@@ -61,6 +62,9 @@ class _Parts:
                 speed = row["images_per_s"]
                 mfu = self._efficiency.figures(speed, self._size).get("time/mfu")
                 self.rows.append(_Row(f"{title}: {row['name']}", speed, row["ratio"], mfu))
+            lack = world.lacks_to_compile()
+            if lack and "train.compile=off" not in (*self._words, *words):
+                self.rows.append(_Row(f"{title}: compiled", remark=f"torch.compile wants {lack}, which is not here"))
 
     def train(self, title: str, *words: str, times: int = 1) -> None:
         """`train`, as often: one row, with whether the weights were the same bits each time."""
@@ -74,11 +78,15 @@ class _Parts:
             digests.append(out.splitlines()[-1].rpartition("sha256:")[2])
             for row, _ in journal.read(run / "journal.jsonl"):
                 metrics |= row.get("metrics", {})
-        alike = {1: "", len(digests): f"other bits: {' '.join(one[:8] for one in digests)}"}[len(set(digests))]
-        peak = metrics.get("system/gpu_peak_mib", 0) / 1024
-        remark = (f"same bits twice: {digests[0][:8]}" if times > 1 and not alike else alike) + f"  {peak:.1f} GiB"
+        remarks = []
+        if times > 1:
+            is_same = len(set(digests)) == 1
+            shown = digests[:1] if is_same else digests
+            remarks = [f"{'same bits twice' if is_same else 'other bits'}: {' '.join(one[:8] for one in shown)}"]
+        peak = max((value for name, value in metrics.items() if name.endswith("/gpu_peak_mib")), default=None)
+        remarks += [f"{peak / 1024:.1f} GiB"] if peak is not None else []
         self.rows.append(
-            _Row(title, metrics.get("time/images_per_s"), mfu=metrics.get("time/mfu"), remark=remark.strip())
+            _Row(title, metrics.get("time/images_per_s"), mfu=metrics.get("time/mfu"), remark="  ".join(remarks))
         )
 
     def table(self) -> str:
@@ -110,6 +118,8 @@ class _Parts:
 
 def gpu(images: Path | None, overrides: list[str], batch: int) -> str:
     """The table. RequestError where there is no GPU; images: a folder of photos for the loader."""
+    if images is not None:
+        check_folder(images, f"--images {images}", "name an image folder, of photos best")
     config = load("digits", [*_MODEL, *overrides])
     if config.run.device != "cpu" and not world.shows_gpu():
         raise world.no_gpu()

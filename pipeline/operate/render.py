@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from pipeline import __version__
-from pipeline.config import load, recipe_text
+from pipeline.config import Config, from_yaml, load, recipe_text
 from pipeline.operate import node
 from pipeline.verdict import RequestError
 
@@ -44,14 +46,37 @@ class Request:
 
 def render(request: Request) -> dict[str, str]:
     """Text of each manifest by its file's name. RequestError if the recipe is wrong or a value cannot be."""
-    load(request.recipe, list(request.overrides))
-    return dict(_files(request))
+    words = [*request.overrides, "run.dir=/runs"]  # a pod's own is of its ConfigMap
+    config = load(request.recipe, words)
+    if config.run.resume != "auto":
+        raise RequestError(
+            f"run.resume={config.run.resume} would be said at each restart of a pod, which must go on where the run stood:"
+            " leave it out; for a new run, give the recipe another name, or RUN_DIR in 10-config.yaml another folder"
+        )
+    manifests = dict(_files(request))
+    if _of_pods(manifests["10-config.yaml"], words) != config:
+        raise RequestError(
+            f"recipe {request.recipe} would not come out of its ConfigMap as it went in: begin its lines at the margin, and"
+            " name it in plain letters"
+        )
+    return manifests
 
 
 def write(manifests: dict[str, str], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in manifests.items():
-        (folder / name).write_text(text)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in manifests.items():
+            (folder / name).write_text(text)
+    except OSError as error:
+        raise RequestError(f"{folder} cannot be written: {error.strerror}: give --out a folder that can") from None
+
+
+def _of_pods(text: str, words: list[str]) -> Config | None:
+    """What pods will make of the ConfigMap; None if they cannot read it."""
+    try:
+        return from_yaml(yaml.safe_load(text)["data"]["recipe.yaml"], "10-config.yaml", words)
+    except (yaml.YAMLError, RequestError):
+        return None
 
 
 def _files(request: Request) -> Iterator[tuple[str, str]]:

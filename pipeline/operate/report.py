@@ -11,8 +11,10 @@ from pipeline.verdict import RequestError, StorageError
 def report(path: Path) -> str:
     """A line that names the pictures."""
     folder = RunFolder(path)
-    if not folder.journal.exists():
-        raise RequestError(f"{path} is not a run's folder: it holds no {folder.journal.name}")
+    try:
+        folder.journal.stat()
+    except OSError as error:
+        raise RequestError(f"{path} is not a run's folder: {folder.journal.name}: {error.strerror}") from None
     try:
         drawn = draw_report(folder, lambda line: print(line, file=sys.stderr))
     except OSError as error:

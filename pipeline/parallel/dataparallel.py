@@ -31,4 +31,21 @@ class Scattered(Strategy):
         return logits
 
     def predictor(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
-        return model if self.group.device.type == "cpu" else nn.DataParallel(model)
+        if self.group.device.type == "cpu":
+            return model
+        scattered = nn.DataParallel(Replicated(model))
+        return lambda images: scattered(images, torch.get_autocast_dtype(images.device.type))
+
+
+class Replicated(nn.Module):
+    """A model in the autocast of whoever calls all replicas: torch tells its threads whether, and not in what (2.14)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor, kind: torch.dtype) -> Tensor:
+        device = images.device.type
+        with torch.autocast(device, kind, enabled=torch.is_autocast_enabled(device)):
+            logits: Tensor = self.model(images)
+        return logits

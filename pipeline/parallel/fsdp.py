@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -38,6 +39,9 @@ class FullyShard(Strategy):
 
     def __init__(self, model: nn.Module, group: Group, plan: Plan, config: Config) -> None:
         super().__init__(model, group, plan)
+        if config.model.channels_last:
+            model.to(memory_format=torch.contiguous_format)  # torch slices no other weights (2.14)
+            self.note += "; model.channels_last orders images and activations alone"
         # torch copies no sliced model
         self._average = begin_average(model) if config.train.ema is not None else None
         mesh = init_device_mesh(group.device.type, (group.size,))

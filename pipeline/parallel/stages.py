@@ -155,8 +155,9 @@ class Stages(Strategy):
 
     def _collect(self, tensor: Tensor, stage: int) -> Tensor:
         """The copy's tensors [B, …] in the order of its processes, [count × B, …], at one stage; empty elsewhere."""
+        tensor = tensor.contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self._count)] if stage == self._stage else None
-        dist.gather(tensor.contiguous(), parts, group=self._line, group_dst=stage)
+        dist.gather(tensor, parts, group=self._line, group_dst=stage)
         return torch.cat(parts) if parts else tensor[:0]
 
     def _loss_of(self, logits: Tensor, rows: Tensor) -> Tensor:

@@ -36,11 +36,25 @@ class Answers:
         worst: NDArray[np.int64] = wrong[np.argsort(-self.confidence[wrong], kind="stable")][:count]
         return worst
 
-    def confusion(self, num_classes: int) -> NDArray[np.int64]:
-        """[classes, classes]: images of the row's class that were taken for the column's."""
-        good = self.labels >= 0
-        pairs = self.labels[good].astype(np.int64) * num_classes + self.predicted[good]
-        return np.bincount(pairs, minlength=num_classes**2).reshape(num_classes, num_classes)
+    def right(self, num_classes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """[classes] both: images of each class that were taken for it, and all of its images."""
+        good = self.labels[self.labels >= 0]
+        hit = self.labels[self.labels == self.predicted]
+        return np.bincount(hit, minlength=num_classes), np.bincount(good, minlength=num_classes)
+
+    def confused(self, num_classes: int, count: int) -> NDArray[np.int64]:
+        """[count]: the classes with the most images mistaken, for another or another for them, in ascending order."""
+        wrong = (self.labels >= 0) & (self.labels != self.predicted)
+        mistaken = np.bincount(self.labels[wrong], minlength=num_classes)
+        mistaken += np.bincount(self.predicted[wrong], minlength=num_classes)
+        return np.sort(np.argsort(-mistaken, kind="stable")[:count])
+
+    def confusion(self, classes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[K, K] of K classes in ascending order: images of the row's that were taken for the column's."""
+        among = np.isin(self.labels, classes) & np.isin(self.predicted, classes)
+        rows, columns = (np.searchsorted(classes, of[among]) for of in (self.labels, self.predicted))
+        size = len(classes)
+        return np.bincount(rows * size + columns, minlength=size**2).reshape(size, size)
 
 
 @dataclass(frozen=True)

@@ -201,15 +201,18 @@ class Checkpoints:
 
 def find(path: Path) -> Path:
     """The checkpoint that RUN_DIR or CHECKPOINT names: of a folder the newest. StorageError if there is none."""
-    if path.is_dir():
-        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-        paths = listed(folder)
-        if not paths:
-            raise StorageError(f"{path} holds no checkpoint: give a run's folder or a file step-….pt")
-        return paths[0]
-    if not path.exists():
-        raise StorageError(f"{path} is not there: give a run's folder or a file step-….pt")
-    return path
+    try:
+        path.stat()
+        if not path.is_dir():
+            return path
+        paths = listed(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise StorageError(f"{path} is not there: give a run's folder or a file step-….pt") from None
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror}") from None
+    if not paths:
+        raise StorageError(f"{path} holds no checkpoint: give a run's folder or a file step-….pt")
+    return paths[0]
 
 
 def _reason(error: BaseException) -> str:

@@ -4,6 +4,7 @@ Promise: one run at a time writes here. The lock is a POSIX record lock, which t
 however it dies, and which forked loader workers do not inherit. No torch in here.
 """
 
+import errno
 import fcntl
 import os
 import shutil
@@ -11,7 +12,7 @@ import socket
 import time
 from pathlib import Path
 
-from pipeline.verdict import RequestError, TemporaryError
+from pipeline.verdict import RequestError, StorageError, TemporaryError, Verdict
 
 _STAYS = ("lock", "mlflow.lock", "index")  # in a fresh start: who works here, and what the data is
 _LOCK_PATIENCE_S = 2.0  # a holder that was just killed needs a moment to be gone
@@ -25,6 +26,24 @@ def write_whole(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
+
+
+def take_lock(path: Path, descriptor: int, patience: float) -> bool:
+    """Whether the open file's lock became ours within so many seconds. RequestError where its file system has no locks."""
+    end = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):  # what POSIX says of a lock that another holds
+                raise RequestError(
+                    f"run.dir={path.parent} cannot be locked: {error.strerror}: give a folder on a file system with"
+                    " working locks (NFS 4, CephFS, Lustre, a local disk)"
+                ) from None
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.1)
 
 
 class RunFolder:
@@ -44,40 +63,40 @@ class RunFolder:
 
     def place(self) -> Path:
         """The folder, or of those above it the nearest that is there."""
-        return next(place for place in (self.path, *self.path.absolute().parents) if place.exists())
+        return next(place for place in (self.path, *self.path.absolute().parents) if os.path.exists(place))
 
     def check_writable(self) -> None:
         """RequestError if nothing can be written here; makes nothing."""
+        try:
+            self.path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            pass  # what is above it says whether it can be made
+        except OSError as error:
+            raise self.unwritable(error) from None
         place = self.place()
         if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-            raise self._unwritable("a file is in its way" if not place.is_dir() else f"{place} is read-only")
+            raise self._refusal("a file is in its way" if not place.is_dir() else f"{place} is read-only")
 
     def hold(self) -> None:
         """Take the lock, for as long as this process lives. TemporaryError names the holder if there is one."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
-            descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._held = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if not take_lock(self._lock, self._held, _LOCK_PATIENCE_S):
+                holder = os.read(self._held, 200).decode(errors="replace").strip() or "another process"
+                raise TemporaryError(
+                    f"run.dir={self.path} is held by {holder}: wait for it, stop it, or give another run.dir"
+                )
+            own = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}\n"
+            os.ftruncate(self._held, 0)
+            os.write(self._held, own.encode())
         except OSError as error:
-            raise self._unwritable(error.strerror or "unknown error") from None
-        end = time.monotonic() + _LOCK_PATIENCE_S
-        while True:
-            try:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if time.monotonic() > end:
-                    holder = os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
-                    os.close(descriptor)
-                    raise TemporaryError(
-                        f"run.dir={self.path} is held by {holder}: wait for it, stop it, or give another run.dir"
-                    ) from None
-                time.sleep(0.1)
-        os.ftruncate(descriptor, 0)
-        os.write(
-            descriptor, f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}\n".encode()
-        )
-        self._held = descriptor
+            self.release()
+            raise self.unwritable(error) from None
+        except Verdict:
+            self.release()
+            raise
 
     def release(self) -> None:
         if self._held is not None:
@@ -85,29 +104,31 @@ class RunFolder:
             self._held = None
 
     def is_held(self) -> bool:
-        """Whether another process holds the lock now."""
+        """Whether another process holds the lock now: nobody can, where there are no locks."""
         try:
             descriptor = os.open(self._lock, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             return False
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return not take_lock(self._lock, descriptor, 0)
+        except RequestError:
             return False
-        except OSError:
-            return True
         finally:
             os.close(descriptor)
 
     def set_aside(self) -> Path | None:
         """Move what an earlier run left into a folder of its own, for a fresh start: nothing is ever overwritten."""
-        old = [entry for entry in self.path.iterdir() if entry.name not in _STAYS and entry.name[:7] != "before-"]
-        if not any(entry.name != "checkpoints" or any(entry.iterdir()) for entry in old):
-            return None
-        aside = self._new_aside()
-        for entry in old:
-            os.rename(entry, aside / entry.name)
-        self.checkpoints.mkdir()
-        return aside
+        try:
+            old = [entry for entry in self.path.iterdir() if entry.name not in _STAYS and entry.name[:7] != "before-"]
+            if not any(entry.name != "checkpoints" or any(entry.iterdir()) for entry in old):
+                return None
+            aside = self._new_aside()
+            for entry in old:
+                os.rename(entry, aside / entry.name)
+            self.checkpoints.mkdir()
+            return aside
+        except OSError as error:
+            raise self.unwritable(error) from None
 
     def set_aside_checkpoints(self, paths: list[Path]) -> Path:
         """Move checkpoints away that a return to an earlier one has made untrue."""
@@ -121,7 +142,16 @@ class RunFolder:
         for path in self.checkpoints.glob(".*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    def _unwritable(self, why: str) -> RequestError:
+    def unwritable(self, error: OSError) -> Verdict:
+        """What a start ends with that cannot write here: a full disk is no wrong request."""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return StorageError(
+                f"run.dir={self.path} cannot be written: {error.strerror}: make room, or give another folder with"
+                " run.dir=FOLDER"
+            )
+        return self._refusal(error.strerror or "unknown error")
+
+    def _refusal(self, why: str) -> RequestError:
         return RequestError(
             f"run.dir={self.path} cannot be written: {why}: give a folder that can, with run.dir=FOLDER"
         )

@@ -14,7 +14,6 @@ one that was killed between two.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import sys
@@ -25,10 +24,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
-from pipeline.config import Config, from_yaml, without_password
-from pipeline.record.folder import RunFolder, write_whole
+from pipeline.config import Config, from_yaml, split_credentials, without_password
+from pipeline.record.folder import RunFolder, take_lock, write_whole
 from pipeline.record.journal import final_status, read
 from pipeline.record.pictures import OF_EVALUATION, of_evaluation
 from pipeline.record.receipt import Receipt
@@ -159,12 +157,12 @@ class Follower:
                 self._client.log_batch(progress.run_id, tags=[self._description()])
                 with _patience(_FILE_PATIENCE_S):
                     self._send_files(progress)
-                    self._send_pictures(progress)
                     if event["status"] == "FINISHED" and event["best"]:
                         path = self._folder.checkpoints / event["best"]["file"]
                         model_id = self._send_model(progress, path, event["best"]["step"])
                         if model_id and self._config.track.register_:
                             self._register(self._config.track.register_, model_id, progress)
+                    self._send_pictures(progress)
 
     @contextlib.contextmanager
     def _left_for_the_end(self) -> Iterator[None]:
@@ -211,8 +209,8 @@ class Follower:
                     path = Path(scratch) / "picture.png"
                     try:
                         of_evaluation(draw, kept)(path)
-                    except ValueError as error:
-                        _log(f"{name} of step {step} is not shown: {error}")
+                    except Exception as error:
+                        _log(f"{name} of step {step} is not shown: {_one_line(error)}")
                     if path.exists():  # of no mistake there is no picture
                         with Image.open(path) as image:
                             self._client.log_image(
@@ -480,18 +478,13 @@ def _watch_trainer(follower: Follower) -> threading.Event:
 
 def _take_turn(folder: RunFolder) -> None:
     """One sender a run: a new one waits for the last words of the one before."""
-    descriptor = os.open(folder.path / "mlflow.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    end = time.monotonic() + 3 * _LAST_WORDS_S
-    while True:
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except OSError:
-            if time.monotonic() > end:
-                raise TemporaryError(
-                    f"{folder.path} is being sent by another process: it will deliver what is there"
-                ) from None
-            time.sleep(0.1)
+    lock = folder.path / "mlflow.lock"
+    try:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise folder.unwritable(error) from None
+    if not take_lock(lock, descriptor, 3 * _LAST_WORDS_S):
+        raise TemporaryError(f"{folder.path} is being sent by another process: it will deliver what is there")
 
 
 def _portions(journal: Path, start: int) -> Iterator[tuple[list[Any], dict[str, Any] | None, int]]:
@@ -516,13 +509,10 @@ def _portions(journal: Path, start: int) -> Iterator[tuple[list[Any], dict[str, 
 
 def _without_credentials(uri: str) -> tuple[str, dict[str, str]]:
     """The address alone, and the variables by which mlflow is told the user and password that stood in it."""
-    parts = urlsplit(uri)
-    user, _, host = parts.netloc.rpartition("@")
-    name, _, password = user.partition(":")
-    if not parts.scheme.startswith("http") or not password:
+    address, name, password = split_credentials(uri)
+    if not uri.startswith("http") or not password:
         return uri, {}
-    credentials = {"MLFLOW_TRACKING_USERNAME": unquote(name), "MLFLOW_TRACKING_PASSWORD": unquote(password)}
-    return parts._replace(netloc=host).geturl(), credentials
+    return address, {"MLFLOW_TRACKING_USERNAME": name, "MLFLOW_TRACKING_PASSWORD": password}
 
 
 @contextlib.contextmanager

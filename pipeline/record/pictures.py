@@ -25,6 +25,8 @@ _CURVES = (
 _NAMED = 30  # classes whose names an axis has room for
 _NAMES: dict[str, Any] = {"fontsize": 7, "parse_math": False}  # a class may be called $5
 _WORST = 40  # classes shown, where there are more
+_WHOLE = 1000  # classes that are all in one picture of confusion: it takes 75 bytes a pair of them beside the training
+_CONFUSED = 200  # classes in it, where there are more
 
 
 def draw_report(folder: RunFolder, complain: Callable[[str], None]) -> list[Path]:
@@ -72,26 +74,30 @@ def draw_curves(path: Path, journal: Path) -> None:
 
 
 def draw_confusion(path: Path, judged: Judged, title: str) -> None:
-    """Shares of each class's images, by what they were taken for."""
-    counts = judged.answers.confusion(len(judged.classes))
-    shares = counts / np.maximum(1, counts.sum(1, keepdims=True))
+    """Shares of each class's images, by what they were taken for; of many the classes that are confused most."""
+    num_classes = len(judged.classes)
+    shown = judged.answers.confused(num_classes, _CONFUSED if num_classes > _WHOLE else num_classes)
+    _, images = judged.answers.right(num_classes)
+    shares = judged.answers.confusion(shown) / np.maximum(1, images[shown, None])
     figure = _figure(6, 5.5)
     axes = figure.subplots()
     figure.colorbar(axes.imshow(shares, cmap="Blues", vmin=0, vmax=1), label="share of the class")
-    axes.set_title(f"confusion, {title}", fontsize=10)
+    some = f" of the worst {len(shown)} of {num_classes:,} classes" if len(shown) < num_classes else ""
+    axes.set_title(f"confusion{some}, {title}", fontsize=10)
     axes.set_xlabel("taken for")
     axes.set_ylabel("is")
-    if len(judged.classes) <= _NAMED:
-        places = range(len(judged.classes))
-        axes.set_xticks(places, judged.classes, rotation=90, **_NAMES)
-        axes.set_yticks(places, judged.classes, **_NAMES)
+    if num_classes <= _NAMED or len(shown) < num_classes:
+        places = range(0, len(shown), -(-len(shown) // _NAMED))
+        names = [judged.classes[shown[place]] for place in places]
+        axes.set_xticks(places, names, rotation=90, **_NAMES)
+        axes.set_yticks(places, names, **_NAMES)
     figure.savefig(path, dpi=120)
 
 
 def draw_classes(path: Path, judged: Judged, title: str) -> None:
     """Accuracy of each class; of many the worst."""
-    counts = judged.answers.confusion(len(judged.classes))
-    accuracy = counts.diagonal() / np.maximum(1, counts.sum(1))
+    right, images = judged.answers.right(len(judged.classes))
+    accuracy = right / np.maximum(1, images)
     order = np.argsort(accuracy, kind="stable")[:_WORST][::-1]
     figure = _figure(6, 0.6 + 0.2 * len(order))
     axes = figure.subplots()

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pipeline.config import Config, without_password
 from pipeline.record.folder import RunFolder
 from pipeline.verdict import RequestError
+from pipeline.world import process_status
 
 READY = "ready"
 # said, because the end of the pipe alone would not come while a loader worker, forked from rank 0, still holds it
@@ -31,6 +32,10 @@ class NoSender:
     def finish(self, say: Callable[[str], None]) -> bool:
         """Let it deliver the rest; whether everything arrived."""
         return True
+
+    def cpu_seconds(self) -> float:
+        """What it has taken of a CPU so far."""
+        return 0
 
 
 class Sender(NoSender):
@@ -64,6 +69,10 @@ class Sender(NoSender):
             f" ({said or f'no answer, see {self._folder.sync_log}'}): start it, correct track.uri, or train without"
             " with track.required=false"
         )
+
+    def cpu_seconds(self) -> float:
+        user, system = process_status(self._process.pid)[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
     def finish(self, say: Callable[[str], None]) -> bool:
         say("sending what the tracker lacks ...")  # a model's export takes seconds

@@ -8,6 +8,7 @@ What is frozen has no gradient, no decay and no moment, and is in evaluation mod
 the new data would undo what the weights beside them were made for.
 """
 
+import os
 import urllib.error
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,9 @@ def freeze(model: nn.Module, names: str) -> str:
     children = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
     modules = dict(model.named_modules())
     chosen = children[:-1] if names == "backbone" else [name.strip() for name in names.split(",")]  # the head is last
+    own = dict(model.named_parameters(recurse=False)) if names == "backbone" else {}  # a transformer's class token
+    for one in own.values():
+        one.requires_grad_(False)
     for name in chosen:
         if name not in modules or not name:
             raise RequestError(
@@ -48,7 +52,8 @@ def freeze(model: nn.Module, names: str) -> str:
     left = sum(one.numel() for one in model.parameters() if one.requires_grad)
     if not left:
         raise RequestError(f"model.freeze={names} leaves nothing to train: leave the head out, {children[-1]}")
-    return f"{', '.join(chosen)} frozen: {left:,} of {sum(one.numel() for one in model.parameters()):,} weights are trained"
+    total = sum(one.numel() for one in model.parameters())
+    return f"{', '.join([*own, *chosen])} frozen: {left:,} of {total:,} weights are trained"
 
 
 def _load_fitting(model: nn.Module, options: Model) -> str:
@@ -72,7 +77,7 @@ def _read(arch: str, init: str) -> dict[str, Tensor]:
         served, _ = fetch_model(init)
         own = "model."  # of `Served`, beside what it normalises with
         return {name.removeprefix(own): one for name, one in served.state_dict().items() if name.startswith(own)}
-    if Path(init).exists():
+    if os.path.exists(init):
         path = checkpoint.find(Path(init))
         return checkpoint.judged_weights(checkpoint.decode(checkpoint.read_verified(path), path))
     names = published_weights(arch)

@@ -10,7 +10,6 @@ import os
 import resource
 import time
 from collections import defaultdict
-from pathlib import Path
 
 import torch
 
@@ -25,6 +24,7 @@ from pipeline.train.efficiency import NoFigure
 from pipeline.train.state import TrainState
 from pipeline.train.step import LOSS_UNIT
 from pipeline.train.watch import NoPace
+from pipeline.world import process_status
 
 
 class Report:
@@ -70,10 +70,8 @@ class Report:
             self._terminal.say(f"first step done {_seconds_since_start():.1f} s after the start")
         if not self._plan.reports_at(state.step):
             return
-        totals, pace = (
-            state.totals.cpu(),
-            self._pace.take(),
-        )  # waits for the device, so what it still did is in the time
+        totals = state.totals.cpu()  # waits for the device, so what it still did is in the time
+        pace = self._pace.take()
         elapsed = max(1e-9, time.perf_counter() - self._start)
         mine = torch.cat([totals, pace, self._machine(elapsed).flatten()])
         loss, correct, images, *rest = self._group.sum(mine).tolist()
@@ -169,7 +167,7 @@ def trace_update(trace: Trace | None, state: TrainState, plan: Plan, group: Grou
 
 def _seconds_since_start() -> float:
     """Since this process was started, imports included."""
-    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    started = int(process_status(os.getpid())[19]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 

@@ -27,6 +27,8 @@ def resume(
             data = _choose(config, folder, say)
         except Verdict as found:
             verdict = found
+        except OSError as error:
+            verdict = folder.unwritable(error)
     group.raise_together(verdict)
     data = group.broadcast_bytes(data)
     if not data:

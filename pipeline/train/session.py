@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 from pipeline import group as groups
@@ -48,7 +49,7 @@ from pipeline.train.step import Step, name_samples
 from pipeline.train.watch import start_pace, start_watch
 from pipeline.train.watchdog import Watchdog
 from pipeline.verdict import RequestError, TemporaryError, Verdict
-from pipeline.world import World, kill_stopped, leave_account, stop_restarts
+from pipeline.world import World, kill_stopped, launch_name, leave_account, stop_restarts
 
 _MARGIN_S = 10
 
@@ -98,18 +99,14 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
         _crash(run, str(ending), ending.code)
     except Verdict as ending:
         watchdog.stop()
-        if group.is_main:
-            verdict.leave(folder.path, ending, config.model_dump_json())
-        if ending.code == verdict.CRASH:
-            leave_account(str(ending), is_echo=not group.is_main)
-        _close_records(run, tracker, "KILLED" if isinstance(ending, TemporaryError) else "FAILED", str(ending))
+        group.unhurried(partial(_break_off, run, folder, tracker, ending))
         group.finish()
         raise
     except Exception as error:
         _crash(run, traceback.format_exc(), verdict.CRASH, is_echo=groups.lost_a_peer(error))
     watchdog.stop()
     line = _done_line(plan.epoch(run.state.step), evaluation, run.state.weights_digest())
-    _conclude(run, folder, tracker, line)
+    group.unhurried(partial(_conclude, run, folder, tracker, line))
     group.finish()
     return line
 
@@ -228,47 +225,70 @@ def _settle(step: Step, config: Config, plan: Plan) -> None:
 
 
 def _open_records(run: Training, folder: RunFolder, source: Source, *, resumed: bool) -> NoSender:
-    """Rank 0 opens what it writes, and starts the sender. RequestError at all if the tracker is required and not there."""
+    """Rank 0 opens what it writes, and starts the sender. All raise the Verdict of a folder that cannot be written, or of a
+    tracker that is required and not there."""
     tracker, problem = NoSender(), None
     # a checkpoint is synced and the journal is not: a machine may have lost this row
     account = run.state.account() if run.state.is_evaluated else None
     if run.group.is_main:
-        say = run.terminal.say
-        verdict.clear(folder.path)
-        write_whole(folder.config, run.config.to_yaml().encode())
-        write_whole(folder.plan, json.dumps(run.plan.to_dict(), indent=1).encode())
-        run.journal = Journal(folder.journal, say)
-        run.checkpoints = Checkpoints(folder.checkpoints, run.config.checkpoint.keep, say)
-        if run.config.run.trace:
-            run.trace = Trace(folder.trace, run.state.step)
-        facts = {
-            "recipe": run.config.recipe,
-            "world": run.plan.world,
-            "processes_a_node": run.plan.local_world,
-            "threads": run.plan.threads,
-            "epochs": run.config.train.epochs,
-            "data": run.identity["data"],
-            **provenance(run.config.recipe, run.group.device),
-        }
-        run.journal.event("started", step=run.state.step, resumed=resumed, tags=facts)
-        if account:
-            run.journal.event("evaluated", **account)
-        run.receipt = Receipt(folder)
-        run.receipt.write(say)
-        if run.config.track.report:
-            run.exhibits = Exhibits(folder.report, source, run.config, run.state.step, say)
-            run.exhibits.augmented(run.plan)
         try:
-            tracker = sender.start(run.config, folder)
+            _open_files(run, folder, source, account, resumed=resumed)
+            tracker = _start_sender(run, folder)
         except OSError as error:
-            say(f"MLflow's sender could not be started: {error.strerror}; 'pipeline sync' sends the journal later")
-        if run.config.track.required:
-            try:
-                tracker.wait_ready()
-            except Verdict as found:
-                problem = found
+            problem = folder.unwritable(error)
     run.group.raise_together(problem)
+    if run.config.track.required:
+        run.group.raise_together(run.group.unhurried(partial(_why_not_ready, tracker)))
     return tracker
+
+
+def _open_files(
+    run: Training, folder: RunFolder, source: Source, account: dict[str, Any] | None, *, resumed: bool
+) -> None:
+    """What rank 0 writes beside the checkpoints. OSError where it cannot."""
+    say = run.terminal.say
+    verdict.clear(folder.path)
+    write_whole(folder.config, run.config.to_yaml().encode())
+    write_whole(folder.plan, json.dumps(run.plan.to_dict(), indent=1).encode())
+    run.journal = Journal(folder.journal, say)
+    run.checkpoints = Checkpoints(folder.checkpoints, run.config.checkpoint.keep, say)
+    if run.config.run.trace:
+        run.trace = Trace(folder.trace, run.state.step)
+    facts = {
+        "recipe": run.config.recipe,
+        "world": run.plan.world,
+        "processes_a_node": run.plan.local_world,
+        "threads": run.plan.threads,
+        "epochs": run.config.train.epochs,
+        "data": run.identity["data"],
+        **provenance(run.config.recipe, run.group.device),
+    }
+    run.journal.event("started", step=run.state.step, resumed=resumed, launch=launch_name(), tags=facts)
+    if account:
+        run.journal.event("evaluated", **account)
+    run.receipt = Receipt(folder)
+    run.receipt.write(say)
+    if run.config.track.report:
+        run.exhibits = Exhibits(folder.report, source, run.config, run.state.step, say)
+        run.exhibits.augmented(run.plan)
+
+
+def _start_sender(run: Training, folder: RunFolder) -> NoSender:
+    try:
+        return sender.start(run.config, folder)
+    except OSError as error:
+        run.terminal.say(
+            f"MLflow's sender could not be started: {error.strerror}; 'pipeline sync' sends the journal later"
+        )
+        return NoSender()
+
+
+def _why_not_ready(tracker: NoSender) -> Verdict | None:
+    try:
+        tracker.wait_ready()
+    except Verdict as found:
+        return found
+    return None
 
 
 def _conclude(run: Training, folder: RunFolder, tracker: NoSender, line: str) -> None:
@@ -276,6 +296,15 @@ def _conclude(run: Training, folder: RunFolder, tracker: NoSender, line: str) ->
     run.exhibits.draw(folder)
     _close_records(run, tracker, "FINISHED", line)
     run.terminal.summarise(_summary(run, folder))
+
+
+def _break_off(run: Training, folder: RunFolder, tracker: NoSender, ending: Verdict) -> None:
+    """Say why there is no result to those who start it again, to the launcher, and to the tracker."""
+    if run.group.is_main:
+        verdict.leave(folder.path, ending, run.config.model_dump_json())
+    if ending.code == verdict.CRASH:
+        leave_account(str(ending), is_echo=not run.group.is_main)
+    _close_records(run, tracker, "KILLED" if isinstance(ending, TemporaryError) else "FAILED", str(ending))
 
 
 def _close_records(run: Training, tracker: NoSender, status: str, line: str) -> None:

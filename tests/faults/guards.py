@@ -35,8 +35,8 @@ GUARDS = (
     Guard(
         "lock of the run folder",
         "pipeline/record/folder.py",
-        "                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n                break",
-        "                break",
+        "            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n            return True",
+        "            return True",
         ("tests/faults/test_stops.py::test_a_second_start_leaves_with_75_and_names_the_holder",),
     ),
     Guard(
@@ -44,21 +44,21 @@ GUARDS = (
         "pipeline/world.py",
         "    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)\n",
         "",
-        ("tests/faults/test_kills.py::test_killed_processes_end_with_the_same_bits[2-seed=0]",),
+        ("tests/faults/test_kills.py::test_killed_processes_end_with_the_same_bits[seed=0-2]",),
     ),
     Guard(
         "loader workers ignore SIGTERM",
         "pipeline/data/loader.py",
         "        signal.signal(signal.SIGTERM, signal.SIG_IGN)\n",
         "        signal.signal(signal.SIGTERM, signal.SIG_DFL)\n",
-        ("tests/faults/test_stops.py::test_sigterm_to_the_launcher_is_the_same",),
+        ("tests/faults/test_stops.py::test_loader_workers_leave_signals_to_their_group_to_the_rank",),
     ),
     Guard(
         "collective stop",
         "pipeline/group.py",
         "        dist.all_reduce(raised, dist.ReduceOp.MAX)\n        return",
         "        return",
-        ("tests/faults/test_stops.py::test_sigterm_to_one_rank_saves_that_step_and_exits_75[seed=0-training]",),
+        ("tests/faults/test_stops.py::test_sigterm_to_one_rank_saves_that_step_and_exits_75[seed=0]",),
     ),
     Guard(
         "a checkpoint is synced before it has its name",

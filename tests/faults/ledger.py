@@ -49,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fault(*rows, ci, long): injects these rows of the fault matrix, so often")
-    if config.getoption("--ledger") and not hasattr(config, "workerinput"):
+    if config.getoption("--ledger"):
         config.pluginmanager.register(_Ledger(config))
 
 
@@ -80,6 +80,7 @@ class _Ledger:
     def __init__(self, config: pytest.Config) -> None:
         self._path: Path = config.getoption("--ledger")
         self._report: Path | None = config.getoption("--report")
+        self._is_worker = hasattr(config, "workerinput")  # of several, whose results come together in one process
         self._mode: str = config.getoption("--faults")
         self._code = _git("rev-parse", "HEAD:pipeline", "HEAD:tests") + _git(
             "status", "--porcelain", "pipeline", "tests"
@@ -100,7 +101,7 @@ class _Ledger:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         faults = dict(report.user_properties).get("faults")
-        if not faults or report.skipped or not (report.when == "call" or report.failed):
+        if self._is_worker or not faults or report.skipped or not (report.when == "call" or report.failed):
             return
         row = {"test": report.nodeid, "mode": self._mode, "passed": report.passed, "faults": faults,
                "time": time.time(), "commit": self._commit, "code": self._code}  # fmt: skip
@@ -109,7 +110,7 @@ class _Ledger:
             file.write(json.dumps(row) + "\n")
 
     def pytest_sessionfinish(self) -> None:
-        if self._report:
+        if self._report and not self._is_worker:
             self._report.write_text(_report(list(self._rows())))
 
     def _rows(self) -> Iterator[dict[str, Any]]:
@@ -136,7 +137,7 @@ def _report(results: list[dict[str, Any]]) -> str:
     failed = [f"- `{result['test']}`" for result in results if not result["passed"]]
     when = [time.strftime("%F", time.gmtime(result["time"])) for result in results]
     days = f"{min(when)} to {max(when)}" if when else "never"
-    commands = {"once": "`make test`", "ci": "`make faults-ci`", "long": "`make faults`"}
+    commands = {"once": "`make test`", "ci": "`make faults-ci` (two tests at a time)", "long": "`make faults`"}
     modes = ", ".join(dict.fromkeys(commands[result["mode"]] for result in results))
     commits = ", ".join(dict.fromkeys(result["commit"] for result in results))
     return "\n".join(

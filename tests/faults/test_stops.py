@@ -6,12 +6,13 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import DONE, SMALL, Job, kill, pipeline, read_rows
+from harness import SMALL, Job, children, command_line, kill, pipeline, read_rows
 
 from faults.ledger import Notes
 from pipeline.record.checkpoint import newest_good, step_of
 
-PHASES = ("training", *(pytest.param(phase, marks=pytest.mark.full) for phase in ("first batch", "validation", "save")))
+PHASES = ("first batch", "training", "save", "validation")
+EPOCH = 29  # steps
 
 
 def job(folder: Path, digits: Path, *more: str, nproc: int = 4) -> Job:
@@ -23,51 +24,35 @@ def job(folder: Path, digits: Path, *more: str, nproc: int = 4) -> Job:
     )  # fmt: skip
 
 
-@pytest.fixture(scope="session")
-def ranks(full: bool) -> int:
-    return 4 if full else 2
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, digits: Path, ranks: int) -> Job:
-    run = job(tmp_path_factory.mktemp("whole") / "run", digits, nproc=ranks)
-    assert run.run().code == 0
-    return run
-
-
 @pytest.mark.fault("B1", ci=1, long=13)
-@pytest.mark.parametrize("phase", PHASES)
 def test_sigterm_to_one_rank_saves_that_step_and_exits_75(
-    tmp_path: Path,
-    digits: Path,
-    request: pytest.FixtureRequest,
-    full: bool,
-    ranks: int,
-    phase: str,
-    seed: int,
-    notes: Notes,
+    tmp_path: Path, digits: Path, full: bool, seed: int, notes: Notes
 ) -> None:
-    draw = random.Random(f"{phase} {seed}")
-    run = job(tmp_path / "run", digits, nproc=ranks).start()
-    _wait_for(phase, run, draw)
-    step = run.step()
-    asked = time.monotonic()
-    kill(draw.choice(run.ranks()), signal.SIGTERM)
-    result = run.wait()
-    seconds = time.monotonic() - asked
-    assert result.code == 75, result.err
-    assert seconds <= 10
-    notes.note("B1", seconds=seconds)
-    run.wait_gone(1)
-    found = newest_good(run.folder / "checkpoints", lambda line: pytest.fail(line))
-    assert found
-    saved = step_of(found[0])
-    assert saved == run.step(), "the step that was made last is the one that is saved"
-    assert saved <= step + 3, "it stops at the next step, not when it is convenient"
-    assert f"step {saved} is saved" in result.error
+    draw = random.Random(seed)
+    ranks = 4 if full else 2
+    run = job(tmp_path / "run", digits, nproc=ranks)
+    for phase in PHASES if full else ("training",):
+        before = run.step()
+        run.start()
+        _wait_for(phase, run, draw, before)
+        step = run.step()
+        asked = time.monotonic()
+        kill(draw.choice(run.ranks()), signal.SIGTERM)
+        result = run.wait()
+        seconds = time.monotonic() - asked
+        assert result.code == 75, (phase, result.err)
+        assert seconds <= 10, phase
+        notes.note("B1", seconds=seconds)
+        run.wait_gone(1)
+        found = newest_good(run.folder / "checkpoints", lambda line: pytest.fail(line))
+        assert found, phase
+        saved = step_of(found[0])
+        assert saved == run.step(), "the step that was made last is the one that is saved"
+        assert saved <= step + 3, "it stops at the next step, not when it is convenient"
+        assert f"step {saved} is saved" in result.error
     if full:
-        whole = request.getfixturevalue("whole")
-        assert run.run().done == _done(whole)
+        whole = job(tmp_path / "whole", digits, nproc=ranks)
+        assert run.run().done == whole.run().done
         assert read_rows(run.folder / "trace.jsonl") == read_rows(whole.folder / "trace.jsonl")
         assert run.journal("train/", "val/") == whole.journal("train/", "val/")
 
@@ -83,6 +68,21 @@ def test_sigterm_to_the_launcher_is_the_same(tmp_path: Path, digits: Path, by_to
     result = run.wait()
     assert result.code == (1 if by_torchrun else 75)  # torchrun has one code for all that is not success
     assert step_of(run.checkpoints()[-1]) == run.step()
+
+
+def test_loader_workers_leave_signals_to_their_group_to_the_rank(tmp_path: Path, digits: Path) -> None:
+    run = job(tmp_path / "run", digits, "train.epochs=100", nproc=1).start()
+    run.wait_for_step(5)
+    assert run.process
+    loading = [pid for pid in children(run.process.pid) if " train " in command_line(pid)]
+    assert loading
+    for pid in loading:
+        kill(pid, signal.SIGTERM)
+        kill(pid, signal.SIGINT)
+    run.wait_for_step(run.step() + 5)
+    assert all(" train " in command_line(pid) for pid in loading), "each would have to be forked again"
+    kill(run.process.pid, signal.SIGTERM)
+    assert run.wait().code == 75
 
 
 @pytest.mark.fault("B2")
@@ -123,23 +123,17 @@ def test_what_breaks_in_the_interpreters_end_costs_a_run_that_is_done_nothing(tm
     assert result.done["step"] == "1"
 
 
-def _wait_for(phase: str, run: Job, draw: random.Random) -> None:
+def _wait_for(phase: str, run: Job, draw: random.Random, before: int) -> None:
+    """Until the run, which had made `before` steps when it was started, is in the midst of it."""
     match phase:
         case "first batch":
             run.wait_until(lambda: len(run.ranks()) == run.nproc, "all ranks")
             run.wait_until(lambda: (run.folder / "trace.jsonl").exists(), "start")
         case "training":
-            run.wait_for_step(draw.randint(2, 25))
+            run.wait_for_step(before + draw.randint(2, 15))
             time.sleep(draw.uniform(0, 0.2))
-        case "validation":
-            run.wait_for_step(29)
-            time.sleep(draw.uniform(0.1, 0.5))
         case "save":
             run.wait_until(run.saving, "save", pause=0.0005)
-
-
-def _done(run: Job) -> dict[str, str]:
-    (result,) = [row["line"] for row in read_rows(run.folder / "journal.jsonl") if row.get("status") == "FINISHED"]
-    match = DONE.match(result)
-    assert match
-    return match.groupdict()
+        case "validation":
+            run.wait_for_step((before // EPOCH + 1) * EPOCH)
+            time.sleep(draw.uniform(0.1, 0.5))

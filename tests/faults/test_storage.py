@@ -1,10 +1,13 @@
 """Disks that are full, read-only or seen differently, and a clock that jumps: said, outlived, and never in the bits."""
 
+import errno
+import fcntl
 import os
 import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,9 @@ from harness import SMALL, Job, pipeline, read_rows
 
 from faults.ledger import Notes
 from pipeline.record.checkpoint import read_verified, step_of
+from pipeline.record.folder import RunFolder
+from pipeline.record.mlflow import _take_turn
+from pipeline.verdict import RequestError
 
 
 def job(folder: Path, digits: Path, *more: str, nproc: int = 1, **env: str) -> Job:
@@ -101,6 +107,34 @@ def test_a_run_folder_that_cannot_be_written_is_refused_in_seconds(small_disk: P
     assert result.code == 2
     assert f"{small_disk / 'run'} cannot be written: {small_disk} is read-only" in result.error
     assert result.seconds < 5  # 0.7 s on an idle machine, without torch
+
+
+@pytest.mark.fault("C1")
+@pytest.mark.parametrize("pages", [0, 1], ids=["none for the lock", "one for the lock, none for what follows"])
+def test_a_start_on_a_full_disk_is_one_line_and_exit_4_at_all(small_disk: Path, digits: Path, pages: int) -> None:
+    (small_disk / "filler").write_bytes(bytes((16 - pages) << 12))
+    words = job(small_disk / "run", digits).arguments
+    result = pipeline("train", *words, f"run.dir={small_disk / 'run'}", "--nproc", "2", timeout=100)
+    assert result.error == (
+        f"run.dir={small_disk / 'run'} cannot be written: No space left on device: make room, or give another folder with"
+        " run.dir=FOLDER"
+    )
+    assert result.code == 4
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS])
+def test_a_file_system_without_locks_is_held_by_nobody_and_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def lockf(descriptor: int, kind: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    folder = RunFolder(tmp_path)
+    for hold in (folder.hold, partial(_take_turn, folder)):
+        with pytest.raises(RequestError, match=f"run.dir={tmp_path} cannot be locked: {os.strerror(code)}: .* locks"):
+            hold()
+    assert not folder.is_held()
 
 
 @pytest.mark.full
