@@ -81,7 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return verdict.OK
     except Verdict as ending:
         # what is found before torch is imported, every process of a machine finds; later it may be one process's own
-        if is_main or (ending.code == RequestError.code and (is_first_here or "torch" in sys.modules)):
+        is_own = not ending.is_common and (is_first_here or "torch" in sys.modules)
+        if is_main or (ending.code == RequestError.code and is_own):
             print(f"pipeline: {ending}", file=sys.stderr, flush=True)
         if ending.code in verdict.FINAL:
             world.stop_restarts()

@@ -92,7 +92,7 @@ class Group:
         """Raise at every process the first verdict that any of them brings; return if there is none."""
         for found in self.gather(verdict):
             if found is not None:
-                raise found
+                raise found.common()
 
     def unhurried(self, work: Callable[[], T]) -> T:
         """Do `work`, which may take one process longer than the others may wait in an exchange."""

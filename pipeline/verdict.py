@@ -13,6 +13,7 @@ no note: every request is checked anew, in seconds, before a GPU is taken.
 import json
 import os
 from pathlib import Path
+from typing import Self
 
 OK = 0
 CRASH = 1
@@ -22,6 +23,12 @@ class Verdict(Exception):
     """An ending with a line for people and a code for scripts."""
 
     code = CRASH
+    is_common = False
+
+    def common(self) -> Self:
+        """The same one, which every process of the group raises: it is said once."""
+        self.is_common = True
+        return self
 
     def __str__(self) -> str:
         return " ".join(super().__str__().split())  # one line, whatever a library's message brought along

@@ -255,7 +255,13 @@ def test_a_launcher_inside_a_launcher_is_refused(tmp_path: Path, without_torch: 
 
 
 def test_under_torchrun_a_wrong_request_is_said_once_and_nobody_is_waited_for(tmp_path: Path, digits: Path) -> None:
-    for word, says in (("batch.global=97", "does not divide by 2 processes"), ("train.epoch=3", "train.epochs")):
+    # the first before there is a group, by one a machine; the second by rank 0; the last by all of a group at once
+    wrong = {
+        "train.epoch=3": "train.epochs",
+        "batch.global=97": "does not divide by 2 processes",
+        "model.batchnorm=sync": "normalises over processes on GPUs only",
+    }
+    for word, says in wrong.items():
         run = Job(
             tmp_path / "run", ["digits", f"data.root={digits}", word, "track.uri=none"], nproc=2, by_torchrun=True
         )

@@ -39,7 +39,7 @@ class Distributed(Strategy):
             if group.device.type == "cpu":
                 raise RequestError(
                     "model.batchnorm=sync: torch normalises over processes on GPUs only; take local or average"
-                )
+                ).common()
             # in place: the layers' tensors stay what they are
             nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         self._wrapped = DistributedDataParallel(

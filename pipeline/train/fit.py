@@ -40,7 +40,7 @@ def fit_passes(
         if config.is_deterministic:
             key = "exact.shards" if config.run.exact else "batch.accumulate"
             value = accumulate * (plan.world if config.run.exact else 1)
-            raise RequestError(f"{shortage}, and fewer at once would have other bits: {key}={value} fits")
+            raise RequestError(f"{shortage}, and fewer at once would have other bits: {key}={value} fits").common()
         say(
             f"{shortage}: {accumulate} passes of {images // accumulate} make the same batch"
             f" (batch.accumulate={accumulate})"
@@ -49,7 +49,7 @@ def fit_passes(
     raise RequestError(
         f"not even a pass of {pairs} of {plan.image_size} px fits into the memory of {_name(group.device)}: take a smaller"
         " model.arch or augment.size, or parallel=fsdp"
-    )
+    ).common()
 
 
 def one_pass(model: nn.Module, config: Config, plan: Plan, device: torch.device) -> Callable[[int], None]:

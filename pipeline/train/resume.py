@@ -6,6 +6,7 @@ choose differently, whatever their file systems list, and a damaged file is foun
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from pipeline.config import Config, from_yaml, refuse_changes
 from pipeline.data.manifest import remembered
@@ -21,10 +22,13 @@ def resume(
     state: TrainState, config: Config, folder: RunFolder, source: Source, group: Group, say: Callable[[str], None]
 ) -> bool:
     """Load the state that `run.resume` means into `state` at every process; whether there was one."""
-    data, verdict = b"", None
+    data, contents, verdict = b"", {}, None
     if group.is_main:
         try:
             data = _choose(config, folder, say)
+            if data:
+                contents = checkpoint.decode(data, folder.checkpoints)
+                _refuse_others(contents, config, source)
         except Verdict as found:
             verdict = found
         except OSError as error:
@@ -33,14 +37,7 @@ def resume(
     data = group.broadcast_bytes(data)
     if not data:
         return False
-    contents = checkpoint.decode(data, folder.checkpoints)
-    refuse_changes(from_yaml(contents["config"], "the checkpoint's configuration"), config)
-    if contents["data"] != source.digest:
-        changed = what_changed(config, source, contents["data"], config.run_dir / "index")
-        raise RequestError(
-            f"the data is not that of the checkpoint at step {contents['step']}: {changed}; put it"
-            " back, or start anew with run.resume=never"
-        )
+    contents = contents or checkpoint.decode(data, folder.checkpoints)
     if contents["world"] != group.size and not config.run.exact:
         say(
             f"going on with {group.size} process{'es' * (group.size > 1)} in place of {contents['world']}: each sample is"
@@ -75,6 +72,17 @@ def _choose(config: Config, folder: RunFolder, say: Callable[[str], None]) -> by
         say(f"{len(newer)} newer checkpoint{'s' * (len(newer) > 1)} set aside in {folder.set_aside_checkpoints(newer)}")
     say(f"going on from {path}")
     return data
+
+
+def _refuse_others(contents: dict[str, Any], config: Config, source: Source) -> None:
+    """RequestError if a checkpoint is of another configuration or of other data."""
+    refuse_changes(from_yaml(contents["config"], "the checkpoint's configuration"), config)
+    if contents["data"] != source.digest:
+        changed = what_changed(config, source, contents["data"], config.run_dir / "index")
+        raise RequestError(
+            f"the data is not that of the checkpoint at step {contents['step']}: {changed}; put it"
+            " back, or start anew with run.resume=never"
+        )
 
 
 def _named(text: str) -> Path:

@@ -22,7 +22,7 @@ from pipeline.data.manifest import Index
 from pipeline.data.sources import Source, data_root, of_index, open_source
 from pipeline.data.transfer import to_device
 from pipeline.group import Group
-from pipeline.model.architectures import build, try_out
+from pipeline.model.architectures import build, skeleton, try_out
 from pipeline.model.stages import try_to_cut
 from pipeline.plan import Plan, make_plan, share_resources
 from pipeline.record import sender
@@ -126,8 +126,10 @@ def run_evaluation(config: Config, world: World, contents: dict[str, Any], sourc
 
 
 def _try_model(config: Config, plan: Plan) -> None:
-    """RequestError for a model that cannot be made, fed or cut as the plan has it."""
+    """RequestError for a model that cannot be made, fed, frozen or cut as the plan has it."""
     try_out(config.model, plan.num_classes, plan.norm_batch, plan.first_size, plan.eval_size)
+    if config.model.freeze:
+        freeze(skeleton(config.model, plan.num_classes), config.model.freeze)
     if plan.stages > 1:
         try_to_cut(config.model, plan.num_classes, plan.stages, plan.image_size)
 
