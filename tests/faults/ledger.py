@@ -130,8 +130,7 @@ def _report(results: list[dict[str, Any]]) -> str:
         count = sum(len(result["faults"][name]) for result in mine)
         seconds = [s for result in mine if result["passed"] for s in result["faults"][name] if s is not None]
         took = f"{statistics.median(seconds):.1f} s, longest {max(seconds):.1f} s" if seconds else ""
-        tests = sorted({result["test"].partition("[")[0].replace("::test_", ": ") for result in mine})
-        by = "<br>".join(f"`{test.partition(': ')[0]}`" for test in dict.fromkeys(tests))
+        by = "<br>".join(f"`{file}`" for file in sorted({result["test"].partition("::")[0] for result in mine}))
         seen = f"{kept:,} of {count:,}" if count else "not run"
         table.append(f"| {name} | {row.injected} | {row.promised} | {seen} | {took} | {by} |")
     failed = [f"- `{result['test']}`" for result in results if not result["passed"]]
