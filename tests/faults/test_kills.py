@@ -133,7 +133,12 @@ def test_lost_containers_come_back_with_the_same_bits(
 @pytest.mark.full
 @pytest.mark.fault("F2")
 def test_resumed_with_other_numbers_of_processes_the_samples_are_the_same(tmp_path: Path, digits: Path) -> None:
-    words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=4", "checkpoint.every=7 steps", "data.workers=2"]
+    words = ["digits", f"data.root={digits}", *SMALL]
+    first = Job(tmp_path / "first", [*words, "train.epochs=1"])
+    assert first.run().code == 0
+    # fine-tuning: a batch norm that learns sees in each process its own part alone, which moves the loss by up to 7 %
+    words += [f"model.init={first.folder}", "model.freeze=backbone"]
+    words += ["train.epochs=4", "checkpoint.every=7 steps", "data.workers=2"]
     whole = Job(tmp_path / "whole", words, nproc=2)
     assert whole.run().code == 0
     run = Job(tmp_path / "run", words)
@@ -152,8 +157,8 @@ def test_resumed_with_other_numbers_of_processes_the_samples_are_the_same(tmp_pa
     assert trace == read_rows(whole.folder / "trace.jsonl")
     assert result.done["weights"] not in whole.folder.with_suffix(".out").read_text(), "which is what exact mode is for"
     losses = [[value for step, key, value in one.journal("train/loss") if step <= 100] for one in (whole, run)]
-    # not nearer than this: batch norm sees 12 to 48 images a pass, as the number of processes has it
-    assert sum(losses[1]) == pytest.approx(sum(losses[0]), rel=0.05)
+    assert losses[0][-1] < 0.9 * losses[0][0], "it learns"
+    assert sum(losses[1]) == pytest.approx(sum(losses[0]), rel=0.01)
 
 
 @pytest.mark.full
