@@ -255,15 +255,20 @@ def test_a_launcher_inside_a_launcher_is_refused(tmp_path: Path, without_torch: 
 
 
 def test_under_torchrun_a_wrong_request_is_said_once_and_nobody_is_waited_for(tmp_path: Path, digits: Path) -> None:
-    # the first before there is a group, by one a machine; the second by rank 0; the last by all of a group at once
+    # found before there is a group by one a machine, by rank 0 twice (before it asks what the first weights are), and by all
+    # of a group at once
     wrong = {
         "train.epoch=3": "train.epochs",
         "batch.global=97": "does not divide by 2 processes",
+        "model.init=none-such model.freeze=nose": "the model has no module 'nose'",
         "model.batchnorm=sync": "normalises over processes on GPUs only",
     }
-    for word, says in wrong.items():
+    for words, says in wrong.items():
         run = Job(
-            tmp_path / "run", ["digits", f"data.root={digits}", word, "track.uri=none"], nproc=2, by_torchrun=True
+            tmp_path / "run",
+            ["digits", f"data.root={digits}", *words.split(), "track.uri=none"],
+            nproc=2,
+            by_torchrun=True,
         )
         result = run.run()
         assert result.code == 1
