@@ -255,8 +255,8 @@ def test_a_launcher_inside_a_launcher_is_refused(tmp_path: Path, without_torch: 
 
 
 def test_under_torchrun_a_wrong_request_is_said_once_and_nobody_is_waited_for(tmp_path: Path, digits: Path) -> None:
-    # found before there is a group by one a machine, by rank 0 twice (before it asks what the first weights are), and by all
-    # of a group at once
+    # found by one a machine before there is a group, by rank 0 twice (before it asks whose the first weights are), and by
+    # all of a group at once
     wrong = {
         "train.epoch=3": "train.epochs",
         "batch.global=97": "does not divide by 2 processes",
