@@ -480,11 +480,12 @@ class Config(Section):
         return yaml.safe_dump(self.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
 
 
-# What may differ between a run and its resumption; a key, or a section with all its keys. `run.dir` is where we are and
-# `run.resume` the decision itself. An epoch may only be added: `refuse_changes` looks at that.
+# What may differ between a run and its resumption: a key, or a section with all its keys. `run.dir` is where we are and
+# `run.resume` the decision itself. `data.root` is where the data is now; its digest says whether it is the same data.
+# Epochs may only be added: `refuse_changes` checks that.
 FREE_ON_RESUME = (
-    "run.dir", "run.resume", "run.trace", "run.watch", "data.workers", "data.prefetch", "train.max_steps", "train.epochs",
-    "checkpoint", "profile", "track",
+    "run.dir", "run.resume", "run.trace", "run.watch", "run.timeout", "data.root", "data.workers", "data.prefetch",
+    "data.max_bad", "train.max_steps", "train.epochs", "checkpoint", "profile", "track",
 )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ A *step* is one update of the weights from one global batch; it is the only posi
 `images // global_batch` steps: the last, smaller rest of a shuffled epoch is left out (another rest each epoch).
 """
 
+import hashlib
 import math
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -171,6 +172,11 @@ class Plan(Resources):
         ]  # fmt: skip
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
+
+
+def request_digest(config: Config, world: World) -> str:
+    """Return what tells one request from another: a SHA-256 over the configuration and the number of processes."""
+    return hashlib.sha256(f"{config.model_dump_json()} {world.size} {world.local_size}".encode()).hexdigest()
 
 
 def memory_row(config: Config, parameters: int, world: int) -> str:

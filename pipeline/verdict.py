@@ -5,13 +5,14 @@ code. Nothing else in this package decides an exit code, so a script, a launcher
 
     0 done · 2 the request is wrong, do not retry · 3 the loss is not finite · 4 data or storage · 75 temporary, retry
 
-torchrun answers 1 whatever its ranks say, so codes 3 and 4 are also left in the run's folder (`leave`): the next start
-of the same request says the same line and leaves (`recall`), instead of training into the same wall again. Code 2 needs
-no note: every request is checked anew, in seconds, before a GPU is taken.
+torchrun exits 1 whatever its ranks say. So a rank that ends with 2, 3 or 4 also saves its failure in the run's folder
+(`leave`): the next start of the same request repeats the line and exits with the code (`recall`) instead of failing the
+same way again. What the checks of a start find (`operate.checks`) is not saved: the next start checks again.
 """
 
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Self
 
@@ -75,11 +76,11 @@ def of(code: int) -> type[Verdict]:
 
 
 def leave(folder: Path, verdict: Verdict, request: str) -> None:
-    """Write down why `request` (its digest) ended, for the next start. Never raises: the disk may be what failed."""
-    if verdict.code not in (NotFiniteError.code, StorageError.code):
+    """Save why `request` (its digest) ended, for the next start. Never raises: the disk may be what failed."""
+    if verdict.code not in FINAL:
         return
     try:
-        aside = folder / f".{_FILE}"
+        aside = folder / f".{_FILE}.{socket.gethostname()}.{os.getpid()}"  # several ranks may fail at once
         aside.write_text(json.dumps({"code": verdict.code, "line": str(verdict), "request": request}))
         os.replace(aside, folder / _FILE)
     except OSError:
@@ -87,7 +88,7 @@ def leave(folder: Path, verdict: Verdict, request: str) -> None:
 
 
 def recall(folder: Path, request: str) -> Verdict | None:
-    """The verdict that the last start of this same request ended with, or None."""
+    """Return the verdict that the last start of this same request ended with, or None."""
     try:
         left = json.loads((folder / _FILE).read_text())
         return of(left["code"])(left["line"]) if left["request"] == request else None

@@ -54,7 +54,8 @@ def accounts(folder: Path) -> list[dict[str, float]]:
     )  # fmt: skip
     run_folder = RunFolder(folder)
     run_folder.hold()
-    session.run_training(config, World(), run_folder, open_source(config), StopRequest())
+    first = session.First(open_source(config), found=None, weights=None)
+    session.run_training(config, World(), run_folder, first, StopRequest())
     run_folder.release()
     return [row["metrics"] for row in read_rows(run_folder.journal) if "time/epoch_s" in row.get("metrics", {})]
 

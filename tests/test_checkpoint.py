@@ -14,12 +14,10 @@ from faults.ledger import Notes
 from harness import SMALL, Job, kill, pipeline, read_rows
 
 from pipeline.config import load
-from pipeline.group import Group
 from pipeline.record.checkpoint import Checkpoints, decode, listed, newest_good, read_verified, step_of
 from pipeline.record.folder import RunFolder
-from pipeline.train.resume import resume
+from pipeline.train.resume import Found, find
 from pipeline.verdict import RequestError, StorageError
-from pipeline.world import World
 
 
 def contents(step: int) -> dict[str, Any]:
@@ -130,10 +128,9 @@ def test_the_copy_is_not_changed_by_the_next_step(tmp_path: Path) -> None:
     assert decode(read_verified(path), path)["model"]["weight"][0, 0] == 1
 
 
-def test_what_cannot_be_looked_at_is_said_by_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def going_on(word: str) -> bool:
-        group = Group(World(), torch.device("cpu"))  # whose `raise_together` all come to
-        return resume(None, load("digits", [f"run.resume={word}"]), RunFolder(tmp_path), None, group, print)
+def test_a_checkpoint_that_cannot_be_looked_at_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def going_on(word: str) -> Found | None:
+        return find(load("digits", [f"run.resume={word}"]), RunFolder(tmp_path), None, print)
 
     with pytest.raises(RequestError, match=r"run.resume=x+ is not allowed: .* cannot be read: File name too long"):
         going_on("x" * 300)

@@ -22,7 +22,7 @@ from pipeline.data.sources import open_source
 from pipeline.group import choose_device
 from pipeline.model.architectures import build
 from pipeline.operate import checks, node, sanity, trials
-from pipeline.plan import make_plan
+from pipeline.plan import make_plan, request_digest
 from pipeline.record.folder import RunFolder
 from pipeline.verdict import NotFiniteError
 from pipeline.world import World
@@ -85,7 +85,8 @@ def test_what_no_retry_mends_is_exit_2(
 def test_the_verdict_of_the_last_start_stands(tmp_path: Path, digits: Path) -> None:
     config = load("digits", [f"data.root={digits}", f"run.dir={tmp_path / 'run'}"])
     config.run_dir.mkdir()
-    verdict.leave(config.run_dir, NotFiniteError("the loss is nan at step 7"), config.model_dump_json())
+    request = request_digest(config, World())
+    verdict.leave(config.run_dir, NotFiniteError("the loss is nan at step 7"), request)
     result = examine(tmp_path, digits, "--json")
     assert result.code == 3
     assert findings(result)["last start"]["line"] == "the loss is nan at step 7"

@@ -27,7 +27,7 @@ def test_a_run_begins_with_the_weights_of_another(tmp_path: Path, digits: Path) 
     second = Job(tmp_path / "second", ["digits", *patterns, *still, f"model.init={first.folder}"], nproc=2)
     result = second.run()
     assert result.code == 0, result.err
-    assert f"first weights from {first.folder}; fc.weight, fc.bias anew" in result.err
+    assert f"first weights from {first.folder}; fc.weight, fc.bias start random" in result.err
     before, after = (decode(read_verified(run.checkpoints()[-1]), run.folder)["model"] for run in (first, second))
     assert after["fc.weight"].shape[0] == 7
     weights = [name for name in before if not name.startswith("fc.") and "running" not in name and "num_" not in name]

@@ -56,7 +56,7 @@ from pipeline.model.architectures import build
 from pipeline.record import checkpoint
 from pipeline.record.answers import Answers, Judged, save_judged
 from pipeline.record.journal import Journal, Trace, read
-from pipeline.train.finetune import take_over
+from pipeline.train.finetune import load_pretrained, read
 from pipeline.world import World
 
 # what each shows beyond the others: nobody there, an answer that is an error, no answer; the rest with --full
@@ -319,7 +319,7 @@ def test_the_run_tells_the_whole_story_and_its_folder_alone_tells_it_again(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", good.uri)
     options = Model(arch="shufflenet_v2_x0_5", init="models:/story-digits@best")
     model = build(options, 10)
-    take_over(model, options, Group(World(), torch.device("cpu")), lambda _: None)
+    load_pretrained(model, read(options, model), options, Group(World(), torch.device("cpu")), lambda _: None)
     path = run.folder / "checkpoints" / best["file"]
     judged = checkpoint.judged_weights(checkpoint.decode(checkpoint.read_verified(path), path))
     assert checkpoint.weights_digest(model.state_dict()) == checkpoint.weights_digest(judged), (

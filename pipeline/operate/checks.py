@@ -1,8 +1,8 @@
 """What can be wrong with a request, a check each: a start makes them in order, `doctor` makes all and tells of each.
 
-A check returns what it found, or raises the Verdict that a start would end with. None of them needs torch, but for the one
-of the GPUs; none asks for a peer, for a node that is replaced is looked at while the others are long under way; and none
-changes anything, but to make the digits where they are missing.
+A check returns what it found, or raises the Verdict that a start would end with. The checks of resumption, model and GPUs
+import torch and come last; no other check needs it. None asks for a peer: a replaced node is checked while the others
+train. None changes anything, except that it makes the digits where they are missing.
 """
 
 import base64
@@ -15,17 +15,23 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from pipeline import verdict, world
 from pipeline.config import Config, from_yaml, refuse_changes, split_credentials, without_password
 from pipeline.data import sources
 from pipeline.data.sources import Source
-from pipeline.plan import Plan, make_plan
+from pipeline.plan import Plan, make_plan, request_digest
 from pipeline.record.folder import RunFolder
 from pipeline.record.sender import tracking_uri
-from pipeline.verdict import TemporaryError, Verdict
+from pipeline.verdict import RequestError, TemporaryError, Verdict
 from pipeline.world import World
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pipeline.train.resume import Found
 
 _TRACKER_TIMEOUT_S = 10
 _NAMES_TIMEOUT_S = 60
@@ -38,22 +44,27 @@ def run_folder(config: Config) -> RunFolder:
     return folder
 
 
-def standing_verdict(config: Config, folder: RunFolder) -> None:
-    """The last start of this same request did not end with what ends every start of it."""
-    left = verdict.recall(folder.path, config.model_dump_json())
+def standing_verdict(config: Config, here: World, folder: RunFolder) -> None:
+    """The last start of this request did not fail permanently."""
+    left = verdict.recall(folder.path, request_digest(config, here))
     if left and config.run.resume == "auto":
         raise left
 
 
-def device(config: Config) -> None:
+def device(config: Config, here: World) -> None:
     """A GPU is there if one is asked for."""
     if config.run.device == "cuda" and not world.shows_gpu():
         raise world.no_gpu()
+    if config.model.batchnorm == "sync" and here.size > 1 and (config.run.device == "cpu" or not world.shows_gpu()):
+        raise RequestError(
+            "model.batchnorm=sync on CPUs is not allowed: torch synchronises batch norm on GPUs only; set it to local or"
+            " average"
+        )
 
 
 def data(config: Config, folder: RunFolder) -> Source:
     """It is there and laid out right. The digits are made where they are missing."""
-    return sources.open_source(config, check_sizes=_has_checkpoints(folder))
+    return sources.open_source(config, check_sizes=folder.has_checkpoints())
 
 
 def plan(config: Config, here: World, source: Source) -> Plan:
@@ -63,13 +74,40 @@ def plan(config: Config, here: World, source: Source) -> Plan:
 
 def changes(config: Config, folder: RunFolder) -> None:
     """What a resumption may not change is as it was."""
-    if not _has_checkpoints(folder) or config.run.resume != "auto":
+    if not folder.has_checkpoints() or config.run.resume != "auto":
         return
     try:
         before = from_yaml(folder.config.read_text(), str(folder.config))
     except (OSError, Verdict):
         return  # the checkpoint holds it as well, and is asked later
     refuse_changes(before, config)
+
+
+def resumption(config: Config, folder: RunFolder, source: Source, say: Callable[[str], None]) -> "Found | None":
+    """The checkpoint that a start resumes from verifies, and is of this configuration and data."""
+    from pipeline.train.resume import find
+
+    return find(config, folder, source, say)
+
+
+def model(config: Config, plan: Plan, *, is_resumed: bool) -> "dict[str, Tensor] | None":
+    """The model can be built, fed, frozen and cut as planned. Returns its first weights if model.init names some.
+
+    A run that is resumed has its weights from the checkpoint and needs no others.
+    """
+    from pipeline.model.architectures import skeleton, try_out
+    from pipeline.model.stages import try_to_cut
+    from pipeline.train import finetune
+
+    try_out(config.model, plan.num_classes, plan.norm_batch, plan.first_size, plan.eval_size)
+    model = skeleton(config.model, plan.num_classes)
+    if config.model.freeze:
+        finetune.freeze(model, config.model.freeze)
+    if plan.stages > 1:
+        try_to_cut(config.model, plan.num_classes, plan.stages, plan.image_size)
+    if config.model.init and not is_resumed:
+        return finetune.read(config.model, model)
+    return None
 
 
 def names(endpoint: str) -> str:
@@ -135,7 +173,3 @@ def open_tracker(uri: str, path: str, method: str = "GET", body: bytes | None = 
 
 def _basic(user: str, password: str) -> str:
     return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
-
-
-def _has_checkpoints(folder: RunFolder) -> bool:
-    return os.path.isdir(folder.checkpoints) and any(folder.checkpoints.glob("step-*.pt"))

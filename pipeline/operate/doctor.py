@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from pipeline import verdict, world
 from pipeline.config import Config, load
@@ -79,16 +79,20 @@ def examine(
         folder = RunFolder(config.run_dir)
         found.check("run folder", lambda: checks.run_folder(config), lambda _: f"{folder.path} can be written")
         found.check(
-            "last start", lambda: checks.standing_verdict(config, folder), lambda _: "nothing stands against it"
+            "last start",
+            lambda: checks.standing_verdict(config, here, folder),
+            lambda _: "the previous start did not fail",
         )
+        found.check("device", lambda: checks.device(config, here), lambda _: f"run.device={config.run.device}")
         source = found.check("data", lambda: checks.data(config, folder), lambda source: _sizes(source.size))
-        plan = None
+        plan, resumes = None, None
         if source:
             plan = found.check("plan", lambda: checks.plan(config, here, source), lambda plan: f"\n{plan.table()}")
-        found.check(
-            "resumption", lambda: checks.changes(config, folder), lambda _: "nothing is changed that may not be"
-        )
-        found.check("device", lambda: checks.device(config), lambda _: f"run.device={config.run.device}")
+            resumes = found.check("resumption", lambda: _resumption(config, folder, source), lambda start: start.line)
+        if plan and resumes:
+            found.check(
+                "model", lambda: checks.model(config, plan, is_resumed=resumes.is_resumed), lambda _: config.model.arch
+            )
         found.check("GPUs", lambda: checks.gpus(config, here), str)
         if endpoint:
             found.check("names", lambda: checks.names(endpoint), str)
@@ -109,6 +113,20 @@ def examine(
     if found.ending:
         raise found.ending
     return verdict.OK if as_json else f"{recipe} can run here"
+
+
+class _Start(NamedTuple):
+    line: str
+    is_resumed: bool
+
+
+def _resumption(config: Config, folder: RunFolder, source: Source) -> _Start:
+    """How a start here would begin."""
+    checks.changes(config, folder)
+    if folder.is_held():
+        return _Start("the run is being trained now", is_resumed=True)
+    found = checks.resumption(config, folder, source, lambda line: print(line, file=sys.stderr))
+    return _Start(f"resumes from {found.path}" if found else "a fresh start", is_resumed=found is not None)
 
 
 def _try_out(

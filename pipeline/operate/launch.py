@@ -46,16 +46,16 @@ def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopReques
     config = load(recipe, overrides)
     here = _place(nproc)
     if nproc and nproc > 1:
-        cleared = preflight(config, here.resized(nproc))
-        cleared.folder.hold()  # whoever else holds it is named at once
-        cleared.folder.release()  # rank 0 holds it from now on
+        folder = preflight(config, here.resized(nproc)).folder
+        folder.hold()  # whoever else holds it is named at once
+        folder.release()  # rank 0 holds it from now on
         return start_processes(nproc, ["train", recipe, *overrides])
-    source = None
+    cleared = None
     folder = RunFolder(config.run_dir)
     if here.is_main:
-        config = _obeyed_once(config)
+        config = _restarted(config)
         cleared = preflight(config, here)
-        source, folder = cleared.source, cleared.folder
+        folder = cleared.folder
         folder.hold()
         if config.run.resume == "never":
             aside = folder.set_aside()
@@ -65,18 +65,29 @@ def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopReques
         sources.open_source(config)  # each machine of several makes its own, unless they share a disk
 
     with _importing():
-        from pipeline.train.session import run_training
+        from pipeline.train.session import First, run_training
 
-    return run_training(config, here, folder, source, stop)
+    first = None
+    if cleared:
+        found = checks.resumption(config, folder, cleared.source, voice(is_main=True).say)
+        weights = checks.model(config, cleared.plan, is_resumed=found is not None)
+        first = First(cleared.source, found, weights)
+    return run_training(config, here, folder, first, stop)
 
 
-def _obeyed_once(config: Config) -> Config:
-    """`run.resume` is for the first start: where a launcher repeats the command, it goes on from what that has made."""
+def _restarted(config: Config) -> Config:
+    """Return what a restart by the launcher trains: run.resume is for its first start, once that has saved something."""
     if not world.restarts():
         return config
-    starts = [row.get("launch") for row, _ in read(RunFolder(config.run_dir).journal) if row.get("event") == "started"]
+    folder = RunFolder(config.run_dir)
+    starts = [row.get("launch") for row, _ in read(folder.journal) if row.get("event") == "started"]
     if starts[-1:] != [world.launch_name()]:
         return config
+    if config.run.resume not in ("auto", "never"):
+        from pipeline.train.resume import is_superseded
+
+        if not is_superseded(config.run.resume, folder):
+            return config
     return config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
 
 
@@ -84,13 +95,11 @@ def preflight(config: Config, here: World) -> Cleared:
     """Everything that can be wrong with a request and needs no torch. Raises a Verdict."""
     folder = checks.run_folder(config)
     try:
-        checks.standing_verdict(config, folder)
+        checks.standing_verdict(config, here, folder)
     except Verdict:
-        print(
-            "the last start of this same request ended so; change it, or go on with run.resume=FOLDER", file=sys.stderr
-        )
+        print(f"the last start of this request ended so: {folder.way_on()}", file=sys.stderr)
         raise
-    checks.device(config)
+    checks.device(config, here)
     source = checks.data(config, folder)
     plan = checks.plan(config, here, source)
     checks.changes(config, folder)

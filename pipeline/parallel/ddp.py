@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline.group import Group
 from pipeline.parallel.single import Strategy
 from pipeline.plan import Plan
-from pipeline.verdict import RequestError
 
 # torch 2.14 renamed the option
 _KEEP_BUFFERS: dict[str, Any] = (
@@ -36,10 +35,6 @@ class Distributed(Strategy):
         super().__init__(model, group, plan)
         self._averages = batchnorm == "average"
         if batchnorm == "sync":
-            if group.device.type == "cpu":
-                raise RequestError(
-                    "model.batchnorm=sync: torch normalises over processes on GPUs only; take local or average"
-                ).common()
             # in place: the layers' tensors stay what they are
             nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
         self._wrapped = DistributedDataParallel(

@@ -65,6 +65,17 @@ class RunFolder:
         """The folder, or of those above it the nearest that is there."""
         return next(place for place in (self.path, *self.path.absolute().parents) if os.path.exists(place))
 
+    def has_checkpoints(self) -> bool:
+        """Return whether there is a file named like a checkpoint, verified or not."""
+        return self.checkpoints.is_dir() and any(self.checkpoints.glob("step-*.pt"))
+
+    def way_on(self) -> str:
+        """Return what to do after a start that failed for good, as advice for the user."""
+        remedy = (
+            f"resume with run.resume={self.path}" if self.has_checkpoints() else "start again with run.resume=never"
+        )
+        return f"change the request or, once the cause is gone, {remedy}"
+
     def check_writable(self) -> None:
         """RequestError if nothing can be written here; makes nothing."""
         try:

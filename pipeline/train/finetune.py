@@ -19,18 +19,33 @@ from pipeline.config import REGISTRY, Model, nearest
 from pipeline.group import Group
 from pipeline.model.architectures import published_weights
 from pipeline.record import checkpoint
-from pipeline.verdict import RequestError, TemporaryError, Verdict
+from pipeline.verdict import RequestError, TemporaryError
 
 
-def take_over(model: nn.Module, options: Model, group: Group, say: Callable[[str], None]) -> None:
-    """Load what `model.init` names into `model`, at every process. RequestError if it fits nowhere."""
-    problem = None
-    if group.is_main:
-        try:
-            say(_load_fitting(model, options))
-        except Verdict as found:
-            problem = found
-    group.raise_together(problem)
+def read(options: Model, model: nn.Module) -> dict[str, Tensor]:
+    """Return those tensors of what `model.init` names that fit into `model`, whose shapes alone matter.
+
+    RequestError if it cannot be found or is of another architecture, TemporaryError if it cannot be fetched now.
+    """
+    assert options.init is not None
+    theirs, mine = _read(options.arch, options.init), model.state_dict()
+    fitting = {name: tensor for name, tensor in theirs.items() if name in mine and mine[name].shape == tensor.shape}
+    if 2 * len(fitting) < len(mine):
+        raise RequestError(
+            f"model.init={options.init} fits {len(fitting)} of {len(mine)} tensors of {options.arch}: it is of another"
+            " architecture; set model.arch to its own"
+        )
+    return fitting
+
+
+def load_pretrained(
+    model: nn.Module, weights: dict[str, Tensor] | None, options: Model, group: Group, say: Callable[[str], None]
+) -> None:
+    """Load rank 0's `weights`, which `read` returned there, into `model`, at every process."""
+    if weights is not None:
+        model.load_state_dict(weights, strict=False)
+        random = [name for name in model.state_dict() if name not in weights]
+        say(f"first weights from {options.init}" + (f"; {', '.join(random)} start random" if random else ""))
     group.broadcast(list(model.state_dict().values()))
 
 
@@ -54,20 +69,6 @@ def freeze(model: nn.Module, names: str) -> str:
         raise RequestError(f"model.freeze={names} leaves nothing to train: leave the head out, {children[-1]}")
     total = sum(one.numel() for one in model.parameters())
     return f"{', '.join([*own, *chosen])} frozen: {left:,} of {total:,} weights are trained"
-
-
-def _load_fitting(model: nn.Module, options: Model) -> str:
-    assert options.init is not None
-    theirs, mine = _read(options.arch, options.init), model.state_dict()
-    fitting = {name: tensor for name, tensor in theirs.items() if name in mine and mine[name].shape == tensor.shape}
-    anew = [name for name in mine if name not in fitting]
-    if 2 * len(fitting) < len(mine):
-        raise RequestError(
-            f"model.init={options.init} fits {len(fitting)} of {len(mine)} tensors of {options.arch}: it is of another"
-            " architecture; set model.arch to its own"
-        )
-    model.load_state_dict(fitting, strict=False)
-    return f"first weights from {options.init}" + (f"; {', '.join(anew)} anew" if anew else "")
 
 
 def _read(arch: str, init: str) -> dict[str, Tensor]:

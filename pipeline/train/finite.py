@@ -57,12 +57,13 @@ class Losses:
         if not seen_by:
             return NotFiniteError(
                 f"a gradient at step {last.number} is not finite, or larger than exact mode can sum: nothing was"
-                " updated; lower optimizer.lr, lengthen schedule.warmup, or lower exact.fraction_bits"
+                " updated; lower optimizer.lr, lengthen schedule.warmup, or lower exact.fraction_bits, and start again with"
+                " run.resume=never"
             )
         rank, (value, ids) = min(seen_by.items())
         return NotFiniteError(
             f"the loss is {value} at step {last.number} on rank {rank} ({name_samples(ids)}): nothing was updated; lower"
-            " optimizer.lr, lengthen schedule.warmup or set train.clip"
+            " optimizer.lr, lengthen schedule.warmup or set train.clip, and start again with run.resume=never"
         )
 
 

@@ -151,15 +151,31 @@ def _save(run: Training, *, last: bool) -> None:
     _settle(run)
     run.watch.compare(state.step)
     finite = all_finite(state.model.state_dict().values())
-    broken, exhausted = run.group.agree(not finite, writer is not None and writer.exhausted)
+    if writer:
+        writer.wait()
+    broken, exhausted, best_is_lost = run.group.agree(
+        not finite,
+        writer is not None and writer.exhausted,
+        writer is not None
+        and state.best is not None
+        and state.best.step != state.step
+        and writer.of_step(state.best.step) is None,
+    )
     if broken:
         raise NotFiniteError(
             f"weights are not finite at step {state.step}: not saved; the checkpoints before it are good"
         )
     if exhausted:
         raise StorageError(
-            f"no checkpoint could be saved five times in a row, step {state.step} is lost: free or mend the disk"
+            f"no checkpoint could be saved five times in a row, step {state.step} is lost: make room on the disk"
         )
+    if best_is_lost:
+        assert state.best is not None
+        run.terminal.say(
+            f"the checkpoint of the best model, step {state.best.step:,}, is not in the run's folder: from here on the best"
+            " is chosen again"
+        )
+        state.best = state.evaluation if state.is_evaluated else None
     remark = run.strategy.remark()
     if remark:
         run.terminal.say(remark)
@@ -172,7 +188,7 @@ def _save(run: Training, *, last: bool) -> None:
             writer.wait()
     (failed,) = run.group.agree(last and writer is not None and writer.last_failed)
     if failed:
-        raise StorageError(f"the last checkpoint, of step {state.step}, could not be saved: free or mend the disk")
+        raise StorageError(f"the last checkpoint, of step {state.step}, could not be saved: make room on the disk")
 
 
 def _note_defects(run: Training, used: list[Batch]) -> None:
@@ -189,5 +205,6 @@ def _note_defects(run: Training, used: list[Batch]) -> None:
     if len(known) > limit:
         raise StorageError(
             f"{len(known)} of {run.plan.train_images:,} training images cannot be decoded, more than"
-            f" data.max_bad={run.config.data.max_bad:g} allows ({limit:.0f}): 'pipeline data check' names them all"
+            f" data.max_bad={run.config.data.max_bad:g} allows ({limit:.0f}): raise data.max_bad to go on without them, or"
+            " fix the files that 'pipeline data check' names and start again with run.resume=never"
         )

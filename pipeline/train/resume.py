@@ -1,10 +1,11 @@
-"""Where a run goes on: the decision, and the one way in which a checkpoint reaches every process.
+"""Where a run resumes: the decision, and the one way in which a checkpoint reaches every process.
 
 Rank 0 alone looks at the folder and reads the file; the bytes that verified are then sent to all. So no two processes can
 choose differently, whatever their file systems list, and a damaged file is found once.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,65 +14,93 @@ from pipeline.data.manifest import remembered
 from pipeline.data.sources import Source, data_root
 from pipeline.group import Group
 from pipeline.record import checkpoint
-from pipeline.record.folder import RunFolder
+from pipeline.record.folder import RunFolder, write_whole
 from pipeline.train.state import TrainState
-from pipeline.verdict import RequestError, StorageError, Verdict
+from pipeline.verdict import RequestError, StorageError
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that verified."""
+
+    path: Path
+    data: bytes
+    contents: dict[str, Any]
+
+
+def find(config: Config, folder: RunFolder, source: Source, say: Callable[[str], None]) -> Found | None:
+    """Return the checkpoint to resume from, or None for a fresh start. Changes nothing.
+
+    1. run.resume=never: a fresh start (what was there has been set aside).
+    2. run.resume=PATH: that checkpoint, or the newest of that folder that verifies, and nothing else.
+    3. run.resume=auto: the newest checkpoint here that verifies; if there are some and none does, exit 4.
+    4. No checkpoint at all: a fresh start.
+
+    RequestError for a checkpoint of another configuration or of other data, or a PATH that holds none.
+    """
+    if config.run.resume == "never":
+        return None
+    try:
+        if config.run.resume == "auto":
+            verified = checkpoint.newest_good(folder.checkpoints, say)
+        else:
+            verified = _named(config.run.resume, say)
+    except OSError as error:
+        raise folder.unwritable(error) from None
+    if verified is None:
+        return None
+    path, data = verified
+    contents = checkpoint.decode(data, path)
+    _refuse_others(contents, config, source)
+    return Found(path, data, contents)
+
+
+def is_superseded(named: str, folder: RunFolder) -> bool:
+    """Return whether `folder` has a newer checkpoint than `named`, the PATH that the run in it was resumed from."""
+    own = checkpoint.listed(folder.checkpoints)
+    try:
+        return bool(own) and _is_newer(own[0], checkpoint.find(Path(named)))
+    except StorageError:  # it is gone: what the run has saved itself is all there is
+        return bool(own)
+
+
+def prepare_folder(found: Found | None, folder: RunFolder, say: Callable[[str], None]) -> None:
+    """Remove half-written files, set newer checkpoints aside, and bring the best model along. OSError if that fails."""
+    folder.remove_temporary()
+    if found is None:
+        return
+    # what is newer is damaged, or no longer true once training goes on from here
+    newer = [path for path in checkpoint.listed(folder.checkpoints) if _is_newer(path, found.path)]
+    if newer:
+        say(f"{len(newer)} newer checkpoint{'s' * (len(newer) > 1)} set aside in {folder.set_aside_checkpoints(newer)}")
+    say(f"going on from {found.path}")
+    best = found.contents["best"]
+    for path in checkpoint.listed(found.path.parent) if best else []:
+        if checkpoint.step_of(path) == best["step"] and not (folder.checkpoints / path.name).exists():
+            try:
+                write_whole(folder.checkpoints / path.name, checkpoint.read_verified(path))
+            except StorageError as defect:
+                say(f"the best model is left behind: {defect}")
+
+
+def share(found: Found | None, group: Group) -> dict[str, Any] | None:
+    """Return the contents of the checkpoint that rank 0 found, at every process; None for a fresh start."""
+    data = group.broadcast_bytes((found.data if found else b"") if group.is_main else None)
+    if not data:
+        return None
+    return found.contents if found else checkpoint.decode(data, "the checkpoint that rank 0 sent")
 
 
 def resume(
-    state: TrainState, config: Config, folder: RunFolder, source: Source, group: Group, say: Callable[[str], None]
-) -> bool:
-    """Load the state that `run.resume` means into `state` at every process; whether there was one."""
-    data, contents, verdict = b"", {}, None
-    if group.is_main:
-        try:
-            data = _choose(config, folder, say)
-            if data:
-                contents = checkpoint.decode(data, folder.checkpoints)
-                _refuse_others(contents, config, source)
-        except Verdict as found:
-            verdict = found
-        except OSError as error:
-            verdict = folder.unwritable(error)
-    group.raise_together(verdict)
-    data = group.broadcast_bytes(data)
-    if not data:
-        return False
-    contents = contents or checkpoint.decode(data, folder.checkpoints)
+    state: TrainState, contents: dict[str, Any], config: Config, group: Group, say: Callable[[str], None]
+) -> None:
+    """Load the contents of a checkpoint into `state`, at every process."""
     if contents["world"] != group.size and not config.run.exact:
         say(
             f"going on with {group.size} process{'es' * (group.size > 1)} in place of {contents['world']}: each sample is"
             " used once as before, but weights will differ from those of an unchanged run (run.exact=true makes them equal)"
         )
     state.load_dict(contents, is_main=group.is_main)
-    return True
-
-
-def _choose(config: Config, folder: RunFolder, say: Callable[[str], None]) -> bytes:
-    """The bytes to go on from; none for a fresh start.
-
-    1. run.resume=never: a fresh start (what was there has been set aside).
-    2. run.resume=PATH: that checkpoint, or the newest of that folder, and nothing else.
-    3. run.resume=auto: the newest checkpoint here that verifies; if there are some and none does, exit 4.
-    4. No checkpoint at all: a fresh start.
-    """
-    folder.remove_temporary()
-    if config.run.resume == "never":
-        return b""
-    if config.run.resume != "auto":
-        path = _named(config.run.resume)
-        data = checkpoint.read_verified(path)
-    else:
-        found = checkpoint.newest_good(folder.checkpoints, say)
-        if found is None:
-            return b""
-        path, data = found
-    # what is newer is damaged, or untrue once training goes on from here
-    newer = [other for other in checkpoint.listed(folder.checkpoints) if _order(other) > _order(path)]
-    if newer:
-        say(f"{len(newer)} newer checkpoint{'s' * (len(newer) > 1)} set aside in {folder.set_aside_checkpoints(newer)}")
-    say(f"going on from {path}")
-    return data
 
 
 def _refuse_others(contents: dict[str, Any], config: Config, source: Source) -> None:
@@ -85,15 +114,23 @@ def _refuse_others(contents: dict[str, Any], config: Config, source: Source) -> 
         )
 
 
-def _named(text: str) -> Path:
+def _named(text: str, say: Callable[[str], None]) -> tuple[Path, bytes]:
+    """Return the path and bytes of what run.resume=PATH names."""
     try:
-        return checkpoint.find(Path(text))
+        path = checkpoint.find(Path(text))
     except StorageError as error:
         raise RequestError(f"run.resume={text} is not allowed: auto | never | a checkpoint ({error})") from None
+    if Path(text).is_dir():
+        newest = checkpoint.newest_good(path.parent, say)
+        assert newest is not None
+        return newest
+    return path, checkpoint.read_verified(path)
 
 
-def _order(path: Path) -> tuple[int, int]:
-    return checkpoint.step_of(path), path.stat().st_mtime_ns
+def _is_newer(path: Path, other: Path) -> bool:
+    if path.name == other.name:  # a copy
+        return False
+    return (checkpoint.step_of(path), path.stat().st_mtime_ns) > (checkpoint.step_of(other), other.stat().st_mtime_ns)
 
 
 def what_changed(config: Config, source: Source, before: str, spare: Path) -> str:

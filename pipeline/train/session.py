@@ -10,9 +10,13 @@ import json
 import os
 import sys
 import traceback
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
+
+from torch import Tensor
 
 from pipeline import group as groups
 from pipeline import parallel, randomness, verdict
@@ -22,9 +26,8 @@ from pipeline.data.manifest import Index
 from pipeline.data.sources import Source, data_root, of_index, open_source
 from pipeline.data.transfer import to_device
 from pipeline.group import Group
-from pipeline.model.architectures import build, skeleton, try_out
-from pipeline.model.stages import try_to_cut
-from pipeline.plan import Plan, make_plan, share_resources
+from pipeline.model.architectures import build
+from pipeline.plan import Plan, make_plan, request_digest, share_resources
 from pipeline.record import sender
 from pipeline.record.checkpoint import Checkpoints, copy_to_host, judged_model, judged_weights, weights_digest
 from pipeline.record.folder import RunFolder, write_whole
@@ -37,12 +40,12 @@ from pipeline.train.account import start_clock
 from pipeline.train.efficiency import measure_efficiency
 from pipeline.train.evaluate import Evaluator
 from pipeline.train.exhibits import Exhibits
-from pipeline.train.finetune import freeze, take_over
+from pipeline.train.finetune import freeze, load_pretrained
 from pipeline.train.finite import watch_losses
 from pipeline.train.fit import fit_passes, one_pass
 from pipeline.train.loop import Training, train
 from pipeline.train.profile import start_profile
-from pipeline.train.resume import resume
+from pipeline.train.resume import Found, prepare_folder, resume, share
 from pipeline.train.signals import StopRequest
 from pipeline.train.state import Evaluation, TrainState
 from pipeline.train.step import Step, name_samples
@@ -54,27 +57,40 @@ from pipeline.world import World, kill_stopped, launch_name, leave_account, stop
 _MARGIN_S = 10
 
 
-def run_training(config: Config, world: World, folder: RunFolder, source: Source | None, stop: StopRequest) -> str:
+@dataclass(frozen=True)
+class First:
+    """What rank 0 finds and checks before the group forms."""
+
+    source: Source
+    found: Found | None
+    """The checkpoint to resume from."""
+    weights: dict[str, Tensor] | None
+    """First weights, where model.init names some and no checkpoint overwrites them."""
+
+
+def run_training(config: Config, world: World, folder: RunFolder, first: First | None, stop: StopRequest) -> str:
     """Train as one process of `world`; the line that says the result. Raises a Verdict where there is none.
 
-    Rank 0 brings the source that its preflight opened, and holds the folder.
+    Rank 0 brings `first`, and holds the folder.
     """
     terminal = voice(is_main=world.is_main)
-    if world.is_main:
-        assert source is not None
-        _try_model(config, make_plan(config, world, source.size))
-    with stop.obeyed_at_once():
-        group = _join(config, world)
-    # longer than an exchange may take, so that where one fails its own error is what is said
-    watchdog = Watchdog(config.run.timeout + _MARGIN_S, folder.path / f"hang-rank-{group.rank}.txt", group.rank)
-    watchdog.start()
-    source = _share_source(config, group, source)
-    plan = _agree_on_plan(config, group, source)
-    run = _build(config, plan, group, source, terminal, stop, watchdog)
-    plan = run.plan
-    watchdog.beat()
-    run.profile = start_profile(config, folder.report, group, terminal.say)
-    resumed = resume(run.state, config, folder, source, group, terminal.say)
+    request = request_digest(config, world)
+    with _failures_left(folder, request, terminal):
+        with stop.obeyed_at_once():
+            group = _join(config, world)
+        # longer than an exchange may take, so that where one fails its own error is what is said
+        watchdog = Watchdog(config.run.timeout + _MARGIN_S, folder.path / f"hang-rank-{group.rank}.txt", group.rank)
+        watchdog.start()
+        source = _share_source(config, group, first.source if first else None)
+        plan = _agree_on_plan(config, group, source)
+        contents = share(first.found if first else None, group)
+        weights = first.weights if first else None
+        run = _build(config, plan, group, source, weights, terminal, stop, watchdog, is_resumed=contents is not None)
+        watchdog.beat()
+        plan = run.plan
+        run.profile = start_profile(config, folder.report, group, terminal.say)
+        if contents:
+            resume(run.state, contents, config, group, terminal.say)
     # a run that was killed before its last word has it to say, and goes on to that
     (unsaid,) = group.agree(group.is_main and final_status(folder.journal) != "FINISHED")
     if run.state.step >= plan.last_step and run.state.is_evaluated and not unsaid:
@@ -85,7 +101,7 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
         line = _done_line(plan.epoch(run.state.step), run.state.evaluation, run.state.weights_digest())
         group.finish()
         return line
-    tracker = _open_records(run, folder, source, resumed=resumed)
+    tracker = _open_records(run, folder, source, first.found if first else None)
     data = TrainBatches(source.train, config, plan, group.rank)
     positions = range(run.state.step * plan.accumulate, max(run.state.step, plan.last_step) * plan.accumulate)
     watchdog.beat()
@@ -95,13 +111,14 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
             run, to_device(batches(data, positions, plan, pin=group.device.type == "cuda"), group.device)
         )
     except LoaderError as ending:
-        verdict.leave(folder.path, ending, config.model_dump_json())
+        verdict.leave(folder.path, ending, request)
         _crash(run, str(ending), ending.code)
     except Verdict as ending:
         watchdog.stop()
-        group.unhurried(partial(_break_off, run, folder, tracker, ending))
-        group.finish()
-        raise
+        with _failures_left(folder, request, terminal):
+            group.unhurried(partial(_break_off, run, tracker, ending))
+            group.finish()
+            raise
     except Exception as error:
         _crash(run, traceback.format_exc(), verdict.CRASH, is_echo=groups.lost_a_peer(error))
     watchdog.stop()
@@ -109,6 +126,18 @@ def run_training(config: Config, world: World, folder: RunFolder, source: Source
     group.unhurried(partial(_conclude, run, folder, tracker, line))
     group.finish()
     return line
+
+
+@contextmanager
+def _failures_left(folder: RunFolder, request: str, terminal: Terminal) -> Iterator[None]:
+    """Save a failure that ends every start of this request for the next one, and say what to do then."""
+    try:
+        yield
+    except Verdict as ending:
+        verdict.leave(folder.path, ending, request)
+        if ending.code in verdict.FINAL:
+            terminal.say(f"the next start of this request fails at once: {folder.way_on()}")
+        raise
 
 
 def run_evaluation(config: Config, world: World, contents: dict[str, Any], source: Source | None) -> str:
@@ -123,15 +152,6 @@ def run_evaluation(config: Config, world: World, contents: dict[str, Any], sourc
     terminal.say_defects(source.val, judgement.defects)
     group.finish()
     return _done_line(contents["epoch"], judgement.evaluation, weights_digest(judged_weights(contents)))
-
-
-def _try_model(config: Config, plan: Plan) -> None:
-    """RequestError for a model that cannot be made, fed, frozen or cut as the plan has it."""
-    try_out(config.model, plan.num_classes, plan.norm_batch, plan.first_size, plan.eval_size)
-    if config.model.freeze:
-        freeze(skeleton(config.model, plan.num_classes), config.model.freeze)
-    if plan.stages > 1:
-        try_to_cut(config.model, plan.num_classes, plan.stages, plan.image_size)
 
 
 def _join(config: Config, world: World) -> Group:
@@ -173,11 +193,14 @@ def _build(
     plan: Plan,
     group: Group,
     source: Source,
+    weights: dict[str, Tensor] | None,
     terminal: Terminal,
     stop: StopRequest,
     watchdog: Watchdog,
+    *,
+    is_resumed: bool,
 ) -> Training:
-    """All parts, settled, with first weights that are a function of the seed."""
+    """Build all parts and warm them up. First weights are a function of the seed, or rank 0's `weights`."""
     if config.is_deterministic:
         terminal.say(
             "deterministic: same bits each time, at the price of slower kernels and one fixed number of threads"
@@ -185,8 +208,8 @@ def _build(
     terminal.say(f"creating {config.model.arch} for {plan.num_classes} classes on {group.device} ...")
     randomness.seed_network(config.run.seed, "weights")
     model = build(config.model, plan.num_classes).to(group.device)
-    if config.model.init:
-        take_over(model, config.model, group, terminal.say)
+    if config.model.init and not is_resumed:
+        load_pretrained(model, weights, config.model, group, terminal.say)
     if config.model.freeze:
         terminal.say(freeze(model, config.model.freeze))
     if group.device.type == "cuda" and config.parallel == "ddp":
@@ -226,7 +249,7 @@ def _settle(step: Step, config: Config, plan: Plan) -> None:
         ) from error
 
 
-def _open_records(run: Training, folder: RunFolder, source: Source, *, resumed: bool) -> NoSender:
+def _open_records(run: Training, folder: RunFolder, source: Source, found: Found | None) -> NoSender:
     """Rank 0 opens what it writes, and starts the sender. All raise the Verdict of a folder that cannot be written, or of a
     tracker that is required and not there."""
     tracker, problem = NoSender(), None
@@ -234,7 +257,8 @@ def _open_records(run: Training, folder: RunFolder, source: Source, *, resumed: 
     account = run.state.account() if run.state.is_evaluated else None
     if run.group.is_main:
         try:
-            _open_files(run, folder, source, account, resumed=resumed)
+            prepare_folder(found, folder, run.terminal.say)
+            _open_files(run, folder, source, account, resumed=found is not None)
             tracker = _start_sender(run, folder)
         except OSError as error:
             problem = folder.unwritable(error)
@@ -300,10 +324,8 @@ def _conclude(run: Training, folder: RunFolder, tracker: NoSender, line: str) ->
     run.terminal.summarise(_summary(run, folder))
 
 
-def _break_off(run: Training, folder: RunFolder, tracker: NoSender, ending: Verdict) -> None:
-    """Say why there is no result to those who start it again, to the launcher, and to the tracker."""
-    if run.group.is_main:
-        verdict.leave(folder.path, ending, run.config.model_dump_json())
+def _break_off(run: Training, tracker: NoSender, ending: Verdict) -> None:
+    """Tell the launcher and the tracker why there is no result."""
     if ending.code == verdict.CRASH:
         leave_account(str(ending), is_echo=not run.group.is_main)
     _close_records(run, tracker, "KILLED" if isinstance(ending, TemporaryError) else "FAILED", str(ending))
