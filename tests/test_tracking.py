@@ -56,7 +56,7 @@ from pipeline.model.architectures import build
 from pipeline.record import checkpoint
 from pipeline.record.answers import Answers, Judged, save_judged
 from pipeline.record.journal import Journal, Trace, read
-from pipeline.train.finetune import load_pretrained, read
+from pipeline.train import finetune
 from pipeline.world import World
 
 # what each shows beyond the others: nobody there, an answer that is an error, no answer; the rest with --full

@@ -96,7 +96,9 @@ def examine(
         found.check("GPUs", lambda: checks.gpus(config, here), str)
         if endpoint:
             found.check("names", lambda: checks.names(endpoint), str)
-        reached = found.check("MLflow", lambda: checks.tracker(config, folder), str, fatal=config.track.required)
+        reached = found.check(
+            "MLflow", lambda: _tracker(config, folder, is_node=is_node), str, fatal=config.track.required
+        )
         if not is_node:
             _try_out(found, config, here, folder, source, plan, has_tracker=reached is not None)
         if with_sanity and found.ending is None and source and plan:
@@ -127,6 +129,15 @@ def _resumption(config: Config, folder: RunFolder, source: Source) -> _Start:
         return _Start("the run is being trained now", is_resumed=True)
     found = checks.resumption(config, folder, source, lambda line: print(line, file=sys.stderr))
     return _Start(f"resumes from {found.path}" if found else "a fresh start", is_resumed=found is not None)
+
+
+def _tracker(config: Config, folder: RunFolder, *, is_node: bool) -> str:
+    try:
+        return checks.tracker(config, folder)
+    except TemporaryError as error:
+        if config.track.required and not is_node:  # a node is tried again: its server may still be starting
+            raise RequestError(f"track.required=true, and {error}") from None
+        raise
 
 
 def _try_out(

@@ -19,7 +19,7 @@ from pipeline.config import REGISTRY, Model, nearest
 from pipeline.group import Group
 from pipeline.model.architectures import published_weights
 from pipeline.record import checkpoint
-from pipeline.verdict import RequestError, TemporaryError
+from pipeline.verdict import RequestError, StorageError, TemporaryError
 
 
 def read(options: Model, model: nn.Module) -> dict[str, Tensor]:
@@ -79,7 +79,10 @@ def _read(arch: str, init: str) -> dict[str, Tensor]:
         own = "model."  # of `Served`, beside what it normalises with
         return {name.removeprefix(own): one for name, one in served.state_dict().items() if name.startswith(own)}
     if os.path.exists(init):
-        path = checkpoint.find(Path(init))
+        try:
+            path = checkpoint.find(Path(init))
+        except StorageError as error:
+            raise RequestError(f"model.init={init} is not allowed: {error}") from None
         return checkpoint.judged_weights(checkpoint.decode(checkpoint.read_verified(path), path))
     names = published_weights(arch)
     if init not in names:
