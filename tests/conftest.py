@@ -1,6 +1,7 @@
 """Shared by all tests: a folder of digits, made once."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"  # tests run side by side: torch's threads would wait for each other's cores
 sys.path.insert(0, str(Path(__file__).parent))
 from engine import build_images
+from forked import Forked, Place
 
 pytest_plugins = ["faults.ledger"]
 
@@ -64,6 +66,25 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("data") / "digits"
     make_digits(root)
     return root
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[Forked]:
+    server = Forked()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def made_place(tmp_path_factory: pytest.TempPathFactory, forked: Forked) -> Place:
+    return Place.make(tmp_path_factory.mktemp("place"), forked)
+
+
+@pytest.fixture
+def place(made_place: Place, tmp_path: Path) -> Place:
+    """A copy of a folder with images and a finished run, for small runs in it."""
+    shutil.copytree(made_place.path, tmp_path / "place")
+    return Place(tmp_path / "place", made_place.forked)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Commands in processes forked from one that has torch imported: a start takes milliseconds instead of seconds."""
+"""Commands in processes forked from one that has torch imported, so that a start takes milliseconds, and small runs."""
 
 import json
 import os
@@ -7,9 +7,17 @@ import sys
 import tempfile
 import time
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from harness import Result, environment
+from harness import Result, environment, read_rows
+
+SMALL = (
+    "model.arch=shufflenet_v2_x0_5", "augment.size=32", "batch.global=8", "train.epochs=2", "train.max_steps=1",
+    "schedule.warmup=0", "checkpoint.every=1 steps", "data.workers=0", "run.device=cpu", "run.threads=1",
+    "track.uri=none", "track.report=false", "data.source=folder", "data.root=images",
+)  # fmt: skip
 
 
 class Forked:
@@ -35,6 +43,45 @@ class Forked:
         assert self._server.stdin
         self._server.stdin.close()
         self._server.wait(30)
+
+
+@dataclass
+class Place:
+    """A folder with the image folder `images` (4 classes, 16 images to train, 4 to validate) and the run `runs/done`."""
+
+    path: Path
+    forked: Forked
+
+    @classmethod
+    def make(cls, path: Path, forked: Forked) -> "Place":
+        place = cls(path, forked)
+        place.run("data", "make", "synthetic", "images", "--images", "16", "--classes", "4", "--side", "32")
+        assert place.train("run.dir=runs/done")[0] == 0
+        return place
+
+    def train(self, *words: str) -> tuple[int, str]:
+        """Exit code and standard error of `train digits` with the small settings, then these words."""
+        result = self.forked("train", "digits", *SMALL, *words, cwd=self.path)
+        assert "Traceback" not in result.err, result.err
+        return result.code, result.err
+
+    def doctor(self, *words: str, **env: str) -> tuple[int, str]:
+        result = self.forked("doctor", "digits", *SMALL, *words, cwd=self.path, **env)
+        assert "Traceback" not in result.err, result.err
+        return result.code, result.err
+
+    def run(self, *words: str) -> str:
+        """Standard output of another command, which succeeds."""
+        result = self.forked(*words, cwd=self.path)
+        assert result.code == 0, result.err
+        return result.out
+
+    def checkpoints(self, run: str = "done") -> list[Path]:
+        return sorted((self.path / "runs" / run / "checkpoints").glob("step-*.pt"))
+
+    def events(self, run: str, name: str) -> list[dict[str, Any]]:
+        """Rows of the journal of a run with this event."""
+        return [row for row in read_rows(self.path / "runs" / run / "journal.jsonl") if row.get("event") == name]
 
 
 def _serve() -> None:

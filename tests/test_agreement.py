@@ -1,70 +1,15 @@
-"""`doctor` and `train` agree: what one refuses the other refuses, with the same exit code; and advice works."""
+"""`doctor` and `train` agree: what one refuses the other refuses, with the same exit code."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-from forked import Forked
+from forked import Place
 from harness import free_port
 
-SMALL = (
-    "model.arch=shufflenet_v2_x0_5", "augment.size=32", "batch.global=8", "train.epochs=2", "train.max_steps=1",
-    "schedule.warmup=0", "checkpoint.every=1 steps", "data.workers=0", "run.device=cpu", "run.threads=1",
-    "track.uri=none", "track.report=false",
-)  # fmt: skip
 NODE = {"PET_NPROC_PER_NODE": "1"}
 """Has `doctor` make the checks of a start alone."""
-
-
-@pytest.fixture(scope="module")
-def forked() -> Iterator[Forked]:
-    server = Forked()
-    yield server
-    server.close()
-
-
-@dataclass
-class Place:
-    """A folder with the data `images` (4 classes, 16 images to train), the finished run `done`, and what a case adds."""
-
-    path: Path
-    forked: Forked
-
-    def train(self, *words: str, source: str = "folder") -> tuple[int, str]:
-        """Exit code and standard error of `train digits`, with the small settings and then these words."""
-        base = [*SMALL, f"data.source={source}", "data.root=images"]
-        result = self.forked("train", "digits", *base, *words, cwd=self.path)
-        return result.code, result.err
-
-    def doctor(self, *words: str, **env: str) -> tuple[int, str]:
-        base = [*SMALL, "data.source=folder", "data.root=images"]
-        result = self.forked("doctor", "digits", *base, *words, cwd=self.path, **env)
-        return result.code, result.err
-
-    def run(self, *words: str) -> None:
-        """Another command, which succeeds."""
-        result = self.forked(*words, cwd=self.path)
-        assert result.code == 0, result.err
-
-    def checkpoint(self, run: str = "done") -> Path:
-        return sorted((self.path / "runs" / run / "checkpoints").glob("step-*.pt"))[-1]
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, forked: Forked) -> Path:
-    place = Place(tmp_path_factory.mktemp("place"), forked)
-    make = ("data", "make", "synthetic", "images", "--images", "16", "--classes", "4", "--side", "32")
-    place.run(*make)
-    assert place.train("run.dir=runs/done")[0] == 0
-    return place.path
-
-
-@pytest.fixture
-def place(made: Path, forked: Forked, tmp_path: Path) -> Place:
-    shutil.copytree(made, tmp_path / "place")
-    return Place(tmp_path / "place", forked)
 
 
 def damage(place: Place) -> None:
@@ -80,11 +25,6 @@ def flatten(place: Place) -> None:
     shutil.rmtree(place.path / "images/val")
     (place.path / "images/val").mkdir()
     (place.path / "images/val/1.jpg").write_bytes(b"x")
-
-
-def spoil(place: Place) -> None:
-    for path in list((place.path / "images/train").glob("*/*.jpg"))[:12]:
-        path.write_bytes(b"\0" * path.stat().st_size)
 
 
 def diverge(place: Place) -> None:

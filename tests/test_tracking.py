@@ -319,7 +319,8 @@ def test_the_run_tells_the_whole_story_and_its_folder_alone_tells_it_again(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", good.uri)
     options = Model(arch="shufflenet_v2_x0_5", init="models:/story-digits@best")
     model = build(options, 10)
-    load_pretrained(model, read(options, model), options, Group(World(), torch.device("cpu")), lambda _: None)
+    weights = finetune.read(options, model)
+    finetune.load_pretrained(model, weights, options, Group(World(), torch.device("cpu")), lambda _: None)
     path = run.folder / "checkpoints" / best["file"]
     judged = checkpoint.judged_weights(checkpoint.decode(checkpoint.read_verified(path), path))
     assert checkpoint.weights_digest(model.state_dict()) == checkpoint.weights_digest(judged), (
