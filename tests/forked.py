@@ -51,6 +51,8 @@ class Place:
 
     path: Path
     forked: Forked
+    holder: subprocess.Popen[bytes] | None = None
+    """Another process that trains in it."""
 
     @classmethod
     def make(cls, path: Path, forked: Forked) -> "Place":
@@ -59,9 +61,9 @@ class Place:
         assert place.train("run.dir=runs/done")[0] == 0
         return place
 
-    def train(self, *words: str) -> tuple[int, str]:
+    def train(self, *words: str, **env: str) -> tuple[int, str]:
         """Exit code and standard error of `train digits` with the small settings, then these words."""
-        result = self.forked("train", "digits", *SMALL, *words, cwd=self.path)
+        result = self.forked("train", "digits", *SMALL, *words, cwd=self.path, **env)
         assert "Traceback" not in result.err, result.err
         return result.code, result.err
 

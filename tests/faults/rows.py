@@ -54,4 +54,5 @@ ROWS = {
     "I1": Row("a loss or a gradient that is not finite, on one rank", "all stop before the update, exit 3; named"),
     "I2": Row("a clock that jumps by an hour, either way", "no negative duration; time-outs unaffected; identical"),
     "I3": Row("the same run twice", "identical"),
+    "J1": Row("SIGKILL before the first own save of a run started with run.resume=PATH", f"resumes from PATH; {_SAME}"),
 }  # fmt: skip

@@ -162,6 +162,36 @@ def test_resumed_with_other_numbers_of_processes_the_samples_are_the_same(tmp_pa
 
 
 @pytest.mark.full
+@pytest.mark.fault("J1", ci=2, long=7)
+def test_killed_before_its_first_save_a_run_resumes_from_the_checkpoint_it_was_given(
+    tmp_path: Path, digits: Path, seed: int, notes: Notes
+) -> None:
+    words = ["digits", f"data.root={digits}", *SMALL, "evaluate.every=1000 epochs", "train.max_steps=40"]
+    first = Job(tmp_path / "first", [*words[:-1], "train.max_steps=10"])
+    assert first.run().code == 0
+    words += [f"run.resume={first.folder}", "checkpoint.every=1000 epochs"]
+    whole = Job(tmp_path / "whole", words)
+    line = whole.run().out
+    draw = random.Random(seed)
+    run = Job(tmp_path / "run", words, by_torchrun=True, env={"PET_MAX_RESTARTS": "3"}).start()
+    for kind in draw.sample(("one rank", "one rank", "launcher"), 3):
+        run.wait_for_step(draw.randint(11, 39))
+        assert run.process
+        kill(run.process.pid if kind == "launcher" else run.ranks()[0], signal.SIGKILL)
+        if kind == "launcher":
+            run.wait_gone(5)
+            run.start()  # the same command
+        else:
+            run._starts += 1  # the launcher restarts the rank
+        notes.note("J1")
+    assert run.wait().out == line
+    starts = [row for row in read_rows(run.folder / "journal.jsonl") if row.get("event") == "started"]
+    assert [(row["step"], row["resumed"]) for row in starts] == [(10, True)] * 4
+    assert read_rows(run.folder / "trace.jsonl") == read_rows(whole.folder / "trace.jsonl")
+    assert run.journal("train/", "val/") == whole.journal("train/", "val/")
+
+
+@pytest.mark.full
 @pytest.mark.fault("B4", ci=1, long=20)
 def test_killed_in_the_save_that_a_stop_asked_for_it_goes_on_from_the_one_before(
     tmp_path: Path, digits: Path, whole: Whole, seed: int

@@ -1,0 +1,113 @@
+"""What a resumption needs and what it does not: first weights, the folder's place, the checkpoint of the best model."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from forked import Place
+
+from pipeline import verdict
+from pipeline.config import load
+from pipeline.operate.launch import _restarted
+from pipeline.record.checkpoint import step_of
+from pipeline.record.folder import RunFolder
+from pipeline.record.journal import Journal
+from pipeline.verdict import NotFiniteError, RequestError, StorageError, TemporaryError
+
+
+def test_a_run_resumes_without_its_first_weights(place: Place) -> None:
+    tuned = ("run.dir=runs/tuned", "model.init=runs/done")
+    assert place.train(*tuned)[0] == 0
+    (place.path / "runs/done").rename(place.path / "runs/elsewhere")
+    code, said = place.train(*tuned, "train.max_steps=2")
+    assert code == 0, said
+    assert place.doctor(*tuned, "train.max_steps=2")[0] == 0
+    code, said = place.train("run.dir=runs/other", "model.init=runs/done")
+    assert code == 2, "a fresh start needs them"
+    assert "model.init=runs/done is neither a file or folder here" in said
+
+
+def test_a_run_that_goes_on_in_another_folder_takes_its_best_model_along(place: Place) -> None:
+    (best,) = place.events("done", "ended")
+    words = (
+        "run.dir=runs/other",
+        "run.resume=runs/done",
+        "train.max_steps=3",
+        "checkpoint.keep=1",
+        "optimizer.lr=1e-9",
+    )
+    shutil.rmtree(place.path / "runs/done")
+    assert place.train("run.dir=runs/done", "optimizer.lr=1e-9")[0] == 0  # so slow that no later step is better
+    code, said = place.train(*words)
+    assert code == 0, said
+    (ended,) = place.events("other", "ended")
+    assert ended["best"]["step"] == best["best"]["step"] == 1
+    assert [step_of(path) for path in place.checkpoints("other")] == [1, 3]
+
+
+def test_a_best_model_whose_checkpoint_is_lost_is_chosen_again(place: Place) -> None:
+    words = ("run.dir=runs/slow", "optimizer.lr=1e-9")
+    assert place.train(*words)[0] == 0
+    assert place.train(*words, "train.max_steps=2", "checkpoint.keep=1")[0] == 0
+    first, second = place.checkpoints("slow")
+    assert place.events("slow", "ended")[-1]["best"]["step"] == step_of(first) == 1
+    first.unlink()
+    code, said = place.train(*words, "train.max_steps=3")
+    assert code == 0
+    assert "the checkpoint of the best model, step 1, is not in the run's folder" in said
+    best = place.events("slow", "ended")[-1]["best"]
+    assert best["step"] > step_of(second)
+    assert (place.path / "runs/slow/checkpoints" / best["file"]).exists()
+
+
+def test_a_restart_resumes_from_the_named_checkpoint_until_it_has_one_of_its_own(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "launch")
+    run = RunFolder(place.path / "runs/other")
+    run.checkpoints.mkdir(parents=True)
+
+    def resumes_from(word: str) -> str:
+        return _restarted(load("digits", [f"run.dir={run.path}", f"run.resume={word}"])).run.resume
+
+    named = str(place.path / "runs/done")
+    assert resumes_from(named) == named, "this launch has trained nothing yet"
+    Journal(run.journal, pytest.fail).event("started", launch="launch")
+    assert resumes_from(named) == named, "it has saved nothing yet"
+    assert resumes_from("never") == "auto"
+    (checkpoint,) = place.checkpoints()
+    shutil.copy(checkpoint, run.checkpoints)
+    assert resumes_from(named) == named, "a copy of the checkpoint that is named"
+    shutil.copy(checkpoint, run.checkpoints / checkpoint.name.replace("-00000001.", "-00000002."))
+    assert resumes_from(named) == "auto"
+    shutil.rmtree(named)
+    assert resumes_from(named) == "auto"
+
+
+@pytest.mark.parametrize("code", [2, 3, 4, 75])
+def test_a_failure_for_good_is_repeated_by_the_next_start_of_the_same_request(tmp_path: Path, code: int) -> None:
+    kinds = {kind.code: kind for kind in (RequestError, NotFiniteError, StorageError, TemporaryError)}
+    verdict.leave(tmp_path, kinds[code]("why"), "a request")
+    left = verdict.recall(tmp_path, "a request")
+    assert (left and (left.code, str(left))) == (None if code == 75 else (code, "why"))
+    assert verdict.recall(tmp_path, "another") is None
+
+
+def test_what_is_found_when_the_model_is_compiled_is_left_for_the_next_start(place: Place) -> None:
+    # ranks find it, after every check of a start
+    (place.path / "g++").write_text("#!/bin/sh\necho this compiler fails >&2\nexit 1\n")
+    (place.path / "g++").chmod(0o755)
+    fails = {"PATH": f"{place.path}:{os.environ['PATH']}", "TORCHINDUCTOR_CACHE_DIR": str(place.path / "cache")}
+    words = ("run.dir=runs/compiled", "model.arch=squeezenet1_1", "train.compile=on")
+    code, said = place.train(*words, **fails)
+    assert code == 2, said
+    assert "squeezenet1_1 cannot be compiled: train.compile=off trains without" in said
+    assert "start again with run.resume=never" in said
+    for again in (place.doctor, place.train):
+        code, said = again(*words)
+        assert code == 2
+        assert "cannot be compiled" in said
+        assert "creating" not in said, "at once"
+    assert place.train(*words, "train.compile=off")[0] == 0
