@@ -13,6 +13,8 @@ from forked import SMALL, Place
 from harness import environment, free_port
 
 DIVERGE = "optimizer.lr=1e6 optimizer.momentum=0 optimizer.nesterov=false train.max_steps=4"
+EXACT = "run.exact=true exact.shards=2 batch.global=16"
+LONG = "train.epochs=1000 evaluate.every=1000_epochs"
 GROW = "augment.size=64 augment.first_size=32"
 TUNE = "model.init=runs/done"
 
@@ -140,10 +142,10 @@ ROWS = [
     Advice(2, "optimizer.momentum=0", "or nesterov=false", "optimizer.momentum=0 optimizer.nesterov=false"),
     Advice(2, "augment.mixup=0.2 batch.global=5", "an even number", "augment.mixup=0.2 batch.global=6"),
     Advice(2, "run.exact=true exact.shards=3", "exact.shards that work are 1, 2, 4, 8", "run.exact=true exact.shards=4"),
-    Advice(2, "run.exact=true train.precision=fp16", "take bf16 or fp32", "run.exact=true exact.shards=2 batch.global=16 train.precision=bf16"),
+    Advice(2, f"{EXACT} train.precision=fp16", "take bf16 or fp32", f"{EXACT} train.precision=bf16"),
     Advice(2, "run.exact=true exact.shards=2 batch.accumulate=4", "raise exact.shards",
            "run.exact=true exact.shards=4 batch.accumulate=4"),
-    Advice(2, "run.deterministic=true model.batchnorm=average", "take local", "run.deterministic=true model.batchnorm=local"),
+    Advice(2, "run.deterministic=true model.batchnorm=average", "take local", "run.deterministic=true"),
     Advice(2, "parallel=fsdp train.precision=fp16", "take bf16 or fp32", "parallel=fsdp train.precision=bf16"),
     Advice(2, "model.freeze=backbone", "say whose to keep", f"model.freeze=backbone {TUNE}"),
     Advice(2, f"{TUNE} model.freeze=stag2", "did you mean stage2?", f"{TUNE} model.freeze=stage2"),
@@ -182,7 +184,7 @@ ROWS = [
     Advice(4, "run.dir=runs/bad", "start again with run.resume=never", "run.dir=runs/bad run.resume=never", repair, spoil),
     Advice(4, ON, "restore one from a copy", ON, restore, damage),
     Advice(4, ON, "start anew with run.resume=never", f"{ON} run.resume=never", before=damage),
-    Advice(75, "run.dir=runs/held", "wait for it, stop it", "run.dir=runs/held train.epochs=1000 evaluate.every=1000_epochs",
+    Advice(75, "run.dir=runs/held", "wait for it, stop it", f"run.dir=runs/held {LONG}",
            stop_holder, hold),
     Advice(75, "run.dir=runs/held", "another run.dir", "run.dir=runs/other", before=hold),
 ]  # fmt: skip

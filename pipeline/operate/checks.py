@@ -48,7 +48,7 @@ def standing_verdict(config: Config, here: World, folder: RunFolder) -> None:
     """The last start of this request did not fail permanently."""
     left = verdict.recall(folder.path, request_digest(config, here))
     if left and config.run.resume == "auto":
-        raise left
+        raise type(left)(f"{left}: so ended the previous start of this request; {folder.way_on()}")
 
 
 def device(config: Config, here: World) -> None:

@@ -25,7 +25,7 @@ from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
 from pipeline.record.terminal import voice
 from pipeline.train.signals import StopRequest
-from pipeline.verdict import RequestError, TemporaryError, Verdict
+from pipeline.verdict import RequestError, TemporaryError
 from pipeline.world import World
 
 if TYPE_CHECKING:
@@ -94,11 +94,7 @@ def _restarted(config: Config) -> Config:
 def preflight(config: Config, here: World) -> Cleared:
     """Everything that can be wrong with a request and needs no torch. Raises a Verdict."""
     folder = checks.run_folder(config)
-    try:
-        checks.standing_verdict(config, here, folder)
-    except Verdict:
-        print(f"the last start of this request ended so: {folder.way_on()}", file=sys.stderr)
-        raise
+    checks.standing_verdict(config, here, folder)
     checks.device(config, here)
     source = checks.data(config, folder)
     plan = checks.plan(config, here, source)
