@@ -40,13 +40,18 @@ def test_a_cut_for_good_ends_both_sides_with_one_writer(tmp_path: Path, digits: 
         assert pods.step() == step, "neither side goes on alone"
 
 
-def test_a_wrong_recipe_fails_the_job_at_once(tmp_path: Path, digits: Path) -> None:
-    with Pods(documents(digits, "batch.accumulate=7"), tmp_path / "wrong") as pods:
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [("batch.accumulate=7", "batch.global=48 does not divide by 2 processes"),
+     pytest.param("model.arch=resnet999", "model.arch=resnet999 is not a classification model", marks=pytest.mark.full)],
+)  # fmt: skip
+def test_a_wrong_recipe_fails_the_job_at_once(tmp_path: Path, digits: Path, word: str, says: str) -> None:
+    with Pods(documents(digits, word), tmp_path / "wrong") as pods:
         started = time.monotonic()
         assert pods.start().wait() == 2
         assert time.monotonic() - started < 30
         assert len(pods.failures) == 1
-        assert "batch.global=48 does not divide by 2 processes" in pods.logs()
+        assert says in pods.logs()
 
 
 @pytest.mark.full
