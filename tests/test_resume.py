@@ -111,3 +111,11 @@ def test_what_is_found_when_the_model_is_compiled_is_left_for_the_next_start(pla
         assert "cannot be compiled" in said
         assert "creating" not in said, "at once"
     assert place.train(*words, "train.compile=off")[0] == 0
+
+
+@pytest.mark.parametrize("word", ["run.resume=never", "run.resume=runs/done"])
+def test_what_replaces_lost_nodes_refuses_to_resume_from_anywhere_but_the_run(place: Place, word: str) -> None:
+    for command in (("k8s", "render", "digits"), ("rehearse", "digits", "--nodes", "2")):
+        result = place.forked(*command, word, cwd=place.path)
+        assert result.code == 2
+        assert f"{word} would be obeyed again by each node that replaces a lost one" in result.err

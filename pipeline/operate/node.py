@@ -5,6 +5,9 @@ between that would swallow signals. The values are those under which a lost work
 by themselves (measured on Kubernetes 1.36, see docs/operations.md).
 """
 
+from pipeline.config import Config
+from pipeline.verdict import RequestError
+
 JOB = "trainer"
 """Name of the job and of the service that gives its nodes their names."""
 PORT = 29500
@@ -23,6 +26,15 @@ def replacements(nodes: int) -> int:
 def host(node: int) -> str:
     """Name under which the others find node `node`."""
     return f"{JOB}-{node}.{JOB}"
+
+
+def check_resume(config: Config) -> None:
+    """RequestError for a `run.resume` that every replacement of a node would obey again."""
+    if config.run.resume != "auto":
+        raise RequestError(
+            f"run.resume={config.run.resume} would be obeyed again by each node that replaces a lost one, which must resume"
+            " where the run is: leave it out; for a new run, give another run.dir (RUN_DIR in 10-config.yaml)"
+        )
 
 
 def environment(nodes: int, nproc: int | str) -> dict[str, str]:

@@ -69,6 +69,7 @@ class Request:
 def rehearse(request: Request) -> str | int:
     """The training's last line, or the exit code 1 if too many nodes failed. Raises the preflight's Verdict."""
     config = load(request.recipe, [f"run.dir=/runs/{Path(request.recipe).stem}", *request.overrides])
+    nodes.check_resume(config)
     for fault in request.faults:
         if fault.node >= request.num_nodes:
             raise RequestError(

@@ -48,11 +48,7 @@ def render(request: Request) -> dict[str, str]:
     """Text of each manifest by its file's name. RequestError if the recipe is wrong or a value cannot be."""
     words = [*request.overrides, "run.dir=/runs"]  # a pod's own is of its ConfigMap
     config = load(request.recipe, words)
-    if config.run.resume != "auto":
-        raise RequestError(
-            f"run.resume={config.run.resume} would be said at each restart of a pod, which must go on where the run stood:"
-            " leave it out; for a new run, give the recipe another name, or RUN_DIR in 10-config.yaml another folder"
-        )
+    node.check_resume(config)
     manifests = dict(_files(request))
     if _of_pods(manifests["10-config.yaml"], words) != config:
         raise RequestError(
