@@ -73,6 +73,7 @@ def train(run: Training, batches: Iterator[Batch]) -> Evaluation:
     clock = run.clock
     waiting = Waiting(batches, clock)
     report = Report(plan, group, run.terminal, clock, run.pace, run.efficiency, run.journal, run.receipt)
+    first_step = state.step
     stopping, saved = False, (state.step, state.is_evaluated)
     while True:
         is_best = False
@@ -96,6 +97,8 @@ def train(run: Training, batches: Iterator[Batch]) -> Evaluation:
             assert state.evaluation is not None
             return state.evaluation
 
+        if plan.compiles_at(state.step, is_first=state.step == first_step):
+            run.watchdog.wait_for_compilation()
         run.pace.start()
         loss, used = run.step.forward_backward(waiting)
         with clock.on("communication"):
@@ -150,6 +153,9 @@ def _save(run: Training, *, last: bool) -> None:
     state, writer = run.state, run.checkpoints
     _settle(run)
     run.watch.compare(state.step)
+    run.strategy.average_buffers(state.model)
+    if state.average:
+        run.strategy.average_buffers(state.average)
     finite = all_finite(state.model.state_dict().values())
     broken, exhausted = run.group.agree(not finite, writer is not None and writer.exhausted)
     if broken:

@@ -54,4 +54,6 @@ ROWS = {
     "I1": Row("a loss or a gradient that is not finite, on one rank", "all stop before the update, exit 3; named"),
     "I2": Row("a clock that jumps by an hour, either way", "no negative duration; time-outs unaffected; identical"),
     "I3": Row("the same run twice", "identical"),
+    "J2": Row("fsdp, stages: SIGKILL and SIGTERM in validation, in a save, in the first step of a start", _SAME),
+    "J4": Row("logits not finite in validation", "said, never best, never a number that wrapped"),
 }  # fmt: skip
