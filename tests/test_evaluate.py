@@ -130,14 +130,14 @@ def test_images_whose_logits_are_not_finite_are_counted_and_wrong(digits: Path, 
     finite, _, _ = judge(digits, Answering([0.0] * 10))
     found, answers, _ = judge(digits, Answering([0.0] * 10, [[bad] + [0.0] * 9, [bad] * 10]))
     batches = math.ceil(found.images / 48)
-    assert (found.images, found.not_finite) == (finite.images, 2 * batches), "an even number, whose NaN would add up to 0"
+    assert (found.images, found.not_finite) == (finite.images, 2 * batches), "as many NaN as add up to 0"
     assert math.isnan(found.loss)
     assert 0 <= found.loss_sum < finite.loss_sum
     assert f"the logits of {2 * batches} of {found.images} images are not finite" in (found.warning or "")
     assert (answers.predicted == NO_ANSWER).sum() == found.not_finite
     assert answers.confidence.min() >= 0
     right, all_images = answers.right(10)
-    assert (right.sum(), all_images.sum()) == (found.correct1, found.images), "what the pictures show is what is counted"
+    assert (right.sum(), all_images.sum()) == (found.correct1, found.images), "the pictures show what is counted"
     assert found.correct1 <= finite.correct1
     assert NO_ANSWER not in answers.predicted[answers.mistakes(1000)]
     assert len(answers.confused(10, 10)) == 10
@@ -164,8 +164,8 @@ def test_a_model_whose_logits_are_not_finite_is_never_the_best(digits: Path) -> 
 
 @pytest.mark.fault("J4")
 def test_a_run_whose_validation_is_not_finite_says_so(tmp_path: Path, digits: Path) -> None:
-    words = [*SMALL, "optimizer.lr=1e6", "optimizer.momentum=0", "optimizer.nesterov=false", "schedule.name=constant", "schedule.warmup=0",
-             "train.max_steps=1", "data.workers=0"]  # fmt: skip
+    words = [*SMALL, "optimizer.lr=1e6", "optimizer.momentum=0", "optimizer.nesterov=false", "schedule.name=constant",
+             "schedule.warmup=0", "train.max_steps=1", "data.workers=0"]  # fmt: skip
     run = Job(tmp_path / "run", ["digits", f"data.root={digits}", *words])
     trained = run.run()
     evaluated = evaluate(run, 1)
@@ -175,9 +175,15 @@ def test_a_run_whose_validation_is_not_finite_says_so(tmp_path: Path, digits: Pa
     assert "loss nan" in trained.err
     assert "(best)" not in trained.err
     assert not run.journal("val/loss")
-    receipt = json.loads((run.folder / "receipt.json").read_text(), parse_constant=pytest.fail)
+    receipt, *rows = [
+        json.loads(text, parse_constant=pytest.fail)  # NaN is no JSON
+        for text in [
+            (run.folder / "receipt.json").read_text(),
+            *(run.folder / "journal.jsonl").read_text().splitlines(),
+        ]
+    ]
     assert [row["loss"] for row in receipt["evaluations"]] == [None]
-    assert all(json.loads(line, parse_constant=pytest.fail) for line in (run.folder / "journal.jsonl").read_text().splitlines())
+    assert [row["not_finite"] for row in rows if row.get("event") == "evaluated"] == [360]
 
 
 @pytest.mark.full

@@ -35,7 +35,10 @@ class Answers:
     @property
     def _is_mistaken(self) -> NDArray[np.bool_]:
         """[N]: whether the image has a label, and another class was predicted."""
-        return (self.labels >= 0) & (self.predicted != NO_ANSWER) & (self.labels != self.predicted)
+        mistaken: NDArray[np.bool_] = (
+            (self.labels >= 0) & (self.predicted != NO_ANSWER) & (self.labels != self.predicted)
+        )
+        return mistaken
 
     def mistakes(self, count: int) -> NDArray[np.int64]:
         """Ids of the images that were mistaken with the most confidence, the worst first."""

@@ -101,7 +101,7 @@ class Evaluator:
         return Judgement(evaluation, said, everyones)
 
     def _judge(self, batch: Batch, answers: Tensor) -> Tensor:
-        """[images, right at first, right within five, loss in 2^-20, images whose logits are not finite] int64 on the device;
+        """[images, right at first, right within five, loss in 2^-20, images with logits not finite] int64 on the device;
         fills in the batch's answers."""
         labels = batch.labels.to(self._group.device, non_blocking=True)
         logits: Tensor = (self._predict or self._model)(self._normalise(batch.images)).float()
