@@ -99,11 +99,11 @@ class Plan(Resources):
 
     @property
     def sizes(self) -> list[int]:
-        """Every side that training images have, in pixels, in ascending order."""
+        """Return every side that training images have, in pixels, in ascending order."""
         return sorted({self.size(step) for step in range(0, self.total_steps, self.steps_per_epoch)})
 
     def compiles_at(self, step: int, *, is_first: bool) -> bool:
-        """Whether something is compiled in the update after `step`: in the first of a start, and at each new size."""
+        """Return True if the update after `step` may compile the model: the first of a start, and each with a new size."""
         return self.compiles and (is_first or self.size(step) != self.size(step - 1))
 
     def learning_rate(self, step: int) -> float:

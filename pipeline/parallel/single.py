@@ -123,7 +123,7 @@ class Strategy:
             backward()
 
     def average_buffers(self, model: nn.Module) -> None:
-        """With model.batchnorm=average, give every process the mean of all their running statistics, before a save."""
+        """Give every process the mean of all running statistics, before a save, with model.batchnorm=average."""
 
     def share_buffers(self, model: nn.Module) -> None:
         """Give every process the same buffers of `model` (batch-norm statistics), before it is judged."""

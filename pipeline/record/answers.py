@@ -34,7 +34,7 @@ class Answers:
 
     @property
     def _is_mistaken(self) -> NDArray[np.bool_]:
-        """[N]: whether the image has a label, and another class was predicted."""
+        """Return a mask, [N], of the images that have a label and were given another class."""
         mistaken: NDArray[np.bool_] = (
             (self.labels >= 0) & (self.predicted != NO_ANSWER) & (self.labels != self.predicted)
         )

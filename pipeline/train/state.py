@@ -43,12 +43,12 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        """NaN if the logits of any image are not finite."""
+        """Return the mean loss; NaN if the logits of any image are not finite."""
         return math.nan if self.not_finite else self.loss_sum / 2**20 / self.images
 
     @property
     def warning(self) -> str | None:
-        """What people must know about a model whose logits are not all finite."""
+        """Return a line that says how many images have logits that are not finite, or None."""
         if not self.not_finite:
             return None
         return (

@@ -3,8 +3,8 @@
 Promise: no process waits for ever, for a peer, a device, a disk or a loader worker. Why that holds: a thread of its own
 counts seconds since the last sign of life, in which the loop has no part; `os._exit` asks nobody, and the disk that the
 account goes to cannot hold it up either. It counts its own seconds and not a clock's, so that a machine that slept, or a
-job that was paused whole, is not taken for one that hangs. To compile a model takes minutes, in which there is no sign of
-life: before it, the watchdog is told, and waits `COMPILING_S` longer.
+job that was paused whole, is not taken for one that hangs. A compilation takes minutes and gives no sign of life: the loop
+announces it, and the watchdog waits `COMPILING_S` longer.
 """
 
 import faulthandler
@@ -37,7 +37,7 @@ class Watchdog:
         self._silent_for = self._extra = 0
 
     def wait_for_compilation(self) -> None:
-        """A sign of life; a model may be compiled before the next one."""
+        """Take a sign of life, and expect that a model is compiled before the next one."""
         self._silent_for, self._extra = 0, COMPILING_S
 
     def stop(self) -> None:

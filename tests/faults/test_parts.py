@@ -74,7 +74,7 @@ def _wait_for(phase: str, run: Job, draw: random.Random) -> None:
     match phase:
         case "validation":
             run.wait_for_step((started // EVERY + 1) * EVERY)
-            time.sleep(draw.uniform(0.02, 0.3))
+            time.sleep(draw.uniform(0.02, 0.2))
         case "save":
             run.wait_until(run.saving, "save", pause=0.0005)
             time.sleep(draw.uniform(0, 0.05))
