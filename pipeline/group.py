@@ -156,6 +156,8 @@ class Peers(Group):
             dist.broadcast(tensor, 0)
 
     def average(self, tensors: list[Tensor]) -> None:
+        if not tensors:  # a model without batch norm
+            return
         mean = torch.cat([tensor.double().flatten() for tensor in tensors])
         dist.all_reduce(mean)
         for tensor, part in zip(tensors, torch.split(mean / self.size, [one.numel() for one in tensors]), strict=True):

@@ -98,6 +98,15 @@ class Plan(Resources):
         nearest = round((self.first_size + share * (self.image_size - self.first_size)) / 32) * 32
         return min(max(nearest, self.first_size), self.image_size)
 
+    @property
+    def sizes(self) -> list[int]:
+        """Return every side that training images have, in pixels, in ascending order."""
+        return sorted({self.size(step) for step in range(0, self.total_steps, self.steps_per_epoch)})
+
+    def compiles_at(self, step: int, *, is_first: bool) -> bool:
+        """Return True if the update after `step` may compile the model: the first of a start, and each with a new size."""
+        return self.compiles and (is_first or self.size(step) != self.size(step - 1))
+
     def learning_rate(self, step: int) -> float:
         """Rate of the update that follows `step` updates. A function of the step, so nothing of it is ever saved."""
         if step < self.warmup_steps:

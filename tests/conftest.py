@@ -30,7 +30,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Of several workers one has a whole file, for its fixtures' sake; the longest files come first.
     """
-    longest = {"test_kills": 0, "test_tracking": 1, "test_equivalence": 2, "test_parallel": 3, "test_checkpoint": 4}
+    longest = {
+        "test_kills": 0,
+        "test_tracking": 1,
+        "test_equivalence": 2,
+        "test_parallel": 3,
+        "test_checkpoint": 4,
+        "test_parts": 5,
+    }
     items.sort(key=lambda item: longest.get(item.path.stem, len(longest)))
     wants_engine = config.getoption("--engine")
     left_out = [

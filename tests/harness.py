@@ -158,8 +158,12 @@ class Job:
 
     def wait_for_step(self, step: int, timeout: float = 120) -> int:
         """Wait until this start, not one before it, has made the step."""
-        self.wait_until(lambda: self._count_starts() > self._starts, "start", timeout)
+        self.wait_for_start(timeout)
         return self.wait_until(lambda: self.step() if self.step() >= step else 0, f"step {step}", timeout)
+
+    def wait_for_start(self, timeout: float = 120) -> None:
+        """Wait until this start has loaded its state and is about to train."""
+        self.wait_until(lambda: self._count_starts() > self._starts, "start", timeout)
 
     def _count_starts(self) -> int:
         return sum(row.get("event") == "started" for row in read_rows(self.folder / "journal.jsonl"))

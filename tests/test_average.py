@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import SMALL, Job, assert_resumes, pipeline
+from harness import SMALL, Job, assert_resumes, free_port, pipeline
 from torch import nn
 
+from pipeline.group import Peers
 from pipeline.model.average import begin_average, update_average
 from pipeline.record.checkpoint import decode, read_verified, weights_digest
+from pipeline.world import World
 
 
 def test_it_moves_by_its_rate_and_faster_at_first() -> None:
@@ -41,9 +43,18 @@ def test_it_is_what_is_judged_and_it_resumes_to_the_bit(tmp_path: Path, digits: 
     assert done["weights"] == weights_digest(contents["average"]) != weights_digest(contents["model"])
 
 
+def test_a_model_without_statistics_has_nothing_to_average() -> None:
+    group = Peers(World(init_method=f"tcp://127.0.0.1:{free_port()}"), torch.device("cpu"), 30)
+    try:
+        group.average([])
+    finally:
+        group.finish()
+
+
 @pytest.mark.full
 def test_averaged_statistics_are_those_of_the_whole_batch(tmp_path: Path, digits: Path) -> None:
-    words = ["digits", f"data.root={digits}", *SMALL, "train.max_steps=1", "data.workers=0", "run.deterministic=false"]
+    words = ["digits", f"data.root={digits}", *SMALL, "train.max_steps=2", "data.workers=0", "run.deterministic=false",
+             "train.ema=0.5", "checkpoint.every=1 steps"]  # fmt: skip
     runs = {
         name: Job(tmp_path / name, [*words, f"model.batchnorm={kind}"], nproc=nproc)
         for name, nproc, kind in (("whole", 1, "local"), ("average", 2, "average"), ("local", 2, "local"))
@@ -51,10 +62,12 @@ def test_averaged_statistics_are_those_of_the_whole_batch(tmp_path: Path, digits
     means = {}
     for name, run in runs.items():
         assert run.run().code == 0
-        path = run.checkpoints()[-1]
-        weights = decode(read_verified(path), path)["model"]
-        means[name] = next(
-            tensor for key, tensor in weights.items() if key.endswith("running_mean")
-        )  # before any other
-    torch.testing.assert_close(means["average"], means["whole"], rtol=0, atol=1e-6)
-    assert (means["local"] - means["whole"]).abs().max() > 1e-4
+        path = run.checkpoints()[0]  # of step 1, which no evaluation came before
+        contents = decode(read_verified(path), path)
+        for part in ("model", "average"):
+            weights = contents[part]
+            # of the first layer: no other came before it
+            means[name, part] = next(tensor for key, tensor in weights.items() if key.endswith("running_mean"))
+    for part in ("model", "average"):
+        torch.testing.assert_close(means["average", part], means["whole", part], rtol=0, atol=1e-6)
+        assert (means["local", part] - means["whole", part]).abs().max() > 1e-4

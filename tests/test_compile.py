@@ -1,11 +1,21 @@
 """What is compiled resumes to the bit; where it cannot be compiled, that is said before anything starts."""
 
+import subprocess
+import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
-from harness import SMALL, assert_resumes, pipeline
+import torch
+from harness import SMALL, assert_resumes, environment, pipeline
+from torch import nn
 
-from pipeline.world import lacks_to_compile
+from pipeline.config import load
+from pipeline.group import Group
+from pipeline.parallel import choose
+from pipeline.plan import DataSize, make_plan
+from pipeline.world import World, lacks_to_compile
 
 SMALLER = [*SMALL, "model.arch=squeezenet1_1", "augment.size=48", "optimizer.lr=0.01", "data.workers=0"]
 
@@ -16,6 +26,73 @@ def test_a_compiled_run_resumes_to_the_bit(tmp_path: Path, digits: Path) -> None
     words = ["digits", f"data.root={digits}", *SMALLER]
     whole = assert_resumes(tmp_path, [*words, "train.epochs=1", "train.compile=on"], 5, nproc=1)
     assert "compiled       yes: train.compile=on" in whole.log()
+
+
+def test_every_size_of_images_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
+        compiled.append(graph)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    words = ["train.compile=on", "train.epochs=40", "augment.first_size=32", "augment.size=384",
+             "augment.growth=[0 epochs, 39 epochs]"]  # fmt: skip
+    config = load("digits", words)
+    plan = make_plan(config, World(), DataSize(960, 96, 10))
+    assert plan.sizes == list(range(32, 385, 32)), "more than torch compiles unasked"
+    strategy = choose(config, plan, nn.Conv2d(3, 1, 3), Group(World(), torch.device("cpu")))
+    for _ in range(2):
+        for size in plan.sizes:
+            strategy.forward(torch.zeros(1, 3, size, size))
+    assert len(compiled) == len(plan.sizes), "each once"
+
+
+@pytest.mark.full
+@pytest.mark.skipif(bool(lacks_to_compile()), reason=f"torch.compile wants {lacks_to_compile()}")
+def test_a_long_compilation_is_not_taken_for_a_hang(tmp_path: Path, digits: Path) -> None:
+    words = ["digits", f"data.root={digits}", *SMALLER, "train.compile=on", "run.timeout=2", "batch.global=480",
+             "train.epochs=2", "augment.first_size=32", "augment.growth=[0 epochs, 1 epochs]"]  # fmt: skip
+    program = (
+        "import sys, time, torch\n"
+        "from pipeline.__main__ import main\n"
+        "from pipeline.train import session\n"
+        "session._MARGIN_S = 3\n"
+        "compiled = []\n"
+        "def compile_slowly(graph, _):\n"
+        "    compiled.append(graph)\n"
+        "    time.sleep(8)\n"
+        "    return graph\n"
+        "plain = torch.compile\n"
+        "torch.compile = lambda module, **options: plain(module, backend=compile_slowly, **options)\n"
+        "code = main(sys.argv[1:])\n"
+        "assert len(compiled) == 2, 'one for each size'\n"
+        "sys.exit(code)\n"
+    )
+    command = [sys.executable, "-c", program, "train", *words, f"run.dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_hang_in_a_compilation_ends(tmp_path: Path) -> None:
+    program = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from pipeline.train import watchdog\n"
+        "watchdog.COMPILING_S = 2\n"
+        "watched = watchdog.Watchdog(1, Path(sys.argv[1]), 0)\n"
+        "watched.start()\n"
+        "watched.wait_for_compilation()\n"
+        "time.sleep(30)\n"
+    )
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "account")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert 3 < time.monotonic() - start < 20
+    assert "made no progress for 4 s (run.timeout, and 2 s to compile) and leaves" in done.stderr
+    assert "most recent call first" in (tmp_path / "account").read_text()
 
 
 @pytest.mark.full

@@ -271,10 +271,11 @@ def test_sanity_is_quiet_on_good_data_and_names_what_is_wired_wrongly(
             verdict.RequestError, match=r"the first loss is .*, of a guess among 10 classes .* 2.30: look"
         ):
             trial_of("first loss")()
-    with monkeypatch.context() as patch:
-        patch.setattr(sanity, "_RATE", 0.0)
-        with pytest.raises(verdict.RequestError, match="32 images are not learnt by heart"):
-            trial_of("one batch")()
+    for rate in (0.0, 1e30):  # the second makes the loss NaN
+        with monkeypatch.context() as patch:
+            patch.setattr(sanity, "_RATE", rate)
+            with pytest.raises(verdict.RequestError, match="32 images are not learnt by heart"):
+                trial_of("one batch")()
     with monkeypatch.context() as patch:  # what shuffling should have taken away is still there
         patch.setattr(sanity, "_shuffled", lambda labels, draw: labels)
         with pytest.raises(verdict.RequestError, match=r"trained on shuffled labels, .* look for images in both"):

@@ -1,13 +1,26 @@
 """Validation counts every image once: the same integers at any number of processes."""
 
 import json
+import math
+import re
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from harness import SMALL, Job, Result, pipeline, read_rows
+from streams import prepare
+from torch import Tensor, nn
 
+from pipeline.group import Group
+from pipeline.model.architectures import build
+from pipeline.parallel import choose
+from pipeline.record.answers import NO_ANSWER
 from pipeline.record.checkpoint import decode, read_verified, weights_digest
+from pipeline.train.evaluate import Evaluator, Judgement
+from pipeline.train.state import Evaluation, TrainState
+from pipeline.train.step import MAX_LOSS
+from pipeline.world import World
 
 SIZES = (1, 7, 48, 97, 1000)
 WORLDS = [
@@ -89,6 +102,88 @@ def test_a_run_killed_before_its_last_word_says_it_at_the_next_start(trained: Jo
     rows = read_rows(journal)
     assert (rows[-1]["event"], rows[-1]["status"]) == ("ended", "FINISHED")
     assert [row for row in rows if "metrics" in row] == [row for row in map(json.loads, before) if "metrics" in row]
+
+
+class Answering(nn.Module):
+    """Gives every image the same logits, and the first two of each batch others."""
+
+    def __init__(self, logits: list[float], first_two: list[list[float]] | None = None) -> None:
+        super().__init__()
+        self.logits, self.first_two = torch.tensor(logits), torch.tensor(first_two or [logits] * 2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.cat([self.first_two, self.logits.expand(len(images) - 2, -1)])
+
+
+def judge(digits: Path, model: nn.Module) -> Judgement:
+    """In one batch of 48, and the others."""
+    config, plan, source = prepare(digits, 1, "evaluate.batch=48")
+    group = Group(World(), torch.device("cpu"))
+    judgement = Evaluator(model, source.val, config, plan, group).evaluate(1, lambda: False)
+    assert judgement
+    return judgement
+
+
+@pytest.mark.fault("J4")
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_images_whose_logits_are_not_finite_are_counted_and_wrong(digits: Path, bad: float) -> None:
+    finite, _, _ = judge(digits, Answering([0.0] * 10))
+    found, answers, _ = judge(digits, Answering([0.0] * 10, [[bad] + [0.0] * 9, [bad] * 10]))
+    batches = math.ceil(found.images / 48)
+    assert (found.images, found.not_finite) == (finite.images, 2 * batches), "as many NaN as add up to 0"
+    assert math.isnan(found.loss)
+    assert 0 <= found.loss_sum < finite.loss_sum
+    assert f"the logits of {2 * batches} of {found.images} images are not finite" in (found.warning or "")
+    assert (answers.predicted == NO_ANSWER).sum() == found.not_finite
+    assert answers.confidence.min() >= 0
+    right, all_images = answers.right(10)
+    assert (right.sum(), all_images.sum()) == (found.correct1, found.images), "the pictures show what is counted"
+    assert found.correct1 <= finite.correct1
+    assert NO_ANSWER not in answers.predicted[answers.mistakes(1000)]
+    assert len(answers.confused(10, 10)) == 10
+
+
+def test_no_loss_is_too_large_for_the_sum(digits: Path) -> None:
+    found, _, _ = judge(digits, Answering([-3e38] * 9 + [3e38]))
+    assert found.not_finite == 0
+    assert 0.8 * MAX_LOSS < found.loss < MAX_LOSS, "all but the images of one class count that much"
+
+
+def test_a_model_whose_logits_are_not_finite_is_never_the_best(digits: Path) -> None:
+    version_0_1 = {"step": 1, "images": 10, "total": 10, "correct1": 1, "correct5": 5, "loss_sum": 0}
+    config, plan, _ = prepare(digits, 1, "model.arch=squeezenet1_1")
+    group = Group(World(), torch.device("cpu"))
+    state = TrainState.build(choose(config, plan, build(config.model, 10), group), config)
+    broken = Evaluation(**{**version_0_1, "correct1": 9}, not_finite=1)
+    assert not state.take(broken)
+    assert state.best is None
+    assert state.account()["loss"] is None, "JSON has no NaN"
+    assert state.take(Evaluation(**version_0_1))
+    assert not state.take(broken)
+
+
+@pytest.mark.fault("J4")
+def test_a_run_whose_validation_is_not_finite_says_so(tmp_path: Path, digits: Path) -> None:
+    words = [*SMALL, "optimizer.lr=1e6", "optimizer.momentum=0", "optimizer.nesterov=false", "schedule.name=constant",
+             "schedule.warmup=0", "train.max_steps=1", "data.workers=0"]  # fmt: skip
+    run = Job(tmp_path / "run", ["digits", f"data.root={digits}", *words])
+    trained = run.run()
+    evaluated = evaluate(run, 1)
+    assert trained.done == evaluated.done
+    for result in (trained, evaluated):
+        assert re.search(r"the logits of \d+ of 360 images are not finite", result.err), result.err
+    assert "loss nan" in trained.err
+    assert "(best)" not in trained.err
+    assert not run.journal("val/loss")
+    receipt, *rows = [
+        json.loads(text, parse_constant=pytest.fail)  # NaN is no JSON
+        for text in [
+            (run.folder / "receipt.json").read_text(),
+            *(run.folder / "journal.jsonl").read_text().splitlines(),
+        ]
+    ]
+    assert [row["loss"] for row in receipt["evaluations"]] == [None]
+    assert [row["not_finite"] for row in rows if row.get("event") == "evaluated"] == [360]
 
 
 @pytest.mark.full

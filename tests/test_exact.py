@@ -126,6 +126,17 @@ def test_the_gradient_is_the_mean_of_the_shards_gradients() -> None:
     assert int(strategy.model.norm.num_batches_tracked) == 1, "one shard is counted a step"  # type: ignore[union-attr]
 
 
+def test_statistics_of_a_frozen_module_stay_bit_for_bit() -> None:
+    net = Net()
+    net.norm.running_mean = torch.randn(3) * 1e-9  # finer than the unit of 2^-36 in which statistics are averaged
+    net.norm.eval()
+    expected = [buffer.clone() for buffer in net.buffers()]
+    strategy = Exact(net, Group(World(), torch.device("cpu")), plan(4), Settings(shards=4))
+    step(strategy, [torch.randn(8, 4) for _ in range(4)])
+    assert not strategy.out_of_range()
+    assert all(torch.equal(mine, their) for mine, their in zip(net.buffers(), expected, strict=True))
+
+
 def test_shards_add_in_any_order_to_the_same_bits() -> None:
     shards = [torch.randn(8, 4, generator=torch.Generator().manual_seed(i)) for i in range(4)]
     found = []

@@ -14,7 +14,7 @@ from pipeline.randomness import seed_network
 from pipeline.train.account import Clock
 from pipeline.train.finite import GuardedLosses, Losses, watch_losses
 from pipeline.train.state import TrainState
-from pipeline.train.step import Step
+from pipeline.train.step import LOSS_UNIT, MAX_LOSS, Step
 from pipeline.verdict import NotFiniteError
 from pipeline.world import World
 
@@ -75,6 +75,14 @@ def test_a_guard_that_is_not_needed_changes_no_bit(digits: Path) -> None:
         for _ in range(2):
             run.make(losses)
     assert all(torch.equal(mine, their) for mine, their in zip(runs[0].weights(), runs[1].weights(), strict=True))
+
+
+def test_no_loss_is_too_large_for_the_sum_of_a_report(digits: Path) -> None:
+    run = Run(digits)
+    with torch.no_grad():
+        run.state.model.fc.weight.mul_(1e30)  # type: ignore[union-attr, operator]
+    assert not run.make(watch_losses(run.strategy)), "it is finite"
+    assert int(run.state.totals[0]) == 24 * MAX_LOSS * LOSS_UNIT
 
 
 def test_on_a_cpu_it_is_known_before_the_update(digits: Path) -> None:

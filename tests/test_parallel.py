@@ -10,7 +10,7 @@ from threading import Thread
 
 import pytest
 import torch
-from harness import SMALL, Job, kill, pipeline, read_rows
+from harness import SMALL, Job, free_port, kill, pipeline, read_rows
 from torch import nn
 from torch.nn.parallel import parallel_apply
 from torchvision import models
@@ -18,10 +18,11 @@ from torchvision.models.convnext import CNBlockConfig
 from torchvision.models.regnet import BlockParams
 
 from pipeline.config import Model, load
+from pipeline.group import Peers
 from pipeline.model.architectures import build, skeleton
 from pipeline.model.stages import Part, cut, drop
 from pipeline.parallel.dataparallel import Replicated
-from pipeline.parallel.fsdp import blocks
+from pipeline.parallel.fsdp import FullyShard, blocks
 from pipeline.plan import DataSize, Plan, make_plan, memory_row
 from pipeline.record.checkpoint import decode, read_verified
 from pipeline.verdict import RequestError
@@ -231,6 +232,21 @@ def test_what_is_sliced_together_is_a_small_part_that_is_called_whole(arch: str)
     modules = [module for block in found for module in block.modules()]
     assert len(modules) == len(set(modules)), "no block is inside another"
     assert not any(type(block) in (nn.Sequential, nn.ModuleList) for block in found)
+
+
+def test_a_model_in_slices_can_be_validated_before_it_is_trained() -> None:
+    config, size = load("digits", ["parallel=fsdp", "model.arch=shufflenet_v2_x0_5"]), DataSize(960, 96, 10)
+    group = Peers(World(init_method=f"tcp://127.0.0.1:{free_port()}"), torch.device("cpu"), 30)
+    try:
+        strategy = FullyShard(build(config.model, 10), group, make_plan(config, group.world, size), config)
+        images = torch.randn(4, 3, 32, 32)
+        with torch.inference_mode():
+            assert not strategy.predictor(strategy.model)(images).requires_grad
+        with strategy.accumulating(0):
+            strategy.forward(images).sum().backward()  # type: ignore[no-untyped-call]
+        assert all(one.grad is not None for one in strategy.model.parameters())
+    finally:
+        group.finish()
 
 
 def test_processes_started_by_hand_must_know_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,11 +21,16 @@ CLASSES = [f"digit {label}" for label in range(10)]
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder with a checkpoint of fresh weights: what is right about an answer does not depend on training."""
-    folder = tmp_path_factory.mktemp("run")
+    return saved(tmp_path_factory.mktemp("run"))
+
+
+def saved(folder: Path, scale: float = 1) -> Path:
+    """scale: what the weights of the last layer are multiplied by."""
     (folder / "checkpoints").mkdir()
     torch.manual_seed(0)
     config = load("digits", [f"model.arch={ARCH}", "run.device=cpu", "data.workers=0"])
     model = get_model(ARCH, num_classes=10)
+    model.fc.weight.data.mul_(scale)
     writer = Checkpoints(folder / "checkpoints", 1, pytest.fail)
     contents = {"model": model.state_dict(), "average": None, "config": config.to_yaml(), "classes": CLASSES}
     writer.save(contents, 7, None)
@@ -69,6 +74,15 @@ def test_a_bad_image_is_named_and_stops_nobody(
     assert "bad image gone.png: No such file" in said.err
     assert f"bad image {tmp_path / 'torn.png'}: " in said.err
     assert decode(sheet.read_bytes()).shape[0] == 3
+
+
+def test_logits_that_are_not_finite_are_no_answer(
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["predict", str(saved(tmp_path, 3e39)), str(digits / "val" / "3"), "--json"]) == 3
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "gives no image logits that are finite: use another checkpoint" in said.err
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ so that the answers are those that `evaluate` counts; and an image that cannot b
 """
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from pipeline.plan import share_resources
 from pipeline.record import checkpoint
 from pipeline.record.sheet import Tile, draw_sheet
 from pipeline.record.terminal import Terminal
-from pipeline.verdict import RequestError, StorageError
+from pipeline.verdict import NotFiniteError, RequestError, StorageError
 
 _TOP = 5
 _SHEET_TILES = 64
@@ -59,16 +60,24 @@ def predict(target: str, places: list[str], *, as_json: bool, sheet: Path | None
     found: list[Prediction] = []
     tiles: list[Tile] = []
     bad: dict[str, str] = {}
+    not_finite = 0
     for batch, tops in _label(labeller, images):
         bad |= {images.name(sample): defect for sample, defect in batch.defects}
         for sample, label, pixels, top in zip(batch.ids.tolist(), batch.labels, batch.images, tops, strict=True):
-            if label != NO_LABEL:
+            if label == NO_LABEL:
+                continue
+            if not math.isfinite(top[0][1]):
+                bad[images.name(sample)] = "the model's logits for it are not finite"
+                not_finite += 1
+            else:
                 found.append(Prediction(images.name(sample), top))
                 if sheet and len(tiles) < _SHEET_TILES:
                     tiles.append(Tile(pixels.numpy(), f"{top[0][0]} {top[0][1]:.2f}"))
         terminal.progress(f"{len(found) + len(bad):,} of {len(images):,} images")
     for image, defect in bad.items():
         terminal.say(f"bad image {image}: {defect}")
+    if not_finite and not found:
+        raise NotFiniteError(f"{target} gives no image logits that are finite: use another checkpoint")
     if not found:
         raise StorageError(f"none of the {len(images):,} images can be decoded: give others")
     if sheet:

@@ -68,7 +68,7 @@ class _Sanity:
         """What cannot learn a few images by heart cannot learn."""
         model, (images, labels) = self._model(), self._batch(0)
         first, last = self._train(model, lambda _: (images, labels))
-        if last > _BY_HEART * self._guess:
+        if not last <= _BY_HEART * self._guess:  # NaN is not learnt either
             raise RequestError(
                 f"{len(labels)} images are not learnt by heart in {_STEPS} steps, loss {first:.2f} -> {last:.2f}: lower"
                 " augment.* (report/augmentation.png of a run shows what is left of the images), then look at the labels"

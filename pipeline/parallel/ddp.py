@@ -53,7 +53,10 @@ class Distributed(Strategy):
     def warm_up(self, backward: Callable[[], None]) -> None:
         backward()  # the new buckets are laid at the next forward pass, from the order in which gradients came here
 
-    def share_buffers(self, model: nn.Module) -> None:
+    def average_buffers(self, model: nn.Module) -> None:
         if self._averages:
             self.group.average([buffer for buffer in model.buffers() if buffer.is_floating_point()])
+
+    def share_buffers(self, model: nn.Module) -> None:
+        self.average_buffers(model)
         self.group.broadcast(list(model.buffers()))

@@ -63,7 +63,10 @@ class Exact(Strategy):
         for bucket in self._buckets:
             for one in bucket.parameters:
                 one.register_post_accumulate_grad_hook(self._came)  # type: ignore[no-untyped-call]
-        self._buffers = list(model.buffers())
+        # what is frozen is in evaluation mode, and its buffers stay what they are, bit for bit
+        self._buffers = [
+            buffer for module in model.modules() if module.training for buffer in module.buffers(recurse=False)
+        ]
         # running statistics are averaged; other buffers count, and count one shard a step
         self._averaged = [buffer for buffer in self._buffers if buffer.is_floating_point()]
         self._before: list[Tensor] = []

@@ -64,7 +64,10 @@ class FullyShard(Strategy):
         def predict(images: Tensor) -> Tensor:
             if not len(images):
                 return predict(images.new_zeros((1, *images.shape[1:])))[:0]
-            logits: Tensor = model(images)
+            # in inference mode, the first forward pass of all would make FSDP2's whole weights inference tensors, which
+            # no backward pass can use (torch 2.14)
+            with torch.inference_mode(False), torch.no_grad():
+                logits: Tensor = model(images)
             return logits
 
         return predict

@@ -14,6 +14,7 @@ from pipeline.plan import Plan
 
 Targets = tuple[Tensor, ...]
 """What a loss is made of besides the logits: tensors [B, …]."""
+_RECOMPILES_PER_SIZE = 8  # torch's own limit, which it means for all sizes together (torch 2.14)
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Strategy:
         self.divisor = plan.accumulate
         """What the mean loss of a pass is divided by, so that a step's gradients are those of the mean over its batch."""
         self._compiles = plan.compiles
+        self._num_sizes = len(plan.sizes)
         self._run = self._compiled(model)
 
     def forward_backward(
@@ -74,7 +76,15 @@ class Strategy:
 
     def _compiled(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
         """`module` as the plan has it run; it is compiled at its first call, once for each size of images."""
-        return torch.compile(module, dynamic=False) if self._compiles else module
+        if not self._compiles:
+            return module
+        from torch._dynamo import config  # a second to import
+
+        # above its limit torch runs a size uncompiled, and a resumed run would compile other sizes
+        limit = _RECOMPILES_PER_SIZE * self._num_sizes
+        config.recompile_limit = max(config.recompile_limit, limit)
+        config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, limit)
+        return torch.compile(module, dynamic=False)
 
     def accumulating(self, micro: int) -> AbstractContextManager[None]:
         """Around the forward and backward of pass `micro` of a step: gradients are exchanged in the last alone."""
@@ -111,6 +121,9 @@ class Strategy:
         """Settle whatever the first backward pass settles; the state is loaded after this, so nothing of it stays."""
         if self._compiles:
             backward()
+
+    def average_buffers(self, model: nn.Module) -> None:
+        """Give every process the mean of all running statistics, before a save, with model.batchnorm=average."""
 
     def share_buffers(self, model: nn.Module) -> None:
         """Give every process the same buffers of `model` (batch-norm statistics), before it is judged."""

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from pipeline.record.folder import write_whole
 
 AUGMENTED = "augmented.npz"
+NO_ANSWER = -1
+"""The class that is predicted for an image whose logits are not finite."""
 
 
 @dataclass(frozen=True)
@@ -26,25 +28,33 @@ class Answers:
     labels: NDArray[np.int32]
     """[N]; -1 for an image that cannot be decoded."""
     predicted: NDArray[np.int32]
-    """[N]: the likeliest class."""
+    """[N]: the likeliest class, or NO_ANSWER."""
     confidence: NDArray[np.float32]
     """[N]: its probability."""
 
+    @property
+    def _is_mistaken(self) -> NDArray[np.bool_]:
+        """Return a mask, [N], of the images that have a label and were given another class."""
+        mistaken: NDArray[np.bool_] = (
+            (self.labels >= 0) & (self.predicted != NO_ANSWER) & (self.labels != self.predicted)
+        )
+        return mistaken
+
     def mistakes(self, count: int) -> NDArray[np.int64]:
         """Ids of the images that were mistaken with the most confidence, the worst first."""
-        wrong = np.flatnonzero((self.labels >= 0) & (self.labels != self.predicted))
+        wrong = np.flatnonzero(self._is_mistaken)
         worst: NDArray[np.int64] = wrong[np.argsort(-self.confidence[wrong], kind="stable")][:count]
         return worst
 
     def right(self, num_classes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """[classes] both: images of each class that were taken for it, and all of its images."""
         good = self.labels[self.labels >= 0]
-        hit = self.labels[self.labels == self.predicted]
+        hit = good[good == self.predicted[self.labels >= 0]]
         return np.bincount(hit, minlength=num_classes), np.bincount(good, minlength=num_classes)
 
     def confused(self, num_classes: int, count: int) -> NDArray[np.int64]:
         """[count]: the classes with the most images mistaken, for another or another for them, in ascending order."""
-        wrong = (self.labels >= 0) & (self.labels != self.predicted)
+        wrong = self._is_mistaken
         mistaken = np.bincount(self.labels[wrong], minlength=num_classes)
         mistaken += np.bincount(self.predicted[wrong], minlength=num_classes)
         return np.sort(np.argsort(-mistaken, kind="stable")[:count])

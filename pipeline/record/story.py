@@ -22,8 +22,9 @@ def tell(folder: RunFolder, config: Config) -> str:
         "",
         _ending(folder, len(starts)),
     ]
-    if evaluations:
-        best = max(evaluations, key=lambda row: row["top1"])
+    finite = [row for row in evaluations if not row.get("not_finite")]
+    if finite:
+        best = max(finite, key=lambda row: row["top1"])
         lines += ["", f"Best: top-1 {best['top1']:.4f} at step {best['step']:,} ({best['images']} images judged)."]
     known = {name: starts[-1][name] for name in _FACTS if starts and name in starts[-1]}
     lines += ["", "| | |", "| --- | --- |", f"| data | `{receipt['data']}` |"]

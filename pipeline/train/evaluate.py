@@ -3,6 +3,9 @@
 Why it is exact: batches are cut from the whole set in index order, so their contents do not depend on who computes them;
 process r takes batches r, r + world, …; what each finds are integers (correct answers, losses in 2^-20), and integers add
 in any order to the same. Nothing is padded.
+
+A NaN or an infinity has no integer. An image whose logits are not finite is counted: it is a wrong answer, and it is in no
+sum. The loss of one image counts at most `MAX_LOSS`, so no sum can overflow.
 """
 
 from collections.abc import Callable
@@ -21,9 +24,9 @@ from pipeline.data.transfer import to_device
 from pipeline.group import Group
 from pipeline.model.architectures import Normalise
 from pipeline.plan import Resources
-from pipeline.record.answers import Answers
+from pipeline.record.answers import NO_ANSWER, Answers
 from pipeline.train.state import Evaluation
-from pipeline.train.step import LOSS_UNIT, autocast
+from pipeline.train.step import LOSS_UNIT, MAX_LOSS, autocast
 
 _CONFIDENCE_UNIT = 2**30
 
@@ -65,7 +68,7 @@ class Evaluator:
         group, device = self._group, self._group.device
         mine = range(group.rank, len(self._data), group.size)
         loaded = to_device(batches(self._data, mine, self._resources, pin=device.type == "cuda"), device)
-        counts = torch.zeros(4, dtype=torch.int64, device=device)
+        counts = torch.zeros(5, dtype=torch.int64, device=device)
         # each image's label + 1, predicted class and confidence: one process writes it, so the sum is what it wrote
         answers = torch.zeros((3, len(self.images)), dtype=torch.int64, device=device)
         defects: list[tuple[int, str]] = []
@@ -86,9 +89,9 @@ class Evaluator:
         finally:
             for module in in_training:
                 module.training = True
-        images, correct1, correct5, loss_sum = group.sum(counts).tolist()
+        images, correct1, correct5, loss_sum, not_finite = group.sum(counts).tolist()
         everyones = sorted(defect for part in group.gather(defects) for defect in part)
-        evaluation = Evaluation(step, images, len(self.images), correct1, correct5, loss_sum)
+        evaluation = Evaluation(step, images, len(self.images), correct1, correct5, loss_sum, not_finite)
         labels, predicted, confidence = group.sum(answers).numpy()
         said = Answers(
             (labels - 1).astype(np.int32),
@@ -98,15 +101,21 @@ class Evaluator:
         return Judgement(evaluation, said, everyones)
 
     def _judge(self, batch: Batch, answers: Tensor) -> Tensor:
-        """[images, right at first, right within five, loss in 2^-20] int64 on the device; fills in the batch's answers."""
+        """[images, right at first, right within five, loss in 2^-20, images with logits not finite] int64 on the device;
+        fills in the batch's answers."""
         labels = batch.labels.to(self._group.device, non_blocking=True)
         logits: Tensor = (self._predict or self._model)(self._normalise(batch.images)).float()
+        finite = logits.isfinite().all(1)
         best = logits.topk(min(5, logits.shape[1]), 1).indices
-        ranked = best == labels[:, None]
-        confidence = logits.softmax(1).amax(1).double().mul(_CONFIDENCE_UNIT).to(torch.int64)
+        ranked = (best == labels[:, None]) & finite[:, None]
+        predicted = best[:, 0].where(finite, NO_ANSWER)
+        confidence = logits.softmax(1).amax(1).where(finite, 0).double().mul(_CONFIDENCE_UNIT).to(torch.int64)
         first = int(batch.ids[0])
-        answers[:, first : first + len(labels)] = torch.stack([labels + 1, best[:, 0], confidence])
-        loss = functional.cross_entropy(logits, labels, ignore_index=NO_LABEL, reduction="sum")
-        loss_sum = (loss.double() * LOSS_UNIT).round().to(torch.int64)
+        answers[:, first : first + len(labels)] = torch.stack([labels + 1, predicted, confidence])
+        losses = functional.cross_entropy(logits, labels, ignore_index=NO_LABEL, reduction="none")
+        too_large = finite & ~(losses <= MAX_LOSS)
+        summed = labels.where(finite & ~too_large, NO_LABEL)
+        loss = functional.cross_entropy(logits, summed, ignore_index=NO_LABEL, reduction="sum")
+        loss_sum = (loss.double() * LOSS_UNIT).round().to(torch.int64) + too_large.sum() * (MAX_LOSS * LOSS_UNIT)
         images = torch.full((), len(labels), dtype=torch.int64, device=labels.device)
-        return torch.stack([images, ranked[:, 0].sum(), ranked.sum(), loss_sum])
+        return torch.stack([images, ranked[:, 0].sum(), ranked.sum(), loss_sum, (~finite).sum()])

@@ -73,6 +73,7 @@ def train(run: Training, batches: Iterator[Batch]) -> Evaluation:
     clock = run.clock
     waiting = Waiting(batches, clock)
     report = Report(plan, group, run.terminal, clock, run.pace, run.efficiency, run.journal, run.receipt)
+    first_step = state.step
     stopping, saved = False, (state.step, state.is_evaluated)
     while True:
         is_best = False
@@ -96,6 +97,8 @@ def train(run: Training, batches: Iterator[Batch]) -> Evaluation:
             assert state.evaluation is not None
             return state.evaluation
 
+        if plan.compiles_at(state.step, is_first=state.step == first_step):
+            run.watchdog.wait_for_compilation()
         run.pace.start()
         loss, used = run.step.forward_backward(waiting)
         with clock.on("communication"):
@@ -150,16 +153,14 @@ def _save(run: Training, *, last: bool) -> None:
     state, writer = run.state, run.checkpoints
     _settle(run)
     run.watch.compare(state.step)
+    run.strategy.average_buffers(state.model)
+    if state.average:
+        run.strategy.average_buffers(state.average)
     finite = all_finite(state.model.state_dict().values())
     if writer:
         writer.wait()
     broken, exhausted, best_is_lost = run.group.agree(
-        not finite,
-        writer is not None and writer.exhausted,
-        writer is not None
-        and state.best is not None
-        and state.best.step != state.step
-        and writer.of_step(state.best.step) is None,
+        not finite, writer is not None and writer.exhausted, _is_best_lost(run)
     )
     if broken:
         raise NotFiniteError(
@@ -189,6 +190,14 @@ def _save(run: Training, *, last: bool) -> None:
     (failed,) = run.group.agree(last and writer is not None and writer.last_failed)
     if failed:
         raise StorageError(f"the last checkpoint, of step {state.step}, could not be saved: make room on the disk")
+
+
+def _is_best_lost(run: Training) -> bool:
+    """Return True on rank 0 if the best model's checkpoint is not in the run's folder."""
+    best = run.state.best
+    if run.checkpoints is None or best is None or best.step == run.state.step:
+        return False
+    return run.checkpoints.of_step(best.step) is None
 
 
 def _note_defects(run: Training, used: list[Batch]) -> None:

@@ -120,6 +120,8 @@ class Report:
             f"validation at step {evaluation.step:,}: top-1 {evaluation.top1:.4f}, top-5 {evaluation.top5:.4f}, loss"
             f" {evaluation.loss:.4f}, {evaluation.images} of {evaluation.total} images" + (" (best)" if is_best else "")
         )
+        if evaluation.warning:
+            self._terminal.say(evaluation.warning)
         if self._journal:
             self._journal.report(
                 evaluation.step,

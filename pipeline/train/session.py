@@ -150,6 +150,8 @@ def run_evaluation(config: Config, world: World, contents: dict[str, Any], sourc
     judgement = evaluator.evaluate(contents["step"], lambda: False)
     assert judgement is not None
     terminal.say_defects(source.val, judgement.defects)
+    if judgement.evaluation.warning:
+        terminal.say(judgement.evaluation.warning)
     group.finish()
     return _done_line(contents["epoch"], judgement.evaluation, weights_digest(judged_weights(contents)))
 
@@ -223,6 +225,8 @@ def _build(
     clock = start_clock(group.device)
     step = Step(state, strategy, config, plan, clock)
     first = copy_to_host(model.state_dict())
+    if plan.compiles:
+        watchdog.wait_for_compilation()
     _settle(step, config, plan)
     model.load_state_dict(first)
     identity = {"config": config.to_yaml(), "data": source.digest, "classes": list(source.classes), "world": plan.world}

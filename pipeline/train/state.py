@@ -5,6 +5,7 @@ order, augmentation, dropout and the learning rate are functions of the step, so
 built whole and then loaded.
 """
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -29,6 +30,8 @@ class Evaluation:
     correct5: int
     loss_sum: int
     """In units of 2^-20."""
+    not_finite: int = 0
+    """Images whose logits are not finite: wrong answers, and in no sum. Checkpoints of version 0.1 do not have it."""
 
     @property
     def top1(self) -> float:
@@ -40,7 +43,18 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        return self.loss_sum / 2**20 / self.images
+        """Return the mean loss; NaN if the logits of any image are not finite."""
+        return math.nan if self.not_finite else self.loss_sum / 2**20 / self.images
+
+    @property
+    def warning(self) -> str | None:
+        """Return a line that says how many images have logits that are not finite, or None."""
+        if not self.not_finite:
+            return None
+        return (
+            f"the logits of {self.not_finite} of {self.images} images are not finite: they count as wrong answers, the loss"
+            " is nan, and this model is never the best; lower optimizer.lr or set train.clip"
+        )
 
 
 @dataclass
@@ -109,9 +123,12 @@ class TrainState:
         self.bad_images = dict(contents["bad_images"])
 
     def take(self, evaluation: Evaluation) -> bool:
-        """Note an evaluation; whether it is the best so far (the earlier of equals stays)."""
+        """Note an evaluation; whether it is the best so far (the earlier of equals stays).
+
+        A model whose logits are not all finite is never the best.
+        """
         self.evaluation = evaluation
-        if self.best is None or evaluation.correct1 > self.best.correct1:
+        if not evaluation.not_finite and (self.best is None or evaluation.correct1 > self.best.correct1):
             self.best = evaluation
         return self.best is evaluation
 
@@ -134,8 +151,9 @@ class TrainState:
             "weights": f"sha256:{self.weights_digest()}",
             "top1": evaluation.top1,
             "top5": evaluation.top5,
-            "loss": evaluation.loss,
+            "loss": None if evaluation.not_finite else evaluation.loss,  # JSON has no NaN
             "images": f"{evaluation.images}/{evaluation.total}",
+            **({"not_finite": evaluation.not_finite} if evaluation.not_finite else {}),
         }
 
     def weights_digest(self) -> str:

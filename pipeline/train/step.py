@@ -24,6 +24,8 @@ from pipeline.train.state import TrainState
 
 LOSS_UNIT = 2**20
 """Losses are summed in integers of 2^-20, which add in any order to the same."""
+MAX_LOSS = 2**16
+"""The loss of an image counts at most this much in a sum: 2^27 images add up to less than 2^63 units."""
 
 
 def name_samples(ids: list[int]) -> str:
@@ -149,6 +151,6 @@ class Step:
 
     def _count(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         totals, images = self._state.totals, len(labels)
-        totals[0] += (loss.double() * (images * LOSS_UNIT)).round().to(torch.int64)
+        totals[0] += (loss.double().clamp(max=MAX_LOSS) * (images * LOSS_UNIT)).round().to(torch.int64)
         totals[1] += (logits.argmax(1) == labels).sum()
         totals[2] += images

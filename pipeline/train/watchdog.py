@@ -3,7 +3,8 @@
 Promise: no process waits for ever, for a peer, a device, a disk or a loader worker. Why that holds: a thread of its own
 counts seconds since the last sign of life, in which the loop has no part; `os._exit` asks nobody, and the disk that the
 account goes to cannot hold it up either. It counts its own seconds and not a clock's, so that a machine that slept, or a
-job that was paused whole, is not taken for one that hangs.
+job that was paused whole, is not taken for one that hangs. A compilation takes minutes and gives no sign of life: the loop
+announces it, and the watchdog waits `COMPILING_S` longer.
 """
 
 import faulthandler
@@ -16,6 +17,8 @@ from pathlib import Path
 from pipeline.verdict import CRASH
 
 _WRITING_S = 5
+COMPILING_S = 1800
+"""How much longer no sign of life is tolerated while a model is compiled."""
 
 
 class Watchdog:
@@ -23,6 +26,7 @@ class Watchdog:
         """seconds: how long no sign of life is tolerated; account: file for the stacks of this process."""
         self._seconds, self._account, self._rank = seconds, account, rank
         self._silent_for = 0
+        self._extra = 0
         self._over = threading.Event()
 
     def start(self) -> None:
@@ -30,7 +34,11 @@ class Watchdog:
 
     def beat(self) -> None:
         """A sign of life."""
-        self._silent_for = 0
+        self._silent_for = self._extra = 0
+
+    def wait_for_compilation(self) -> None:
+        """Take a sign of life, and expect that a model is compiled before the next one."""
+        self._silent_for, self._extra = 0, COMPILING_S
 
     def stop(self) -> None:
         self._over.set()
@@ -38,7 +46,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._over.wait(1):
             self._silent_for += 1
-            if self._silent_for > self._seconds:
+            if self._silent_for > self._seconds + self._extra:
                 self._bark()
 
     def _bark(self) -> None:
@@ -46,7 +54,8 @@ class Watchdog:
         writer.start()
         writer.join(_WRITING_S)
         print(
-            f"pipeline: rank {self._rank} made no progress for {self._silent_for} s (run.timeout) and leaves; where each of"
+            f"pipeline: rank {self._rank} made no progress for {self._silent_for} s (run.timeout"
+            f"{f', and {self._extra} s to compile' if self._extra else ''}) and leaves; where each of"
             f" its threads stood is in {self._account}",
             file=sys.stderr, flush=True,
         )  # fmt: skip

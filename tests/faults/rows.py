@@ -55,4 +55,6 @@ ROWS = {
     "I2": Row("a clock that jumps by an hour, either way", "no negative duration; time-outs unaffected; identical"),
     "I3": Row("the same run twice", "identical"),
     "J1": Row("SIGKILL before the first own save of a run started with run.resume=PATH", f"resumes from PATH; {_SAME}"),
+    "J2": Row("fsdp, stages: SIGKILL and SIGTERM in validation, in a save, in the first step of a start", _SAME),
+    "J4": Row("logits not finite in validation", "said, never best, never a number that wrapped"),
 }  # fmt: skip
