@@ -173,6 +173,7 @@ def test_a_run_whose_validation_is_not_finite_says_so(tmp_path: Path, digits: Pa
         assert re.search(r"the logits of \d+ of 360 images are not finite", result.err), result.err
     assert "loss nan" in trained.err
     assert "(best)" not in trained.err
+    assert "best     none: no validation had finite logits" in trained.err
     assert not run.journal("val/loss")
     receipt, *rows = [
         json.loads(text, parse_constant=pytest.fail)  # NaN is no JSON

@@ -353,6 +353,8 @@ def _summary(run: Training, folder: RunFolder) -> dict[str, str]:
     """What there is now, and where."""
     best, file = run.state.best, _best_file(run)
     rows = {}
+    if best is None:
+        rows["best"] = "none: no validation had finite logits, so no model is sent or registered"
     if best and file:
         rows["best"] = f"top-1 {best.top1:.4f} at step {best.step:,}: {folder.checkpoints / file['file']}"
     if run.config.track.report:
