@@ -1,9 +1,11 @@
 """Data never executes: what a registry, an archive or a cache brings is read, refused by name, and never run."""
 
 import contextlib
+import dataclasses
 import http.server
 import io
 import os
+import shutil
 import sys
 import threading
 import zipfile
@@ -19,18 +21,21 @@ from harness import SMALL, free_port, pipeline
 from mlflow import MlflowClient
 from test_predict import CLASSES, run_dir  # noqa: F401 — a fixture
 from torch import nn
+from torchvision.datasets.folder import default_loader
 
 from pipeline.__main__ import main
 from pipeline.config import Model, from_yaml, load
+from pipeline.data import manifest
 from pipeline.group import Group
 from pipeline.model.architectures import build, published_weights, skeleton
+from pipeline.operate import checks
 from pipeline.record import checkpoint
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
 from pipeline.record.mlflow import Follower
 from pipeline.record.program import read_weights
 from pipeline.train.finetune import take_over
-from pipeline.verdict import StorageError
+from pipeline.verdict import StorageError, TemporaryError
 from pipeline.world import World
 
 ARCH = "shufflenet_v2_x0_5"
@@ -365,3 +370,56 @@ def test_published_weights_in_the_cache_run_nothing(tmp_path: Path, monkeypatch:
     with pytest.raises(StorageError, match=r"its file in torch's cache \(TORCH_HOME\) is not one of weights"):
         take_over(build(options, 10), options, Group(World(), torch.device("cpu")), lambda _: None)
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.fault("J5")
+@pytest.mark.parametrize("name", ["../outside.png", "/outside.png", "val/0/../../../outside.png", "val/0/a\0.png"])
+def test_an_index_that_came_with_the_data_names_nothing_outside_it(name: str, digits: Path, tmp_path: Path) -> None:
+    """The cache lies in the data's folder, so whoever made the data may have made it."""
+    root = tmp_path / "digits"
+    shutil.copytree(digits, root, copy_function=os.link)
+    (tmp_path / "outside.png").write_bytes(b"outside")
+    true = manifest.scan(root, 0.1)
+    names = [(true.val.name(i), int(true.val.sizes[i]), int(true.val.labels[i])) for i in range(len(true.val))]
+    names[0] = (name.encode(), 7, 0)
+    folders = {key: (root / key).stat().st_mtime_ns for key in true.folders}
+    false = dataclasses.replace(true, val=manifest.Split.of(names), folders=folders)
+    manifest.store(false, root / manifest.CACHE)
+    opened = manifest.open_index(root, 0.1, tmp_path / "spare", check_sizes=False)
+    assert opened.digest == true.digest
+    false = dataclasses.replace(true, val=dataclasses.replace(true.val, labels=true.val.labels + 7), folders=folders)
+    manifest.store(false, root / manifest.CACHE)
+    assert manifest.open_index(root, 0.1, tmp_path / "spare", check_sizes=False).digest == true.digest
+
+
+def test_a_picture_starts_no_ghostscript_in_a_benchmarks_loaders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pillow starts the program `gs` for a file that says it is EPS, whatever the file's name."""
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/executed\n")
+    (tmp_path / "gs").chmod(0o755)
+    (tmp_path / "cat.jpg").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(OSError, match="Ghostscript"):
+        default_loader(str(tmp_path / "cat.jpg"))
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("kind", ["address", "environment"])
+def test_a_password_follows_no_redirect(
+    status: int, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with stranger() as (there, seen), stranger(status, f"{there}/api?token=x") as (uri, asked):
+        if kind == "environment":
+            monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
+            monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
+        given = uri.replace("//", "//me:secret@") if kind == "address" else uri
+        config = load("digits", [f"track.uri={given}"])
+        with pytest.raises(TemporaryError) as refusal:
+            checks.tracker(config, RunFolder(tmp_path))
+        assert f"answers {status}: it sends to {there}/api" in str(refusal.value)
+        assert "give that address itself" in str(refusal.value)
+        assert "secret" not in str(refusal.value)
+    assert [bool(authorization) for _, authorization in asked] == [True]
+    assert seen == []
