@@ -167,7 +167,7 @@ def test_a_devkit_that_is_larger_than_it_says_is_refused(archives: Path, tmp_pat
 
 
 @pytest.mark.fault("J5")
-@pytest.mark.parametrize("name", ["../outside.txt", "/tmp/ddp-pipeline-outside.txt", "imagenette2/link"])
+@pytest.mark.parametrize("name", ["../outside.txt", "imagenette2/../../../outside.txt", "imagenette2/link"])
 def test_what_leads_out_of_a_fetched_archive_is_not_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -189,7 +189,6 @@ def test_what_leads_out_of_a_fetched_archive_is_not_unpacked(
         get("imagenette", str(tmp_path / "deep" / "imagenette"))
     assert not list(tmp_path.rglob("outside*"))
     assert not (tmp_path / "deep" / "imagenette").exists()
-    assert not Path("/tmp/ddp-pipeline-outside.txt").exists()
 
 
 def test_imagenette_is_laid_out_where_it_was_fetched(tmp_path: Path) -> None:
