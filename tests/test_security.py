@@ -6,8 +6,11 @@ import http.server
 import io
 import os
 import shutil
+import subprocess
 import sys
 import threading
+import urllib.error
+import urllib.request
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +20,10 @@ import mlflow
 import pytest
 import torch
 import yaml
-from harness import SMALL, free_port, pipeline
+from harness import SMALL, Job, environment, free_port, pipeline
+from manifests import one, pod_of
 from mlflow import MlflowClient
+from server import Server
 from test_predict import CLASSES, run_dir  # noqa: F401 — a fixture
 from torch import nn
 from torchvision.datasets.folder import default_loader
@@ -29,6 +34,7 @@ from pipeline.data import manifest
 from pipeline.group import Group
 from pipeline.model.architectures import build, published_weights, skeleton
 from pipeline.operate import checks
+from pipeline.operate.render import Request, render
 from pipeline.record import checkpoint
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
@@ -38,6 +44,7 @@ from pipeline.train.finetune import take_over
 from pipeline.verdict import StorageError, TemporaryError
 from pipeline.world import World
 
+ROOT = Path(__file__).parents[1]
 ARCH = "shufflenet_v2_x0_5"
 
 
@@ -423,3 +430,41 @@ def test_a_password_follows_no_redirect(
         assert "secret" not in str(refusal.value)
     assert [bool(authorization) for _, authorization in asked] == [True]
     assert seen == []
+
+
+@pytest.mark.full
+def test_a_server_with_a_password_asks_for_it_and_a_training_gives_it(
+    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Started with the words of compose, which are those of the manifests; their probes ask it as they ask theirs."""
+    pytest.importorskip("flask_wtf", reason="of MLflow's extra `auth`, which the lock files have")
+    compose = yaml.safe_load((ROOT / "docker-compose.auth.yml").read_text())["services"]["mlflow"]
+    texts = render(Request(mlflow_auth=True))["30-mlflow.yaml"]
+    (container,) = pod_of(one(list(yaml.safe_load_all(texts)), "Deployment", "mlflow"))["containers"]
+    assert sorted(compose["command"]) == sorted(container["args"])
+    secret = dict.fromkeys(compose["environment"], "a long enough password") | {"MLFLOW_AUTH_ADMIN_USERNAME": "me"}
+    given = {"MLFLOW_TRACKING_USERNAME": "me", "MLFLOW_TRACKING_PASSWORD": "a long enough password"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"):
+        monkeypatch.setenv(name, "5")
+    server = Server(tmp_path, *compose["command"], **secret).start()
+    try:
+        server.wait_ready()
+        ask = f"{server.uri}/api/2.0/mlflow/experiments/search?max_results=1"
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(ask, timeout=20)
+        for script in (container["readinessProbe"]["exec"]["command"][2], compose["healthcheck"]["test"][3]):
+            assert "http://127.0.0.1:5000/" in script
+            here = [sys.executable, "-c", script.replace("127.0.0.1:5000", f"127.0.0.1:{server.port}")]
+            assert subprocess.run(here, env=environment(**secret), check=False).returncode == 0
+            wrong = environment(**{**secret, "MLFLOW_AUTH_ADMIN_PASSWORD": "another one"})
+            assert subprocess.run(here, env=wrong, stderr=subprocess.DEVNULL, check=False).returncode != 0
+        small = [word for word in SMALL if not word.startswith("track.uri")]
+        words = ["digits", f"data.root={digits}", *small, "data.workers=0", "train.epochs=1", "train.max_steps=4"]
+        run = Job(tmp_path / "run", words, env={"MLFLOW_TRACKING_URI": server.uri, **given})
+        result = run.run()
+        assert result.code == 0, result.err
+        assert server.run_of(run).info.status == "FINISHED"
+    finally:
+        server.kill()
