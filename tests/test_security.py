@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import mlflow
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -246,6 +247,12 @@ def test_a_logged_model_answers_as_its_checkpoint_and_gives_its_weights(
     assert checkpoint.weights_digest(model.state_dict()) == checkpoint.weights_digest(weights)
 
 
+def test_a_logged_model_needs_no_pickle_to_be_served(logged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "false")
+    served = mlflow.pyfunc.load_model(str(logged))
+    assert served.predict(np.zeros((3, 3, 32, 32), np.float32)).shape == (3, len(CLASSES))
+
+
 @contextlib.contextmanager
 def stranger(status: int = 200, location: str = "") -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """A server of somebody else: its address, and (path, Authorization) of each request that it got."""
@@ -267,7 +274,7 @@ def stranger(status: int = 200, location: str = "") -> Iterator[tuple[str, list[
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}", seen
     server.shutdown()
     server.server_close()
