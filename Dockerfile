@@ -5,7 +5,8 @@
 #   docker build -t ddp-pipeline-mlflow --target mlflow .
 
 # Driver libraries are all that torch wants of a base image: its wheels bring CUDA, cuDNN and NCCL, which the larger
-# -cudnn-runtime- image would hold a second time. There is no `latest` tag.
+# -cudnn-runtime- image would hold a second time. There is no `latest` tag. A tag can be moved and a digest cannot:
+# --build-arg BASE_IMAGE=nvidia/cuda:13.0.2-base-ubuntu24.04@sha256:… builds on the image that you have looked at.
 ARG BASE_IMAGE=nvidia/cuda:13.0.2-base-ubuntu24.04
 
 FROM ${BASE_IMAGE} AS python
@@ -38,7 +39,8 @@ RUN --mount=type=cache,target=/tmp/.cache/pip --mount=type=bind,source=requireme
     pip install --require-hashes --requirement /requirements.lock
 
 FROM build AS wheel
-RUN --mount=type=cache,target=/tmp/.cache/pip pip install 'setuptools>=77'
+RUN --mount=type=cache,target=/tmp/.cache/pip --mount=type=bind,source=requirements-build.lock,target=/requirements.lock \
+    pip install --require-hashes --requirement /requirements.lock
 COPY pyproject.toml README.md LICENSE /source/
 COPY pipeline /source/pipeline
 RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheel /source

@@ -88,7 +88,8 @@ lint: setup
 lock:
 	$(COMPILE) pyproject.toml --upgrade --output-file requirements.lock
 	$(COMPILE) pyproject.toml --extra dev --constraint requirements.lock --output-file requirements-dev.lock
-	printf 'boto3\nmlflow\npsycopg2-binary\n' | $(COMPILE) - --constraint requirements.lock --output-file requirements-mlflow.lock
+	printf 'setuptools>=77\n' | $(COMPILE) - --constraint requirements.lock --output-file requirements-build.lock
+	printf 'boto3\nmlflow[auth]\npsycopg2-binary\n' | $(COMPILE) - --constraint requirements.lock --output-file requirements-mlflow.lock
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .mypy_cache

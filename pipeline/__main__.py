@@ -304,6 +304,11 @@ def _add_machine_commands(commands: "argparse._SubParsersAction[_Parser]") -> No
     add("--nproc", type=_count, metavar="M", help="processes of each without GPUs (default 1)")
     add("--image", type=_word, help="in a registry that the nodes can pull from, best by digest")
     add("--mlflow-image", type=_word, metavar="IMAGE", help="likewise")
+    add(
+        "--mlflow-auth",
+        action="store_true",
+        help="MLflow asks for the password of your Secrets mlflow-auth and -credentials",
+    )
     add("--pull-secret", type=_word, metavar="NAME", help="the registry's credentials, a Secret there")
     add("--namespace", type=_word, metavar="NAME", help="default ddp-pipeline")
     add("--storage-class", type=_word, metavar="NAME", help="one that gives ReadWriteMany (default: the cluster's own)")

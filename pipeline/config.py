@@ -360,7 +360,8 @@ class Profile(Section):
 class Track(Section):
     uri: Annotated[Text, PlainSerializer(without_password)] = "auto"
     """MLflow's address. auto: MLFLOW_TRACKING_URI, else a SQLite file mlflow.db beside the run's folder; none: the
-    journal alone. What stands before its last @ is a user and password: used and never written down."""
+    journal alone. User and password: MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, since others see a command
+    line. What stands before the last @ here is a user and password, too: used and never written down."""
     experiment: Annotated[Text | None, Absent] = None
     """MLflow experiment. auto: the recipe's name."""
     required: bool = False

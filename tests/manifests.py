@@ -130,7 +130,7 @@ def _pods(documents: list[Document], job: Document, config: dict[str, str]) -> I
     if gpus is not None and str(gpus) != config["PET_NPROC_PER_NODE"]:
         yield "a process for each GPU"
     host = config["MLFLOW_TRACKING_URI"].removeprefix("http://")
-    (flag, allowed) = server["spec"]["template"]["spec"]["containers"][0]["args"]
+    (flag, allowed, *more) = server["spec"]["template"]["spec"]["containers"][0]["args"]
     if flag != "--allowed-hosts" or host not in allowed.split(","):
         yield "MLflow lets in whom the trainers call, port included"
     service = one(documents, "Service", "mlflow")
@@ -139,8 +139,14 @@ def _pods(documents: list[Document], job: Document, config: dict[str, str]) -> I
     if server["spec"]["strategy"]["type"] != "Recreate" or server["spec"]["replicas"] != 1:
         yield "SQLite has one writer"
     probes = server["spec"]["template"]["spec"]["containers"][0]
-    if any("health" in probes[kind]["httpGet"]["path"] for kind in ("startupProbe", "readinessProbe", "livenessProbe")):
-        yield "a probe is a call that a trainer makes"
+    given = {source["secretRef"]["name"] for source in probes.get("envFrom", []) if "secretRef" in source}
+    asks = more == ["--app-name", "basic-auth"]
+    if asks != ("mlflow-auth" in given) or (more and not asks):
+        yield "a server that asks for a password has one, from its Secret"
+    for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+        call = str(probes[kind])
+        if "/api/2.0/mlflow/experiments/search" not in call or (asks and "Authorization" not in call):
+            yield "a probe is a call that a trainer makes"
     if probes["startupProbe"]["periodSeconds"] * probes["startupProbe"]["failureThreshold"] < 60:
         yield "the start-up probe covers a cold start"
     claims = {d["metadata"]["name"] for d in documents if d["kind"] == "PersistentVolumeClaim"}
@@ -163,6 +169,10 @@ def _network(documents: list[Document], job: Document, server: Document) -> Iter
     if not trainer or not mlflow:
         yield "trainers and MLflow have their policies"
         return
+    everybody = [spec for spec in policies.values() if spec["podSelector"] == {}]
+    if not any({*spec["policyTypes"]} == {"Ingress", "Egress"} and spec.keys() == {"podSelector", "policyTypes"}
+               for spec in everybody):  # fmt: skip
+        yield "who has no policy hears and reaches nobody"
     labels = job["spec"]["template"]["metadata"]["labels"]
     if any("ports" in rule for rule in trainer["ingress"]) or not all(
         peer["podSelector"]["matchLabels"].items() <= labels.items()
@@ -194,6 +204,8 @@ def _restricted(document: Document) -> Iterator[str]:
         yield "no namespace of the host"
     if any(set(volume) & {"hostPath"} for volume in pod["volumes"]):
         yield "no path of the host"
+    if any("sizeLimit" not in volume["emptyDir"] for volume in pod["volumes"] if "emptyDir" in volume):
+        yield "a scratch volume ends somewhere"
     if context.get("runAsNonRoot") is not True or context.get("runAsUser", 0) == 0:
         yield "no root"
     if context.get("seccompProfile", {}).get("type") != "RuntimeDefault":

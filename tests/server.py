@@ -15,8 +15,9 @@ from mlflow.entities import Run
 class Server:
     """A real MLflow server that can be killed and started again on the same port and database."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *more: str, **env: str) -> None:
         self.folder = folder
+        self.more, self.env = more, env
         self.port = free_port()
         self.uri = f"http://127.0.0.1:{self.port}"
         self.client = mlflow.MlflowClient(self.uri)
@@ -26,9 +27,9 @@ class Server:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port),
                  "--workers", "1", "--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db",
-                 "--artifacts-destination", str(self.folder / "artifacts")],
-                stdout=log, stderr=log, start_new_session=True,
-                env=environment(MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false", MLFLOW_DISABLE_TELEMETRY="true"),
+                 "--artifacts-destination", str(self.folder / "artifacts"), *self.more],
+                stdout=log, stderr=log, start_new_session=True, cwd=self.folder,
+                env=environment(MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false", MLFLOW_DISABLE_TELEMETRY="true", **self.env),
             )  # fmt: skip
         return self
 

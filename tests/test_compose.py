@@ -25,8 +25,8 @@ class Loader(yaml.SafeLoader):
 Loader.add_constructor("!reset", lambda loader, found: None)
 
 
-def service(name: str) -> dict[str, Any]:
-    return yaml.load((ROOT / "docker-compose.yml").read_text(), Loader)["services"][name]
+def service(name: str, file: str = "docker-compose.yml") -> dict[str, Any]:
+    return yaml.load((ROOT / file).read_text(), Loader)["services"][name]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -45,11 +45,16 @@ def test_the_dockerfile_has_nothing_that_hadolint_would_change() -> None:
     assert checked.returncode == 0, checked.stdout
 
 
-@pytest.mark.parametrize("name", ["mlflow", "trainer"])
+@pytest.mark.parametrize("name", ["mlflow", "trainer", "postgres"])
 def test_a_service_can_do_no_more_than_it_must(name: str) -> None:
-    found = service(name)
+    found = service(name, "docker-compose.postgres.yml" if name == "postgres" else "docker-compose.yml")
     assert found["read_only"] is True
     assert found["cap_drop"] == ["ALL"]
+    assert set(found.get("cap_add", [])) <= {"CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID"}
+    assert not found.get("cap_add") or name == "postgres", "whose image begins as root"
+    assert found["mem_limit"]
+    assert found["pids_limit"]
+    assert all("size=" in place for place in found["tmpfs"] if place.startswith("/tmp"))
     assert found["security_opt"] == ["no-new-privileges:true"]
     assert "docker.sock" not in str(found)
     assert all(str(port).startswith("127.0.0.1:") for port in found.get("ports", []))
@@ -76,3 +81,28 @@ def test_versions_and_images_stand_alike_wherever_they_stand() -> None:
         re.findall(r"nvidia/cuda:[\w.-]+", "".join(path.read_text() for path in (*FILES, ROOT / ".env.example")))
     )
     assert bases == set(re.findall(r"nvidia/cuda:[\w.-]+", dockerfile))
+
+
+def test_whatever_pip_installs_is_pinned_and_hashed() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    installs = re.findall(r"pip install (.*)", dockerfile)
+    assert len(installs) == 4
+    assert all("--require-hashes" in words or "--no-index" in words for words in installs), installs
+    locks = set(re.findall(r"source=(requirements[\w-]*\.lock)", dockerfile))
+    for name in locks:
+        text = (ROOT / name).read_text()
+        assert "://" not in text, "no address of an index"
+        assert all("--hash=sha256:" in package for package in re.split(r"\n(?=\w)", text.strip())), name
+        assert f"!{name}" in (ROOT / ".dockerignore").read_text()
+    pinned = [(ROOT / name).read_text() for name in ("requirements.lock", "requirements-build.lock")]
+    assert len({re.search(r"^setuptools==\S+", text, re.MULTILINE)[0] for text in pinned}) == 1  # type: ignore[index]
+
+
+def test_the_overlays_go_together() -> None:
+    """Each of them changes the server's command and not the other's part of it."""
+    postgres, auth = (service("mlflow", f"docker-compose.{name}.yml") for name in ("postgres", "auth"))
+    assert "command" not in postgres
+    assert "--backend-store-uri=postgresql+psycopg2://mlflow@postgres/mlflow" in postgres["entrypoint"]
+    assert set(service("mlflow")["command"]) < set(auth["command"])
+    assert "entrypoint" not in auth
+    assert all(value.startswith("${MLFLOW_") and ":?" in value for value in auth["environment"].values())

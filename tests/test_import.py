@@ -1,7 +1,11 @@
 """Published archives become a data set without unpacking twice, whole or refused by name."""
 
+import gzip
+import hashlib
 import io
+import struct
 import tarfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +14,13 @@ from harness import pipeline
 from scipy.io import savemat
 from test_data import encoded
 from test_pack import contents, photo
+from torchvision.datasets import Imagenette
 
 from pipeline.data import imagenet
 from pipeline.data.manifest import scan
 from pipeline.operate.data import get, import_imagenet
 from pipeline.operate.pack import pack
-from pipeline.verdict import RequestError
+from pipeline.verdict import RequestError, StorageError
 
 CLASSES = {"n01440764": 3, "n02102040": 5, "n02979186": 4}
 TRUTH = ["n02979186", "n01440764", "n02102040", "n01440764"]
@@ -118,6 +123,72 @@ def test_what_is_missing_miscounted_or_cut_short_is_refused(archives: Path, tmp_
     assert refused().startswith(f"{archives / imagenet.DEVKIT} cannot be read as the development kit (")
     (archives / imagenet.VAL).unlink()
     assert refused().startswith(f"{archives} holds no {imagenet.VAL}: it needs {imagenet.TRAIN}, ")
+
+
+@pytest.mark.fault("J5")
+@pytest.mark.parametrize("wnid", ["../../../outside", "/tmp/outside", "n0144076", "n01440764/..", "n01440764\n"])
+def test_a_class_that_is_no_class_is_refused_and_nothing_is_written(archives: Path, tmp_path: Path, wnid: str) -> None:
+    """The devkit's names become folders: here its numbers are right, and a name leads out of OUT."""
+    classes = {**CLASSES, wnid: 1}
+    make_devkit(archives / imagenet.DEVKIT, classes)
+    inner = io.BytesIO()
+    with tarfile.open(fileobj=inner, mode="w") as file:
+        add(file, "x_1.JPEG", picture(1))
+    with tarfile.open(archives / imagenet.TRAIN, "a") as outer:
+        add(outer, f"{wnid}.tar", inner.getvalue())
+    before = sorted(tmp_path.rglob("*"))
+    refused = pipeline("data", "import", "imagenet", str(archives), str(tmp_path / "deep/in/out"))
+    assert refused.code == 2
+    assert "is not a class: n and eight digits" in refused.error
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.fault("J5")
+def test_a_devkit_that_is_larger_than_it_says_is_refused(archives: Path, tmp_path: Path) -> None:
+    def refused() -> str:
+        with pytest.raises(RequestError) as refusal:
+            import_imagenet(archives, tmp_path / "out", None)
+        return str(refusal.value)
+
+    devkit = archives / imagenet.DEVKIT
+    devkit.write_bytes(gzip.compress(bytes(65 << 20), 1))
+    assert "(more than 67,108,864 bytes)" in refused()
+    header = b"MATLAB 5.0 MAT-file".ljust(124) + struct.pack("<HH", 0x0100, 0x4D49)
+    bomb = zlib.compress(bytes(17 << 20))
+    with tarfile.open(devkit, "w:gz") as kit:
+        add(kit, "kit/data/meta.mat", header + struct.pack("<II", 15, len(bomb)) + bomb)
+        add(kit, "kit/data/ILSVRC2012_validation_ground_truth.txt", b"1\n")
+    assert "(meta.mat has more than 16,777,216 bytes)" in refused()
+    with tarfile.open(devkit, "w:gz") as kit:
+        link = tarfile.TarInfo("kit/data/meta.mat")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        kit.addfile(link)
+    assert "cannot be read as the development kit ('meta.mat')" in refused()
+
+
+@pytest.mark.fault("J5")
+@pytest.mark.parametrize("name", ["../outside.txt", "imagenette2/../../../outside.txt", "imagenette2/link"])
+def test_what_leads_out_of_a_fetched_archive_is_not_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """torchvision's own downloader, with an archive whose sum is the expected one."""
+    archive = tmp_path / "deep/.imagenette.download/imagenette2.tgz"
+    archive.parent.mkdir(parents=True)
+    with tarfile.open(archive, "w:gz") as file:
+        add(file, "imagenette2/train/n01440764/x.JPEG", picture(1))
+        if name.endswith("link"):
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = tarfile.SYMTYPE, "../../.."
+            file.addfile(link)
+        else:
+            add(file, name, b"outside")
+    md5 = hashlib.md5(archive.read_bytes()).hexdigest()
+    monkeypatch.setattr(Imagenette, "_ARCHIVES", {"full": (f"https://example.invalid/{archive.name}", md5)})
+    monkeypatch.setattr(tarfile.TarFile, "extraction_filter", staticmethod(tarfile.fully_trusted_filter))
+    with pytest.raises(StorageError, match="nothing of it is used"):
+        get("imagenette", str(tmp_path / "deep" / "imagenette"))
+    assert not list(tmp_path.rglob("outside*"))
+    assert not (tmp_path / "deep" / "imagenette").exists()
 
 
 def test_imagenette_is_laid_out_where_it_was_fetched(tmp_path: Path) -> None:

@@ -107,7 +107,8 @@ def test_a_service_that_is_called_is_there_beside_an_example(path: Path) -> None
     "hardware", [{"gpus": 1}, {"gpus": 8}, {"gpus": 0}, {"gpus": 0, "nproc": 2, "single_node": True}]
 )
 def test_every_render_is_right(nodes: int, hardware: dict[str, Any]) -> None:
-    request = Request(nodes=nodes, storage_class="fast", pull_secret="registry", **hardware)
+    more = {"storage_class": "fast", "pull_secret": "registry", "mlflow_auth": nodes > 2}
+    request = Request(nodes=nodes, **more, **hardware)
     found = documents(request)
     assert problems(found) == []
     pod = pod_of(one(found, "Job", "trainer"))
@@ -207,6 +208,15 @@ MISTAKES = {
     "a shutdown shorter than a save": _set("ConfigMap/trainer: data|TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10"),
     "hosts without the port": _set(f"{_SERVER}|containers|0|args|1", "mlflow,localhost:*"),
     "a tracking address of nobody": _set("ConfigMap/trainer: data|MLFLOW_TRACKING_URI", "http://tracker:5000"),
+    "a password that is nowhere": _set(
+        f"{_SERVER}|containers|0|args",
+        ["--allowed-hosts", "mlflow:5000,localhost:*,127.0.0.1:*", "--app-name", "basic-auth"],
+    ),
+    "a scratch volume without end": _set(f"{_POD}|volumes|4|emptyDir", {}),
+    "a server's scratch volume without end": _set(f"{_SERVER}|volumes|1|emptyDir", {}),
+    "pods without a policy": _set("NetworkPolicy/default-deny: spec|podSelector", {"matchLabels": {"app": "mlflow"}}),
+    "pods without a policy that reach out": _set("NetworkPolicy/default-deny: spec|policyTypes", ["Ingress"]),
+    "a policy that lets all in": _set("NetworkPolicy/default-deny: spec|ingress", [{}]),
     "two writers of SQLite": _set("Deployment/mlflow: spec|strategy|type", "RollingUpdate"),
     "a health check that is always green": _set(f"{_SERVER}|containers|0|readinessProbe|httpGet|path", "/health"),
     "a cold start cut short": _set(f"{_SERVER}|containers|0|startupProbe|failureThreshold", 3),
@@ -253,3 +263,32 @@ def test_what_is_printed_is_what_is_written(tmp_path: Path) -> None:
 def test_a_wrong_request_is_one_line(words: tuple[str, ...], says: str) -> None:
     result = pipeline("k8s", "render", *words)
     assert (result.code, says in result.error) == (2, True), result.err
+
+
+def test_a_server_with_a_password_has_none_in_its_manifest() -> None:
+    found = documents(Request(mlflow_auth=True))
+    (server,) = pod_of(one(found, "Deployment", "mlflow"))["containers"]
+    assert server["envFrom"] == [{"secretRef": {"name": "mlflow-auth"}}]
+    assert "env" not in server
+    assert not [d for d in found if d["kind"] == "Secret"], "it is its owner's to make"
+    for mistake in ("envFrom", "startupProbe"):
+        wrong = copy.deepcopy(found)
+        (server,) = pod_of(one(wrong, "Deployment", "mlflow"))["containers"]
+        if mistake == "envFrom":
+            del server["envFrom"]
+        else:
+            server["startupProbe"]["exec"]["command"] = ["true"]
+        assert problems(wrong), mistake
+
+
+@pytest.mark.parametrize("path", sorted((K8S / "examples").glob("stage*.yaml")), ids=lambda path: path.stem)
+def test_a_job_beside_the_training_is_shut_in(path: Path, defaults: list[Document]) -> None:
+    """Its label is nobody's whom another policy lets speak, so that the policy for all pods is the one that holds."""
+    (job,) = yaml.safe_load_all(path.read_text())
+    labels = job["spec"]["template"]["metadata"]["labels"]
+    matching = [
+        d["metadata"]["name"]
+        for d in defaults
+        if d["kind"] == "NetworkPolicy" and d["spec"]["podSelector"].get("matchLabels", {}).items() <= labels.items()
+    ]
+    assert matching == ["default-deny"]

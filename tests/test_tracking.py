@@ -620,7 +620,12 @@ def serving(model: str, server: Server) -> Iterator[str]:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # it starts uvicorn by name
     process = subprocess.Popen(
         [sys.executable, "-m", "mlflow", *command, model],
-        env=environment(MLFLOW_TRACKING_URI=server.uri, MLFLOW_DISABLE_TELEMETRY="true", PATH=path),
+        env=environment(
+            MLFLOW_TRACKING_URI=server.uri,
+            MLFLOW_DISABLE_TELEMETRY="true",
+            PATH=path,
+            MLFLOW_ALLOW_PICKLE_DESERIALIZATION="false",
+        ),
         start_new_session=True,
     )
     try:

@@ -10,10 +10,13 @@ place of the outer file.
     ILSVRC2012_devkit_t12.tar.gz     data/meta.mat, data/ILSVRC2012_validation_ground_truth.txt
 """
 
+import gzip
 import io
 import os
 import re
+import struct
 import tarfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -29,6 +32,10 @@ TRAIN = "ILSVRC2012_img_train.tar"
 VAL = "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 _IMAGE = re.compile(r"(?:.*/)?([\w-]+\.JPEG)", re.ASCII)
+_WNID = re.compile(r"n\d{8}", re.ASCII)
+_MAX_DEVKIT_BYTES = 64 << 20  # unpacked; the published one has a few MB
+_MAX_META_BYTES = 16 << 20
+_COMPRESSED = 15  # an element of a MATLAB file: miCOMPRESSED
 
 
 @dataclass(frozen=True)
@@ -80,24 +87,45 @@ def open_archives(folder: Path) -> Source:
 
 
 def _read_devkit(path: Path) -> tuple[dict[str, int], list[str]]:
-    """Images to train of each class, and the class of each validation image."""
+    """Images to train of each class, and the class of each validation image. Classes become folders' names."""
     from scipy.io import loadmat
 
     try:
-        with tarfile.open(path) as kit:
-            files = {name.rpartition("/")[2]: name for name in kit.getnames()}
+        with gzip.open(path) as file:
+            unpacked = file.read(_MAX_DEVKIT_BYTES + 1)
+        if len(unpacked) > _MAX_DEVKIT_BYTES:
+            raise ValueError(f"more than {_MAX_DEVKIT_BYTES:,} bytes")
+        with tarfile.open(fileobj=io.BytesIO(unpacked), mode="r:") as kit:
+            files = {member.name.rpartition("/")[2]: member for member in kit if member.isreg()}
             meta, truth = (
                 kit.extractfile(files[name]) for name in ("meta.mat", "ILSVRC2012_validation_ground_truth.txt")
             )
             assert meta
             assert truth
-            synsets = loadmat(io.BytesIO(meta.read()), squeeze_me=True)["synsets"]
+            synsets = loadmat(io.BytesIO(_small(meta.read())), squeeze_me=True)["synsets"]
             leaves = [one for one in synsets if int(one["num_children"]) == 0]
             wnids = {int(one["ILSVRC2012_ID"]): str(one["WNID"]) for one in leaves}
+            wrong = [wnid for wnid in wnids.values() if not _WNID.fullmatch(wnid)]
+            if wrong:
+                raise ValueError(f"{show(wrong[0].encode())[:80]} is not a class: n and eight digits")
             counts = {str(one["WNID"]): int(one["num_train_images"]) for one in leaves}
             return counts, [wnids[int(line)] for line in truth.read().split()]
-    except (OSError, EOFError, tarfile.TarError, KeyError, ValueError, TypeError) as error:
-        raise RequestError(f"{path} cannot be read as the development kit ({error}): download it again") from None
+    except Exception as error:  # scipy, zlib and tarfile raise a dozen kinds for what is none of theirs
+        why = show(" ".join(str(error).split())[:200].encode()) or type(error).__name__
+        raise RequestError(f"{path} cannot be read as the development kit ({why}): download it again") from None
+
+
+def _small(mat: bytes) -> bytes:
+    """The MATLAB file itself, if it is small, its compressed elements unpacked. ValueError otherwise."""
+    at, size = 128, len(mat)  # behind the header: elements of (kind, bytes), then so many bytes
+    while at + 8 <= len(mat) and size <= _MAX_META_BYTES:
+        kind, length = struct.unpack_from("<II", mat, at)
+        if kind == _COMPRESSED:
+            size += len(zlib.decompressobj().decompress(mat[at + 8 : at + 8 + length], _MAX_META_BYTES))
+        at += 8 + length
+    if size > _MAX_META_BYTES:
+        raise ValueError(f"meta.mat has more than {_MAX_META_BYTES:,} bytes")
+    return mat
 
 
 def _train(path: Path, counts: dict[str, int]) -> Iterator[tuple[str, str, int, int]]:
@@ -106,7 +134,7 @@ def _train(path: Path, counts: dict[str, int]) -> Iterator[tuple[str, str, int, 
         with tarfile.open(path, "r:") as outer:
             for member in outer:
                 wnid = member.name.removesuffix(".tar").rpartition("/")[2]
-                if wnid not in counts:
+                if wnid not in counts or not member.isreg():
                     raise RequestError(
                         f"{path} holds {show(member.name.encode())}, which the development kit does not know"
                     )

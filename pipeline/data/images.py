@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import EpsImagePlugin, Image, UnidentifiedImageError
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_image
 
@@ -33,6 +33,7 @@ _ONE_AT_A_TIME = threading.Lock()  # standard error is the process's
 _NOWHERE = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 Image.MAX_IMAGE_PIXELS = None  # our own bound stands before each decode
+EpsImagePlugin.gs_binary = False  # no Ghostscript in the loaders that a benchmark compares with, either
 
 
 class BadImageError(Exception):

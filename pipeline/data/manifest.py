@@ -62,6 +62,34 @@ class Split:
         start = int(self.ends[i - 1]) if i else 0
         return self.names[start : int(self.ends[i])].tobytes()
 
+    def is_sound(self, num_classes: int) -> bool:
+        """Whether what it says fits together, and no name leads out of the root: whoever wrote it may mean harm."""
+        count = len(self)
+        fits = (
+            len(self.sizes) == len(self.labels) == count > 0
+            and len(self.sums) in (0, 32 * count)
+            and len(self.places) in (0, 3 * count)
+            and int(self.ends[0]) > 0
+            and bool((np.diff(self.ends) > 0).all())
+            and int(self.ends[-1]) == len(self.names)
+            and int(self.labels.min()) >= 0
+            and int(self.labels.max()) < num_classes
+        )
+        return fits and self._stays_inside()
+
+    def _stays_inside(self) -> bool:
+        """Whether no name begins at the file system's root, has a part `..`, or is none (NUL)."""
+        names = self.names.tobytes()
+        if b"\0" in names or (self.names[np.append(0, self.ends[:-1])] == ord("/")).any():
+            return False
+        at = names.find(b"..")  # few names hold two dots at all
+        while at >= 0:
+            i = int(np.searchsorted(self.ends, at, side="right"))
+            if b".." in self.name(i).split(b"/"):
+                return False
+            at = names.find(b"..", int(self.ends[i]))
+        return True
+
     def sum(self, i: int) -> bytes:
         return self.sums[32 * i : 32 * i + 32].tobytes()
 
@@ -162,7 +190,7 @@ class Index:
             Split(*arrays[6:]),
             tuple(head["classes"]),
             head["sums"],
-            head["folders"],
+            dict(head["folders"]),
             head["val_split"],
         )
 
@@ -415,9 +443,10 @@ def _cached(root: Path, spare: Path) -> Iterator[Index]:
     for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True):
         try:
             index = Index.from_bytes(np.memmap(path, np.uint8, "r"))
-        except (OSError, ValueError, KeyError, TypeError):
+            is_sound = all(split.is_sound(len(index.classes)) for split in (index.train, index.val))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
-        if index.digest.startswith(path.stem):
+        if is_sound and index.digest.startswith(path.stem):
             yield index
 
 

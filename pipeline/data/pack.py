@@ -130,16 +130,7 @@ def open_index(root: Path) -> Index:
 
 def _check_split(root: Path, name: str, split: Split, num_classes: int) -> None:
     """What the index says fits together: a digest is no proof against whoever wrote both."""
-    count = len(split)
-    is_sound = (
-        len(split.sizes) == len(split.labels) == count
-        and len(split.places) == 3 * count > 0
-        and bool((np.diff(split.ends, prepend=0) >= 0).all())
-        and int(split.ends[-1]) == len(split.names)
-        and int(split.labels.min()) >= 0
-        and int(split.labels.max()) < num_classes
-    )
-    if not is_sound:
+    if not len(split.places) or not split.is_sound(num_classes):
         raise _damaged(root, f"{INDEX} does not fit together ({name})")
 
 

@@ -152,10 +152,20 @@ def tracker(config: Config, folder: RunFolder) -> str:
             401: "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
             403: f"start the server with --allowed-hosts naming {urllib.parse.urlsplit(shown).netloc}, port included",
         }.get(error.code, "look at the server's log")
+        if error.code in (301, 302, 303, 307, 308):
+            there = without_password(error.headers.get("Location", "nowhere"))
+            remedy = f"it sends to {there}, where no password is taken: give that address itself"
         raise TemporaryError(f"MLflow at {shown} answers {error.code}: {remedy}") from None
     except (OSError, http.client.HTTPException, ValueError, ssl.SSLError) as error:
         raise TemporaryError(f"MLflow at {shown} does not answer as one ({error}): is the server up?") from None
     return f"{shown} answers"
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect is an error: urllib would send the password on, to whatever host the answer names."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
 
 
 def open_tracker(uri: str, path: str, method: str = "GET", body: bytes | None = None) -> Any:
@@ -168,7 +178,7 @@ def open_tracker(uri: str, path: str, method: str = "GET", body: bytes | None = 
     user = name or os.environ.get("MLFLOW_TRACKING_USERNAME")
     if user:
         request.add_header("Authorization", _basic(user, password or os.environ.get("MLFLOW_TRACKING_PASSWORD", "")))
-    return urllib.request.urlopen(request, timeout=_TRACKER_TIMEOUT_S)
+    return urllib.request.build_opener(_NoRedirect).open(request, timeout=_TRACKER_TIMEOUT_S)
 
 
 def _basic(user: str, password: str) -> str:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import tarfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -89,9 +90,13 @@ def get(kind: str, out: str | None) -> str:
 
     from torchvision.datasets import Imagenette
 
+    tarfile.TarFile.extraction_filter = staticmethod(tarfile.data_filter)  # nothing outside, before Python 3.14 as well
     try:
         Imagenette(str(aside), split="train", size="full", download=not (aside / "imagenette2").is_dir())
         os.rename(aside / "imagenette2", root)
+    except tarfile.FilterError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise StorageError(f"{kind} holds what is no part of a data set ({error}): nothing of it is used") from None
     except (OSError, RuntimeError) as error:
         raise TemporaryError(f"{kind} cannot be fetched: {error}: give the same command again") from None
     shutil.rmtree(aside, ignore_errors=True)

@@ -23,6 +23,11 @@ def replacements(nodes: int) -> int:
     return 10 * nodes
 
 
+def memory_gib(gpus: int, nproc: int) -> int:
+    """The most memory that a node may take: for each GPU, or without one for each process."""
+    return 24 * gpus or 4 * nproc
+
+
 def host(node: int) -> str:
     """Name under which the others find node `node`."""
     return f"{JOB}-{node}.{JOB}"

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 
+EpsImagePlugin.gs_binary = False  # for a file that says it is EPS Pillow would start Ghostscript
 _EPOCH = 100
 """Batches: more than a turn has, since what begins anew with an epoch is not what is compared."""
 

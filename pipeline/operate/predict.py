@@ -55,7 +55,7 @@ class Prediction(NamedTuple):
 def predict(target: str, places: list[str], *, as_json: bool, sheet: Path | None) -> str:
     """A table, or JSON, of the predictions. StorageError if not one of the images can be decoded."""
     images = FolderImages(Path(), _listed(places))
-    labeller = _from_registry(target) if target.startswith(REGISTRY) else _from_checkpoint(Path(target))
+    labeller = _labeller(target)
     terminal = Terminal()
     found: list[Prediction] = []
     tiles: list[Tile] = []
@@ -133,19 +133,17 @@ def _size(name: str) -> int:
         return MISSING
 
 
-def _from_checkpoint(target: Path) -> Labeller:
-    path = checkpoint.find(target)
-    contents = checkpoint.decode(checkpoint.read_verified(path), path)
-    config = from_yaml(contents["config"], str(path), _HERE)
+def _labeller(target: str) -> Labeller:
+    if target.startswith(REGISTRY):
+        from pipeline.record.mlflow import fetch_model
+
+        contents = fetch_model(target)
+    else:
+        path = checkpoint.find(Path(target))
+        contents = checkpoint.decode(checkpoint.read_verified(path), path)
+    config = from_yaml(contents["config"], target, _HERE)
     model = checkpoint.judged_model(contents, config.model)
     return Labeller(Served(model).eval(), config, contents["classes"])
-
-
-def _from_registry(uri: str) -> Labeller:
-    from pipeline.record.mlflow import fetch_model
-
-    served, metadata = fetch_model(uri)
-    return Labeller(served, from_yaml(metadata["config"], uri, _HERE), metadata["classes"])
 
 
 def _json(found: list[Prediction], bad: dict[str, str]) -> str:

@@ -32,6 +32,8 @@ class Request:
     """Processes a node without GPUs."""
     image: str = f"ddp-pipeline:{__version__}"
     mlflow_image: str = f"ddp-pipeline-mlflow:{__version__}"
+    mlflow_auth: bool = False
+    """MLflow asks for a password: that of the Secret `mlflow-auth`."""
     pull_secret: str | None = None
     namespace: str = "ddp-pipeline"
     storage_class: str | None = None
@@ -105,11 +107,12 @@ def _values(request: Request) -> dict[str, object]:
         "storage_class": request.storage_class,
         "image": request.image,
         "mlflow_image": request.mlflow_image,
+        "mlflow_auth": request.mlflow_auth,
         "pull_secret": request.pull_secret,
         "nodes": request.nodes,
         "gpus": request.gpus,
         "cpus": str(request.cpus or (8 if request.gpus else 2) * processes),
-        "memory": request.memory or f"{(24 if request.gpus else 4) * processes}Gi",
+        "memory": request.memory or f"{node.memory_gib(request.gpus, request.nproc)}Gi",
         "shm": request.shm or f"{(8 if request.gpus else 1) * processes}Gi",
         "spread": request.nodes > 1 and not request.single_node,
         "backoff_limit": node.replacements(request.nodes),

@@ -16,6 +16,7 @@ one that was killed between two.
 import contextlib
 import json
 import os
+import stat
 import sys
 import tempfile
 import threading
@@ -24,6 +25,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
 
 from pipeline.config import Config, from_yaml, split_credentials, without_password
 from pipeline.record.folder import RunFolder, take_lock, write_whole
@@ -32,7 +36,7 @@ from pipeline.record.pictures import OF_EVALUATION, of_evaluation
 from pipeline.record.receipt import Receipt
 from pipeline.record.sender import OVER, READY, tracking_uri
 from pipeline.record.story import tell
-from pipeline.verdict import RequestError, TemporaryError, Verdict
+from pipeline.verdict import RequestError, StorageError, TemporaryError, Verdict
 
 _BATCH = 1000  # MLflow's limit on the metrics of one call
 _POLL_S = 0.5
@@ -43,6 +47,11 @@ _FAREWELL_S = 7  # after the trainer is done: for a server that has not answered
 _TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"  # mlflow reads it anew at each call
 # has the UI open an experiment on its view of training runs, not on that of traces
 _OF_TRAINING = {"mlflow.experimentKind": "custom_model_development"}
+_LOCAL = ("", "file")
+_STORES = (*_LOCAL, "mlflow-artifacts", "s3", "gs", "wasbs", "abfss")
+"""Where a model's files may be: with others mlflow asks hosts that a registry names, or with keys that are not its own."""
+_MAX_DESCRIPTION_BYTES = 4 << 20
+_OUT_OF_ORDER = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "IO_ERROR")
 RUN_TAG = "pipeline.run"
 STEP_TAG = "pipeline.step"
 
@@ -82,9 +91,7 @@ class Follower:
         try:
             import mlflow
         except ModuleNotFoundError as error:
-            raise RequestError(
-                f"the tracker wants a Python package that is not here ({error.name}): pip install mlflow, or track.uri=none"
-            ) from None
+            raise _not_installed(error) from None
 
         mlflow.set_tracking_uri(self._uri)
         self.loaded.set()
@@ -131,6 +138,7 @@ class Follower:
         )  # fmt: skip
         if not run.info.run_id:
             raise TemporaryError("it answers, but not as MLflow does")
+        _check_store(run.info.artifact_uri, self._uri)
         missing = [Param(key, value) for key, value in _flat(self._config) if key not in run.data.params]
         if missing:
             self._client.log_batch(run.info.run_id, params=missing)
@@ -306,6 +314,7 @@ class Follower:
             mlflow_model=description,
             signature=infer_signature(example, answer),
             input_example=example,
+            serialization_format="pt2",  # never a pickle, on whatever server
             pip_requirements=[f"torch=={torch.__version__.split('+')[0]}", "numpy"],
         )
         return description
@@ -351,27 +360,129 @@ class Follower:
         write_whole(self._folder.tracker, json.dumps(noted, indent=1).encode())
 
 
-def fetch_model(uri: str) -> tuple[Any, dict[str, Any]]:
-    """A logged model (models:/NAME@ALIAS, models:/NAME/VERSION, models:/m-…) as a module like `Served`, and its metadata:
-    the configuration as YAML and the classes. RequestError if it is not there or not one of ours."""
-    import mlflow.pytorch
-    from mlflow.exceptions import MlflowException
-    from mlflow.models import get_model_info
+def fetch_model(uri: str) -> dict[str, Any]:
+    """Return a logged model (models:/NAME@ALIAS, models:/NAME/VERSION, models:/m-…) as a checkpoint holds one: config,
+    classes, model (its weights).
 
-    local = Path("runs/mlflow.db")
-    tracking_uri = os.environ.get("MLFLOW_TRACKING_URI") or (f"sqlite:///{local}" if local.exists() else None)
-    if tracking_uri is None:
-        raise RequestError(f"{uri} is looked for in MLflow, and there is no {local} here: set MLFLOW_TRACKING_URI")
-    tracking_uri, credentials = _without_credentials(tracking_uri)
+    Nothing of it runs, so mlflow's own loaders are not used: they unpickle and import what a model brings. RequestError
+    if it is not there or not one of ours, StorageError if it is damaged, TemporaryError if the server is away.
+    """
+    database = Path("runs/mlflow.db")
+    named = os.environ.get("MLFLOW_TRACKING_URI")
+    if not named and not database.exists():
+        raise RequestError(f"{uri} is looked for in MLflow, and there is no {database} here: set MLFLOW_TRACKING_URI")
+    tracking_uri, credentials = _without_credentials(named or f"sqlite:///{database}")
     os.environ |= credentials | {"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}
-    mlflow.set_tracking_uri(tracking_uri)
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # mlflow's own 7 take minutes
+    os.environ.setdefault(_TIMEOUT, str(_FILE_PATIENCE_S))
+    is_server = tracking_uri.startswith("http")
+    place = without_password(tracking_uri)
     try:
-        metadata = get_model_info(uri).metadata or {}
-        if "classes" not in metadata:
-            raise RequestError(f"{uri} is not a model that this pipeline logged: it names no classes")
-        return mlflow.pytorch.load_model(uri), metadata
-    except MlflowException as error:
-        raise RequestError(f"{uri} cannot be had from {without_password(tracking_uri)}: {_one_line(error)}") from None
+        import mlflow
+        from mlflow.store.artifact.models_artifact_repo import ModelsArtifactRepository
+
+        mlflow.set_tracking_uri(tracking_uri)
+        root = ModelsArtifactRepository.get_underlying_uri(uri)
+        if not root:
+            raise ValueError("it answers, but not as MLflow does")
+        _check_store(root, tracking_uri)
+        if urlsplit(root).scheme not in (_STORES if named else _LOCAL):
+            raise RequestError(
+                f"{uri} is at {without_password(root)}, and models are read from {', '.join(filter(None, _STORES))} alone"
+                + ("" if named else f" (with {database}: from this machine alone)")
+            )
+        with tempfile.TemporaryDirectory() as scratch:
+            contents = _describe(uri, _fetch(root, "MLmodel", _MAX_DESCRIPTION_BYTES, Path(scratch)).read_text())
+            return contents | _weights(uri, contents, root, Path(scratch))
+    except Verdict:
+        raise
+    except ModuleNotFoundError as error:
+        raise _not_installed(error) from None
+    except Exception as error:  # of mlflow, and of all that it calls: the network's, a database's, a file system's
+        code = getattr(error, "error_code", "INTERNAL_ERROR")
+        kind = RequestError if code not in _OUT_OF_ORDER else TemporaryError if is_server else StorageError
+        raise kind(f"{uri} cannot be had from {place}: {_one_line(error)}") from None
+
+
+def _check_store(root: str, tracking_uri: str) -> None:
+    """RequestError if the files are at another host than the server's: mlflow would send it the server's password."""
+    from mlflow.utils.credentials import get_default_host_creds
+
+    store, server = urlsplit(root), urlsplit(tracking_uri)
+    if store.scheme not in ("http", "https", "mlflow-artifacts") or store.netloc in ("", server.netloc):
+        return
+    given = get_default_host_creds(root)
+    if given.password or given.token or given.auth:
+        raise RequestError(
+            f"MLflow at {without_password(tracking_uri)} keeps these files at another host, {without_password(root)}, which"
+            " would be sent your password: use an experiment or a model whose files are on the server itself"
+        )
+
+
+def _fetch(root: str, name: str, limit: int, scratch: Path) -> Path:
+    """Return the path of one file of a model, of at most `limit` bytes: where it lies, or a copy in `scratch`."""
+    import mlflow
+    from mlflow.utils.file_utils import local_file_uri_to_path
+
+    missing = RequestError(
+        f"the model at {without_password(root)} has no {name} that this pipeline wrote (a file of at most {limit:,} bytes):"
+        " log it again with 'pipeline sync RUN_DIR'"
+    )
+    if urlsplit(root).scheme in _LOCAL:
+        path = Path(local_file_uri_to_path(root)) / name
+    else:
+        folder, _, file = f"{root.rstrip('/')}/{name}".rpartition("/")
+        listed = mlflow.artifacts.list_artifacts(artifact_uri=folder)
+        sizes = {Path(one.path).name: one.file_size for one in listed if not one.is_dir}
+        if file not in sizes or (sizes[file] or 0) > limit:
+            raise missing
+        path = Path(mlflow.artifacts.download_artifacts(artifact_uri=f"{folder}/{file}", dst_path=str(scratch)))
+    try:
+        found = path.lstat()
+    except OSError:
+        raise missing from None
+    if not stat.S_ISREG(found.st_mode) or found.st_size > limit:
+        raise missing
+    return path
+
+
+def _describe(uri: str, text: str) -> dict[str, Any]:
+    """Return the configuration and the classes that an MLmodel file names."""
+    try:
+        description = yaml.safe_load(text)
+        flavors, metadata = description["flavors"], description["metadata"]
+        brings_code = [name for name, flavor in flavors.items() if flavor.get("code")]
+        config, classes = metadata["config"], metadata["classes"]
+        if not (isinstance(config, str) and isinstance(classes, list) and all(isinstance(one, str) for one in classes)):
+            raise TypeError("no configuration, or no classes")
+    except (yaml.YAMLError, RecursionError, ValueError, KeyError, TypeError, AttributeError):
+        raise RequestError(f"{uri} is not a model that this pipeline logged: its MLmodel names no classes") from None
+    if brings_code:
+        raise RequestError(
+            f"{uri} brings code of its own ({', '.join(brings_code)}), which is never run: log it without"
+        )
+    return {"config": config, "classes": classes}
+
+
+def _weights(uri: str, contents: dict[str, Any], root: str, scratch: Path) -> dict[str, Any]:
+    """Return the weights of the model that the configuration names, and no others."""
+    from pipeline.model.architectures import skeleton
+    from pipeline.record.program import MAX_BYTES, read_weights
+
+    options = from_yaml(contents["config"], uri).model
+    if not options.arch.isidentifier():
+        raise RequestError(
+            f"{uri} names model.arch={options.arch}: a model from MLflow can only be one of torchvision's"
+        )
+    expected = skeleton(options, len(contents["classes"])).state_dict()
+    program = _fetch(root, "data/model.pt2", MAX_BYTES, scratch)
+    return {"model": read_weights(program, "model.", expected), "average": None}  # `Served` has it as `model`
+
+
+def _not_installed(error: ModuleNotFoundError) -> RequestError:
+    return RequestError(
+        f"the tracker wants a Python package that is not here ({error.name}): pip install mlflow, or track.uri=none"
+    )
 
 
 def _make_database(path: Path, run: str) -> None:

@@ -75,9 +75,7 @@ def _read(arch: str, init: str) -> dict[str, Tensor]:
     if init.startswith(REGISTRY):
         from pipeline.record.mlflow import fetch_model
 
-        served, _ = fetch_model(init)
-        own = "model."  # of `Served`, beside what it normalises with
-        return {name.removeprefix(own): one for name, one in served.state_dict().items() if name.startswith(own)}
+        return checkpoint.judged_weights(fetch_model(init))
     if os.path.exists(init):
         try:
             path = checkpoint.find(Path(init))
@@ -91,9 +89,14 @@ def _read(arch: str, init: str) -> dict[str, Tensor]:
             f" of {arch}" + (nearest(init, list(names)) or f": there are {', '.join(names) or 'none'}")
         )
     try:
-        weights: dict[str, Tensor] = names[init].get_state_dict(progress=False, check_hash=True)
+        weights: dict[str, Tensor] = names[init].get_state_dict(progress=False, check_hash=True, weights_only=True)
     except (OSError, urllib.error.URLError) as error:
         raise TemporaryError(
             f"model.init={init} cannot be fetched ({error}): put the file into torch's cache (TORCH_HOME), or name a path"
         ) from error
+    except Exception as error:  # torch raises half a dozen kinds for what is not a file of weights
+        raise StorageError(
+            f"model.init={init}: its file in torch's cache (TORCH_HOME) is not one of weights"
+            f" ({' '.join(str(error).split())[:200]}): remove it"
+        ) from None
     return weights

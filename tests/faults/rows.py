@@ -57,4 +57,5 @@ ROWS = {
     "J1": Row("SIGKILL before the first own save of a run started with run.resume=PATH", f"resumes from PATH; {_SAME}"),
     "J2": Row("fsdp, stages: SIGKILL and SIGTERM in validation, in a save, in the first step of a start", _SAME),
     "J4": Row("logits not finite in validation", "said, never best, never a number that wrapped"),
+    "J5": Row("a registry's model with a pickle, code, an import path; names with `..`", "nothing runs; exit 2 or 4"),
 }  # fmt: skip

@@ -1,0 +1,477 @@
+"""Data never executes: what a registry, an archive or a cache brings is read, refused by name, and never run."""
+
+import contextlib
+import dataclasses
+import http.server
+import io
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import numpy as np
+import pytest
+import torch
+import yaml
+from harness import SMALL, Job, environment, free_port, pipeline
+from manifests import one, pod_of
+from mlflow import MlflowClient
+from server import Server
+from test_predict import CLASSES, run_dir  # noqa: F401 — a fixture
+from torch import nn
+from torchvision.datasets.folder import default_loader
+
+from pipeline.__main__ import main
+from pipeline.config import Model, from_yaml, load
+from pipeline.data import manifest
+from pipeline.group import Group
+from pipeline.model.architectures import build, published_weights, skeleton
+from pipeline.operate import checks
+from pipeline.operate.render import Request, render
+from pipeline.record import checkpoint
+from pipeline.record.folder import RunFolder
+from pipeline.record.journal import Journal
+from pipeline.record.mlflow import Follower
+from pipeline.record.program import read_weights
+from pipeline.train.finetune import take_over
+from pipeline.verdict import StorageError, TemporaryError
+from pipeline.world import World
+
+ROOT = Path(__file__).parents[1]
+ARCH = "shufflenet_v2_x0_5"
+
+
+class Payload(nn.Module):
+    """A module whose unpickling writes a file."""
+
+    def __init__(self, canary: Path) -> None:
+        super().__init__()
+        self.canary = canary
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.canary,))
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory: pytest.TempPathFactory, run_dir: Path) -> Path:  # noqa: F811
+    """A model as the sender logs it: MLmodel, data/model.pt2 and what mlflow puts beside them."""
+    folder = tmp_path_factory.mktemp("logged")
+    path = checkpoint.find(run_dir)
+    config = from_yaml(checkpoint.decode(path.read_bytes(), path)["config"], "test")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"):
+            patch.setenv(name, "5")  # and back again
+        description = Follower(RunFolder(run_dir), config, "sqlite://", 5)._export(path, folder / "model")
+    description.save(folder / "model" / "MLmodel")
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a real store of MLflow in runs/mlflow.db, and a module that writes `imported` when it is imported."""
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "runs").mkdir()
+    client(folder).create_experiment("digits", (folder / "runs" / "mlartifacts").as_uri())
+    return folder
+
+
+def client(project: Path) -> MlflowClient:
+    return MlflowClient(f"sqlite:///{project}/runs/mlflow.db")
+
+
+def register(project: Path, name: str, model: Path) -> str:
+    """Register the files of a model as they are; the address to ask for it by."""
+    (experiment,) = (one for one in client(project).search_experiments() if one.name == "digits")
+    made = client(project).create_logged_model(experiment.experiment_id, name)
+    client(project).log_model_artifacts(made.model_id, str(model))
+    client(project).create_registered_model(name)
+    mlflow.set_tracking_uri(f"sqlite:///{project}/runs/mlflow.db")  # mlflow looks the model up there
+    version = client(project).create_model_version(name, f"models:/{made.model_id}", model_id=made.model_id)
+    client(project).set_registered_model_alias(name, "best", version.version)
+    return f"models:/{name}@best"
+
+
+def changed(logged: Path, to: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """A copy of the model whose MLmodel says something else."""
+    for path in logged.rglob("*"):
+        if path.is_file():
+            (to / path.relative_to(logged)).parent.mkdir(parents=True, exist_ok=True)
+            (to / path.relative_to(logged)).write_bytes(path.read_bytes())
+    description = yaml.safe_load((to / "MLmodel").read_text())
+    change(description)
+    (to / "MLmodel").write_text(yaml.safe_dump(description))
+    return to
+
+
+def a_pickle(logged: Path, to: Path, canary: Path) -> Path:
+    metadata = yaml.safe_load((logged / "MLmodel").read_text())["metadata"]
+    mlflow.pytorch.save_model(
+        Payload(canary), str(to), serialization_format="pickle", metadata=metadata, pip_requirements=["torch"]
+    )
+    return to
+
+
+def a_code_entry(logged: Path, to: Path, canary: Path) -> Path:
+    """A package that torch.export imports, shadowed by one of the model's own."""
+
+    def change(description: dict[str, Any]) -> None:
+        for flavor in description["flavors"].values():
+            flavor["code"] = "code"
+
+    (to / "code").mkdir(parents=True)
+    for module in ("networkx", "sympy", "canary_module"):
+        (to / "code" / f"{module}.py").write_text(f"open({str(canary)!r}, 'w')\n")
+    return changed(logged, to, change)
+
+
+def a_loader_module(logged: Path, to: Path, canary: Path) -> Path:
+    def change(description: dict[str, Any]) -> None:
+        description["flavors"]["python_function"]["loader_module"] = "canary_module"
+        description["flavors"]["python_function"]["code"] = "."
+
+    to.mkdir()
+    (to / "canary_module.py").write_text(f"open({str(canary)!r}, 'w')\n")
+    return changed(logged, to, change)
+
+
+def an_import_path(logged: Path, to: Path, canary: Path) -> Path:
+    def change(description: dict[str, Any]) -> None:
+        config = description["metadata"]["config"]
+        assert f"arch: {ARCH}" in config
+        description["metadata"]["config"] = config.replace(f"arch: {ARCH}", "arch: canary_module:build")
+
+    Path("canary_module.py").write_text(f"open({str(canary)!r}, 'w')\n")
+    return changed(logged, to, change)
+
+
+def a_pickled_weight(logged: Path, to: Path, canary: Path) -> Path:
+    """An exported program one of whose weights is a pickle."""
+    changed(logged, to, lambda _: None)
+    with zipfile.ZipFile(logged / "data/model.pt2") as old, zipfile.ZipFile(to / "data/model.pt2", "w") as new:
+        for name in old.namelist():
+            data = old.read(name)
+            if name.endswith("weights_config.json"):
+                data = data.replace(b'"use_pickle": false', b'"use_pickle": true', 10)
+            elif "/weights/weight_" in name:
+                buffer = io.BytesIO()
+                torch.save(Payload(canary), buffer)
+                data = buffer.getvalue()
+            new.writestr(name, data)
+    return to
+
+
+def a_tag(logged: Path, to: Path, canary: Path) -> Path:
+    changed(logged, to, lambda _: None)
+    (to / "MLmodel").write_text(f"metadata: !!python/object/apply:builtins.open [{canary}, w]\n")
+    return to
+
+
+ATTACKS = {
+    a_pickle: (2, "has no data/model.pt2"),
+    a_code_entry: (2, "brings code of its own"),
+    a_loader_module: (2, "brings code of its own"),
+    an_import_path: (2, "model.arch=canary_module:build"),
+    a_pickled_weight: (4, "does not hold the weights"),
+    a_tag: (2, "is not a model that this pipeline logged"),
+}
+
+
+@pytest.fixture
+def inside(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(project)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.syspath_prepend(str(project))
+    return project
+
+
+@pytest.mark.fault("J5")
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
+def test_a_registered_model_runs_nothing(
+    attack: Callable[[Path, Path, Path], Path], inside: Path, logged: Path, tmp_path: Path, digits: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    canary = tmp_path / "executed"
+    uri = register(inside, f"{attack.__name__}-predict", attack(logged, tmp_path / "model", canary))
+    code, says = ATTACKS[attack]
+    before = list(sys.path)
+    capsys.readouterr()
+    assert main(["predict", uri, str(digits / "val" / "3")]) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("pipeline: ")
+    assert says in line
+    assert not canary.exists()
+    assert sys.path == before
+
+
+@pytest.mark.full
+@pytest.mark.fault("J5")
+@pytest.mark.parametrize("attack", [a_pickle, a_code_entry], ids=lambda attack: attack.__name__)
+def test_first_weights_from_a_registry_run_nothing(
+    attack: Callable[[Path, Path, Path], Path], inside: Path, logged: Path, tmp_path: Path, digits: Path
+) -> None:
+    canary = tmp_path / "executed"
+    uri = register(inside, f"{attack.__name__}-train", attack(logged, tmp_path / "model", canary))
+    result = pipeline(
+        "train", "digits", *SMALL, f"data.root={digits}", f"model.init={uri}", "train.max_steps=1",
+        f"run.dir={tmp_path / 'run'}", cwd=inside, PYTHONPATH=f"{inside}:{os.environ.get('PYTHONPATH', '')}",
+    )  # fmt: skip
+    assert (result.code, ATTACKS[attack][1] in result.error) == (2, True), result.err
+    assert not canary.exists()
+
+
+def test_a_logged_model_answers_as_its_checkpoint_and_gives_its_weights(
+    inside: Path, logged: Path, run_dir: Path, digits: Path, capsys: pytest.CaptureFixture[str],  # noqa: F811
+) -> None:  # fmt: skip
+    uri = register(inside, "good", logged)
+    said = []
+    for target in (str(run_dir), uri):
+        assert main(["predict", target, str(digits / "val" / "3"), "--json"]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    options = Model(arch=ARCH, init=uri)
+    model = build(options, len(CLASSES))
+    take_over(model, options, Group(World(), torch.device("cpu")), lambda _: None)
+    path = checkpoint.find(run_dir)
+    weights = checkpoint.decode(path.read_bytes(), path)["model"]
+    assert checkpoint.weights_digest(model.state_dict()) == checkpoint.weights_digest(weights)
+
+
+def test_a_logged_model_needs_no_pickle_to_be_served(logged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "false")
+    served = mlflow.pyfunc.load_model(str(logged))
+    assert served.predict(np.zeros((3, 3, 32, 32), np.float32)).shape == (3, len(CLASSES))
+
+
+@contextlib.contextmanager
+def stranger(status: int = 200, location: str = "") -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """A server of somebody else: its address, and (path, Authorization) of each request that it got."""
+    seen: list[tuple[str, str]] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append((self.path, self.headers.get("Authorization", "")))
+            self.send_response(status)
+            if location:
+                self.send_header("Location", location)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        do_PUT = do_POST = do_GET
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", seen
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["runs/mlflow.db", "MLFLOW_TRACKING_URI"])
+def test_a_registry_sends_nobody_to_a_host_of_its_own_choice(
+    named: bool, inside: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
+    if named:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{inside}/runs/mlflow.db")
+    with stranger() as (uri, seen):
+        for n, source in enumerate((f"{uri}/model", uri.replace("http:", "mlflow-artifacts:"), "ftp://127.0.0.1/x")):
+            name = f"elsewhere-{n}-{named}"
+            client(inside).create_registered_model(name)
+            client(inside).create_model_version(name, source)
+            assert main(["predict", f"models:/{name}/1", str(digits / "val" / "3")]) == 2
+            said = capsys.readouterr().err.splitlines()[-1]
+            assert said.startswith("pipeline: ")
+            assert "Traceback" not in said
+            assert "secret" not in said
+    assert seen == []
+
+
+def test_a_run_is_not_sent_where_an_experiment_would_take_the_password(
+    inside: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{inside}/runs/mlflow.db")
+    for name in ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"):
+        monkeypatch.setenv(name, "0")  # and back again
+    (tmp_path / "config.yaml").write_text(load("digits", ["track.experiment=trap"]).to_yaml())
+    (tmp_path / "plan.json").write_text("{}")
+    journal = Journal(tmp_path / "journal.jsonl", pytest.fail)
+    journal.report(1, {"loss": 1.0})
+    with stranger() as (uri, seen):
+        client(inside).create_experiment("trap", f"{uri}/api/2.0/mlflow-artifacts/artifacts/x")
+        assert main(["sync", str(tmp_path)]) == 2
+    assert "which would be sent your password" in capsys.readouterr().err.splitlines()[-1]
+    assert seen == []
+
+
+@pytest.mark.parametrize("trouble", ["no database", "nobody there", "not MLflow"])
+def test_a_registry_that_is_broken_or_away_is_one_line(
+    trouble: str, tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    (tmp_path / "no database").write_bytes(b"no database" * 1000)
+    with stranger() as (uri, _):
+        there = {"nobody there": f"http://127.0.0.1:{free_port()}", "not MLflow": uri}
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", there.get(trouble, f"sqlite:///{tmp_path / trouble}"))
+        code = main(["predict", "models:/digits@best", str(digits / "val" / "3")])
+    assert code == {"nobody there": 75, "not MLflow": 75}.get(trouble, 4)
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("pipeline: ")]
+    assert len(said) == 1
+    assert "models:/digits@best cannot be had from" in said[0]
+
+
+def test_an_archive_of_a_program_gives_its_tensors_or_is_refused(logged: Path, tmp_path: Path) -> None:
+    expected = skeleton(Model(arch=ARCH), len(CLASSES)).state_dict()
+    good = logged / "data/model.pt2"
+    assert read_weights(good, "model.", expected).keys() == expected.keys()
+    changes: dict[str, tuple[bytes, bytes]] = {
+        "a member that is missing": (b'"path_name": "weight_7"', b'"path_name": "weight_7777"'),
+        "a path": (b'"path_name": "weight_7"', b'"path_name": "../../../weight_7"'),
+        "a step out of the bytes": (b'"strides": [{"as_int": 27}', b'"strides": [{"as_int": 99}'),
+        "an offset out of the bytes": (b'"storage_offset": {"as_int": 0}', b'"storage_offset": {"as_int": 9}'),
+        "a step backwards": (b'"strides": [{"as_int": 27}', b'"strides": [{"as_int": -9}'),
+        "another shape": (b'"sizes": [{"as_int": 24}', b'"sizes": [{"as_int": 25}'),
+        "another type": (b'"dtype": 7', b'"dtype": 6'),
+        "another model": (b'"model.conv1.0.weight"', b'"model.conv9.0.weight"'),
+        "no table": (b'"config"', b'"confid"'),
+        "no JSON": (b"{", b"["),
+    }
+    for what, (old, new) in changes.items():
+        rewrite(good, tmp_path / "model.pt2", lambda data, old=old, new=new: data.replace(old, new))
+        with pytest.raises(StorageError, match="does not hold the weights"):
+            read_weights(tmp_path / "model.pt2", "model.", expected)
+        print(f"refused: {what}")
+    rewrite(good, tmp_path / "model.pt2", lambda data: data, zipfile.ZIP_DEFLATED)
+    with pytest.raises(StorageError, match="compressed or too large"):
+        read_weights(tmp_path / "model.pt2", "model.", expected)
+    (tmp_path / "model.pt2").write_bytes(good.read_bytes()[:1000])
+    with pytest.raises(StorageError, match="does not hold the weights"):
+        read_weights(tmp_path / "model.pt2", "model.", expected)
+
+
+def rewrite(good: Path, to: Path, change: Callable[[bytes], bytes], kind: int = zipfile.ZIP_STORED) -> None:
+    """A copy of a program's archive with another table of weights."""
+    with zipfile.ZipFile(good) as old, zipfile.ZipFile(to, "w", kind) as new:
+        for name in old.namelist():
+            data = old.read(name)
+            new.writestr(name, change(data) if name.endswith("model_weights_config.json") else data)
+
+
+@pytest.mark.fault("J5")
+def test_published_weights_in_the_cache_run_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = published_weights("resnet18")["IMAGENET1K_V1"]
+    folder = tmp_path / "hub" / "checkpoints"
+    folder.mkdir(parents=True)
+    torch.save({"conv1.weight": Payload(tmp_path / "executed")}, folder / Path(weights.url).name)
+    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "hub"))
+    options = Model(arch="resnet18", init="IMAGENET1K_V1")
+    with pytest.raises(StorageError, match=r"its file in torch's cache \(TORCH_HOME\) is not one of weights"):
+        take_over(build(options, 10), options, Group(World(), torch.device("cpu")), lambda _: None)
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.fault("J5")
+@pytest.mark.parametrize("name", ["../outside.png", "/outside.png", "val/0/../../../outside.png", "val/0/a\0.png"])
+def test_an_index_that_came_with_the_data_names_nothing_outside_it(name: str, digits: Path, tmp_path: Path) -> None:
+    """The cache lies in the data's folder, so whoever made the data may have made it."""
+    root = tmp_path / "digits"
+    shutil.copytree(digits, root, copy_function=os.link)
+    (tmp_path / "outside.png").write_bytes(b"outside")
+    true = manifest.scan(root, 0.1)
+    names = [(true.val.name(i), int(true.val.sizes[i]), int(true.val.labels[i])) for i in range(len(true.val))]
+    names[0] = (name.encode(), 7, 0)
+    folders = {key: (root / key).stat().st_mtime_ns for key in true.folders}
+    false = dataclasses.replace(true, val=manifest.Split.of(names), folders=folders)
+    manifest.store(false, root / manifest.CACHE)
+    opened = manifest.open_index(root, 0.1, tmp_path / "spare", check_sizes=False)
+    assert opened.digest == true.digest
+    false = dataclasses.replace(true, val=dataclasses.replace(true.val, labels=true.val.labels + 7), folders=folders)
+    manifest.store(false, root / manifest.CACHE)
+    assert manifest.open_index(root, 0.1, tmp_path / "spare", check_sizes=False).digest == true.digest
+
+
+def test_a_picture_starts_no_ghostscript_in_a_benchmarks_loaders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pillow starts the program `gs` for a file that says it is EPS, whatever the file's name."""
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/executed\n")
+    (tmp_path / "gs").chmod(0o755)
+    (tmp_path / "cat.jpg").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(OSError, match="Ghostscript"):
+        default_loader(str(tmp_path / "cat.jpg"))
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("kind", ["address", "environment"])
+def test_a_password_follows_no_redirect(
+    status: int, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with stranger() as (there, seen), stranger(status, f"{there}/api?token=x") as (uri, asked):
+        if kind == "environment":
+            monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
+            monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
+        given = uri.replace("//", "//me:secret@") if kind == "address" else uri
+        config = load("digits", [f"track.uri={given}"])
+        with pytest.raises(TemporaryError) as refusal:
+            checks.tracker(config, RunFolder(tmp_path))
+        assert f"answers {status}: it sends to {there}/api" in str(refusal.value)
+        assert "give that address itself" in str(refusal.value)
+        assert "secret" not in str(refusal.value)
+    assert [bool(authorization) for _, authorization in asked] == [True]
+    assert seen == []
+
+
+@pytest.mark.full
+def test_a_server_with_a_password_asks_for_it_and_a_training_gives_it(
+    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Started with the words of compose, which are those of the manifests; their probes ask it as they ask theirs."""
+    pytest.importorskip("flask_wtf", reason="of MLflow's extra `auth`, which the lock files have")
+    compose = yaml.safe_load((ROOT / "docker-compose.auth.yml").read_text())["services"]["mlflow"]
+    texts = render(Request(mlflow_auth=True))["30-mlflow.yaml"]
+    (container,) = pod_of(one(list(yaml.safe_load_all(texts)), "Deployment", "mlflow"))["containers"]
+    assert sorted(compose["command"]) == sorted(container["args"])
+    secret = dict.fromkeys(compose["environment"], "a long enough password") | {"MLFLOW_AUTH_ADMIN_USERNAME": "me"}
+    given = {"MLFLOW_TRACKING_USERNAME": "me", "MLFLOW_TRACKING_PASSWORD": "a long enough password"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"):
+        monkeypatch.setenv(name, "5")
+    server = Server(tmp_path, *compose["command"], **secret).start()
+    try:
+        server.wait_ready()
+        ask = f"{server.uri}/api/2.0/mlflow/experiments/search?max_results=1"
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(ask, timeout=20)
+        for script in (container["readinessProbe"]["exec"]["command"][2], compose["healthcheck"]["test"][3]):
+            assert "http://127.0.0.1:5000/" in script
+            here = [sys.executable, "-c", script.replace("127.0.0.1:5000", f"127.0.0.1:{server.port}")]
+            assert subprocess.run(here, env=environment(**secret), check=False).returncode == 0
+            wrong = environment(**{**secret, "MLFLOW_AUTH_ADMIN_PASSWORD": "another one"})
+            assert subprocess.run(here, env=wrong, stderr=subprocess.DEVNULL, check=False).returncode != 0
+        small = [word for word in SMALL if not word.startswith("track.uri")]
+        words = ["digits", f"data.root={digits}", *small, "data.workers=0", "train.epochs=1", "train.max_steps=4"]
+        run = Job(tmp_path / "run", words, env={"MLFLOW_TRACKING_URI": server.uri, **given})
+        result = run.run()
+        assert result.code == 0, result.err
+        assert server.run_of(run).info.status == "FINISHED"
+    finally:
+        server.kill()
