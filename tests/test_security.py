@@ -32,8 +32,7 @@ from torchvision.datasets.folder import default_loader
 from pipeline.__main__ import main
 from pipeline.config import Model, from_yaml, load
 from pipeline.data import manifest
-from pipeline.group import Group
-from pipeline.model.architectures import build, published_weights, skeleton
+from pipeline.model.architectures import published_weights, skeleton
 from pipeline.operate import checks
 from pipeline.operate.render import Request, render
 from pipeline.record import checkpoint
@@ -41,9 +40,8 @@ from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
 from pipeline.record.mlflow import Follower
 from pipeline.record.program import read_weights
-from pipeline.train.finetune import take_over
+from pipeline.train import finetune
 from pipeline.verdict import StorageError, TemporaryError
-from pipeline.world import World
 
 ROOT = Path(__file__).parents[1]
 ARCH = "shufflenet_v2_x0_5"
@@ -240,11 +238,10 @@ def test_a_logged_model_answers_as_its_checkpoint_and_gives_its_weights(
         said.append(capsys.readouterr().out)
     assert said[0] == said[1]
     options = Model(arch=ARCH, init=uri)
-    model = build(options, len(CLASSES))
-    take_over(model, options, Group(World(), torch.device("cpu")), lambda _: None)
+    found = finetune.read(options, skeleton(options, len(CLASSES)))
     path = checkpoint.find(run_dir)
     weights = checkpoint.decode(path.read_bytes(), path)["model"]
-    assert checkpoint.weights_digest(model.state_dict()) == checkpoint.weights_digest(weights)
+    assert checkpoint.weights_digest(found) == checkpoint.weights_digest(weights)
 
 
 def test_a_logged_model_needs_no_pickle_to_be_served(logged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,7 +379,7 @@ def test_published_weights_in_the_cache_run_nothing(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "hub"))
     options = Model(arch="resnet18", init="IMAGENET1K_V1")
     with pytest.raises(StorageError, match=r"its file in torch's cache \(TORCH_HOME\) is not one of weights"):
-        take_over(build(options, 10), options, Group(World(), torch.device("cpu")), lambda _: None)
+        finetune.read(options, skeleton(options, 10))
     assert not (tmp_path / "executed").exists()
 
 
