@@ -149,7 +149,8 @@ class Run(Section):
     """How often the processes compare their weights, as they do before each evaluation and save; one that differs is
     named, and the run ends. none: never, not before a save either."""
     timeout: Annotated[float, Field(ge=1, le=86400)] = 300
-    """Seconds that a process waits for the others in one exchange before it gives up."""
+    """Seconds that a process waits for the others in one exchange before it gives up; half as long, for data that is out
+    of reach."""
 
 
 class Data(Section):

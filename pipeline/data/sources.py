@@ -19,11 +19,15 @@ from pipeline.config import Config
 from pipeline.data import pack
 from pipeline.data.manifest import (
     MAX_FILE_BYTES,
+    MISSING,
     Index,
     Split,
     SplitImages,
     UnreadableError,
+    classify,
+    is_outage,
     open_index,
+    out_of_reach,
     relabelled,
     scan_validation,
 )
@@ -43,7 +47,8 @@ class Images(Protocol):
     def name(self, i: int) -> str: ...
     def label(self, i: int) -> int: ...
     def read(self, i: int) -> bytes | NDArray[np.uint8]:
-        """The file's bytes, or ready pixels [3, H, W]. UnreadableError if there are none."""
+        """The file's bytes, or ready pixels [3, H, W]. UnreadableError if there are none, OutageError if the storage that
+        holds them cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +71,12 @@ class FolderImages(SplitImages):
         expected = int(self.split.sizes[i])
         if expected > MAX_FILE_BYTES:
             raise UnreadableError(f"{expected:,} bytes, more than the {MAX_FILE_BYTES:,} allowed")
+        path = os.path.join(os.fsencode(self.root), self.split.name(i))
         try:
-            with open(os.path.join(os.fsencode(self.root), self.split.name(i)), "rb", buffering=0) as file:
+            with open(path, "rb", buffering=0) as file:
                 data = file.read(max(0, expected) + 1)
         except OSError as error:
-            raise UnreadableError(error.strerror or "cannot be read") from None
+            raise UnreadableError(error.strerror) if expected == MISSING else classify(path, error) from None
         if len(data) != expected:
             was = f"had {expected:,} bytes" if expected >= 0 else "could not be read"
             raise UnreadableError(f"changed since it was indexed, when it {was}: 'pipeline data check' indexes anew")
@@ -157,6 +163,8 @@ def _is_free(root: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return True
     except OSError as error:
+        if is_outage(error):
+            raise out_of_reach(root, error) from None
         raise RequestError(f"data.root={root} cannot be read: {error.strerror}") from None
     return False
 

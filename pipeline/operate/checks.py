@@ -15,11 +15,13 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 from pipeline import verdict, world
 from pipeline.config import Config, from_yaml, refuse_changes, split_credentials, without_password
 from pipeline.data import sources
+from pipeline.data.manifest import holds_something
 from pipeline.data.sources import Source
 from pipeline.plan import Plan, make_plan
 from pipeline.record.folder import RunFolder
@@ -53,6 +55,11 @@ def device(config: Config) -> None:
 
 def data(config: Config, folder: RunFolder) -> Source:
     """It is there and laid out right. The digits are made where they are missing."""
+    if _lost_its_data(config, folder):
+        raise TemporaryError(
+            f"data.root={config.data.root} is not there, and the run in {folder.path} was trained on it: bring it back, or"
+            " name its new place with data.root=FOLDER"
+        )
     return sources.open_source(config, check_sizes=_has_checkpoints(folder))
 
 
@@ -135,6 +142,17 @@ def open_tracker(uri: str, path: str, method: str = "GET", body: bytes | None = 
 
 def _basic(user: str, password: str) -> str:
     return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
+
+
+def _lost_its_data(config: Config, folder: RunFolder) -> bool:
+    """Return whether this data.root is gone, or empty as a volume that is not mounted, and was there at a start before."""
+    if config.data.root is None or holds_something(Path(config.data.root)) or not _has_checkpoints(folder):
+        return False
+    try:
+        before = from_yaml(folder.config.read_text(), str(folder.config))
+    except (OSError, Verdict):
+        return False
+    return before.data.source == config.data.source != "digits" and before.data.root == config.data.root
 
 
 def _has_checkpoints(folder: RunFolder) -> bool:

@@ -62,7 +62,10 @@ def _unpack(source: sources.Source, out: Path) -> Iterator[int]:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f".{path.name}")
-        data = images.read(i)
+        try:
+            data = images.read(i)
+        except manifest.UnreadableError as error:
+            raise RequestError(f"{images.name(i)} cannot be unpacked: {error}: download the archive again") from None
         assert isinstance(data, bytes)
         aside.write_bytes(data)
         os.replace(aside, path)

@@ -89,6 +89,8 @@ def _label(labeller: Labeller, images: FolderImages) -> Iterator[tuple[Batch, li
     resources = replace(resources, workers=min(resources.workers, len(data) - 1))  # one batch is sooner made right here
     with torch.inference_mode():
         for batch in batches(data, range(len(data)), resources, pin=device.type == "cuda"):
+            if batch.outage:
+                raise batch.outage
             shares, labels = served(batch.images.to(device).float()).topk(min(_TOP, len(labeller.classes)))
             yield (
                 batch,

@@ -54,4 +54,5 @@ ROWS = {
     "I1": Row("a loss or a gradient that is not finite, on one rank", "all stop before the update, exit 3; named"),
     "I2": Row("a clock that jumps by an hour, either way", "no negative duration; time-outs unaffected; identical"),
     "I3": Row("the same run twice", "identical"),
+    "J3": Row("the data folder gone for a while · for good", "waits, identical, no image blamed · exit 75"),
 }  # fmt: skip
