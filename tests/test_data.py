@@ -9,6 +9,7 @@ import subprocess
 import threading
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,32 @@ def test_a_wrong_layout_is_one_line_that_tells(folder: Path, change: str, says: 
 def test_a_share_that_leaves_a_split_empty_is_refused(folder: Path) -> None:
     assert "leaves no image to val" in refused(lambda: scan(folder / "train", 1e-9))
     assert "leaves no image to train" in refused(lambda: scan(folder / "train", 1 - 1e-9))
+
+
+def test_a_class_without_an_image_to_train_is_refused_by_name(tmp_path: Path) -> None:
+    root = fill(tmp_path / "images", *(f"class {i:02}/1.png" for i in range(40)))
+    held_out = [f"class {i:02}" for i in range(40) if manifest._is_held_out(b"class %02d/1.png" % i, 0.1)]
+    assert len(held_out) > 1
+    says = f"has no image to train of class {', '.join(held_out[:5])}"
+    assert says in refused(lambda: scan(root, 0.1))
+    result = pipeline("data", "check", str(root))
+    assert (result.code, says in result.error) == (2, True)
+    for name in held_out:  # their other image is for training
+        other = next(
+            f"{name}/{i}.png" for i in range(2, 99) if not manifest._is_held_out(f"{name}/{i}.png".encode(), 0.1)
+        )
+        fill(root, other)
+    assert scan(root, 0.1).size.num_classes == 40
+    # an earlier version's index of such a folder
+    config = load("digits", ["data.source=folder", f"data.root={root}", f"run.dir={tmp_path / 'run'}"])
+    index = scan(root, 0.1)
+    lacking = Split.of([entry for entry in entries(index.train) if entry[2] != 7])
+    manifest.store(replace(index, train=lacking), root / manifest.CACHE)
+    assert "has no image to train of class class 07" in refused(lambda: open_source(config))
+
+
+def entries(split: Split) -> list[tuple[bytes, int, int]]:
+    return [(split.name(i), int(split.sizes[i]), int(split.labels[i])) for i in range(len(split))]
 
 
 def test_a_model_is_judged_on_its_own_classes(folder: Path) -> None:

@@ -313,7 +313,7 @@ def scan(root: Path, val_split: float) -> Index:
         raise _unreadable(root, error) from None
     if len(classes) < 2:
         raise RequestError(f"data.root={root} holds one class folder, {show(classes[0])}/: at least two are needed")
-    return Index(
+    index = Index(
         Split.of(entries["train"], sums),
         Split.of(entries["val"], sums),
         tuple(show(name) for name in classes),
@@ -321,10 +321,24 @@ def scan(root: Path, val_split: float) -> Index:
         folders,
         val_split,
     )
+    refuse_untrained(index, root)
+    return index
 
 
-def scan_validation(root: Path, classes: tuple[str, ...], val_split: float) -> Split:
-    """The images to judge a model of `classes` on: those of val/, or the share held out of class folders.
+def refuse_untrained(index: Index, root: Path) -> None:
+    """RequestError if a class has no image to train, which names such classes."""
+    counts = np.bincount(index.train.labels, minlength=len(index.classes))
+    lacking = [index.classes[label] for label in np.flatnonzero(counts == 0)]
+    if lacking:
+        names = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
+        raise RequestError(
+            f"{root} has no image to train of class {names}: data.val_split={index.val_split:g} holds theirs out; add"
+            " images there, remove the folder, or give another data.val_split"
+        )
+
+
+def scan_validation(root: Path, classes: tuple[str, ...], held_out: float) -> Split:
+    """The images to judge a model of `classes` on: those of val/, or of class folders the share `held_out` (1: all).
 
     Labels are the model's, by the folders' names; a class may be missing or empty here. RequestError if a folder is no
     class of the model, or if there is no image.
@@ -343,7 +357,7 @@ def scan_validation(root: Path, classes: tuple[str, ...], val_split: float) -> S
             (file, size, labels[show(folder)])
             for folder in folders
             for file, size in _images(base, os.path.join(b"val", folder) if has_val else folder, {})
-            if has_val or _is_held_out(file, val_split)
+            if has_val or _is_held_out(file, held_out)
         ]
     except OSError as error:
         raise _unreadable(root, error) from None

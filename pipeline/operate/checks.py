@@ -34,9 +34,10 @@ _NAMES_TIMEOUT_S = 60
 
 
 def run_folder(config: Config) -> RunFolder:
-    """It can be written."""
+    """It can be written, and so can the tracker's database beside it."""
     folder = RunFolder(config.run_dir)
     folder.check_writable()
+    tracking_uri(config, folder)
     return folder
 
 
@@ -73,7 +74,7 @@ def changes(config: Config, folder: RunFolder) -> None:
     if not _has_checkpoints(folder) or config.run.resume != "auto":
         return
     try:
-        before = from_yaml(folder.config.read_text(), str(folder.config))
+        before = from_yaml(folder.config.read_text(errors="replace"), str(folder.config))
     except (OSError, Verdict):
         return  # the checkpoint holds it as well, and is asked later
     refuse_changes(before, config)
@@ -149,7 +150,7 @@ def _lost_its_data(config: Config, folder: RunFolder) -> bool:
     if config.data.root is None or holds_something(Path(config.data.root)) or not _has_checkpoints(folder):
         return False
     try:
-        before = from_yaml(folder.config.read_text(), str(folder.config))
+        before = from_yaml(folder.config.read_text(errors="replace"), str(folder.config))
     except (OSError, Verdict):
         return False
     return before.data.source == config.data.source != "digits" and before.data.root == config.data.root

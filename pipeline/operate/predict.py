@@ -128,7 +128,7 @@ def _size(name: str) -> int:
 
 def _from_checkpoint(target: Path) -> Labeller:
     path = checkpoint.find(target)
-    contents = checkpoint.decode(checkpoint.read_verified(path), path)
+    contents = checkpoint.read_model(path)
     config = from_yaml(contents["config"], str(path), _HERE)
     model = checkpoint.judged_model(contents, config.model)
     return Labeller(Served(model).eval(), config, contents["classes"])

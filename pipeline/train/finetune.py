@@ -79,7 +79,7 @@ def _read(arch: str, init: str) -> dict[str, Tensor]:
         return {name.removeprefix(own): one for name, one in served.state_dict().items() if name.startswith(own)}
     if os.path.exists(init):
         path = checkpoint.find(Path(init))
-        return checkpoint.judged_weights(checkpoint.decode(checkpoint.read_verified(path), path))
+        return checkpoint.judged_weights(checkpoint.read_model(path))
     names = published_weights(arch)
     if init not in names:
         raise RequestError(
