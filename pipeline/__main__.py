@@ -129,7 +129,7 @@ def _add_run_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
         " place in the group; alone it is one process, or starts N on this machine.",
     )  # fmt: skip
     train.add_argument("-h", "--help", nargs=0, action=_HelpWithKeys, help="this text and every key")
-    train.add_argument("recipe", metavar="RECIPE")
+    train.add_argument("recipe", type=_place, metavar="RECIPE")
     train.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="changes the recipe, for example train.epochs=10"
     )
@@ -138,7 +138,9 @@ def _add_run_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
     train.set_defaults(run=_train)
 
     evaluate = commands.add_parser("evaluate", help="validate a checkpoint exactly, at any number of processes")
-    evaluate.add_argument("target", metavar="RUN_DIR|CHECKPOINT", help="a run's folder (its last checkpoint) or a file")
+    evaluate.add_argument(
+        "target", type=_place, metavar="RUN_DIR|CHECKPOINT", help="a run's folder (its last checkpoint) or a file"
+    )
     evaluate.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
     evaluate.add_argument("--nproc", type=_count, metavar="N", help="start N processes on this machine")
     evaluate.set_defaults(run=_evaluate)
@@ -148,14 +150,14 @@ def _add_run_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
         description="Labels each IMAGE, and each image in a folder, with the model of a checkpoint, of a run's last one, or"
         " of MLflow's registry (at MLFLOW_TRACKING_URI, else in runs/mlflow.db). Bad images are named and left out.",
     )  # fmt: skip
-    predict.add_argument("target", metavar="CHECKPOINT|RUN_DIR|models:/NAME@ALIAS", help="whose model")
-    predict.add_argument("images", nargs="+", metavar="IMAGE", help="image files, and folders of them")
+    predict.add_argument("target", type=_place, metavar="CHECKPOINT|RUN_DIR|models:/NAME@ALIAS", help="whose model")
+    predict.add_argument("images", nargs="+", type=_place, metavar="IMAGE", help="image files, and folders of them")
     predict.add_argument("--json", action="store_true", help="for machines")
-    predict.add_argument("--sheet", type=Path, metavar="FILE.png", help="also draw the first 64 with their labels")
+    predict.add_argument("--sheet", type=_path, metavar="FILE.png", help="also draw the first 64 with their labels")
     predict.set_defaults(run=_predict)
 
     plan = commands.add_parser("plan", help="the arithmetic of a run, without running it")
-    plan.add_argument("recipe", metavar="RECIPE")
+    plan.add_argument("recipe", type=_place, metavar="RECIPE")
     plan.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
     plan.add_argument("--world", type=_count, default=1, metavar="N", help="processes in the whole job (default 1)")
     plan.add_argument(
@@ -168,12 +170,12 @@ def _add_run_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
         description="Trains the run in RUN_DIR again from its receipt, in a temporary folder, and compares weights and"
         " checkpoints. Answers 'identical: …' (exit 0) or 'differs: …' (exit 1).",
     )  # fmt: skip
-    verify.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    verify.add_argument("run_dir", type=_path, metavar="RUN_DIR")
     verify.add_argument("--steps", type=_count, metavar="N", help="the first N steps alone (default: all)")
     verify.set_defaults(run=_verify)
 
     report = commands.add_parser("report", help="draw a run's curves, confusions and mistakes into its folder report/")
-    report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    report.add_argument("run_dir", type=_path, metavar="RUN_DIR")
     report.set_defaults(run=_report)
 
     export = commands.add_parser(
@@ -181,13 +183,14 @@ def _add_run_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
         description="Writes the model of a run's last checkpoint, or of the one that is named, to the run's folder export."
         " torch.export and onnx take pixels of 0 to 255 and give probabilities; safetensors has the weights alone.",
     )  # fmt: skip
-    export.add_argument("target", type=Path, metavar="RUN_DIR|CHECKPOINT")
+    export.add_argument("target", type=_path, metavar="RUN_DIR|CHECKPOINT")
+    export.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
     export.add_argument("--to", required=True, choices=("torch.export", "onnx", "safetensors"))
-    export.add_argument("--out", type=Path, metavar="FILE", help="another place for it")
+    export.add_argument("--out", type=_path, metavar="FILE", help="another place for it")
     export.set_defaults(run=_export)
 
     sync = commands.add_parser("sync", help="send to MLflow what the journal holds and the server lacks")
-    sync.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    sync.add_argument("run_dir", type=_path, metavar="RUN_DIR")
     sync.add_argument(
         "--follow", action="store_true", help="go on until standard input ends, as a training run uses it"
     )
@@ -198,7 +201,7 @@ def _add_data_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
     data = commands.add_parser("data", help="make or check a data set").add_subparsers(metavar="ACTION", required=True)
     make = data.add_parser("make", help="write the embedded digits, or synthetic images, as an image folder")
     make.add_argument("kind", choices=("digits", "synthetic"))
-    make.add_argument("out", nargs="?", metavar="OUT", help="folder to make (default data/<kind>)")
+    make.add_argument("out", nargs="?", type=_path, metavar="OUT", help="folder to make (default data/<kind>)")
     make.add_argument(
         "--images", type=_count, default=1000, metavar="N", help="synthetic: images to train (default 1000)"
     )
@@ -207,7 +210,7 @@ def _add_data_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
     make.set_defaults(run=_data_make)
     get = data.add_parser("get", help="fetch a published data set, as an image folder")
     get.add_argument("kind", choices=("imagenette",))
-    get.add_argument("out", nargs="?", metavar="OUT", help="folder to make (default data/<kind>)")
+    get.add_argument("out", nargs="?", type=_path, metavar="OUT", help="folder to make (default data/<kind>)")
     get.set_defaults(run=_data_get)
     imported = data.add_parser(
         "import", help="ImageNet's published archives as an image folder or a pack",
@@ -215,8 +218,8 @@ def _add_data_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
         " image is read once, where it lies. Given again it goes on.",
     )  # fmt: skip
     imported.add_argument("kind", choices=("imagenet",))
-    imported.add_argument("archives", type=Path, metavar="ARCHIVES")
-    imported.add_argument("out", type=Path, metavar="OUT")
+    imported.add_argument("archives", type=_path, metavar="ARCHIVES")
+    imported.add_argument("out", type=_path, metavar="OUT")
     imported.add_argument("--pack", metavar="LEVEL", help="a pack of this level, as of 'pipeline data pack'")
     imported.set_defaults(run=_data_import)
     pack = data.add_parser(
@@ -224,8 +227,8 @@ def _add_data_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
         description="Packs the image folder SRC into OUT, on all cores; given again it goes on. Train from it with"
         " data.source=pack data.root=OUT: ids, order and labels are those of the folder.",
     )  # fmt: skip
-    pack.add_argument("src", type=Path, metavar="SRC")
-    pack.add_argument("out", type=Path, metavar="OUT")
+    pack.add_argument("src", type=_path, metavar="SRC")
+    pack.add_argument("out", type=_path, metavar="OUT")
     pack.add_argument(
         "--level", default="lossless", metavar="LEVEL",
         help="lossless: JPEGs with restart markers, the same pixels; max-side=500,q=90: encoded anew, lossy; raw=256:"
@@ -236,7 +239,7 @@ def _add_data_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
     check = data.add_parser(
         "check", help="layout, sums and decodability of an image folder or a pack; names each defect"
     )
-    check.add_argument("root", type=Path, metavar="FOLDER")
+    check.add_argument("root", type=_path, metavar="FOLDER")
     check.add_argument("--write-sums", action="store_true", help="write SHA256SUMS, which later checks compare with")
     check.add_argument("--val-split", type=float, default=0.1, metavar="SHARE", help="as data.val_split (default 0.1)")
     check.set_defaults(run=_data_check)
@@ -244,7 +247,7 @@ def _add_data_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
 
 def _add_machine_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
     doctor = commands.add_parser("doctor", help="what would go wrong here, before it does; exit 0 if RECIPE can run")
-    doctor.add_argument("recipe", nargs="?", default="digits", metavar="RECIPE", help="default digits")
+    doctor.add_argument("recipe", nargs="?", type=_place, default="digits", metavar="RECIPE", help="default digits")
     doctor.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
     doctor.add_argument(
         "--world", type=_count, metavar="N", help="processes in the whole job (default: the node's, or 1)"
@@ -264,13 +267,13 @@ def _add_machine_commands(commands: "argparse._SubParsersAction[_Parser]") -> No
         description="Runs RECIPE in --nodes containers that see each other as the pods of the Kubernetes job do. Data is"
         " what --data shows them as /data. A node that fails is replaced; all is removed at the end.",
     )  # fmt: skip
-    rehearse.add_argument("recipe", metavar="RECIPE")
+    rehearse.add_argument("recipe", type=_place, metavar="RECIPE")
     rehearse.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
     rehearse.add_argument("--nodes", type=_count, required=True, metavar="N", help="containers")
     rehearse.add_argument("--nproc", type=_count, default=1, metavar="M", help="processes in each (default 1)")
     rehearse.add_argument("--gpus", type=_count, default=0, metavar="G", help="GPUs for each (default none: CPU)")
     rehearse.add_argument("--image", default="ddp-pipeline", help="image to run (default ddp-pipeline)")
-    rehearse.add_argument("--data", type=Path, metavar="FOLDER", help="seen by the nodes, read-only, as /data")
+    rehearse.add_argument("--data", type=_path, metavar="FOLDER", help="seen by the nodes, read-only, as /data")
     rehearse.add_argument(
         "--runs", metavar="VOLUME", help="Docker volume for /runs, kept (default: one that is removed)"
     )
@@ -296,7 +299,7 @@ def _add_machine_commands(commands: "argparse._SubParsersAction[_Parser]") -> No
         argument_default=argparse.SUPPRESS,  # what is not given has its default where it is rendered
     )  # fmt: skip
     add = render.add_argument
-    add("recipe", nargs="?", metavar="RECIPE", help="default digits")
+    add("recipe", nargs="?", type=_place, metavar="RECIPE", help="default digits")
     add("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
     add("--nodes", type=_count, metavar="N", help="pods (default 2)")
     add("--gpus", type=_count, metavar="G", help="GPUs, and processes, of each (default 1)")
@@ -316,7 +319,7 @@ def _add_machine_commands(commands: "argparse._SubParsersAction[_Parser]") -> No
     add("--cpus", type=_count, metavar="C", help="CPUs of each pod (default 8 a GPU, 2 a process without)")
     add("--memory", type=_quantity, help="of each pod, 64Gi for example (default 24Gi a GPU, 4Gi without)")
     add("--shm", type=_quantity, help="/dev/shm of each pod, out of its memory (default 8Gi a GPU, 1Gi without)")
-    add("--out", type=Path, default=None, metavar="FOLDER", help="folder to write them to")
+    add("--out", type=_path, default=None, metavar="FOLDER", help="folder to write them to")
     render.set_defaults(run=_render)
 
 
@@ -333,15 +336,15 @@ def _add_bench_commands(commands: "argparse._SubParsersAction[_Parser]") -> None
         "data", help="images/s of the loader, from plain files and from packs, against the usual one",
         description="The whole loader, two workers, on at most 2,000 of the images of DIR, which are packed for it.",
     )  # fmt: skip
-    feed.add_argument("--images", type=Path, required=True, metavar="DIR", help="an image folder, of photos best")
+    feed.add_argument("--images", type=_path, required=True, metavar="DIR", help="an image folder, of photos best")
     feed.add_argument("--rounds", type=_count, default=7, metavar="N", help="interleaved rounds (default 7)")
     feed.add_argument("--steps", type=_count, default=8, metavar="N", help="batches a round (default 8)")
     feed.add_argument(
-        "--peers", nargs="?", type=Path, const=Path("build/peers"), metavar="ENV",
+        "--peers", nargs="?", type=_path, const=Path("build/peers"), metavar="ENV",
         help="also other loaders, which pip installs in a virtual environment of their own (default build/peers)",
     )  # fmt: skip
     feed.add_argument(
-        "--write", type=Path, metavar="FOLDER", help="also write benchmarks.md and a plot there, as in docs"
+        "--write", type=_path, metavar="FOLDER", help="also write benchmarks.md and a plot there, as in docs"
     )
     feed.add_argument("--json", action="store_true", help="rows for machines")
     feed.set_defaults(run=_bench_data)
@@ -350,7 +353,7 @@ def _add_bench_commands(commands: "argparse._SubParsersAction[_Parser]") -> None
     )
     gpu.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
     gpu.add_argument(
-        "--images", type=Path, metavar="DIR", help="an image folder of photos (default: patterns are made)"
+        "--images", type=_path, metavar="DIR", help="an image folder of photos (default: patterns are made)"
     )
     gpu.add_argument("--batch", type=_count, default=256, metavar="N", help="images a step (default 256)")
     gpu.set_defaults(run=_bench_gpu)
@@ -358,7 +361,7 @@ def _add_bench_commands(commands: "argparse._SubParsersAction[_Parser]") -> None
         "top1", help="top-1 of a recipe against a plain torchvision loop that trains for the same seconds",
         description="RECIPE, as 'pipeline train' runs it, then the plain loop, for as many seconds, on the same folder.",
     )  # fmt: skip
-    top1.add_argument("recipe", metavar="RECIPE")
+    top1.add_argument("recipe", type=_place, metavar="RECIPE")
     top1.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=_OVERRIDES)
     top1.add_argument("--seeds", type=_count, default=3, metavar="N", help="times, each from another seed (default 3)")
     top1.set_defaults(run=_bench_top1)
@@ -374,6 +377,17 @@ def _add_turns(loops: argparse.ArgumentParser, steps: int) -> None:
     loops.add_argument("--rounds", type=_count, default=7, metavar="N", help="interleaved rounds (default 7)")
     loops.add_argument("--steps", type=_count, default=steps, metavar="N", help=f"steps a round (default {steps})")
     loops.add_argument("--json", action="store_true", help="rows for machines")
+
+
+def _place(text: str) -> str:
+    """A path, or the address of a model: no shell expands `~` in `--out=~/x`, in quotes or in a manifest."""
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a path")
+    return os.path.expanduser(text)
+
+
+def _path(text: str) -> Path:
+    return Path(_place(text))
 
 
 def _count(text: str) -> int:
@@ -454,7 +468,7 @@ def _verify(options: argparse.Namespace) -> str | int:
 def _export(options: argparse.Namespace) -> str:
     from pipeline.operate import export
 
-    return export.export(options.target, options.to, options.out)
+    return export.export(options.target, options.to, options.out, options.overrides)
 
 
 def _plan(options: argparse.Namespace) -> str:

@@ -7,6 +7,7 @@ field, and unknown or repeated keys are refused. What depends on the machine or 
 """
 
 import difflib
+import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
@@ -84,6 +85,15 @@ Interval = Annotated[DurationField, AfterValidator(_positive), WithJsonSchema({"
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f\x7f]+$")]
 """A path with a NUL in it raises ValueError wherever it is used, and a line break makes two lines of an error."""
 
+
+def _expand(text: str) -> str:
+    """`text` without what leaves a path the same (`~`, a trailing slash); an address (s3://, models:/) as it is."""
+    return text if ":/" in text else str(Path(os.path.expanduser(text)))
+
+
+Place = Annotated[Text, AfterValidator(_expand)]
+"""A path, or a word that stands for one. No shell expands `~` after `=`."""
+
 ModelName = Annotated[
     str,
     Field(
@@ -95,6 +105,10 @@ ModelName = Annotated[
 
 def _absent(value: object) -> object:
     return None if isinstance(value, str) and value.lower() in ("auto", "none", "null", "~", "") else value
+
+
+def _lower_none(value: object) -> object:
+    return "none" if isinstance(value, str) and value.lower() == "none" else value
 
 
 # up to the last @, for SQLAlchemy takes /, ? and # in a password as they are; a path follows an empty host (sqlite:///)
@@ -114,6 +128,13 @@ def split_credentials(uri: str) -> tuple[str, str, str]:
     return _CREDENTIALS.sub("://", uri), unquote(name), unquote(password)
 
 
+def _unset(default: object) -> BeforeValidator:
+    """Read what YAML means by nothing as `default`, of a key whose `none` says something else."""
+    return BeforeValidator(
+        lambda value: default if isinstance(value, str) and value.lower() in ("auto", "null", "~", "") else value
+    )
+
+
 Absent = BeforeValidator(_absent)
 """Reads `auto` and `none` as None: `auto` where the plan fills it in, `none` where the thing is then off."""
 
@@ -128,7 +149,7 @@ class Section(BaseModel):
 
 
 class Run(Section):
-    dir: Text = ""
+    dir: Place = ""
     """Folder of this run: configuration, journal, checkpoints. Default: runs/<recipe>."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of everything: first weights, order of samples, augmentation, dropout."""
@@ -136,7 +157,7 @@ class Run(Section):
     """Same bits from run to run and across a resume; slower kernels on a GPU, one thread a process unless told."""
     exact: bool = False
     """Weights that do not depend on the number of processes, bit for bit; deterministic besides, and slower than DDP."""
-    resume: Text = "auto"
+    resume: Annotated[Place, _unset("auto")] = "auto"
     """auto: go on from the newest good checkpoint in run.dir; never: start anew, what is there is set aside; a path: go
     on from that checkpoint."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -145,18 +166,21 @@ class Run(Section):
     """Write trace.jsonl: after each update the sample ids and a digest of the global batch, pixel for pixel."""
     threads: Annotated[Annotated[int, Field(ge=1, le=1024)] | None, Absent] = None
     """Intra-op threads a process. auto: the CPUs allowed divided by the processes on the machine; deterministic: 1."""
-    watch: Annotated[Interval | None, Absent] = Duration(100, "steps")
+    watch: Annotated[
+        Interval | None, PlainSerializer(lambda found: str(found or "none")), Absent, _unset(Duration(100, "steps"))
+    ] = Duration(100, "steps")
     """How often the processes compare their weights, as they do before each evaluation and save; one that differs is
     named, and the run ends. none: never, not before a save either."""
     timeout: Annotated[float, Field(ge=1, le=86400)] = 300
-    """Seconds that a process waits for the others in one exchange before it gives up."""
+    """Seconds that a process waits for the others in one exchange before it gives up; half as long, for data that is out
+    of reach."""
 
 
 class Data(Section):
     source: Literal["folder", "pack", "digits", "synthetic"] = "folder"
     """folder: images in class folders; pack: what 'pipeline data pack' made of such a folder; digits: 1,797 real
     handwritten digits, made on first use; synthetic: patterns."""
-    root: Annotated[Text | None, Absent] = None
+    root: Annotated[Place | None, Absent] = None
     """Folder that holds train/ and val/, or class folders that are then split by data.val_split; of a pack, its folder.
     digits: data/digits."""
     workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | None, Absent] = None
@@ -217,7 +241,7 @@ class Augment(Section):
 class Model(Section):
     arch: Text = "resnet50"
     """A classification model of torchvision by its name; its head is sized by the data's classes."""
-    init: Annotated[Text | None, Absent] = None
+    init: Annotated[Place | None, Absent] = None
     """Where first weights come from: one of torchvision's weights by its name (DEFAULT, IMAGENET1K_V2), a run's folder or
     checkpoint, or a model in MLflow (models:/NAME@ALIAS, at MLFLOW_TRACKING_URI, else in runs/mlflow.db). A head of
     another number of classes starts anew. none: random, from the seed."""
@@ -358,7 +382,7 @@ class Profile(Section):
 
 
 class Track(Section):
-    uri: Annotated[Text, PlainSerializer(without_password)] = "auto"
+    uri: Annotated[Text, PlainSerializer(without_password), BeforeValidator(_lower_none), _unset("auto")] = "auto"
     """MLflow's address. auto: MLFLOW_TRACKING_URI, else a SQLite file mlflow.db beside the run's folder; none: the
     journal alone. User and password: MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, since others see a command
     line. What stands before the last @ here is a user and password, too: used and never written down."""
@@ -541,6 +565,14 @@ def refuse_changes(before: Config, now: Config) -> None:
             f"the run in {now.run_dir} was started with another configuration: {'; '.join(changed)}: put it back, give"
             " another run.dir, or start anew with run.resume=never"
         )
+
+
+def refuse_another_model(trained: Config, now: Config, path: str) -> None:
+    """RequestError if words of a command change which model the weights in the checkpoint `path` are of."""
+    before, after = trained.model.model_dump(exclude={"channels_last"}), now.model.model_dump()
+    changed = [f"model.{key}={_show(after[key])}" for key in before if before[key] != after[key]]
+    if changed:
+        raise RequestError(f"{', '.join(changed)} cannot be set: {path} is of one model: leave model.* out")
 
 
 def describe_keys() -> str:

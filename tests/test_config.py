@@ -150,6 +150,34 @@ def test_every_key_says_what_it_allows_and_what_it_is(key: str, recipe: Callable
     assert _keys()[key][0]["description"]
 
 
+@pytest.mark.parametrize("nothing", ["null", "~", ""])
+def test_what_yaml_means_by_nothing_is_as_if_the_key_were_absent(nothing: str, recipe: Callable[[str], Path]) -> None:
+    path = recipe("data: {source: digits}\n")
+    before = load(str(path), [])
+    optional = [key for key, (schema, _) in _keys().items() if {"type": "null"} in schema.get("anyOf", [])]
+    assert len(optional) > 15
+    for key in (*optional, "track.uri", "run.resume"):
+        assert load(str(path), [f"{key}={nothing}"]) == before, key
+    assert load(str(recipe(f"data: {{source: digits}}\ntrack: {{uri: {nothing}}}\n")), []) == before
+    off = load(str(path), ["run.watch=none", "track.uri=None"])
+    assert (off.run.watch, off.track.uri) == (None, "none")
+    assert from_yaml(off.to_yaml(), "config.yaml") == off
+
+
+def test_a_path_is_expanded_and_without_what_leaves_it_the_same(
+    recipe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    words = ["run.dir=~/runs//x/", "run.resume=~/runs/y", "data.root=~/data/./t4/", "model.init=~/w.pt"]
+    config = load("digits", words)
+    assert (config.run.dir, config.run.resume) == ("/home/me/runs/x", "/home/me/runs/y")
+    assert (config.data.root, config.model.init) == ("/home/me/data/t4", "/home/me/w.pt")
+    assert load(str(recipe("data: {source: folder, root: ~/data/t4/}\n")), []).data.root == "/home/me/data/t4"
+    for address in ("models:/digits@best", "s3://bucket//a/"):
+        assert load("digits", [f"model.init={address}"]).model.init == address
+    refuse_changes(load("digits", ["data.root=data/t4/"]), load("digits", ["data.root=data/t4"]))
+
+
 def test_a_list_names_itself_not_its_elements() -> None:
     assert refused("digits", "augment.scale=[0.1, x]") == (
         "augment.scale=x is not allowed: 2 values [a number > 0 and ≤ 1, a number > 0 and ≤ 1]"

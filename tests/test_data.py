@@ -6,8 +6,10 @@ import random
 import resource
 import struct
 import subprocess
+import threading
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,17 @@ import torch
 from faults.ledger import Notes
 from harness import pipeline, read_rows
 from PIL import Image
-from streams import stream
+from streams import joined, prepare, stream
 
 from pipeline.config import load
 from pipeline.data import manifest
 from pipeline.data.augment import centre
 from pipeline.data.batch import NO_LABEL
 from pipeline.data.images import BadImageError, decode
-from pipeline.data.loader import EvalBatches
-from pipeline.data.manifest import Index, Split, open_index, scan, scan_validation
+from pipeline.data.loader import EvalBatches, TrainBatches, batches
+from pipeline.data.manifest import Index, OutageError, Split, open_index, scan, scan_validation
 from pipeline.data.sources import UnreadableError, of_index, open_source
+from pipeline.operate.pack import pack as make_pack
 from pipeline.verdict import RequestError
 
 PIXELS = np.stack(np.broadcast_arrays(*np.ogrid[0:240:6, 0:240:5], np.uint16(90)), -1).astype(np.uint8)  # [40, 48, 3]
@@ -232,6 +235,32 @@ def test_a_wrong_layout_is_one_line_that_tells(folder: Path, change: str, says: 
 def test_a_share_that_leaves_a_split_empty_is_refused(folder: Path) -> None:
     assert "leaves no image to val" in refused(lambda: scan(folder / "train", 1e-9))
     assert "leaves no image to train" in refused(lambda: scan(folder / "train", 1 - 1e-9))
+
+
+def test_a_class_without_an_image_to_train_is_refused_by_name(tmp_path: Path) -> None:
+    root = fill(tmp_path / "images", *(f"class {i:02}/1.png" for i in range(40)))
+    held_out = [f"class {i:02}" for i in range(40) if manifest._is_held_out(b"class %02d/1.png" % i, 0.1)]
+    assert len(held_out) > 1
+    says = f"has no image to train of class {', '.join(held_out[:5])}"
+    assert says in refused(lambda: scan(root, 0.1))
+    result = pipeline("data", "check", str(root))
+    assert (result.code, says in result.error) == (2, True)
+    for name in held_out:  # their other image is for training
+        other = next(
+            f"{name}/{i}.png" for i in range(2, 99) if not manifest._is_held_out(f"{name}/{i}.png".encode(), 0.1)
+        )
+        fill(root, other)
+    assert scan(root, 0.1).size.num_classes == 40
+    # an earlier version's index of such a folder
+    config = load("digits", ["data.source=folder", f"data.root={root}", f"run.dir={tmp_path / 'run'}"])
+    index = scan(root, 0.1)
+    lacking = Split.of([entry for entry in entries(index.train) if entry[2] != 7])
+    manifest.store(replace(index, train=lacking), root / manifest.CACHE)
+    assert "has no image to train of class class 07" in refused(lambda: open_source(config))
+
+
+def entries(split: Split) -> list[tuple[bytes, int, int]]:
+    return [(split.name(i), int(split.sizes[i]), int(split.labels[i])) for i in range(len(split))]
 
 
 def test_a_model_is_judged_on_its_own_classes(folder: Path) -> None:
@@ -509,6 +538,84 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
                          b"large.png": "1,099,511,627,776 bytes, more than the 268,435,456 allowed"}.items():  # fmt: skip
         with pytest.raises(UnreadableError, match=f"^{reason}"):
             images.read(ids[name])
+
+
+@pytest.mark.parametrize(
+    "take_away",
+    [
+        lambda root: root.rename(root.with_name("away")),
+        lambda root: (root / "train").rename(root.with_name("away")),
+        lambda root: [path.unlink() for path in (root / "train/cat").glob("*.png")],
+        lambda root: (root.parent / "store").rename(root.with_name("away")),
+    ],
+    ids=["root gone", "split gone", "an empty folder, as of a volume that is not mounted", "where links lead is gone"],
+)
+def test_a_file_that_cannot_be_read_beside_nothing_else_that_can_is_no_defect(
+    tmp_path: Path, take_away: Callable[[Path], object]
+) -> None:
+    store = fill(tmp_path / "store", "2.png")
+    root = fill(tmp_path / "images", "train/cat/1.png", "train/dog/1.png", "val/cat/1.png", "val/dog/1.png")
+    (root / "train/cat/1.png").unlink()
+    (root / "train/cat/1.png").symlink_to(store / "2.png")
+    images = of_index(root, scan(root, 0.1)).train
+    assert images.read(0)
+    take_away(root)
+    with pytest.raises(OutageError, match="No such file or directory"):
+        images.read(0)
+
+
+def test_an_input_output_error_is_no_defect_of_the_image(folder: Path) -> None:
+    (folder / "train/cat/1.png").unlink()
+    (folder / "train/cat/1.png").symlink_to("/proc/self/mem")  # it opens, and a read at 0 gives EIO
+    images = of_index(folder, scan(folder, 0.1)).train
+    with pytest.raises(
+        OutageError, match=r"^the data is out of reach \(.*/train/cat/1.png: Input/output error\): the same"
+    ):
+        images.read(0)
+    result = pipeline("data", "check", str(folder))
+    assert (result.code, "Input/output error" in result.error) == (75, True)
+
+
+def test_links_whose_targets_come_back_are_indexed_anew(folder: Path, tmp_path: Path) -> None:
+    store = fill(tmp_path / "store", "2.png").rename(tmp_path / "away")
+    (folder / "train/cat/1.png").unlink()
+    (folder / "train/cat/1.png").symlink_to(tmp_path / "store/2.png")
+    assert open_index(folder, 0.1, tmp_path / "spare", check_sizes=False).train.sizes[0] == manifest.MISSING
+    store.rename(tmp_path / "store")
+    assert open_index(folder, 0.1, tmp_path / "spare", check_sizes=False).train.sizes[0] > 0
+
+
+@pytest.mark.fault("J3")
+@pytest.mark.parametrize("kind", ["folder", "pack"])
+def test_loaders_wait_for_data_that_is_gone_and_make_the_same_batches(
+    tmp_path: Path, partly_bad: Path, capfd: pytest.CaptureFixture[str], kind: str
+) -> None:
+    if kind == "pack":
+        make_pack(partly_bad, tmp_path / "pack", "lossless", 0.1)
+    root = tmp_path / {"folder": "images", "pack": "pack"}[kind]
+    words = (f"data.source={kind}", "data.workers=2")
+    expected = stream(root, range(4), *words)
+    config, plan, source = prepare(root, 1, *words)
+    root.rename(tmp_path / "away")
+    back = threading.Timer(1.5, lambda: (tmp_path / "away").rename(root))
+    back.start()
+    made = list(batches(TrainBatches(source.train, config, plan, 0), range(4), plan, pin=False))
+    back.join()
+    assert ([joined([one]) for one in made], {defect for one in made for defect in one.defects}) == expected
+    assert all(one.outage is None for one in made)
+    said = capfd.readouterr().err
+    assert (said.count("waiting for it, 150 s at most"), said.count("the data is back after ")) == (1, 1)
+
+
+@pytest.mark.fault("J3")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loaders_give_up_on_data_that_stays_away(tmp_path: Path, partly_bad: Path, workers: int) -> None:
+    config, plan, source = prepare(partly_bad, 1, f"data.workers={workers}", "run.timeout=1", "evaluate.batch=5")
+    partly_bad.rename(tmp_path / "away")
+    for data in (TrainBatches(source.train, config, plan, 0), EvalBatches(source.val, config)):
+        (batch,) = batches(data, range(1), plan, pin=False)
+        assert "No such file or directory" in str(batch.outage)
+        assert batch.defects == []
 
 
 @pytest.mark.parametrize("shape", [(1, 10_000), (10_000, 1)])

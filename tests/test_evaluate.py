@@ -2,21 +2,26 @@
 
 import json
 import math
+import os
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from harness import SMALL, Job, Result, pipeline, read_rows
+from harness import DONE, SMALL, Job, Result, pipeline, read_rows
 from streams import prepare
 from torch import Tensor, nn
+from torchvision.models import get_model
 
+from pipeline.__main__ import main
+from pipeline.config import load
+from pipeline.data.manifest import scan
 from pipeline.group import Group
 from pipeline.model.architectures import build
 from pipeline.parallel import choose
 from pipeline.record.answers import NO_ANSWER
-from pipeline.record.checkpoint import decode, read_verified, weights_digest
+from pipeline.record.checkpoint import Checkpoints, decode, read_verified, weights_digest
 from pipeline.train.evaluate import Evaluator, Judgement
 from pipeline.train.state import Evaluation, TrainState
 from pipeline.train.step import MAX_LOSS
@@ -203,3 +208,134 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(trained: Job, tmp_path: Pa
     shutil.copytree(digits, tmp_path / "other")
     (tmp_path / "other/val/3").rename(tmp_path / "other/val/three")
     assert "does not know: three" in evaluate(trained, 1, f"data.root={tmp_path / 'other'}").error
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
+    """Class folders alone, 360 images."""
+    return shutil.copytree(digits / "val", tmp_path_factory.mktemp("plain") / "images")
+
+
+@pytest.fixture(scope="module")
+def learnt(tmp_path_factory: pytest.TempPathFactory, plain: Path) -> Path:
+    """A run's folder with a checkpoint of fresh weights, trained on class folders alone as far as anybody can tell."""
+    folder = tmp_path_factory.mktemp("learnt")
+    (folder / "checkpoints").mkdir()
+    config = load("digits", ["data.source=folder", f"data.root={plain}", *SMALL, "data.workers=0"])
+    contents = {
+        "model": get_model(config.model.arch, num_classes=10).state_dict(), "average": None, "config": config.to_yaml(),
+        "classes": [str(label) for label in range(10)], "step": 7, "epoch": 1, "data": scan(plain, 0.1).digest,
+    }  # fmt: skip
+    writer = Checkpoints(folder / "checkpoints", 1, pytest.fail)
+    writer.save(contents, 7, None)
+    writer.wait()
+    return folder
+
+
+def judged(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[str, str]:
+    """How many images an evaluation in this process counts, and what it says about them."""
+    assert main(["evaluate", *map(str, words)]) == 0
+    said = capsys.readouterr()
+    done = DONE.match(said.out.strip())
+    assert done
+    return done["images"], said.err.strip().partition(" on ")[2]
+
+
+def test_what_the_training_held_out_is_judged_wherever_the_data_lies(
+    learnt: Path, plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = len(scan(plain, 0.1).val)
+    assert 20 < size < 60
+    count = f"{size}/{size}"
+    assert judged(capsys, learnt) == (count, f"the {size} held-out images of {plain}")
+    (tmp_path / "link").symlink_to(plain)
+    assert judged(capsys, learnt, f"data.root={tmp_path}/link/")[0] == count
+    moved = shutil.copytree(plain, tmp_path / "moved")
+    assert judged(capsys, learnt, f"data.root={moved}") == (count, f"the {size} held-out images of {moved}")
+    assert main(["evaluate", str(learnt), "data.val_split=0.5"]) == 2
+    assert "data.val_split=0.5 would take images that the model has learnt from" in capsys.readouterr().err
+
+
+def test_of_another_folder_all_images_are_judged(
+    learnt: Path, plain: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shutil.copytree(plain, tmp_path / "other")
+    next((other / "3").iterdir()).unlink()
+    assert judged(capsys, learnt, f"data.root={other}") == (
+        "359/359",
+        f"all 359 images of {other} (it is not the data of the training; data.val_split=SHARE would hold a share out)",
+    )
+    images, said = judged(capsys, learnt, f"data.root={other}", "data.val_split=0.2")
+    assert images not in ("359/359", judged(capsys, learnt)[0])
+    assert "held-out images" in said
+    assert judged(capsys, learnt, f"data.root={digits}") == ("360/360", f"the 360 images of {digits}/val")
+    assert judged(capsys, learnt, f"data.root={digits / 'train'}")[0] == "1437/1437"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["model.arch=resnet50"], "model.arch=resnet50 cannot be set: {checkpoint} is of one model: leave model.* out"),
+        (["model.arch=resnet50", "model.init=DEFAULT"], "model.arch=resnet50, model.init=DEFAULT cannot be set"),
+        (["data.source=synthetic", "data.num_classes=20"], "data.source=synthetic makes 20 classes, 'class 0' and on"),
+    ],
+)
+@pytest.mark.parametrize("command", [["evaluate"], ["export", "--to", "safetensors"]], ids=["evaluate", "export"])
+def test_words_that_do_not_fit_the_checkpoint_are_refused(
+    learnt: Path, capsys: pytest.CaptureFixture[str], command: list[str], words: list[str], says: str
+) -> None:
+    assert main([command[0], str(learnt), *command[1:], *words]) == 2
+    (checkpoint,) = (learnt / "checkpoints").iterdir()
+    assert says.format(checkpoint=checkpoint) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["evaluate"], ["predict", "IMAGE"], ["export", "--to", "safetensors"]])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model": {"fc.weight": torch.zeros(1)}}, "are not those of a shufflenet_v2_x0_5 with 10 classes"),
+        ({"classes": [*map(str, range(11))]}, "are not those of a shufflenet_v2_x0_5 with 11 classes"),
+        ({"config": None}, "its part 'config' is missing or damaged"),
+        ({"classes": 5}, "its part 'classes' is missing or damaged"),
+        ({"config": "recipe: ["}, "is not YAML that can be read"),
+    ],
+    ids=["weights of another model", "other classes", "no configuration", "classes that are none", "no YAML"],
+)
+def test_a_checkpoint_that_does_not_fit_itself_is_one_line(
+    learnt: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str],
+    change: dict[str, object], says: str
+) -> None:  # fmt: skip
+    (path,) = (learnt / "checkpoints").iterdir()
+    writer = Checkpoints(tmp_path, 1, pytest.fail)
+    writer.save({**decode(read_verified(path), path), **change}, 7, None)
+    writer.wait()
+    image = next((digits / "val/3").iterdir())
+    words = [str(image) if word == "IMAGE" else word for word in command[1:]]
+    assert main([command[0], str(tmp_path), *words]) in (2, 4)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("pipeline: ")]
+    assert says in line
+
+
+def test_a_model_is_exported_inside_its_folder_and_without_its_data(
+    learnt: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(learnt, tmp_path / "run")
+    monkeypatch.chdir(run / "checkpoints")
+    (name,) = os.listdir()
+    assert main(["export", name, "--to", "safetensors"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{run}/export/step-00000007.safetensors: ")
+    assert "on 8 validation images" in said
+
+    away = plain.rename(tmp_path / "away")
+    try:
+        assert main(["export", name, "--to", "safetensors"]) == 0
+        assert (
+            "on 8 pictures of noise (no validation images here; data.root=FOLDER names some)" in capsys.readouterr().out
+        )
+        assert main(["export", name, "--to", "safetensors", f"data.root={away}"]) == 0
+        assert "on 8 validation images" in capsys.readouterr().out
+        assert main(["export", name, "--to", "safetensors", "data.root=nowhere"]) == 2
+        assert "nowhere" in capsys.readouterr().err
+    finally:
+        away.rename(plain)

@@ -295,3 +295,30 @@ def test_shapes_that_a_network_cannot_take_are_refused(arch: str, batch: int, si
 def test_passes_of_one_image_are_refused_in_one_line(tmp_path: Path, digits: Path) -> None:
     result = pipeline("train", "digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}", "batch.global=1")
     assert "cannot take passes of 1 images of 32 px" in refused(result)
+
+
+def test_a_path_among_the_words_is_expanded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert main(["data", "make", "digits", "~/x"]) == 0
+    assert capsys.readouterr().out.startswith(f"made {tmp_path}/x: ")
+    assert main(["k8s", "render", "digits", "--out=~/k8s"]) == 0
+    assert (tmp_path / "k8s").is_dir()
+    assert main(["export", "~/nowhere", "--to", "safetensors", "--out", ""]) == 2
+    assert "'' is not a path" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["k8s", "x"]
+
+
+@pytest.mark.parametrize("name", ["a?b", "a%41b"])
+def test_a_run_whose_database_mlflow_cannot_open_is_refused(
+    tmp_path: Path, digits: Path, without_torch: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    words = ["train", "digits", f"data.root={digits}", f"run.dir={tmp_path / name / 'run'}"]
+    line = refused(pipeline(*words, PYTHONPATH=str(without_torch)))
+    assert line == (
+        f"MLflow cannot open {tmp_path / name}/mlflow.db, because of a ? or % in the path: give another run.dir, name a"
+        " server with track.uri, or set track.uri=none"
+    )
+    assert pipeline(*words, "track.uri=none", PYTHONPATH=str(without_torch)).code == 99, "it goes on to import torch"

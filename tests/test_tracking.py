@@ -53,7 +53,7 @@ from pipeline.data.loader import EvalBatches
 from pipeline.data.sources import open_source
 from pipeline.group import Group
 from pipeline.model.architectures import build
-from pipeline.record import checkpoint
+from pipeline.record import checkpoint, provenance
 from pipeline.record.answers import Answers, Judged, save_judged
 from pipeline.record.journal import Journal, Trace, read
 from pipeline.train import finetune
@@ -732,3 +732,51 @@ def bad_servers() -> Iterator[dict[str, str]]:
             "malformed": malformed,
         }
     silent.close()
+
+
+@pytest.mark.full
+def test_a_key_that_a_resumption_changed_is_a_tag_beside_the_first_parameter(tmp_path: Path) -> None:
+    folder, uri = tmp_path / "run", f"sqlite:///{tmp_path}/mlflow.db"
+    folder.mkdir()
+    (folder / "journal.jsonl").write_text(json.dumps({"time": 1, "event": "created", "run": "abc"}) + "\n")
+    for epochs in (2, 3, 2):
+        config = load("digits", [f"run.dir={folder}", f"train.epochs={epochs}"])
+        (folder / "config.yaml").write_text(config.to_yaml())
+        assert pipeline("sync", str(folder)).code == 0
+        client = mlflow.MlflowClient(uri)
+        (run,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
+        assert run.data.params["train.epochs"] == "2"
+        assert run.data.tags.get("train.epochs", "2") == str(epochs)
+        assert not [key for key in run.data.tags if key.startswith("data.")], "what did not change has no tag"
+
+
+def test_a_commit_is_that_of_the_package_and_says_what_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "pipeline"
+    (package / "record").mkdir(parents=True)
+    monkeypatch.setattr(provenance, "__file__", str(package / "record/provenance.py"))
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert provenance._commit() is None
+    git("init")
+    (tmp_path / "theirs.py").write_text("another project\n")
+    git("add", "theirs.py")
+    git("commit", "-m", "theirs")
+    (package / "__init__.py").write_text("")
+    assert provenance._commit() is None, "installed inside another project"
+    git("add", ".")
+    git("commit", "-m", "ours")
+    commit = git("rev-parse", "HEAD")
+    assert provenance._commit() == commit
+    (tmp_path / "theirs.py").write_text("changed, and no part of the package\n")
+    assert provenance._commit() == commit
+    for change in ("__init__.py", "new.py"):
+        (package / change).write_text("x = 1\n")
+        assert provenance._commit() == f"{commit}-dirty"
+        git("add", ".")
+        git("commit", "-m", "again")
+        commit = git("rev-parse", "HEAD")

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from pipeline.data.manifest import OutageError
+
 NO_LABEL = -1
 """Label of a validation image that cannot be decoded: it counts, and no answer is right."""
 
@@ -28,3 +30,5 @@ class Batch(NamedTuple):
     """[B, 5] float32: how each image is mixed with its neighbour (`data.mix`); [0, 5] where none is."""
     defects: list[tuple[int, str]]
     """A `Defect` for each image that could not be decoded."""
+    outage: OutageError | None = None
+    """Set if the storage failed while the batch was made: its images are then not to be used."""

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.data.manifest import MAX_FILE_BYTES, Index, Split, SplitImages, UnreadableError, show
+from pipeline.data.manifest import MAX_FILE_BYTES, Index, Split, SplitImages, UnreadableError, out_of_reach, show
 from pipeline.data.sources import Source
 from pipeline.verdict import RequestError
 
@@ -50,9 +50,15 @@ class ArchiveImages(SplitImages):
         size, offset = int(self.split.sizes[i]), int(self.split.places[3 * i + 1])
         if size > MAX_FILE_BYTES:
             raise UnreadableError(f"{size:,} bytes, more than the {MAX_FILE_BYTES:,} allowed")
-        if not self._file:
-            self._file.append(os.open(self.archive, os.O_RDONLY | os.O_CLOEXEC))
-        return os.pread(self._file[0], size, offset)
+        try:
+            if not self._file:
+                self._file.append(os.open(self.archive, os.O_RDONLY | os.O_CLOEXEC))
+            data = os.pread(self._file[0], size, offset)
+        except OSError as error:
+            raise out_of_reach(self.archive, error) from None
+        if len(data) != size:
+            raise _cut_short(self.archive, "it ends early")
+        return data
 
 
 def open_archives(folder: Path) -> Source:

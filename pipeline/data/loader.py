@@ -10,7 +10,9 @@ import math
 import mmap
 import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -20,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -27,7 +30,7 @@ from pipeline.config import Config
 from pipeline.data.augment import Draw, augment, centre, evaluation_geometry
 from pipeline.data.batch import NO_LABEL, Batch, Defect
 from pipeline.data.images import BadImageError, Picture, decode
-from pipeline.data.manifest import UnreadableError
+from pipeline.data.manifest import OutageError, UnreadableError
 from pipeline.data.mix import WIDTH, draw_mix
 from pipeline.data.order import Order
 from pipeline.data.seats import Room, Roomed, Seats, give_up
@@ -40,10 +43,44 @@ _REPLACEMENTS = 16
 _REBUILDS = 3
 _BEGIN_S = 15
 """For a fork and a few lines of Python."""
+_PATIENCE = 0.5
+"""Of `run.timeout`: how long a read is tried again while the storage fails. The peers wait meanwhile, in an exchange that
+gives up after the whole of it."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2
 
 
 class LoaderError(StorageError):
     """A process that gets no batches any more; it alone knows, so it cannot wait for the others to agree."""
+
+
+class _Patience:
+    """Reads images; waits while the storage that holds them fails. One of a process and its loader workers speaks."""
+
+    def __init__(self, images: Images, seconds: float) -> None:
+        self._images = images
+        self._seconds = seconds
+        self._waiting = mmap.mmap(-1, 1)  # shared with the workers
+
+    def read(self, sample: int) -> bytes | NDArray[np.uint8]:
+        """Return what `images.read` returns. OutageError if the storage still fails after so many seconds."""
+        start, pause = time.monotonic(), _FIRST_PAUSE_S
+        while True:
+            try:
+                data = self._images.read(sample)
+            except OutageError as outage:
+                if time.monotonic() + pause > start + self._seconds:
+                    raise
+                self._say(True, f"{str(outage).rpartition(': ')[0]}: waiting for it, {self._seconds:g} s at most")
+            else:
+                self._say(False, f"the data is back after {time.monotonic() - start:.1f} s: going on")
+                return data
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _say(self, is_waiting: bool, line: str) -> None:
+        if self._waiting[0] != is_waiting:
+            self._waiting[0] = is_waiting
+            print(line, file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -57,6 +94,7 @@ class TrainBatches(Roomed):
 
     def __post_init__(self) -> None:
         self._order = Order(self.plan, self.config.run.seed)
+        self._storage = _Patience(self.images, _PATIENCE * self.config.run.timeout)
 
     @property
     def room_bytes(self) -> int:
@@ -67,14 +105,18 @@ class TrainBatches(Roomed):
         epoch = self.plan.epoch(step)
         ids, views = self._order.micro_draws(step, self.rank, micro)
         pixels = room(len(ids), self.plan.size(step))
-        labels = torch.empty(len(ids), dtype=torch.int64)
+        labels = torch.zeros(len(ids), dtype=torch.int64)
         defects: list[tuple[int, str]] = []
-        for row, (sample, view) in enumerate(zip(ids.tolist(), views.tolist(), strict=True)):
-            labels[row] = self.images.label(self._load((epoch, sample, view), pixels[row], defects))
+        outage = None
+        try:
+            for row, (sample, view) in enumerate(zip(ids.tolist(), views.tolist(), strict=True)):
+                labels[row] = self.images.label(self._load((epoch, sample, view), pixels[row], defects))
+        except OutageError as found:
+            outage = found
         digests = _digests(pixels, labels) if self.config.run.trace else torch.empty((0, 32), dtype=torch.uint8)
         first = (self.rank * self.plan.accumulate + micro) * self.plan.micro_batch
         mix = draw_mix(self.config.augment, self.config.run.seed, step, first, len(ids))
-        return Batch(pixels, labels, torch.from_numpy(ids.copy()), digests, mix, defects)
+        return Batch(pixels, labels, torch.from_numpy(ids.copy()), digests, mix, defects, outage)
 
     def _load(self, draw: Draw, out: Tensor, defects: list[tuple[int, str]]) -> int:
         """Writes the pixels of the sample that was drawn, or those of one that stands in; which that is."""
@@ -82,7 +124,7 @@ class TrainBatches(Roomed):
         used = sample
         for attempt in range(_REPLACEMENTS):
             try:
-                picture = Picture.of(self.images.read(used))
+                picture = Picture.of(self._storage.read(used))
                 out.copy_(augment(picture, self.config.augment, out.shape[-1], self.config.run.seed, draw))
                 return used
             except (BadImageError, UnreadableError) as defect:
@@ -99,6 +141,9 @@ class EvalBatches(Roomed):
     images: Images
     config: Config
 
+    def __post_init__(self) -> None:
+        self._storage = _Patience(self.images, _PATIENCE * self.config.run.timeout)
+
     def __len__(self) -> int:
         return math.ceil(len(self.images) / self.config.evaluate.batch)
 
@@ -112,16 +157,21 @@ class EvalBatches(Roomed):
         start = position * self.config.evaluate.batch
         ids = torch.arange(start, min(start + self.config.evaluate.batch, len(self.images)))
         pixels = room(len(ids), size)
-        labels = torch.empty(len(ids), dtype=torch.int64)
+        labels = torch.full((len(ids),), NO_LABEL)
         defects: list[tuple[int, str]] = []
+        outage = None
         for row, sample in enumerate(ids.tolist()):
             try:
-                pixels[row] = centre(decode(self.images.read(sample)), size, resize)
+                pixels[row] = centre(decode(self._storage.read(sample)), size, resize)
                 labels[row] = self.images.label(sample)
             except (BadImageError, UnreadableError) as defect:
-                pixels[row], labels[row] = 0, NO_LABEL
+                pixels[row] = 0
                 defects.append(Defect(sample, str(defect)))
-        return Batch(pixels, labels, ids, torch.empty((0, 32), dtype=torch.uint8), torch.empty((0, WIDTH)), defects)
+            except OutageError as found:
+                outage = found
+                break
+        digests = torch.empty((0, 32), dtype=torch.uint8)
+        return Batch(pixels, labels, ids, digests, torch.empty((0, WIDTH)), defects, outage)
 
 
 def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, *, pin: bool) -> Iterator[Batch]:

@@ -9,6 +9,7 @@ is held out by a digest of each file's name, so that adding a file moves no othe
 need not be UTF-8. No torch in here: a wrong layout is an error of the first second.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -24,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.plan import DataSize
-from pipeline.verdict import RequestError, StorageError
+from pipeline.verdict import RequestError, StorageError, TemporaryError, Verdict
 
 EXTENSIONS = (b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b".tiff", b".webp")
 SPLITS = ("train", "val")
@@ -37,8 +38,54 @@ _AT_ONCE = 10_000
 MISSING = -1  # size of a name that leads to no file, such as a dangling link
 
 
+_OF_A_FILE = (
+    errno.ENOENT, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG,
+)  # fmt: skip
+"""Errors that a file itself may cause. Every other one is the storage's: EIO, ESTALE, ETIMEDOUT, …"""
+
+
 class UnreadableError(Exception):
     """An image's file that cannot be read, or is not the one that was indexed."""
+
+
+class OutageError(TemporaryError):
+    """The storage that holds the images cannot be read. This says nothing about any image."""
+
+
+def is_outage(error: OSError) -> bool:
+    """Return whether an error is the storage's, whatever the file."""
+    return error.errno not in _OF_A_FILE
+
+
+def out_of_reach(path: bytes | Path, error: OSError) -> OutageError:
+    """Return the OutageError that names the file and the system's error."""
+    return OutageError(
+        f"the data is out of reach ({show(os.fsencode(path))}: {error.strerror}): the same command goes on once it is back"
+    )
+
+
+def classify(path: bytes, error: OSError) -> UnreadableError | OutageError:
+    """Return what a failed read of an indexed file means: a defect of this file, or an outage of the storage.
+
+    It is the file's own defect if the folder that holds it can be listed and the file still cannot be opened. A mounted
+    volume that is gone leaves no folder, or an empty one.
+    """
+    if not is_outage(error) and holds_something(os.path.dirname(os.path.realpath(path))):
+        try:
+            open(path, "rb", buffering=0).close()  # the storage may have come back in between
+        except OSError as again:
+            if not is_outage(again):
+                return UnreadableError(again.strerror)
+    return out_of_reach(path, error)
+
+
+def holds_something(folder: bytes | Path) -> bool:
+    """Return whether there is a folder that can be listed and is not empty."""
+    try:
+        with os.scandir(folder) as found:
+            return any(True for _ in found)
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -228,6 +275,8 @@ def check_folder(root: Path, given: str, remedy: str) -> None:
     except (FileNotFoundError, NotADirectoryError):
         raise RequestError(f"{given} is not a folder: {remedy}") from None
     except OSError as error:
+        if is_outage(error):
+            raise out_of_reach(root, error) from None
         raise RequestError(f"{given} cannot be read: {error.strerror}") from None
 
 
@@ -292,7 +341,7 @@ def scan(root: Path, val_split: float) -> Index:
         raise _unreadable(root, error) from None
     if len(classes) < 2:
         raise RequestError(f"data.root={root} holds one class folder, {show(classes[0])}/: at least two are needed")
-    return Index(
+    index = Index(
         Split.of(entries["train"], sums),
         Split.of(entries["val"], sums),
         tuple(show(name) for name in classes),
@@ -300,10 +349,24 @@ def scan(root: Path, val_split: float) -> Index:
         folders,
         val_split,
     )
+    refuse_untrained(index, root)
+    return index
 
 
-def scan_validation(root: Path, classes: tuple[str, ...], val_split: float) -> Split:
-    """The images to judge a model of `classes` on: those of val/, or the share held out of class folders.
+def refuse_untrained(index: Index, root: Path) -> None:
+    """RequestError if a class has no image to train, which names such classes."""
+    counts = np.bincount(index.train.labels, minlength=len(index.classes))
+    lacking = [index.classes[label] for label in np.flatnonzero(counts == 0)]
+    if lacking:
+        names = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
+        raise RequestError(
+            f"{root} has no image to train of class {names}: data.val_split={index.val_split:g} holds theirs out; add"
+            " images there, remove the folder, or give another data.val_split"
+        )
+
+
+def scan_validation(root: Path, classes: tuple[str, ...], held_out: float) -> Split:
+    """The images to judge a model of `classes` on: those of val/, or of class folders the share `held_out` (1: all).
 
     Labels are the model's, by the folders' names; a class may be missing or empty here. RequestError if a folder is no
     class of the model, or if there is no image.
@@ -322,7 +385,7 @@ def scan_validation(root: Path, classes: tuple[str, ...], val_split: float) -> S
             (file, size, labels[show(folder)])
             for folder in folders
             for file, size in _images(base, os.path.join(b"val", folder) if has_val else folder, {})
-            if has_val or _is_held_out(file, val_split)
+            if has_val or _is_held_out(file, held_out)
         ]
     except OSError as error:
         raise _unreadable(root, error) from None
@@ -343,8 +406,11 @@ def relabelled(index: Index, classes: tuple[str, ...]) -> Split:
 Entries = dict[str, list[tuple[bytes, int, int]]]
 
 
-def _unreadable(root: Path, error: OSError) -> RequestError:
-    return RequestError(f"data.root={root} cannot be read: {show(os.fsencode(error.filename))}: {error.strerror}")
+def _unreadable(root: Path, error: OSError) -> Verdict:
+    place = error.filename or root  # an error in the midst of a listing names no file
+    if is_outage(error):
+        return out_of_reach(place, error)
+    return RequestError(f"data.root={root} cannot be read: {show(os.fsencode(place))}: {error.strerror}")
 
 
 def _folders_in(base: bytes) -> list[bytes]:
@@ -428,7 +494,9 @@ def _images(base: bytes, folder: bytes, folders: dict[str, int]) -> Iterator[tup
 def _size(entry: os.DirEntry[bytes]) -> int:
     try:
         return entry.stat().st_size
-    except OSError:
+    except OSError as error:
+        if is_outage(error):
+            raise
         return MISSING
 
 
@@ -460,13 +528,14 @@ def _still_true(index: Index, root: Path, check_sizes: bool) -> bool:
             return False
         if _sums_digest(root) != index.sums:
             return False
+        # a link whose target was out of reach moves no folder's time when that is back: look at those every time
+        return all(_sizes_hold(split, os.fsencode(root), check_sizes) for split in (index.train, index.val))
     except OSError:
         return False
-    return not check_sizes or all(_sizes_hold(split, os.fsencode(root)) for split in (index.train, index.val))
 
 
-def _sizes_hold(split: Split, base: bytes) -> bool:
-    for i in range(len(split)):
+def _sizes_hold(split: Split, base: bytes, check_all: bool) -> bool:
+    for i in range(len(split)) if check_all else np.flatnonzero(split.sizes == MISSING).tolist():
         try:
             size = os.stat(os.path.join(base, split.name(i))).st_size
         except OSError:
@@ -527,10 +596,14 @@ def _sums_digest(root: Path) -> str | None:
 
 def _digests(root: Path, names: list[bytes]) -> Iterator[bytes | None]:
     def digest(name: bytes) -> bytes | None:
+        path = os.path.join(os.fsencode(root), name)
         try:
-            with open(os.path.join(os.fsencode(root), name), "rb") as file:
+            with open(path, "rb") as file:
                 return hashlib.file_digest(file, "sha256").digest()
-        except OSError:
+        except OSError as error:
+            failure = classify(path, error)
+            if isinstance(failure, OutageError) and not os.path.islink(path):  # a dangling link is a defect here
+                raise failure from None
             return None
 
     with ThreadPoolExecutor(8) as pool:  # hashing and reading leave the interpreter's lock

@@ -10,6 +10,7 @@ a read but the image itself; `tar xf` of all shards gives the folder back. No to
     train-0000.tar, val-0000.tar, …
 """
 
+import contextlib
 import hashlib
 import io
 import json
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.manifest import MAX_FILE_BYTES, Index, Split, SplitImages, UnreadableError
+from pipeline.data.manifest import MAX_FILE_BYTES, Index, Split, SplitImages, UnreadableError, is_outage, out_of_reach
 from pipeline.verdict import RequestError
 
 FORMAT = 1
@@ -82,8 +83,11 @@ class PackImages(SplitImages):
             raise UnreadableError(f"{size:,} bytes, more than the {MAX_FILE_BYTES:,} allowed")
         try:
             data = os.pread(self._file(shard), size, offset)
-        except OSError as error:
-            raise UnreadableError(f"{shard_name(self.name_of_split, shard)}: {error.strerror}") from None
+        except OSError as error:  # the shard was there when the pack was opened
+            if shard in self._files:
+                with contextlib.suppress(OSError):
+                    os.close(self._files.pop(shard))  # a stale handle stays stale
+            raise out_of_reach(self.root / shard_name(self.name_of_split, shard), error) from None
         if len(data) != size or zlib.crc32(data) != crc:
             raise UnreadableError(
                 f"{shard_name(self.name_of_split, shard)} has changed at byte {offset:,} since it was packed"
@@ -113,6 +117,8 @@ def open_index(root: Path) -> Index:
     try:
         index = Index.from_bytes(np.memmap(root / INDEX, np.uint8, "r"))
     except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, OSError) and is_outage(error):
+            raise out_of_reach(root / INDEX, error) from None
         raise _damaged(root, f"{INDEX} cannot be read ({error})") from None
     if index.digest != summary["index"]:
         raise _damaged(root, f"{INDEX} is not the one that {SUMMARY} names")
@@ -122,6 +128,8 @@ def open_index(root: Path) -> Index:
         try:
             size = (root / shard["name"]).stat().st_size
         except OSError as error:
+            if is_outage(error):
+                raise out_of_reach(root / shard["name"], error) from None
             raise _damaged(root, f"{shard['name']}: {error.strerror}") from None
         if size != shard["bytes"]:
             raise _damaged(root, f"{shard['name']} has {size:,} bytes, not {shard['bytes']:,}")
@@ -149,6 +157,8 @@ def read_summary(root: Path) -> dict[str, Any]:
             f"data.root={root} holds no whole pack ({SUMMARY} is missing): make one with 'pipeline data pack SRC {root}'"
         ) from None
     except OSError as error:
+        if is_outage(error):
+            raise out_of_reach(root / SUMMARY, error) from None
         raise RequestError(f"data.root={root} cannot be read: {SUMMARY}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(root, f"{SUMMARY} cannot be read ({error})") from None
@@ -163,7 +173,7 @@ def changed_shards(root: Path, summary: dict[str, Any]) -> Iterator[tuple[str, s
                 if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
                     yield shard["name"], f"has changed since it was packed: its SHA-256 is not that of {SUMMARY}"
         except OSError as error:
-            yield shard["name"], f"cannot be read: {error.strerror}"
+            raise out_of_reach(root / shard["name"], error) from None
 
 
 def _damaged(root: Path, what: str) -> RequestError:

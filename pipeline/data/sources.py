@@ -19,12 +19,18 @@ from pipeline.config import Config
 from pipeline.data import pack
 from pipeline.data.manifest import (
     MAX_FILE_BYTES,
+    MISSING,
     Index,
     Split,
     SplitImages,
     UnreadableError,
+    classify,
+    is_outage,
     open_index,
+    out_of_reach,
+    refuse_untrained,
     relabelled,
+    scan,
     scan_validation,
 )
 from pipeline.plan import DataSize
@@ -43,7 +49,8 @@ class Images(Protocol):
     def name(self, i: int) -> str: ...
     def label(self, i: int) -> int: ...
     def read(self, i: int) -> bytes | NDArray[np.uint8]:
-        """The file's bytes, or ready pixels [3, H, W]. UnreadableError if there are none."""
+        """The file's bytes, or ready pixels [3, H, W]. UnreadableError if there are none, OutageError if the storage that
+        holds them cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +73,12 @@ class FolderImages(SplitImages):
         expected = int(self.split.sizes[i])
         if expected > MAX_FILE_BYTES:
             raise UnreadableError(f"{expected:,} bytes, more than the {MAX_FILE_BYTES:,} allowed")
+        path = os.path.join(os.fsencode(self.root), self.split.name(i))
         try:
-            with open(os.path.join(os.fsencode(self.root), self.split.name(i)), "rb", buffering=0) as file:
+            with open(path, "rb", buffering=0) as file:
                 data = file.read(max(0, expected) + 1)
         except OSError as error:
-            raise UnreadableError(error.strerror or "cannot be read") from None
+            raise UnreadableError(error.strerror) if expected == MISSING else classify(path, error) from None
         if len(data) != expected:
             was = f"had {expected:,} bytes" if expected >= 0 else "could not be read"
             raise UnreadableError(f"changed since it was indexed, when it {was}: 'pipeline data check' indexes anew")
@@ -123,22 +131,66 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
         return _synthetic(config)
     root = data_root(config)
     if config.data.source == "pack":
-        return of_index(root, pack.open_index(root))
-    _have_digits(config, root)
-    return of_index(root, open_index(root, config.data.val_split, config.run_dir / "index", check_sizes=check_sizes))
+        index = pack.open_index(root)
+    else:
+        _have_digits(config, root)
+        index = open_index(root, config.data.val_split, config.run_dir / "index", check_sizes=check_sizes)
+    refuse_untrained(index, root)  # an index that an earlier version wrote may hold such a class
+    return of_index(root, index)
 
 
-def open_validation(config: Config, classes: tuple[str, ...]) -> Source:
-    """What to judge a model of `classes` on, with nothing to train on. RequestError if there is nothing."""
+def open_validation(
+    config: Config, contents: dict[str, Any], trained: Config, overrides: list[str]
+) -> tuple[Source, str]:
+    """Return what to judge the model of a checkpoint's `contents` on, with nothing to train on, and that in words.
+
+    config: that of the training, `trained`, with the command's words `overrides` on top. Of a folder without train/ and
+    val/ it is all images; if that is the data of the training, wherever it lies now, or if the words name data.val_split,
+    it is the share that is held out. RequestError if there is no image, or one of a class that the model does not know.
+    """
+    classes = tuple(contents["classes"])
     if config.data.source == "synthetic":
-        return _synthetic(config)
+        source = _synthetic(config)
+        if not set(source.classes) <= set(classes):
+            raise RequestError(
+                f"data.source=synthetic makes {len(source.classes)} classes, 'class 0' and on, and the model knows others"
+                f" ({', '.join(classes[:3])}, …; {len(classes)} in all): name images of its classes with"
+                " data.source=folder data.root=FOLDER"
+            )
+        return source, f"{len(source.val):,} synthetic images"
     root = data_root(config)
     if config.data.source == "pack":
         index = pack.open_index(root)
-        return of_index(root, replace(index, val=relabelled(index, classes), classes=classes))
+        source = of_index(root, replace(index, val=relabelled(index, classes), classes=classes))
+        return source, f"the {len(source.val):,} held-out images of the pack {root}"
     _have_digits(config, root)
-    split = scan_validation(root, classes, config.data.val_split)
-    return of_index(root, Index(Split.of([]), split, classes, None, {}, config.data.val_split))
+    share, words = 1.0, "all {count} images of {root}"
+    if (root / "val").is_dir():
+        words = "the {count} images of {root}/val"
+    elif _is_learnt(root, trained, contents.get("data")):
+        share, words = trained.data.val_split, "the {count} held-out images of {root}"
+        if config.data.val_split != share:
+            raise RequestError(
+                f"data.val_split={config.data.val_split:g} would take images that the model has learnt from: {share:g} of"
+                f" {root} was held out; leave data.val_split out"
+            )
+    elif any(word.startswith("data.val_split=") for word in overrides):
+        share, words = config.data.val_split, "the {count} held-out images of {root}"
+    else:
+        words += " (it is not the data of the training; data.val_split=SHARE would hold a share out)"
+    split = scan_validation(root, classes, share)
+    source = of_index(root, Index(Split.of([]), split, classes, None, {}, config.data.val_split))
+    return source, words.format(count=f"{len(split):,}", root=root)
+
+
+def _is_learnt(root: Path, trained: Config, digest: str | None) -> bool:
+    """Return whether a folder of class folders is what a model learnt from: by its place, or by its contents."""
+    if trained.data.source == "folder" and root.resolve() == data_root(trained).resolve():
+        return True
+    try:
+        return scan(root, trained.data.val_split).digest == digest
+    except RequestError:  # it need not be one to train on
+        return False
 
 
 def _have_digits(config: Config, root: Path) -> None:
@@ -157,6 +209,8 @@ def _is_free(root: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return True
     except OSError as error:
+        if is_outage(error):
+            raise out_of_reach(root, error) from None
         raise RequestError(f"data.root={root} cannot be read: {error.strerror}") from None
     return False
 

@@ -16,11 +16,13 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import verdict, world
 from pipeline.config import Config, from_yaml, refuse_changes, split_credentials, without_password
 from pipeline.data import sources
+from pipeline.data.manifest import holds_something
 from pipeline.data.sources import Source
 from pipeline.plan import Plan, make_plan, request_digest
 from pipeline.record.folder import RunFolder
@@ -38,9 +40,10 @@ _NAMES_TIMEOUT_S = 60
 
 
 def run_folder(config: Config) -> RunFolder:
-    """It can be written."""
+    """It can be written, and so can the tracker's database beside it."""
     folder = RunFolder(config.run_dir)
     folder.check_writable()
+    tracking_uri(config, folder)
     return folder
 
 
@@ -64,6 +67,11 @@ def device(config: Config, here: World) -> None:
 
 def data(config: Config, folder: RunFolder) -> Source:
     """It is there and laid out right. The digits are made where they are missing."""
+    if _lost_its_data(config, folder):
+        raise TemporaryError(
+            f"data.root={config.data.root} is not there, and the run in {folder.path} was trained on it: bring it back, or"
+            " name its new place with data.root=FOLDER"
+        )
     return sources.open_source(config, check_sizes=folder.has_checkpoints())
 
 
@@ -77,7 +85,7 @@ def changes(config: Config, folder: RunFolder) -> None:
     if not folder.has_checkpoints() or config.run.resume != "auto":
         return
     try:
-        before = from_yaml(folder.config.read_text(), str(folder.config))
+        before = from_yaml(folder.config.read_text(errors="replace"), str(folder.config))
     except (OSError, Verdict):
         return  # the checkpoint holds it as well, and is asked later
     refuse_changes(before, config)
@@ -183,3 +191,14 @@ def open_tracker(uri: str, path: str, method: str = "GET", body: bytes | None = 
 
 def _basic(user: str, password: str) -> str:
     return "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()
+
+
+def _lost_its_data(config: Config, folder: RunFolder) -> bool:
+    """Return whether this data.root is gone, or empty as a volume that is not mounted, and was there at a start before."""
+    if config.data.root is None or holds_something(Path(config.data.root)) or not folder.has_checkpoints():
+        return False
+    try:
+        before = from_yaml(folder.config.read_text(errors="replace"), str(folder.config))
+    except (OSError, Verdict):
+        return False
+    return before.data.source == config.data.source != "digits" and before.data.root == config.data.root

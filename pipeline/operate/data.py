@@ -14,9 +14,9 @@ from pipeline.verdict import RequestError, StorageError, TemporaryError
 _AT_ONCE = 10_000  # each piece of work in a pool's queue is 1 KB
 
 
-def make(kind: str, out: str | None, num_images: int, num_classes: int, side: int) -> str:
+def make(kind: str, out: Path | None, num_images: int, num_classes: int, side: int) -> str:
     """Writes the digits or synthetic images as an image folder; a line that says so."""
-    root = Path(out or f"data/{kind}")
+    root = out or Path(f"data/{kind}")
     if kind == "digits":
         sources.make_digits(root)
     else:
@@ -35,6 +35,8 @@ def import_imagenet(archives: Path, out: Path, level: str | None) -> str:
 
     manifest.check_folder(archives, str(archives), f"name the one that holds {imagenet.TRAIN}")
     source = imagenet.open_archives(archives)
+    assert source.index
+    manifest.refuse_untrained(source.index, archives)
     if level:
         from pipeline.operate.pack import pack_source
 
@@ -63,7 +65,10 @@ def _unpack(source: sources.Source, out: Path) -> Iterator[int]:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f".{path.name}")
-        data = images.read(i)
+        try:
+            data = images.read(i)
+        except manifest.UnreadableError as error:
+            raise RequestError(f"{images.name(i)} cannot be unpacked: {error}: download the archive again") from None
         assert isinstance(data, bytes)
         aside.write_bytes(data)
         os.replace(aside, path)
@@ -77,9 +82,9 @@ def _unpack(source: sources.Source, out: Path) -> Iterator[int]:
                 yield len(ids)
 
 
-def get(kind: str, out: str | None) -> str:
+def get(kind: str, out: Path | None) -> str:
     """Fetches imagenette by torchvision's own downloader, and lays it out; a line that says what is there."""
-    root = Path(out or f"data/{kind}")
+    root = out or Path(f"data/{kind}")
     if os.path.exists(root):
         raise RequestError(f"{root} is there already: remove it, or name another folder")
     aside = root.parent / f".{root.name}.download"
@@ -141,6 +146,7 @@ def _check_pack(root: Path, *, write_sums: bool) -> str:
     if write_sums:
         raise RequestError(f"{root} is a pack, which has its sums in {pack.SUMMARY}: leave --write-sums out")
     index, summary = pack.open_index(root), pack.read_summary(root)
+    manifest.refuse_untrained(index, root)
     defects = dict(pack.changed_shards(root, summary))
     defects |= dict(_undecodable(root, index))
     for name, defect in defects.items():

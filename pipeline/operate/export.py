@@ -27,7 +27,7 @@ _TOLERANCE = 1e-4
 Answer = Callable[["Tensor"], "Tensor"]
 
 
-def export(target: Path, form: str, out: Path | None) -> str:
+def export(target: Path, form: str, out: Path | None, overrides: list[str]) -> str:
     """`pipeline export`: what was written, and how near it is. RequestError for a library that is not there."""
     missing = [name for name in _WANTED[form] if importlib.util.find_spec(name) is None]
     if missing:
@@ -35,18 +35,22 @@ def export(target: Path, form: str, out: Path | None) -> str:
             f"--to {form} wants {' and '.join(missing)}, which the lock file has not: pip install {' '.join(missing)}"
         )
 
-    from pipeline.config import from_yaml
+    from pipeline.config import from_yaml, refuse_another_model
     from pipeline.model.architectures import Served
     from pipeline.record import checkpoint
 
     source = checkpoint.find(target)
-    contents = checkpoint.decode(checkpoint.read_verified(source), source)
-    config = from_yaml(contents["config"], str(source))
+    contents = checkpoint.read_model(source)
+    trained = from_yaml(contents["config"], str(source))
+    config = from_yaml(contents["config"], str(source), overrides)
+    refuse_another_model(trained, config, str(source))
     model = checkpoint.judged_model(contents, config.model)
-    pixels = _validation_pixels(config, tuple(contents["classes"]))
+    pixels, what = _pixels(config, contents, trained, overrides)
     served = Served(model).eval()
 
-    path = out or source.parents[1] / "export" / f"{source.name.split('.')[0]}.{SUFFIXES[form]}"
+    folder = source.absolute().parent
+    run = folder.parent if folder.name == "checkpoints" else folder
+    path = out or run / "export" / f"{source.name.split('.')[0]}.{SUFFIXES[form]}"
     aside = path.with_name(f".{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,19 +69,35 @@ def export(target: Path, form: str, out: Path | None) -> str:
     finally:
         aside.unlink(missing_ok=True)
     return (
-        f"{path}: the model of step {contents['step']}; on {len(pixels)} validation images, at once and one by one, no"
+        f"{path}: the model of step {contents['step']}; on {what}, at once and one by one, no"
         f" probability differs by more than {difference:.1e}"
     )
 
 
-def _validation_pixels(config: "Config", classes: tuple[str, ...]) -> "Tensor":
-    """The first validation images, [8, 3, size, size] float32 of 0 to 255."""
+def _pixels(
+    config: "Config", contents: dict[str, Any], trained: "Config", overrides: list[str]
+) -> tuple["Tensor", str]:
+    """The first validation images, [8, 3, size, size] float32 of 0 to 255, and what they are; noise where the data of the
+    training is not here and the command names no other."""
+    import torch
+
+    from pipeline.data.augment import evaluation_geometry
     from pipeline.data.loader import EvalBatches
     from pipeline.data.sources import open_validation
 
+    try:
+        images = open_validation(config, contents, trained, overrides)[0].val
+    except RequestError:
+        if any(word.startswith("data.") for word in overrides):
+            raise
+        size, _ = evaluation_geometry(config.evaluate, config.augment)
+        noise = torch.randint(256, (_IMAGES, 3, size, size), generator=torch.Generator().manual_seed(0))
+        return noise.float(), f"{_IMAGES} pictures of noise (no validation images here; data.root=FOLDER names some)"
     evaluate = config.evaluate.model_copy(update={"batch": _IMAGES})
-    images = open_validation(config, classes).val
-    return EvalBatches(images, config.model_copy(update={"evaluate": evaluate}))[0].images.contiguous().float()
+    batch = EvalBatches(images, config.model_copy(update={"evaluate": evaluate}))[0]
+    if batch.outage:
+        raise batch.outage
+    return batch.images.contiguous().float(), f"{len(batch.images)} validation images"
 
 
 def _largest_difference(served: "nn.Module", loaded: Answer, pixels: "Tensor") -> float:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline import verdict, world
-from pipeline.config import Config, from_yaml, load
+from pipeline.config import Config, from_yaml, load, refuse_another_model
 from pipeline.data import sources
 from pipeline.data.sources import Source
 from pipeline.operate import checks
@@ -113,11 +113,14 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
         from pipeline.train.session import run_evaluation
 
     path = checkpoint.find(Path(target))
-    contents = checkpoint.decode(checkpoint.read_verified(path), path)
+    contents = checkpoint.read_model(path)
+    trained = from_yaml(contents["config"], str(path))
     config = from_yaml(contents["config"], str(path), overrides)
-    source = sources.open_validation(config, tuple(contents["classes"])) if here.is_main else None
+    refuse_another_model(trained, config, str(path))
+    source = None
     if here.is_main:
-        print(f"evaluating {path}", file=sys.stderr, flush=True)
+        source, what = sources.open_validation(config, contents, trained, overrides)
+        print(f"evaluating {path} on {what}", file=sys.stderr, flush=True)
 
     return run_evaluation(config, here, contents, source)
 

@@ -98,6 +98,8 @@ def _label(labeller: Labeller, images: FolderImages) -> Iterator[tuple[Batch, li
     resources = replace(resources, workers=min(resources.workers, len(data) - 1))  # one batch is sooner made right here
     with torch.inference_mode():
         for batch in batches(data, range(len(data)), resources, pin=device.type == "cuda"):
+            if batch.outage:
+                raise batch.outage
             shares, labels = served(batch.images.to(device).float()).topk(min(_TOP, len(labeller.classes)))
             yield (
                 batch,
@@ -139,8 +141,7 @@ def _labeller(target: str) -> Labeller:
 
         contents = fetch_model(target)
     else:
-        path = checkpoint.find(Path(target))
-        contents = checkpoint.decode(checkpoint.read_verified(path), path)
+        contents = checkpoint.read_model(checkpoint.find(Path(target)))
     config = from_yaml(contents["config"], target, _HERE)
     model = checkpoint.judged_model(contents, config.model)
     return Labeller(Served(model).eval(), config, contents["classes"])

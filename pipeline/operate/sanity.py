@@ -101,6 +101,8 @@ class _Sanity:
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
         batch = self._batches[step % self._batches.plan.total_steps]
+        if batch.outage:
+            raise batch.outage
         return self._normalise(batch.images), batch.labels.to(self._device)
 
     def _train(self, model: nn.Module, batch: Callable[[int], tuple[Tensor, Tensor]]) -> tuple[float, float]:
@@ -124,6 +126,8 @@ class _Sanity:
         with torch.inference_mode():
             for position in range(0, len(data), max(1, len(data) // _EVALUATED)):
                 batch = data[position]
+                if batch.outage:
+                    raise batch.outage
                 right += int((model(self._normalise(batch.images)).argmax(1).cpu() == batch.labels).sum())
                 judged.append(batch.labels[batch.labels != NO_LABEL])
         return right, torch.cat(judged)

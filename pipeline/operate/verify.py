@@ -67,9 +67,22 @@ def _read(folder: RunFolder) -> dict[str, Any]:
             f"{folder.path} has no receipt that can be read ({why}): give a run's folder; 'pipeline train' with the run's"
             " own words writes its receipt"
         ) from None
-    if not isinstance(receipt, dict) or receipt.get("format") != FORMAT or not receipt.get("starts"):
+    if not isinstance(receipt, dict) or receipt.get("format") != FORMAT or not _is_whole(receipt):
         raise RequestError(f"{folder.receipt} is not a receipt of format {FORMAT}, which this version reads")
     return receipt
+
+
+def _is_whole(receipt: dict[str, Any]) -> bool:
+    """Return whether the receipt holds what a repetition needs."""
+    try:
+        return (
+            {"data", "evaluations"} <= receipt.keys()
+            and "world" in receipt["starts"][-1]
+            and "threads" in receipt["plan"]
+            and "arch" in receipt["config"]["model"]
+        )
+    except (KeyError, IndexError, TypeError):
+        return False
 
 
 def _request(receipt: dict[str, Any], run_dir: Path, again: RunFolder) -> Config:

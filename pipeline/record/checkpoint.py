@@ -27,6 +27,7 @@ from pipeline.verdict import StorageError
 
 FORMAT = 1
 MAX_FAILURES = 5
+_OF_A_MODEL = {"model": dict, "average": dict | None, "config": str, "classes": list}
 _NAME = re.compile(r"step-(\d{8,})\.([0-9a-f]{16})\.pt")
 
 
@@ -105,6 +106,15 @@ def decode(data: bytes, origin: Path | str) -> dict[str, Any]:
     return contents
 
 
+def read_model(path: Path) -> dict[str, Any]:
+    """Return the verified contents of a checkpoint whose model is asked for. StorageError says what is wrong with it."""
+    contents = decode(read_verified(path), path)
+    for part, kinds in _OF_A_MODEL.items():
+        if part not in contents or not isinstance(contents[part], kinds):
+            raise StorageError(f"{path} is not a checkpoint of this pipeline: its part '{part}' is missing or damaged")
+    return contents
+
+
 def judged_weights(contents: dict[str, Any]) -> dict[str, Tensor]:
     """The state dict that was evaluated: of the moving average where there is one."""
     weights: dict[str, Tensor] = contents["average"] or contents["model"]
@@ -112,9 +122,16 @@ def judged_weights(contents: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def judged_model(contents: dict[str, Any], options: Model) -> nn.Module:
-    """The model that was evaluated, in eval mode. RequestError for one that torchvision lacks."""
+    """The model that was evaluated, in eval mode. RequestError for one that torchvision lacks, StorageError if the weights
+    are not of it."""
     model = build(options, len(contents["classes"])).eval()
-    model.load_state_dict(judged_weights(contents))
+    try:
+        model.load_state_dict(judged_weights(contents))
+    except RuntimeError as error:
+        raise StorageError(
+            f"the weights of the checkpoint are not those of a {options.arch} with {len(contents['classes'])} classes, as"
+            f" its configuration says ({' '.join(str(error).split())[:120]} …): use another checkpoint"
+        ) from None
     return model
 
 

@@ -122,7 +122,7 @@ class Follower:
     def _open_run(self) -> Progress:
         """Find the run on the server, or make it."""
         from mlflow import MlflowClient
-        from mlflow.entities import Param
+        from mlflow.entities import Param, RunTag
 
         created = next((row for row, _ in read(self._folder.journal) if "run" in row), None)
         if created is None:
@@ -142,6 +142,11 @@ class Follower:
         missing = [Param(key, value) for key, value in _flat(self._config) if key not in run.data.params]
         if missing:
             self._client.log_batch(run.info.run_id, params=missing)
+        # a parameter is for ever what it was at the first start; the value of now is a tag of the same name
+        told = {**run.data.params, **{key: value for key, value in run.data.tags.items() if key in run.data.params}}
+        changed = [RunTag(key, value) for key, value in _flat(self._config) if told.get(key, value) != value]
+        if changed:
+            self._client.log_batch(run.info.run_id, tags=changed)
         noted = self._noted().get(self._address, {})
         offset = noted["offset"] if noted.get("run_id") == run.info.run_id else 0
         return Progress(run.info.run_id, experiment_id, offset)
@@ -505,7 +510,7 @@ def sync(path: Path, *, follow: bool) -> None:
     """
     folder = RunFolder(path)
     try:
-        config = from_yaml(folder.config.read_text(), str(folder.config))
+        config = from_yaml(folder.config.read_text(errors="replace"), str(folder.config))
     except OSError as error:
         raise RequestError(f"{path} is not a run's folder: {folder.config.name}: {error.strerror}") from None
     named = os.environ.get("PIPELINE_TRACK_URI") or os.environ.get("MLFLOW_TRACKING_URI")

@@ -63,11 +63,22 @@ def _user() -> str | None:
 
 
 def _commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    """Return the commit of this package's own checkout, with `-dirty` if files of the package differ from it.
+
+    None if it lies in no repository, or in one that does not track it, as an environment inside another project does.
+    """
+    package = Path(__file__).parents[1]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+        _git(package, "ls-files", "--error-unmatch", "__init__.py")
+        changed = _git(package, "status", "--porcelain", "--", ".")
+        return _git(package, "rev-parse", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def _git(folder: Path, *words: str) -> str:
+    command = ["git", "-C", str(folder), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
 
 
 def _cpu_model() -> str:

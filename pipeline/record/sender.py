@@ -8,6 +8,7 @@ standard output answers once: whether the server was reached. `NoSender` is for 
 
 import contextlib
 import os
+import re
 import select
 import subprocess
 import sys
@@ -88,13 +89,20 @@ class Sender(NoSender):
 
 
 def tracking_uri(config: Config, folder: RunFolder) -> str | None:
-    """Where the run in `folder` is sent: None for the journal alone."""
+    """Where the run in `folder` is sent: None for the journal alone. RequestError for a place that MLflow cannot open."""
     if config.track.uri == "none":
         return None
     if config.track.uri != "auto":
         return config.track.uri
-    default = f"sqlite:///{folder.path.absolute().parent / 'mlflow.db'}"
-    return os.environ.get("MLFLOW_TRACKING_URI") or default
+    if os.environ.get("MLFLOW_TRACKING_URI"):
+        return os.environ["MLFLOW_TRACKING_URI"]
+    database = str(folder.path.absolute().parent / "mlflow.db")
+    if re.search(r"\?|%[0-9a-fA-F]{2}", database):  # MLflow decodes an address, and SQLAlchemy cuts it at the ?
+        raise RequestError(
+            f"MLflow cannot open {database}, because of a ? or % in the path: give another run.dir, name a server with"
+            " track.uri, or set track.uri=none"
+        )
+    return f"sqlite:///{database}"
 
 
 def start(config: Config, folder: RunFolder) -> NoSender:

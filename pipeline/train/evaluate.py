@@ -64,7 +64,10 @@ class Evaluator:
         self._size = config.evaluate.size or config.augment.size
 
     def evaluate(self, step: int, asked_to_stop: Callable[[], bool]) -> Judgement | None:
-        """The judgement of the model, which is that of `step`; None at all processes if one is asked to stop meanwhile."""
+        """The judgement of the model, which is that of `step`; None at all processes if one is asked to stop meanwhile.
+
+        OutageError at all processes if the images of one are out of reach.
+        """
         group, device = self._group, self._group.device
         mine = range(group.rank, len(self._data), group.size)
         loaded = to_device(batches(self._data, mine, self._resources, pin=device.type == "cuda"), device)
@@ -83,7 +86,10 @@ class Evaluator:
                         defects += batch.defects
                     elif self._predict:  # the others want this process's part of the model
                         self._predict(torch.empty((0, 3, self._size, self._size), device=device))
-                    (stop,) = group.agree(asked_to_stop())
+                    outage = batch.outage if batch else None
+                    stop, out_of_reach = group.agree(asked_to_stop(), outage is not None)
+                    if out_of_reach:
+                        group.raise_together(outage)
                     if stop:
                         return None
         finally:

@@ -18,7 +18,7 @@ from pipeline.config import Config
 from pipeline.data.augment import centre, evaluation_geometry, resized
 from pipeline.data.images import BadImageError, decode
 from pipeline.data.loader import TrainBatches
-from pipeline.data.manifest import UnreadableError
+from pipeline.data.manifest import OutageError, UnreadableError
 from pipeline.data.mix import mixed
 from pipeline.data.sources import Source
 from pipeline.plan import Plan
@@ -59,6 +59,8 @@ class Exhibits(NoExhibits):
             return
         few = replace(plan, micro_batch=min(_SHOWN, plan.micro_batch), accumulate=1)
         batch = TrainBatches(self._source.train, self._config, few, 0)[0]
+        if batch.outage:
+            return self._say(f"no picture of the augmentation: {batch.outage}")
         images = batch.images
         if len(batch.mix):
             images = mixed(images.float(), batch.mix).round().to(torch.uint8)
@@ -74,6 +76,9 @@ class Exhibits(NoExhibits):
                 images[row] = centre(decode(self._source.val.read(image)), size, resize)
             except (BadImageError, UnreadableError) as error:  # since it was judged
                 self._say(f"{self._source.val.name(image)} cannot be shown: {error}")
+            except OutageError as outage:  # training finds out by itself, and waits
+                self._say(f"the most confident mistakes cannot be shown: {outage}")
+                break
         judged = Judged(judgement.answers, list(self._source.classes), shown, _small(images).numpy())
         self._keep(lambda: answers.save_judged(self._report, judgement.evaluation.step, judged))
 

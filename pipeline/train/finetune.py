@@ -81,7 +81,7 @@ def _read(arch: str, init: str) -> dict[str, Tensor]:
             path = checkpoint.find(Path(init))
         except StorageError as error:
             raise RequestError(f"model.init={init} is not allowed: {error}") from None
-        return checkpoint.judged_weights(checkpoint.decode(checkpoint.read_verified(path), path))
+        return checkpoint.judged_weights(checkpoint.read_model(path))
     names = published_weights(arch)
     if init not in names:
         raise RequestError(

@@ -66,8 +66,8 @@ class Training:
 def train(run: Training, batches: Iterator[Batch]) -> Evaluation:
     """Train to the plan's last step; the evaluation of the last step's model.
 
-    TemporaryError if asked to stop (a checkpoint of that step exists), NotFiniteError, DivergedError, StorageError: at all
-    processes.
+    TemporaryError if asked to stop (a checkpoint of that step exists) or if the data stays out of reach, NotFiniteError,
+    DivergedError, StorageError: at all processes.
     """
     state, plan, group = run.state, run.plan, run.group
     clock = run.clock
@@ -102,11 +102,14 @@ def train(run: Training, batches: Iterator[Batch]) -> Evaluation:
         run.pace.start()
         loss, used = run.step.forward_backward(waiting)
         with clock.on("communication"):
-            stopping, not_finite, defects = group.agree(
+            stopping, not_finite, defects, outage = group.agree(
                 _asked_to_stop(run),
                 run.losses.look(state.step + 1, loss, used),
                 any(batch.defects for batch in used),
+                any(batch.outage for batch in used),
             )
+        if outage:  # not saved: batch norm has counted what are no images
+            group.raise_together(next((batch.outage for batch in used if batch.outage), None))
         if not_finite:
             raise run.losses.failure()
         if defects:

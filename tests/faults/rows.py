@@ -56,6 +56,7 @@ ROWS = {
     "I3": Row("the same run twice", "identical"),
     "J1": Row("SIGKILL before the first own save of a run started with run.resume=PATH", f"resumes from PATH; {_SAME}"),
     "J2": Row("fsdp, stages: SIGKILL and SIGTERM in validation, in a save, in the first step of a start", _SAME),
+    "J3": Row("the data folder gone for a while · for good", "waits, identical, no image blamed · exit 75"),
     "J4": Row("logits not finite in validation", "said, never best, never a number that wrapped"),
     "J5": Row("a registry's model with a pickle, code, an import path; names with `..`", "nothing runs; exit 2 or 4"),
 }  # fmt: skip

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shutil
 import subprocess
 import threading
 import time
@@ -11,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, pipeline, read_rows
+from harness import SHARING, SMALL, Job, pipeline, read_rows
 
 from faults.ledger import Notes
 from pipeline.record.checkpoint import read_verified, step_of
@@ -163,6 +164,65 @@ def test_ranks_that_see_other_folders_train_the_same(tmp_path: Path, digits: Pat
         again = job(tmp_path / name, digits, *words[1:], "train.max_steps=12", nproc=2, **env)
         lines.add(again.run().out)
     assert len(lines) == 1
+
+
+@pytest.fixture(scope="module")
+def fed(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
+    """Two processes with loader workers, from a folder that always stays where it is."""
+    run = from_folder(tmp_path_factory.mktemp("fed") / "run", digits)
+    assert run.run().code == 0
+    return run
+
+
+def from_folder(folder: Path, root: Path, *more: str) -> Job:
+    return job(folder, root, "data.source=folder", "data.workers=4", "evaluate.every=9 steps", *more, nproc=2)
+
+
+def blamed(run: Job) -> list[dict[str, object]]:
+    return [row for row in read_rows(run.folder / "journal.jsonl") if row.get("event") == "bad image"]
+
+
+@pytest.mark.full
+@pytest.mark.fault("J3", ci=1, long=5)
+@pytest.mark.parametrize("seconds", [5, pytest.param(60, marks=pytest.mark.long)])
+def test_data_that_is_gone_for_a_while_is_waited_for(
+    tmp_path: Path, digits: Path, fed: Job, seconds: int, seed: int
+) -> None:
+    root = shutil.copytree(digits, tmp_path / "data")
+    run = from_folder(tmp_path / "run", root).start()
+    run.wait_for_step(1 + seed)
+    root.rename(tmp_path / "away")
+    run.wait_until(lambda: "waiting for it" in run.log(), "word of the outage")
+    time.sleep(seconds)
+    (tmp_path / "away").rename(root)
+    result = run.wait()
+    assert result.out == last_line(fed)
+    assert read_rows(run.folder / "trace.jsonl") == read_rows(fed.folder / "trace.jsonl")
+    assert not blamed(run)
+    assert 1 <= result.err.count("the data is out of reach") <= 4, "once for each rank's two loaders, at most"
+
+
+@pytest.mark.full
+@pytest.mark.fault("J3", ci=1, long=5)
+def test_data_that_is_gone_for_good_ends_the_run_and_the_same_command_goes_on_once_it_is_back(
+    tmp_path: Path, digits: Path, fed: Job, seed: int
+) -> None:
+    root = shutil.copytree(digits, tmp_path / "data")
+    run = from_folder(tmp_path / "run", root, "run.timeout=8").start()
+    run.wait_for_step(4 + seed)
+    root.rename(tmp_path / "away")
+    gone = time.monotonic()
+    result = run.wait()
+    assert time.monotonic() - gone < 15 * SHARING
+    assert result.code == 75
+    assert result.error.startswith(f"the data is out of reach ({root}/")
+    assert result.error.endswith(": No such file or directory): the same command goes on once it is back")
+    again = run.run()
+    assert (again.code, f"data.root={root} is not there" in again.error) == (75, True)
+    (tmp_path / "away").rename(root)
+    assert run.run().out == last_line(fed)
+    assert read_rows(run.folder / "trace.jsonl") == read_rows(fed.folder / "trace.jsonl")
+    assert not blamed(run)
 
 
 @pytest.mark.full
