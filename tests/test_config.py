@@ -285,20 +285,20 @@ def test_on_resume_what_may_change_passes_and_the_rest_is_named() -> None:
     before = load("digits", [])
     free = ["run.dir=x", "run.resume=never", "run.trace=true", "run.watch=none", "data.workers=3", "data.prefetch=4",
             "train.max_steps=5", "train.epochs=13", "checkpoint.every=3 steps", "checkpoint.keep=9", "profile.steps=3-4",
-            "track.uri=none", "track.every=1 epoch"]  # fmt: skip
+            "track.uri=none", "track.every=1 epoch", "data.root=x", "data.max_bad=0.5", "run.timeout=9"]  # fmt: skip
     refuse_changes(before, load("digits", free))
     changed = [
         "run.seed=1",
         "batch.global=48",
         "optimizer.lr=0.2",
-        "data.root=x",
+        "data.val_split=0.2",
         "train.precision=bf16",
         "train.epochs=11",
     ]
     with pytest.raises(RequestError) as refusal:
         refuse_changes(before, load("digits", changed))
     line = str(refusal.value)
-    for difference in ("run.seed: 0 -> 1", "batch.global: 96 -> 48", "optimizer.lr: 0.1 -> 0.2", "data.root: None -> x",
+    for difference in ("run.seed: 0 -> 1", "batch.global: 96 -> 48", "optimizer.lr: 0.1 -> 0.2", "data.val_split: 0.1 -> 0.2",
                        "train.precision: fp32 -> bf16", "train.epochs: 12 -> 11 (it may only grow)"):  # fmt: skip
         assert difference in line
 

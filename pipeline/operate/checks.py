@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import ssl
+import sys
 import time
 import urllib.error
 import urllib.parse
@@ -51,7 +52,8 @@ def standing_verdict(config: Config, here: World, folder: RunFolder) -> None:
     """The last start of this request did not fail permanently."""
     left = verdict.recall(folder.path, request_digest(config, here))
     if left and config.run.resume == "auto":
-        raise type(left)(f"{left}: so ended the previous start of this request; {folder.way_on()}")
+        print(f"the previous start of this request ended so: {folder.way_on()}", file=sys.stderr)
+        raise left
 
 
 def device(config: Config, here: World) -> None:
@@ -59,10 +61,7 @@ def device(config: Config, here: World) -> None:
     if config.run.device == "cuda" and not world.shows_gpu():
         raise world.no_gpu()
     if config.model.batchnorm == "sync" and here.size > 1 and (config.run.device == "cpu" or not world.shows_gpu()):
-        raise RequestError(
-            "model.batchnorm=sync on CPUs is not allowed: torch synchronises batch norm on GPUs only; set it to local or"
-            " average"
-        )
+        raise RequestError("model.batchnorm=sync: torch normalises over processes on GPUs only; take local or average")
 
 
 def data(config: Config, folder: RunFolder) -> Source:

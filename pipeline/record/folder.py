@@ -67,7 +67,7 @@ class RunFolder:
 
     def has_checkpoints(self) -> bool:
         """Return whether there is a file named like a checkpoint, verified or not."""
-        return self.checkpoints.is_dir() and any(self.checkpoints.glob("step-*.pt"))
+        return os.path.isdir(self.checkpoints) and any(self.checkpoints.glob("step-*.pt"))
 
     def way_on(self) -> str:
         """Return what to do after a start that failed for good, as advice for the user."""
