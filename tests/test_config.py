@@ -299,7 +299,8 @@ def test_on_resume_what_may_change_passes_and_the_rest_is_named() -> None:
         refuse_changes(before, load("digits", changed))
     line = str(refusal.value)
     for difference in ("run.seed: 0 -> 1", "batch.global: 96 -> 48", "optimizer.lr: 0.1 -> 0.2",
-                       "data.val_split: 0.1 -> 0.2", "train.precision: fp32 -> bf16", "train.epochs: 12 -> 11 (it may only grow)"):  # fmt: skip
+                       "data.val_split: 0.1 -> 0.2", "train.precision: fp32 -> bf16",
+                       "train.epochs: 12 -> 11 (it may only grow)"):  # fmt: skip
         assert difference in line
 
 
