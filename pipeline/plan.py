@@ -184,8 +184,12 @@ class Plan(Resources):
 
 
 def request_digest(config: Config, world: World) -> str:
-    """Return what tells one request from another: a SHA-256 over the configuration and the number of processes."""
-    return hashlib.sha256(f"{config.model_dump_json()} {world.size} {world.local_size}".encode()).hexdigest()
+    """Return what tells one request from another: a SHA-256 over the configuration and the number of processes.
+
+    `run.resume` says where a request resumes, not what it asks for.
+    """
+    asked = config.model_dump_json(exclude={"run": {"resume"}})
+    return hashlib.sha256(f"{asked} {world.size} {world.local_size}".encode()).hexdigest()
 
 
 def memory_row(config: Config, parameters: int, world: int) -> str:

@@ -7,7 +7,8 @@ code. Nothing else in this package decides an exit code, so a script, a launcher
 
 torchrun exits 1 whatever its ranks say. So a rank that ends with 2, 3 or 4 also saves its failure in the run's folder
 (`leave`): the next start of the same request repeats the line and exits with the code (`recall`) instead of failing the
-same way again. What the checks of a start find (`operate.checks`) is not saved: the next start checks again.
+same way again. What the checks of a start find (`operate.checks`), or a folder or tracker that is out of reach, is not
+saved: the next start checks again.
 """
 
 import json

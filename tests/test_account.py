@@ -54,8 +54,8 @@ def accounts(folder: Path) -> list[dict[str, float]]:
     )  # fmt: skip
     run_folder = RunFolder(folder)
     run_folder.hold()
-    first = session.First(open_source(config), found=None, weights=None)
-    session.run_training(config, World(), run_folder, first, StopRequest())
+    prepared = session.Prepared(open_source(config), found=None, weights=None)
+    session.run_training(config, World(), run_folder, lambda: prepared, StopRequest())
     run_folder.release()
     return [row["metrics"] for row in read_rows(run_folder.journal) if "time/epoch_s" in row.get("metrics", {})]
 

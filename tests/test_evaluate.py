@@ -165,6 +165,9 @@ def test_a_model_whose_logits_are_not_finite_is_never_the_best(digits: Path) -> 
     assert state.account()["loss"] is None, "JSON has no NaN"
     assert state.take(Evaluation(**version_0_1))
     assert not state.take(broken)
+    state.step = broken.step
+    state.forget_best()
+    assert state.best is None, "nor where the best has to be chosen again"
 
 
 @pytest.mark.fault("J4")

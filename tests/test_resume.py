@@ -2,10 +2,15 @@
 
 import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
-from forked import Place
+from forked import SMALL, Place
+from harness import environment
 
 from pipeline import verdict
 from pipeline.config import load
@@ -61,7 +66,7 @@ def test_a_best_model_whose_checkpoint_is_lost_is_chosen_again(place: Place) -> 
     assert (place.path / "runs/slow/checkpoints" / best["file"]).exists()
 
 
-def test_a_restart_resumes_from_the_named_checkpoint_until_it_has_one_of_its_own(
+def test_a_restart_resumes_from_the_same_checkpoint_until_the_run_has_one_of_its_own(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -72,18 +77,52 @@ def test_a_restart_resumes_from_the_named_checkpoint_until_it_has_one_of_its_own
     def resumes_from(word: str) -> str:
         return _restarted(load("digits", [f"run.dir={run.path}", f"run.resume={word}"])).run.resume
 
-    named = str(place.path / "runs/done")
+    named, (checkpoint,) = str(place.path / "runs/done"), place.checkpoints()
     assert resumes_from(named) == named, "this launch has trained nothing yet"
-    Journal(run.journal, pytest.fail).event("started", launch="launch")
-    assert resumes_from(named) == named, "it has saved nothing yet"
+    Journal(run.journal, pytest.fail).event("started", launch="launch", checkpoint=checkpoint.name)
+    later = checkpoint.with_name(checkpoint.name.replace("-00000001.", "-00000002."))
+    shutil.copy(checkpoint, later)
+    assert resumes_from(named) == str(checkpoint), "the folder has a newer one by now, the run has saved nothing yet"
+    assert resumes_from(str(checkpoint)) == str(checkpoint)
     assert resumes_from("never") == "auto"
-    (checkpoint,) = place.checkpoints()
     shutil.copy(checkpoint, run.checkpoints)
-    assert resumes_from(named) == named, "a copy of the checkpoint that is named"
-    shutil.copy(checkpoint, run.checkpoints / checkpoint.name.replace("-00000001.", "-00000002."))
+    assert resumes_from(named) == str(checkpoint), "a copy of the checkpoint of the best model"
+    shutil.copy(checkpoint, run.checkpoints / later.name)
     assert resumes_from(named) == "auto"
-    shutil.rmtree(named)
-    assert resumes_from(named) == "auto"
+
+
+def test_a_finished_run_that_moves_to_another_folder_is_saved_there(place: Place) -> None:
+    code, said = place.train("run.dir=runs/other", "run.resume=runs/done")
+    assert code == 0, said
+    assert [step_of(path) for path in place.checkpoints("other")] == [1]
+    assert place.events("other", "ended")[-1]["best"]["step"] == 1
+    code, said = place.train("run.dir=runs/other")
+    assert "finished before" in said
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_checkpoint_that_takes_long_to_read_keeps_nobody_from_stopping(place: Place, asks: bool) -> None:
+    """Reading hangs, as on a storage that does not answer: a signal is obeyed, and else the watchdog ends it."""
+    program = f"""\
+import sys, time
+from pipeline.record import checkpoint
+from pipeline.__main__ import main
+checkpoint.read_verified = lambda path: print("reading", flush=True) or time.sleep(60)
+sys.exit(main({["train", "digits", *SMALL, "run.dir=runs/done", "run.timeout=1"]}))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=place.path, env=environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout
+    assert process.stdout.readline() == "reading\n"
+    start = time.monotonic()
+    if asks:
+        process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == (75 if asks else 1), said
+    assert ("asked to stop before a step was made" if asks else "rank 0 made no progress for") in said
+    assert time.monotonic() - start < (5 if asks else 30)
 
 
 @pytest.mark.parametrize("code", [2, 3, 4, 75])

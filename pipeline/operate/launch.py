@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,8 @@ from pipeline.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from pipeline.train.session import Prepared
 
 
 @dataclass
@@ -65,14 +68,17 @@ def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopReques
         sources.open_source(config)  # each machine of several makes its own, unless they share a disk
 
     with _importing():
-        from pipeline.train.session import First, run_training
+        from pipeline.train.session import run_training
 
-    first = None
-    if cleared:
-        found = checks.resumption(config, folder, cleared.source, voice(is_main=True).say)
-        weights = checks.model(config, cleared.plan, is_resumed=found is not None)
-        first = First(cleared.source, found, weights)
-    return run_training(config, here, folder, first, stop)
+    return run_training(config, here, folder, partial(_prepare, config, cleared) if cleared else None, stop)
+
+
+def _prepare(config: Config, cleared: Cleared) -> "Prepared":
+    """The checks of a start that need torch, and what they find."""
+    from pipeline.train.session import Prepared
+
+    found = checks.resumption(config, cleared.folder, cleared.source, voice(is_main=True).say)
+    return Prepared(cleared.source, found, checks.model(config, cleared.plan, is_resumed=found is not None))
 
 
 def _restarted(config: Config) -> Config:
@@ -80,15 +86,15 @@ def _restarted(config: Config) -> Config:
     if not world.restarts():
         return config
     folder = RunFolder(config.run_dir)
-    starts = [row.get("launch") for row, _ in read(folder.journal) if row.get("event") == "started"]
-    if starts[-1:] != [world.launch_name()]:
+    starts = [row for row, _ in read(folder.journal) if row.get("event") == "started"]
+    if not starts or starts[-1].get("launch") != world.launch_name():
         return config
-    if config.run.resume not in ("auto", "never"):
-        from pipeline.train.resume import is_superseded
+    resume, used = "auto", starts[-1].get("checkpoint")
+    if config.run.resume not in ("auto", "never") and used:
+        from pipeline.train.resume import at_restart
 
-        if not is_superseded(config.run.resume, folder):
-            return config
-    return config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
+        resume = at_restart(config.run.resume, used, folder)
+    return config.model_copy(update={"run": config.run.model_copy(update={"resume": resume})})
 
 
 def preflight(config: Config, here: World) -> Cleared:

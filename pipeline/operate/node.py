@@ -24,8 +24,8 @@ def replacements(nodes: int) -> int:
 
 
 def memory_gib(gpus: int, nproc: int) -> int:
-    """The most memory that a node may take: for each GPU, or without one for each process."""
-    return 24 * gpus or 4 * nproc
+    """Return the most memory that a node may take: by its GPUs, or without any by its processes."""
+    return 24 * gpus if gpus else 4 * nproc
 
 
 def host(node: int) -> str:

@@ -49,7 +49,7 @@ def _tensor(archive: zipfile.ZipFile, folder: str, row: dict[str, Any], like: Te
     shape, strides = ([int(one["as_int"]) for one in meta[key]] for key in ("sizes", "strides"))
     if row["use_pickle"] is not False:
         raise ValueError(f"{name} is pickled")
-    if tuple(shape) != like.shape or meta["dtype"] != _CODES[like.dtype]:
+    if tuple(shape) != like.shape or meta["dtype"] != _CODES.get(like.dtype):
         raise ValueError(f"{name} is of another shape or type")
     if not like.numel():
         return torch.empty(shape, dtype=like.dtype)

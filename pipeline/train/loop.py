@@ -55,6 +55,8 @@ class Training:
     pace: NoPace
     efficiency: NoFigure
     clock: Clock
+    is_moved: bool = False
+    """The state comes from the checkpoint of another folder: it is not saved here yet."""
     exhibits: NoExhibits = field(default_factory=NoExhibits)
     profile: NoProfile = field(default_factory=NoProfile)
     journal: Journal | None = None
@@ -74,7 +76,7 @@ def train(run: Training, batches: Iterator[Batch]) -> Evaluation:
     waiting = Waiting(batches, clock)
     report = Report(plan, group, run.terminal, clock, run.pace, run.efficiency, run.journal, run.receipt)
     first_step = state.step
-    stopping, saved = False, (state.step, state.is_evaluated)
+    stopping, saved = False, None if run.is_moved else (state.step, state.is_evaluated)
     while True:
         is_best = False
         if plan.evaluates_at(state.step) and not state.is_evaluated and not stopping:
@@ -179,7 +181,7 @@ def _save(run: Training, *, last: bool) -> None:
             f"the checkpoint of the best model, step {state.best.step:,}, is not in the run's folder: from here on the best"
             " is chosen again"
         )
-        state.best = state.evaluation if state.is_evaluated else None
+        state.forget_best()
     remark = run.strategy.remark()
     if remark:
         run.terminal.say(remark)

@@ -55,32 +55,38 @@ def find(config: Config, folder: RunFolder, source: Source, say: Callable[[str],
     return Found(path, data, contents)
 
 
-def is_superseded(named: str, folder: RunFolder) -> bool:
-    """Return whether `folder` has a newer checkpoint than `named`, the PATH that the run in it was resumed from."""
+def at_restart(named: str, used: str, folder: RunFolder) -> str:
+    """Return run.resume for a restart of a run that was started with run.resume=`named` and resumed from the file `used`.
+
+    That is auto once the run has saved a checkpoint itself, and the same file until then: a folder may have newer ones.
+    """
     own = checkpoint.listed(folder.checkpoints)
-    try:
-        return bool(own) and _is_newer(own[0], checkpoint.find(Path(named)))
-    except StorageError:  # it is gone: what the run has saved itself is all there is
-        return bool(own)
+    if own and own[0].name != used and checkpoint.step_of(own[0]) >= checkpoint.step_of(Path(used)):
+        return "auto"
+    places = (Path(named) / used, Path(named) / "checkpoints" / used)
+    return next((str(path) for path in places if path.exists()), named)
 
 
-def prepare_folder(found: Found | None, folder: RunFolder, say: Callable[[str], None]) -> None:
-    """Remove half-written files, set newer checkpoints aside, and bring the best model along. OSError if that fails."""
+def prepare_folder(used: Path | None, best_step: int | None, folder: RunFolder, say: Callable[[str], None]) -> None:
+    """Remove half-written files, set checkpoints newer than `used` aside, and copy the best model's checkpoint here.
+
+    OSError if the folder cannot be written.
+    """
     folder.remove_temporary()
-    if found is None:
+    if used is None:
         return
     # what is newer is damaged, or no longer true once training goes on from here
-    newer = [path for path in checkpoint.listed(folder.checkpoints) if _is_newer(path, found.path)]
+    newer = [path for path in checkpoint.listed(folder.checkpoints) if _is_newer(path, used)]
     if newer:
         say(f"{len(newer)} newer checkpoint{'s' * (len(newer) > 1)} set aside in {folder.set_aside_checkpoints(newer)}")
-    say(f"going on from {found.path}")
-    best = found.contents["best"]
-    for path in checkpoint.listed(found.path.parent) if best else []:
-        if checkpoint.step_of(path) == best["step"] and not (folder.checkpoints / path.name).exists():
-            try:
-                write_whole(folder.checkpoints / path.name, checkpoint.read_verified(path))
-            except StorageError as defect:
-                say(f"the best model is left behind: {defect}")
+    say(f"going on from {used}")
+    beside = [used, *checkpoint.listed(used.parent)]
+    best = next((path for path in beside if checkpoint.step_of(path) == best_step), None)
+    if best and not (folder.checkpoints / best.name).exists():
+        try:
+            write_whole(folder.checkpoints / best.name, checkpoint.read_verified(best))
+        except StorageError as defect:
+            say(f"the best model is left behind: {defect}")
 
 
 def share(found: Found | None, group: Group) -> dict[str, Any] | None:

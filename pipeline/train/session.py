@@ -10,10 +10,11 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -58,7 +59,7 @@ _MARGIN_S = 10
 
 
 @dataclass(frozen=True)
-class First:
+class Prepared:
     """What rank 0 finds and checks before the group forms."""
 
     source: Source
@@ -68,29 +69,21 @@ class First:
     """First weights, where model.init names some and no checkpoint overwrites them."""
 
 
-def run_training(config: Config, world: World, folder: RunFolder, first: First | None, stop: StopRequest) -> str:
+def run_training(
+    config: Config, world: World, folder: RunFolder, prepare: Callable[[], Prepared] | None, stop: StopRequest
+) -> str:
     """Train as one process of `world`; the line that says the result. Raises a Verdict where there is none.
 
-    Rank 0 brings `first`, and holds the folder.
+    prepare: of rank 0, which holds the folder.
     """
     terminal = voice(is_main=world.is_main)
     request = request_digest(config, world)
-    with _failures_left(folder, request, terminal):
-        with stop.obeyed_at_once():
-            group = _join(config, world)
-        # longer than an exchange may take, so that where one fails its own error is what is said
-        watchdog = Watchdog(config.run.timeout + _MARGIN_S, folder.path / f"hang-rank-{group.rank}.txt", group.rank)
-        watchdog.start()
-        source = _share_source(config, group, first.source if first else None)
-        plan = _agree_on_plan(config, group, source)
-        contents = share(first.found if first else None, group)
-        weights = first.weights if first else None
-        run = _build(config, plan, group, source, weights, terminal, stop, watchdog, is_resumed=contents is not None)
-        watchdog.beat()
-        plan = run.plan
-        run.profile = start_profile(config, folder.report, group, terminal.say)
-        if contents:
-            resume(run.state, contents, config, group, terminal.say)
+    # longer than an exchange may take, so that where one fails its own error is what is said
+    new_watchdog = partial(
+        Watchdog, config.run.timeout + _MARGIN_S, folder.path / f"hang-rank-{world.rank}.txt", world.rank
+    )
+    run, source, used = _set_up(config, world, folder, prepare, stop, new_watchdog, terminal)
+    plan, group, watchdog = run.plan, run.group, run.watchdog
     # a run that was killed before its last word has it to say, and goes on to that
     (unsaid,) = group.agree(group.is_main and final_status(folder.journal) != "FINISHED")
     if run.state.step >= plan.last_step and run.state.is_evaluated and not unsaid:
@@ -101,7 +94,7 @@ def run_training(config: Config, world: World, folder: RunFolder, first: First |
         line = _done_line(plan.epoch(run.state.step), run.state.evaluation, run.state.weights_digest())
         group.finish()
         return line
-    tracker = _open_records(run, folder, source, first.found if first else None)
+    tracker = _open_records(run, folder, source, used)
     data = TrainBatches(source.train, config, plan, group.rank)
     positions = range(run.state.step * plan.accumulate, max(run.state.step, plan.last_step) * plan.accumulate)
     watchdog.beat()
@@ -128,6 +121,45 @@ def run_training(config: Config, world: World, folder: RunFolder, first: First |
     return line
 
 
+def _set_up(
+    config: Config,
+    world: World,
+    folder: RunFolder,
+    prepare: Callable[[], Prepared] | None,
+    stop: StopRequest,
+    new_watchdog: Callable[[], Watchdog],
+    terminal: Terminal,
+) -> tuple[Training, Source, Path | None]:
+    """Join the group, build all parts and load the state. Returns also, on rank 0, which checkpoint that is of.
+
+    The checkpoint's bytes and contents are local here, so that training does not keep them in memory.
+    """
+    prepared = None
+    if prepare:
+        watchdog = new_watchdog()
+        watchdog.start()
+        with stop.raised():
+            prepared = prepare()
+        watchdog.stop()
+    with _failures_left(folder, request_digest(config, world), terminal):
+        with stop.obeyed_at_once():
+            group = _join(config, world)
+        watchdog = new_watchdog()
+        watchdog.start()
+        source = _share_source(config, group, prepared.source if prepared else None)
+        plan = _agree_on_plan(config, group, source)
+        found = prepared.found if prepared else None
+        contents = share(found, group)
+        weights = prepared.weights if prepared else None
+        run = _build(config, plan, group, source, weights, terminal, stop, watchdog, is_resumed=contents is not None)
+        watchdog.beat()
+        run.profile = start_profile(config, folder.report, group, terminal.say)
+        if contents:
+            resume(run.state, contents, config, group, terminal.say)
+        (run.is_moved,) = group.agree(found is not None and found.path.parent.resolve() != folder.checkpoints.resolve())
+    return run, source, found.path if found else None
+
+
 @contextmanager
 def _failures_left(folder: RunFolder, request: str, terminal: Terminal) -> Iterator[None]:
     """Save a failure that ends every start of this request for the next one, and say what to do then."""
@@ -136,7 +168,7 @@ def _failures_left(folder: RunFolder, request: str, terminal: Terminal) -> Itera
     except Verdict as ending:
         verdict.leave(folder.path, ending, request)
         if ending.code in verdict.FINAL:
-            terminal.say(f"the next start of this request fails at once: {folder.way_on()}")
+            terminal.say(f"with run.resume=auto this request now fails at once: {folder.way_on()}")
         raise
 
 
@@ -253,7 +285,7 @@ def _settle(step: Step, config: Config, plan: Plan) -> None:
         ) from error
 
 
-def _open_records(run: Training, folder: RunFolder, source: Source, found: Found | None) -> NoSender:
+def _open_records(run: Training, folder: RunFolder, source: Source, used: Path | None) -> NoSender:
     """Rank 0 opens what it writes, and starts the sender. All raise the Verdict of a folder that cannot be written, or of a
     tracker that is required and not there."""
     tracker, problem = NoSender(), None
@@ -261,8 +293,9 @@ def _open_records(run: Training, folder: RunFolder, source: Source, found: Found
     account = run.state.account() if run.state.is_evaluated else None
     if run.group.is_main:
         try:
-            prepare_folder(found, folder, run.terminal.say)
-            _open_files(run, folder, source, account, resumed=found is not None)
+            best = run.state.best
+            prepare_folder(used, best.step if best else None, folder, run.terminal.say)
+            _open_files(run, folder, source, account, used)
             tracker = _start_sender(run, folder)
         except OSError as error:
             problem = folder.unwritable(error)
@@ -273,7 +306,7 @@ def _open_records(run: Training, folder: RunFolder, source: Source, found: Found
 
 
 def _open_files(
-    run: Training, folder: RunFolder, source: Source, account: dict[str, Any] | None, *, resumed: bool
+    run: Training, folder: RunFolder, source: Source, account: dict[str, Any] | None, used: Path | None
 ) -> None:
     """What rank 0 writes beside the checkpoints. OSError where it cannot."""
     say = run.terminal.say
@@ -293,7 +326,15 @@ def _open_files(
         "data": run.identity["data"],
         **provenance(run.config.recipe, run.group.device),
     }
-    run.journal.event("started", step=run.state.step, resumed=resumed, launch=launch_name(), tags=facts)
+    checkpoint = used.name if used else None
+    run.journal.event(
+        "started",
+        step=run.state.step,
+        resumed=used is not None,
+        checkpoint=checkpoint,
+        launch=launch_name(),
+        tags=facts,
+    )
     if account:
         run.journal.event("evaluated", **account)
     run.receipt = Receipt(folder)

@@ -3,10 +3,12 @@
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from pipeline.verdict import TemporaryError
 
 _NUMBERS = (signal.SIGTERM, signal.SIGINT)
+_TOO_EARLY = "asked to stop before a step was made: the same command starts again"
 
 
 class StopRequest:
@@ -27,12 +29,27 @@ class StopRequest:
 
         No step has been made, so nothing is lost. TemporaryError if the signal was here before.
         """
+        with self._handled_by(signal.SIG_DFL):
+            yield
+
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        """Meanwhile a signal raises TemporaryError, in Python code that changes nothing and may take long."""
+
+        def stop(number: int, frame: object) -> None:
+            raise TemporaryError(_TOO_EARLY)
+
+        with self._handled_by(stop):
+            yield
+
+    @contextmanager
+    def _handled_by(self, handler: Any) -> Iterator[None]:
         if self._asked:
-            raise TemporaryError("asked to stop before a step was made: the same command starts again")
-        before = [signal.signal(number, signal.SIG_DFL) for number in _NUMBERS]
+            raise TemporaryError(_TOO_EARLY)
+        before = [signal.signal(number, handler) for number in _NUMBERS]
         yield
-        for number, handler in zip(_NUMBERS, before, strict=True):
-            signal.signal(number, handler)
+        for number, handler_before in zip(_NUMBERS, before, strict=True):
+            signal.signal(number, handler_before)
 
     def _note(self, number: int, frame: object) -> None:
         self._asked = True

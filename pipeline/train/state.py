@@ -132,6 +132,12 @@ class TrainState:
             self.best = evaluation
         return self.best is evaluation
 
+    def forget_best(self) -> None:
+        """Choose the best again from here on: the present model, if it is evaluated."""
+        self.best = None
+        if self.evaluation and self.is_evaluated:
+            self.take(self.evaluation)
+
     @property
     def is_evaluated(self) -> bool:
         """Whether the last evaluation was of this very model."""

@@ -25,7 +25,7 @@ from pipeline.train.state import TrainState
 LOSS_UNIT = 2**20
 """Losses are summed in integers of 2^-20, which add in any order to the same."""
 MAX_LOSS = 2**16
-"""The loss of an image counts at most this much in a sum: 2^27 images add up to less than 2^63 units."""
+"""The loss of an image counts at most this much in a sum: fewer than 2^27 images add up to less than 2^63 units."""
 
 
 def name_samples(ids: list[int]) -> str:
