@@ -201,7 +201,7 @@ def _add_data_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
     data = commands.add_parser("data", help="make or check a data set").add_subparsers(metavar="ACTION", required=True)
     make = data.add_parser("make", help="write the embedded digits, or synthetic images, as an image folder")
     make.add_argument("kind", choices=("digits", "synthetic"))
-    make.add_argument("out", nargs="?", type=_path, metavar="OUT", help="folder to make (default data/<kind>)")
+    make.add_argument("out", nargs="?", type=_place, metavar="OUT", help="folder to make (default data/<kind>)")
     make.add_argument(
         "--images", type=_count, default=1000, metavar="N", help="synthetic: images to train (default 1000)"
     )
@@ -210,7 +210,7 @@ def _add_data_commands(commands: "argparse._SubParsersAction[_Parser]") -> None:
     make.set_defaults(run=_data_make)
     get = data.add_parser("get", help="fetch a published data set, as an image folder")
     get.add_argument("kind", choices=("imagenette",))
-    get.add_argument("out", nargs="?", type=_path, metavar="OUT", help="folder to make (default data/<kind>)")
+    get.add_argument("out", nargs="?", type=_place, metavar="OUT", help="folder to make (default data/<kind>)")
     get.set_defaults(run=_data_get)
     imported = data.add_parser(
         "import", help="ImageNet's published archives as an image folder or a pack",

@@ -14,9 +14,9 @@ from pipeline.verdict import RequestError, StorageError, TemporaryError
 _AT_ONCE = 10_000  # each piece of work in a pool's queue is 1 KB
 
 
-def make(kind: str, out: Path | None, num_images: int, num_classes: int, side: int) -> str:
+def make(kind: str, out: str | None, num_images: int, num_classes: int, side: int) -> str:
     """Writes the digits or synthetic images as an image folder; a line that says so."""
-    root = out or Path(f"data/{kind}")
+    root = Path(out or f"data/{kind}")
     if kind == "digits":
         sources.make_digits(root)
     else:
@@ -82,9 +82,9 @@ def _unpack(source: sources.Source, out: Path) -> Iterator[int]:
                 yield len(ids)
 
 
-def get(kind: str, out: Path | None) -> str:
+def get(kind: str, out: str | None) -> str:
     """Fetches imagenette by torchvision's own downloader, and lays it out; a line that says what is there."""
-    root = out or Path(f"data/{kind}")
+    root = Path(out or f"data/{kind}")
     if os.path.exists(root):
         raise RequestError(f"{root} is there already: remove it, or name another folder")
     aside = root.parent / f".{root.name}.download"
