@@ -186,7 +186,7 @@ def test_what_leads_out_of_a_fetched_archive_is_not_unpacked(
     monkeypatch.setattr(Imagenette, "_ARCHIVES", {"full": (f"https://example.invalid/{archive.name}", md5)})
     monkeypatch.setattr(tarfile.TarFile, "extraction_filter", staticmethod(tarfile.fully_trusted_filter))
     with pytest.raises(StorageError, match="nothing of it is used"):
-        get("imagenette", tmp_path / "deep" / "imagenette")
+        get("imagenette", str(tmp_path / "deep" / "imagenette"))
     assert not list(tmp_path.rglob("outside*"))
     assert not (tmp_path / "deep" / "imagenette").exists()
 
@@ -198,7 +198,7 @@ def test_imagenette_is_laid_out_where_it_was_fetched(tmp_path: Path) -> None:
             (fetched / split / wnid).mkdir(parents=True)
             (fetched / split / wnid / f"{wnid}_1.JPEG").write_bytes(picture(1))
     out = tmp_path / "imagenette"
-    assert get("imagenette", out) == f"fetched {out}: 3 images to train, 3 held out, 3 classes"
+    assert get("imagenette", str(out)) == f"fetched {out}: 3 images to train, 3 held out, 3 classes"
     assert not (tmp_path / ".imagenette.download").exists()
     again = pipeline("data", "get", "imagenette", str(out))
     assert (again.code, again.error) == (2, f"{out} is there already: remove it, or name another folder")
