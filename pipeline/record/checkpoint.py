@@ -27,7 +27,7 @@ from pipeline.verdict import StorageError
 
 FORMAT = 1
 MAX_FAILURES = 5
-_OF_A_MODEL = {"model": dict, "average": dict | None, "config": str, "classes": list, "step": int, "epoch": int}
+_OF_A_MODEL = {"model": dict, "average": dict | None, "config": str, "classes": list}
 _NAME = re.compile(r"step-(\d{8,})\.([0-9a-f]{16})\.pt")
 
 
