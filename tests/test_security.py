@@ -1,9 +1,9 @@
 """Data never executes: what a registry, an archive or a cache brings is read, refused by name, and never run."""
 
 import contextlib
-import importlib.util
 import dataclasses
 import http.server
+import importlib.util
 import io
 import os
 import shutil
