@@ -125,6 +125,27 @@ sys.exit(main({["train", "digits", *SMALL, "run.dir=runs/done", "run.timeout=1"]
     assert time.monotonic() - start < (5 if asks else 30)
 
 
+def test_training_keeps_no_checkpoint_in_memory(place: Place) -> None:
+    program = f"""\
+import gc, sys
+from pipeline.__main__ import main
+from pipeline.train import resume, session
+train = session.train
+def looked_at(*arguments):
+    gc.unfreeze()
+    print([type(one).__name__ for one in gc.get_objects() if isinstance(one, (resume.Found, session.Prepared))], flush=True)
+    return train(*arguments)
+session.train = looked_at
+sys.exit(main({["train", "digits", *SMALL, "run.dir=runs/done", "train.max_steps=2"]}))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=place.path, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "going on from" in done.stderr
+    assert done.stdout.splitlines()[0] == "[]"
+
+
 @pytest.mark.parametrize("code", [2, 3, 4, 75])
 def test_a_failure_for_good_is_repeated_by_the_next_start_of_the_same_request(tmp_path: Path, code: int) -> None:
     kinds = {kind.code: kind for kind in (RequestError, NotFiniteError, StorageError, TemporaryError)}
