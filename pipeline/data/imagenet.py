@@ -116,13 +116,13 @@ def _read_devkit(path: Path) -> tuple[dict[str, int], list[str]]:
                 raise ValueError(f"{show(wrong[0].encode())[:80]} is not a class: n and eight digits")
             counts = {str(one["WNID"]): int(one["num_train_images"]) for one in leaves}
             return counts, [wnids[int(line)] for line in truth.read().split()]
-    except Exception as error:  # scipy, zlib and tarfile raise a dozen kinds for what is none of theirs
+    except Exception as error:  # scipy, zlib and tarfile raise many kinds of errors for damaged files
         why = show(" ".join(str(error).split())[:200].encode()) or type(error).__name__
         raise RequestError(f"{path} cannot be read as the development kit ({why}): download it again") from None
 
 
 def _small(mat: bytes) -> bytes:
-    """The MATLAB file itself, if it is small, its compressed elements unpacked. ValueError otherwise."""
+    """Return `mat`. ValueError if it is too large, counting what its compressed elements hold."""
     at, size = 128, len(mat)  # behind the header: elements of (kind, bytes), then so many bytes
     while at + 8 <= len(mat) and size <= _MAX_META_BYTES:
         kind, length = struct.unpack_from("<II", mat, at)

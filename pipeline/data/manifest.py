@@ -110,7 +110,7 @@ class Split:
         return self.names[start : int(self.ends[i])].tobytes()
 
     def is_sound(self, num_classes: int) -> bool:
-        """Whether what it says fits together, and no name leads out of the root: whoever wrote it may mean harm."""
+        """Return True if the arrays agree with each other and no name leads out of the root. The index may be hostile."""
         count = len(self)
         fits = (
             len(self.sizes) == len(self.labels) == count > 0
@@ -125,7 +125,7 @@ class Split:
         return fits and self._stays_inside()
 
     def _stays_inside(self) -> bool:
-        """Whether no name begins at the file system's root, has a part `..`, or is none (NUL)."""
+        """Return True if no name is absolute, has a part `..` or holds a NUL."""
         names = self.names.tobytes()
         if b"\0" in names or (self.names[np.append(0, self.ends[:-1])] == ord("/")).any():
             return False

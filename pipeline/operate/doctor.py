@@ -123,7 +123,7 @@ class _Start(NamedTuple):
 
 
 def _resumption(config: Config, folder: RunFolder, source: Source) -> _Start:
-    """How a start here would begin."""
+    """Return what a start here resumes from, once that is checked."""
     checks.changes(config, folder)
     if folder.is_held():
         return _Start("the run is being trained now", is_resumed=True)

@@ -77,8 +77,10 @@ def export(target: Path, form: str, out: Path | None, overrides: list[str]) -> s
 def _pixels(
     config: "Config", contents: dict[str, Any], trained: "Config", overrides: list[str]
 ) -> tuple["Tensor", str]:
-    """The first validation images, [8, 3, size, size] float32 of 0 to 255, and what they are; noise where the data of the
-    training is not here and the command names no other."""
+    """Return the first validation images, [8, 3, size, size] float32 of 0 to 255, and a text that says what they are.
+
+    Noise takes their place if the data of the training is not here and the command names no other.
+    """
     import torch
 
     from pipeline.data.augment import evaluation_geometry

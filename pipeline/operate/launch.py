@@ -74,7 +74,7 @@ def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopReques
 
 
 def _prepare(config: Config, cleared: Cleared) -> "Prepared":
-    """The checks of a start that need torch, and what they find."""
+    """Make the checks of a start that need torch; return what they find."""
     from pipeline.train.session import Prepared
 
     found = checks.resumption(config, cleared.folder, cleared.source, voice(is_main=True).say)

@@ -59,7 +59,7 @@ def _tensor(archive: zipfile.ZipFile, folder: str, row: dict[str, Any], like: Te
 
 
 def _member(archive: zipfile.ZipFile, name: str, limit: int) -> bytes:
-    """The bytes of a member that is stored as it is: what is compressed may be larger than it says."""
+    """Return the bytes of a member. ValueError if it is compressed, since it could then unpack to more than it states."""
     entry = archive.getinfo(name)
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > limit:
         raise ValueError(f"{name} is compressed or too large")

@@ -1,4 +1,4 @@
-"""Where a run resumes: the decision, and the one way in which a checkpoint reaches every process.
+"""Resuming a run: the decision, and the one way in which a checkpoint reaches every process.
 
 Rank 0 alone looks at the folder and reads the file; the bytes that verified are then sent to all. So no two processes can
 choose differently, whatever their file systems list, and a damaged file is found once.
