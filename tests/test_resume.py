@@ -92,11 +92,15 @@ def test_a_restart_resumes_from_the_same_checkpoint_until_the_run_has_one_of_its
 
 
 def test_a_finished_run_that_moves_to_another_folder_is_saved_there(place: Place) -> None:
-    code, said = place.train("run.dir=runs/other", "run.resume=runs/done")
+    slow = ("optimizer.lr=1e-9", "train.max_steps=2")  # so slow that the first model stays the best
+    for last in ("train.max_steps=1", "train.max_steps=2"):  # both are evaluated
+        assert place.train("run.dir=runs/slow", *slow, last)[0] == 0
+    code, said = place.train("run.dir=runs/other", "run.resume=runs/slow", *slow)
     assert code == 0, said
-    assert [step_of(path) for path in place.checkpoints("other")] == [1]
+    assert [step_of(path) for path in place.checkpoints("other")] == [1, 2], "the best and the last"
     assert place.events("other", "ended")[-1]["best"]["step"] == 1
-    code, said = place.train("run.dir=runs/other")
+    code, said = place.train("run.dir=runs/other", *slow)
+    assert code == 0, said
     assert "finished before" in said
 
 
