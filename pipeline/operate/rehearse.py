@@ -305,13 +305,27 @@ def _cluster(client: "DockerClient", request: Request, config: Config) -> Iterat
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave the half of it
         cluster.close()
-        mine = {"label": f"{LABEL}={name}"}
-        for container in client.containers.list(all=True, filters=mine):
-            container.remove(force=True)
-        for network in client.networks.list(filters=mine):
-            network.remove()
-        for volume in client.volumes.list(filters=mine):
-            volume.remove(force=True)
+        _remove_all(client, name)
+
+
+def _remove_all(client: "DockerClient", name: str) -> None:
+    """Remove the containers, networks and volumes of a rehearsal. Raises APIError if Docker cannot within a minute."""
+    from docker.errors import APIError
+
+    mine = {"label": f"{LABEL}={name}"}
+    deadline = time.monotonic() + _API_TIMEOUT_S
+    while containers := client.containers.list(all=True, filters=mine, ignore_removed=True):
+        for container in containers:
+            try:
+                container.remove(force=True)
+            except APIError:  # a preflight may be removing its own container: look again until it is gone
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_POLL_S)
+    for network in client.networks.list(filters=mine):
+        network.remove()
+    for volume in client.volumes.list(filters=mine):
+        volume.remove(force=True)
 
 
 @contextlib.contextmanager
