@@ -1,7 +1,8 @@
-"""Train image classifiers with PyTorch DDP: kill it anywhere, restart it, resize it; the same samples, the same bits.
+"""Train image classifiers with PyTorch DDP: it resumes with the same samples and bit-identical weights.
 
-The rooms, from the top; each imports only from those above it (tests/test_layout.py holds that):
-verdict, config, world, plan, randomness, data, group, model, parallel, record, train, operate, __main__.
+The rooms, from top to bottom. Each imports only from itself and from those below it (tests/test_layout.py checks this):
+__main__, cli, bench, deploy, operate, preflight, train, guards, telemetry, record, data, parallel, model, plan, group,
+device, config, supervision, world, machine, randomness, errors, files.
 """
 
 __version__ = "0.1.0"

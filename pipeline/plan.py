@@ -12,8 +12,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipeline.config import Config, Duration
-from pipeline.verdict import RequestError
+from pipeline.config.schema import Config, Duration
+from pipeline.errors import RequestError
 from pipeline.world import World
 
 
@@ -61,7 +61,7 @@ class Plan(Resources):
     peak_lr: float
     schedule: str
     warmup_steps: int
-    falling_steps: int
+    decay_steps: int
     """From the end of the warm-up to the begin of the cooldown."""
     final: float
     drop_steps: int
@@ -111,7 +111,7 @@ class Plan(Resources):
         """Rate of the update that follows `step` updates. A function of the step, so nothing of it is ever saved."""
         if step < self.warmup_steps:
             return self.peak_lr * (step + 1) / self.warmup_steps
-        share = min(1.0, (step - self.warmup_steps) / max(1, self.falling_steps))
+        share = min(1.0, (step - self.warmup_steps) / max(1, self.decay_steps))
         match self.schedule:
             case "cosine":
                 return self.peak_lr * (self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * share)))
@@ -142,7 +142,7 @@ class Plan(Resources):
         return held * 3 * (self.micro_batch * self.image_size**2 + self.eval_batch * self.eval_size**2)
 
     @property
-    def norm_batch(self) -> int:
+    def bn_batch(self) -> int:
         """Images that go through the model at once, which is what batch norm sees."""
         return self.micro_batch * self.stages // self.micro_batches
 
@@ -159,7 +159,7 @@ class Plan(Resources):
             ("batch", f"{self.global_batch} = {self.world} × {self.accumulate} × {self.micro_batch}"
                       " (processes × accumulation × images a pass)"),
             *([("stages", f"{self.world} = {self.world // self.stages} × {self.stages} (copies × stages); a copy's pass of"
-                          f" {self.micro_batch * self.stages} images = {self.micro_batches} × {self.norm_batch}"
+                          f" {self.micro_batch * self.stages} images = {self.micro_batches} × {self.bn_batch}"
                           " (micro-batches × images)")] if self.stages > 1 else []),
             ("workers", f"{self.workers} a process = ⌈{self.workers_per_node} a node / {self.local_world}⌉,"
                         f" {_mib(self.batches_ahead_bytes)} of /dev/shm a node"),
@@ -275,7 +275,7 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
         peak_lr=config.optimizer.lr * global_batch / 256,
         schedule=config.schedule.name,
         warmup_steps=warmup_steps,
-        falling_steps=total_steps - warmup_steps - cooldown_steps,
+        decay_steps=total_steps - warmup_steps - cooldown_steps,
         final=config.schedule.final,
         drop_steps=max(1, steps(config.schedule.every)),
         gamma=config.schedule.gamma,
@@ -392,7 +392,7 @@ def _stages(config: Config, world: int, micro_batch: int) -> tuple[int, int]:
 
 def _compilation(config: Config, world: World) -> tuple[bool, str]:
     """Whether the model is compiled, and why, or why not. RequestError if it shall be and cannot."""
-    wanted, lack = config.train.compile, world.lacks_to_compile
+    wanted, lack = config.train.compile, world.missing_to_compile
     if wanted == "off":
         return False, "train.compile=off"
     if wanted == "on":

@@ -42,7 +42,7 @@ def seed_network(seed: int, *address: int | str) -> None:
     torch.manual_seed(derive(seed, *address))
 
 
-def settle_arithmetic(*, deterministic: bool, precision: str, threads: int) -> None:
+def configure_torch(*, deterministic: bool, precision: str, threads: int) -> None:
     """Set torch's switches for this process: threads, TF32, and in deterministic mode kernels that repeat their bits."""
     import torch
 

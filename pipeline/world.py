@@ -1,26 +1,15 @@
-"""Who takes part and with what: read from the environment that a launcher leaves, before torch is imported.
+"""The ranks of a run: read from the environment that a launcher sets, before torch is imported.
 
-A process started by torchrun (or by our own `--nproc`, which is the same agent) finds its place in RANK, WORLD_SIZE,
-LOCAL_RANK, LOCAL_WORLD_SIZE, which may as well be given by hand; without them it is alone. CPUs are those that this process
-may use: the affinity mask cut by the cgroup's quota, since in a container the host's count is a promise nobody keeps.
+A process started by torchrun (or by our own `--nproc`, which is the same agent) reads its place from RANK, WORLD_SIZE,
+LOCAL_RANK and LOCAL_WORLD_SIZE. They may also be set by hand. A process without them is alone.
 """
 
-import contextlib
-import ctypes
-import json
 import os
 import re
-import shutil
-import signal
-import sys
-import sysconfig
-import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from pipeline.verdict import CRASH, RequestError
-
-PR_SET_PDEATHSIG = 1
+from pipeline.errors import RequestError
+from pipeline.machine import available_cpus, has_gpu, missing_to_compile, shared_memory_bytes
 
 
 @dataclass(frozen=True)
@@ -38,7 +27,7 @@ class World:
     init_method: str | None = None
     """Where processes meet: tcp://HOST:PORT; None: at MASTER_ADDR and MASTER_PORT, as launchers set them."""
     has_gpu: bool = False
-    lacks_to_compile: str = ""
+    missing_to_compile: str = ""
     """What torch.compile wants and this machine has not; empty where it has all."""
 
     @property
@@ -52,19 +41,19 @@ class World:
         return replace(self, size=size, local_size=size // nodes, rank=0, local_rank=0)
 
 
-def launched() -> bool:
+def is_launched() -> bool:
     """Whether a launcher gave this process a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def here() -> World:
+def from_environment() -> World:
     """This process's place. RequestError if a launcher's variables make no sense."""
-    if not launched():
+    if not is_launched():
         return World(
-            cpus=allowed_cpus(),
-            shared_memory=_shared_memory(),
-            has_gpu=shows_gpu(),
-            lacks_to_compile=lacks_to_compile(),
+            cpus=available_cpus(),
+            shared_memory=shared_memory_bytes(),
+            has_gpu=has_gpu(),
+            missing_to_compile=missing_to_compile(),
         )
     values = {}
     for name, default in (("RANK", ""), ("WORLD_SIZE", ""), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
@@ -80,7 +69,15 @@ def here() -> World:
         raise RequestError(f"{given} in the environment make no group of processes: start with torchrun or --nproc")
     meet = _meeting_place() if size > 1 else None
     return World(
-        size, local_size, rank, local_rank, allowed_cpus(), _shared_memory(), meet, shows_gpu(), lacks_to_compile()
+        size,
+        local_size,
+        rank,
+        local_rank,
+        available_cpus(),
+        shared_memory_bytes(),
+        meet,
+        has_gpu(),
+        missing_to_compile(),
     )
 
 
@@ -109,152 +106,3 @@ def _meeting_place() -> str | None:
 
 def _is_port(text: str) -> bool:
     return bool(re.fullmatch(r"\d{1,5}", text, re.ASCII)) and 0 < int(text) < 1 << 16
-
-
-def allowed_cpus() -> int:
-    """CPUs that affinity and cgroup (v2, else v1) leave us; at least 1."""
-    cpus = len(os.sched_getaffinity(0))
-    quota = _cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
-    return max(1, min(cpus, int(quota))) if quota else cpus
-
-
-def allowed_memory() -> int | None:
-    """Bytes that the machine has and the cgroup (v2, else v1) leaves us; None where that is not known."""
-    limits = []
-    try:
-        inside = next(
-            (line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line[:3] == "0::"), "/"
-        )
-        root = Path("/sys/fs/cgroup")
-        folder = root / inside.strip("/")
-        files = [level / "memory.max" for level in (folder, *folder.parents) if level.is_relative_to(root)]
-        for file in (*files, root / "memory/memory.limit_in_bytes"):
-            if file.exists() and (text := file.read_text().strip()) != "max":
-                limits.append(int(text))
-        total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal:"))
-        return min([*limits, 1024 * int(total.split()[1])])
-    except (OSError, ValueError, StopIteration):
-        return None
-
-
-def _shared_memory() -> int | None:
-    # what is free just now says less: a run that was killed a moment ago may still hold some
-    try:
-        return shutil.disk_usage("/dev/shm").total
-    except OSError:
-        return None
-
-
-def lacks_to_compile() -> str:
-    """What torch.compile wants on this machine and does not find; empty where it has all."""
-    compilers = {"CC": ("gcc", "clang"), "CXX": ("g++", "clang++")}  # Triton's for a GPU, Inductor's for a CPU
-    kind, names = next(iter(compilers.items())) if shows_gpu() else ("CXX", compilers["CXX"])
-    if not any(shutil.which(name) for name in (os.environ.get(kind, names[0]), *names)):
-        return f"a compiler ({names[0]}, or {kind} in the environment)"
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    return "" if header.exists() else f"Python's headers ({header})"
-
-
-def shows_gpu() -> bool:
-    """Whether this machine has a GPU, usable or not."""
-    return any(Path("/dev").glob("nvidia[0-9]*"))
-
-
-def no_gpu() -> RequestError:
-    return RequestError(
-        "run.device=cuda but this machine shows no GPU: cpu trains without one, auto takes what there is"
-    )
-
-
-def _cgroup_quota(root: Path, own: Path) -> float | None:
-    try:
-        lines = own.read_text().splitlines()
-        inside = next((line[3:] for line in lines if line.startswith("0::")), "/").strip("/")
-        folder = root / inside
-        limits = []
-        for level in (folder, *folder.parents):  # any level above may be the one that limits
-            if (level / "cpu.max").exists():
-                quota, period = (level / "cpu.max").read_text().split()
-                limits += [int(quota) / int(period)] if quota != "max" else []
-            if level == root:
-                break
-        if limits:
-            return min(limits)
-        quota_us = int((root / "cpu/cpu.cfs_quota_us").read_text())
-        return quota_us / int((root / "cpu/cpu.cfs_period_us").read_text()) if quota_us > 0 else None
-    except (OSError, ValueError):
-        return None
-
-
-def launch_name() -> str | None:
-    """What a torchrun agent calls its group: the same after each of its restarts."""
-    return os.environ.get("TORCHELASTIC_RUN_ID")
-
-
-def restarts() -> int:
-    """How often a torchrun agent has started this group anew."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def stop_restarts() -> None:
-    """Tell the torchrun agent above this rank to give up, where it would start a group anew that can only end the same way.
-
-    An agent knows success and failure, and burns its restarts on either kind of failure. Ours never restarts.
-    """
-    if launched() and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > restarts():
-        os.kill(os.getppid(), signal.SIGTERM)
-
-
-def leave_account(line: str, *, is_echo: bool) -> None:
-    """Tell the torchrun agent above this rank why it failed. is_echo: because another did.
-
-    Of several accounts the agent tells the first, by their whole seconds: an echo bears a later one.
-    """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        details = {"py_callstack": line, "timestamp": str(int(time.time()) + 2 * is_echo)}
-        with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))
-
-
-def kill_stopped(peers: list[int]) -> None:
-    """SIGKILL those ranks of this machine that are stopped (SIGSTOP): an agent would wait 30 s for each of them."""
-    for pid in peers:
-        with contextlib.suppress(OSError, IndexError):
-            if process_status(pid)[0] in "Tt":
-                os.kill(pid, signal.SIGKILL)
-
-
-def process_status(pid: int) -> list[str]:
-    """Fields 3 and on of /proc/PID/stat, numbered in proc_pid_stat(5); the second is the name, which may hold anything."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel SIGKILL this process when the thread that made it (in process `parent`) is gone.
-
-    An orphaned rank would train on and write checkpoints, and an orphaned loader worker hold memory. The signal is not
-    inherited over fork, so each process asks for itself; `parent` is compared afterwards for the instant before.
-    """
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(CRASH)
-
-
-def die_with_agent() -> None:
-    """The same for a rank, whose agent may have died before the rank could ask who that is: its pid is told nowhere.
-
-    But an agent is Python, torchrun as PID 1 too, and above an orphan stand init or a shim, and what they were started by.
-    """
-    die_with_parent(os.getppid())
-    above = os.getppid()
-    if not above:
-        return  # it is beyond our PID namespace
-    try:
-        while above and not re.search(rb"python|torchrun", Path(f"/proc/{above}/cmdline").read_bytes()):
-            above = int(process_status(above)[1])  # a script may stand between a rank and its agent
-    except OSError:
-        return  # /proc does not show them
-    if not above:
-        print("pipeline: the agent above this rank is gone", file=sys.stderr, flush=True)
-        os._exit(CRASH)

@@ -87,8 +87,8 @@ class Place:
 
 
 def _serve() -> None:
-    import pipeline.operate.doctor
     import pipeline.operate.launch
+    import pipeline.preflight.doctor
     import pipeline.train.session  # noqa: F401 — what every command would import
 
     for line in sys.stdin:
@@ -99,7 +99,7 @@ def _serve() -> None:
 
 
 def _run(request: dict[str, object]) -> None:
-    from pipeline.__main__ import main
+    from pipeline.cli.main import main
 
     code = 1
     try:

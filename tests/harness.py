@@ -259,7 +259,7 @@ def spawned(job: Job) -> Result:
     program = f"""\
 import os, sys
 import torch.multiprocessing
-from pipeline.__main__ import main
+from pipeline.cli.main import main
 
 def train(rank, words):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))

@@ -4,7 +4,8 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.config import Config, load
+from pipeline.config.load import load
+from pipeline.config.schema import Config
 from pipeline.data.batch import Batch
 from pipeline.data.loader import TrainBatches, batches
 from pipeline.data.sources import Source, open_source

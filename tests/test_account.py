@@ -9,17 +9,17 @@ import pytest
 from harness import read_rows
 from torch.optim import SGD
 
-from pipeline.config import load
+from pipeline.config.load import load
 from pipeline.data.loader import TrainBatches
 from pipeline.data.sources import open_source
+from pipeline.guards.signals import StopRequest
 from pipeline.plan import DataSize, make_plan
 from pipeline.record.checkpoint import Checkpoints
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
+from pipeline.telemetry.timing import ENTRIES, Clock, Entry, Spent, advise
 from pipeline.train import session
-from pipeline.train.account import ENTRIES, Clock, Entry, Spent, advise
 from pipeline.train.evaluate import Evaluator
-from pipeline.train.signals import StopRequest
 from pipeline.train.step import Step
 from pipeline.world import World
 

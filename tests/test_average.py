@@ -8,20 +8,20 @@ import torch
 from harness import SMALL, Job, assert_resumes, free_port, pipeline
 from torch import nn
 
-from pipeline.group import Peers
-from pipeline.model.average import begin_average, update_average
+from pipeline.group import ProcessGroup
+from pipeline.model.ema import make_ema, update_ema
 from pipeline.record.checkpoint import decode, read_verified, weights_digest
 from pipeline.world import World
 
 
 def test_it_moves_by_its_rate_and_faster_at_first() -> None:
     model = nn.BatchNorm1d(3)
-    average = begin_average(model)
+    average = make_ema(model)
     expected = [tensor.double() for tensor in average.state_dict().values()]
     for step in range(1, 101):
         for tensor in model.state_dict().values():
             tensor.add_(1)
-        update_average(average, model, step, 0.9)
+        update_ema(average, model, step, 0.9)
         rate = 1 - min(0.9, (1 + step) / (10 + step))
         expected = [
             mine + rate * (their - mine) for mine, their in zip(expected, model.state_dict().values(), strict=True)
@@ -44,9 +44,9 @@ def test_it_is_what_is_judged_and_it_resumes_to_the_bit(tmp_path: Path, digits: 
 
 
 def test_a_model_without_statistics_has_nothing_to_average() -> None:
-    group = Peers(World(init_method=f"tcp://127.0.0.1:{free_port()}"), torch.device("cpu"), 30)
+    group = ProcessGroup(World(init_method=f"tcp://127.0.0.1:{free_port()}"), torch.device("cpu"), 30)
     try:
-        group.average([])
+        group.all_reduce_mean([])
     finally:
         group.finish()
 

@@ -11,11 +11,12 @@ import torch
 from harness import pipeline
 from test_pack import encoded, photo
 
-from pipeline import world
+from pipeline import machine
+from pipeline.bench import gpu
+from pipeline.bench import train as bench_train
 from pipeline.data.batch import Batch
-from pipeline.operate import bench, programme
 from pipeline.record.journal import Journal
-from pipeline.train.efficiency import NoFigure
+from pipeline.telemetry.mfu import NullEfficiency
 
 QUICK = (
     "--rounds",
@@ -55,14 +56,16 @@ def test_a_loop_without_its_loader_is_fed_what_is_on_the_device(name: str, monke
     def brought(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
         return (batch._replace(labels=torch.full_like(batch.labels, -2)) for batch in batches)
 
-    monkeypatch.setattr(bench, "to_device", brought)
-    monkeypatch.setattr(bench, "batches", lambda *_, **__: iter(()))  # the loader's own row
-    monkeypatch.setattr(bench, "_plain_update", lambda config, plan, group, batch: fed.append(batch))
-    monkeypatch.setattr(bench, "_our_loop", lambda config, plan, group, batches, *_: fed.extend(islice(batches, 1)))
-    monkeypatch.setattr(bench, "_interleave", lambda loops, *_: {loop: [1.0] for loop in loops})
-    monkeypatch.setattr(bench.randomness, "settle_arithmetic", lambda **_: None)
-    monkeypatch.setattr(bench.sender, "start", lambda *_: Tracker())
-    getattr(bench, name)(["run.device=cpu", "augment.size=32", "batch.global=32"], 1, 1, as_json=True)
+    monkeypatch.setattr(bench_train, "to_device", brought)
+    monkeypatch.setattr(bench_train, "batches", lambda *_, **__: iter(()))  # the loader's own row
+    monkeypatch.setattr(bench_train, "_plain_update", lambda config, plan, group, batch: fed.append(batch))
+    monkeypatch.setattr(
+        bench_train, "_our_loop", lambda config, plan, group, batches, *_: fed.extend(islice(batches, 1))
+    )
+    monkeypatch.setattr(bench_train, "_interleave", lambda loops, *_: {loop: [1.0] for loop in loops})
+    monkeypatch.setattr(bench_train.randomness, "settle_arithmetic", lambda **_: None)
+    monkeypatch.setattr(bench_train.sender, "start", lambda *_: Tracker())
+    getattr(bench_train, name)(["run.device=cpu", "augment.size=32", "batch.global=32"], 1, 1, as_json=True)
     assert len(fed) == (3 if name == "train" else 2)
     assert all((batch.labels == -2).all() for batch in fed)
 
@@ -75,7 +78,7 @@ class Tracker:
     def cpu_seconds(self) -> float:
         return 0.0
 
-    def finish(self, say: object) -> bool:
+    def finish(self, log: object) -> bool:
         return True
 
 
@@ -87,11 +90,11 @@ def test_what_tracking_takes_is_said_beside_the_ratio() -> None:
     assert float(found[1]) > 0
 
 
-class Showing(programme._Parts):
+class Showing(gpu._Parts):
     """What each command of the programme would show, in place of running it."""
 
     def __init__(self, folder: Path, *shows: str) -> None:
-        super().__init__(folder, [], 256, 224, NoFigure())
+        super().__init__(folder, [], 256, 224, NullEfficiency())
         self.shows = list(shows)
 
     def _run(self, title: str, *arguments: str) -> str:
@@ -132,7 +135,7 @@ def test_a_training_of_the_programme_says_its_bits_and_its_memory(
 def test_what_the_programme_cannot_compile_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lack: str, words: tuple[str, ...], names: list[str]
 ) -> None:
-    monkeypatch.setattr(world, "lacks_to_compile", lambda: lack)
+    monkeypatch.setattr(machine, "missing_to_compile", lambda: lack)
     rows = [{"name": name, "images_per_s": 800.0, "ratio": 1.0} for name in ("reference", "plain")]
     parts = Showing(tmp_path, json.dumps({"rows": rows}))
     parts.step("bf16", *words)

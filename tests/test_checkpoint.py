@@ -13,11 +13,11 @@ import torch
 from faults.ledger import Notes
 from harness import SMALL, Job, kill, pipeline, read_rows
 
-from pipeline.config import load
+from pipeline.config.load import load
+from pipeline.errors import RequestError, StorageError
 from pipeline.record.checkpoint import Checkpoints, decode, listed, newest_good, read_verified, step_of
 from pipeline.record.folder import RunFolder
 from pipeline.train.resume import Found, find
-from pipeline.verdict import RequestError, StorageError
 
 
 def contents(step: int) -> dict[str, Any]:

@@ -11,17 +11,18 @@ import torch
 from harness import SMALL, assert_resumes, environment, pipeline
 from torch import nn
 
-from pipeline.config import load
+from pipeline.config.load import load
 from pipeline.group import Group
+from pipeline.machine import missing_to_compile
 from pipeline.parallel import choose
 from pipeline.plan import DataSize, make_plan
-from pipeline.world import World, lacks_to_compile
+from pipeline.world import World
 
 SMALLER = [*SMALL, "model.arch=squeezenet1_1", "augment.size=48", "optimizer.lr=0.01", "data.workers=0"]
 
 
 @pytest.mark.full
-@pytest.mark.skipif(bool(lacks_to_compile()), reason=f"torch.compile wants {lacks_to_compile()}")
+@pytest.mark.skipif(bool(missing_to_compile()), reason=f"torch.compile wants {missing_to_compile()}")
 def test_a_compiled_run_resumes_to_the_bit(tmp_path: Path, digits: Path) -> None:
     words = ["digits", f"data.root={digits}", *SMALLER]
     whole = assert_resumes(tmp_path, [*words, "train.epochs=1", "train.compile=on"], 5, nproc=1)
@@ -49,13 +50,13 @@ def test_every_size_of_images_is_compiled(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.full
-@pytest.mark.skipif(bool(lacks_to_compile()), reason=f"torch.compile wants {lacks_to_compile()}")
+@pytest.mark.skipif(bool(missing_to_compile()), reason=f"torch.compile wants {missing_to_compile()}")
 def test_a_long_compilation_is_not_taken_for_a_hang(tmp_path: Path, digits: Path) -> None:
     words = ["digits", f"data.root={digits}", *SMALLER, "train.compile=on", "run.timeout=2", "batch.global=480",
              "train.epochs=2", "augment.first_size=32", "augment.growth=[0 epochs, 1 epochs]"]  # fmt: skip
     program = (
         "import sys, time, torch\n"
-        "from pipeline.__main__ import main\n"
+        "from pipeline.cli.main import main\n"
         "from pipeline.train import session\n"
         "session._MARGIN_S = 3\n"
         "compiled = []\n"
@@ -78,7 +79,7 @@ def test_a_hang_in_a_compilation_ends(tmp_path: Path) -> None:
     program = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from pipeline.train import watchdog\n"
+        "from pipeline.guards import watchdog\n"
         "watchdog.COMPILING_S = 2\n"
         "watched = watchdog.Watchdog(1, Path(sys.argv[1]), 0)\n"
         "watched.start()\n"

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import pipeline
-from pipeline.operate import node
+from pipeline.deploy import node
 
 ROOT = Path(pipeline.__file__).parents[1]
 FILES = sorted(ROOT.glob("docker-compose*.yml"))

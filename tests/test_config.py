@@ -8,19 +8,11 @@ import pytest
 import yaml
 from faults.ledger import Notes
 
-from pipeline.config import (
-    RECIPES,
-    Config,
-    Duration,
-    _keys,
-    describe_keys,
-    from_yaml,
-    load,
-    refuse_changes,
-    split_credentials,
-    without_password,
-)
-from pipeline.verdict import RequestError
+from pipeline.config.credentials import split_credentials, without_password
+from pipeline.config.help import all_keys, describe_keys
+from pipeline.config.load import RECIPES, from_yaml, load, refuse_changes
+from pipeline.config.schema import Config, Duration
+from pipeline.errors import RequestError
 
 DIGITS = (RECIPES / "digits.yaml").read_text()
 
@@ -142,19 +134,19 @@ def test_a_wrong_value_is_one_line_with_key_value_and_what_is_allowed(given: str
     assert refused("digits", given) == f"{given} is not allowed: {allowed}"
 
 
-@pytest.mark.parametrize("key", list(_keys()))
+@pytest.mark.parametrize("key", list(all_keys()))
 def test_every_key_says_what_it_allows_and_what_it_is(key: str, recipe: Callable[[str], Path]) -> None:
     line = refused("digits", f"{key}={{a: b}}")
     assert line.startswith(f"{key}={{'a': 'b'}} is not allowed: ")
     assert key == "recipe" or f"  {key}=" in describe_keys()
-    assert _keys()[key][0]["description"]
+    assert all_keys()[key][0]["description"]
 
 
 @pytest.mark.parametrize("nothing", ["null", "~", ""])
 def test_what_yaml_means_by_nothing_is_as_if_the_key_were_absent(nothing: str, recipe: Callable[[str], Path]) -> None:
     path = recipe("data: {source: digits}\n")
     before = load(str(path), [])
-    optional = [key for key, (schema, _) in _keys().items() if {"type": "null"} in schema.get("anyOf", [])]
+    optional = [key for key, (schema, _) in all_keys().items() if {"type": "null"} in schema.get("anyOf", [])]
     assert len(optional) > 15
     for key in (*optional, "track.uri", "run.resume"):
         assert load(str(path), [f"{key}={nothing}"]) == before, key
@@ -193,8 +185,8 @@ def test_a_list_names_itself_not_its_elements() -> None:
 
 
 def test_a_pattern_of_its_own_is_said_in_words() -> None:
-    schemas = [option for schema, _ in _keys().values() for option in schema.get("anyOf", [schema])]
-    own = [one for one in schemas if "pattern" in one and one["pattern"] != _keys()["run.dir"][0]["pattern"]]
+    schemas = [option for schema, _ in all_keys().values() for option in schema.get("anyOf", [schema])]
+    own = [one for one in schemas if "pattern" in one and one["pattern"] != all_keys()["run.dir"][0]["pattern"]]
     assert own
     assert all("allowed" in one for one in own)
 
@@ -335,7 +327,7 @@ def other_key(draw: random.Random) -> Mutation:
 
 
 def other_value(draw: random.Random) -> Mutation:
-    return DIGITS, [f"{draw.choice(list(_keys()))}={draw.choice(ODD)}"]
+    return DIGITS, [f"{draw.choice(list(all_keys()))}={draw.choice(ODD)}"]
 
 
 def other_type(draw: random.Random) -> Mutation:

@@ -361,20 +361,22 @@ def test_a_rehearsal_ends_with_the_same_weights(two_processes: str, faults: str)
     assert result.code == 0, result.err
     assert result.out.strip() == two_processes
     assert result.err.count("it is replaced") >= faults.count("--kill")
-    _assert_nothing_is_left()
+    _assert_nothing_is_left(result.err)
 
 
 def test_a_rehearsal_that_is_interrupted_leaves_nothing(images: None) -> None:
     command = [sys.executable, "-m", "pipeline", "rehearse", "digits", "--nodes", "2", *REHEARSED]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr
+        said = ""
         for line in process.stderr:
+            said += line
             if "first step done" in line:
                 break
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
     assert process.returncode == 75
-    _assert_nothing_is_left()
+    _assert_nothing_is_left(said)
 
 
 @pytest.mark.parametrize(
@@ -392,9 +394,11 @@ def test_a_wrong_rehearsal_is_one_line(images: None, words: tuple[str, ...], say
     result = pipeline("rehearse", "digits", "--nodes", "2", *words)
     assert result.code == 2
     assert says in result.error
-    _assert_nothing_is_left()
+    _assert_nothing_is_left(result.err)
 
 
-def _assert_nothing_is_left() -> None:
-    for kind in (("ps", "--all"), ("network", "ls"), ("volume", "ls")):
-        assert docker(*kind, "--quiet", "--filter", "label=ddp-pipeline.rehearsal").strip() == ""
+def _assert_nothing_is_left(said: str) -> None:
+    """Assert that the rehearsal whose messages are `said` has removed all that it made."""
+    for name in set(re.findall(r"rehearsal-[0-9a-f]{8}", said)):
+        for kind in (("ps", "--all"), ("network", "ls"), ("volume", "ls")):
+            assert docker(*kind, "--quiet", "--filter", f"label=ddp-pipeline.rehearsal={name}").strip() == ""

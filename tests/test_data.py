@@ -21,7 +21,7 @@ from harness import pipeline, read_rows
 from PIL import Image
 from streams import joined, prepare, stream
 
-from pipeline.config import load
+from pipeline.config.load import load
 from pipeline.data import manifest
 from pipeline.data.augment import centre
 from pipeline.data.batch import NO_LABEL
@@ -29,8 +29,8 @@ from pipeline.data.images import BadImageError, decode
 from pipeline.data.loader import EvalBatches, TrainBatches, batches
 from pipeline.data.manifest import Index, OutageError, Split, open_index, scan, scan_validation
 from pipeline.data.sources import UnreadableError, of_index, open_source
+from pipeline.errors import RequestError
 from pipeline.operate.pack import pack as make_pack
-from pipeline.verdict import RequestError
 
 PIXELS = np.stack(np.broadcast_arrays(*np.ogrid[0:240:6, 0:240:5], np.uint16(90)), -1).astype(np.uint8)  # [40, 48, 3]
 

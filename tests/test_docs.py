@@ -10,8 +10,8 @@ import pytest
 import yaml
 from harness import pipeline
 
-from pipeline.__main__ import _parse
-from pipeline.config import RECIPES, load
+from pipeline.cli.main import _parse
+from pipeline.config.load import RECIPES, load
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -16,15 +16,18 @@ import torch
 from harness import Result, pipeline
 from torch import nn
 
-from pipeline import verdict, world
-from pipeline.config import load
+from pipeline import errors, machine
+from pipeline.config.load import load
 from pipeline.data.sources import open_source
-from pipeline.group import choose_device
+from pipeline.deploy import node
+from pipeline.device import choose_device
+from pipeline.errors import NotFiniteError
 from pipeline.model.architectures import build
-from pipeline.operate import checks, node, sanity, trials
 from pipeline.plan import make_plan, request_digest
+from pipeline.preflight import machine as trials
+from pipeline.preflight import request as checks
+from pipeline.preflight import sanity
 from pipeline.record.folder import RunFolder
-from pipeline.verdict import NotFiniteError
 from pipeline.world import World
 
 HERE = World(cpus=2, shared_memory=1 << 30)
@@ -86,7 +89,7 @@ def test_the_verdict_of_the_last_start_stands(tmp_path: Path, digits: Path) -> N
     config = load("digits", [f"data.root={digits}", f"run.dir={tmp_path / 'run'}"])
     config.run_dir.mkdir()
     request = request_digest(config, World())
-    verdict.leave(config.run_dir, NotFiniteError("the loss is nan at step 7"), request)
+    errors.save_failure(config.run_dir, NotFiniteError("the loss is nan at step 7"), request)
     result = examine(tmp_path, digits, "--json")
     assert result.code == 3
     assert findings(result)["last start"]["line"] == "the loss is nan at step 7"
@@ -110,10 +113,10 @@ def test_a_node_is_looked_at_as_the_one_it_is_by_its_checks_alone(tmp_path: Path
 def test_a_name_that_does_not_resolve_is_tried_again(
     tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pipeline.operate import checks
+    from pipeline.preflight import request as checks
 
     monkeypatch.setattr(checks, "_NAMES_TIMEOUT_S", 1)
-    with pytest.raises(verdict.TemporaryError, match=r"no-such-node\.invalid does not resolve"):
+    with pytest.raises(errors.TemporaryError, match=r"no-such-node\.invalid does not resolve"):
         checks.names("no-such-node.invalid:29500")
 
 
@@ -163,7 +166,7 @@ def test_a_gpu_that_torch_is_not_built_for_is_named(
     if serves:
         assert choose_device(config, HERE) == torch.device("cuda", 0)
     else:
-        with pytest.raises(verdict.RequestError, match="^Card is of compute capability {}[.]{}; ".format(*capability)):
+        with pytest.raises(errors.RequestError, match="^Card is of compute capability {}[.]{}; ".format(*capability)):
             choose_device(config, HERE)
 
 
@@ -182,26 +185,26 @@ def test_what_the_machine_lacks_is_named_with_its_remedy(
     tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = Faults(digits, tmp_path / "run")
-    with pytest.raises(verdict.RequestError, match="4 processes share 2 CPUs: start fewer"):
+    with pytest.raises(errors.RequestError, match="4 processes share 2 CPUs: start fewer"):
         trials.cpus(HERE.resized(4))
-    monkeypatch.setattr(world, "allowed_memory", lambda: 1 << 30)
-    with pytest.raises(verdict.RequestError, match=r"want about 1.5 GiB, and there are 1.0: give the container more"):
+    monkeypatch.setattr(machine, "available_memory", lambda: 1 << 30)
+    with pytest.raises(errors.RequestError, match=r"want about 1.5 GiB, and there are 1.0: give the container more"):
         trials.memory(here.plan)
-    with pytest.raises(verdict.RequestError, match=r"/dev/shm is not there.*: mount a tmpfs"):
+    with pytest.raises(errors.RequestError, match=r"/dev/shm is not there.*: mount a tmpfs"):
         trials.shared_memory(here.plan, replace(HERE, shared_memory=None))
     monkeypatch.setattr(trials, "_file_system", lambda place: "ext4")
-    with pytest.raises(verdict.TemporaryError, match=r"which is of this machine alone.*: rank 0 may come back"):
+    with pytest.raises(errors.TemporaryError, match=r"which is of this machine alone.*: rank 0 may come back"):
         trials.sharing(here.folder, replace(HERE, size=4, local_size=2))
     monkeypatch.setattr(trials, "_SLOW_MIB_S", 1e9)
-    with pytest.raises(verdict.TemporaryError, match=r"MiB/s with its sync: .*use a faster disk"):
+    with pytest.raises(errors.TemporaryError, match=r"MiB/s with its sync: .*use a faster disk"):
         trials.writing(here.folder)
 
 
 def test_a_disk_without_room_for_the_checkpoints_is_named(small_disk: Path, digits: Path) -> None:
     full = Faults(digits, small_disk / "run")
-    with pytest.raises(verdict.StorageError, match=r"2 checkpoints, the best and one being written want 0.33 GiB more"):
+    with pytest.raises(errors.StorageError, match=r"2 checkpoints, the best and one being written want 0.33 GiB more"):
         trials.room(full.config, full.plan, full.folder)
-    with pytest.raises(verdict.StorageError, match=r"does not take 8 MiB .No space left on device.: make room"):
+    with pytest.raises(errors.StorageError, match=r"does not take 8 MiB .No space left on device.: make room"):
         trials.writing(full.folder)
     assert list(small_disk.iterdir()) == []
 
@@ -211,7 +214,7 @@ def test_images_that_cannot_be_decoded_are_named(tmp_path: Path, digits: Path) -
     first = min((tmp_path / "data" / "train").glob("*/*.png"))
     first.write_bytes(bytes(100))
     here = Faults(tmp_path / "data", tmp_path / "run")
-    with pytest.raises(verdict.StorageError, match=f"1 of 16 images tried .*{first.name}.*: 'pipeline data check'"):
+    with pytest.raises(errors.StorageError, match=f"1 of 16 images tried .*{first.name}.*: 'pipeline data check'"):
         trials.decoding(here.source)
 
 
@@ -225,7 +228,7 @@ def test_an_engine_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: py
     ):
         docker.write_text(f"#!/bin/sh\n{script}\n")
         docker.chmod(0o755)
-        with pytest.raises(verdict.TemporaryError, match=says):
+        with pytest.raises(errors.TemporaryError, match=says):
             trials.containers()
 
 
@@ -233,14 +236,14 @@ def test_an_engine_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: py
 def test_a_server_that_keeps_no_files_is_named(tmp_path: Path, digits: Path, status: int, says: str) -> None:
     with _server(status) as uri:
         here = Faults(digits, tmp_path / "run", f"track.uri={uri}")
-        with pytest.raises(verdict.TemporaryError, match=says):
+        with pytest.raises(errors.TemporaryError, match=says):
             trials.artifacts(here.config, here.folder)
 
 
 def test_a_password_is_no_part_of_the_address_whatever_is_in_it(tmp_path: Path, digits: Path) -> None:
     with _server(401) as uri:
         here = Faults(digits, tmp_path / "run", f"track.uri={uri.replace('//', '//me:Zx9/Qw#r@')}")
-        with pytest.raises(verdict.TemporaryError, match=f"^MLflow at {uri} answers 401: set "):
+        with pytest.raises(errors.TemporaryError, match=f"^MLflow at {uri} answers 401: set "):
             checks.tracker(here.config, here.folder)
 
 
@@ -251,7 +254,7 @@ def test_processes_that_can_exchange_say_how_fast_and_those_that_cannot_are_name
     here = Faults(digits, tmp_path / "run", "run.device=cpu")
     assert "2 processes add up at" in trials.exchange(here.config, HERE.resized(2))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
-    with pytest.raises(verdict.TemporaryError, match=r"could not add up over gloo .*: look at"):
+    with pytest.raises(errors.TemporaryError, match=r"could not add up over gloo .*: look at"):
         trials.exchange(here.config, HERE.resized(2))
 
 
@@ -270,17 +273,17 @@ def test_sanity_is_quiet_on_good_data_and_names_what_is_wired_wrongly(
     with monkeypatch.context() as patch:  # a last layer that is sure of itself
         patch.setattr(sanity, "build", lambda options, classes: nn.Sequential(build(options, classes), Louder()))
         with pytest.raises(
-            verdict.RequestError, match=r"the first loss is .*, of a guess among 10 classes .* 2.30: look"
+            errors.RequestError, match=r"the first loss is .*, of a guess among 10 classes .* 2.30: look"
         ):
             trial_of("first loss")()
     for rate in (0.0, 1e30):  # the second makes the loss NaN
         with monkeypatch.context() as patch:
             patch.setattr(sanity, "_RATE", rate)
-            with pytest.raises(verdict.RequestError, match="32 images are not learnt by heart"):
+            with pytest.raises(errors.RequestError, match="32 images are not learnt by heart"):
                 trial_of("one batch")()
     with monkeypatch.context() as patch:  # what shuffling should have taken away is still there
         patch.setattr(sanity, "_shuffled", lambda labels, draw: labels)
-        with pytest.raises(verdict.RequestError, match=r"trained on shuffled labels, .* look for images in both"):
+        with pytest.raises(errors.RequestError, match=r"trained on shuffled labels, .* look for images in both"):
             trial_of("shuffled")()
 
 

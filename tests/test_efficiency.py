@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from pipeline.config import Model, load
-from pipeline.train.efficiency import Efficiency, flops_per_image, measure_efficiency
+from pipeline.config.load import load
+from pipeline.config.schema import Model
+from pipeline.telemetry.mfu import Efficiency, flops_per_image, measure_efficiency
 
 
 def test_a_resnet50_at_224_px_is_three_passes_of_its_published_work() -> None:

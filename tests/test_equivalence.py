@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from equivalence import COMPILED, ROWS, Row, outcomes
 
-from pipeline.world import lacks_to_compile
+from pipeline.machine import missing_to_compile
 
 
 @pytest.mark.full
@@ -14,7 +14,7 @@ def test_every_row_of_the_certificate_is_within_its_tolerance(tmp_path: Path, di
 
 
 @pytest.mark.full
-@pytest.mark.skipif(bool(lacks_to_compile()), reason=f"torch.compile wants {lacks_to_compile()}")
+@pytest.mark.skipif(bool(missing_to_compile()), reason=f"torch.compile wants {missing_to_compile()}")
 def test_what_is_compiled_is_too(tmp_path: Path, digits: Path) -> None:
     assert not _broken(COMPILED, tmp_path, digits)
 

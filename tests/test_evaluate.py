@@ -14,15 +14,15 @@ from streams import prepare
 from torch import Tensor, nn
 from torchvision.models import get_model
 
-from pipeline.__main__ import main
-from pipeline.config import load
+from pipeline.cli.main import main
+from pipeline.config.load import load
 from pipeline.data.manifest import scan
 from pipeline.group import Group
 from pipeline.model.architectures import build
 from pipeline.parallel import choose
-from pipeline.record.answers import NO_ANSWER
 from pipeline.record.checkpoint import Checkpoints, decode, read_verified, weights_digest
-from pipeline.train.evaluate import Evaluator, Judgement
+from pipeline.record.predictions import NO_PREDICTION
+from pipeline.train.evaluate import EvalResult, Evaluator
 from pipeline.train.state import Evaluation, TrainState
 from pipeline.train.step import MAX_LOSS
 from pipeline.world import World
@@ -120,13 +120,13 @@ class Answering(nn.Module):
         return torch.cat([self.first_two, self.logits.expand(len(images) - 2, -1)])
 
 
-def judge(digits: Path, model: nn.Module) -> Judgement:
+def judge(digits: Path, model: nn.Module) -> EvalResult:
     """In one batch of 48, and the others."""
     config, plan, source = prepare(digits, 1, "evaluate.batch=48")
     group = Group(World(), torch.device("cpu"))
-    judgement = Evaluator(model, source.val, config, plan, group).evaluate(1, lambda: False)
-    assert judgement
-    return judgement
+    result = Evaluator(model, source.val, config, plan, group).evaluate(1, lambda: False)
+    assert result
+    return result
 
 
 @pytest.mark.fault("J4")
@@ -139,12 +139,12 @@ def test_images_whose_logits_are_not_finite_are_counted_and_wrong(digits: Path, 
     assert math.isnan(found.loss)
     assert 0 <= found.loss_sum < finite.loss_sum
     assert f"the logits of {2 * batches} of {found.images} images are not finite" in (found.warning or "")
-    assert (answers.predicted == NO_ANSWER).sum() == found.not_finite
+    assert (answers.predicted == NO_PREDICTION).sum() == found.not_finite
     assert answers.confidence.min() >= 0
     right, all_images = answers.right(10)
     assert (right.sum(), all_images.sum()) == (found.correct1, found.images), "the pictures show what is counted"
     assert found.correct1 <= finite.correct1
-    assert NO_ANSWER not in answers.predicted[answers.mistakes(1000)]
+    assert NO_PREDICTION not in answers.predicted[answers.mistakes(1000)]
     assert len(answers.confused(10, 10)) == 10
 
 

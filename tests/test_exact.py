@@ -9,8 +9,8 @@ import torch
 from harness import SMALL, Job, assert_each_sample_once, kill, pipeline, read_rows
 from torch import nn
 
-from pipeline.config import Exact as Settings
-from pipeline.config import load
+from pipeline.config.load import load
+from pipeline.config.schema import Exact as Settings
 from pipeline.group import Group
 from pipeline.parallel.exact import Exact
 from pipeline.plan import DataSize, Plan, make_plan

@@ -10,11 +10,12 @@ from harness import SMALL, Job, assert_resumes, pipeline
 from torch import nn
 from torchvision import models
 
-from pipeline.config import Model, load
+from pipeline.config.load import load
+from pipeline.config.schema import Model
+from pipeline.errors import RequestError
 from pipeline.model.architectures import build
 from pipeline.record.checkpoint import decode, read_verified
-from pipeline.train.finetune import freeze
-from pipeline.verdict import RequestError
+from pipeline.train.pretrained import freeze
 
 
 @pytest.mark.full

@@ -7,15 +7,15 @@ import torch
 from streams import prepare
 
 from pipeline.data.loader import TrainBatches
+from pipeline.errors import NotFiniteError
 from pipeline.group import Group
+from pipeline.guards.nonfinite import GuardedLosses, Losses, watch_losses
 from pipeline.model.architectures import build
 from pipeline.parallel import choose
 from pipeline.randomness import seed_network
-from pipeline.train.account import Clock
-from pipeline.train.finite import GuardedLosses, Losses, watch_losses
+from pipeline.telemetry.timing import Clock
 from pipeline.train.state import TrainState
 from pipeline.train.step import LOSS_UNIT, MAX_LOSS, Step
-from pipeline.verdict import NotFiniteError
 from pipeline.world import World
 
 

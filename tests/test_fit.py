@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipeline.config import load
+from pipeline.config.load import load
 from pipeline.data.order import Order
+from pipeline.errors import RequestError
 from pipeline.group import Group
+from pipeline.guards.memory import fit_passes, one_pass
 from pipeline.plan import DataSize, Plan, make_plan
-from pipeline.train.fit import fit_passes, one_pass
-from pipeline.verdict import RequestError
 from pipeline.world import World
 
 
@@ -22,7 +22,7 @@ class Roomy(Group):
         super().__init__(World(size=2, local_size=2), torch.device("cpu"))
         self._room, self._tried = room_of_the_other, tried
 
-    def agree(self, *flags: bool) -> tuple[bool, ...]:
+    def any_rank(self, *flags: bool) -> tuple[bool, ...]:
         return tuple(flag or self._tried[-1] > self._room for flag in flags)
 
 

@@ -18,9 +18,9 @@ from torchvision.datasets import Imagenette
 
 from pipeline.data import imagenet
 from pipeline.data.manifest import scan
+from pipeline.errors import RequestError, StorageError
 from pipeline.operate.data import get, import_imagenet
 from pipeline.operate.pack import pack
-from pipeline.verdict import RequestError, StorageError
 
 CLASSES = {"n01440764": 3, "n02102040": 5, "n02979186": 4}
 TRUTH = ["n02979186", "n01440764", "n02102040", "n01440764"]

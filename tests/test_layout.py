@@ -17,7 +17,7 @@ FILES = {
     ".".join(["pipeline", *path.relative_to(HOUSE).with_suffix("").parts]).removesuffix(".__init__"): path
     for path in sorted(HOUSE.rglob("*.py"))
 }
-ROOMS = re.sub(r"\s+", " ", re.search(r"verdict,[\w\s,]+__main__", pipeline.__doc__ or "")[0]).split(", ")  # type: ignore[index]
+ROOMS = re.sub(r"\s+", " ", re.search(r"__main__,[\w\s,]+files", pipeline.__doc__ or "")[0]).split(", ")  # type: ignore[index]
 
 
 def tree(module: str) -> ast.Module:
@@ -58,9 +58,9 @@ def test_the_docstring_of_the_package_names_every_room() -> None:
 
 @pytest.mark.parametrize("module", [module for module in FILES if module != "pipeline"])
 def test_imports_run_one_way(module: str) -> None:
-    above = ROOMS[: ROOMS.index(room(module)) + 1]
-    below = {name for name in inside(module) if room(name) not in above}
-    assert not below, f"{module} imports from below: {below}"
+    at_or_below = ROOMS[ROOMS.index(room(module)) :]
+    above = {name for name in inside(module) if room(name) not in at_or_below}
+    assert not above, f"{module} imports from above: {above}"
 
 
 def test_no_modules_import_each_other() -> None:
@@ -68,8 +68,8 @@ def test_no_modules_import_each_other() -> None:
 
 
 def test_mlflow_and_docker_stay_in_their_modules() -> None:
-    assert importers("mlflow") <= {"pipeline.record.mlflow"}
-    assert importers("docker") <= {"pipeline.operate.rehearse"}
+    assert importers("mlflow") <= {module for module in FILES if module.startswith("pipeline.record.mlflow")}
+    assert importers("docker") <= {"pipeline.deploy.rehearse"}
 
 
 def test_nothing_is_unpickled() -> None:
@@ -86,8 +86,9 @@ def test_nothing_is_unpickled() -> None:
 
 def test_what_checks_a_request_needs_no_torch() -> None:
     modules = (
-        "config", "plan", "world", "verdict", "randomness", "data.manifest", "data.sources", "record.folder",
-        "record.pictures", "record.story", "operate.report", "operate.launch", "__main__",
+        "config.load", "plan", "world", "supervision", "machine", "errors", "files", "randomness", "data.manifest",
+        "data.sources", "record.folder", "record.figures", "record.description", "preflight.request", "operate.report",
+        "operate.launch", "__main__",
     )  # fmt: skip
     names = [f"pipeline.{module}" for module in modules]
     code = f"import importlib, sys\nfor name in {names}: importlib.import_module(name); print(name, 'torch' in sys.modules)"

@@ -12,9 +12,9 @@ from harness import pipeline
 from manifests import Document, containers, one, pod_of, problems, problems_alone, settings
 
 import pipeline as package
-from pipeline.config import load
-from pipeline.operate import node
-from pipeline.operate.render import Request, render
+from pipeline.config.load import load
+from pipeline.deploy import node
+from pipeline.deploy.k8s import Request, render
 
 K8S = Path(package.__file__).parents[1] / "k8s"
 

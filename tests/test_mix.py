@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from pipeline.config import Augment, load
+from pipeline.config.load import load
+from pipeline.config.schema import Augment
 from pipeline.data.mix import draw_mix, mixed, own_shares, partners
+from pipeline.errors import RequestError
 from pipeline.plan import DataSize, make_plan
-from pipeline.verdict import RequestError
 from pipeline.world import World
 
 

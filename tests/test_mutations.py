@@ -10,15 +10,15 @@ import pytest
 from PIL import Image
 from test_pack import LEVELS, copied, encoded, photo
 
-from pipeline.config import load
-from pipeline.data import jpeg, recode
+from pipeline.config.load import load
+from pipeline.data import jpeg, jpeg_restarts
 from pipeline.data.images import BadImageError, Picture
 from pipeline.data.manifest import UnreadableError
 from pipeline.data.pack import Level
 from pipeline.data.sources import open_source
+from pipeline.errors import RequestError
 from pipeline.operate.pack import encode
 from pipeline.operate.pack import pack as make
-from pipeline.verdict import RequestError
 
 EACH = 300
 SLOWEST_S = 30
@@ -57,7 +57,7 @@ def bombs() -> list[bytes]:
     huge = small[:at] + (1220).to_bytes(2, "big") + (65500).to_bytes(2, "big") + small[at + 4 :]
     passes = encoded(photo(64, 64), progressive=True)
     scan = passes.rindex(b"\xff\xda")
-    cut = recode.with_restarts(small) or b""
+    cut = jpeg_restarts.with_restarts(small) or b""
     table = cut.index(jpeg.CUTS_NAME) + len(jpeg.CUTS_NAME)
     return [
         huge,
@@ -76,7 +76,7 @@ def test_a_mutated_jpeg_is_decoded_or_named(seed: int) -> None:
     images = [photo(200, 300), photo(97, 61)]
     seeds = [encoded(image, **options) for image in images
              for options in ({"subsampling": 0}, {"subsampling": 2, "optimize": True}, {"progressive": True})]  # fmt: skip
-    seeds += [recode.with_restarts(data) or data for data in seeds]
+    seeds += [jpeg_restarts.with_restarts(data) or data for data in seeds]
     draw = np.random.default_rng(seed)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number, data in enumerate(bombs() + [mutated(seeds[i % len(seeds)], draw) for i in range(EACH)]):
@@ -90,7 +90,7 @@ def test_a_mutated_jpeg_is_decoded_or_named(seed: int) -> None:
         except BadImageError as defect:
             reason = str(defect)
         assert reason, number
-        made = recode.with_restarts(data)
+        made = jpeg_restarts.with_restarts(data)
         if made is not None and number % 5 == 0:  # what is packed of it decodes to the same pixels, or it is named
             try:
                 packed, _, _ = encode(data, Level.parse("lossless"))

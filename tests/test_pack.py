@@ -20,15 +20,15 @@ from harness import SMALL, environment, kill, pipeline
 from PIL import Image
 from streams import stream
 
-from pipeline.config import load
-from pipeline.data import jpeg, pack, recode
+from pipeline.config.load import load
+from pipeline.data import jpeg, jpeg_restarts, pack
 from pipeline.data.images import Picture, decode
 from pipeline.data.manifest import UnreadableError, scan
 from pipeline.data.sources import open_source
+from pipeline.errors import RequestError
 from pipeline.operate.data import check
 from pipeline.operate.pack import encode
 from pipeline.operate.pack import pack as make
-from pipeline.verdict import RequestError
 
 LEVELS = ("lossless", "max-side=100,q=90", "raw=64")
 
@@ -97,7 +97,7 @@ def test_a_part_has_the_very_pixels_of_the_whole(mode: str, options: dict[str, A
         if mode != "RGB":
             options = {name: value for name, value in options.items() if name != "subsampling"}
         data = encoded(photo(height, width, number).convert(mode), **options)
-        made = recode.with_restarts(data)
+        made = jpeg_restarts.with_restarts(data)
         assert made is not None
         whole = decode(data)
         assert torch.equal(decode(made), whole)
@@ -126,7 +126,7 @@ def test_of_a_plain_file_nothing_is_decoded_below_the_crop(capfd: pytest.Capture
 
 
 def test_less_is_decoded_than_the_whole() -> None:
-    made = recode.with_restarts(encoded(photo(400, 504), quality=95, subsampling=0))
+    made = jpeg_restarts.with_restarts(encoded(photo(400, 504), quality=95, subsampling=0))
     assert made is not None
     frame = jpeg.frame(made)
     assert frame
@@ -139,17 +139,17 @@ def test_less_is_decoded_than_the_whole() -> None:
 
 def test_the_tables_are_the_best_there_are() -> None:
     usual, best = (encoded(photo(400, 504), quality=95, optimize=optimize) for optimize in (False, True))
-    made = recode.with_restarts(usual)
+    made = jpeg_restarts.with_restarts(usual)
     assert made
     assert len(made) < len(best) * 1.02 < len(usual), "the markers cost less than the tables save"
-    assert recode.with_restarts(best) == made, "whatever the tables were"
+    assert jpeg_restarts.with_restarts(best) == made, "whatever the tables were"
 
 
 def test_no_code_is_longer_than_a_jpeg_allows() -> None:
     counts = [1, 1]
     while len(counts) < 40:  # Huffman's codes of these are up to 40 bits long
         counts.append(counts[-1] + counts[-2])
-    numbers, symbols = recode._best(np.array(counts))
+    numbers, symbols = jpeg_restarts._best(np.array(counts))
     assert sorted(symbols) == list(range(40))
     assert len(numbers) == 16
     assert sum(numbers) == 40
@@ -158,7 +158,7 @@ def test_no_code_is_longer_than_a_jpeg_allows() -> None:
 
 def test_a_table_of_segments_that_lies_is_not_believed() -> None:
     data = encoded(photo(400, 504))
-    made = bytearray(recode.with_restarts(data) or b"")
+    made = bytearray(jpeg_restarts.with_restarts(data) or b"")
     lengths = made.index(jpeg.CUTS_NAME) + len(jpeg.CUTS_NAME) + jpeg.CUTS_HEAD.size
     made[lengths + 1] += 1
     made[lengths + 3] -= 1  # the sum is right
@@ -172,13 +172,13 @@ def test_a_table_of_segments_that_lies_is_not_believed() -> None:
     ids=["progressive", "restarts of its own", "PNG", "empty", "short"],
 )  # fmt: skip
 def test_what_cannot_be_cut_is_left_as_it_is(data: bytes) -> None:
-    assert recode.with_restarts(data) is None
+    assert jpeg_restarts.with_restarts(data) is None
 
 
 def test_an_image_is_stored_as_it_is_where_the_proof_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     data = encoded(photo(64, 64))
-    other = recode.with_restarts(encoded(photo(64, 64, seed=1)))
-    monkeypatch.setattr(recode, "with_restarts", lambda _: other)
+    other = jpeg_restarts.with_restarts(encoded(photo(64, 64, seed=1)))
+    monkeypatch.setattr(jpeg_restarts, "with_restarts", lambda _: other)
     assert encode(data, pack.Level.parse("lossless")) == (data, True, 0.0)
 
 

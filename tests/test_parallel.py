@@ -17,16 +17,17 @@ from torchvision import models
 from torchvision.models.convnext import CNBlockConfig
 from torchvision.models.regnet import BlockParams
 
-from pipeline.config import Model, load
-from pipeline.group import Peers
+from pipeline.config.load import load
+from pipeline.config.schema import Model
+from pipeline.errors import RequestError
+from pipeline.group import ProcessGroup
 from pipeline.model.architectures import build, skeleton
-from pipeline.model.stages import Part, cut, drop
+from pipeline.model.partition import Part, cut, drop
 from pipeline.parallel.dataparallel import Replicated
 from pipeline.parallel.fsdp import FullyShard, blocks
 from pipeline.plan import DataSize, Plan, make_plan, memory_row
 from pipeline.record.checkpoint import decode, read_verified
-from pipeline.verdict import RequestError
-from pipeline.world import World, here
+from pipeline.world import World, from_environment
 
 BOTH = ("batch.accumulate=2", "train.clip=0.5", "train.ema=0.9", "model.channels_last=true")
 FSDP = ("parallel=fsdp", *BOTH)
@@ -126,7 +127,7 @@ def test_a_copy_of_the_model_has_all_its_stages() -> None:
     with pytest.raises(RequestError, match="fewer than"):
         planned(4, "stages.count=4", "stages.micro_batches=2")
     made = planned(4, "batch.accumulate=2")
-    assert (made.stages, made.micro_batch, made.micro_batches, made.norm_batch) == (2, 12, 4, 6)
+    assert (made.stages, made.micro_batch, made.micro_batches, made.bn_batch) == (2, 12, 4, 6)
 
 
 def test_dataparallel_is_one_process() -> None:
@@ -236,7 +237,7 @@ def test_what_is_sliced_together_is_a_small_part_that_is_called_whole(arch: str)
 
 def test_a_model_in_slices_can_be_validated_before_it_is_trained() -> None:
     config, size = load("digits", ["parallel=fsdp", "model.arch=shufflenet_v2_x0_5"]), DataSize(960, 96, 10)
-    group = Peers(World(init_method=f"tcp://127.0.0.1:{free_port()}"), torch.device("cpu"), 30)
+    group = ProcessGroup(World(init_method=f"tcp://127.0.0.1:{free_port()}"), torch.device("cpu"), 30)
     try:
         strategy = FullyShard(build(config.model, 10), group, make_plan(config, group.world, size), config)
         images = torch.randn(4, 3, 32, 32)
@@ -255,18 +256,18 @@ def test_processes_started_by_hand_must_know_where_to_meet(monkeypatch: pytest.M
     for name in ("INIT_METHOD", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(RequestError, match="no place to meet"):
-        here()
+        from_environment()
     for wrong in ("127.0.0.1:29500", "tcp://localhost:99999", "tcp://localhost:0", "tcp://a b:29500"):
         monkeypatch.setenv("INIT_METHOD", wrong)
         with pytest.raises(RequestError, match=f"INIT_METHOD='{wrong}' is not tcp://HOST:PORT, .*1 to 65535"):
-            here()
+            from_environment()
     monkeypatch.setenv("INIT_METHOD", "tcp://127.0.0.1:29500")
-    assert here().init_method == "tcp://127.0.0.1:29500"
+    assert from_environment().init_method == "tcp://127.0.0.1:29500"
     monkeypatch.delenv("INIT_METHOD")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     for wrong in ("abc", "0", "65536", "-1", ""):
         monkeypatch.setenv("MASTER_PORT", wrong)
         with pytest.raises(RequestError, match=f"MASTER_PORT='{wrong}' .* is not a port: a number from 1 to 65535"):
-            here()
+            from_environment()
     monkeypatch.setenv("MASTER_PORT", "29500")
-    assert here().init_method is None
+    assert from_environment().init_method is None

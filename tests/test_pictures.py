@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline.__main__ import main
-from pipeline.record.answers import Answers, Judged, load_judged, save_augmented, save_judged
-from pipeline.record.pictures import OF_EVALUATION
+from pipeline.cli.main import main
+from pipeline.record.figures import OF_EVALUATION
+from pipeline.record.predictions import KeptEvaluation, Predictions, load_evaluation, save_augmented, save_evaluation
 
 CLASSES = ["$5", "$10", "naïve cat"]
 
 
-def answers() -> Answers:
+def answers() -> Predictions:
     """Of seven images, one of which cannot be decoded."""
-    return Answers(
+    return Predictions(
         np.array([0, 1, 2, 2, 1, -1, 0], np.int32),
         np.array([0, 2, 2, 1, 0, 1, 2], np.int32),
         np.array([0.9, 0.4, 0.8, 0.95, 0.6, 0.99, 0.6], np.float32),
@@ -38,8 +38,8 @@ def test_mistakes_come_by_confidence_and_confusion_counts_each_image_once() -> N
 def test_twenty_thousand_classes_are_drawn_in_little_memory(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     labels, predicted = draw.integers(0, 20_000, (2, 100_000), np.int32)
-    judged = Judged(
-        Answers(labels, predicted, np.ones(100_000, np.float32)), [f"class {label}" for label in range(20_000)],
+    judged = KeptEvaluation(
+        Predictions(labels, predicted, np.ones(100_000, np.float32)), [f"class {label}" for label in range(20_000)],
         np.empty(0, np.int64), np.empty((0, 3, 8, 8), np.uint8),
     )  # fmt: skip
     data_kib = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0])
@@ -56,9 +56,9 @@ def test_twenty_thousand_classes_are_drawn_in_little_memory(tmp_path: Path) -> N
 def test_the_folder_alone_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report, said = tmp_path / "report", answers()
     pixels = np.zeros((2, 3, 8, 8), np.uint8)
-    save_judged(report, 12, Judged(said, CLASSES, said.mistakes(2), pixels))
+    save_evaluation(report, 12, KeptEvaluation(said, CLASSES, said.mistakes(2), pixels))
     save_augmented(report, pixels, CLASSES[:2])
-    kept = load_judged(report / "data" / "step-00000012.npz")
+    kept = load_evaluation(report / "data" / "step-00000012.npz")
     assert kept.classes == CLASSES
     assert kept.shown.tolist() == [3, 4]
     rows = [{"time": 1, "step": step, "metrics": {"train/loss": 1 / step, "val/top1": 0.5}} for step in (1, 2, 3)]

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from harness import pipeline
 
-from pipeline import world
-from pipeline.config import load
+from pipeline import machine, world
+from pipeline.config.load import load
+from pipeline.errors import RequestError
 from pipeline.plan import DataSize, Plan, make_plan, share_resources
-from pipeline.verdict import RequestError
 from pipeline.world import World
 
 DIGITS = DataSize(train_images=1437, val_images=360, num_classes=10)
@@ -152,7 +152,7 @@ def test_the_plan_says_whether_the_model_is_compiled_and_why() -> None:
     assert compiled().startswith("no: there is no GPU to gain by it")
     assert compiled("run.device=cpu", **gpu).startswith("no: there is no GPU to gain by it")
     assert compiled("run.deterministic=true", **gpu).startswith("no: the run promises its bits")
-    without = {**gpu, "lacks_to_compile": "a compiler (gcc, or CC in the environment)"}
+    without = {**gpu, "missing_to_compile": "a compiler (gcc, or CC in the environment)"}
     assert compiled(**without).startswith("no: torch.compile wants a compiler (gcc, or CC in the environment)")
     with pytest.raises(RequestError, match=r"train.compile=on: torch.compile wants a compiler"):
         compiled("train.compile=on", **without)
@@ -162,13 +162,13 @@ def test_a_compiler_and_headers_are_looked_for(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("CC", raising=False)
-    assert world.lacks_to_compile().startswith("a compiler (g")
+    assert machine.missing_to_compile().startswith("a compiler (g")
     for name in ("g++", "gcc"):
         (tmp_path / name).touch(0o755)
-    monkeypatch.setattr(world.sysconfig, "get_path", lambda _: str(tmp_path))
-    assert world.lacks_to_compile() == f"Python's headers ({tmp_path}/Python.h)"
+    monkeypatch.setattr(machine.sysconfig, "get_path", lambda _: str(tmp_path))
+    assert machine.missing_to_compile() == f"Python's headers ({tmp_path}/Python.h)"
     (tmp_path / "Python.h").touch()
-    assert world.lacks_to_compile() == ""
+    assert machine.missing_to_compile() == ""
 
 
 @pytest.mark.fault("F4")
@@ -227,9 +227,7 @@ def test_batches_that_do_not_fit_into_shared_memory_are_refused() -> None:
 
 def test_affinity_limits_the_cpus() -> None:
     one = min(os.sched_getaffinity(0))
-    code = (
-        f"import os; os.sched_setaffinity(0, {{{one}}}); from pipeline.world import allowed_cpus; print(allowed_cpus())"
-    )
+    code = f"import os; os.sched_setaffinity(0, {{{one}}}); from pipeline.world import available_cpus; print(available_cpus())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "1\n"
 
 
@@ -251,16 +249,16 @@ def test_a_cgroup_limits_the_cpus(tmp_path: Path, files: dict[str, str], own: st
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"{text}\n")
     (tmp_path / "own").write_text(f"{own}\n")
-    assert world._cgroup_quota(root, tmp_path / "own") == quota
+    assert machine._cgroup_quota(root, tmp_path / "own") == quota
 
 
 @pytest.mark.parametrize(("quota", "cpus"), [(0.5, 1), (1.5, 1), (2.0, 2), (1000.0, None), (None, None)])
 def test_half_a_cpu_is_one_and_a_quota_adds_none(
     monkeypatch: pytest.MonkeyPatch, quota: float, cpus: int | None
 ) -> None:
-    monkeypatch.setattr(world, "_cgroup_quota", lambda *_: quota)
+    monkeypatch.setattr(machine, "_cgroup_quota", lambda *_: quota)
     allowed = len(os.sched_getaffinity(0))
-    assert world.allowed_cpus() == min(allowed, cpus or allowed)
+    assert machine.available_cpus() == min(allowed, cpus or allowed)
 
 
 def test_a_process_finds_its_place_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,17 +266,17 @@ def test_a_process_finds_its_place_or_says_why_not(monkeypatch: pytest.MonkeyPat
     for name in names:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("INIT_METHOD", "tcp://localhost:29500")
-    assert (world.here().size, world.here().rank) == (1, 0)
+    assert (world.from_environment().size, world.from_environment().rank) == (1, 0)
     for values in ("3 8 1 4", "0 1 0 1"):
         for name, value in zip(names, values.split(), strict=True):
             monkeypatch.setenv(name, value)
-        here = world.here()
+        here = world.from_environment()
         assert f"{here.rank} {here.size} {here.local_rank} {here.local_size}" == values
     for values in ("x 8 1 4", "-1 8 1 4", "8 8 1 4", "0 0 0 0", "0 8 4 4", "0 2 0 4"):
         for name, value in zip(names, values.split(), strict=True):
             monkeypatch.setenv(name, value)
         with pytest.raises(RequestError, match="start with torchrun or --nproc"):
-            world.here()
+            world.from_environment()
 
 
 def test_plan_prints_the_arithmetic_and_makes_nothing(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from torch.nn.functional import softmax
 from torchvision.models import get_model
 from torchvision.transforms.functional import normalize, resize
 
-from pipeline.__main__ import main
-from pipeline.config import load
+from pipeline.cli.main import main
+from pipeline.config.load import load
 from pipeline.data.images import decode
 from pipeline.record.checkpoint import Checkpoints
 

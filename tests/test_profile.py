@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.config import load
-from pipeline.train.profile import Profile
-from pipeline.verdict import RequestError
+from pipeline.config.load import load
+from pipeline.errors import RequestError
+from pipeline.telemetry.profiler import Profiler
 
 
 @pytest.mark.parametrize("start", [0, 1])
 def test_the_steps_that_are_asked_for_are_in_the_trace(tmp_path: Path, start: int) -> None:
     said: list[str] = []
-    profile = Profile(start + 1, 3, tmp_path / "report", torch.device("cpu"), said.append)
+    profile = Profiler(start + 1, 3, tmp_path / "report", torch.device("cpu"), said.append)
     for step in range(5):
         if step:
             torch.full((step, 7), 1.0).sum()
@@ -29,7 +29,7 @@ def test_the_steps_that_are_asked_for_are_in_the_trace(tmp_path: Path, start: in
 
 
 def test_a_run_that_goes_on_within_the_window_has_no_trace(tmp_path: Path) -> None:
-    profile = Profile(2, 4, tmp_path, torch.device("cpu"), print)
+    profile = Profiler(2, 4, tmp_path, torch.device("cpu"), print)
     for step in range(3, 6):
         profile.updated(step)
     assert not list(tmp_path.iterdir())

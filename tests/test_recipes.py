@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import RECIPES, load
+from pipeline.config.load import RECIPES, load
 from pipeline.plan import DataSize, make_plan
 from pipeline.world import World
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from harness import Job, Result, environment, pipeline
 
-from pipeline.__main__ import main
-from pipeline.config import Model
+from pipeline.cli.main import main
+from pipeline.config.schema import Model
+from pipeline.errors import RequestError
 from pipeline.model.architectures import try_out
-from pipeline.verdict import RequestError
 
 
 @pytest.fixture(scope="session")
@@ -180,7 +180,7 @@ def test_what_a_rank_does_not_expect_of_a_file_stays_a_crash(monkeypatch: pytest
     def fail(*_: object) -> None:
         raise FileNotFoundError(2, "No such file or directory", "weights.pt")
 
-    monkeypatch.setattr("pipeline.operate.render.render", fail)
+    monkeypatch.setattr("pipeline.deploy.k8s.render", fail)
     with pytest.raises(FileNotFoundError, match="No such file"):
         main(["k8s", "render"])
 

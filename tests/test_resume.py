@@ -12,13 +12,13 @@ import pytest
 from forked import SMALL, Place
 from harness import environment
 
-from pipeline import verdict
-from pipeline.config import load
+from pipeline import errors
+from pipeline.config.load import load
+from pipeline.errors import NotFiniteError, RequestError, StorageError, TemporaryError
 from pipeline.operate.launch import _restarted
 from pipeline.record.checkpoint import step_of
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
-from pipeline.verdict import NotFiniteError, RequestError, StorageError, TemporaryError
 
 
 def test_a_run_resumes_without_its_first_weights(place: Place) -> None:
@@ -110,7 +110,7 @@ def test_a_checkpoint_that_takes_long_to_read_keeps_nobody_from_stopping(place: 
     program = f"""\
 import sys, time
 from pipeline.record import checkpoint
-from pipeline.__main__ import main
+from pipeline.cli.main import main
 checkpoint.read_verified = lambda path: print("reading", flush=True) or time.sleep(60)
 sys.exit(main({["train", "digits", *SMALL, "run.dir=runs/done", "run.timeout=1"]}))
 """
@@ -132,7 +132,7 @@ sys.exit(main({["train", "digits", *SMALL, "run.dir=runs/done", "run.timeout=1"]
 def test_training_keeps_no_checkpoint_in_memory(place: Place) -> None:
     program = f"""\
 import gc, sys
-from pipeline.__main__ import main
+from pipeline.cli.main import main
 from pipeline.train import resume, session
 train = session.train
 def looked_at(*arguments):
@@ -153,10 +153,10 @@ sys.exit(main({["train", "digits", *SMALL, "run.dir=runs/done", "train.max_steps
 @pytest.mark.parametrize("code", [2, 3, 4, 75])
 def test_a_failure_for_good_is_repeated_by_the_next_start_of_the_same_request(tmp_path: Path, code: int) -> None:
     kinds = {kind.code: kind for kind in (RequestError, NotFiniteError, StorageError, TemporaryError)}
-    verdict.leave(tmp_path, kinds[code]("why"), "a request")
-    left = verdict.recall(tmp_path, "a request")
+    errors.save_failure(tmp_path, kinds[code]("why"), "a request")
+    left = errors.load_failure(tmp_path, "a request")
     assert (left and (left.code, str(left))) == (None if code == 75 else (code, "why"))
-    assert verdict.recall(tmp_path, "another") is None
+    assert errors.load_failure(tmp_path, "another") is None
 
 
 def test_what_is_found_when_the_model_is_compiled_is_left_for_the_next_start(place: Place) -> None:

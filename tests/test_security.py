@@ -30,19 +30,20 @@ from test_predict import CLASSES, run_dir  # noqa: F401 — a fixture
 from torch import nn
 from torchvision.datasets.folder import default_loader
 
-from pipeline.__main__ import main
-from pipeline.config import Model, from_yaml, load
+from pipeline.cli.main import main
+from pipeline.config.load import from_yaml, load
+from pipeline.config.schema import Model
 from pipeline.data import manifest
+from pipeline.deploy.k8s import Request, render
+from pipeline.errors import StorageError, TemporaryError
 from pipeline.model.architectures import published_weights, skeleton
-from pipeline.operate import checks
-from pipeline.operate.render import Request, render
+from pipeline.preflight import request as checks
 from pipeline.record import checkpoint
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
 from pipeline.record.mlflow import Follower
 from pipeline.record.program import read_weights
-from pipeline.train import finetune
-from pipeline.verdict import StorageError, TemporaryError
+from pipeline.train import pretrained
 
 ROOT = Path(__file__).parents[1]
 ARCH = "shufflenet_v2_x0_5"
@@ -239,7 +240,7 @@ def test_a_logged_model_answers_as_its_checkpoint_and_gives_its_weights(
         said.append(capsys.readouterr().out)
     assert said[0] == said[1]
     options = Model(arch=ARCH, init=uri)
-    read = finetune.read(options, skeleton(options, len(CLASSES)))
+    read = pretrained.read(options, skeleton(options, len(CLASSES)))
     path = checkpoint.find(run_dir)
     weights = checkpoint.decode(path.read_bytes(), path)["model"]
     assert checkpoint.weights_digest(read) == checkpoint.weights_digest(weights)
@@ -380,7 +381,7 @@ def test_published_weights_in_the_cache_run_nothing(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "hub"))
     options = Model(arch="resnet18", init="IMAGENET1K_V1")
     with pytest.raises(StorageError, match=r"its file in torch's cache \(TORCH_HOME\) is not one of weights"):
-        finetune.read(options, skeleton(options, 10))
+        pretrained.read(options, skeleton(options, 10))
     assert not (tmp_path / "executed").exists()
 
 

@@ -18,15 +18,15 @@ from torch.utils.data._utils.collate import default_convert
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from pipeline.config import load
+from pipeline.config.load import load
 from pipeline.data import loader
 from pipeline.data.batch import Batch
 from pipeline.data.loader import TrainBatches, batches
 from pipeline.data.order import Order
-from pipeline.data.seats import Seats
+from pipeline.data.shared_memory import Seats
 from pipeline.data.transfer import to_device
+from pipeline.errors import StorageError
 from pipeline.plan import DataSize, Resources, make_plan
-from pipeline.verdict import StorageError
 from pipeline.world import World
 
 STEPS = range(26, 32)  # an epoch of the digits in batches of 48 is 29 steps
@@ -242,7 +242,7 @@ def test_what_a_worker_hands_over_is_left_to_itself_by_torchs_loader(
     (place,) = seats.places([3])
     made = seats[place]
     assert default_convert(made) is made, "it is not taken apart"
-    monkeypatch.setattr("pipeline.data.seats.pin_memory", lambda whole: whole)  # wants a GPU
+    monkeypatch.setattr("pipeline.data.shared_memory.pin_memory", lambda whole: whole)  # wants a GPU
     pinned = pin_memory(pickle.loads(pickle.dumps(made)))
     assert torch.equal(pinned.images, data[3].images)
     assert torch.equal(pinned.ids, data[3].ids)

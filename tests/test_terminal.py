@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from pipeline.record.terminal import QUIET, voice
+from pipeline.record.terminal import QUIET, make_terminal
 
 
 class Tty(io.StringIO):
@@ -24,24 +24,24 @@ def terminal_of(monkeypatch: pytest.MonkeyPatch) -> Tty:
 
 def test_on_a_terminal_progress_is_one_line_that_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     tty = terminal_of(monkeypatch)
-    terminal = voice(is_main=True)
+    terminal = make_terminal(is_main=True)
     terminal.progress("step 1")
     terminal.progress("step 2")
-    terminal.say("validation")
+    terminal.log("validation")
     assert tty.getvalue() == "step 1\r      \rstep 2\r      \rvalidation\n"
 
 
 def test_the_summary_has_colour_on_a_terminal_and_none_with_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
     tty = terminal_of(monkeypatch)
-    voice(is_main=True).summarise({"best": "top-1 0.98"})
+    make_terminal(is_main=True).summarise({"best": "top-1 0.98"})
     assert "\x1b[1mbest\x1b[0m" in tty.getvalue()
     monkeypatch.setenv("NO_COLOR", "1")
-    voice(is_main=True).summarise({"report": "runs/x/report"})
+    make_terminal(is_main=True).summarise({"report": "runs/x/report"})
     assert tty.getvalue().endswith("  report  runs/x/report\n")
 
 
 def test_elsewhere_lines_are_plain_and_few(capsys: pytest.CaptureFixture[str]) -> None:
-    terminal = voice(is_main=True)
+    terminal = make_terminal(is_main=True)
     for step in range(100):
         terminal.progress(f"step {step}")
     terminal.summarise({"best": "top-1 0.98"})
@@ -54,8 +54,8 @@ def test_quiet_ranks_and_those_that_are_not_the_main_one_say_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(QUIET, "1")
-    for terminal in (voice(is_main=True), voice(is_main=False)):
-        terminal.say("line")
+    for terminal in (make_terminal(is_main=True), make_terminal(is_main=False)):
+        terminal.log("line")
         terminal.show("table")
         terminal.progress("step 1")
         terminal.summarise({"best": "top-1 0.98"})

@@ -47,16 +47,17 @@ from torch.nn.functional import softmax
 from torchvision.models import get_model
 from torchvision.transforms.functional import normalize, resize
 
-from pipeline.config import RECIPES, Model, load
+from pipeline.config.load import RECIPES, load
+from pipeline.config.schema import Model
 from pipeline.data.images import decode
 from pipeline.data.loader import EvalBatches
 from pipeline.data.sources import open_source
 from pipeline.group import Group
 from pipeline.model.architectures import build
 from pipeline.record import checkpoint, provenance
-from pipeline.record.answers import Answers, Judged, save_judged
 from pipeline.record.journal import Journal, Trace, read
-from pipeline.train import finetune
+from pipeline.record.predictions import KeptEvaluation, Predictions, save_evaluation
+from pipeline.train import pretrained
 from pipeline.world import World
 
 # what each shows beyond the others: nobody there, an answer that is an error, no answer; the rest with --full
@@ -319,10 +320,10 @@ def test_the_run_tells_the_whole_story_and_its_folder_alone_tells_it_again(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", good.uri)
     options = Model(arch="shufflenet_v2_x0_5", init="models:/story-digits@best")
     model = build(options, 10)
-    weights = finetune.read(options, model)
-    finetune.load_pretrained(model, weights, options, Group(World(), torch.device("cpu")), lambda _: None)
+    weights = pretrained.read(options, model)
+    pretrained.load_pretrained(model, weights, options, Group(World(), torch.device("cpu")), lambda _: None)
     path = run.folder / "checkpoints" / best["file"]
-    judged = checkpoint.judged_weights(checkpoint.decode(checkpoint.read_verified(path), path))
+    judged = checkpoint.eval_weights(checkpoint.decode(checkpoint.read_verified(path), path))
     assert checkpoint.weights_digest(model.state_dict()) == checkpoint.weights_digest(judged), (
         "its weights are had back"
     )
@@ -463,8 +464,10 @@ def test_a_picture_that_cannot_be_drawn_keeps_nothing_else_back(
     run = trained["none"].job
     run = Job(Path(shutil.copytree(run.folder, tmp_path / "run")), run.arguments)
     one, nothing = np.zeros(1, np.int32), np.empty(0, np.int64)
-    judged = Judged(Answers(one + 1, one, one.astype(np.float32)), ["0"], nothing, np.empty((0, 3, 8, 8), np.uint8))
-    save_judged(run.folder / "report", 8, judged)
+    judged = KeptEvaluation(
+        Predictions(one + 1, one, one.astype(np.float32)), ["0"], nothing, np.empty((0, 3, 8, 8), np.uint8)
+    )
+    save_evaluation(run.folder / "report", 8, judged)
     result = sync(run, MLFLOW_TRACKING_URI=second.uri)
     assert result.code == 0, result.err
     assert "classes of step 8 is not shown: " in result.err

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from harness import SMALL, Job, Result, kill, pipeline
 
-from pipeline import world
+from pipeline import machine
+from pipeline.errors import RequestError
 from pipeline.operate import verify as commands
 from pipeline.record.folder import RunFolder
 from pipeline.record.receipt import Receipt
-from pipeline.verdict import RequestError
 
 
 def job(folder: Path, digits: Path, *more: str, nproc: int = 1) -> Job:
@@ -189,6 +189,6 @@ def test_what_cannot_be_repeated_is_refused_before_it_is_tried(copy: Path, tmp_p
     assert "world 1 became 2 at step 4" in refused(lambda whole: whole["starts"].append(second))
     assert "from another run's checkpoint" in refused(lambda whole: whole["starts"][0].update(step=3))
     assert "not a receipt of format 1" in refused(lambda whole: whole.update(format=2))
-    if not world.shows_gpu():
+    if not machine.has_gpu():
         assert "shows no GPU" in refused(lambda whole: whole["starts"][0].update(device_type="cuda"))
     assert verify(tmp_path).error.startswith(f"{tmp_path} has no receipt"), "as a command it is one line"

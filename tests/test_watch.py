@@ -6,10 +6,10 @@ import pytest
 from harness import SMALL, Job, Result
 
 from pipeline.group import Group
+from pipeline.guards.stragglers import Pace
 from pipeline.parallel import Strategy
 from pipeline.plan import DataSize, make_plan
-from pipeline.train.account import Clock
-from pipeline.train.watch import Pace
+from pipeline.telemetry.timing import Clock
 from pipeline.world import World
 
 
@@ -125,7 +125,7 @@ def test_slow_is_said_after_two_reports_and_again_only_after_a_recovery() -> Non
 def of_three(said: list[str]) -> Pace:
     from torch import device, nn
 
-    from pipeline.config import load
+    from pipeline.config.load import load
 
     config = load("digits", [])
     group = Group(World(size=3, local_size=3), device("cpu"))

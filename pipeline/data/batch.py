@@ -32,3 +32,9 @@ class Batch(NamedTuple):
     """A `Defect` for each image that could not be decoded."""
     outage: OutageError | None = None
     """Set if the storage failed while the batch was made: its images are then not to be used."""
+
+
+def format_sample_ids(ids: list[int]) -> str:
+    """As an account of a failure shows them: the first few."""
+    more = f" and {len(ids) - 8} more" if len(ids) > 8 else ""
+    return f"sample ids {', '.join(map(str, ids[:8])) or 'none'}{more}"

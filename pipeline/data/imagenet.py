@@ -26,7 +26,7 @@ import numpy as np
 
 from pipeline.data.manifest import MAX_FILE_BYTES, Index, Split, SplitImages, UnreadableError, out_of_reach, show
 from pipeline.data.sources import Source
-from pipeline.verdict import RequestError
+from pipeline.errors import RequestError
 
 TRAIN = "ILSVRC2012_img_train.tar"
 VAL = "ILSVRC2012_img_val.tar"

@@ -26,18 +26,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from pipeline.config import Config
+from pipeline.config.schema import Config
 from pipeline.data.augment import Draw, augment, centre, evaluation_geometry
 from pipeline.data.batch import NO_LABEL, Batch, Defect
 from pipeline.data.images import BadImageError, Picture, decode
 from pipeline.data.manifest import OutageError, UnreadableError
 from pipeline.data.mix import WIDTH, draw_mix
 from pipeline.data.order import Order
-from pipeline.data.seats import Room, Roomed, Seats, give_up
+from pipeline.data.shared_memory import Room, Roomed, Seats, give_up
 from pipeline.data.sources import Images
+from pipeline.errors import StorageError
 from pipeline.plan import Plan, Resources
-from pipeline.verdict import StorageError
-from pipeline.world import die_with_parent
+from pipeline.supervision import die_with_parent
 
 _REPLACEMENTS = 16
 _REBUILDS = 3
@@ -70,14 +70,14 @@ class _Patience:
             except OutageError as outage:
                 if time.monotonic() + pause > start + self._seconds:
                     raise
-                self._say(True, f"{str(outage).rpartition(': ')[0]}: waiting for it, {self._seconds:g} s at most")
+                self._log(True, f"{str(outage).rpartition(': ')[0]}: waiting for it, {self._seconds:g} s at most")
             else:
-                self._say(False, f"the data is back after {time.monotonic() - start:.1f} s: going on")
+                self._log(False, f"the data is back after {time.monotonic() - start:.1f} s: going on")
                 return data
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    def _say(self, is_waiting: bool, line: str) -> None:
+    def _log(self, is_waiting: bool, line: str) -> None:
         if self._waiting[0] != is_waiting:
             self._waiting[0] = is_waiting
             print(line, file=sys.stderr, flush=True)

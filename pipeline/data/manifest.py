@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import re
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -24,8 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
+from pipeline.files import atomic_write
 from pipeline.plan import DataSize
-from pipeline.verdict import RequestError, StorageError, TemporaryError, Verdict
 
 EXTENSIONS = (b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b".tiff", b".webp")
 SPLITS = ("train", "val")
@@ -306,9 +306,7 @@ def store(index: Index, *folders: Path) -> None:
     for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            aside = folder / f".{socket.gethostname()}.{os.getpid()}"
-            aside.write_bytes(data)
-            os.replace(aside, folder / f"{index.digest[:16]}.index")
+            atomic_write(folder / f"{index.digest[:16]}.index", data, durable=False, shared=True)
             break
         except OSError:
             continue
@@ -406,7 +404,7 @@ def relabelled(index: Index, classes: tuple[str, ...]) -> Split:
 Entries = dict[str, list[tuple[bytes, int, int]]]
 
 
-def _unreadable(root: Path, error: OSError) -> Verdict:
+def _unreadable(root: Path, error: OSError) -> RunError:
     place = error.filename or root  # an error in the midst of a listing names no file
     if is_outage(error):
         return out_of_reach(place, error)
@@ -554,10 +552,8 @@ def write_sums(root: Path, index: Index) -> int:
             raise RequestError(f"{show(name)} cannot be read: no sums written; mend or remove it first")
         escaped = name.replace(b"\\", b"\\\\").replace(b"\n", b"\\n")
         lines.append(b"\\" * (escaped != name) + digest.hex().encode() + b"  " + escaped + b"\n")
-    aside = root / f".{SUMS}"
     try:
-        aside.write_bytes(b"".join(lines))
-        os.replace(aside, root / SUMS)
+        atomic_write(root / SUMS, b"".join(lines))
     except OSError as error:
         raise StorageError(f"{root / SUMS} cannot be written: {error.strerror}") from None
     return len(lines)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.config import Augment
+from pipeline.config.schema import Augment
 from pipeline.randomness import derive
 
 WIDTH = 5

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.manifest import MAX_FILE_BYTES, Index, Split, SplitImages, UnreadableError, is_outage, out_of_reach
-from pipeline.verdict import RequestError
+from pipeline.errors import RequestError
 
 FORMAT = 1
 SUMMARY = "pack.json"

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.config import Config
+from pipeline.config.schema import Config
 from pipeline.data import pack
 from pipeline.data.manifest import (
     MAX_FILE_BYTES,
@@ -33,9 +33,9 @@ from pipeline.data.manifest import (
     scan,
     scan_validation,
 )
+from pipeline.errors import RequestError, StorageError
 from pipeline.plan import DataSize
 from pipeline.randomness import derive
-from pipeline.verdict import RequestError, StorageError
 
 SplitName = Literal["train", "val"]
 DIGITS_ROOT = "data/digits"

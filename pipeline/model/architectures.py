@@ -9,8 +9,9 @@ import torchvision
 from torch import Tensor, nn
 from torchvision.models.vision_transformer import VisionTransformer
 
-from pipeline.config import Model, nearest
-from pipeline.verdict import RequestError
+from pipeline.config.help import nearest
+from pipeline.config.schema import Model
+from pipeline.errors import RequestError
 
 # ImageNet's channel means and deviations, on the 0..255 scale of uint8 pixels, as every torchvision recipe uses them
 MEAN = (123.675, 116.28, 103.53)

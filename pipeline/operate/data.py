@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.data import manifest, pack, sources
-from pipeline.verdict import RequestError, StorageError, TemporaryError
+from pipeline.errors import RequestError, StorageError, TemporaryError
+from pipeline.files import atomic_write
 
 _AT_ONCE = 10_000  # each piece of work in a pool's queue is 1 KB
 
@@ -64,14 +65,12 @@ def _unpack(source: sources.Source, out: Path) -> Iterator[int]:
         if path.exists() and path.stat().st_size == split.sizes[i]:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.name}")
         try:
             data = images.read(i)
         except manifest.UnreadableError as error:
             raise RequestError(f"{images.name(i)} cannot be unpacked: {error}: download the archive again") from None
         assert isinstance(data, bytes)
-        aside.write_bytes(data)
-        os.replace(aside, path)
+        atomic_write(path, data, durable=False)
 
     assert source.index
     with ThreadPoolExecutor(8) as pool:  # reading and writing leave the interpreter's lock
@@ -166,7 +165,7 @@ def _undecodable(root: Path, index: manifest.Index) -> Iterator[tuple[str, str]]
     from concurrent.futures import ThreadPoolExecutor
 
     from pipeline.data.images import BadImageError, decode
-    from pipeline.world import allowed_cpus
+    from pipeline.machine import available_cpus
 
     source = sources.of_index(root, index)
 
@@ -178,7 +177,7 @@ def _undecodable(root: Path, index: manifest.Index) -> Iterator[tuple[str, str]]
             return str(error)
 
     done, total = 0, len(index.train) + len(index.val)
-    with ThreadPoolExecutor(allowed_cpus()) as pool:  # decoding leaves the interpreter's lock
+    with ThreadPoolExecutor(available_cpus()) as pool:  # decoding leaves the interpreter's lock
         for images in (source.train, source.val):
             for start in range(0, len(images), _AT_ONCE):
                 ids = range(start, min(start + _AT_ONCE, len(images)))

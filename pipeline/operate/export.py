@@ -7,17 +7,17 @@ number of images; `safetensors` holds the weights alone, by their names, and say
 
 import importlib.util
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.verdict import RequestError, StorageError
+from pipeline.errors import RequestError, StorageError
+from pipeline.files import replacing
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from pipeline.config import Config
+    from pipeline.config.schema import Config
 
 SUFFIXES = {"torch.export": "pt2", "onnx": "onnx", "safetensors": "safetensors"}
 _WANTED = {"torch.export": (), "onnx": ("onnx", "onnxruntime", "onnxscript"), "safetensors": ("safetensors",)}
@@ -35,7 +35,7 @@ def export(target: Path, form: str, out: Path | None, overrides: list[str]) -> s
             f"--to {form} wants {' and '.join(missing)}, which the lock file has not: pip install {' '.join(missing)}"
         )
 
-    from pipeline.config import from_yaml, refuse_another_model
+    from pipeline.config.load import from_yaml, refuse_another_model
     from pipeline.model.architectures import Served
     from pipeline.record import checkpoint
 
@@ -44,30 +44,28 @@ def export(target: Path, form: str, out: Path | None, overrides: list[str]) -> s
     trained = from_yaml(contents["config"], str(source))
     config = from_yaml(contents["config"], str(source), overrides)
     refuse_another_model(trained, config, str(source))
-    model = checkpoint.judged_model(contents, config.model)
+    model = checkpoint.eval_model(contents, config.model)
     pixels, what = _pixels(config, contents, trained, overrides)
     served = Served(model).eval()
 
     folder = source.absolute().parent
     run = folder.parent if folder.name == "checkpoints" else folder
     path = out or run / "export" / f"{source.name.split('.')[0]}.{SUFFIXES[form]}"
-    aside = path.with_name(f".{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if form == "safetensors":
-            loaded = _safetensors(model, config, contents, aside)
-        else:
-            loaded = {"torch.export": _torch_export, "onnx": _onnx}[form](served, pixels, aside)
-        difference = _largest_difference(served, loaded, pixels)
-        if not difference <= _TOLERANCE:
-            raise StorageError(
-                f"{form} answers otherwise than the model, by up to {difference:.1e} of a probability: nothing was written"
-            )
-        os.replace(aside, path)
+        with replacing(path) as temporary:
+            if form == "safetensors":
+                loaded = _safetensors(model, config, contents, temporary)
+            else:
+                loaded = {"torch.export": _torch_export, "onnx": _onnx}[form](served, pixels, temporary)
+            difference = _largest_difference(served, loaded, pixels)
+            if not difference <= _TOLERANCE:
+                raise StorageError(
+                    f"{form} answers otherwise than the model, by up to {difference:.1e} of a probability: nothing was"
+                    " written"
+                )
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}") from None
-    finally:
-        aside.unlink(missing_ok=True)
     return (
         f"{path}: the model of step {contents['step']}; on {what}, at once and one by one, no"
         f" probability differs by more than {difference:.1e}"

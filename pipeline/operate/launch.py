@@ -16,17 +16,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline import verdict, world
-from pipeline.config import Config, from_yaml, load, refuse_another_model
+from pipeline import errors, supervision, world
+from pipeline.config.load import from_yaml, load, refuse_another_model
+from pipeline.config.schema import Config
 from pipeline.data import sources
 from pipeline.data.sources import Source
-from pipeline.operate import checks
+from pipeline.errors import RequestError, TemporaryError
+from pipeline.guards.signals import StopRequest
 from pipeline.plan import Plan
+from pipeline.preflight import request as checks
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
-from pipeline.record.terminal import voice
-from pipeline.train.signals import StopRequest
-from pipeline.verdict import RequestError, TemporaryError
+from pipeline.record.terminal import make_terminal
 from pipeline.world import World
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopReques
         if config.run.resume == "never":
             aside = folder.set_aside()
             print(f"what was in {folder.path} is now in {aside}" if aside else "a fresh start", file=sys.stderr)
-        voice(is_main=True).show(f"{config.recipe} in {folder.path}\n{cleared.plan.table()}")
+        make_terminal(is_main=True).show(f"{config.recipe} in {folder.path}\n{cleared.plan.table()}")
     elif here.local_rank == 0 and config.data.source == "digits":
         sources.open_source(config)  # each machine of several makes its own, unless they share a disk
 
@@ -77,17 +78,17 @@ def _prepare(config: Config, cleared: Cleared) -> "Prepared":
     """Make the checks of a start that need torch; return what they find."""
     from pipeline.train.session import Prepared
 
-    found = checks.resumption(config, cleared.folder, cleared.source, voice(is_main=True).say)
+    found = checks.resumption(config, cleared.folder, cleared.source, make_terminal(is_main=True).log)
     return Prepared(cleared.source, found, checks.model(config, cleared.plan, is_resumed=found is not None))
 
 
 def _restarted(config: Config) -> Config:
     """Return what a restart by the launcher trains: run.resume is for its first start, once that has saved something."""
-    if not world.restarts():
+    if not supervision.restart_count():
         return config
     folder = RunFolder(config.run_dir)
     starts = [row for row, _ in read(folder.journal) if row.get("event") == "started"]
-    if not starts or starts[-1].get("launch") != world.launch_name():
+    if not starts or starts[-1].get("launch") != supervision.launch_id():
         return config
     resume, used = "auto", starts[-1].get("checkpoint")
     if config.run.resume not in ("auto", "never") and used:
@@ -100,7 +101,7 @@ def _restarted(config: Config) -> Config:
 def preflight(config: Config, here: World) -> Cleared:
     """Everything that can be wrong with a request and needs no torch. Raises a Verdict."""
     folder = checks.run_folder(config)
-    checks.standing_verdict(config, here, folder)
+    checks.previous_failure(config, here, folder)
     checks.device(config, here)
     source = checks.data(config, folder)
     plan = checks.plan(config, here, source)
@@ -145,9 +146,9 @@ def _importing() -> Iterator[None]:
 
 
 def _place(nproc: int | None) -> World:
-    if nproc is not None and world.launched():
+    if nproc is not None and world.is_launched():
         raise RequestError(f"--nproc {nproc} inside a launcher's group: give --nproc, or start with torchrun, not both")
-    return world.here()
+    return world.from_environment()
 
 
 def start_processes(nproc: int, arguments: list[str]) -> int:
@@ -175,15 +176,15 @@ def start_processes(nproc: int, arguments: list[str]) -> int:
         return _exit_code(failure)
     except SignalException:
         return TemporaryError.code
-    return verdict.OK
+    return errors.OK
 
 
 def _exit_code(failure: "ChildFailedError") -> int:
     """The first failed process's own code, if it is one of ours; a crash otherwise."""
     rank, first = failure.get_first_failure()
-    if first.exitcode in (*verdict.FINAL, TemporaryError.code):
+    if first.exitcode in (*errors.PERMANENT, TemporaryError.code):
         return first.exitcode
-    account = first.error_file_data.get("message")  # what the rank itself has left, see world.leave_account
+    account = first.error_file_data.get("message")  # what the rank itself has left, see supervision.report_to_agent
     # while it waited for the others, see StopRequest; one with an account was already leaving when the agent stopped it
     if first.exitcode in (-signal.SIGTERM, -signal.SIGINT) and not isinstance(account, dict):
         print("pipeline: asked to stop before a step was made: the same command starts again", file=sys.stderr)
@@ -191,4 +192,4 @@ def _exit_code(failure: "ChildFailedError") -> int:
     how = f"was killed by signal {-first.exitcode}" if first.exitcode < 0 else f"exited with code {first.exitcode}"
     why = account["message"] if isinstance(account, dict) else f"rank {rank} {how}"
     print(f"pipeline: {why}; the others were stopped, the same command goes on", file=sys.stderr)
-    return verdict.CRASH
+    return errors.CRASH

@@ -6,14 +6,12 @@ aside, and has its name and its notes only when it is whole; the pack has its su
 was decoded beside what it became before it was written, whole and in part; what did not come out equal is stored as it is.
 """
 
-import fcntl
 import hashlib
 import io
 import json
 import os
 import sys
 import tarfile
-import time
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -23,22 +21,23 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
-from pipeline.data import manifest, recode, sources
+from pipeline.data import jpeg_restarts, manifest, sources
 from pipeline.data.augment import resized
 from pipeline.data.images import BadImageError, Picture, decode
 from pipeline.data.manifest import Index, Split, UnreadableError
 from pipeline.data.pack import ABSENT, FORMAT, INDEX, SUMMARY, Level, open_index, read_summary, shard_name
 from pipeline.data.sources import Source
-from pipeline.record.folder import write_whole
-from pipeline.verdict import RequestError, StorageError, TemporaryError
-from pipeline.world import allowed_cpus, die_with_parent
+from pipeline.errors import RequestError, StorageError, TemporaryError
+from pipeline.files import atomic_write, lock, temporary_sibling
+from pipeline.machine import available_cpus
+from pipeline.supervision import die_with_parent
 
 _REQUEST = ".packing.json"
 _LOCK = ".lock"
@@ -101,7 +100,9 @@ def _held(out: Path, request: dict[str, Any]) -> Iterator[None]:
     try:
         out.mkdir(parents=True, exist_ok=True)
         with open(out / _LOCK, "w") as file:
-            _lock(out, file)
+            # the workers of a killed command hold its lock until they are dead, an instant later
+            if not lock(file.fileno(), _DEATH_S, inherited=True):
+                raise TemporaryError(f"{out} is being packed by another process: wait for it")
             summary = out / SUMMARY
             before = summary if summary.exists() else out / _REQUEST
             if before.exists():
@@ -111,10 +112,10 @@ def _held(out: Path, request: dict[str, Any]) -> Iterator[None]:
                         f"{out} holds a pack of another source or level ({made.get('level')}): remove it, or name another"
                         " folder"
                     )
-            elif any(path.name not in (_LOCK, f".{_REQUEST}.part") for path in out.iterdir()):
+            elif any(path.name not in (_LOCK, temporary_sibling(out / _REQUEST).name) for path in out.iterdir()):
                 raise RequestError(f"{out} is not empty and holds no pack: name another folder")
             else:
-                write_whole(out / _REQUEST, json.dumps(request).encode())
+                atomic_write(out / _REQUEST, json.dumps(request).encode())
             yield
             for path in (*out.glob(".*.json"), out / _LOCK):
                 path.unlink()
@@ -131,18 +132,6 @@ def _read(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_bytes()))
     except (ValueError, TypeError):
         return {}
-
-
-def _lock(out: Path, file: IO[str]) -> None:
-    """Workers of a killed command hold its lock until they are dead as well, an instant later."""
-    end = time.monotonic() + _DEATH_S
-    while True:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > end:
-                raise TemporaryError(f"{out} is being packed by another process: wait for it") from None
-            time.sleep(0.05)
 
 
 def _shards(index: Index) -> Iterator[Shard]:
@@ -163,7 +152,7 @@ def _make(source: Source, level: Level, out: Path, shards: list[Shard]) -> None:
     if done:
         print(f"{done:,} of {total:,} images were packed before", file=sys.stderr, flush=True)
     # forked, so that the index is shared; a worker of a killed command must not write beside that of the next
-    pool = ProcessPoolExecutor(allowed_cpus(), get_context("fork"), _start_worker, (os.getpid(), source, level, out))
+    pool = ProcessPoolExecutor(available_cpus(), get_context("fork"), _start_worker, (os.getpid(), source, level, out))
     try:
         for future in as_completed([pool.submit(_make_shard, shard) for shard in missing]):
             done += future.result()
@@ -235,7 +224,7 @@ def _make_shard(shard: Shard) -> int:
         "name": shard.name, "images": shard.last - shard.first, "bytes": at, "sha256": digest.hexdigest(), "bad": bad,
         "unchanged": unchanged, "difference": difference, "sizes": sizes, "places": places,
     }  # fmt: skip
-    write_whole(out / _notes(shard), json.dumps(notes).encode())
+    atomic_write(out / _notes(shard), json.dumps(notes).encode())
     return shard.last - shard.first
 
 
@@ -254,7 +243,7 @@ def _finish(out: Path, request: dict[str, Any], source: Index, shards: list[Shar
         return replace(split, sizes=sizes, sums=np.empty(0, np.uint8), places=places)
 
     index = Index(placed("train", source.train), placed("val", source.val), source.classes, None, {}, source.val_split)
-    write_whole(out / INDEX, index.to_bytes())
+    atomic_write(out / INDEX, index.to_bytes())
     images = len(index.train) + len(index.val)
     bad = [one for note in notes for one in note["bad"]]
     compared = max(1, images - len(bad))
@@ -269,7 +258,7 @@ def _finish(out: Path, request: dict[str, Any], source: Index, shards: list[Shar
         "bad": bad,
         "shards": [{key: note[key] for key in ("name", "images", "bytes", "sha256")} for note in notes],
     }
-    write_whole(out / SUMMARY, json.dumps(summary, indent=1).encode() + b"\n")
+    atomic_write(out / SUMMARY, json.dumps(summary, indent=1).encode() + b"\n")
 
 
 def _line(out: Path, summary: dict[str, Any]) -> str:
@@ -309,7 +298,7 @@ def encode(data: bytes, level: Level) -> tuple[bytes, bool, float]:
 
 def _cut(data: bytes, pixels: Tensor) -> bytes:
     """With restart markers if that is proved to decode to the same pixels, whole and in part; else as it is."""
-    made = recode.with_restarts(data)
+    made = jpeg_restarts.with_restarts(data)
     if made is None:
         return data
     try:

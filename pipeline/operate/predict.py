@@ -16,18 +16,19 @@ import torch
 from torch import nn
 
 from pipeline import world
-from pipeline.config import REGISTRY, Config, from_yaml
+from pipeline.config.load import from_yaml
+from pipeline.config.schema import REGISTRY, Config
 from pipeline.data.batch import NO_LABEL, Batch
 from pipeline.data.loader import EvalBatches, batches
 from pipeline.data.manifest import EXTENSIONS, MISSING, Split
 from pipeline.data.sources import FolderImages
-from pipeline.group import choose_device
+from pipeline.device import choose_device
+from pipeline.errors import NotFiniteError, RequestError, StorageError
 from pipeline.model.architectures import Served
 from pipeline.plan import share_resources
 from pipeline.record import checkpoint
-from pipeline.record.sheet import Tile, draw_sheet
+from pipeline.record.contact_sheet import Tile, draw_sheet
 from pipeline.record.terminal import Terminal
-from pipeline.verdict import NotFiniteError, RequestError, StorageError
 
 _TOP = 5
 _SHEET_TILES = 64
@@ -75,7 +76,7 @@ def predict(target: str, places: list[str], *, as_json: bool, sheet: Path | None
                     tiles.append(Tile(pixels.numpy(), f"{top[0][0]} {top[0][1]:.2f}"))
         terminal.progress(f"{len(found) + len(bad):,} of {len(images):,} images")
     for image, defect in bad.items():
-        terminal.say(f"bad image {image}: {defect}")
+        terminal.log(f"bad image {image}: {defect}")
     if not_finite and not found:
         raise NotFiniteError(f"{target} gives no image logits that are finite: use another checkpoint")
     if not found:
@@ -90,7 +91,7 @@ def predict(target: str, places: list[str], *, as_json: bool, sheet: Path | None
 
 def _label(labeller: Labeller, images: FolderImages) -> Iterator[tuple[Batch, list[Top]]]:
     """Each batch with the answers for its images."""
-    config, here = labeller.config, world.here()
+    config, here = labeller.config, world.from_environment()
     device = choose_device(config, here)
     served = labeller.served.to(device)
     data = EvalBatches(images, config)
@@ -143,7 +144,7 @@ def _labeller(target: str) -> Labeller:
     else:
         contents = checkpoint.read_model(checkpoint.find(Path(target)))
     config = from_yaml(contents["config"], target, _HERE)
-    model = checkpoint.judged_model(contents, config.model)
+    model = checkpoint.eval_model(contents, config.model)
     return Labeller(Served(model).eval(), config, contents["classes"])
 
 

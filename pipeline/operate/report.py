@@ -3,9 +3,9 @@
 import sys
 from pathlib import Path
 
+from pipeline.errors import RequestError, StorageError
+from pipeline.record.figures import draw_report
 from pipeline.record.folder import RunFolder
-from pipeline.record.pictures import draw_report
-from pipeline.verdict import RequestError, StorageError
 
 
 def report(path: Path) -> str:

@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from pipeline import verdict, world
-from pipeline.config import Config, from_yaml
+from pipeline import errors, machine, supervision, world
+from pipeline.config.load import from_yaml
+from pipeline.config.schema import Config
 from pipeline.data import sources
+from pipeline.errors import RequestError, TemporaryError
 from pipeline.record.folder import RunFolder
 from pipeline.record.receipt import FORMAT
-from pipeline.verdict import RequestError, TemporaryError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +42,7 @@ _NOT_A_REASON = ("step", "recipe", "world", "epochs")
 
 def verify(run_dir: Path, steps: int | None) -> str | int:
     """`pipeline verify`: the line that says "identical", or the exit code after one that says what differs."""
-    if world.launched():
+    if world.is_launched():
         raise RequestError("verify starts the run's processes by itself: call it without torchrun")
     folder = RunFolder(run_dir)
     receipt = _read(folder)
@@ -120,8 +121,8 @@ def _refuse_what_cannot_repeat(receipt: dict[str, Any], config: Config, run_dir:
                     f" {start.get(name)} at step {start['step']}"
                     + ("; with run.exact=true the number of processes would not matter" * (name == "world"))
                 )
-    if config.run.device == "cuda" and not world.shows_gpu():
-        raise world.no_gpu()
+    if config.run.device == "cuda" and not machine.has_gpu():
+        raise machine.no_gpu_error()
     source = sources.open_source(config)
     if source.digest != receipt["data"]:
         from pipeline.train.resume import what_changed
@@ -155,11 +156,11 @@ def _repeat(config: Config, processes: int, recipe: Path) -> None:
     code = subprocess.run(
         [sys.executable, "-m", "pipeline", *words],
         stdout=subprocess.DEVNULL,  # its line is for whoever trains
-        preexec_fn=partial(world.die_with_parent, os.getpid()),  # no thread runs here yet: torch comes later
+        preexec_fn=partial(supervision.die_with_parent, os.getpid()),  # no thread runs here yet: torch comes later
         check=False,
     ).returncode
     if code:
-        kind = verdict.of(code) if code in verdict.FINAL else TemporaryError
+        kind = errors.from_exit_code(code) if code in errors.PERMANENT else TemporaryError
         raise kind(f"the repetition did not come to its end (exit {code}): nothing is compared, its own line is above")
 
 
@@ -195,7 +196,7 @@ def _compare(receipt: dict[str, Any], repeated: dict[str, Any], folder: RunFolde
     else:
         parts.append("no checkpoint that both have is left to name a tensor")
     print(f"differs: {'; '.join(parts)}; {_reasons(receipt, repeated)}", flush=True)
-    return verdict.CRASH
+    return errors.CRASH
 
 
 def _checkpoints(folder: RunFolder) -> dict[int, Path]:

@@ -2,14 +2,14 @@
 
 from torch import nn
 
-from pipeline.config import Config
+from pipeline.config.schema import Config
 from pipeline.group import Group
 from pipeline.parallel.dataparallel import Scattered
 from pipeline.parallel.ddp import Distributed
 from pipeline.parallel.exact import Exact
 from pipeline.parallel.fsdp import FullyShard
-from pipeline.parallel.single import Objective, Strategy, Targets
 from pipeline.parallel.stages import Stages
+from pipeline.parallel.strategy import Objective, Strategy, Targets
 from pipeline.plan import Plan
 
 __all__ = ["Objective", "Strategy", "Targets", "choose"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.group import Group
-from pipeline.parallel.single import Strategy
+from pipeline.parallel.strategy import Strategy
 from pipeline.plan import Plan
 
 

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.group import Group
-from pipeline.parallel.single import Strategy
+from pipeline.parallel.strategy import Strategy
 from pipeline.plan import Plan
 
 # torch 2.14 renamed the option
@@ -55,7 +55,7 @@ class Distributed(Strategy):
 
     def average_buffers(self, model: nn.Module) -> None:
         if self._averages:
-            self.group.average([buffer for buffer in model.buffers() if buffer.is_floating_point()])
+            self.group.all_reduce_mean([buffer for buffer in model.buffers() if buffer.is_floating_point()])
 
     def share_buffers(self, model: nn.Module) -> None:
         self.average_buffers(model)

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pipeline.config import Exact as Settings
+from pipeline.config.schema import Exact as Settings
 from pipeline.group import Group, Pending
-from pipeline.parallel.single import Strategy
+from pipeline.parallel.strategy import Strategy
 from pipeline.plan import Plan
 
 _BUCKET_ELEMENTS = 1 << 20
@@ -107,8 +107,8 @@ class Exact(Strategy):
             " summed coarsely: raise exact.fraction_bits"
         )
 
-    def replicas(self) -> dict[str, Tensor]:
-        return {**super().replicas(), **dict(self.model.named_buffers())}
+    def replicated_tensors(self) -> dict[str, Tensor]:
+        return {**super().replicated_tensors(), **dict(self.model.named_buffers())}
 
     def _begin(self) -> None:
         self._bad.zero_()
@@ -134,12 +134,12 @@ class Exact(Strategy):
             one.grad = None
         bucket.came, bucket.is_complete = 0, self._is_last
         while len(self._pending) < len(self._buckets) and self._buckets[len(self._pending)].is_complete:
-            self._pending.append(self.group.start_sum(self._buckets[len(self._pending)].units))
+            self._pending.append(self.group.all_reduce_async(self._buckets[len(self._pending)].units))
 
     def _finish(self) -> None:
         """Wait for all sums; the mean gradient is then in place, and the mean of the running statistics."""
         if self._averaged:
-            self._pending.append(self.group.start_sum(self._statistics))
+            self._pending.append(self.group.all_reduce_async(self._statistics))
         for arrival in self._pending:
             arrival.wait()
         self._pending = []

@@ -21,16 +21,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from pipeline.config import Config
+from pipeline.config.schema import Config
 from pipeline.group import Group
 from pipeline.model.architectures import parameter_groups
-from pipeline.model.average import begin_average
-from pipeline.parallel.single import Strategy, map_tensors
+from pipeline.model.ema import make_ema
+from pipeline.parallel.strategy import Strategy, map_tensors
 from pipeline.plan import Plan
 
 
 class FullyShard(Strategy):
-    holds_whole = False
+    is_replicated = False
     can_guard = False
     note = (
         "parallel=fsdp: rank 0 holds the whole state in host memory while it is saved, and every process while it is"
@@ -43,7 +43,7 @@ class FullyShard(Strategy):
             model.to(memory_format=torch.contiguous_format)  # torch slices no other weights (2.14)
             self.note += "; model.channels_last orders images and activations alone"
         # torch copies no sliced model
-        self._average = begin_average(model) if config.train.ema is not None else None
+        self._average = make_ema(model) if config.train.ema is not None else None
         mesh = init_device_mesh(group.device.type, (group.size,))
         for each in (model, self._average) if self._average else (model,):
             for block in blocks(each):
@@ -56,7 +56,7 @@ class FullyShard(Strategy):
         self.model.set_requires_gradient_sync(micro == self.divisor - 1)
         yield
 
-    def begin_average(self) -> nn.Module:
+    def make_ema(self) -> nn.Module:
         assert self._average is not None
         return self._average
 
@@ -72,13 +72,13 @@ class FullyShard(Strategy):
 
         return predict
 
-    def replicas(self) -> dict[str, Tensor]:
+    def replicated_tensors(self) -> dict[str, Tensor]:
         return {}
 
     def share_buffers(self, model: nn.Module) -> None:
         self.group.broadcast(list(model.buffers()))
 
-    def whole(self, contents: dict[str, Any]) -> dict[str, Any]:
+    def full_state(self, contents: dict[str, Any]) -> dict[str, Any]:
         def gathered(tensor: Tensor) -> Tensor | None:
             if isinstance(tensor, DTensor):
                 tensor = tensor.full_tensor()  # by all processes, whoever keeps it
@@ -87,7 +87,7 @@ class FullyShard(Strategy):
         whole: dict[str, Any] = map_tensors(contents, gathered)
         return whole if self.group.is_main else {key: {} for key in contents}
 
-    def own(self, contents: dict[str, Any]) -> dict[str, Any]:
+    def local_state(self, contents: dict[str, Any]) -> dict[str, Any]:
         weights = self.model.state_dict()
         parameters = [one for part in parameter_groups(self.model, 0) for one in part["params"]]
         moments = {

@@ -24,16 +24,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from pipeline.config import Config
+from pipeline.config.schema import Config
 from pipeline.group import Group
 from pipeline.model.architectures import parameter_groups
-from pipeline.model.stages import Part, cut, drop
-from pipeline.parallel.single import Objective, Strategy, Targets, map_tensors
+from pipeline.model.partition import Part, cut, drop
+from pipeline.parallel.strategy import Objective, Strategy, Targets, map_tensors
 from pipeline.plan import Plan
 
 
 class Stages(Strategy):
-    holds_whole = False
+    is_replicated = False
     can_guard = False
     note = (
         "parallel=stages: batch norm sees one micro-batch at a time; rank 0 holds the whole state in host memory while it"
@@ -93,14 +93,14 @@ class Stages(Strategy):
 
         return predict
 
-    def replicas(self) -> dict[str, Tensor]:
+    def replicated_tensors(self) -> dict[str, Tensor]:
         return {}
 
     def share_buffers(self, model: nn.Module) -> None:
         for buffer in model.buffers():
             dist.broadcast(buffer, group=self._twins, group_src=0)
 
-    def whole(self, contents: dict[str, Any]) -> dict[str, Any]:
+    def full_state(self, contents: dict[str, Any]) -> dict[str, Any]:
         if self._copy:
             return {key: {} for key in contents}
         part = map_tensors(contents, lambda tensor: tensor.detach().cpu())
@@ -121,7 +121,7 @@ class Stages(Strategy):
                 whole[key] = {name: united[name] for name in self._names} if united else None
         return whole
 
-    def own(self, contents: dict[str, Any]) -> dict[str, Any]:
+    def local_state(self, contents: dict[str, Any]) -> dict[str, Any]:
         mine = set(self.model.state_dict())
         own: dict[str, Any] = {}
         for key, whole in contents.items():

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.config import Model
+from pipeline.config.schema import Model
+from pipeline.errors import StorageError
+from pipeline.files import sync_folder, temporary_sibling
 from pipeline.model.architectures import build
-from pipeline.verdict import StorageError
 
 FORMAT = 1
 MAX_FAILURES = 5
@@ -74,7 +75,7 @@ def read_verified(path: Path) -> bytes:
     return data
 
 
-def newest_good(folder: Path, complain: Callable[[str], None]) -> tuple[Path, bytes] | None:
+def newest_good(folder: Path, log: Callable[[str], None]) -> tuple[Path, bytes] | None:
     """The newest checkpoint that verifies, and its bytes; None where there is none at all.
 
     Each damaged one is named to `complain` on the way. StorageError if there are some and none verifies: a silent fresh
@@ -85,7 +86,7 @@ def newest_good(folder: Path, complain: Callable[[str], None]) -> tuple[Path, by
         try:
             return path, read_verified(path)
         except StorageError as defect:
-            complain(f"{defect}; the checkpoint before it is used")
+            log(f"{defect}; the checkpoint before it is used")
     if paths:
         raise StorageError(
             f"none of the {len(paths)} checkpoints in {folder} verifies: restore one from a copy, or start anew with"
@@ -115,18 +116,18 @@ def read_model(path: Path) -> dict[str, Any]:
     return contents
 
 
-def judged_weights(contents: dict[str, Any]) -> dict[str, Tensor]:
+def eval_weights(contents: dict[str, Any]) -> dict[str, Tensor]:
     """The state dict that was evaluated: of the moving average where there is one."""
     weights: dict[str, Tensor] = contents["average"] or contents["model"]
     return weights
 
 
-def judged_model(contents: dict[str, Any], options: Model) -> nn.Module:
+def eval_model(contents: dict[str, Any], options: Model) -> nn.Module:
     """The model that was evaluated, in eval mode. RequestError for one that torchvision lacks, StorageError if the weights
     are not of it."""
     model = build(options, len(contents["classes"])).eval()
     try:
-        model.load_state_dict(judged_weights(contents))
+        model.load_state_dict(eval_weights(contents))
     except RuntimeError as error:
         raise StorageError(
             f"the weights of the checkpoint are not those of a {options.arch} with {len(contents['classes'])} classes, as"
@@ -183,7 +184,7 @@ class Checkpoints:
         return self._failures > 0
 
     def _write(self, snapshot: dict[str, Any], step: int, best_step: int | None) -> None:
-        aside = self._folder / f".step-{step:08d}.{os.getpid()}"
+        aside = temporary_sibling(self._folder / f"step-{step:08d}", shared=True)
         try:
             with open(aside, "wb") as file:
                 torch.save(snapshot, file)
@@ -192,7 +193,7 @@ class Checkpoints:
             with open(aside, "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             os.rename(aside, self._folder / f"step-{step:08d}.{digest[:16]}.pt")
-            _sync_folder(self._folder)
+            sync_folder(self._folder)
             self._failures = 0
             self._prune(best_step)
         except (OSError, RuntimeError) as error:  # torch turns some of the system's errors into RuntimeError
@@ -238,14 +239,6 @@ def _reason(error: BaseException) -> str:
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__context__
     return (cause and cause.strerror) or str(error)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:

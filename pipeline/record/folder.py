@@ -5,45 +5,31 @@ however it dies, and which forked loader workers do not inherit. No torch in her
 """
 
 import errno
-import fcntl
 import os
 import shutil
 import socket
 import time
 from pathlib import Path
 
-from pipeline.verdict import RequestError, StorageError, TemporaryError, Verdict
+from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
+from pipeline.files import lock
 
 _STAYS = ("lock", "mlflow.lock", "index")  # in a fresh start: who works here, and what the data is
 _LOCK_PATIENCE_S = 2.0  # a holder that was just killed needs a moment to be gone
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """A file that is there with all its bytes, on the disk, or not at all. OSError where it cannot be."""
-    aside = path.with_name(f".{path.name}")
-    with open(aside, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+def lock_file(path: Path, descriptor: int, patience_s: float) -> bool:
+    """Lock the open file of a run's folder; return False if another process holds it for `patience_s` seconds.
 
-
-def take_lock(path: Path, descriptor: int, patience: float) -> bool:
-    """Whether the open file's lock became ours within so many seconds. RequestError where its file system has no locks."""
-    end = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):  # what POSIX says of a lock that another holds
-                raise RequestError(
-                    f"run.dir={path.parent} cannot be locked: {error.strerror}: give a folder on a file system with"
-                    " working locks (NFS 4, CephFS, Lustre, a local disk)"
-                ) from None
-        if time.monotonic() >= end:
-            return False
-        time.sleep(0.1)
+    Raises RequestError if its file system has no locks.
+    """
+    try:
+        return lock(descriptor, patience_s)
+    except OSError as error:
+        raise RequestError(
+            f"run.dir={path.parent} cannot be locked: {error.strerror}: give a folder on a file system with working locks"
+            " (NFS 4, CephFS, Lustre, a local disk)"
+        ) from None
 
 
 class RunFolder:
@@ -94,7 +80,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
             self._held = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            if not take_lock(self._lock, self._held, _LOCK_PATIENCE_S):
+            if not lock_file(self._lock, self._held, _LOCK_PATIENCE_S):
                 holder = os.read(self._held, 200).decode(errors="replace").strip() or "another process"
                 raise TemporaryError(
                     f"run.dir={self.path} is held by {holder}: wait for it, stop it, or give another run.dir"
@@ -105,7 +91,7 @@ class RunFolder:
         except OSError as error:
             self.release()
             raise self.unwritable(error) from None
-        except Verdict:
+        except RunError:
             self.release()
             raise
 
@@ -121,7 +107,7 @@ class RunFolder:
         except OSError:
             return False
         try:
-            return not take_lock(self._lock, descriptor, 0)
+            return not lock_file(self._lock, descriptor, 0)
         except RequestError:
             return False
         finally:
@@ -153,7 +139,7 @@ class RunFolder:
         for path in self.checkpoints.glob(".*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    def unwritable(self, error: OSError) -> Verdict:
+    def unwritable(self, error: OSError) -> RunError:
         """What a start ends with that cannot write here: a full disk is no wrong request."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return StorageError(

@@ -71,8 +71,8 @@ class _Lines:
 
 
 class Journal:
-    def __init__(self, path: Path, complain: Callable[[str], None]) -> None:
-        self._complain = complain
+    def __init__(self, path: Path, log: Callable[[str], None]) -> None:
+        self._log = log
         self._reported: dict[str, int] = {}
         end = 0
         self.run_id = ""
@@ -102,7 +102,7 @@ class Journal:
         was_behind = self._lines.is_behind
         error = self._lines.append(row)
         if error and not was_behind:
-            self._complain(f"journal could not be written: {error.strerror}; its rows are kept until it can")
+            self._log(f"journal could not be written: {error.strerror}; its rows are kept until it can")
 
 
 class Trace:

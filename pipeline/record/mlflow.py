@@ -29,14 +29,17 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from pipeline.config import Config, from_yaml, split_credentials, without_password
-from pipeline.record.folder import RunFolder, take_lock, write_whole
+from pipeline.config.credentials import split_credentials, without_password
+from pipeline.config.load import from_yaml
+from pipeline.config.schema import Config
+from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
+from pipeline.files import atomic_write
+from pipeline.record.description import tell
+from pipeline.record.figures import OF_EVALUATION, of_evaluation
+from pipeline.record.folder import RunFolder, lock_file
 from pipeline.record.journal import final_status, read
-from pipeline.record.pictures import OF_EVALUATION, of_evaluation
 from pipeline.record.receipt import Receipt
 from pipeline.record.sender import OVER, READY, tracking_uri
-from pipeline.record.story import tell
-from pipeline.verdict import RequestError, StorageError, TemporaryError, Verdict
 
 _BATCH = 1000  # MLflow's limit on the metrics of one call
 _POLL_S = 0.5
@@ -302,10 +305,10 @@ class Follower:
 
         from pipeline.data.augment import evaluation_geometry
         from pipeline.model.architectures import Served
-        from pipeline.record.checkpoint import decode, judged_model, read_verified
+        from pipeline.record.checkpoint import decode, eval_model, read_verified
 
         contents = decode(read_verified(path), path)
-        model = judged_model(contents, self._config.model)
+        model = eval_model(contents, self._config.model)
         served = Served(model).eval()  # in train mode the export would keep dropout and change batch norm's statistics
         size, _ = evaluation_geometry(self._config.evaluate, self._config.augment)
         example = np.zeros((2, 3, size, size), np.float32)  # a batch of one would freeze the batch size
@@ -362,7 +365,7 @@ class Follower:
 
     def _note(self, progress: Progress) -> None:
         noted = {**self._noted(), self._address: asdict(progress)}
-        write_whole(self._folder.tracker, json.dumps(noted, indent=1).encode())
+        atomic_write(self._folder.tracker, json.dumps(noted, indent=1).encode())
 
 
 def fetch_model(uri: str) -> dict[str, Any]:
@@ -399,7 +402,7 @@ def fetch_model(uri: str) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as scratch:
             contents = _describe(uri, _fetch(root, "MLmodel", _MAX_DESCRIPTION_BYTES, Path(scratch)).read_text())
             return contents | _weights(uri, contents, root, Path(scratch))
-    except Verdict:
+    except RunError:
         raise
     except ModuleNotFoundError as error:
         raise _not_installed(error) from None
@@ -534,7 +537,7 @@ def sync(path: Path, *, follow: bool) -> None:
         follower.deliver()
         if not final_status(folder.journal) and not folder.is_held():
             follower.declare_failed()
-    except Verdict:
+    except RunError:
         raise
     except Exception as error:
         raise TemporaryError(f"MLflow at {without_password(uri)} did not take it: {_one_line(error)}") from error
@@ -599,7 +602,7 @@ def _take_turn(folder: RunFolder) -> None:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise folder.unwritable(error) from None
-    if not take_lock(lock, descriptor, 3 * _LAST_WORDS_S):
+    if not lock_file(lock, descriptor, 3 * _LAST_WORDS_S):
         raise TemporaryError(f"{folder.path} is being sent by another process: it will deliver what is there")
 
 

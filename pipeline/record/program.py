@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.verdict import StorageError
+from pipeline.errors import StorageError
 
 MAX_BYTES = 4 << 30
 """Larger than any model of torchvision: 645 million weights of 4 bytes, and the program."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.group import driver_version
+from pipeline.device import driver_version
 
 
 def provenance(recipe: str, device: torch.device) -> dict[str, str]:

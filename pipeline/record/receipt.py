@@ -15,10 +15,11 @@ from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.config import from_yaml
-from pipeline.record.folder import RunFolder, write_whole
+from pipeline.config.load import from_yaml
+from pipeline.errors import RunError
+from pipeline.files import atomic_write
+from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
-from pipeline.verdict import Verdict
 
 FORMAT = 1
 # MLflow's names, which the journal's facts bear, and ours
@@ -41,12 +42,12 @@ class Receipt:
         self._losses: list[float] = []
         self._done: str | None = None
 
-    def write(self, complain: Callable[[str], None]) -> None:
+    def write(self, log: Callable[[str], None]) -> None:
         """Bring the file up to date. What is in the way, a full disk or a damaged file, costs training nothing."""
         try:
-            write_whole(self._folder.receipt, self.text().encode())
-        except (OSError, ValueError, Verdict) as error:
-            complain(f"receipt could not be written: {error}; the next evaluation or start tries again")
+            atomic_write(self._folder.receipt, self.text().encode())
+        except (OSError, ValueError, RunError) as error:
+            log(f"receipt could not be written: {error}; the next evaluation or start tries again")
 
     def text(self) -> str:
         """What the file says, or should say, now."""

@@ -14,10 +14,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from pipeline.config import Config, without_password
+from pipeline.config.credentials import without_password
+from pipeline.config.schema import Config
+from pipeline.errors import RequestError
 from pipeline.record.folder import RunFolder
-from pipeline.verdict import RequestError
-from pipeline.world import process_status
+from pipeline.supervision import process_stat
 
 READY = "ready"
 # said, because the end of the pipe alone would not come while a loader worker, forked from rank 0, still holds it
@@ -26,11 +27,11 @@ _WAIT_READY_S = 60
 _WAIT_FINISH_S = 120  # a model may be on its way to a server that answers; one that does not is given up in seconds
 
 
-class NoSender:
+class NullSender:
     def wait_ready(self) -> None:
         """Return when the tracker is reached; RequestError if it is not at the first attempt."""
 
-    def finish(self, say: Callable[[str], None]) -> bool:
+    def finish(self, log: Callable[[str], None]) -> bool:
         """Let it deliver the rest; whether everything arrived."""
         return True
 
@@ -39,7 +40,7 @@ class NoSender:
         return 0
 
 
-class Sender(NoSender):
+class Sender(NullSender):
     def __init__(self, folder: RunFolder, uri: str) -> None:
         self._uri = uri
         self._folder = folder
@@ -72,11 +73,11 @@ class Sender(NoSender):
         )
 
     def cpu_seconds(self) -> float:
-        user, system = process_status(self._process.pid)[11:13]
+        user, system = process_stat(self._process.pid)[11:13]
         return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
-    def finish(self, say: Callable[[str], None]) -> bool:
-        say("sending what the tracker lacks ...")  # a model's export takes seconds
+    def finish(self, log: Callable[[str], None]) -> bool:
+        log("sending what the tracker lacks ...")  # a model's export takes seconds
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has left before us: the code says how
             os.write(self._process.stdin.fileno(), OVER)
@@ -105,6 +106,6 @@ def tracking_uri(config: Config, folder: RunFolder) -> str | None:
     return f"sqlite:///{database}"
 
 
-def start(config: Config, folder: RunFolder) -> NoSender:
+def start(config: Config, folder: RunFolder) -> NullSender:
     uri = tracking_uri(config, folder)
-    return Sender(folder, uri) if uri else NoSender()
+    return Sender(folder, uri) if uri else NullSender()

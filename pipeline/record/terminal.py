@@ -24,7 +24,7 @@ class Terminal:
         self._live_width = 0
         self._last_progress = float("-inf")
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """A line that stays."""
         self._wipe()
         stamp = "" if self._live else time.strftime("%F %T ")
@@ -39,12 +39,12 @@ class Terminal:
         width = max(map(len, rows))
         for name, text in rows.items():
             padded = f"{name:<{width}}"
-            self.say(f"  {f'{_BOLD}{padded}{_PLAIN}' if self._has_colour else padded}  {text}")
+            self.log(f"  {f'{_BOLD}{padded}{_PLAIN}' if self._has_colour else padded}  {text}")
 
-    def say_defects(self, images: Images, defects: list[tuple[int, str]]) -> None:
+    def log_defects(self, images: Images, defects: list[tuple[int, str]]) -> None:
         """Name each validation image that could not be decoded."""
         for sample, defect in defects:
-            self.say(f"bad image {images.name(sample)}: {defect}; it counts as a wrong answer")
+            self.log(f"bad image {images.name(sample)}: {defect}; it counts as a wrong answer")
 
     def progress(self, text: str) -> None:
         """Where things stand now: overwritten on a terminal, a line every ten seconds in a log."""
@@ -55,7 +55,7 @@ class Terminal:
             self._live_width = len(text)
         elif time.monotonic() - self._last_progress >= 10:
             self._last_progress = time.monotonic()
-            self.say(text)
+            self.log(text)
 
     def _wipe(self) -> None:
         if self._live_width:
@@ -63,10 +63,10 @@ class Terminal:
             self._live_width = 0
 
 
-class Silence(Terminal):
+class NullTerminal(Terminal):
     """The other ranks; and all of them with --quiet, where an error is still said by the command line."""
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         pass
 
     def show(self, text: str) -> None:
@@ -76,9 +76,9 @@ class Silence(Terminal):
         pass
 
 
-def voice(*, is_main: bool) -> Terminal:
+def make_terminal(*, is_main: bool) -> Terminal:
     """A rank's terminal."""
-    return Terminal() if is_main and not os.environ.get(QUIET) else Silence()
+    return Terminal() if is_main and not os.environ.get(QUIET) else NullTerminal()
 
 
 def duration(seconds: float) -> str:

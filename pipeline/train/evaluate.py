@@ -16,24 +16,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeline.config import Config
+from pipeline.config.schema import Config
 from pipeline.data.batch import NO_LABEL, Batch
 from pipeline.data.loader import EvalBatches, batches
 from pipeline.data.sources import Images
 from pipeline.data.transfer import to_device
 from pipeline.group import Group
 from pipeline.model.architectures import Normalise
+from pipeline.parallel.strategy import autocast
 from pipeline.plan import Resources
-from pipeline.record.answers import NO_ANSWER, Answers
+from pipeline.record.predictions import NO_PREDICTION, Predictions
 from pipeline.train.state import Evaluation
-from pipeline.train.step import LOSS_UNIT, MAX_LOSS, autocast
+from pipeline.train.step import LOSS_UNIT, MAX_LOSS
 
 _CONFIDENCE_UNIT = 2**30
 
 
-class Judgement(NamedTuple):
+class EvalResult(NamedTuple):
     evaluation: Evaluation
-    answers: Answers
+    answers: Predictions
     defects: list[tuple[int, str]]
     """(sample id, reason) of each image that cannot be decoded."""
 
@@ -63,7 +64,7 @@ class Evaluator:
         self._normalise = Normalise(group.device, channels_last=config.model.channels_last)
         self._size = config.evaluate.size or config.augment.size
 
-    def evaluate(self, step: int, asked_to_stop: Callable[[], bool]) -> Judgement | None:
+    def evaluate(self, step: int, asked_to_stop: Callable[[], bool]) -> EvalResult | None:
         """The judgement of the model, which is that of `step`; None at all processes if one is asked to stop meanwhile.
 
         OutageError at all processes if the images of one are out of reach.
@@ -87,7 +88,7 @@ class Evaluator:
                     elif self._predict:  # the others want this process's part of the model
                         self._predict(torch.empty((0, 3, self._size, self._size), device=device))
                     outage = batch.outage if batch else None
-                    stop, out_of_reach = group.agree(asked_to_stop(), outage is not None)
+                    stop, out_of_reach = group.any_rank(asked_to_stop(), outage is not None)
                     if out_of_reach:
                         group.raise_together(outage)
                     if stop:
@@ -95,16 +96,16 @@ class Evaluator:
         finally:
             for module in in_training:
                 module.training = True
-        images, correct1, correct5, loss_sum, not_finite = group.sum(counts).tolist()
-        everyones = sorted(defect for part in group.gather(defects) for defect in part)
+        images, correct1, correct5, loss_sum, not_finite = group.all_reduce(counts).tolist()
+        everyones = sorted(defect for part in group.all_gather(defects) for defect in part)
         evaluation = Evaluation(step, images, len(self.images), correct1, correct5, loss_sum, not_finite)
-        labels, predicted, confidence = group.sum(answers).numpy()
-        said = Answers(
+        labels, predicted, confidence = group.all_reduce(answers).numpy()
+        said = Predictions(
             (labels - 1).astype(np.int32),
             predicted.astype(np.int32),
             (confidence / _CONFIDENCE_UNIT).astype(np.float32),
         )
-        return Judgement(evaluation, said, everyones)
+        return EvalResult(evaluation, said, everyones)
 
     def _judge(self, batch: Batch, answers: Tensor) -> Tensor:
         """[images, right at first, right within five, loss in 2^-20, images with logits not finite] int64 on the device;
@@ -114,7 +115,7 @@ class Evaluator:
         finite = logits.isfinite().all(1)
         best = logits.topk(min(5, logits.shape[1]), 1).indices
         ranked = (best == labels[:, None]) & finite[:, None]
-        predicted = best[:, 0].where(finite, NO_ANSWER)
+        predicted = best[:, 0].where(finite, NO_PREDICTION)
         confidence = logits.softmax(1).amax(1).where(finite, 0).double().mul(_CONFIDENCE_UNIT).to(torch.int64)
         first = int(batch.ids[0])
         answers[:, first : first + len(labels)] = torch.stack([labels + 1, predicted, confidence])

@@ -8,29 +8,29 @@ processes alike: it comes from the plan, from the state, or from `agree`.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from pipeline.config import Config
+from pipeline.config.schema import Config
 from pipeline.data.batch import Batch
 from pipeline.data.sources import Images
+from pipeline.errors import NotFiniteError, StorageError, TemporaryError
 from pipeline.group import Group
+from pipeline.guards.nonfinite import Losses
+from pipeline.guards.signals import StopRequest
+from pipeline.guards.stragglers import NullPace, NullWatch
+from pipeline.guards.watchdog import Watchdog
 from pipeline.parallel import Strategy
 from pipeline.plan import Plan
 from pipeline.record.checkpoint import Checkpoints, all_finite
 from pipeline.record.journal import Journal, Trace
 from pipeline.record.receipt import Receipt
 from pipeline.record.terminal import Terminal
-from pipeline.train.account import Clock, Waiting
-from pipeline.train.efficiency import NoFigure
+from pipeline.telemetry.mfu import NullEfficiency
+from pipeline.telemetry.profiler import NullProfiler
+from pipeline.telemetry.timing import Clock, Waiting
 from pipeline.train.evaluate import Evaluator
-from pipeline.train.exhibits import NoExhibits
-from pipeline.train.finite import Losses
-from pipeline.train.profile import NoProfile
-from pipeline.train.report import Report, trace_update
-from pipeline.train.signals import StopRequest
+from pipeline.train.metrics import Report, trace_update
+from pipeline.train.samples import NullSamples
 from pipeline.train.state import Evaluation, TrainState
 from pipeline.train.step import Step
-from pipeline.train.watch import NoPace, NoWatch
-from pipeline.train.watchdog import Watchdog
-from pipeline.verdict import NotFiniteError, StorageError, TemporaryError
 
 
 @dataclass
@@ -51,14 +51,14 @@ class Training:
     terminal: Terminal
     stop: StopRequest
     watchdog: Watchdog
-    watch: NoWatch
-    pace: NoPace
-    efficiency: NoFigure
+    watch: NullWatch
+    pace: NullPace
+    efficiency: NullEfficiency
     clock: Clock
     is_moved: bool = False
     """The state comes from the checkpoint of another folder: it is not saved here yet."""
-    exhibits: NoExhibits = field(default_factory=NoExhibits)
-    profile: NoProfile = field(default_factory=NoProfile)
+    samples: NullSamples = field(default_factory=NullSamples)
+    profile: NullProfiler = field(default_factory=NullProfiler)
     journal: Journal | None = None
     receipt: Receipt | None = None
     trace: Trace | None = None
@@ -104,7 +104,7 @@ def train(run: Training, batches: Iterator[Batch]) -> Evaluation:
         run.pace.start()
         loss, used = run.step.forward_backward(waiting)
         with clock.on("communication"):
-            stopping, not_finite, defects, outage = group.agree(
+            stopping, not_finite, defects, outage = group.any_rank(
                 _asked_to_stop(run),
                 run.losses.look(state.step + 1, loss, used),
                 any(batch.defects for batch in used),
@@ -144,13 +144,13 @@ def _settle(run: Training) -> None:
 def _evaluate(run: Training) -> Evaluation | None:
     _settle(run)
     run.watch.compare(run.state.step)
-    run.strategy.share_buffers(run.state.judged)
-    judgement = run.evaluator.evaluate(run.state.step, lambda: _asked_to_stop(run))
-    if judgement is None:
+    run.strategy.share_buffers(run.state.eval_model)
+    result = run.evaluator.evaluate(run.state.step, lambda: _asked_to_stop(run))
+    if result is None:
         return None
-    run.terminal.say_defects(run.evaluator.images, judgement.defects)
-    run.exhibits.judged(judgement)
-    return judgement.evaluation
+    run.terminal.log_defects(run.evaluator.images, result.defects)
+    run.samples.judged(result)
+    return result.evaluation
 
 
 def _save(run: Training, *, last: bool) -> None:
@@ -159,12 +159,12 @@ def _save(run: Training, *, last: bool) -> None:
     _settle(run)
     run.watch.compare(state.step)
     run.strategy.average_buffers(state.model)
-    if state.average:
-        run.strategy.average_buffers(state.average)
+    if state.ema:
+        run.strategy.average_buffers(state.ema)
     finite = all_finite(state.model.state_dict().values())
     if writer:
         writer.wait()
-    broken, exhausted, best_is_lost = run.group.agree(
+    broken, exhausted, best_is_lost = run.group.any_rank(
         not finite, writer is not None and writer.exhausted, _is_best_lost(run)
     )
     if broken:
@@ -177,22 +177,22 @@ def _save(run: Training, *, last: bool) -> None:
         )
     if best_is_lost:
         assert state.best is not None
-        run.terminal.say(
+        run.terminal.log(
             f"the checkpoint of the best model, step {state.best.step:,}, is not in the run's folder: from here on the best"
             " is chosen again"
         )
         state.forget_best()
     remark = run.strategy.remark()
     if remark:
-        run.terminal.say(remark)
-    totals = run.group.sum(state.totals)
+        run.terminal.log(remark)
+    totals = run.group.all_reduce(state.totals)
     contents = {**state.to_dict(totals), **run.identity, "epoch": run.plan.epoch(state.step)}
     if writer:
         best = state.best.step if state.best else None
         writer.save(contents, state.step, best)
         if last:
             writer.wait()
-    (failed,) = run.group.agree(last and writer is not None and writer.last_failed)
+    (failed,) = run.group.any_rank(last and writer is not None and writer.last_failed)
     if failed:
         raise StorageError(f"the last checkpoint, of step {state.step}, could not be saved: make room on the disk")
 
@@ -208,11 +208,11 @@ def _is_best_lost(run: Training) -> bool:
 def _note_defects(run: Training, used: list[Batch]) -> None:
     """Name each bad image once, and end the run when there are too many."""
     known = run.state.bad_images
-    for part in run.group.gather([defect for batch in used for defect in batch.defects]):
+    for part in run.group.all_gather([defect for batch in used for defect in batch.defects]):
         for sample, defect in part:
             if sample not in known:
                 known[sample] = defect
-                run.terminal.say(f"bad image {run.train_images.name(sample)}: {defect}; another stands in for it")
+                run.terminal.log(f"bad image {run.train_images.name(sample)}: {defect}; another stands in for it")
                 if run.journal:
                     run.journal.event("bad image", id=sample, file=run.train_images.name(sample), defect=defect)
     limit = run.config.data.max_bad * run.plan.train_images

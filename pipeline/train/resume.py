@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import Config, from_yaml, refuse_changes
+from pipeline.config.load import from_yaml, refuse_changes
+from pipeline.config.schema import Config
 from pipeline.data.manifest import remembered
 from pipeline.data.sources import Source, data_root
+from pipeline.errors import RequestError, StorageError
+from pipeline.files import atomic_write
 from pipeline.group import Group
 from pipeline.record import checkpoint
-from pipeline.record.folder import RunFolder, write_whole
+from pipeline.record.folder import RunFolder
 from pipeline.train.state import TrainState
-from pipeline.verdict import RequestError, StorageError
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Found:
     contents: dict[str, Any]
 
 
-def find(config: Config, folder: RunFolder, source: Source, say: Callable[[str], None]) -> Found | None:
+def find(config: Config, folder: RunFolder, source: Source, log: Callable[[str], None]) -> Found | None:
     """Return the checkpoint to resume from, or None for a fresh start. Changes nothing.
 
     1. run.resume=never: a fresh start (what was there has been set aside).
@@ -42,9 +44,9 @@ def find(config: Config, folder: RunFolder, source: Source, say: Callable[[str],
         return None
     try:
         if config.run.resume == "auto":
-            verified = checkpoint.newest_good(folder.checkpoints, say)
+            verified = checkpoint.newest_good(folder.checkpoints, log)
         else:
-            verified = _named(config.run.resume, say)
+            verified = _named(config.run.resume, log)
     except OSError as error:
         raise folder.unwritable(error) from None
     if verified is None:
@@ -67,7 +69,7 @@ def at_restart(named: str, used: str, folder: RunFolder) -> str:
     return next((str(path) for path in places if path.exists()), named)
 
 
-def prepare_folder(used: Path | None, best_step: int | None, folder: RunFolder, say: Callable[[str], None]) -> None:
+def prepare_folder(used: Path | None, best_step: int | None, folder: RunFolder, log: Callable[[str], None]) -> None:
     """Remove half-written files, set checkpoints newer than `used` aside, and copy the best model's checkpoint here.
 
     OSError if the folder cannot be written.
@@ -78,15 +80,15 @@ def prepare_folder(used: Path | None, best_step: int | None, folder: RunFolder, 
     # what is newer is damaged, or no longer true once training goes on from here
     newer = [path for path in checkpoint.listed(folder.checkpoints) if _is_newer(path, used)]
     if newer:
-        say(f"{len(newer)} newer checkpoint{'s' * (len(newer) > 1)} set aside in {folder.set_aside_checkpoints(newer)}")
-    say(f"going on from {used}")
+        log(f"{len(newer)} newer checkpoint{'s' * (len(newer) > 1)} set aside in {folder.set_aside_checkpoints(newer)}")
+    log(f"going on from {used}")
     beside = [used, *checkpoint.listed(used.parent)]
     best = next((path for path in beside if checkpoint.step_of(path) == best_step), None)
     if best and not (folder.checkpoints / best.name).exists():
         try:
-            write_whole(folder.checkpoints / best.name, checkpoint.read_verified(best))
+            atomic_write(folder.checkpoints / best.name, checkpoint.read_verified(best))
         except StorageError as defect:
-            say(f"the best model is left behind: {defect}")
+            log(f"the best model is left behind: {defect}")
 
 
 def share(found: Found | None, group: Group) -> dict[str, Any] | None:
@@ -98,11 +100,11 @@ def share(found: Found | None, group: Group) -> dict[str, Any] | None:
 
 
 def resume(
-    state: TrainState, contents: dict[str, Any], config: Config, group: Group, say: Callable[[str], None]
+    state: TrainState, contents: dict[str, Any], config: Config, group: Group, log: Callable[[str], None]
 ) -> None:
     """Load the contents of a checkpoint into `state`, at every process."""
     if contents["world"] != group.size and not config.run.exact:
-        say(
+        log(
             f"going on with {group.size} process{'es' * (group.size > 1)} in place of {contents['world']}: each sample is"
             " used once as before, but weights will differ from those of an unchanged run (run.exact=true makes them equal)"
         )
@@ -120,14 +122,14 @@ def _refuse_others(contents: dict[str, Any], config: Config, source: Source) -> 
         )
 
 
-def _named(text: str, say: Callable[[str], None]) -> tuple[Path, bytes]:
+def _named(text: str, log: Callable[[str], None]) -> tuple[Path, bytes]:
     """Return the path and bytes of what run.resume=PATH names."""
     try:
         path = checkpoint.find(Path(text))
     except StorageError as error:
         raise RequestError(f"run.resume={text} is not allowed: auto | never | a checkpoint ({error})") from None
     if Path(text).is_dir():
-        newest = checkpoint.newest_good(path.parent, say)
+        newest = checkpoint.newest_good(path.parent, log)
         assert newest is not None
         return newest
     return path, checkpoint.read_verified(path)

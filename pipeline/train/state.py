@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pipeline.config import Config
+from pipeline.config.schema import Config
 from pipeline.model.architectures import parameter_groups
 from pipeline.parallel import Strategy
 from pipeline.record.checkpoint import weights_digest
@@ -63,7 +63,7 @@ class TrainState:
     """How the rest is spread over the processes: what is written down is the whole."""
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    average: nn.Module | None
+    ema: nn.Module | None
     """The moving average of the weights, where the recipe asks for one."""
     scaler: torch.amp.GradScaler
     """Of fp16; elsewhere it does nothing."""
@@ -80,7 +80,7 @@ class TrainState:
     @classmethod
     def build(cls, strategy: Strategy, config: Config) -> "TrainState":
         model, device = strategy.model, strategy.group.device
-        average = strategy.begin_average() if config.train.ema is not None else None
+        average = strategy.make_ema() if config.train.ema is not None else None
         scaler = torch.amp.GradScaler(device.type, enabled=config.train.precision == "fp16")
         totals = torch.zeros(3, dtype=torch.int64, device=device)
         return cls(strategy, model, _optimizer(model, config), average, scaler, totals)
@@ -92,10 +92,10 @@ class TrainState:
         """
         return {
             "step": self.step,
-            **self.strategy.whole(
+            **self.strategy.full_state(
                 {
                     "model": self.model.state_dict(),
-                    "average": self.average.state_dict() if self.average else None,
+                    "average": self.ema.state_dict() if self.ema else None,
                     "optimizer": self.optimizer.state_dict(),
                 }
             ),
@@ -108,10 +108,13 @@ class TrainState:
 
     def load_dict(self, contents: dict[str, Any], *, is_main: bool) -> None:
         """Take over what `to_dict` gave. The sum so far goes to rank 0, so that the next sum counts it once."""
-        contents = {**contents, **self.strategy.own({key: contents[key] for key in ("model", "average", "optimizer")})}
+        contents = {
+            **contents,
+            **self.strategy.local_state({key: contents[key] for key in ("model", "average", "optimizer")}),
+        }
         self.model.load_state_dict(contents["model"])
-        if self.average:
-            self.average.load_state_dict(contents["average"])
+        if self.ema:
+            self.ema.load_state_dict(contents["average"])
         self.optimizer.load_state_dict(contents["optimizer"])
         self.scaler.load_state_dict(contents["scaler"])
         self.step = contents["step"]
@@ -144,9 +147,9 @@ class TrainState:
         return self.evaluation is not None and self.evaluation.step == self.step
 
     @property
-    def judged(self) -> nn.Module:
+    def eval_model(self) -> nn.Module:
         """The model that is evaluated, digested and served."""
-        return self.average or self.model
+        return self.ema or self.model
 
     def account(self) -> dict[str, Any]:
         """What the receipt says of an evaluated model; by all processes together, and true at rank 0."""
@@ -164,7 +167,7 @@ class TrainState:
 
     def weights_digest(self) -> str:
         """Of the judged model; by all processes together, and true at rank 0."""
-        return weights_digest(self.strategy.whole({"model": self.judged.state_dict()})["model"])
+        return weights_digest(self.strategy.full_state({"model": self.eval_model.state_dict()})["model"])
 
 
 def _optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:

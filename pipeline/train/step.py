@@ -11,34 +11,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.config import Config
+from pipeline.config.schema import Config
 from pipeline.data.batch import Batch
 from pipeline.data.mix import WIDTH, mixed, own_shares, partners
 from pipeline.model.architectures import Normalise
-from pipeline.model.average import update_average
+from pipeline.model.ema import update_ema
 from pipeline.parallel import Objective, Strategy, Targets
+from pipeline.parallel.strategy import autocast
 from pipeline.plan import Plan
 from pipeline.randomness import seed_network
-from pipeline.train.account import Clock
+from pipeline.telemetry.timing import Clock
 from pipeline.train.state import TrainState
 
 LOSS_UNIT = 2**20
 """Losses are summed in integers of 2^-20, which add in any order to the same."""
 MAX_LOSS = 2**16
 """The loss of an image counts at most this much in a sum: fewer than 2^27 images add up to less than 2^63 units."""
-
-
-def name_samples(ids: list[int]) -> str:
-    """As an account of a failure shows them: the first few."""
-    more = f" and {len(ids) - 8} more" if len(ids) > 8 else ""
-    return f"sample ids {', '.join(map(str, ids[:8])) or 'none'}{more}"
-
-
-def autocast(device: torch.device, config: Config) -> torch.autocast:
-    """The context in which a forward pass has its precision."""
-    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    precision = config.train.precision
-    return torch.autocast(device.type, kinds.get(precision, torch.bfloat16), enabled=precision in kinds)
 
 
 class Step:
@@ -106,9 +94,9 @@ class Step:
         state.scaler.update()
         state.optimizer.zero_grad()
         state.step += 1
-        if state.average is not None:
+        if state.ema is not None:
             assert self._config.train.ema is not None
-            update_average(state.average, state.model, state.step, self._config.train.ema)
+            update_ema(state.ema, state.model, state.step, self._config.train.ema)
 
     def _heed(self, guard: Tensor) -> None:
         """Have the fused optimizer skip the update; it is the scaler that tells it so where there is one, by a gradient."""

@@ -21,8 +21,8 @@ from engine import docker
 from harness import SMALL, Job, children, command_line, environment, kill, read_rows, variable
 
 from faults.pods import Pods
-from pipeline.operate.rehearse import LABEL
-from pipeline.operate.render import Request, render
+from pipeline.deploy.k8s import Request, render
+from pipeline.deploy.rehearse import LABEL
 
 EVERY = 7
 WORDS = (*SMALL, f"checkpoint.every={EVERY} steps", "track.uri=none")

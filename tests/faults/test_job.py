@@ -9,7 +9,7 @@ from harness import kill, pipeline
 from manifests import Document
 
 from faults.pods import Pods, missing
-from pipeline.operate.render import Request, render
+from pipeline.deploy.k8s import Request, render
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 

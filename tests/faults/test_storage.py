@@ -15,10 +15,10 @@ import pytest
 from harness import SHARING, SMALL, Job, pipeline, read_rows
 
 from faults.ledger import Notes
+from pipeline.errors import RequestError
 from pipeline.record.checkpoint import read_verified, step_of
 from pipeline.record.folder import RunFolder
 from pipeline.record.mlflow import _take_turn
-from pipeline.verdict import RequestError
 
 
 def job(folder: Path, digits: Path, *more: str, nproc: int = 1, **env: str) -> Job:

@@ -1,0 +1,1 @@
+"""The command line: each module holds some commands, their parsers beside their handlers."""

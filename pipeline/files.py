@@ -1,0 +1,74 @@
+"""Files that are complete or absent, and locks between processes."""
+
+import errno
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def temporary_sibling(path: Path, *, shared: bool = False) -> Path:
+    """Return a hidden name beside `path`, on the same file system, from which a file can be renamed to `path`.
+
+    shared: several processes may write `path` at once, so each gets a name of its own.
+    """
+    owner = f".{socket.gethostname()}.{os.getpid()}" if shared else ""
+    return path.with_name(f".{path.name}{owner}")
+
+
+@contextmanager
+def replacing(path: Path, *, shared: bool = False) -> Iterator[Path]:
+    """Yield a temporary sibling of `path`, and rename it to `path` if the block succeeds. Raises OSError.
+
+    If the block fails, the temporary file is removed and what was at `path` stays. shared: see `temporary_sibling`.
+    """
+    temporary = temporary_sibling(path, shared=shared)
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def atomic_write(path: Path, data: bytes, *, durable: bool = True, shared: bool = False) -> None:
+    """Write a file that has all of `data` or does not change. Raises OSError.
+
+    durable: the data is on the disk before the file gets its name. shared: see `temporary_sibling`.
+    """
+    with replacing(path, shared=shared) as temporary, open(temporary, "wb") as file:
+        file.write(data)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Return once the names in `folder` are on the disk. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def lock(descriptor: int, patience_s: float, *, inherited: bool = False) -> bool:
+    """Lock an open file; return False if another process holds it for `patience_s` seconds.
+
+    inherited: forked processes hold the lock too, until the last of them is dead (flock). Otherwise the kernel drops it
+    when this process dies (a POSIX record lock). Raises OSError if the file system has no locks.
+    """
+    acquire = fcntl.flock if inherited else fcntl.lockf
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            acquire(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):  # POSIX: another process holds the lock
+                raise
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.05)

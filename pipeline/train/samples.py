@@ -1,0 +1,108 @@
+"""What a training keeps for its pictures, on rank 0: answers and images as the model saw them. It draws nothing itself.
+
+A failure to keep something, a full disk, is said and costs training nothing. `NoExhibits` is for the other ranks, and for
+track.report=false.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pipeline.config.schema import Config
+from pipeline.data.augment import centre, evaluation_geometry, resized
+from pipeline.data.images import BadImageError, decode
+from pipeline.data.loader import TrainBatches
+from pipeline.data.manifest import OutageError, UnreadableError
+from pipeline.data.mix import mixed
+from pipeline.data.sources import Source
+from pipeline.plan import Plan
+from pipeline.record import predictions
+from pipeline.record.folder import RunFolder
+from pipeline.record.predictions import KeptEvaluation
+from pipeline.train.evaluate import EvalResult
+
+_SHOWN = 16
+_MAX_SIDE = 112
+_DRAWING_S = 120
+
+
+class NullSamples:
+    def augmented(self, plan: Plan) -> None:
+        """Keep the first images of training, once."""
+
+    def judged(self, result: EvalResult) -> None:
+        """Keep an evaluation."""
+
+    def draw(self, folder: RunFolder) -> None:
+        """Have another process draw the pictures."""
+
+
+class Samples(NullSamples):
+    def __init__(self, report: Path, source: Source, config: Config, step: int, log: Callable[[str], None]) -> None:
+        """To go on after `step`: what was kept of later ones, which a restart makes anew, is struck out."""
+        for kept in (report / "data").glob("step-*.npz"):
+            if kept > predictions.evaluation_file(report, step):
+                kept.unlink()
+        self._report = report
+        self._source = source
+        self._config = config
+        self._log = log
+
+    def augmented(self, plan: Plan) -> None:
+        if (self._report / "data" / predictions.AUGMENTED).exists():
+            return
+        few = replace(plan, micro_batch=min(_SHOWN, plan.micro_batch), accumulate=1)
+        batch = TrainBatches(self._source.train, self._config, few, 0)[0]
+        if batch.outage:
+            return self._log(f"no picture of the augmentation: {batch.outage}")
+        images = batch.images
+        if len(batch.mix):
+            images = mixed(images.float(), batch.mix).round().to(torch.uint8)
+        captions = [self._source.classes[label] for label in batch.labels.tolist()]
+        self._keep(lambda: predictions.save_augmented(self._report, _small(images).numpy(), captions))
+
+    def judged(self, result: EvalResult) -> None:
+        size, resize = evaluation_geometry(self._config.evaluate, self._config.augment)
+        shown = result.answers.mistakes(_SHOWN)
+        images = torch.zeros((len(shown), 3, size, size), dtype=torch.uint8)
+        for row, image in enumerate(shown.tolist()):
+            try:
+                images[row] = centre(decode(self._source.val.read(image)), size, resize)
+            except (BadImageError, UnreadableError) as error:  # since it was judged
+                self._log(f"{self._source.val.name(image)} cannot be shown: {error}")
+            except OutageError as outage:  # training finds out by itself, and waits
+                self._log(f"the most confident mistakes cannot be shown: {outage}")
+                break
+        judged = KeptEvaluation(result.answers, list(self._source.classes), shown, _small(images).numpy())
+        self._keep(lambda: predictions.save_evaluation(self._report, result.evaluation.step, judged))
+
+    def draw(self, folder: RunFolder) -> None:
+        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        command = [sys.executable, "-m", "pipeline", "report", str(folder.path)]
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=_DRAWING_S, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            self._log(f"{folder.report} was not drawn: {error}")
+            return
+        if done.returncode:
+            self._log(f"{folder.report} was not drawn: {done.stderr.strip()[-200:]}")
+
+    def _keep(self, save: Callable[[], None]) -> None:
+        try:
+            save()
+        except OSError as error:
+            self._log(f"what {self._report} is drawn from could not be written: {error.strerror}; training goes on")
+
+
+def _small(images: Tensor) -> Tensor:
+    """[K, S, S] at most _MAX_SIDE pixels a side. images: [K, 3, S, S] uint8."""
+    side = min(images.shape[2], _MAX_SIDE)
+    return torch.stack([resized(image, side, side) for image in images]) if len(images) else images
