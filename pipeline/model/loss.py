@@ -1,0 +1,50 @@
+"""The loss of a classification model, with smoothed labels and mixed targets."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pipeline.config.schema import Train
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The labels of a pass of B images, on the device of the logits."""
+
+    labels: Tensor
+    """[B] int64."""
+    partners: Tensor | None = None
+    """[B] int64: the label of each image's mixing partner; None without mixup and cutmix."""
+    own_share: Tensor | None = None
+    """[B] float32 in 0..1: the weight of an image's own label; its partner's label has the rest."""
+
+
+def classification_loss(logits: Tensor, targets: Targets, options: Train) -> Tensor:
+    """Return the mean loss of a pass, as a tensor of shape []. logits: [B, classes].
+
+    The loss of a mixed image is the weighted mean of its loss against its own label and its loss
+    against its partner's label. Both kinds of loss are linear in the target, so this equals the
+    loss against the mixed target.
+    """
+    loss = _loss_per_image(logits, targets.labels, options)
+    if targets.partners is not None and targets.own_share is not None:
+        partner_loss = _loss_per_image(logits, targets.partners, options)
+        loss = targets.own_share * loss + (1 - targets.own_share) * partner_loss
+    return loss.mean()
+
+
+def _loss_per_image(logits: Tensor, labels: Tensor, options: Train) -> Tensor:
+    """Return the loss of each image, [B]. labels: [B] int64.
+
+    ce: cross-entropy. bce: one binary cross-entropy per class, summed over the classes, as in
+    Wightman et al., "ResNet strikes back", 2021.
+    """
+    smoothing = options.label_smoothing
+    if options.loss == "ce":
+        return functional.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+    classes = logits.shape[1]
+    target = torch.full_like(logits, smoothing / classes)
+    target.scatter_(1, labels[:, None], 1 - smoothing + smoothing / classes)
+    return functional.binary_cross_entropy_with_logits(logits, target, reduction="none").sum(1)
