@@ -1,4 +1,4 @@
-"""The step-time account: what is slow is in its own entry, all entries together are the wall time."""
+"""Timing: what is slow is charged to its own entry, and the entries sum to the wall time."""
 
 import time
 from collections.abc import Callable
@@ -13,21 +13,21 @@ from pipeline.config.load import load
 from pipeline.data.loader import TrainBatches
 from pipeline.data.sources import open_source
 from pipeline.guards.signals import StopRequest
+from pipeline.parallel import strategy
 from pipeline.plan import DataSize, make_plan
 from pipeline.record.checkpoint import Checkpoints
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
-from pipeline.telemetry.timing import ENTRIES, Clock, Entry, Spent, advise
+from pipeline.telemetry.timing import ENTRIES, Entry, Seconds, StepTimer, advise
 from pipeline.train import session
 from pipeline.train.evaluate import Evaluator
-from pipeline.train.step import Step
 from pipeline.world import World
 
 STEPS = 4
 # entry -> where it is put to sleep, for how many seconds, how often in an epoch
-SLOW: dict[Entry, tuple[type, str, float, int]] = {
+SLOW: dict[Entry, tuple[Any, str, float, int]] = {
     "data": (TrainBatches, "__getitem__", 0.05, STEPS),
-    "forward_backward": (Step, "_loss", 0.1, STEPS),
+    "forward_backward": (strategy, "classification_loss", 0.1, STEPS),
     "optimizer": (SGD, "step", 0.15, STEPS),
     "tracking": (Journal, "report", 0.07, STEPS + 1),  # and one of the validation
     "validation": (Evaluator, "evaluate", 0.9, 1),
@@ -43,8 +43,8 @@ def slowed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
     return sleepy
 
 
-def accounts(folder: Path) -> list[dict[str, float]]:
-    """The accounts of a run's epochs."""
+def epochs(folder: Path) -> list[dict[str, float]]:
+    """Return the time metrics of a run's epochs."""
     config = load(
         "digits",
         ["data.source=synthetic", "data.num_images=32", "data.workers=0", "augment.size=32", "batch.global=8",
@@ -66,9 +66,9 @@ def test_what_is_slow_moves_its_own_entry_and_all_sum_to_the_wall_time(
     for kind, name, seconds, _ in SLOW.values():
         monkeypatch.setattr(kind, name, slowed(getattr(kind, name), seconds))
     start = time.perf_counter()
-    found = accounts(tmp_path / "slow")
+    found = epochs(tmp_path / "slow")
     wall = time.perf_counter() - start
-    assert len(found) == 2, "an account an epoch"
+    assert len(found) == 2, "one row an epoch"
     assert 0.5 * wall < sum(row["time/epoch_s"] for row in found) < wall
     for row in found:
         assert sum(row[f"time/{entry}_s"] for entry in ENTRIES) == pytest.approx(row["time/epoch_s"], rel=0.01)
@@ -79,19 +79,19 @@ def test_what_is_slow_moves_its_own_entry_and_all_sum_to_the_wall_time(
 
 def test_epochs_in_a_row_leave_no_moment_out(tmp_path: Path) -> None:
     start = time.perf_counter()
-    clock = Clock()
-    first = clock.take()
-    with clock.on("data"):
+    timer = StepTimer()
+    first = timer.pop()
+    with timer.charge("data"):
         time.sleep(0.05)
-        with clock.on("copy"):
+        with timer.charge("copy"):
             time.sleep(0.1)
-            clock.move("communication")
+            timer.switch_to("communication")
             time.sleep(0.15)
         time.sleep(0.05)
-    second = clock.take()
+    second = timer.pop()
     wall = time.perf_counter() - start
     assert sum(first.values()) + sum(second.values()) == pytest.approx(wall, rel=0.01)
-    expected: Spent = {"data": 0.1, "copy": 0.1, "communication": 0.15}
+    expected: Seconds = {"data": 0.1, "copy": 0.1, "communication": 0.15}
     for entry, seconds in expected.items():
         assert second[entry] == pytest.approx(seconds, abs=0.04)
 
@@ -107,7 +107,7 @@ def test_epochs_in_a_row_leave_no_moment_out(tmp_path: Path) -> None:
         (4, {"tracking": 3, "forward_backward": 97}, "reporting 3%: raise track.every"),
     ],
 )
-def test_the_advice_names_the_largest_entry_and_a_number(workers: int, spent: Spent, says: str) -> None:
+def test_the_advice_names_the_largest_entry_and_a_number(workers: int, spent: Seconds, says: str) -> None:
     found = advise(whole(spent), plan_of(workers), 8)
     assert found is not None
     assert found[0] == max(spent, key=lambda entry: (entry != "forward_backward", spent[entry]))
@@ -119,14 +119,14 @@ def test_where_all_is_well_there_is_no_advice() -> None:
 
 
 def test_moving_the_hand_costs_next_to_nothing() -> None:
-    clock, start = Clock(), time.perf_counter()
+    timer, start = StepTimer(), time.perf_counter()
     for _ in range(1000):
-        with clock.on("copy"):
+        with timer.charge("copy"):
             pass
     assert time.perf_counter() - start < 0.05, "ten of these are below 1 % of a step of 50 ms"
 
 
-def whole(spent: Spent) -> Spent:
+def whole(spent: Seconds) -> Seconds:
     return {**dict.fromkeys(ENTRIES, 0.0), **spent}
 
 

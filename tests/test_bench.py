@@ -16,7 +16,7 @@ from pipeline.bench import gpu
 from pipeline.bench import train as bench_train
 from pipeline.data.batch import Batch
 from pipeline.record.journal import Journal
-from pipeline.telemetry.mfu import NullEfficiency
+from pipeline.telemetry.mfu import NullMfuMeter
 
 QUICK = (
     "--rounds",
@@ -60,10 +60,10 @@ def test_a_loop_without_its_loader_is_fed_what_is_on_the_device(name: str, monke
     monkeypatch.setattr(bench_train, "batches", lambda *_, **__: iter(()))  # the loader's own row
     monkeypatch.setattr(bench_train, "_plain_update", lambda config, plan, group, batch: fed.append(batch))
     monkeypatch.setattr(
-        bench_train, "_our_loop", lambda config, plan, group, batches, *_: fed.extend(islice(batches, 1))
+        bench_train, "_our_loop", lambda config, plan, group, source, batches, *_: fed.extend(islice(batches, 1))
     )
     monkeypatch.setattr(bench_train, "_interleave", lambda loops, *_: {loop: [1.0] for loop in loops})
-    monkeypatch.setattr(bench_train.randomness, "settle_arithmetic", lambda **_: None)
+    monkeypatch.setattr(bench_train.randomness, "configure_torch", lambda **_: None)
     monkeypatch.setattr(bench_train.sender, "start", lambda *_: Tracker())
     getattr(bench_train, name)(["run.device=cpu", "augment.size=32", "batch.global=32"], 1, 1, as_json=True)
     assert len(fed) == (3 if name == "train" else 2)
@@ -94,7 +94,7 @@ class Showing(gpu._Parts):
     """What each command of the programme would show, in place of running it."""
 
     def __init__(self, folder: Path, *shows: str) -> None:
-        super().__init__(folder, [], 256, 224, NullEfficiency())
+        super().__init__(folder, [], 256, 224, NullMfuMeter())
         self.shows = list(shows)
 
     def _run(self, title: str, *arguments: str) -> str:

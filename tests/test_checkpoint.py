@@ -190,7 +190,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(trained: Job, 
     newest.write_bytes(newest.read_bytes()[:-1])
     result = run.run()
     assert f"{newest.name} is damaged" in result.err
-    assert "step-00000008" in next(line for line in result.err.splitlines() if "going on from" in line)
+    assert "step-00000008" in next(line for line in result.err.splitlines() if "resuming from" in line)
     assert result.done["step"] == "16"
     assert [row["step"] for row in read_rows(run.folder / "trace.jsonl")] == list(range(1, 17))
     assert next(run.folder.glob("before-*")).joinpath(newest.name).exists(), "nothing is thrown away"
@@ -251,7 +251,7 @@ def test_never_sets_aside_and_a_path_goes_back(trained: Job, said: str, tmp_path
     earlier = next(path for path in fresh.checkpoints() if step_of(path) == 8)
     back = again(trained, tmp_path / "run", f"run.resume={earlier}")
     result = back.run()
-    assert f"going on from {earlier}" in result.err
+    assert f"resuming from {earlier}" in result.err
     assert result.out == said
 
 
@@ -271,7 +271,7 @@ def test_a_fresh_start_is_made_once_and_a_launchers_restart_goes_on(tmp_path: Pa
     result = run.wait()
     assert result.code == 0, result.err
     assert result.err.count("a fresh start") == 1
-    assert "going on from" in result.err
+    assert "resuming from" in result.err
 
 
 @pytest.mark.fault("E4")

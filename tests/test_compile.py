@@ -14,7 +14,7 @@ from torch import nn
 from pipeline.config.load import load
 from pipeline.group import Group
 from pipeline.machine import missing_to_compile
-from pipeline.parallel import choose
+from pipeline.parallel import choose_strategy
 from pipeline.plan import DataSize, make_plan
 from pipeline.world import World
 
@@ -42,7 +42,7 @@ def test_every_size_of_images_is_compiled(monkeypatch: pytest.MonkeyPatch) -> No
     config = load("digits", words)
     plan = make_plan(config, World(), DataSize(960, 96, 10))
     assert plan.sizes == list(range(32, 385, 32)), "more than torch compiles unasked"
-    strategy = choose(config, plan, nn.Conv2d(3, 1, 3), Group(World(), torch.device("cpu")))
+    strategy = choose_strategy(config, plan, nn.Conv2d(3, 1, 3), Group(World(), torch.device("cpu")))
     for _ in range(2):
         for size in plan.sizes:
             strategy.forward(torch.zeros(1, 3, size, size))
@@ -80,10 +80,10 @@ def test_a_hang_in_a_compilation_ends(tmp_path: Path) -> None:
         "import sys, time\n"
         "from pathlib import Path\n"
         "from pipeline.guards import watchdog\n"
-        "watchdog.COMPILING_S = 2\n"
+        "watchdog.COMPILATION_S = 2\n"
         "watched = watchdog.Watchdog(1, Path(sys.argv[1]), 0)\n"
         "watched.start()\n"
-        "watched.wait_for_compilation()\n"
+        "watched.expect_compilation()\n"
         "time.sleep(30)\n"
     )
     start = time.monotonic()
@@ -92,7 +92,7 @@ def test_a_hang_in_a_compilation_ends(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert 3 < time.monotonic() - start < 20
-    assert "made no progress for 4 s (run.timeout, and 2 s to compile) and leaves" in done.stderr
+    assert "made no progress for 4 s (run.timeout, and 2 s to compile) and exits" in done.stderr
     assert "most recent call first" in (tmp_path / "account").read_text()
 
 

@@ -154,7 +154,7 @@ def test_killed_and_up_again_it_is_one_run_with_the_same_weights(project: Projec
     project.compose("kill", "mlflow")  # whose death costs nothing either
     assert project.wait() == 0, project.logs("trainer")
     assert project.done() == expected
-    assert "going on from" in project.logs("trainer")
+    assert "resuming from" in project.logs("trainer")
     project.compose("up", "--detach", "--wait", "mlflow")
     project.compose("run", "--rm", "--entrypoint", "pipeline", "trainer", "sync", "/runs/killed", **env)
     client = mlflow.MlflowClient(f"http://127.0.0.1:{project.port}")

@@ -5,7 +5,7 @@ import torch
 
 from pipeline.config.load import load
 from pipeline.config.schema import Model
-from pipeline.telemetry.mfu import Efficiency, flops_per_image, measure_efficiency
+from pipeline.telemetry.mfu import MfuMeter, flops_per_image, make_mfu_meter
 
 
 def test_a_resnet50_at_224_px_is_three_passes_of_its_published_work() -> None:
@@ -17,7 +17,7 @@ def test_a_resnet50_at_224_px_is_three_passes_of_its_published_work() -> None:
 def test_the_share_is_work_a_second_over_the_peak_of_all_devices() -> None:
     options = Model(arch="resnet18")
     flops = flops_per_image(options, 10, 32)
-    assert Efficiency(options, 10, 1e12).figures(1000, 32) == {"time/mfu": pytest.approx(1000 * flops / 1e12)}
+    assert MfuMeter(options, 10, 1e12).metrics(1000, 32) == {"time/mfu": pytest.approx(1000 * flops / 1e12)}
     assert flops_per_image(options, 10, 64) > 3 * flops
 
 
@@ -31,10 +31,10 @@ def test_what_has_no_known_peak_has_no_figure(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     config = load("digits", [f"train.precision={precision}"])
-    found = measure_efficiency(config, 10, 2, torch.device("cuda"))
-    figures = found.figures(1000, 32)
+    found = make_mfu_meter(config, 10, 2, torch.device("cuda"))
+    figures = found.metrics(1000, 32)
     expected = (
         {} if peak is None else {"time/mfu": pytest.approx(1000 * flops_per_image(config.model, 10, 32) / peak / 2)}
     )
     assert figures == expected
-    assert measure_efficiency(config, 10, 2, torch.device("cpu")).figures(1000, 32) == {}
+    assert make_mfu_meter(config, 10, 2, torch.device("cpu")).metrics(1000, 32) == {}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import DONE, SMALL, Job, Result, pipeline, read_rows
-from streams import prepare
+from streams import make_trainer, prepare
 from torch import Tensor, nn
 from torchvision.models import get_model
 
@@ -18,13 +18,10 @@ from pipeline.cli.main import main
 from pipeline.config.load import load
 from pipeline.data.manifest import scan
 from pipeline.group import Group
-from pipeline.model.architectures import build
-from pipeline.parallel import choose
 from pipeline.record.checkpoint import Checkpoints, decode, read_verified, weights_digest
 from pipeline.record.predictions import NO_PREDICTION
 from pipeline.train.evaluate import EvalResult, Evaluator
-from pipeline.train.state import Evaluation, TrainState
-from pipeline.train.step import MAX_LOSS
+from pipeline.train.state import MAX_LOSS, Evaluation
 from pipeline.world import World
 
 SIZES = (1, 7, 48, 97, 1000)
@@ -156,15 +153,13 @@ def test_no_loss_is_too_large_for_the_sum(digits: Path) -> None:
 
 def test_a_model_whose_logits_are_not_finite_is_never_the_best(digits: Path) -> None:
     version_0_1 = {"step": 1, "images": 10, "total": 10, "correct1": 1, "correct5": 5, "loss_sum": 0}
-    config, plan, _ = prepare(digits, 1, "model.arch=squeezenet1_1")
-    group = Group(World(), torch.device("cpu"))
-    state = TrainState.build(choose(config, plan, build(config.model, 10), group), config)
+    state = make_trainer(digits, "model.arch=squeezenet1_1").state
     broken = Evaluation(**{**version_0_1, "correct1": 9}, not_finite=1)
-    assert not state.take(broken)
+    assert not state.add_evaluation(broken)
     assert state.best is None
-    assert state.account()["loss"] is None, "JSON has no NaN"
-    assert state.take(Evaluation(**version_0_1))
-    assert not state.take(broken)
+    assert state.receipt_row()["loss"] is None, "JSON has no NaN"
+    assert state.add_evaluation(Evaluation(**version_0_1))
+    assert not state.add_evaluation(broken)
     state.step = broken.step
     state.forget_best()
     assert state.best is None, "nor where the best has to be chosen again"

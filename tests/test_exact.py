@@ -10,10 +10,9 @@ from harness import SMALL, Job, assert_each_sample_once, kill, pipeline, read_ro
 from torch import nn
 
 from pipeline.config.load import load
-from pipeline.config.schema import Exact as Settings
 from pipeline.group import Group
-from pipeline.parallel.exact import Exact
-from pipeline.plan import DataSize, Plan, make_plan
+from pipeline.parallel.exact import ExactStrategy
+from pipeline.plan import DataSize, make_plan
 from pipeline.world import World
 
 
@@ -86,25 +85,23 @@ class Net(nn.Module):
         return answer
 
 
-def plan(shards: int) -> Plan:
-    config = load("digits", ["run.exact=true", f"exact.shards={shards}", "batch.global=96"])
-    return make_plan(config, World(), DataSize(960, 96, 10))
+def exact(shards: int = 4, bits: int = 44, net: Net | None = None) -> ExactStrategy:
+    torch.manual_seed(0)
+    words = ["run.exact=true", f"exact.shards={shards}", f"exact.fraction_bits={bits}", "batch.global=96"]
+    config = load("digits", words)
+    plan = make_plan(config, World(), DataSize(960, 96, 10))
+    return ExactStrategy(config, plan, net or Net(), Group(World(), torch.device("cpu")))
 
 
 def loss_of(answer: torch.Tensor, images: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     return (answer * images[:, :3] * scale).sum()
 
 
-def step(strategy: Exact, shards: list[torch.Tensor], scale: float = 1.0) -> None:
+def step(strategy: ExactStrategy, shards: list[torch.Tensor], scale: float = 1.0) -> None:
     strategy.model.zero_grad()
     for micro, images in enumerate(shards):
-        with strategy.accumulating(micro):
+        with strategy.gradient_sync(micro):
             loss_of(strategy.forward(images), images, scale).backward()
-
-
-def exact(shards: int = 4, bits: int = 44) -> Exact:
-    torch.manual_seed(0)
-    return Exact(Net(), Group(World(), torch.device("cpu")), plan(shards), Settings(shards=shards, fraction_bits=bits))
 
 
 def test_the_gradient_is_the_mean_of_the_shards_gradients() -> None:
@@ -131,9 +128,9 @@ def test_statistics_of_a_frozen_module_stay_bit_for_bit() -> None:
     net.norm.running_mean = torch.randn(3) * 1e-9  # finer than the unit of 2^-36 in which statistics are averaged
     net.norm.eval()
     expected = [buffer.clone() for buffer in net.buffers()]
-    strategy = Exact(net, Group(World(), torch.device("cpu")), plan(4), Settings(shards=4))
+    strategy = exact(net=net)
     step(strategy, [torch.randn(8, 4) for _ in range(4)])
-    assert not strategy.out_of_range()
+    assert not strategy.has_overflow()
     assert all(torch.equal(mine, their) for mine, their in zip(net.buffers(), expected, strict=True))
 
 
@@ -152,23 +149,23 @@ def test_what_is_out_of_range_is_noticed_and_forgotten_at_the_next_step(scale: f
     strategy = exact()
     shards = [torch.randn(8, 4) for _ in range(4)]
     step(strategy, shards)
-    assert not strategy.out_of_range()
+    assert not strategy.has_overflow()
     step(strategy, shards, scale)
-    assert strategy.out_of_range()
+    assert strategy.has_overflow()
     strategy.model.norm.reset_running_stats()  # type: ignore[union-attr, operator]
     step(strategy, shards)
-    assert not strategy.out_of_range()
+    assert not strategy.has_overflow()
 
 
 def test_sums_that_are_coarse_are_remarked_upon() -> None:
     shards = [torch.randn(8, 4) for _ in range(4)]
     fine, coarse = exact(), exact()
     step(fine, shards)
-    assert fine.remark() is None
+    assert fine.precision_warning() is None
     step(coarse, shards, 1e-13)
-    assert "raise exact.fraction_bits" in (coarse.remark() or "")
+    assert "raise exact.fraction_bits" in (coarse.precision_warning() or "")
     step(finer := exact(bits=52), shards, 1e-12)
-    assert finer.remark() is None
+    assert finer.precision_warning() is None
 
 
 def test_a_gradient_that_is_too_large_ends_the_run_with_3(tmp_path: Path, digits: Path) -> None:

@@ -10,7 +10,7 @@ from pipeline.config.load import load
 from pipeline.data.order import Order
 from pipeline.errors import RequestError
 from pipeline.group import Group
-from pipeline.guards.memory import fit_passes, one_pass
+from pipeline.guards.memory import fit_passes, make_try_pass
 from pipeline.plan import DataSize, Plan, make_plan
 from pipeline.world import World
 
@@ -64,8 +64,8 @@ def test_pairs_that_are_mixed_stay_together() -> None:
 @pytest.mark.parametrize(
     ("room", "words", "line"),
     [(0, (), "not even a pass of 1 of 32 px fits into the memory of cpu"),
-     (24, ("run.deterministic=true",), "fewer at once would have other bits: batch.accumulate=2 fits"),
-     (4, ("run.exact=true",), "fewer at once would have other bits: exact.shards=24 fits")],
+     (24, ("run.deterministic=true",), "fewer at once would change the bits: batch.accumulate=2 fits"),
+     (4, ("run.exact=true",), "fewer at once would change the bits: exact.shards=24 fits")],
 )  # fmt: skip
 def test_what_cannot_be_helped_is_refused(room: int, words: tuple[str, ...], line: str) -> None:
     with pytest.raises(RequestError, match=line):
@@ -76,6 +76,6 @@ def test_a_tried_pass_leaves_no_gradient_behind() -> None:
     config = load("digits", ["model.arch=squeezenet1_1", "train.ema=0.9"])
     plan = make_plan(config, World(), DataSize(1437, 360, 10))
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10))
-    attempt: Callable[[int], None] = one_pass(model, config, plan, torch.device("cpu"))
+    attempt: Callable[[int], None] = make_try_pass(model, config, plan, torch.device("cpu"))
     attempt(2)
     assert all(one.grad is None for one in model.parameters())

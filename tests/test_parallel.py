@@ -23,8 +23,8 @@ from pipeline.errors import RequestError
 from pipeline.group import ProcessGroup
 from pipeline.model.architectures import build, skeleton
 from pipeline.model.partition import Part, cut, drop
-from pipeline.parallel.dataparallel import Replicated
-from pipeline.parallel.fsdp import FullyShard, blocks
+from pipeline.parallel.dataparallel import AutocastModel
+from pipeline.parallel.fsdp import FSDPStrategy, blocks
 from pipeline.plan import DataSize, Plan, make_plan, memory_row
 from pipeline.record.checkpoint import decode, read_verified
 from pipeline.world import World, from_environment
@@ -137,7 +137,7 @@ def test_dataparallel_is_one_process() -> None:
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])  # what a thread begins with: one on CPUs, one on GPUs
 def test_a_replica_in_a_thread_of_its_own_has_the_precision_of_training(kind: torch.dtype) -> None:
-    replica, images, found = Replicated(nn.Conv2d(3, 4, 3)), torch.randn(2, 3, 8, 8), {}
+    replica, images, found = AutocastModel(nn.Conv2d(3, 4, 3)), torch.randn(2, 3, 8, 8), {}
 
     def compute(*, autocast: bool) -> None:
         with torch.autocast("cpu", enabled=autocast):  # as torch.nn.parallel.parallel_apply begins one
@@ -153,7 +153,7 @@ def test_a_replica_in_a_thread_of_its_own_has_the_precision_of_training(kind: to
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch scatters over GPUs alone")
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 def test_scattered_passes_have_the_precision_of_training(kind: torch.dtype) -> None:
-    replica, images = Replicated(nn.Conv2d(3, 4, 3).cuda()), torch.randn(2, 3, 8, 8, device="cuda")
+    replica, images = AutocastModel(nn.Conv2d(3, 4, 3).cuda()), torch.randn(2, 3, 8, 8, device="cuda")
     with torch.autocast("cuda", kind):
         found = parallel_apply([replica] * 2, [(images, torch.get_autocast_dtype("cuda"))] * 2, devices=[0, 0])
     assert [logits.dtype for logits in found] == [kind, kind]
@@ -239,11 +239,11 @@ def test_a_model_in_slices_can_be_validated_before_it_is_trained() -> None:
     config, size = load("digits", ["parallel=fsdp", "model.arch=shufflenet_v2_x0_5"]), DataSize(960, 96, 10)
     group = ProcessGroup(World(init_method=f"tcp://127.0.0.1:{free_port()}"), torch.device("cpu"), 30)
     try:
-        strategy = FullyShard(build(config.model, 10), group, make_plan(config, group.world, size), config)
+        strategy = FSDPStrategy(config, make_plan(config, group.world, size), build(config.model, 10), group)
         images = torch.randn(4, 3, 32, 32)
         with torch.inference_mode():
-            assert not strategy.predictor(strategy.model)(images).requires_grad
-        with strategy.accumulating(0):
+            assert not strategy.make_predictor(strategy.model)(images).requires_grad
+        with strategy.gradient_sync(0):
             strategy.forward(images).sum().backward()  # type: ignore[no-untyped-call]
         assert all(one.grad is not None for one in strategy.model.parameters())
     finally:

@@ -21,7 +21,7 @@ def test_the_steps_that_are_asked_for_are_in_the_trace(tmp_path: Path, start: in
             torch.full((step, 7), 1.0).sum()
             with torch.profiler.record_function(f"step {step}"):
                 pass
-        profile.updated(step)
+        profile.at_step(step)
     file = tmp_path / "report" / f"profile-steps-{start + 1}-3.json.gz"
     assert said == [f"profile of steps {start + 1} to 3: {file}"]
     names = {event["name"] for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
@@ -31,7 +31,7 @@ def test_the_steps_that_are_asked_for_are_in_the_trace(tmp_path: Path, start: in
 def test_a_run_that_goes_on_within_the_window_has_no_trace(tmp_path: Path) -> None:
     profile = Profiler(2, 4, tmp_path, torch.device("cpu"), print)
     for step in range(3, 6):
-        profile.updated(step)
+        profile.at_step(step)
     assert not list(tmp_path.iterdir())
 
 

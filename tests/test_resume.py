@@ -101,7 +101,7 @@ def test_a_finished_run_that_moves_to_another_folder_is_saved_there(place: Place
     assert place.events("other", "ended")[-1]["best"]["step"] == 1
     code, said = place.train("run.dir=runs/other", *slow)
     assert code == 0, said
-    assert "finished before" in said
+    assert "already finished" in said
 
 
 @pytest.mark.parametrize("asks", [True, False])
@@ -146,7 +146,7 @@ sys.exit(main({["train", "digits", *SMALL, "run.dir=runs/done", "train.max_steps
         [sys.executable, "-c", program], cwd=place.path, env=environment(), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "going on from" in done.stderr
+    assert "resuming from" in done.stderr
     assert done.stdout.splitlines()[0] == "[]"
 
 

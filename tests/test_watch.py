@@ -6,10 +6,9 @@ import pytest
 from harness import SMALL, Job, Result
 
 from pipeline.group import Group
-from pipeline.guards.stragglers import Pace
+from pipeline.guards.stragglers import StragglerWatch
 from pipeline.parallel import Strategy
 from pipeline.plan import DataSize, make_plan
-from pipeline.telemetry.timing import Clock
 from pipeline.world import World
 
 
@@ -51,7 +50,7 @@ def test_a_flipped_bit_ends_the_run_with_its_rank_before_it_is_saved(tmp_path: P
     assert result.code == 1, result.err
     last = result.err.splitlines()[-1]
     assert "at step 12 rank 1 on " in last
-    assert "held others than 2 of 3 processes, first in stage2.0.branch1.0.weight (at step 9 all were alike)" in last
+    assert "held other weights than 2 of 3 processes, first in stage2.0.branch1.0.weight (equal at step 9)" in last
     assert [path.name[:13] for path in run.checkpoints()] == ["step-00000004", "step-00000008"]
     assert "Traceback" not in result.err
     if full:
@@ -64,7 +63,7 @@ def test_of_two_that_differ_nobody_says_which_is_right(tmp_path: Path, digits: P
     run, result = diverged(tmp_path, digits, 2, 0, "run.watch=5 steps")
     last = result.err.splitlines()[-1]
     assert "at step 10 rank 1 on " in last
-    assert "held others than rank 0, and nobody can say which is right" in last
+    assert "held other weights than rank 0 (either may be right)" in last
     assert [path.name[:13] for path in run.checkpoints()] == ["step-00000004", "step-00000008"]
 
 
@@ -106,11 +105,11 @@ functional.cross_entropy = slowly"""
 
 def test_slow_is_said_after_two_reports_and_again_only_after_a_recovery() -> None:
     said: list[str] = []
-    pace = of_three(said)
+    watch = of_three(said)
 
     def report(*times: int) -> int:
         before = len(said)
-        pace.judge([1000 * time for time in times], 1)
+        watch.report([1000 * time for time in times], 1)
         return len(said) - before
 
     assert [report(10, 10, 16), report(10, 10, 10), report(10, 10, 16)] == [0, 0, 0], "once is no habit"
@@ -122,13 +121,12 @@ def test_slow_is_said_after_two_reports_and_again_only_after_a_recovery() -> Non
     assert [report(16, 10, 10), report(10, 16, 10), report(10, 16, 10)] == [0, 0, 1], "another one"
 
 
-def of_three(said: list[str]) -> Pace:
+def of_three(said: list[str]) -> StragglerWatch:
     from torch import device, nn
 
     from pipeline.config.load import load
 
     config = load("digits", [])
     group = Group(World(size=3, local_size=3), device("cpu"))
-    return Pace(
-        Strategy(nn.Linear(1, 1), group, make_plan(config, group.world, DataSize(960, 96, 10))), Clock(), said.append
-    )
+    plan = make_plan(config, group.world, DataSize(960, 96, 10))
+    return StragglerWatch(Strategy(config, plan, nn.Linear(1, 1), group), said.append)

@@ -24,7 +24,7 @@ from pipeline.config.load import load
 from pipeline.data.manifest import check_folder
 from pipeline.data.sources import make_synthetic
 from pipeline.record import journal
-from pipeline.telemetry.mfu import NullEfficiency, measure_efficiency
+from pipeline.telemetry.mfu import MfuMeter, make_mfu_meter
 
 _SECONDS = 460
 _MODEL = ["model.arch=resnet50", "model.channels_last=true", "augment.size=224", "train.precision=bf16"]
@@ -46,7 +46,7 @@ class _Row:
 class _Parts:
     """Runs commands as long as there is time, and keeps what they showed."""
 
-    def __init__(self, folder: Path, words: list[str], batch: int, size: int, efficiency: NullEfficiency) -> None:
+    def __init__(self, folder: Path, words: list[str], batch: int, size: int, efficiency: MfuMeter) -> None:
         self.rows: list[_Row] = []
         self._efficiency, self._size = efficiency, size
         self._folder, self._words, self._batch = folder, words, batch
@@ -60,7 +60,7 @@ class _Parts:
         if out is not None:
             for row in json.loads(out.splitlines()[-1])["rows"]:
                 speed = row["images_per_s"]
-                mfu = self._efficiency.figures(speed, self._size).get("time/mfu")
+                mfu = self._efficiency.metrics(speed, self._size).get("time/mfu")
                 self.rows.append(_Row(f"{title}: {row['name']}", speed, row["ratio"], mfu))
             lack = machine.missing_to_compile()
             if lack and "train.compile=off" not in (*self._words, *words):
@@ -124,7 +124,7 @@ def gpu(images: Path | None, overrides: list[str], batch: int) -> str:
     if config.run.device != "cpu" and not machine.has_gpu():
         raise machine.no_gpu_error()
     device = torch.device("cpu" if config.run.device == "cpu" else "cuda")
-    efficiency = measure_efficiency(config, config.data.num_classes, 1, device)
+    efficiency = make_mfu_meter(config, config.data.num_classes, 1, device)
     with tempfile.TemporaryDirectory(prefix="pipeline-gpu-", ignore_cleanup_errors=True) as scratch:
         folder = Path(scratch)
         parts = _Parts(folder, [f"batch.global={batch}", *overrides], batch, config.augment.size, efficiency)

@@ -4,6 +4,7 @@ A figure on a shared machine says little; a ratio of medians from rounds that al
 """
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -23,27 +24,30 @@ from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.data.batch import Batch
 from pipeline.data.loader import TrainBatches, batches
-from pipeline.data.sources import open_source
+from pipeline.data.sources import Source, open_source
 from pipeline.data.transfer import to_device
 from pipeline.device import choose_device
 from pipeline.errors import TemporaryError
 from pipeline.files import atomic_write
 from pipeline.group import Group
-from pipeline.guards.nonfinite import watch_losses
-from pipeline.guards.stragglers import start_pace, start_watch
+from pipeline.guards.nonfinite import make_loss_guard
+from pipeline.guards.signals import StopRequest
+from pipeline.guards.watchdog import Watchdog
 from pipeline.model.architectures import Normalise, build
-from pipeline.parallel import Strategy, choose
+from pipeline.parallel import choose_strategy
 from pipeline.parallel.strategy import autocast
 from pipeline.plan import Plan, make_plan
 from pipeline.record import sender
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
 from pipeline.record.terminal import NullTerminal
-from pipeline.telemetry.mfu import NullEfficiency, measure_efficiency
-from pipeline.telemetry.timing import Clock, Waiting, start_clock
-from pipeline.train.metrics import Report
-from pipeline.train.state import TrainState
-from pipeline.train.step import Step
+from pipeline.telemetry.mfu import MfuMeter, make_mfu_meter
+from pipeline.telemetry.profiler import NullProfiler
+from pipeline.telemetry.timing import StepTimer, TimedBatches, make_timer
+from pipeline.train.records import NullRecords
+from pipeline.train.state import TrainState, make_optimizer
+from pipeline.train.step import update_once
+from pipeline.train.trainer import Trainer
 from pipeline.world import from_environment
 
 DEFAULTS = [
@@ -83,7 +87,7 @@ def train(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> st
     the eager one.
     """
     config = load("digits", [*DEFAULTS, *overrides])
-    plan, alone, data = _prepare(config)
+    plan, alone, source, data = _prepare(config)
     device, batch = alone.device, _first(data, alone.device)
     loops: dict[str, _Loop] = {}
     with TemporaryDirectory() as folder:
@@ -93,10 +97,10 @@ def train(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> st
             loops[f"torchvision{kind}"] = _Loop.built(device, _torchvision_loop, config, one, alone, batch)
             for name, fed in (("plain", repeat(batch)), ("loaded", loaded)):
                 journal = _journal(Path(folder) / f"{name}{kind}.jsonl")
-                loops[f"{name}{kind}"] = _Loop.built(device, _our_loop, config, one, alone, fed, journal)
+                loops[f"{name}{kind}"] = _Loop.built(device, _our_loop, config, one, alone, source, fed, journal)
         speeds = _interleave(loops, plan.global_batch, rounds, steps, device)
     title = f"{_title(config, plan)}, {device}"
-    efficiency = measure_efficiency(config, plan.num_classes, plan.world, device)
+    efficiency = make_mfu_meter(config, plan.num_classes, plan.world, device)
     remarks = {name: _remark(plan, loop, statistics.median(speeds[name]), efficiency) for name, loop in loops.items()}
     return _answer(speeds, title, rounds, steps, remarks, as_json=as_json)
 
@@ -110,7 +114,7 @@ def track(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> st
     Beside the ratio, which a noisy machine blurs, stands what the two of them took themselves.
     """
     config = load("digits", [*DEFAULTS, "track.uri=auto", "track.required=true", "track.experiment=bench", *overrides])
-    plan, alone, data = _prepare(config)
+    plan, alone, source, data = _prepare(config)
     batch = _first(data, alone.device)
     with TemporaryDirectory() as scratch:
         folder = RunFolder(Path(scratch) / "bench")
@@ -120,10 +124,10 @@ def track(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> st
         tracker = sender.start(config, folder)
         tracker.wait_ready()
         silent = replace(plan, report_every=plan.last_step)
-        clock = start_clock(alone.device)
+        timer = make_timer(alone.device)
         loops = {
-            "reference": _Loop.built(alone.device, _our_loop, config, silent, alone, repeat(batch), None),
-            "tracked": _Loop.built(alone.device, _our_loop, config, plan, alone, repeat(batch), journal, clock),
+            "reference": _Loop.built(alone.device, _our_loop, config, silent, alone, source, repeat(batch), None),
+            "tracked": _Loop.built(alone.device, _our_loop, config, plan, alone, source, repeat(batch), journal, timer),
         }
         before = tracker.cpu_seconds()
         speeds = _interleave(loops, plan.global_batch, rounds, steps, alone.device)
@@ -131,7 +135,7 @@ def track(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> st
         if not tracker.finish(lambda _: None):
             raise TemporaryError("MLflow did not take everything, so this is not what tracking costs: try again")
     title = f"{_title(config, plan)}, a report every {plan.report_every} steps, {alone.device}"
-    of_loop = clock.seconds["tracking"] / (rounds + 1) / steps
+    of_loop = timer.seconds["tracking"] / (rounds + 1) / steps
     share = of_sender / sum(plan.global_batch * steps / speed for speed in speeds["tracked"])
     remarks = {"tracked": f"   {1000 * of_loop:.2f} ms a step in the loop, {share:.1%} of a CPU in the sender"}
     return _answer(speeds, title, rounds, steps, remarks, as_json=as_json)
@@ -158,14 +162,14 @@ def comm(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> str
             plan = make_plan(one, place, source.size)
             batch = _first(TrainBatches(source.train, one, plan, group.rank), device)
             journal = _journal(Path(folder) / f"{name}.jsonl")
-            loops[name] = _Loop(_our_loop(one, plan, group, repeat(batch), journal), 0)
+            loops[name] = _Loop(_our_loop(one, plan, group, source, repeat(batch), journal), 0)
         speeds = _interleave(loops, config.batch.global_, rounds, steps, device)
     title = f"{_title(config, plan)}, {place.size} processes, {exact.exact.shards} shards, {device}"
     group.finish()
     return _answer(speeds, title, rounds, steps, {}, as_json=as_json)
 
 
-def _prepare(config: Config) -> tuple[Plan, Group, TrainBatches]:
+def _prepare(config: Config) -> tuple[Plan, Group, Source, TrainBatches]:
     """What the loops of one process want: torch's switches set, a device, data."""
     place = from_environment()
     randomness.configure_torch(
@@ -174,7 +178,7 @@ def _prepare(config: Config) -> tuple[Plan, Group, TrainBatches]:
     group = groups.start(config, place, choose_device(config, place))
     source = open_source(config)
     plan = make_plan(config, place, source.size)
-    return plan, group, TrainBatches(source.train, config, plan, group.rank)
+    return plan, group, source, TrainBatches(source.train, config, plan, group.rank)
 
 
 def _first(data: TrainBatches, device: torch.device) -> Batch:
@@ -186,8 +190,8 @@ def _journal(path: Path) -> Journal:
     return Journal(path, lambda _: None)
 
 
-def _remark(plan: Plan, loop: _Loop, speed: float, efficiency: NullEfficiency) -> str:
-    figures = efficiency.figures(speed, plan.image_size)
+def _remark(plan: Plan, loop: _Loop, speed: float, efficiency: MfuMeter) -> str:
+    figures = efficiency.metrics(speed, plan.image_size)
     parts = [f"{1000 * plan.global_batch / speed:,.1f} ms a step"]
     parts += [f"MFU {figures['time/mfu']:.1%}"] if figures else []
     parts += [f"{(loop.held + loop.above) / 2**30:.1f} GiB"] if loop.held else []
@@ -263,12 +267,12 @@ def _plain_update(config: Config, plan: Plan, group: Group, batch: Batch) -> Cal
     device = group.device
     model = build(config.model, plan.num_classes).to(device)
     runs = torch.compile(model, dynamic=False) if plan.compiles else model
-    optimizer = TrainState.build(Strategy(model, group, plan), config).optimizer
+    optimizer = make_optimizer(model, config)
     images = Normalise(device, channels_last=config.model.channels_last)(batch.images)
     labels = batch.labels.to(device)
 
     def update() -> tuple[Tensor, Tensor]:
-        with autocast(device, config):
+        with autocast(device, config.train.precision):
             logits = runs(images)
             loss = functional.cross_entropy(logits, labels, label_smoothing=config.train.label_smoothing)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -283,35 +287,38 @@ def _our_loop(
     config: Config,
     plan: Plan,
     group: Group,
+    source: Source,
     fed: Iterator[Batch],
     journal: Journal | None,
-    clock: Clock | None = None,
+    timer: StepTimer | None = None,
 ) -> Callable[[int], None]:
-    """The body of train/loop.py's loop: every part of a step that is neither an evaluation nor a save."""
+    """Return a function that makes so many updates, as `train.loop` makes them."""
     model: nn.Module = build(config.model, plan.num_classes).to(group.device)
-    strategy = choose(config, plan, model, group)
-    state = TrainState.build(strategy, config)
-    clock = clock or start_clock(group.device)
-    step = Step(state, strategy, config, plan, clock)
-    losses = watch_losses(strategy)
-    waiting = Waiting(fed, clock)
-    pace = start_pace(strategy, clock, lambda _: None)
-    watch = start_watch(strategy, plan)
-    report = Report(plan, group, NullTerminal(), clock, pace, NullEfficiency(), journal, None)
+    strategy = choose_strategy(config, plan, model, group)
+    timer = timer or make_timer(group.device)
+    trainer = Trainer.build(
+        config, plan, TrainState.build(strategy, make_loss_guard(strategy, timer), config), source,
+        JournalOnly(journal) if journal else NullRecords(), NullTerminal(), timer=timer,
+        watchdog=Watchdog(config.run.timeout, Path(os.devnull), group.rank), stop=StopRequest(), profiler=NullProfiler(),
+        is_saved=False,
+    )  # fmt: skip
+    batches = TimedBatches(fed, timer)
 
     def run(steps: int) -> None:
         for _ in range(steps):
-            pace.start()
-            loss, used = step.forward_backward(waiting)
-            with clock.on("communication"):
-                group.any_rank(False, losses.look(state.step + 1, loss, used), any(one.defects for one in used))
-            with clock.on("optimizer"):
-                step.update(losses.guard)
-            with clock.on("tracking"):
-                report.updated(state)
-            watch.updated(state.step)
+            update_once(trainer, batches)
 
     return run
+
+
+class JournalOnly(NullRecords):
+    """Records that write metrics to a journal, and nothing else."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+
+    def metrics(self, step: int, metrics: dict[str, float]) -> None:
+        self._journal.report(step, metrics)
 
 
 def _interleave(

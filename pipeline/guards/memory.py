@@ -1,9 +1,9 @@
-"""Passes that fit: where one is too large for a device's memory, more and smaller ones make the same step.
+"""Passes that fit: if a pass needs more memory than the device has, more and smaller passes make the same step.
 
-Promise: global batch, order, augmentation and mixing stay what they are, since passes only slice a global batch. What
-changes is a pass: batch norm sees fewer images at once, and sums are rounded in other places. So a run that promises its
-bits is refused instead, with the batch.accumulate that fits. All processes go by the one with the least room. A pass is
-tried before gradients have anywhere to meet, so that a process that fails leaves no other waiting in an exchange.
+Promise: global batch, order, augmentation and mixing stay the same, since passes only slice a global batch. What changes is
+the pass: batch norm sees fewer images at once, and sums are rounded elsewhere. So a deterministic run is refused instead,
+with the batch.accumulate that fits. All processes use the number of passes that the process with the least memory needs. A
+pass is tried before any gradient is exchanged, so a process that fails leaves no other one waiting.
 """
 
 from collections.abc import Callable
@@ -21,17 +21,18 @@ from pipeline.plan import Plan
 
 
 def fit_passes(
-    config: Config, plan: Plan, group: Group, attempt: Callable[[int], None], log: Callable[[str], None]
+    config: Config, plan: Plan, group: Group, try_pass: Callable[[int], None], log: Callable[[str], None]
 ) -> Plan:
-    """The plan with as many passes a step as it takes. RequestError if none fits, or if that would change promised bits.
+    """Return the plan with as many passes a step as the memory needs.
 
-    attempt: one pass of so many images at this process; raises torch.OutOfMemoryError if they are too many.
+    try_pass: runs a pass of so many images in this process; raises torch.OutOfMemoryError if they are too many. Raises
+    RequestError if no pass fits, or if more passes would change the bits of a deterministic run.
     """
-    images, pairs = plan.process_batch, 2 if config.mixes else 1
-    for accumulate in range(plan.accumulate, images // pairs + 1, plan.accumulate):
-        if images % accumulate or images // accumulate % pairs:
+    images, unit = plan.process_batch, 2 if config.mixes else 1  # mixing needs pairs
+    for accumulate in range(plan.accumulate, images // unit + 1, plan.accumulate):
+        if images % accumulate or images // accumulate % unit:
             continue
-        (too_large,) = group.any_rank(not _fits(attempt, images // accumulate))
+        (too_large,) = group.any_rank(not _fits(try_pass, images // accumulate))
         if too_large:
             continue
         if accumulate == plan.accumulate:
@@ -40,45 +41,45 @@ def fit_passes(
         if config.is_deterministic:
             key = "exact.shards" if config.run.exact else "batch.accumulate"
             value = accumulate * (plan.world if config.run.exact else 1)
-            raise RequestError(f"{shortage}, and fewer at once would have other bits: {key}={value} fits").collective()
+            raise RequestError(f"{shortage}, and fewer at once would change the bits: {key}={value} fits").collective()
         log(
             f"{shortage}: {accumulate} passes of {images // accumulate} make the same batch"
             f" (batch.accumulate={accumulate})"
         )
         return replace(plan, accumulate=accumulate, micro_batch=images // accumulate)
     raise RequestError(
-        f"not even a pass of {pairs} of {plan.image_size} px fits into the memory of {_name(group.device)}: take a smaller"
+        f"not even a pass of {unit} of {plan.image_size} px fits into the memory of {_name(group.device)}: choose a smaller"
         " model.arch or augment.size, or parallel=fsdp"
     ).collective()
 
 
-def one_pass(model: nn.Module, config: Config, plan: Plan, device: torch.device) -> Callable[[int], None]:
-    """Of the bare model, forward and backward on blank images, with room held for optimizer and average."""
-    copies = config.optimizer.moments + (config.train.ema is not None)
-    parameters = sum(one.numel() for one in model.parameters())
+def make_try_pass(model: nn.Module, config: Config, plan: Plan, device: torch.device) -> Callable[[int], None]:
+    """Return a function that runs forward and backward on so many blank images, with room held for moments and EMA."""
+    copies = config.optimizer.moments + (1 if config.train.ema is not None else 0)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     normalise = Normalise(device, channels_last=config.model.channels_last)
 
-    def attempt(images: int) -> None:
-        before = [buffer.clone() for buffer in model.buffers()]  # running statistics
+    def try_pass(images: int) -> None:
+        buffers = [buffer.clone() for buffer in model.buffers()]  # running statistics
         held = torch.empty(4 * copies * parameters, dtype=torch.uint8, device=device)
         blank = torch.zeros((images, 3, plan.image_size, plan.image_size), dtype=torch.uint8)
         try:
-            with autocast(device, config):
-                answer = model(normalise(blank))
-            answer.float().sum().backward()
+            with autocast(device, config.train.precision):
+                logits = model(normalise(blank))
+            logits.float().sum().backward()
         finally:
             del held
             model.zero_grad()
-            for buffer, value in zip(model.buffers(), before, strict=True):
-                buffer.copy_(value)
+            for buffer, before in zip(model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
             torch.cuda.empty_cache()
 
-    return attempt
+    return try_pass
 
 
-def _fits(attempt: Callable[[int], None], images: int) -> bool:
+def _fits(try_pass: Callable[[int], None], images: int) -> bool:
     try:
-        attempt(images)
+        try_pass(images)
     except torch.OutOfMemoryError:
         return False
     return True

@@ -1,11 +1,11 @@
-"""Whether the loss of each step is finite, which all processes must know before it reaches the weights.
+"""The loss guard: a loss that is not finite never reaches the weights.
 
-Promise: a loss that is not finite updates no weights at any process, and the run ends naming the step and the rank. On a
-CPU the loss is looked at before the update, and the processes agree on it with all else that they agree on. To look at it
-on a GPU is to wait for the device, so there the device keeps the promise: the flag is summed over the processes on its
-stream, a fused optimizer leaves the weights alone where `found_inf` is 1 (which torch made for its GradScaler), and the
-host reads the flag a step later, at no wait. Nothing is reported, judged or saved before `settle` has asked about the last
-step, so nobody ever sees what came of it.
+Promise: a loss that is not finite updates no weights in any process, and the run ends with a line that names the step and
+the rank. On a CPU the loss is checked before the update, in the exchange in which the processes agree on everything else.
+On a GPU that check would wait for the device, so the device checks: the flag is summed over the processes on its stream, a
+fused optimizer skips the update where `found_inf` is 1 (torch made that for its GradScaler), and the host reads the flag one
+step later without waiting. Nothing is reported, evaluated or saved before `sync` has asked about the last step, so no
+result of a skipped update is ever seen.
 """
 
 from dataclasses import dataclass
@@ -16,91 +16,95 @@ from torch import Tensor
 from pipeline.data.batch import Batch, format_sample_ids
 from pipeline.errors import NotFiniteError
 from pipeline.parallel import Strategy
+from pipeline.telemetry.timing import StepTimer
 
 
 @dataclass
-class _Step:
-    """What an account of a failure needs."""
+class _Checked:
+    """What the error of a step needs to say."""
 
-    number: int
+    step: int
     loss: Tensor
-    used: list[Batch]
+    batches: list[Batch]
 
 
-class Losses:
-    """Looked at in their own step, before the update."""
+class LossGuard:
+    """Checks each loss on the host, before the update."""
 
-    guard: Tensor | None = None
-    """[] float32 on the device: 1 where this step must not update anything. None: then there is no update at all."""
+    skip: Tensor | None = None
+    """[] float32 on the device: 1 where this step must not update anything. None: the host has checked already."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._last: _Step | None = None
+        self._last: _Checked | None = None
 
-    def look(self, number: int, loss: Tensor, used: list[Batch]) -> bool:
-        """After the passes of step `number`: whether what is known by now of this process's losses is bad."""
-        self._last = _Step(number, loss, used)
-        return not bool(torch.isfinite(loss)) or self._strategy.out_of_range()
+    def check(self, step: int, loss: Tensor, batches: list[Batch]) -> bool:
+        """Return True if a loss of this process is known to be bad. Called after the backward passes of each step."""
+        self._last = _Checked(step, loss, batches)
+        return not bool(torch.isfinite(loss)) or self._strategy.has_overflow()
 
-    def settle(self) -> None:
-        """NotFiniteError, at all processes, if the last step's loss was bad and nobody has said so yet."""
+    def sync(self) -> None:
+        """Raise NotFiniteError in all processes if the last step's loss was bad. Waits for the device."""
 
-    def failure(self) -> NotFiniteError:
-        """Who saw it: the first rank, its loss and its samples. Called by all processes."""
+    def error(self) -> NotFiniteError:
+        """Return the error that names the first rank with a bad loss. Called by all processes together."""
         last, group = self._last, self._strategy.group
         assert last is not None
-        mine = None
+        bad = None
         if not bool(torch.isfinite(last.loss)):
-            mine = float(last.loss), [sample for batch in last.used for sample in batch.ids.tolist()]
-        seen_by = {rank: seen for rank, seen in enumerate(group.all_gather(mine)) if seen}
-        if not seen_by:
+            bad = float(last.loss), [sample for batch in last.batches for sample in batch.ids.tolist()]
+        bad_by_rank = {rank: found for rank, found in enumerate(group.all_gather(bad)) if found}
+        if not bad_by_rank:
             return NotFiniteError(
-                f"a gradient at step {last.number} is not finite, or larger than exact mode can sum: nothing was"
-                " updated; lower optimizer.lr, lengthen schedule.warmup, or lower exact.fraction_bits, and start again with"
+                f"a gradient at step {last.step} is not finite, or larger than exact mode can sum: nothing was updated;"
+                " lower optimizer.lr, lengthen schedule.warmup, or lower exact.fraction_bits, and start again with"
                 " run.resume=never"
             )
-        rank, (value, ids) = min(seen_by.items())
+        rank, (value, ids) = min(bad_by_rank.items())
         return NotFiniteError(
-            f"the loss is {value} at step {last.number} on rank {rank} ({format_sample_ids(ids)}): nothing was updated; lower"
+            f"the loss is {value} at step {last.step} on rank {rank} ({format_sample_ids(ids)}): nothing was updated; lower"
             " optimizer.lr, lengthen schedule.warmup or set train.clip, and start again with run.resume=never"
         )
 
 
-class GuardedLosses(Losses):
-    """Looked at by the device in their own step, and by the host in the next."""
+class DeviceLossGuard(LossGuard):
+    """Checks each loss on the device; the host reads the result one step later."""
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: Strategy, timer: StepTimer) -> None:
         super().__init__(strategy)
         device = strategy.group.device
-        self._is_cuda = device.type == "cuda"
-        self.guard = torch.zeros((), device=device)
-        self._seen = torch.zeros((), pin_memory=self._is_cuda)  # else its copy would wait for the device
-        self._arrived = torch.cuda.Event() if self._is_cuda else None  # type: ignore[no-untyped-call]
+        is_cuda = device.type == "cuda"
+        self._timer = timer
+        self.skip: Tensor = torch.zeros((), device=device)
+        self._flag = torch.zeros((), pin_memory=is_cuda)  # a copy to unpinned memory would wait for the device
+        self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
-    def look(self, number: int, loss: Tensor, used: list[Batch]) -> bool:
-        assert self.guard is not None
+    def check(self, step: int, loss: Tensor, batches: list[Batch]) -> bool:
         bad = (~torch.isfinite(loss)).to(torch.int64)
         self._strategy.group.all_reduce_async(bad).wait()  # the stream waits, the host does not
-        self.guard.copy_(bad.clamp_(max=1))
-        if self._is_bad():
-            return True  # it is the step before that is then told of
-        self._last = _Step(number, loss, used)
-        self._seen.copy_(self.guard, non_blocking=True)
-        if self._arrived:
-            self._arrived.record()
+        self.skip.copy_(bad.clamp_(max=1))
+        if self._was_bad():
+            return True  # `error` then names the step before
+        self._last = _Checked(step, loss, batches)
+        self._flag.copy_(self.skip, non_blocking=True)
+        if self._copied:
+            self._copied.record()
         return False
 
-    def settle(self) -> None:
-        if self._is_bad():
-            raise self.failure()
+    def sync(self) -> None:
+        with self._timer.charge("communication"):
+            if self._was_bad():
+                raise self.error()
 
-    def _is_bad(self) -> bool:
-        """Of the step before: when that was is long ago for the device, which has had another since."""
-        if self._arrived:
-            self._arrived.synchronize()
-        return bool(self._seen)
+    def _was_bad(self) -> bool:
+        """Return True if the loss of the previous step was bad. Its event has normally completed: no wait."""
+        if self._copied:
+            self._copied.synchronize()
+        return bool(self._flag)
 
 
-def watch_losses(strategy: Strategy) -> Losses:
-    """By the device where looking would wait for it and the strategy's sums need no look of their own."""
-    return GuardedLosses(strategy) if strategy.can_guard and strategy.group.device.type == "cuda" else Losses(strategy)
+def make_loss_guard(strategy: Strategy, timer: StepTimer) -> LossGuard:
+    """Return the guard that checks on the device if the host would have to wait for it, else the one on the host."""
+    if strategy.can_skip_update and strategy.group.device.type == "cuda":
+        return DeviceLossGuard(strategy, timer)
+    return LossGuard(strategy)

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT set a flag, and nothing else: the loop asks it once a step, and all processes decide together."""
+"""SIGTERM and SIGINT set a flag and nothing else: the loop reads it once a step, and all processes decide together."""
 
 import signal
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.errors import TemporaryError
 
-_NUMBERS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _TOO_EARLY = "asked to stop before a step was made: the same command starts again"
 
 
@@ -16,25 +16,26 @@ class StopRequest:
         self._asked = False
 
     def listen(self) -> None:
-        """From now on a signal asks to stop. Called on a process's first lines, before torch is imported."""
-        for number in _NUMBERS:
-            signal.signal(number, self._note)
+        """Set the flag at each signal from now on. Called first in a process, before torch is imported."""
+        for number in _SIGNALS:
+            signal.signal(number, self._set_flag)
 
     def asked(self) -> bool:
+        """Return True if a signal has arrived."""
         return self._asked
 
     @contextmanager
     def obeyed_at_once(self) -> Iterator[None]:
-        """Meanwhile a signal ends this process: it waits for its peers in native code, which would never ask a flag.
+        """End the process at a signal, while it waits for its peers in native code, which reads no flag.
 
-        No step has been made, so nothing is lost. TemporaryError if the signal was here before.
+        No step has been made, so nothing is lost. Raises TemporaryError if a signal arrived earlier.
         """
         with self._handled_by(signal.SIG_DFL):
             yield
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """Meanwhile a signal raises TemporaryError, in Python code that changes nothing and may take long."""
+        """Raise TemporaryError at a signal, in Python code that changes nothing and may take long."""
 
         def stop(number: int, frame: object) -> None:
             raise TemporaryError(_TOO_EARLY)
@@ -46,10 +47,10 @@ class StopRequest:
     def _handled_by(self, handler: Any) -> Iterator[None]:
         if self._asked:
             raise TemporaryError(_TOO_EARLY)
-        before = [signal.signal(number, handler) for number in _NUMBERS]
+        previous = [signal.signal(number, handler) for number in _SIGNALS]
         yield
-        for number, handler_before in zip(_NUMBERS, before, strict=True):
+        for number, handler_before in zip(_SIGNALS, previous, strict=True):
             signal.signal(number, handler_before)
 
-    def _note(self, number: int, frame: object) -> None:
+    def _set_flag(self, number: int, frame: object) -> None:
         self._asked = True

@@ -1,32 +1,32 @@
-"""How gradients meet. The model knows nothing of it, and the loop speaks to the one small interface of `Strategy`."""
+"""How the processes of a run share the work. The model does not know, and the loop sees only `Strategy`."""
 
 from torch import nn
 
 from pipeline.config.schema import Config
 from pipeline.group import Group
-from pipeline.parallel.dataparallel import Scattered
-from pipeline.parallel.ddp import Distributed
-from pipeline.parallel.exact import Exact
-from pipeline.parallel.fsdp import FullyShard
-from pipeline.parallel.stages import Stages
-from pipeline.parallel.strategy import Objective, Strategy, Targets
+from pipeline.parallel.dataparallel import DataParallelStrategy
+from pipeline.parallel.ddp import DDPStrategy
+from pipeline.parallel.exact import ExactStrategy
+from pipeline.parallel.fsdp import FSDPStrategy
+from pipeline.parallel.stages import StagesStrategy
+from pipeline.parallel.strategy import Strategy
 from pipeline.plan import Plan
 
-__all__ = ["Objective", "Strategy", "Targets", "choose"]
+__all__ = ["Strategy", "choose_strategy"]
 
 
-def choose(config: Config, plan: Plan, model: nn.Module, group: Group) -> Strategy:
-    """The strategy of this run; alone there is nothing to exchange, but exact mode sums as several would."""
+def choose_strategy(config: Config, plan: Plan, model: nn.Module, group: Group) -> Strategy:
+    """Return the strategy of this run. One process has nothing to exchange, except in exact mode."""
     if config.run.exact:
-        return Exact(model, group, plan, config.exact)
+        return ExactStrategy(config, plan, model, group)
     if config.parallel == "dataparallel":
-        return Scattered(model, group, plan)
-    if group.size > 1:
-        match config.parallel:
-            case "fsdp":
-                return FullyShard(model, group, plan, config)
-            case "stages":
-                return Stages(model, group, plan, config)
-            case _:
-                return Distributed(model, group, plan, config.model.batchnorm, config.train.exchange)
-    return Strategy(model, group, plan)
+        return DataParallelStrategy(config, plan, model, group)
+    if group.size == 1:
+        return Strategy(config, plan, model, group)
+    match config.parallel:
+        case "fsdp":
+            return FSDPStrategy(config, plan, model, group)
+        case "stages":
+            return StagesStrategy(config, plan, model, group)
+        case _:
+            return DDPStrategy(config, plan, model, group)

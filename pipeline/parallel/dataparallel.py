@@ -1,8 +1,8 @@
-"""DataParallel: one process drives all GPUs of a machine, as the oldest guides do it.
+"""DataParallel: one process drives all GPUs of a machine, as in the oldest guides.
 
-At every pass torch copies the model to each GPU, cuts the batch, and collects logits and gradients on the first one, from
-threads of one Python process. It is here to be compared with, and for code that cannot have several processes. Each GPU
-normalises its own part of a pass; running statistics are those of the first.
+In every pass torch copies the model to each GPU, splits the batch, and collects logits and gradients on the first GPU, from
+threads of one Python process. It is here for comparison, and for code that cannot have several processes. Each GPU
+normalises its own part of a pass; the running statistics are those of the first GPU.
 """
 
 from collections.abc import Callable
@@ -10,42 +10,42 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from pipeline.config.schema import Config
 from pipeline.group import Group
 from pipeline.parallel.strategy import Strategy
 from pipeline.plan import Plan
 
 
-class Scattered(Strategy):
-    def __init__(self, model: nn.Module, group: Group, plan: Plan) -> None:
-        super().__init__(model, group, plan)
+class DataParallelStrategy(Strategy):
+    def __init__(self, config: Config, plan: Plan, model: nn.Module, group: Group) -> None:
+        super().__init__(config, plan, model, group)
         if group.device.type == "cpu":
-            self.note = "parallel=dataparallel is a pass-through on a CPU: the model runs as if alone"
+            self.notice = "parallel=dataparallel does nothing on a CPU: the model runs in one process"
             return
-        self.note = (
-            f"parallel=dataparallel: one process copies the model to {torch.cuda.device_count()} GPUs at every pass and"
-            " collects gradients on the first; ddp with a process for each GPU does neither, and is faster"
+        self.notice = (
+            f"parallel=dataparallel: one process copies the model to {torch.cuda.device_count()} GPUs in every pass and"
+            " collects gradients on the first; parallel=ddp with a process for each GPU is faster"
         )
 
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.predictor(self.model)(images)
-        return logits
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.make_predictor(self.model)(pixels)
 
-    def predictor(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
+    def make_predictor(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
         if self.group.device.type == "cpu":
             return model
-        scattered = nn.DataParallel(Replicated(model))
-        return lambda images: scattered(images, torch.get_autocast_dtype(images.device.type))
+        parallel = nn.DataParallel(AutocastModel(model))
+        return lambda pixels: parallel(pixels, torch.get_autocast_dtype(pixels.device.type))
 
 
-class Replicated(nn.Module):
-    """A model in the autocast of whoever calls all replicas: torch tells its threads whether, and not in what (2.14)."""
+class AutocastModel(nn.Module):
+    """A model that runs in its caller's autocast dtype: torch 2.14 tells replica threads only that autocast is on."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, images: Tensor, kind: torch.dtype) -> Tensor:
-        device = images.device.type
-        with torch.autocast(device, kind, enabled=torch.is_autocast_enabled(device)):
-            logits: Tensor = self.model(images)
+    def forward(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
+        device = pixels.device.type
+        with torch.autocast(device, dtype, enabled=torch.is_autocast_enabled(device)):
+            logits: Tensor = self.model(pixels)
         return logits

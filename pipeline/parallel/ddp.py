@@ -1,12 +1,12 @@
-"""DistributedDataParallel: each process has the whole model, and gradients are averaged while the backward pass runs.
+"""DistributedDataParallel: each process has the whole model, and gradients are averaged during the backward pass.
 
-Two choices that exact resumption wants. DDP lays its gradient buckets anew after the first backward pass, and other
-buckets are other sums from 3 processes on: one discarded, synchronised pass before the state is loaded makes the buckets
-of a resumed run those of an uninterrupted one. And buffers are not sent at every pass but shared when they matter,
-before an evaluation or a save: training itself never reads running statistics.
+Exact resumption needs two choices. DDP rebuilds its gradient buckets after the first backward pass, and other buckets give
+other sums from 3 processes on: a discarded, synchronised pass before the state is loaded gives a resumed run the buckets of
+an uninterrupted one. And buffers are not broadcast in every pass but shared when they matter, before an evaluation or a
+save: training itself never reads running statistics.
 
-What is compiled is the wrapper: so torch cuts the backward pass at the buckets, and they still leave while it runs. DDP's
-`static_graph` is left off, for it spares the search for unused parameters, which is not made here either.
+The wrapper is compiled, not the model: so torch splits the backward pass at the buckets, and they are still sent while it
+runs. DDP's `static_graph` stays off: it saves the search for unused parameters, which is off here already.
 """
 
 import inspect
@@ -18,45 +18,46 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from pipeline.config.schema import Config
 from pipeline.group import Group
 from pipeline.parallel.strategy import Strategy
 from pipeline.plan import Plan
 
 # torch 2.14 renamed the option
-_KEEP_BUFFERS: dict[str, Any] = (
+_LOCAL_BUFFERS: dict[str, Any] = (
     {"forward_sync_buffers": False}
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
     else {"broadcast_buffers": False}
 )
 
 
-class Distributed(Strategy):
-    def __init__(self, model: nn.Module, group: Group, plan: Plan, batchnorm: str, exchange: str) -> None:
-        super().__init__(model, group, plan)
-        self._averages = batchnorm == "average"
-        if batchnorm == "sync":
-            # in place: the layers' tensors stay what they are
+class DDPStrategy(Strategy):
+    def __init__(self, config: Config, plan: Plan, model: nn.Module, group: Group) -> None:
+        super().__init__(config, plan, model, group)
+        self._averages_buffers = config.model.batchnorm == "average"
+        if config.model.batchnorm == "sync":
+            # in place: the layers keep their tensors
             nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-        self._wrapped = DistributedDataParallel(
+        self._ddp = DistributedDataParallel(
             model,
             device_ids=[group.device] if group.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
-            **_KEEP_BUFFERS,
+            **_LOCAL_BUFFERS,
         )
-        if exchange == "bf16":
-            self._wrapped.register_comm_hook(None, bf16_compress_hook)
-        self._run = self._compiled(self._wrapped)
+        if config.train.exchange == "bf16":
+            self._ddp.register_comm_hook(None, bf16_compress_hook)
+        self._run_model = self._compiled(self._ddp)
 
-    def accumulating(self, micro: int) -> AbstractContextManager[None]:
-        return nullcontext() if micro == self.divisor - 1 else self._wrapped.no_sync()
+    def gradient_sync(self, micro: int) -> AbstractContextManager[None]:
+        return nullcontext() if micro == self.loss_divisor - 1 else self._ddp.no_sync()
 
     def warm_up(self, backward: Callable[[], None]) -> None:
-        backward()  # the new buckets are laid at the next forward pass, from the order in which gradients came here
+        backward()  # DDP rebuilds its buckets at the next forward pass, in the order in which gradients arrived
 
     def average_buffers(self, model: nn.Module) -> None:
-        if self._averages:
+        if self._averages_buffers:
             self.group.all_reduce_mean([buffer for buffer in model.buffers() if buffer.is_floating_point()])
 
-    def share_buffers(self, model: nn.Module) -> None:
+    def broadcast_buffers(self, model: nn.Module) -> None:
         self.average_buffers(model)
         self.group.broadcast(list(model.buffers()))

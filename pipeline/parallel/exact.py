@@ -1,19 +1,19 @@
 """Exact mode: weights that do not depend on the number of processes, bit for bit.
 
-Promise: a run with `run.exact=true` has the same weights at 1, 2, 3, … processes, and when it goes on with another number.
-Why that holds: a global batch is always cut into the same shards, and a shard is computed alone, wherever that is: a pass
-of its own, with its own randomness and its own batch norm. What shards have to say to each other they say in integers,
-which add in any order and any grouping to the same: gradients in units of 2^-fraction_bits, running statistics of 2^-36.
+Promise: a run with `run.exact=true` has the same weights with 1, 2, 3, … processes, and when it resumes with another number.
+Why it holds: a global batch is always cut into the same shards, and each shard is computed alone, in whichever process: in a
+pass of its own, with its own randomness and its own batch norm. What shards exchange are integers, whose sum is the same in
+any order and any grouping: gradients in units of 2^-fraction_bits, running statistics in units of 2^-36.
 
-- Batch norm sees its shard, as under DDP it sees its process's pass. Each shard starts from the running statistics that
-  the step began with, and the step's new ones are the mean of what the shards make of them; a counter counts one shard.
-- Range: a shard's gradient must stay below 2^(62 - fraction_bits) / shards, so that no sum can overflow. A larger one, or
-  one that is not finite, is noticed before the update (`out_of_range`) and not cast into nonsense.
-- Resolution: a unit of 2^-44 is 6e-14. Where the largest gradient of a tensor is of few units, `remark` says so.
+- Batch norm sees its shard, as under DDP it sees its process's pass. Each shard starts from the running statistics at the
+  begin of the step; the new ones are the mean over all shards. A counter (`num_batches_tracked`) counts one shard a step.
+- Range: a shard's gradient must stay below 2^(62 - fraction_bits) / shards, so that no sum can overflow. A larger gradient,
+  or one that is not finite, is noticed before the update (`has_overflow`).
+- Resolution: a unit of 2^-44 is 6e-14. If the largest gradient of a tensor has few units, `precision_warning` says so.
 - Cost: twice the bytes of DDP, in buckets that are sent while the last backward pass still runs.
 
-Sums that any order leaves the same are an old wish (Demmel & Nguyen, "Fast reproducible floating-point summation", 2013);
-fixed point is the plainest way to have them, for numbers whose range can be stated.
+Sums that do not depend on the order are an old goal (Demmel & Nguyen, "Fast reproducible floating-point summation", 2013);
+fixed point is the simplest way to have them, for numbers whose range can be stated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,14 +23,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.schema import Exact as Settings
+from pipeline.config.schema import Config
 from pipeline.group import Group, Pending
 from pipeline.parallel.strategy import Strategy
 from pipeline.plan import Plan
 
 _BUCKET_ELEMENTS = 1 << 20
 _BUFFER_BITS = 36
-_SIGN_AND_SPARE = 62
+_INT64_BITS = 62  # without the sign, and with one bit to spare
 _FEW_UNITS = 1 << 10
 
 
@@ -40,151 +40,155 @@ class _Bucket:
 
     parameters: list[nn.Parameter]
     units: Tensor
-    """[elements] int64: the sum so far, over this process's shards and in the end over all."""
-    came: int = 0
-    """Parameters whose gradient of the present shard is there."""
+    """[elements] int64: the sum over this process's shards so far, in the end over all shards."""
+    arrived: int = 0
+    """Parameters whose gradient of the current shard is there."""
     is_complete: bool = False
-    """The last shard of this process is in."""
+    """The gradients of this process's last shard are in."""
 
 
-class Exact(Strategy):
-    can_guard = False  # it looks at its sums in each step, `out_of_range`
+class ExactStrategy(Strategy):
+    can_skip_update = False  # the host checks the sums of each step, `has_overflow`
 
-    def __init__(self, model: nn.Module, group: Group, plan: Plan, settings: Settings) -> None:
-        super().__init__(model, group, plan)
-        self.divisor = 1  # a shard gives its own gradient; the division by all shards comes after their sum
-        self._passes, self._shards = plan.accumulate, settings.shards
-        self._bits = settings.fraction_bits
-        self._largest = 2.0 ** (_SIGN_AND_SPARE - self._bits) / self._shards
-        self._largest_buffer = 2.0 ** (_SIGN_AND_SPARE - _BUFFER_BITS) / self._shards
-        # gradients come from the last layer to the first
-        self._buckets = _fill_buckets([one for one in reversed(list(model.parameters())) if one.requires_grad])
-        self._bucket_of = {id(one): bucket for bucket in self._buckets for one in bucket.parameters}
-        for bucket in self._buckets:
-            for one in bucket.parameters:
-                one.register_post_accumulate_grad_hook(self._came)  # type: ignore[no-untyped-call]
-        # what is frozen is in evaluation mode, and its buffers stay what they are, bit for bit
+    def __init__(self, config: Config, plan: Plan, model: nn.Module, group: Group) -> None:
+        super().__init__(config, plan, model, group)
+        self.loss_divisor = 1  # the sum over all shards is divided by their number
+        self._passes, self._shards = plan.accumulate, config.exact.shards
+        self._bits = config.exact.fraction_bits
+        self._max_gradient = 2.0 ** (_INT64_BITS - self._bits) / self._shards
+        self._max_buffer = 2.0 ** (_INT64_BITS - _BUFFER_BITS) / self._shards
+        # gradients arrive from the last layer to the first
+        trained = [parameter for parameter in reversed(list(model.parameters())) if parameter.requires_grad]
+        self._buckets = _fill_buckets(trained)
+        self._bucket_of = {id(parameter): bucket for bucket in self._buckets for parameter in bucket.parameters}
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+        # frozen modules are in evaluation mode, and their buffers stay bit-identical
         self._buffers = [
             buffer for module in model.modules() if module.training for buffer in module.buffers(recurse=False)
         ]
-        # running statistics are averaged; other buffers count, and count one shard a step
+        # running statistics are averaged; the other buffers are counters, which count one shard a step
         self._averaged = [buffer for buffer in self._buffers if buffer.is_floating_point()]
-        self._before: list[Tensor] = []
+        self._buffers_before: list[Tensor] = []
         size = sum(buffer.numel() for buffer in self._averaged)
         self._statistics = torch.zeros(size, dtype=torch.int64, device=group.device)
         self._pending: list[Pending] = []
-        self._is_last = False
-        self._bad = torch.zeros((), dtype=torch.bool, device=group.device)
+        self._is_last_pass = False
+        self._overflow = torch.zeros((), dtype=torch.bool, device=group.device)
         self._smallest = torch.full((), torch.inf, device=group.device)
 
     @contextmanager
-    def accumulating(self, micro: int) -> Iterator[None]:
+    def gradient_sync(self, micro: int) -> Iterator[None]:
         if micro == 0:
-            self._begin()
-        self._is_last = micro == self._passes - 1
-        for buffer, before in zip(self._buffers, self._before, strict=True):
+            self._begin_step()
+        self._is_last_pass = micro == self._passes - 1
+        for buffer, before in zip(self._buffers, self._buffers_before, strict=True):
             buffer.copy_(before)
         yield
         for bucket in self._buckets:
-            if bucket.came or (self._is_last and not bucket.is_complete):  # a layer took no part in this pass
-                self._take(bucket)
+            if bucket.arrived or (self._is_last_pass and not bucket.is_complete):  # a layer took no part in this pass
+                self._add_shard(bucket)
         if self._averaged:
-            made = torch.cat([buffer.reshape(-1) for buffer in self._averaged])
-            self._bad |= ~_within(made, self._largest_buffer)
-            self._statistics += _to_units(made, _BUFFER_BITS)
-        if self._is_last:
-            self._finish()
+            statistics = torch.cat([buffer.reshape(-1) for buffer in self._averaged])
+            self._overflow |= ~_within(statistics, self._max_buffer)
+            self._statistics += _to_units(statistics, _BUFFER_BITS)
+        if self._is_last_pass:
+            self._end_step()
 
-    def out_of_range(self) -> bool:
-        return bool(self._bad)
+    def has_overflow(self) -> bool:
+        return bool(self._overflow)
 
-    def remark(self) -> str | None:
+    def precision_warning(self) -> str | None:
         units = float(self._smallest) * 2.0**self._bits
         if units >= _FEW_UNITS:
             return None
         return (
-            f"exact: the largest gradient of a tensor was no more than {units:.0f} units of 2^-{self._bits}, so it was"
-            " summed coarsely: raise exact.fraction_bits"
+            f"exact: the largest gradient of a tensor was no more than {units:.0f} units of 2^-{self._bits}, so its sum is"
+            " coarse: raise exact.fraction_bits"
         )
 
     def replicated_tensors(self) -> dict[str, Tensor]:
         return {**super().replicated_tensors(), **dict(self.model.named_buffers())}
 
-    def _begin(self) -> None:
-        self._bad.zero_()
+    def _begin_step(self) -> None:
+        self._overflow.zero_()
         for bucket in self._buckets:
             bucket.units.zero_()
             bucket.is_complete = False
-        self._before = [buffer.clone() for buffer in self._buffers]
+        self._buffers_before = [buffer.clone() for buffer in self._buffers]
         self._statistics.zero_()
 
-    def _came(self, parameter: Tensor) -> None:
+    def _on_gradient(self, parameter: Tensor) -> None:
         bucket = self._bucket_of[id(parameter)]
-        bucket.came += 1
-        if bucket.came == len(bucket.parameters):
-            self._take(bucket)
+        bucket.arrived += 1
+        if bucket.arrived == len(bucket.parameters):
+            self._add_shard(bucket)
 
-    def _take(self, bucket: _Bucket) -> None:
-        """Add the present shard's gradients to a bucket; after the last shard, send what is complete, in order."""
-        parts = [one.grad if one.grad is not None else torch.zeros_like(one) for one in bucket.parameters]
+    def _add_shard(self, bucket: _Bucket) -> None:
+        """Add the current shard's gradients to a bucket; in the last pass, send complete buckets in order."""
+        parts = [
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in bucket.parameters
+        ]
         gradient = torch.cat([part.reshape(-1) for part in parts])
-        self._bad |= ~_within(gradient, self._largest)
+        self._overflow |= ~_within(gradient, self._max_gradient)
         bucket.units += _to_units(gradient, self._bits)
-        for one in bucket.parameters:
-            one.grad = None
-        bucket.came, bucket.is_complete = 0, self._is_last
+        for parameter in bucket.parameters:
+            parameter.grad = None
+        bucket.arrived, bucket.is_complete = 0, self._is_last_pass
         while len(self._pending) < len(self._buckets) and self._buckets[len(self._pending)].is_complete:
             self._pending.append(self.group.all_reduce_async(self._buckets[len(self._pending)].units))
 
-    def _finish(self) -> None:
-        """Wait for all sums; the mean gradient is then in place, and the mean of the running statistics."""
+    def _end_step(self) -> None:
+        """Wait for all sums, then set the mean gradients and the mean running statistics."""
         if self._averaged:
             self._pending.append(self.group.all_reduce_async(self._statistics))
-        for arrival in self._pending:
-            arrival.wait()
+        for pending in self._pending:
+            pending.wait()
         self._pending = []
         for bucket in self._buckets:
-            for one, mean in zip(
-                bucket.parameters, self._means(bucket.units, self._bits, bucket.parameters), strict=True
-            ):
-                one.grad = torch.empty_like(one).copy_(mean)  # in the layout that the optimizer likes
+            means = self._means(bucket.units, self._bits, bucket.parameters)
+            for parameter, mean in zip(bucket.parameters, means, strict=True):
+                parameter.grad = torch.empty_like(parameter).copy_(mean)  # in the parameter's memory format
         for buffer, mean in zip(
             self._averaged, self._means(self._statistics, _BUFFER_BITS, self._averaged), strict=True
         ):
             buffer.copy_(mean)
-        gradients = [one.grad for one in self.model.parameters() if one.grad is not None]
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         largest = torch.stack([torch.linalg.vector_norm(gradient, torch.inf) for gradient in gradients])
         self._smallest = torch.minimum(self._smallest, torch.where(largest > 0, largest, torch.inf).min())
 
-    def _means(self, units: Tensor, bits: int, shaped: Sequence[Tensor]) -> list[Tensor]:
-        """A flat sum over all shards as means, float64, shaped like those that went into it one after another."""
+    def _means(self, units: Tensor, bits: int, like: Sequence[Tensor]) -> list[Tensor]:
+        """Return a flat sum over all shards as float64 means, in the shapes of `like`."""
         mean = units.double().div_(self._shards * 2.0**bits)
-        parts = torch.split(mean, [one.numel() for one in shaped])
-        return [part.view(one.shape) for part, one in zip(parts, shaped, strict=True)]
+        parts = torch.split(mean, [tensor.numel() for tensor in like])
+        return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
 def _within(values: Tensor, limit: float) -> Tensor:
-    """Whether all are below the limit, up and down; of NaN false. A scalar on the device, in one pass over memory."""
+    """Return a bool on the device: all |values| < limit (False for NaN). One pass over memory."""
     low, high = values.aminmax()
     return (low > -limit) & (high < limit)
 
 
 def _to_units(values: Tensor, bits: int) -> Tensor:
-    """int64 in units of 2^-bits; values, float32, are used up. Times a power of two they are exact: rounding is all that
-    is lost."""
+    """Return values as int64 in units of 2^-bits. values: float32, changed in place.
+
+    A multiplication by a power of two is exact, so only the rounding loses anything.
+    """
     return values.mul_(2.0**bits).round_().to(torch.int64)
 
 
 def _fill_buckets(parameters: list[nn.Parameter]) -> list[_Bucket]:
     groups: list[list[nn.Parameter]] = []
     room = 0
-    for one in parameters:
-        if one.numel() > room:
+    for parameter in parameters:
+        if parameter.numel() > room:
             groups.append([])
             room = _BUCKET_ELEMENTS
-        groups[-1].append(one)
-        room -= one.numel()
+        groups[-1].append(parameter)
+        room -= parameter.numel()
+    sizes = [sum(parameter.numel() for parameter in group) for group in groups]
     return [
-        _Bucket(members, torch.zeros(sum(one.numel() for one in members), dtype=torch.int64, device=members[0].device))
-        for members in groups
+        _Bucket(group, torch.zeros(size, dtype=torch.int64, device=group[0].device))
+        for group, size in zip(groups, sizes, strict=True)
     ]

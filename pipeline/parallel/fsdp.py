@@ -1,14 +1,14 @@
-"""FSDP2: each process keeps a slice of every weight, gradient and moment, and has a block whole only while it computes it.
+"""FSDP2: each process keeps a shard of every weight, gradient and moment, and gathers a block only while it runs.
 
-`torch.distributed.fsdp.fully_shard` (Zhao et al., "PyTorch FSDP", 2023; the second version) does the work: a unit for each
-block of the model, so that one block's weights travel while another computes, and one for the rest. Gradients meet as sums
-of slices, in torch's own order, which a resumption repeats: no warm-up pass is needed.
+`torch.distributed.fsdp.fully_shard` (Zhao et al., "PyTorch FSDP", 2023; the second version) does the work: one unit for each
+block of the model, so that a block's weights are sent while another one runs, and one unit for the rest. Gradients are
+summed in torch's own order, which a resumed run repeats: no warm-up pass is needed.
 
-- A checkpoint is the one whole file that DDP writes: each tensor in turn is put together at every process, and kept by
-  rank 0, in whose host memory the whole state is at a save. At a resumption every process reads it whole and keeps a slice.
-- Running statistics are no weights: each process has its own whole ones, as under DDP, and rank 0's are saved.
-- Over several passes a step, gradients are whole until the last, which slices them: `batch.accumulate` costs their memory.
-- Validation runs on slices too, so a process that has no batch left passes a blank picture, for its part of each block.
+- A checkpoint is the one complete file that DDP writes: all processes gather each tensor in turn, and rank 0 keeps it, so
+  rank 0 has the whole state in host memory during a save. On resume every process reads it whole and keeps its shard.
+- Running statistics are no weights: each process has its own complete ones, as under DDP, and rank 0's are saved.
+- With several passes a step, gradients stay unsharded until the last pass: `batch.accumulate` costs their memory.
+- Validation runs on shards too, so a process that has no batch left passes a blank image to take part in each block.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,79 +29,91 @@ from pipeline.parallel.strategy import Strategy, map_tensors
 from pipeline.plan import Plan
 
 
-class FullyShard(Strategy):
+class FSDPStrategy(Strategy):
     is_replicated = False
-    can_guard = False
-    note = (
-        "parallel=fsdp: rank 0 holds the whole state in host memory while it is saved, and every process while it is"
-        " resumed; the processes have no weights in common that run.watch could compare"
+    can_skip_update = False
+    notice = (
+        "parallel=fsdp: rank 0 holds the whole state in host memory during a save, and every process on resume; the"
+        " processes share no weights that run.watch could compare"
     )
 
-    def __init__(self, model: nn.Module, group: Group, plan: Plan, config: Config) -> None:
-        super().__init__(model, group, plan)
+    def __init__(self, config: Config, plan: Plan, model: nn.Module, group: Group) -> None:
+        super().__init__(config, plan, model, group)
         if config.model.channels_last:
-            model.to(memory_format=torch.contiguous_format)  # torch slices no other weights (2.14)
-            self.note += "; model.channels_last orders images and activations alone"
-        # torch copies no sliced model
-        self._average = make_ema(model) if config.train.ema is not None else None
+            model.to(memory_format=torch.contiguous_format)  # torch 2.14 shards no other weights
+            self.notice += "; model.channels_last applies to images and activations only"
+        # torch cannot copy a sharded model
+        self._ema = make_ema(model) if config.train.ema is not None else None
         mesh = init_device_mesh(group.device.type, (group.size,))
-        for each in (model, self._average) if self._average else (model,):
-            for block in blocks(each):
+        for root in (model, self._ema) if self._ema is not None else (model,):
+            for block in blocks(root):
                 fully_shard(block, mesh=mesh)
-            fully_shard(each, mesh=mesh)
+            fully_shard(root, mesh=mesh)
 
     @contextmanager
-    def accumulating(self, micro: int) -> Iterator[None]:
+    def gradient_sync(self, micro: int) -> Iterator[None]:
         assert isinstance(self.model, FSDPModule)
-        self.model.set_requires_gradient_sync(micro == self.divisor - 1)
+        self.model.set_requires_gradient_sync(micro == self.loss_divisor - 1)
         yield
 
-    def make_ema(self) -> nn.Module:
-        assert self._average is not None
-        return self._average
+    def on_gradients_computed(self, callback: Callable[[], None]) -> None:
+        # FSDP2 accumulates no gradient into a sharded parameter, so its hooks never run. The gradient of the first layer's
+        # output comes next to last: of this process's work only that layer's own weights are left.
+        layers = (module for module in self.model.modules() if not any(True for _ in module.children()))
+        first = next(layer for layer in layers if any(weight.requires_grad for weight in layer.parameters()))
 
-    def predictor(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
-        def predict(images: Tensor) -> Tensor:
-            if not len(images):
-                return predict(images.new_zeros((1, *images.shape[1:])))[:0]
-            # in inference mode, the first forward pass of all would make FSDP2's whole weights inference tensors, which
-            # no backward pass can use (torch 2.14)
+        def watch(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda _: callback())  # type: ignore[no-untyped-call]
+
+        first.register_forward_hook(watch)
+
+    def make_ema(self) -> nn.Module:
+        assert self._ema is not None
+        return self._ema
+
+    def make_predictor(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
+        def predict(pixels: Tensor) -> Tensor:
+            if not len(pixels):
+                return predict(pixels.new_zeros((1, *pixels.shape[1:])))[:0]
+            # if the very first forward pass ran in inference mode, FSDP2's unsharded weights would be inference tensors,
+            # which no backward pass can use (torch 2.14)
             with torch.inference_mode(False), torch.no_grad():
-                logits: Tensor = model(images)
+                logits: Tensor = model(pixels)
             return logits
 
         return predict
 
+    def broadcast_buffers(self, model: nn.Module) -> None:
+        self.group.broadcast(list(model.buffers()))
+
     def replicated_tensors(self) -> dict[str, Tensor]:
         return {}
 
-    def share_buffers(self, model: nn.Module) -> None:
-        self.group.broadcast(list(model.buffers()))
-
-    def full_state(self, contents: dict[str, Any]) -> dict[str, Any]:
-        def gathered(tensor: Tensor) -> Tensor | None:
+    def full_state(self, states: dict[str, Any]) -> dict[str, Any]:
+        def gather(tensor: Tensor) -> Tensor | None:
             if isinstance(tensor, DTensor):
-                tensor = tensor.full_tensor()  # by all processes, whoever keeps it
+                tensor = tensor.full_tensor()  # a collective: all processes gather, whichever keeps the result
             return tensor.detach().cpu() if self.group.is_main else None
 
-        whole: dict[str, Any] = map_tensors(contents, gathered)
-        return whole if self.group.is_main else {key: {} for key in contents}
+        full: dict[str, Any] = map_tensors(states, gather)
+        return full if self.group.is_main else {key: {} for key in states}
 
-    def local_state(self, contents: dict[str, Any]) -> dict[str, Any]:
+    def local_state(self, states: dict[str, Any]) -> dict[str, Any]:
         weights = self.model.state_dict()
-        parameters = [one for part in parameter_groups(self.model, 0) for one in part["params"]]
+        parameters = [parameter for group in parameter_groups(self.model, 0) for parameter in group["params"]]
         moments = {
-            number: {name: _like(one, parameters[number]) for name, one in of_one.items()}
-            for number, of_one in contents["optimizer"]["state"].items()
+            number: {name: _shard(value, parameters[number]) for name, value in moments_of_one.items()}
+            for number, moments_of_one in states["optimizer"]["state"].items()
         }
-        own: dict[str, Any] = {"optimizer": {**contents["optimizer"], "state": moments}}
+        local: dict[str, Any] = {"optimizer": {**states["optimizer"], "state": moments}}
         for key in ("model", "average"):
-            own[key] = contents[key] and {name: _like(one, weights[name]) for name, one in contents[key].items()}
-        return own
+            local[key] = states[key] and {name: _shard(full, weights[name]) for name, full in states[key].items()}
+        return local
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Where a model is taken apart: the members of its outermost `nn.Sequential`s, which are called whole, one by one."""
+    """Yield the FSDP units of a model: the members of its outermost `nn.Sequential`s, which run one after another."""
     for child in model.children():
         if type(child) is nn.Sequential:
             for member in child:
@@ -113,8 +125,8 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
             yield from blocks(child)
 
 
-def _like(whole: Any, slice_of: Tensor) -> Any:
-    """This process's slice of a tensor that is shaped as a sliced weight is; anything else as it is."""
-    if not (isinstance(whole, Tensor) and isinstance(slice_of, DTensor) and whole.shape == slice_of.shape):
-        return whole
-    return distribute_tensor(whole.to(slice_of.device), slice_of.device_mesh, slice_of.placements, src_data_rank=None)
+def _shard(full: Any, like: Tensor) -> Any:
+    """Return this process's shard of `full`, sharded as `like` is; anything that has no shards is returned as it is."""
+    if not (isinstance(full, Tensor) and isinstance(like, DTensor) and full.shape == like.shape):
+        return full
+    return distribute_tensor(full.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -1,8 +1,7 @@
-"""One process: gradients are where they are needed. Also the interface that the others fill in."""
+"""The interface of all strategies, and the strategy of one process, which has nothing to exchange."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,82 +10,120 @@ from torch import Tensor, nn
 from pipeline.config.schema import Config
 from pipeline.group import Group
 from pipeline.model.ema import make_ema
+from pipeline.model.loss import Targets, classification_loss
 from pipeline.plan import Plan
 
-Targets = tuple[Tensor, ...]
-"""What a loss is made of besides the logits: tensors [B, …]."""
-_RECOMPILES_PER_SIZE = 8  # torch's own limit, which it means for all sizes together (torch 2.14)
-
-
-def autocast(device: torch.device, config: Config) -> torch.autocast:
-    """The context in which a forward pass has its precision."""
-    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    precision = config.train.precision
-    return torch.autocast(device.type, kinds.get(precision, torch.bfloat16), enabled=precision in kinds)
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What is minimised, and in which arithmetic."""
-
-    mean_loss: Callable[[Tensor, Targets], Tensor]
-    """Of logits [b, classes] and the targets [b, …] of the same images."""
-    scale: Callable[[Tensor], Tensor]
-    """Of fp16: what the loss is multiplied by before the backward pass."""
-    autocast: Callable[[], AbstractContextManager[None]]
-    """Around forward and loss."""
-
-
-def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """A nested state with each tensor changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: map_tensors(inner, change) for key, inner in value.items()}
-    return value
+_RECOMPILES_PER_SIZE = 8  # torch's own limit, which torch 2.14 applies to all sizes together
 
 
 class Strategy:
-    """How a model is run so that after the last pass of a step every process has the mean gradient of what it updates."""
+    """Runs forward and backward, and leaves each process the mean gradient of the weights it updates."""
 
     is_replicated = True
-    """Each process has the whole model, and waits for nobody until gradients meet."""
-    can_guard = True
-    """Whether an update may be skipped on the device, by a flag of its own (`train.finite`)."""
-    note: str | None = None
-    """What somebody should know who chose this."""
+    """Each process has the whole model, and waits for the others only while gradients are exchanged."""
+    can_skip_update = True
+    """The device can skip an update by itself (`guards.nonfinite`)."""
+    notice: str | None = None
+    """What a user who chose this strategy should know."""
 
-    def __init__(self, model: nn.Module, group: Group, plan: Plan) -> None:
+    def __init__(self, config: Config, plan: Plan, model: nn.Module, group: Group) -> None:
         self.model = model
-        """The model without wrappers, or what this process has of it: what is updated, averaged and saved."""
+        """The model without wrappers, or the part of it that this process has: what is updated and saved."""
         self.group = group
-        self.divisor = plan.accumulate
-        """What the mean loss of a pass is divided by, so that a step's gradients are those of the mean over its batch."""
+        self.scaler = torch.amp.GradScaler(group.device.type, enabled=config.train.precision == "fp16")
+        """Scales the loss of fp16; elsewhere it does nothing."""
+        self.loss_divisor = plan.accumulate
+        """The loss of a pass is divided by this, so that a step's gradient is that of its mean loss."""
+        self._options = config.train
         self._compiles = plan.compiles
         self._num_sizes = len(plan.sizes)
-        self._run = self._compiled(model)
+        self._run_model = self._compiled(model)
 
-    def forward_backward(
-        self, micro: int, pixels: Tensor, targets: Targets, objective: Objective
-    ) -> tuple[Tensor, Tensor]:
-        """Pass `micro` of a step. pixels: [B, 3, H, W] float -> (its mean loss, logits [B, classes]), both detached."""
-        with self.accumulating(micro):
-            with objective.autocast():
+    def forward_backward(self, micro: int, pixels: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+        """Run pass `micro` of a step. Return its mean loss, [], and its logits, [B, classes], detached.
+
+        pixels: [B, 3, H, W] float32 on the device.
+        """
+        with self.gradient_sync(micro):
+            with autocast(self.group.device, self._options.precision):
                 logits = self.forward(pixels)
-                loss = objective.mean_loss(logits, targets)
-            objective.scale(loss / self.divisor).backward()  # type: ignore[no-untyped-call]
+                loss = classification_loss(logits, targets, self._options)
+            scaled: Tensor = self.scaler.scale(loss / self.loss_divisor)
+            scaled.backward()  # type: ignore[no-untyped-call]
         return loss.detach(), logits.detach()
 
-    def forward(self, images: Tensor) -> Tensor:
-        """images: [B, 3, H, W] float -> logits [B, classes]."""
-        logits: Tensor = self._run(images)
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Return logits, [B, classes]. pixels: [B, 3, H, W] float32."""
+        logits: Tensor = self._run_model(pixels)
         return logits
 
+    def gradient_sync(self, micro: int) -> AbstractContextManager[None]:
+        """Return the context of pass `micro`: only need to exchange gradients in the last pass of a step."""
+        return nullcontext()
+
+    def on_gradients_computed(self, callback: Callable[[], None]) -> None:
+        """Call `callback` in each backward pass when the rest of the pass only waits for other processes."""
+        first = next(parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        # gradients arrive from the last layer to the first
+        first.register_post_accumulate_grad_hook(lambda _: callback())  # type: ignore[no-untyped-call]
+
+    def clip_gradients(self, max_norm: float) -> None:
+        """Scale the gradient of the whole model down to `max_norm` if its norm is larger."""
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
+    def has_overflow(self) -> bool:
+        """Return True if a gradient of this step could not be summed; there must be no update then."""
+        return False
+
+    def precision_warning(self) -> str | None:
+        """Return a line for the user on how precisely gradients were summed so far, or None."""
+        return None
+
+    def warm_up(self, backward: Callable[[], None]) -> None:
+        """Run `backward`, a discarded pass, if the first pass of a process differs from later ones.
+
+        The state is loaded afterwards, so nothing of the pass stays.
+        """
+        if self._compiles:
+            backward()
+
+    def make_ema(self) -> nn.Module:
+        """Return a copy of the model for the moving average of its weights, sharded as the model is."""
+        return make_ema(self.model)
+
+    def make_predictor(self, model: nn.Module) -> Callable[[Tensor], Tensor] | None:
+        """Return a function from pixels, [B, 3, H, W], to logits, [B, classes], that all processes call together.
+
+        B may be 0 in some processes. None if each process can run `model` alone. model: this strategy's model or its EMA.
+        """
+        return None
+
+    def average_buffers(self, model: nn.Module) -> None:
+        """Set the running statistics of `model` to their mean over the processes (model.batchnorm=average)."""
+
+    def broadcast_buffers(self, model: nn.Module) -> None:
+        """Give every process the same running statistics of `model`, before it is evaluated."""
+
+    def replicated_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors, by name, that must be bit-identical in all processes after an update."""
+        return dict(self.model.named_parameters())
+
+    def full_state(self, states: dict[str, Any]) -> dict[str, Any]:
+        """Return state dicts (`model`, `average`, `optimizer`) of the whole model on rank 0; elsewhere they may be empty.
+
+        All processes call this together.
+        """
+        return states
+
+    def local_state(self, states: dict[str, Any]) -> dict[str, Any]:
+        """Return this process's part of the state dicts that `full_state` returned on rank 0."""
+        return states
+
     def _compiled(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
-        """`module` as the plan has it run; it is compiled at its first call, once for each size of images."""
+        """Return `module`, compiled if the plan says so: at its first call, once for each size of images."""
         if not self._compiles:
             return module
-        from torch._dynamo import config  # a second to import
+        from torch._dynamo import config  # takes a second to import
 
         # above its limit torch runs a size uncompiled, and a resumed run would compile other sizes
         limit = _RECOMPILES_PER_SIZE * self._num_sizes
@@ -94,55 +131,17 @@ class Strategy:
         config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, limit)
         return torch.compile(module, dynamic=False)
 
-    def accumulating(self, micro: int) -> AbstractContextManager[None]:
-        """Around the forward and backward of pass `micro` of a step: gradients are exchanged in the last alone."""
-        return nullcontext()
 
-    def clip(self, limit: float) -> None:
-        """Scale the gradient down to this norm, of the whole model's, where it is larger."""
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """Return the context in which forward passes run with train.precision."""
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return torch.autocast(device.type, dtypes.get(precision, torch.bfloat16), enabled=precision in dtypes)
 
-    def make_ema(self) -> nn.Module:
-        """What becomes the moving average of the model's weights: a copy, spread over the processes as they are."""
-        return make_ema(self.model)
 
-    def predictor(self, model: nn.Module) -> Callable[[Tensor], Tensor] | None:
-        """[B, 3, H, W] float -> logits [B, classes] by all processes together, B perhaps 0 at some; None: each by itself.
-
-        model: this strategy's, or its moving average.
-        """
-        return None
-
-    def out_of_range(self) -> bool:
-        """Whether a gradient of this step could not be summed as promised; then there must be no update."""
-        return False
-
-    def remark(self) -> str | None:
-        """What somebody should know about the sums made so far."""
-        return None
-
-    def replicated_tensors(self) -> dict[str, Tensor]:
-        """What every process holds alike after each update, bit for bit, by name."""
-        return dict(self.model.named_parameters())
-
-    def warm_up(self, backward: Callable[[], None]) -> None:
-        """Settle whatever the first backward pass settles; the state is loaded after this, so nothing of it stays."""
-        if self._compiles:
-            backward()
-
-    def average_buffers(self, model: nn.Module) -> None:
-        """Give every process the mean of all running statistics, before a save, with model.batchnorm=average."""
-
-    def share_buffers(self, model: nn.Module) -> None:
-        """Give every process the same buffers of `model` (batch-norm statistics), before it is judged."""
-
-    def full_state(self, contents: dict[str, Any]) -> dict[str, Any]:
-        """State dicts (`model`, `average`, `optimizer`) as of the whole model: at rank 0, elsewhere they may be empty.
-
-        By all processes together.
-        """
-        return contents
-
-    def local_state(self, contents: dict[str, Any]) -> dict[str, Any]:
-        """What this process has of what `whole` gave, and every process was told."""
-        return contents
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return a nested state dict with `change` applied to each tensor."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: map_tensors(inner, change) for key, inner in value.items()}
+    return value

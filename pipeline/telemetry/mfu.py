@@ -1,8 +1,8 @@
 """How much of a device a training uses: model FLOPs utilisation, as in PaLM (Chowdhery et al. 2022, appendix B).
 
-The numerator is what the model's mathematics asks for, forward and backward, counted once by torch from shapes alone
-(a multiplication and an addition are two); the denominator is the peak that the maker states for dense matrices in
-the precision of the run. A device that is not in the table, or a precision that has no such rate, has no figure.
+The numerator is the arithmetic of the model, forward and backward, which torch counts once from shapes alone (a
+multiplication and an addition are two). The denominator is the peak that the maker states for dense matrices in the
+precision of the run. A device that is not in the table, or a precision without such a rate, has no figure.
 """
 
 import torch
@@ -11,46 +11,49 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipeline.config.schema import Config, Model
 from pipeline.model.architectures import skeleton
 
-# dense bf16 and fp16, in FLOP/s, from NVIDIA's data sheets; the first name that is part of the device's own
+# dense bf16 and fp16 in FLOP/s, from NVIDIA's data sheets; the first name that is part of the device's own name
 _PEAKS = (
     ("B200", 2.25e15), ("H200", 989e12), ("H100 NVL", 835e12), ("H100 PCIe", 756e12), ("H100", 989e12), ("A100", 312e12),
     ("L40S", 362e12), ("L4", 121e12),
 )  # fmt: skip
-_OF_PEAK = {"bf16": 1.0, "fp16": 1.0, "tf32": 0.5}
+_SHARE_OF_PEAK = {"bf16": 1.0, "fp16": 1.0, "tf32": 0.5}
 
 
-class NullEfficiency:
-    """Of a device or a precision whose peak is not known."""
-
-    def figures(self, images_per_s: float, size: int) -> dict[str, float]:
-        """Metrics at so many images of `size` px a second over the whole job."""
-        return {}
-
-
-class Efficiency(NullEfficiency):
+class MfuMeter:
     def __init__(self, options: Model, num_classes: int, peak: float) -> None:
-        """peak: FLOP/s of all devices of the job together."""
+        """Measure against `peak`: FLOP/s of all devices of the job together."""
         self._options, self._num_classes, self._peak = options, num_classes, peak
         self._flops: dict[int, int] = {}
 
-    def figures(self, images_per_s: float, size: int) -> dict[str, float]:
+    def metrics(self, images_per_s: float, size: int) -> dict[str, float]:
+        """Return the metrics of a job that trains so many images of `size` × `size` px per second."""
         if size not in self._flops:
             self._flops[size] = flops_per_image(self._options, self._num_classes, size)
         return {"time/mfu": images_per_s * self._flops[size] / self._peak}
 
 
-def measure_efficiency(config: Config, num_classes: int, devices: int, device: torch.device) -> NullEfficiency:
-    """Of a job on so many devices, all as this one."""
+class NullMfuMeter(MfuMeter):
+    """For a device or a precision whose peak is not known."""
+
+    def __init__(self) -> None:
+        pass
+
+    def metrics(self, images_per_s: float, size: int) -> dict[str, float]:
+        return {}
+
+
+def make_mfu_meter(config: Config, num_classes: int, devices: int, device: torch.device) -> MfuMeter:
+    """Return the meter of a job on so many devices, all like this one."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     peak = next((peak for part, peak in _PEAKS if part in name), None)
-    share = _OF_PEAK.get(config.train.precision)
+    share = _SHARE_OF_PEAK.get(config.train.precision)
     if peak is None or share is None:
-        return NullEfficiency()
-    return Efficiency(config.model, num_classes, peak * share * devices)
+        return NullMfuMeter()
+    return MfuMeter(config.model, num_classes, peak * share * devices)
 
 
 def flops_per_image(options: Model, num_classes: int, size: int) -> int:
-    """Floating-point operations of one image of `size` px in training, forward and backward."""
+    """Return the floating-point operations of training on one image of `size` × `size` px, forward and backward."""
     model = skeleton(options, num_classes).train()
     images = torch.empty((2, 3, size, size), device="meta")  # two: batch norm refuses one value a channel
     with FlopCounterMode(display=False) as counter:

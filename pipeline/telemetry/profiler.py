@@ -1,8 +1,8 @@
-"""A few steps under torch's profiler, for those who look at a trace (Perfetto, chrome://tracing).
+"""A few steps under torch's profiler, for a trace viewer (Perfetto, chrome://tracing).
 
-What torch.profiler records of rank 0 between two steps is written to the run's `report/`, compressed; other processes run
-as ever. A step costs more while it is recorded, so its report is marked by nothing but its place: choose a window between
-two reports, and behind the first steps, in which kernels are chosen and compiled.
+torch.profiler records rank 0 between two steps, and the trace is written to the run's `report/`, compressed. Recorded steps
+are slower, and their reports are not marked: choose a window between two reports, and after the first steps, in which
+kernels are chosen and compiled.
 """
 
 from collections.abc import Callable
@@ -15,28 +15,22 @@ from pipeline.config.schema import Config
 from pipeline.group import Group
 
 
-class NullProfiler:
-    """Of other processes than the first, or with profile.steps=none."""
-
-    def updated(self, step: int) -> None:
-        """At the start and after each update: begin or end when it is due."""
-
-
-class Profiler(NullProfiler):
+class Profiler:
     def __init__(self, first: int, last: int, folder: Path, device: torch.device, log: Callable[[str], None]) -> None:
         self._first, self._last, self._log = first, last, log
         self._file = folder / f"profile-steps-{first}-{last}.json.gz"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
         self._profile = profile(activities=activities)
-        self._is_on = False
+        self._is_recording = False
 
-    def updated(self, step: int) -> None:
+    def at_step(self, step: int) -> None:
+        """Start or stop to record if it is due. Called at the start of training and after each update."""
         if step == self._first - 1:
             self._profile.start()
-            self._is_on = True
-        elif step == self._last and self._is_on:  # a resumption may begin within the window: then there is no trace
+            self._is_recording = True
+        elif step == self._last and self._is_recording:  # a run that resumes within the window records nothing
             self._profile.stop()
-            self._is_on = False
+            self._is_recording = False
             self._write()
 
     def _write(self) -> None:
@@ -49,8 +43,18 @@ class Profiler(NullProfiler):
             self._log(f"profile of steps {self._first} to {self._last}: {self._file}")
 
 
-def start_profile(config: Config, report: Path, group: Group, log: Callable[[str], None]) -> NullProfiler:
-    """report: the run's folder of that name."""
+class NullProfiler(Profiler):
+    """For the other ranks, and for profile.steps=none."""
+
+    def __init__(self) -> None:
+        pass
+
+    def at_step(self, step: int) -> None:
+        pass
+
+
+def make_profiler(config: Config, report: Path, group: Group, log: Callable[[str], None]) -> Profiler:
+    """Return the profiler of this run. report: the run's folder of that name."""
     if config.profile.steps is None or not group.is_main:
         return NullProfiler()
     return Profiler(*config.profile.steps, report, group.device, log)

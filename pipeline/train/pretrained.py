@@ -1,11 +1,11 @@
-"""First weights from elsewhere: torchvision's, those of another run, or a model in MLflow, under a head of the data's own
-classes.
+"""First weights from elsewhere: torchvision's, those of another run, or a model in MLflow, with a head for the data's classes.
 
-Rank 0 reads them and sends them to all, so that nobody else needs the file or the network. What does not fit by its shape
-is the head: it keeps its random first weights, and the run says so. A resumption overwrites them with its checkpoint's.
+Rank 0 reads them and sends them to all processes, so no other process needs the file or the network. The tensors whose shape
+does not fit are those of the head: it keeps its random weights, and the run logs that. On resume the checkpoint's weights
+replace them.
 
-What is frozen has no gradient, no decay and no moment, and is in evaluation mode for good: running statistics that follow
-the new data would undo what the weights beside them were made for.
+Frozen modules have no gradient, no decay and no moment, and stay in evaluation mode: running statistics that followed the new
+data would no longer match the frozen weights.
 """
 
 import os
@@ -24,16 +24,16 @@ from pipeline.record import checkpoint
 
 
 def read(options: Model, model: nn.Module) -> dict[str, Tensor]:
-    """Return those tensors of what `model.init` names that fit into `model`, whose shapes alone matter.
+    """Return the tensors that `model.init` names and that fit into `model`, of which only the shapes are used.
 
-    RequestError if it cannot be found or is of another architecture, TemporaryError if it cannot be fetched now.
+    Raises RequestError if they cannot be found or are of another architecture, TemporaryError if they cannot be fetched now.
     """
     assert options.init is not None
-    theirs, mine = _read(options.arch, options.init), model.state_dict()
-    fitting = {name: tensor for name, tensor in theirs.items() if name in mine and mine[name].shape == tensor.shape}
-    if 2 * len(fitting) < len(mine):
+    given, wanted = _read(options.arch, options.init), model.state_dict()
+    fitting = {name: tensor for name, tensor in given.items() if name in wanted and wanted[name].shape == tensor.shape}
+    if 2 * len(fitting) < len(wanted):
         raise RequestError(
-            f"model.init={options.init} fits {len(fitting)} of {len(mine)} tensors of {options.arch}: it is of another"
+            f"model.init={options.init} fits {len(fitting)} of {len(wanted)} tensors of {options.arch}: it is of another"
             " architecture; set model.arch to its own"
         )
     return fitting
@@ -42,7 +42,7 @@ def read(options: Model, model: nn.Module) -> dict[str, Tensor]:
 def load_pretrained(
     model: nn.Module, weights: dict[str, Tensor] | None, options: Model, group: Group, log: Callable[[str], None]
 ) -> None:
-    """Load rank 0's `weights`, which `read` returned there, into `model`, at every process."""
+    """Load the `weights` that `read` returned on rank 0 into `model`, in every process."""
     if weights is not None:
         model.load_state_dict(weights, strict=False)
         random = [name for name in model.state_dict() if name not in weights]
@@ -51,24 +51,27 @@ def load_pretrained(
 
 
 def freeze(model: nn.Module, names: str) -> str:
-    """Freeze the modules that `model.freeze` names; a line that says how much is left. RequestError for a name it lacks."""
+    """Freeze the modules that `model.freeze` names. Return a line that says how many weights are still trained.
+
+    Raises RequestError for a module that the model does not have, or if nothing is left to train.
+    """
     children = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
     modules = dict(model.named_modules())
     chosen = children[:-1] if names == "backbone" else [name.strip() for name in names.split(",")]  # the head is last
     own = dict(model.named_parameters(recurse=False)) if names == "backbone" else {}  # a transformer's class token
-    for one in own.values():
-        one.requires_grad_(False)
+    for parameter in own.values():
+        parameter.requires_grad_(False)
     for name in chosen:
         if name not in modules or not name:
             raise RequestError(
                 f"model.freeze={names}: the model has no module {name!r}"
-                + (nearest(name, list(modules)) or f": it has {', '.join(children)}, and what is in them")
+                + (nearest(name, list(modules)) or f": it has {', '.join(children)}, and the modules in them")
             )
         modules[name].eval().requires_grad_(False)
-    left = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    left = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     if not left:
-        raise RequestError(f"model.freeze={names} leaves nothing to train: leave the head out, {children[-1]}")
-    total = sum(one.numel() for one in model.parameters())
+        raise RequestError(f"model.freeze={names} leaves nothing to train: do not freeze the head, {children[-1]}")
+    total = sum(parameter.numel() for parameter in model.parameters())
     return f"{', '.join([*own, *chosen])} frozen: {left:,} of {total:,} weights are trained"
 
 
@@ -95,9 +98,9 @@ def _read(arch: str, init: str) -> dict[str, Tensor]:
         raise TemporaryError(
             f"model.init={init} cannot be fetched ({error}): put the file into torch's cache (TORCH_HOME), or name a path"
         ) from error
-    except Exception as error:  # torch raises half a dozen kinds for what is not a file of weights
+    except Exception as error:  # torch raises many types for a file that holds no weights
         raise StorageError(
-            f"model.init={init}: its file in torch's cache (TORCH_HOME) is not one of weights"
+            f"model.init={init}: its file in torch's cache (TORCH_HOME) holds no weights"
             f" ({' '.join(str(error).split())[:200]}): remove it"
         ) from None
     return weights

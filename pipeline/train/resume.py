@@ -1,6 +1,6 @@
-"""Resuming a run: the decision, and the one way in which a checkpoint reaches every process.
+"""Resuming a run: the decision, and how a checkpoint reaches every process.
 
-Rank 0 alone looks at the folder and reads the file; the bytes that verified are then sent to all. So no two processes can
+Rank 0 alone looks at the folder and reads the file. It sends the verified bytes to all processes. So no two processes can
 choose differently, whatever their file systems list, and a damaged file is found once.
 """
 
@@ -33,12 +33,12 @@ class Found:
 def find(config: Config, folder: RunFolder, source: Source, log: Callable[[str], None]) -> Found | None:
     """Return the checkpoint to resume from, or None for a fresh start. Changes nothing.
 
-    1. run.resume=never: a fresh start (what was there has been set aside).
+    1. run.resume=never: a fresh start (the earlier run was set aside).
     2. run.resume=PATH: that checkpoint, or the newest of that folder that verifies, and nothing else.
     3. run.resume=auto: the newest checkpoint here that verifies; if there are some and none does, exit 4.
     4. No checkpoint at all: a fresh start.
 
-    RequestError for a checkpoint of another configuration or of other data, or a PATH that holds none.
+    Raises RequestError for a checkpoint of another configuration or of other data, or a PATH that holds none.
     """
     if config.run.resume == "never":
         return None
@@ -70,29 +70,31 @@ def at_restart(named: str, used: str, folder: RunFolder) -> str:
 
 
 def prepare_folder(used: Path | None, best_step: int | None, folder: RunFolder, log: Callable[[str], None]) -> None:
-    """Remove half-written files, set checkpoints newer than `used` aside, and copy the best model's checkpoint here.
+    """Remove temporary files, set checkpoints newer than `used` aside, and copy the best model's checkpoint here.
 
-    OSError if the folder cannot be written.
+    Raises OSError if the folder cannot be written.
     """
     folder.remove_temporary()
     if used is None:
         return
-    # what is newer is damaged, or no longer true once training goes on from here
+    # newer checkpoints are damaged, or no longer true once training resumes from here
     newer = [path for path in checkpoint.listed(folder.checkpoints) if _is_newer(path, used)]
     if newer:
-        log(f"{len(newer)} newer checkpoint{'s' * (len(newer) > 1)} set aside in {folder.set_aside_checkpoints(newer)}")
-    log(f"going on from {used}")
-    beside = [used, *checkpoint.listed(used.parent)]
-    best = next((path for path in beside if checkpoint.step_of(path) == best_step), None)
+        plural = "s" if len(newer) > 1 else ""
+        log(f"{len(newer)} newer checkpoint{plural} set aside in {folder.set_aside_checkpoints(newer)}")
+    log(f"resuming from {used}")
+    best = next(
+        (path for path in (used, *checkpoint.listed(used.parent)) if checkpoint.step_of(path) == best_step), None
+    )
     if best and not (folder.checkpoints / best.name).exists():
         try:
             atomic_write(folder.checkpoints / best.name, checkpoint.read_verified(best))
         except StorageError as defect:
-            log(f"the best model is left behind: {defect}")
+            log(f"the best model is not copied: {defect}")
 
 
 def share(found: Found | None, group: Group) -> dict[str, Any] | None:
-    """Return the contents of the checkpoint that rank 0 found, at every process; None for a fresh start."""
+    """Return the contents of the checkpoint that rank 0 found, in every process; None for a fresh start."""
     data = group.broadcast_bytes((found.data if found else b"") if group.is_main else None)
     if not data:
         return None
@@ -102,28 +104,40 @@ def share(found: Found | None, group: Group) -> dict[str, Any] | None:
 def resume(
     state: TrainState, contents: dict[str, Any], config: Config, group: Group, log: Callable[[str], None]
 ) -> None:
-    """Load the contents of a checkpoint into `state`, at every process."""
+    """Load the contents of a checkpoint into `state`. All processes call this together."""
     if contents["world"] != group.size and not config.run.exact:
+        processes = "processes" if group.size > 1 else "process"
         log(
-            f"going on with {group.size} process{'es' * (group.size > 1)} in place of {contents['world']}: each sample is"
-            " used once as before, but weights will differ from those of an unchanged run (run.exact=true makes them equal)"
+            f"resuming with {group.size} {processes} instead of {contents['world']}: each sample is still used once an"
+            " epoch, but the weights will differ from those of an unchanged run (run.exact=true makes them equal)"
         )
     state.load_dict(contents, is_main=group.is_main)
 
 
+def what_changed(config: Config, source: Source, before: str, spare: Path) -> str:
+    """Return how the data differs from the data with digest `before`, if its index is cached beside it or in `spare`."""
+    if source.index is None:
+        return "the synthetic source has another size"
+    index = remembered(data_root(config), spare, before)
+    if index is None:
+        return f"its digest is {source.digest[:16]}, not {before[:16]}"
+    lines = list(index.differences(source.index))
+    return "; ".join(lines[:3]) + (f" and {len(lines) - 3} more" if len(lines) > 3 else "")
+
+
 def _refuse_others(contents: dict[str, Any], config: Config, source: Source) -> None:
-    """RequestError if a checkpoint is of another configuration or of other data."""
+    """Raise RequestError if a checkpoint is of another configuration or of other data."""
     refuse_changes(from_yaml(contents["config"], "the checkpoint's configuration"), config)
     if contents["data"] != source.digest:
         changed = what_changed(config, source, contents["data"], config.run_dir / "index")
         raise RequestError(
-            f"the data is not that of the checkpoint at step {contents['step']}: {changed}; put it"
-            " back, or start anew with run.resume=never"
+            f"the data is not that of the checkpoint at step {contents['step']}: {changed}; restore it, or start again with"
+            " run.resume=never"
         )
 
 
 def _named(text: str, log: Callable[[str], None]) -> tuple[Path, bytes]:
-    """Return the path and bytes of what run.resume=PATH names."""
+    """Return the path and bytes of the checkpoint that run.resume=PATH names."""
     try:
         path = checkpoint.find(Path(text))
     except StorageError as error:
@@ -139,14 +153,3 @@ def _is_newer(path: Path, other: Path) -> bool:
     if path.name == other.name:  # a copy
         return False
     return (checkpoint.step_of(path), path.stat().st_mtime_ns) > (checkpoint.step_of(other), other.stat().st_mtime_ns)
-
-
-def what_changed(config: Config, source: Source, before: str, spare: Path) -> str:
-    """How the data differs from what had the digest `before`, if an index of that is left beside the data or in `spare`."""
-    if source.index is None:
-        return "the synthetic source has another size"
-    index = remembered(data_root(config), spare, before)
-    if index is None:
-        return f"its digest is {source.digest[:16]}, not {before[:16]}"
-    lines = list(index.differences(source.index))
-    return "; ".join(lines[:3]) + (f" and {len(lines) - 3} more" if len(lines) > 3 else "")

@@ -1,7 +1,6 @@
-"""What a training keeps for its pictures, on rank 0: answers and images as the model saw them. It draws nothing itself.
+"""What rank 0 keeps for the report: predictions, and images as the model saw them. Another process draws it.
 
-A failure to keep something, a full disk, is said and costs training nothing. `NoExhibits` is for the other ranks, and for
-track.report=false.
+A failure to keep something, such as a full disk, is logged and does not stop training.
 """
 
 import os
@@ -27,25 +26,14 @@ from pipeline.record.folder import RunFolder
 from pipeline.record.predictions import KeptEvaluation
 from pipeline.train.evaluate import EvalResult
 
-_SHOWN = 16
+_COUNT = 16
 _MAX_SIDE = 112
-_DRAWING_S = 120
+_DRAWING_TIMEOUT_S = 120
 
 
-class NullSamples:
-    def augmented(self, plan: Plan) -> None:
-        """Keep the first images of training, once."""
-
-    def judged(self, result: EvalResult) -> None:
-        """Keep an evaluation."""
-
-    def draw(self, folder: RunFolder) -> None:
-        """Have another process draw the pictures."""
-
-
-class Samples(NullSamples):
+class Samples:
     def __init__(self, report: Path, source: Source, config: Config, step: int, log: Callable[[str], None]) -> None:
-        """To go on after `step`: what was kept of later ones, which a restart makes anew, is struck out."""
+        """Continue after `step`: what was kept of later steps, which the resumed run repeats, is removed."""
         for kept in (report / "data").glob("step-*.npz"):
             if kept > predictions.evaluation_file(report, step):
                 kept.unlink()
@@ -54,10 +42,11 @@ class Samples(NullSamples):
         self._config = config
         self._log = log
 
-    def augmented(self, plan: Plan) -> None:
+    def save_augmented(self, plan: Plan) -> None:
+        """Keep the first training images as the model sees them, once a run."""
         if (self._report / "data" / predictions.AUGMENTED).exists():
             return
-        few = replace(plan, micro_batch=min(_SHOWN, plan.micro_batch), accumulate=1)
+        few = replace(plan, micro_batch=min(_COUNT, plan.micro_batch), accumulate=1)
         batch = TrainBatches(self._source.train, self._config, few, 0)[0]
         if batch.outage:
             return self._log(f"no picture of the augmentation: {batch.outage}")
@@ -67,27 +56,29 @@ class Samples(NullSamples):
         captions = [self._source.classes[label] for label in batch.labels.tolist()]
         self._keep(lambda: predictions.save_augmented(self._report, _small(images).numpy(), captions))
 
-    def judged(self, result: EvalResult) -> None:
+    def save_evaluation(self, result: EvalResult) -> None:
+        """Keep the predictions of an evaluation, and the images of its most confident mistakes."""
         size, resize = evaluation_geometry(self._config.evaluate, self._config.augment)
-        shown = result.answers.mistakes(_SHOWN)
-        images = torch.zeros((len(shown), 3, size, size), dtype=torch.uint8)
-        for row, image in enumerate(shown.tolist()):
+        mistakes = result.predictions.mistakes(_COUNT)
+        images = torch.zeros((len(mistakes), 3, size, size), dtype=torch.uint8)
+        for row, image in enumerate(mistakes.tolist()):
             try:
                 images[row] = centre(decode(self._source.val.read(image)), size, resize)
-            except (BadImageError, UnreadableError) as error:  # since it was judged
+            except (BadImageError, UnreadableError) as error:  # changed since the evaluation
                 self._log(f"{self._source.val.name(image)} cannot be shown: {error}")
-            except OutageError as outage:  # training finds out by itself, and waits
+            except OutageError as outage:  # training notices by itself, and waits
                 self._log(f"the most confident mistakes cannot be shown: {outage}")
                 break
-        judged = KeptEvaluation(result.answers, list(self._source.classes), shown, _small(images).numpy())
-        self._keep(lambda: predictions.save_evaluation(self._report, result.evaluation.step, judged))
+        kept = KeptEvaluation(result.predictions, list(self._source.classes), mistakes, _small(images).numpy())
+        self._keep(lambda: predictions.save_evaluation(self._report, result.evaluation.step, kept))
 
-    def draw(self, folder: RunFolder) -> None:
+    def draw_report(self, folder: RunFolder) -> None:
+        """Draw the report of the run in `folder`, in another process."""
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         command = [sys.executable, "-m", "pipeline", "report", str(folder.path)]
         try:
             done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=_DRAWING_S, check=False
+                command, env=environment, capture_output=True, text=True, timeout=_DRAWING_TIMEOUT_S, check=False
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             self._log(f"{folder.report} was not drawn: {error}")
@@ -99,10 +90,10 @@ class Samples(NullSamples):
         try:
             save()
         except OSError as error:
-            self._log(f"what {self._report} is drawn from could not be written: {error.strerror}; training goes on")
+            self._log(f"the data of {self._report} could not be written: {error.strerror}; training continues")
 
 
 def _small(images: Tensor) -> Tensor:
-    """[K, S, S] at most _MAX_SIDE pixels a side. images: [K, 3, S, S] uint8."""
+    """Return the images, [K, 3, S, S] uint8, with at most _MAX_SIDE pixels a side."""
     side = min(images.shape[2], _MAX_SIDE)
     return torch.stack([resized(image, side, side) for image in images]) if len(images) else images

@@ -1,8 +1,7 @@
 """All that must survive a restart, in one place.
 
-Promise: a run that loads this state at step n goes on as the run that wrote it would have. That is why it is so little:
-order, augmentation, dropout and the learning rate are functions of the step, so the step stands for all of them. It is
-built whole and then loaded.
+Promise: a run that loads this state at step n continues exactly as the run that saved it would have. It is small because
+order, augmentation, dropout and the learning rate are functions of the step. It is complete when built, and then loaded.
 """
 
 import math
@@ -14,14 +13,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeline.config.schema import Config
+from pipeline.guards.nonfinite import LossGuard
 from pipeline.model.architectures import parameter_groups
 from pipeline.parallel import Strategy
 from pipeline.record.checkpoint import weights_digest
 
+LOSS_UNIT = 2**20
+"""Losses are summed as integers in units of 2^-20: the sum is the same in any order."""
+MAX_LOSS = 2**16
+"""An image's loss counts at most this much in a sum: fewer than 2^27 images add up to less than 2^63 units."""
+
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The validation of one step's model, in integers: the same at any number of processes."""
+    """The validation result of one step's model, in integers: the same with any number of processes."""
 
     step: int
     images: int
@@ -31,7 +36,7 @@ class Evaluation:
     loss_sum: int
     """In units of 2^-20."""
     not_finite: int = 0
-    """Images whose logits are not finite: wrong answers, and in no sum. Checkpoints of version 0.1 do not have it."""
+    """Images whose logits are not finite: wrong answers, and in no sum. Absent in checkpoints of version 0.1."""
 
     @property
     def top1(self) -> float:
@@ -43,12 +48,12 @@ class Evaluation:
 
     @property
     def loss(self) -> float:
-        """Return the mean loss; NaN if the logits of any image are not finite."""
-        return math.nan if self.not_finite else self.loss_sum / 2**20 / self.images
+        """The mean loss; NaN if the logits of any image are not finite."""
+        return math.nan if self.not_finite else self.loss_sum / LOSS_UNIT / self.images
 
     @property
     def warning(self) -> str | None:
-        """Return a line that says how many images have logits that are not finite, or None."""
+        """A line that says how many images have logits that are not finite, or None."""
         if not self.not_finite:
             return None
         return (
@@ -60,76 +65,57 @@ class Evaluation:
 @dataclass
 class TrainState:
     strategy: Strategy
-    """How the rest is spread over the processes: what is written down is the whole."""
+    """Spreads the rest over the processes; a checkpoint holds the whole."""
+    loss_guard: LossGuard
     model: nn.Module
     optimizer: torch.optim.Optimizer
     ema: nn.Module | None
-    """The moving average of the weights, where the recipe asks for one."""
-    scaler: torch.amp.GradScaler
-    """Of fp16; elsewhere it does nothing."""
+    """The moving average of the weights, or None."""
     totals: Tensor
-    """[loss in 2^-20, correct, images] int64 on the device: since the last report, not yet summed over processes."""
+    """[loss in 2^-20, correct, images] int64 on the device: since the last report, of this process."""
     step: int = 0
-    """Updates made: the run's only position."""
+    """Updates made: the only position of a run. It leaves this process as `confirmed_step`."""
     evaluation: Evaluation | None = None
     """The last one made."""
     best: Evaluation | None = None
     bad_images: dict[int, str] = field(default_factory=dict)
-    """Sample id of each training image found undecodable so far, and why."""
+    """Sample id and reason of each training image found undecodable so far."""
 
     @classmethod
-    def build(cls, strategy: Strategy, config: Config) -> "TrainState":
-        model, device = strategy.model, strategy.group.device
-        average = strategy.make_ema() if config.train.ema is not None else None
-        scaler = torch.amp.GradScaler(device.type, enabled=config.train.precision == "fp16")
-        totals = torch.zeros(3, dtype=torch.int64, device=device)
-        return cls(strategy, model, _optimizer(model, config), average, scaler, totals)
+    def build(cls, strategy: Strategy, loss_guard: LossGuard, config: Config) -> "TrainState":
+        """Return the state before the first step."""
+        ema = strategy.make_ema() if config.train.ema is not None else None
+        totals = torch.zeros(3, dtype=torch.int64, device=strategy.group.device)
+        return cls(strategy, loss_guard, strategy.model, make_optimizer(strategy.model, config), ema, totals)
 
-    def to_dict(self, totals: Tensor) -> dict[str, Any]:
-        """Tensors, numbers and strings; at rank 0 of the whole model, by all processes together.
+    @property
+    def confirmed_step(self) -> int:
+        """The step, once its loss is known to be finite; else raises NotFiniteError in all processes.
 
-        totals: this state's, summed over the processes.
+        Whatever reports, evaluates or saves a step reads it here.
         """
-        return {
-            "step": self.step,
-            **self.strategy.full_state(
-                {
-                    "model": self.model.state_dict(),
-                    "average": self.ema.state_dict() if self.ema else None,
-                    "optimizer": self.optimizer.state_dict(),
-                }
-            ),
-            "scaler": self.scaler.state_dict(),
-            "totals": totals,
-            "evaluation": asdict(self.evaluation) if self.evaluation else None,
-            "best": asdict(self.best) if self.best else None,
-            "bad_images": dict(self.bad_images),
-        }
+        self.loss_guard.sync()
+        return self.step
 
-    def load_dict(self, contents: dict[str, Any], *, is_main: bool) -> None:
-        """Take over what `to_dict` gave. The sum so far goes to rank 0, so that the next sum counts it once."""
-        contents = {
-            **contents,
-            **self.strategy.local_state({key: contents[key] for key in ("model", "average", "optimizer")}),
-        }
-        self.model.load_state_dict(contents["model"])
-        if self.ema:
-            self.ema.load_state_dict(contents["average"])
-        self.optimizer.load_state_dict(contents["optimizer"])
-        self.scaler.load_state_dict(contents["scaler"])
-        self.step = contents["step"]
-        self.totals.zero_()
-        if is_main:
-            self.totals.copy_(contents["totals"])
-        self.evaluation = Evaluation(**contents["evaluation"]) if contents["evaluation"] else None
-        self.best = Evaluation(**contents["best"]) if contents["best"] else None
-        self.bad_images = dict(contents["bad_images"])
+    @property
+    def eval_model(self) -> nn.Module:
+        """The model that is evaluated, digested and served: the EMA if there is one."""
+        return self.model if self.ema is None else self.ema
 
-    def take(self, evaluation: Evaluation) -> bool:
-        """Note an evaluation; whether it is the best so far (the earlier of equals stays).
+    @property
+    def is_evaluated(self) -> bool:
+        """The last evaluation was of this step's model."""
+        return self.evaluation is not None and self.evaluation.step == self.step
 
-        A model whose logits are not all finite is never the best.
-        """
+    def count(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Add a pass to the totals. loss: [] mean, logits: [B, classes], labels: [B]."""
+        images = len(labels)
+        self.totals[0] += (loss.double().clamp(max=MAX_LOSS) * (images * LOSS_UNIT)).round().to(torch.int64)
+        self.totals[1] += (logits.argmax(1) == labels).sum()
+        self.totals[2] += images
+
+    def add_evaluation(self, evaluation: Evaluation) -> bool:
+        """Keep an evaluation. Return True if it is the best so far: of equals the earlier, never one with NaN logits."""
         self.evaluation = evaluation
         if not evaluation.not_finite and (self.best is None or evaluation.correct1 > self.best.correct1):
             self.best = evaluation
@@ -139,20 +125,46 @@ class TrainState:
         """Choose the best again from here on: the present model, if it is evaluated."""
         self.best = None
         if self.evaluation and self.is_evaluated:
-            self.take(self.evaluation)
+            self.add_evaluation(self.evaluation)
 
-    @property
-    def is_evaluated(self) -> bool:
-        """Whether the last evaluation was of this very model."""
-        return self.evaluation is not None and self.evaluation.step == self.step
+    def to_dict(self, totals: Tensor) -> dict[str, Any]:
+        """Return tensors, numbers and strings: on rank 0 of the whole model. All processes call this together.
 
-    @property
-    def eval_model(self) -> nn.Module:
-        """The model that is evaluated, digested and served."""
-        return self.ema or self.model
+        totals: those of this state, summed over the processes.
+        """
+        states = {
+            "model": self.model.state_dict(),
+            "average": self.ema.state_dict() if self.ema is not None else None,
+            "optimizer": self.optimizer.state_dict(),
+        }
+        return {
+            "step": self.confirmed_step,
+            **self.strategy.full_state(states),
+            "scaler": self.strategy.scaler.state_dict(),
+            "totals": totals,
+            "evaluation": asdict(self.evaluation) if self.evaluation else None,
+            "best": asdict(self.best) if self.best else None,
+            "bad_images": dict(self.bad_images),
+        }
 
-    def account(self) -> dict[str, Any]:
-        """What the receipt says of an evaluated model; by all processes together, and true at rank 0."""
+    def load_dict(self, contents: dict[str, Any], *, is_main: bool) -> None:
+        """Load what `to_dict` returned. Rank 0 alone takes over the totals, so that the next sum counts them once."""
+        states = self.strategy.local_state({key: contents[key] for key in ("model", "average", "optimizer")})
+        self.model.load_state_dict(states["model"])
+        if self.ema is not None:
+            self.ema.load_state_dict(states["average"])
+        self.optimizer.load_state_dict(states["optimizer"])
+        self.strategy.scaler.load_state_dict(contents["scaler"])
+        self.step = contents["step"]
+        self.totals.zero_()
+        if is_main:
+            self.totals.copy_(contents["totals"])
+        self.evaluation = Evaluation(**contents["evaluation"]) if contents["evaluation"] else None
+        self.best = Evaluation(**contents["best"]) if contents["best"] else None
+        self.bad_images = dict(contents["bad_images"])
+
+    def receipt_row(self) -> dict[str, Any]:
+        """Return the receipt's row of the evaluated model; valid on rank 0. All processes call this together."""
         evaluation = self.evaluation
         assert evaluation is not None
         return {
@@ -166,24 +178,25 @@ class TrainState:
         }
 
     def weights_digest(self) -> str:
-        """Of the judged model; by all processes together, and true at rank 0."""
+        """Return the digest of the evaluated model; valid on rank 0. All processes call this together."""
         return weights_digest(self.strategy.full_state({"model": self.eval_model.state_dict()})["model"])
 
 
-def _optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """Learning rates are set before each update, from the plan."""
+def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    """Return the optimizer. The learning rate is set before each update, from the plan."""
     options = config.optimizer
     groups = parameter_groups(model, options.weight_decay)
     if options.name == "adamw":
         return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=True)
-    is_sliced = any(isinstance(one, DTensor) for one in model.parameters())  # torch's fused SGD takes none (2.14)
+    # torch 2.14's fused SGD does not take sharded parameters
+    is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     optimizer = torch.optim.SGD(
-        groups, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov, fused=not is_sliced
+        groups, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov, fused=not is_sharded
     )
     if options.momentum:
-        # of zeros, which is what the first step makes of none: where that step is skipped for an overflow (fp16), torch's
-        # fused SGD leaves its buffers as memory was, other numbers at each process (2.14)
+        # Zeros have the same effect as no buffer at the first step. If that step is skipped because of an overflow (fp16),
+        # torch 2.14's fused SGD leaves new buffers uninitialised, with other values in each process.
         for group in optimizer.param_groups:
-            for one in group["params"]:
-                optimizer.state[one]["momentum_buffer"] = torch.zeros_like(one)
+            for parameter in group["params"]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer

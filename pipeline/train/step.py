@@ -1,144 +1,161 @@
-"""One update: passes forward and backward over this process's share of the global batch, then the weights.
+"""One update: forward and backward over this process's share of the global batch, then the weights.
 
-Nothing here waits for the device: losses and counts stay on it as integers until they are reported. What the passes draw
+Nothing here waits for the device: losses and counts stay on it, as integers, until they are reported. What the passes draw
 (dropout) is addressed by (seed, step, shard), where a shard is one pass of one process.
 """
 
+import hashlib
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from pipeline.config.schema import Config
 from pipeline.data.batch import Batch
 from pipeline.data.mix import WIDTH, mixed, own_shares, partners
+from pipeline.errors import StorageError
 from pipeline.model.architectures import Normalise
 from pipeline.model.ema import update_ema
-from pipeline.parallel import Objective, Strategy, Targets
-from pipeline.parallel.strategy import autocast
+from pipeline.model.loss import Targets
+from pipeline.parallel import Strategy
 from pipeline.plan import Plan
 from pipeline.randomness import seed_network
-from pipeline.telemetry.timing import Clock
-from pipeline.train.state import TrainState
-
-LOSS_UNIT = 2**20
-"""Losses are summed in integers of 2^-20, which add in any order to the same."""
-MAX_LOSS = 2**16
-"""The loss of an image counts at most this much in a sum: fewer than 2^27 images add up to less than 2^63 units."""
+from pipeline.telemetry.timing import StepTimer
+from pipeline.train.trainer import Trainer
 
 
-class Step:
-    def __init__(self, state: TrainState, strategy: Strategy, config: Config, plan: Plan, clock: Clock) -> None:
-        self._state = state
-        self._strategy = strategy
-        self._config = config
-        self._plan = plan
-        self._clock = clock
-        self._device = strategy.group.device
-        self._normalise = Normalise(self._device, channels_last=config.model.channels_last)
-        self._objective = Objective(self._mean_loss, state.scaler.scale, partial(autocast, self._device, config))
-        self._used: list[Batch] = []
+def update_once(trainer: Trainer, batches: Iterator[Batch]) -> bool:
+    """Train on the next global batch and update the weights once. Return True if any process was asked to stop.
 
-    def settle(self) -> None:
-        """One discarded pass on blank images, with whatever the strategy settles in it; the state is loaded after this."""
-        plan, size = self._plan, self._plan.first_size
-        blank = torch.zeros((plan.micro_batch, 3, size, size), dtype=torch.uint8)
-        labels = torch.zeros(plan.micro_batch, dtype=torch.int64, device=self._device)
+    batches: this process's passes, in order. Raises in all processes: NotFiniteError if the loss is not finite,
+    OutageError if the data stays out of reach, StorageError if too many images are bad, DivergedError if weights differ.
+    """
+    state, group, timer = trainer.state, trainer.group, trainer.timer
+    trainer.stragglers.begin_step()
+    loss, used = forward_backward(trainer, batches)
+    with timer.charge("communication"):
+        is_stopping, is_bad, has_defects, has_outage = group.any_rank(
+            trainer.asked_to_stop(),
+            trainer.state.loss_guard.check(state.step + 1, loss, used),
+            any(batch.defects for batch in used),
+            any(batch.outage for batch in used),
+        )
+    if has_outage:  # nothing is saved: batch norm has counted images that are none
+        group.raise_together(next((batch.outage for batch in used if batch.outage), None))
+    if is_bad:
+        raise trainer.state.loss_guard.error()
+    if has_defects:
+        _record_defects(trainer, used)
+    with timer.charge("optimizer"):
+        apply_gradients(trainer)
+    with timer.charge("tracking"):
+        if trainer.config.run.trace:
+            _trace_update(trainer, used)
+        trainer.metrics.after_update(state)
+    trainer.profiler.at_step(state.step)
+    trainer.divergence.after_update(state.step)
+    return is_stopping
 
-        def backward() -> None:
-            self._pass(plan.accumulate - 1, blank, labels, torch.empty((0, WIDTH)))
 
-        self._strategy.warm_up(backward)
-        self._state.optimizer.zero_grad()
+def forward_backward(trainer: Trainer, batches: Iterator[Batch]) -> tuple[Tensor, list[Batch]]:
+    """Run all passes of one step. Return their summed loss, [] on the device, and the batches used."""
+    state, strategy, passes = trainer.state, trainer.strategy, trainer.plan.accumulate
+    device = strategy.group.device
+    loss_sum = torch.zeros((), device=device)
+    used = trainer.batches_in_use
+    used.clear()
+    for micro in range(passes):
+        batch = next(batches)
+        used.append(batch)
+        seed_network(trainer.config.run.seed, "network", state.step, strategy.group.rank * passes + micro)
+        labels = batch.labels.to(device, non_blocking=True)
+        with trainer.timer.charge("forward_backward"):
+            loss, logits = _run_pass(strategy, trainer.normalise, trainer.timer, micro, batch.images, labels, batch.mix)
+        state.count(loss, logits, labels)
+        loss_sum += loss
+    return loss_sum, list(used)
 
-    def forward_backward(self, batches: Iterator[Batch]) -> tuple[Tensor, list[Batch]]:
-        """All passes of one step. Returns their summed loss (on the device) and the batches that were used."""
-        state, plan = self._state, self._plan
-        loss_sum = torch.zeros((), device=self._device)
-        self._used = used = []
-        for micro in range(plan.accumulate):
-            batch = next(batches)
-            seed_network(
-                self._config.run.seed, "network", state.step, self._strategy.group.rank * plan.accumulate + micro
-            )
-            used.append(batch)
-            labels = batch.labels.to(self._device, non_blocking=True)
-            with self._clock.on("forward_backward"):
-                loss, logits = self._pass(micro, batch.images, labels, batch.mix)
-            self._count(loss, logits, labels)
-            loss_sum += loss
-        return loss_sum, used
 
-    @property
-    def sample_ids(self) -> list[int]:
-        """Of the step under way or just made: what an account of a failure names."""
-        return [sample for batch in self._used for sample in batch.ids.tolist()]
+def apply_gradients(trainer: Trainer) -> None:
+    """Update the weights at this step's learning rate; the state is then one step further."""
+    state, config, scaler = trainer.state, trainer.config, trainer.strategy.scaler
+    skip = trainer.state.loss_guard.skip
+    if skip is not None and scaler.is_enabled():  # the scaler skips the update for a gradient that is NaN
+        first = next(parameter.grad for parameter in state.model.parameters() if parameter.grad is not None)
+        first.masked_fill_(skip > 0, torch.nan)
+    elif skip is not None:  # the fused optimizer skips it for this flag
+        state.optimizer.found_inf = skip  # type: ignore[attr-defined]
+    if config.train.clip is not None:
+        scaler.unscale_(state.optimizer)
+        trainer.strategy.clip_gradients(config.train.clip)
+    learning_rate = trainer.plan.learning_rate(state.step)
+    for param_group in state.optimizer.param_groups:
+        param_group["lr"] = learning_rate
+    scaler.step(state.optimizer)
+    scaler.update()
+    state.optimizer.zero_grad()
+    state.step += 1
+    if state.ema is not None:
+        assert config.train.ema is not None
+        update_ema(state.ema, state.model, state.step, config.train.ema)
 
-    def update(self, guard: Tensor | None = None) -> None:
-        """Apply the gradients at this step's learning rate; the state is then one step on.
 
-        guard: [] float32 on the device; where it is 1, weights and optimizer stay what they are.
-        """
-        state = self._state
-        if guard is not None:
-            self._heed(guard)
-        if self._config.train.clip is not None:
-            state.scaler.unscale_(state.optimizer)
-            self._strategy.clip(self._config.train.clip)
-        rate = self._plan.learning_rate(state.step)
-        for group in state.optimizer.param_groups:
-            group["lr"] = rate
-        state.scaler.step(state.optimizer)
-        state.scaler.update()
-        state.optimizer.zero_grad()
-        state.step += 1
-        if state.ema is not None:
-            assert self._config.train.ema is not None
-            update_ema(state.ema, state.model, state.step, self._config.train.ema)
+def warm_up(strategy: Strategy, normalise: Normalise, timer: StepTimer, plan: Plan) -> None:
+    """Run one discarded pass on blank images if the strategy needs one. The state is loaded after this."""
+    device, size = strategy.group.device, plan.first_size
+    blank = torch.zeros((plan.micro_batch, 3, size, size), dtype=torch.uint8)
+    labels = torch.zeros(plan.micro_batch, dtype=torch.int64, device=device)
 
-    def _heed(self, guard: Tensor) -> None:
-        """Have the fused optimizer skip the update; it is the scaler that tells it so where there is one, by a gradient."""
-        state = self._state
-        if state.scaler.is_enabled():
-            first = next(one.grad for one in state.model.parameters() if one.grad is not None)
-            first.masked_fill_(guard > 0, torch.nan)
-        else:
-            state.optimizer.found_inf = guard  # type: ignore[attr-defined]
+    def backward() -> None:
+        _run_pass(strategy, normalise, timer, plan.accumulate - 1, blank, labels, torch.empty((0, WIDTH)))
 
-    def _pass(self, micro: int, images: Tensor, labels: Tensor, mix: Tensor) -> tuple[Tensor, Tensor]:
-        """images: [B, 3, H, W] uint8, labels: [B] int64 on the device, mix: [B or 0, 5]
-        -> (mean loss, logits [B, classes]); the gradients are left where the update finds them."""
-        with self._clock.on("copy"):
-            pixels = self._normalise(images)
-            mix = mix.to(self._device, non_blocking=True)
-        targets: Targets = (labels,)
-        if len(mix):
-            pixels = mixed(pixels, mix)
-            targets = (labels, partners(labels), own_shares(mix, *pixels.shape[2:]))
-        return self._strategy.forward_backward(micro, pixels, targets, self._objective)
+    strategy.warm_up(backward)
+    strategy.model.zero_grad()
 
-    def _mean_loss(self, logits: Tensor, targets: Targets) -> Tensor:
-        """targets: labels [B], and of a mixed pass the partners' labels [B] and each image's own share [B]."""
-        loss = self._loss(logits, targets[0])
-        if len(targets) > 1:
-            _, others, own = targets
-            loss = own * loss + (1 - own) * self._loss(logits, others)
-        return loss.mean()
 
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """[B]: linear in the target, so that a mixed target's loss is the mix of two."""
-        options = self._config.train
-        if options.loss == "ce":
-            return functional.cross_entropy(logits, labels, reduction="none", label_smoothing=options.label_smoothing)
-        classes = logits.shape[1]
-        target = torch.full_like(logits, options.label_smoothing / classes)
-        target.scatter_(1, labels[:, None], 1 - options.label_smoothing + options.label_smoothing / classes)
-        return functional.binary_cross_entropy_with_logits(logits, target, reduction="none").sum(1)
+def _run_pass(
+    strategy: Strategy, normalise: Normalise, timer: StepTimer, micro: int, images: Tensor, labels: Tensor, mix: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Run one pass, which leaves its gradients for the update. Return its mean loss and logits, [B, classes].
 
-    def _count(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        totals, images = self._state.totals, len(labels)
-        totals[0] += (loss.double().clamp(max=MAX_LOSS) * (images * LOSS_UNIT)).round().to(torch.int64)
-        totals[1] += (logits.argmax(1) == labels).sum()
-        totals[2] += images
+    images: [B, 3, H, W] uint8, labels: [B] int64 on the device, mix: [B, 5], or [0, 5] for images that are not mixed.
+    """
+    with timer.charge("copy"):
+        pixels = normalise(images)
+        mix = mix.to(pixels.device, non_blocking=True)
+    targets = Targets(labels)
+    if len(mix):
+        pixels = mixed(pixels, mix)
+        targets = Targets(labels, partners(labels), own_shares(mix, *pixels.shape[2:]))
+    return strategy.forward_backward(micro, pixels, targets)
+
+
+def _trace_update(trainer: Trainer, used: list[Batch]) -> None:
+    """Record the update just made: its sample ids in global order, and one digest over the digests of all samples."""
+    step = trainer.state.confirmed_step
+    parts = trainer.group.all_gather([(batch.ids.tolist(), batch.digests.numpy().tobytes()) for batch in used])
+    passes = [ids_and_digests for part in parts for ids_and_digests in part]
+    digest = hashlib.sha256(b"".join(digests for _, digests in passes)).hexdigest()
+    trainer.records.trace(step, trainer.plan.epoch(step - 1), [sample for ids, _ in passes for sample in ids], digest)
+
+
+def _record_defects(trainer: Trainer, used: list[Batch]) -> None:
+    """Log each bad image once. Raises StorageError, in all processes, if there are more than data.max_bad allows."""
+    known, images = trainer.state.bad_images, trainer.train_images
+    for defects in trainer.group.all_gather([defect for batch in used for defect in batch.defects]):
+        for sample, reason in defects:
+            if sample not in known:
+                known[sample] = reason
+                trainer.terminal.log(f"bad image {images.name(sample)}: {reason}; another image takes its place")
+                trainer.records.event("bad image", id=sample, file=images.name(sample), defect=reason)
+    _check_defects(trainer.config, trainer.plan, len(known))
+
+
+def _check_defects(config: Config, plan: Plan, count: int) -> None:
+    limit = config.data.max_bad * plan.train_images
+    if count > limit:
+        raise StorageError(
+            f"{count} of {plan.train_images:,} training images cannot be decoded, more than"
+            f" data.max_bad={config.data.max_bad:g} allows ({limit:.0f}): raise data.max_bad to train without them, or fix"
+            " the files that 'pipeline data check' names and start again with run.resume=never"
+        )

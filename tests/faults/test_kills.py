@@ -151,7 +151,7 @@ def test_resumed_with_other_numbers_of_processes_the_samples_are_the_same(tmp_pa
     run.nproc = 1
     result = run.run()
     assert result.code == 0
-    assert "going on with 1 process in place of 3" in result.err
+    assert "resuming with 1 process instead of 3" in result.err
     trace = read_rows(run.folder / "trace.jsonl")
     assert_each_sample_once(trace, 48)
     assert trace == read_rows(whole.folder / "trace.jsonl")

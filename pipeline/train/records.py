@@ -1,0 +1,243 @@
+"""What rank 0 writes of a run: journal, receipt, trace, checkpoints, samples for the report, and the MLflow sender.
+
+The other processes have `NullRecords`, so the code that trains asks nowhere who it is.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pipeline import errors
+from pipeline.config.credentials import without_password
+from pipeline.config.schema import Config
+from pipeline.data.sources import Source
+from pipeline.errors import RunError
+from pipeline.files import atomic_write
+from pipeline.plan import Plan
+from pipeline.record import sender
+from pipeline.record.checkpoint import Checkpoints
+from pipeline.record.folder import RunFolder
+from pipeline.record.journal import Journal, Trace
+from pipeline.record.provenance import provenance
+from pipeline.record.receipt import Receipt
+from pipeline.record.sender import NullSender
+from pipeline.record.terminal import Terminal
+from pipeline.supervision import launch_id
+from pipeline.train.evaluate import EvalResult
+from pipeline.train.resume import prepare_folder
+from pipeline.train.samples import Samples
+from pipeline.train.state import TrainState
+
+
+class Records:
+    def __init__(
+        self, config: Config, plan: Plan, state: TrainState, folder: RunFolder, source: Source, used: Path | None,
+        evaluated: dict[str, Any] | None, terminal: Terminal,
+    ) -> None:  # fmt: skip
+        """Open everything and record the start. Raises OSError if the folder cannot be written.
+
+        used: the checkpoint that the run resumes from. evaluated: its receipt row, if its model is evaluated.
+        """
+        log = terminal.log
+        best = state.best.step if state.best else None
+        prepare_folder(used, best, folder, log)
+        errors.clear_failure(folder.path)
+        atomic_write(folder.config, config.to_yaml().encode())
+        atomic_write(folder.plan, json.dumps(plan.to_dict(), indent=1).encode())
+        self._config, self._folder, self._terminal = config, folder, terminal
+        # what a checkpoint says besides the state
+        self._identity = {
+            "config": config.to_yaml(), "data": source.digest, "classes": list(source.classes), "world": plan.world,
+        }  # fmt: skip
+        self._journal = Journal(folder.journal, log)
+        self._checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep, log)
+        self._trace = Trace(folder.trace, state.step) if config.run.trace else None
+        facts = {
+            "recipe": config.recipe,
+            "world": plan.world,
+            "processes_a_node": plan.local_world,
+            "threads": plan.threads,
+            "epochs": config.train.epochs,
+            "data": source.digest,
+            **provenance(config.recipe, state.strategy.group.device),
+        }
+        self._journal.event(
+            "started",
+            step=state.step,
+            resumed=used is not None,
+            checkpoint=used.name if used else None,
+            launch=launch_id(),
+            tags=facts,
+        )
+        if evaluated:  # a checkpoint is synced and the journal is not: a machine may have lost this row
+            self._journal.event("evaluated", **evaluated)
+        self._receipt = Receipt(folder)
+        self._receipt.write(log)
+        self._samples = Samples(folder.report, source, config, state.step, log) if config.track.report else None
+        if self._samples:
+            self._samples.save_augmented(plan)
+        try:
+            self._sender = sender.start(config, folder)
+        except OSError as error:
+            log(f"MLflow's sender could not be started: {error.strerror}; 'pipeline sync' sends the journal later")
+            self._sender = NullSender()
+
+    def tracker_error(self) -> RunError | None:
+        """Return the error of a tracker that is not reached at the first attempt, or None."""
+        try:
+            self._sender.wait_ready()
+        except RunError as error:
+            return error
+        return None
+
+    def metrics(self, step: int, metrics: dict[str, float]) -> None:
+        """Record the metrics of a step."""
+        self._journal.report(step, metrics)
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Record an event."""
+        self._journal.event(name, **fields)
+
+    def receipt(self, row: dict[str, Any]) -> None:
+        """Record an evaluated model in journal and receipt."""
+        self._journal.event("evaluated", **row)
+        self._receipt.write(self._terminal.log)
+
+    def trace(self, step: int, epoch: int, ids: list[int], batch_sha256: str) -> None:
+        """Record which samples an update used."""
+        if self._trace:
+            self._trace.update(step, epoch, ids, batch_sha256)
+
+    def evaluated(self, result: EvalResult) -> None:
+        """Keep the predictions of an evaluation for the report."""
+        if self._samples:
+            self._samples.save_evaluation(result)
+
+    def save(self, state: dict[str, Any], epoch: int, step: int, best_step: int | None) -> None:
+        """Start to write a checkpoint, in a thread."""
+        self._checkpoints.save({**state, **self._identity, "epoch": epoch}, step, best_step)
+
+    def wait_for_save(self) -> None:
+        """Return when no checkpoint is being written."""
+        self._checkpoints.wait()
+
+    @property
+    def gave_up_saving(self) -> bool:
+        """So many saves have failed in a row that the run must end."""
+        return self._checkpoints.exhausted
+
+    @property
+    def last_save_failed(self) -> bool:
+        return self._checkpoints.last_failed
+
+    def lacks_checkpoint(self, step: int) -> bool:
+        """Return True if the folder has no checkpoint of `step`."""
+        return self._checkpoints.of_step(step) is None
+
+    def finish(self, state: TrainState, line: str) -> None:
+        """Draw the report, record the end of a finished run, send the rest to MLflow, and log a summary."""
+        if self._samples:
+            self._samples.draw_report(self._folder)
+        self.end(state, "FINISHED", line)
+        self._terminal.summarise(self._summary(state))
+
+    def end(self, state: TrainState, status: str, line: str) -> None:
+        """Record the end of a run, and give the sender time to deliver it. status: MLflow's word."""
+        log = self._terminal.log
+        self._checkpoints.wait()
+        self._journal.event("ended", status=status, step=state.step, line=line, best=self._best_file(state))
+        self._receipt.write(log)
+        if not self._sender.finish(log):
+            log("MLflow did not take everything: the journal keeps it, 'pipeline sync' with this run's folder sends it")
+
+    def crash(self, step: int) -> None:
+        """Record that this process crashed at `step`, without waiting for anybody."""
+        self._checkpoints.wait()
+        self._journal.event("ended", status="FAILED", step=step, line="crashed")
+
+    def _summary(self, state: TrainState) -> dict[str, str]:
+        best, file = state.best, self._best_file(state)
+        rows = {}
+        if best is None:
+            rows["best"] = "none: no validation had finite logits, so no model is sent or registered"
+        if best and file:
+            rows["best"] = f"top-1 {best.top1:.4f} at step {best.step:,}: {self._folder.checkpoints / file['file']}"
+        if self._config.track.report:
+            rows["report"] = str(self._folder.report)
+        uri = sender.tracking_uri(self._config, self._folder)
+        rows["tracker"] = without_password(uri) if uri else "none: the journal alone"
+        rows["use it"] = f"pipeline predict {self._folder.path} IMAGE ..."
+        return rows
+
+    def _best_file(self, state: TrainState) -> dict[str, Any] | None:
+        path = self._checkpoints.of_step(state.best.step) if state.best else None
+        return {"step": state.best.step, "file": path.name} if state.best and path else None
+
+
+class NullRecords(Records):
+    """Writes nothing: for every process but rank 0."""
+
+    gave_up_saving = False
+    last_save_failed = False
+
+    def __init__(self) -> None:
+        pass
+
+    def tracker_error(self) -> None:
+        return None
+
+    def metrics(self, step: int, metrics: dict[str, float]) -> None:
+        pass
+
+    def event(self, name: str, **fields: Any) -> None:
+        pass
+
+    def receipt(self, row: dict[str, Any]) -> None:
+        pass
+
+    def trace(self, step: int, epoch: int, ids: list[int], batch_sha256: str) -> None:
+        pass
+
+    def evaluated(self, result: EvalResult) -> None:
+        pass
+
+    def save(self, state: dict[str, Any], epoch: int, step: int, best_step: int | None) -> None:
+        pass
+
+    def wait_for_save(self) -> None:
+        pass
+
+    def lacks_checkpoint(self, step: int) -> bool:
+        return False
+
+    def finish(self, state: TrainState, line: str) -> None:
+        pass
+
+    def end(self, state: TrainState, status: str, line: str) -> None:
+        pass
+
+    def crash(self, step: int) -> None:
+        pass
+
+
+def open_records(
+    config: Config, plan: Plan, state: TrainState, folder: RunFolder, source: Source, used: Path | None,
+    terminal: Terminal,
+) -> Records:  # fmt: skip
+    """Return this process's records. All processes call this together, and raise together.
+
+    Raises RequestError or StorageError if the folder cannot be written, RequestError if a required tracker is away.
+    """
+    group = state.strategy.group
+    evaluated = state.receipt_row() if state.is_evaluated else None
+    records: Records = NullRecords()
+    error: RunError | None = None
+    if group.is_main:
+        try:
+            records = Records(config, plan, state, folder, source, used, evaluated, terminal)
+        except OSError as reason:
+            error = folder.unwritable(reason)
+    group.raise_together(error)
+    if config.track.required:
+        group.raise_together(group.run_long_task(records.tracker_error))
+    return records
