@@ -1,10 +1,11 @@
 """The divergence watch: weights that must be equal in all processes are compared.
 
-Promise: no checkpoint holds weights that the processes do not agree on. Each process sums the bits of each tensor as
-integers, on its device. The sums are compared every `run.watch`, and before each evaluation and save: one flipped bit
-changes a sum. The error names the rank that differs from the majority, and the first tensor. Without a majority it names
-the rank that differs from rank 0, and says that either may be right. The run then ends as a crash does (exit 1): hardware or
-software is broken, not the request. The earlier checkpoints are good, so a launcher may restart the run.
+Promise: no checkpoint holds weights that the processes do not agree on. Each process sums the bits
+of each tensor as integers, on its device. The sums are compared every `run.watch`, and before each
+evaluation and save: one flipped bit changes a sum. The error names the rank that differs from the
+majority, and the first tensor. Without a majority it names the rank that differs from rank 0, and
+says that either may be right. The run then ends as a crash does (exit 1): hardware or software is
+broken, not the request. The earlier checkpoints are good, so a launcher may restart the run.
 """
 
 import socket
@@ -43,7 +44,7 @@ class DivergenceWatch:
 
 
 class NullDivergenceWatch(DivergenceWatch):
-    """For one process, for processes that hold different parts of the model, and for run.watch=none."""
+    """For one process, for processes with different parts of the model, and for run.watch=none."""
 
     def __init__(self) -> None:
         pass
@@ -82,6 +83,6 @@ def _describe(names: list[str], sums: list[list[int]], hosts: list[str], step: i
     since = f"equal at step {equal_at}" if equal_at is not None else "never compared since the start"
     return (
         f"the weights have diverged: at step {step} {who} held other weights than {than}, first in {first} ({since}):"
-        " nothing was saved; the same command resumes from the previous checkpoint; if it happens again, check that rank's"
-        " device, memory and software"
+        " nothing was saved; the same command resumes from the previous checkpoint; if it happens again, check that"
+        " rank's device, memory and software"
     )

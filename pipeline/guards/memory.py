@@ -1,9 +1,10 @@
-"""Passes that fit: if a pass needs more memory than the device has, more and smaller passes make the same step.
+"""Passes that fit: if one needs more memory than the device has, smaller passes make the same step.
 
-Promise: global batch, order, augmentation and mixing stay the same, since passes only slice a global batch. What changes is
-the pass: batch norm sees fewer images at once, and sums are rounded elsewhere. So a deterministic run is refused instead,
-with the batch.accumulate that fits. All processes use the number of passes that the process with the least memory needs. A
-pass is tried before any gradient is exchanged, so a process that fails leaves no other one waiting.
+Promise: global batch, order, augmentation and mixing stay the same, since passes only slice a
+global batch. What changes is the pass: batch norm sees fewer images at once, and sums are rounded
+elsewhere. So a deterministic run is refused instead, with the batch.accumulate that fits. All
+processes use the number of passes that the process with the least memory needs. A pass is tried
+before any gradient is exchanged, so a process that fails leaves no other one waiting.
 """
 
 from collections.abc import Callable
@@ -25,8 +26,9 @@ def fit_passes(
 ) -> Plan:
     """Return the plan with as many passes a step as the memory needs.
 
-    try_pass: runs a pass of so many images in this process; raises torch.OutOfMemoryError if they are too many. Raises
-    RequestError if no pass fits, or if more passes would change the bits of a deterministic run.
+    try_pass: runs a pass of so many images in this process; raises torch.OutOfMemoryError if they
+    are too many. Raises RequestError if no pass fits, or if more passes would change the bits of a
+    deterministic run.
     """
     images, unit = plan.process_batch, 2 if config.mixes else 1  # mixing needs pairs
     for accumulate in range(plan.accumulate, images // unit + 1, plan.accumulate):
@@ -48,13 +50,13 @@ def fit_passes(
         )
         return replace(plan, accumulate=accumulate, micro_batch=images // accumulate)
     raise RequestError(
-        f"not even a pass of {unit} of {plan.image_size} px fits into the memory of {_name(group.device)}: choose a smaller"
-        " model.arch or augment.size, or parallel=fsdp"
+        f"not even a pass of {unit} of {plan.image_size} px fits into the memory of {_name(group.device)}: choose a"
+        " smaller model.arch or augment.size, or parallel=fsdp"
     ).collective()
 
 
 def make_try_pass(model: nn.Module, config: Config, plan: Plan, device: torch.device) -> Callable[[int], None]:
-    """Return a function that runs forward and backward on so many blank images, with room held for moments and EMA."""
+    """Return a function that tries a pass of so many images, with room for moments and EMA."""
     copies = config.optimizer.moments + (1 if config.train.ema is not None else 0)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     normalise = Normalise(device, channels_last=config.model.channels_last)

@@ -1,11 +1,12 @@
 """The loss guard: a loss that is not finite never reaches the weights.
 
-Promise: a loss that is not finite updates no weights in any process, and the run ends with a line that names the step and
-the rank. On a CPU the loss is checked before the update, in the exchange in which the processes agree on everything else.
-On a GPU that check would wait for the device, so the device checks: the flag is summed over the processes on its stream, a
-fused optimizer skips the update where `found_inf` is 1 (torch made that for its GradScaler), and the host reads the flag one
-step later without waiting. Nothing is reported, evaluated or saved before `sync` has asked about the last step, so no
-result of a skipped update is ever seen.
+Promise: a loss that is not finite updates no weights in any process, and the run ends with a line
+that names the step and the rank. On a CPU the loss is checked before the update, in the exchange in
+which the processes agree on everything else. On a GPU that check would wait for the device, so the
+device checks: the flag is summed over the processes on its stream, a fused optimizer skips the
+update where `found_inf` is 1 (torch made that for its GradScaler), and the host reads the flag one
+step later without waiting. Nothing is reported, evaluated or saved before `sync` has asked about
+the last step, so no result of a skipped update is ever seen.
 """
 
 from dataclasses import dataclass
@@ -32,22 +33,34 @@ class LossGuard:
     """Checks each loss on the host, before the update."""
 
     skip: Tensor | None = None
-    """[] float32 on the device: 1 where this step must not update anything. None: the host has checked already."""
+    """[] float32 on the device: 1 where this step must not update anything.
+
+    None: the host has checked already.
+    """
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._last: _Checked | None = None
 
     def check(self, step: int, loss: Tensor, batches: list[Batch]) -> bool:
-        """Return True if a loss of this process is known to be bad. Called after the backward passes of each step."""
+        """Return True if a loss of this process is known to be bad.
+
+        Called after the backward passes of each step.
+        """
         self._last = _Checked(step, loss, batches)
         return not bool(torch.isfinite(loss)) or self._strategy.has_overflow()
 
     def sync(self) -> None:
-        """Raise NotFiniteError in all processes if the last step's loss was bad. Waits for the device."""
+        """Raise NotFiniteError in all processes if the last step's loss was bad.
+
+        Waits for the device.
+        """
 
     def error(self) -> NotFiniteError:
-        """Return the error that names the first rank with a bad loss. Called by all processes together."""
+        """Return the error that names the first rank with a bad loss.
+
+        Called by all processes together.
+        """
         last, group = self._last, self._strategy.group
         assert last is not None
         bad = None
@@ -62,8 +75,8 @@ class LossGuard:
             )
         rank, (value, ids) = min(bad_by_rank.items())
         return NotFiniteError(
-            f"the loss is {value} at step {last.step} on rank {rank} ({format_sample_ids(ids)}): nothing was updated; lower"
-            " optimizer.lr, lengthen schedule.warmup or set train.clip, and start again with run.resume=never"
+            f"the loss is {value} at step {last.step} on rank {rank} ({format_sample_ids(ids)}): nothing was updated;"
+            " lower optimizer.lr, lengthen schedule.warmup or set train.clip, and start again with run.resume=never"
         )
 
 
@@ -97,14 +110,17 @@ class DeviceLossGuard(LossGuard):
                 raise self.error()
 
     def _was_bad(self) -> bool:
-        """Return True if the loss of the previous step was bad. Its event has normally completed: no wait."""
+        """Return True if the loss of the previous step was bad.
+
+        Its event has normally completed: no wait.
+        """
         if self._copied:
             self._copied.synchronize()
         return bool(self._flag)
 
 
 def make_loss_guard(strategy: Strategy, timer: StepTimer) -> LossGuard:
-    """Return the guard that checks on the device if the host would have to wait for it, else the one on the host."""
+    """Return the guard that never makes the host wait for the device."""
     if strategy.can_skip_update and strategy.group.device.type == "cuda":
         return DeviceLossGuard(strategy, timer)
     return LossGuard(strategy)

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT set a flag and nothing else: the loop reads it once a step, and all processes decide together."""
+"""SIGTERM and SIGINT only set a flag: the loop reads it, and all processes decide together."""
 
 import signal
 from collections.abc import Iterator
@@ -16,7 +16,10 @@ class StopRequest:
         self._asked = False
 
     def listen(self) -> None:
-        """Set the flag at each signal from now on. Called first in a process, before torch is imported."""
+        """Set the flag at each signal from now on.
+
+        Called first in a process, before torch is imported.
+        """
         for number in _SIGNALS:
             signal.signal(number, self._set_flag)
 
@@ -26,16 +29,17 @@ class StopRequest:
 
     @contextmanager
     def obeyed_at_once(self) -> Iterator[None]:
-        """End the process at a signal, while it waits for its peers in native code, which reads no flag.
+        """End the process at a signal: native code that waits for peers reads no flag.
 
-        No step has been made, so nothing is lost. Raises TemporaryError if a signal arrived earlier.
+        No step has been made, so nothing is lost. Raises TemporaryError if a signal arrived
+        earlier.
         """
         with self._handled_by(signal.SIG_DFL):
             yield
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """Raise TemporaryError at a signal, in Python code that changes nothing and may take long."""
+        """Raise TemporaryError at a signal, in code that changes nothing and may take long."""
 
         def stop(number: int, frame: object) -> None:
             raise TemporaryError(_TOO_EARLY)

@@ -1,8 +1,9 @@
 """The straggler watch: a process that the others wait for is named.
 
-A process's own time runs from the begin of a step until its gradients are computed: data, forward and backward, without the
-wait for the other processes' gradients. On a GPU two events on its stream measure it. The watch exchanges nothing by itself:
-the times travel in the sum that a report makes anyway.
+A process's own time runs from the begin of a step until its gradients are computed: data, forward
+and backward, without the wait for the other processes' gradients. On a GPU two events on its stream
+measure it. The watch exchanges nothing by itself: the times travel in the sum that a report makes
+anyway.
 """
 
 import time
@@ -35,9 +36,10 @@ class StragglerWatch:
         self._start = self._now()
 
     def pop_times(self) -> Tensor:
-        """Return [processes] int64: this process's microseconds since the last call at its rank, 0 elsewhere.
+        """Return [processes] int64: microseconds since the last call at this rank, 0 at the others.
 
-        Called when a report is due, whose sum has just waited for the device: the events have completed.
+        Called when a report is due, whose sum has just waited for the device: the events have
+        completed.
         """
         if self._group.device.type == "cuda":
             seconds = sum(start.elapsed_time(end) / 1000 for start, end in self._steps)
@@ -49,7 +51,7 @@ class StragglerWatch:
         return times
 
     def report(self, times: list[int], steps: int) -> dict[str, float]:
-        """Log a slow rank, and return the metrics. times: microseconds of each rank in `steps` steps."""
+        """Log a slow rank, and return metrics. times: microseconds of each rank for `steps`."""
         slowest = max(range(len(times)), key=lambda rank: times[rank])
         others = median(spent for rank, spent in enumerate(times) if rank != slowest)
         ratio = times[slowest] / max(1, others)
@@ -65,7 +67,8 @@ class StragglerWatch:
             self._named.add(slowest)
             self._log(
                 f"rank {slowest} is slow: its own part of a step (data, forward, backward) takes"
-                f" {times[slowest] / 1000 / steps:,.0f} ms, that of the others {others / 1000 / steps:,.0f} ms: they wait"
+                f" {times[slowest] / 1000 / steps:,.0f} ms, that of the others {others / 1000 / steps:,.0f} ms: they"
+                " wait"
             )
         return {"time/slowest_rank": float(slowest), "time/slowest_rank_ratio": ratio}
 

@@ -1,4 +1,7 @@
-"""How the processes of a run share the work. The model does not know, and the loop sees only `Strategy`."""
+"""How the processes of a run share the work.
+
+The model does not know, and the loop sees only `Strategy`.
+"""
 
 from torch import nn
 
@@ -16,7 +19,10 @@ __all__ = ["Strategy", "choose_strategy"]
 
 
 def choose_strategy(config: Config, plan: Plan, model: nn.Module, group: Group) -> Strategy:
-    """Return the strategy of this run. One process has nothing to exchange, except in exact mode."""
+    """Return the strategy of this run.
+
+    One process has nothing to exchange, except in exact mode.
+    """
     if config.run.exact:
         return ExactStrategy(config, plan, model, group)
     if config.parallel == "dataparallel":

@@ -1,8 +1,9 @@
 """DataParallel: one process drives all GPUs of a machine, as in the oldest guides.
 
-In every pass torch copies the model to each GPU, splits the batch, and collects logits and gradients on the first GPU, from
-threads of one Python process. It is here for comparison, and for code that cannot have several processes. Each GPU
-normalises its own part of a pass; the running statistics are those of the first GPU.
+In every pass torch copies the model to each GPU, splits the batch, and collects logits and
+gradients on the first GPU, from threads of one Python process. It is here for comparison, and for
+code that cannot have several processes. Each GPU normalises its own part of a pass; the running
+statistics are those of the first GPU.
 """
 
 from collections.abc import Callable
@@ -38,7 +39,7 @@ class DataParallelStrategy(Strategy):
 
 
 class AutocastModel(nn.Module):
-    """A model that runs in its caller's autocast dtype: torch 2.14 tells replica threads only that autocast is on."""
+    """A model in its caller's autocast dtype, which torch 2.14 does not tell replica threads."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

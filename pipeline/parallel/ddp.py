@@ -1,12 +1,14 @@
-"""DistributedDataParallel: each process has the whole model, and gradients are averaged during the backward pass.
+"""DistributedDataParallel: whole models, whose gradients are averaged during the backward pass.
 
-Exact resumption needs two choices. DDP rebuilds its gradient buckets after the first backward pass, and other buckets give
-other sums from 3 processes on: a discarded, synchronised pass before the state is loaded gives a resumed run the buckets of
-an uninterrupted one. And buffers are not broadcast in every pass but shared when they matter, before an evaluation or a
-save: training itself never reads running statistics.
+Exact resumption needs two choices. DDP rebuilds its gradient buckets after the first backward pass,
+and other buckets give other sums from 3 processes on: a discarded, synchronised pass before the
+state is loaded gives a resumed run the buckets of an uninterrupted one. And buffers are not
+broadcast in every pass but shared when they matter, before an evaluation or a save: training itself
+never reads running statistics.
 
-The wrapper is compiled, not the model: so torch splits the backward pass at the buckets, and they are still sent while it
-runs. DDP's `static_graph` stays off: it saves the search for unused parameters, which is off here already.
+The wrapper is compiled, not the model: so torch splits the backward pass at the buckets, and they
+are still sent while it runs. DDP's `static_graph` stays off: it saves the search for unused
+parameters, which is off here already.
 """
 
 import inspect

@@ -1,19 +1,24 @@
 """Exact mode: weights that do not depend on the number of processes, bit for bit.
 
-Promise: a run with `run.exact=true` has the same weights with 1, 2, 3, … processes, and when it resumes with another number.
-Why it holds: a global batch is always cut into the same shards, and each shard is computed alone, in whichever process: in a
-pass of its own, with its own randomness and its own batch norm. What shards exchange are integers, whose sum is the same in
-any order and any grouping: gradients in units of 2^-fraction_bits, running statistics in units of 2^-36.
+Promise: a run with `run.exact=true` has the same weights with 1, 2, 3, … processes, and when it
+resumes with another number. Why it holds: a global batch is always cut into the same shards, and
+each shard is computed alone, in whichever process: in a pass of its own, with its own randomness
+and its own batch norm. What shards exchange are integers, whose sum is the same in any order and
+any grouping: gradients in units of 2^-fraction_bits, running statistics in units of 2^-36.
 
-- Batch norm sees its shard, as under DDP it sees its process's pass. Each shard starts from the running statistics at the
-  begin of the step; the new ones are the mean over all shards. A counter (`num_batches_tracked`) counts one shard a step.
-- Range: a shard's gradient must stay below 2^(62 - fraction_bits) / shards, so that no sum can overflow. A larger gradient,
-  or one that is not finite, is noticed before the update (`has_overflow`).
-- Resolution: a unit of 2^-44 is 6e-14. If the largest gradient of a tensor has few units, `precision_warning` says so.
+- Batch norm sees its shard, as under DDP it sees its process's pass. Each shard starts from the
+  running statistics at the begin of the step; the new ones are the mean over all shards. A counter
+  (`num_batches_tracked`) counts one shard a step.
+- Range: a shard's gradient must stay below 2^(62 - fraction_bits) / shards, so that no sum can
+  overflow. A larger gradient, or one that is not finite, is noticed before the update
+  (`has_overflow`).
+- Resolution: a unit of 2^-44 is 6e-14. If the largest gradient of a tensor has few units,
+  `precision_warning` says so.
 - Cost: twice the bytes of DDP, in buckets that are sent while the last backward pass still runs.
 
-Sums that do not depend on the order are an old goal (Demmel & Nguyen, "Fast reproducible floating-point summation", 2013);
-fixed point is the simplest way to have them, for numbers whose range can be stated.
+Sums that do not depend on the order are an old goal (Demmel & Nguyen, "Fast reproducible
+floating-point summation", 2013); fixed point is the simplest way to have them, for numbers whose
+range can be stated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -67,7 +72,8 @@ class ExactStrategy(Strategy):
         self._buffers = [
             buffer for module in model.modules() if module.training for buffer in module.buffers(recurse=False)
         ]
-        # running statistics are averaged; the other buffers are counters, which count one shard a step
+        # running statistics are averaged; the other buffers are counters, which count one shard a
+        # step
         self._averaged = [buffer for buffer in self._buffers if buffer.is_floating_point()]
         self._buffers_before: list[Tensor] = []
         size = sum(buffer.numel() for buffer in self._averaged)
@@ -103,8 +109,8 @@ class ExactStrategy(Strategy):
         if units >= _FEW_UNITS:
             return None
         return (
-            f"exact: the largest gradient of a tensor was no more than {units:.0f} units of 2^-{self._bits}, so its sum is"
-            " coarse: raise exact.fraction_bits"
+            f"exact: the largest gradient of a tensor was no more than {units:.0f} units of 2^-{self._bits}, so its sum"
+            " is coarse: raise exact.fraction_bits"
         )
 
     def replicated_tensors(self) -> dict[str, Tensor]:
@@ -125,7 +131,7 @@ class ExactStrategy(Strategy):
             self._add_shard(bucket)
 
     def _add_shard(self, bucket: _Bucket) -> None:
-        """Add the current shard's gradients to a bucket; in the last pass, send complete buckets in order."""
+        """Add the current shard's gradients to a bucket; in the last pass send complete buckets."""
         parts = [
             torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in bucket.parameters
         ]

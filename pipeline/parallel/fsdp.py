@@ -1,14 +1,19 @@
-"""FSDP2: each process keeps a shard of every weight, gradient and moment, and gathers a block only while it runs.
+"""FSDP2: each process keeps a shard of the weights, and gathers a block only while it runs.
 
-`torch.distributed.fsdp.fully_shard` (Zhao et al., "PyTorch FSDP", 2023; the second version) does the work: one unit for each
-block of the model, so that a block's weights are sent while another one runs, and one unit for the rest. Gradients are
-summed in torch's own order, which a resumed run repeats: no warm-up pass is needed.
+`torch.distributed.fsdp.fully_shard` (Zhao et al., "PyTorch FSDP", 2023; the second version) does
+the work: one unit for each block of the model, so that a block's weights are sent while another one
+runs, and one unit for the rest. Gradients are summed in torch's own order, which a resumed run
+repeats: no warm-up pass is needed.
 
-- A checkpoint is the one complete file that DDP writes: all processes gather each tensor in turn, and rank 0 keeps it, so
-  rank 0 has the whole state in host memory during a save. On resume every process reads it whole and keeps its shard.
-- Running statistics are no weights: each process has its own complete ones, as under DDP, and rank 0's are saved.
-- With several passes a step, gradients stay unsharded until the last pass: `batch.accumulate` costs their memory.
-- Validation runs on shards too, so a process that has no batch left passes a blank image to take part in each block.
+- A checkpoint is the one complete file that DDP writes: all processes gather each tensor in turn,
+  and rank 0 keeps it, so rank 0 has the whole state in host memory during a save. On resume every
+  process reads it whole and keeps its shard.
+- Running statistics are no weights: each process has its own complete ones, as under DDP, and rank
+  0's are saved.
+- With several passes a step, gradients stay unsharded until the last pass: `batch.accumulate` costs
+  their memory.
+- Validation runs on shards too, so a process that has no batch left passes a blank image to take
+  part in each block.
 """
 
 from collections.abc import Callable, Iterator
@@ -57,8 +62,9 @@ class FSDPStrategy(Strategy):
         yield
 
     def on_gradients_computed(self, callback: Callable[[], None]) -> None:
-        # FSDP2 accumulates no gradient into a sharded parameter, so its hooks never run. The gradient of the first layer's
-        # output comes next to last: of this process's work only that layer's own weights are left.
+        # FSDP2 accumulates no gradient into a sharded parameter, so its hooks never run. The
+        # gradient of the first layer's output comes next to last: of this process's work only that
+        # layer's own weights are left.
         layers = (module for module in self.model.modules() if not any(True for _ in module.children()))
         first = next(layer for layer in layers if any(weight.requires_grad for weight in layer.parameters()))
 
@@ -76,8 +82,8 @@ class FSDPStrategy(Strategy):
         def predict(pixels: Tensor) -> Tensor:
             if not len(pixels):
                 return predict(pixels.new_zeros((1, *pixels.shape[1:])))[:0]
-            # if the very first forward pass ran in inference mode, FSDP2's unsharded weights would be inference tensors,
-            # which no backward pass can use (torch 2.14)
+            # if the very first forward pass ran in inference mode, FSDP2's unsharded weights would
+            # be inference tensors, which no backward pass can use (torch 2.14)
             with torch.inference_mode(False), torch.no_grad():
                 logits: Tensor = model(pixels)
             return logits
@@ -113,7 +119,7 @@ class FSDPStrategy(Strategy):
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the FSDP units of a model: the members of its outermost `nn.Sequential`s, which run one after another."""
+    """Yield the FSDP units of a model: the members of its outermost `nn.Sequential`s."""
     for child in model.children():
         if type(child) is nn.Sequential:
             for member in child:
@@ -126,7 +132,7 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _shard(full: Any, like: Tensor) -> Any:
-    """Return this process's shard of `full`, sharded as `like` is; anything that has no shards is returned as it is."""
+    """Return this process's shard of `full`, sharded as `like`; anything else as it is."""
     if not (isinstance(full, Tensor) and isinstance(like, DTensor) and full.shape == like.shape):
         return full
     return distribute_tensor(full.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -1,16 +1,20 @@
-"""Pipeline stages: each process has some of the model's layers, and micro-batches pass through them one after another.
+"""Pipeline stages: each process has some of the layers, and micro-batches pass through them.
 
-`torch.distributed.pipelining` moves activations and gradients (GPipe: Huang et al., 2019; 1F1B: Narayanan et al.,
-"PipeDream", 2019). `stages.count` neighbouring processes hold one copy of the model. More processes hold several copies,
-whose stages average their gradients as DDP does: the hybrid of model and data parallelism in the older guides.
+`torch.distributed.pipelining` moves activations and gradients (GPipe: Huang et al., 2019; 1F1B:
+Narayanan et al., "PipeDream", 2019). `stages.count` neighbouring processes hold one copy of the
+model. More processes hold several copies, whose stages average their gradients as DDP does: the
+hybrid of model and data parallelism in the older guides.
 
-To the rest of the program a process looks as under DDP: it loads its own share of the global batch and counts its own
-images. The first stage of a copy collects the pixels of all its processes, the last stage collects their targets, and sends
-the logits to all of them. So order, trace, loss and accuracy are those of any other strategy, and no image is decoded twice.
+To the rest of the program a process looks as under DDP: it loads its own share of the global batch
+and counts its own images. The first stage of a copy collects the pixels of all its processes, the
+last stage collects their targets, and sends the logits to all of them. So order, trace, loss and
+accuracy are those of any other strategy, and no image is decoded twice.
 
-- Batch norm sees one micro-batch at a time, and running statistics are updated once per micro-batch.
-- A checkpoint is the one complete file that DDP writes: the stages of the first copy send rank 0 their parts, so rank 0 has
-  the whole state in host memory during a save. On resume every process reads it whole and keeps its part.
+- Batch norm sees one micro-batch at a time, and running statistics are updated once per
+  micro-batch.
+- A checkpoint is the one complete file that DDP writes: the stages of the first copy send rank 0
+  their parts, so rank 0 has the whole state in host memory during a save. On resume every process
+  reads it whole and keeps its part.
 - The gradients of the copies are averaged after the last pass, not during the backward pass.
 """
 
@@ -38,8 +42,8 @@ class StagesStrategy(Strategy):
     is_replicated = False
     can_skip_update = False
     notice = (
-        "parallel=stages: batch norm sees one micro-batch at a time; rank 0 holds the whole state in host memory during a"
-        " save, and every process on resume; run.watch compares nothing"
+        "parallel=stages: batch norm sees one micro-batch at a time; rank 0 holds the whole state in host memory during"
+        " a save, and every process on resume; run.watch compares nothing"
     )
 
     def __init__(self, config: Config, plan: Plan, model: nn.Module, group: Group) -> None:
@@ -62,7 +66,8 @@ class StagesStrategy(Strategy):
         part = _AutocastStage(model, self._links)
         part.autocast = self._autocast
         schedule = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[config.stages.schedule]
-        # the loss is divided here, for all passes of a step; torch would also divide what earlier passes left
+        # the loss is divided here, for all passes of a step; torch would also divide what earlier
+        # passes left
         self._schedule = schedule(self._pipeline(part), plan.micro_batches, self._micro_batch_loss, scale_grads=False)
         self._loss_parts = plan.micro_batches * plan.accumulate
         self._targets: Targets | None = None
@@ -143,7 +148,8 @@ class StagesStrategy(Strategy):
     def _run_schedule(self, schedule: Any, images: Tensor, share: int, rows: Tensor | None = None) -> Tensor:
         """Run one pass of a copy. Return this process's logits, [share, classes] float32.
 
-        rows: of a training pass, [count × share] int64, the indices of the images; torch hands each micro-batch its own.
+        rows: of a training pass, [count × share] int64, the indices of the images; torch hands each
+        micro-batch its own.
         """
         logits = torch.empty((self._count * share, self._classes), device=self.group.device)
         if self._stage == 0:
@@ -158,7 +164,7 @@ class StagesStrategy(Strategy):
         return logits[self._stage * share : (self._stage + 1) * share]
 
     def _collect(self, tensor: Tensor, stage: int) -> Tensor:
-        """Return the tensors [B, …] of a copy's processes, [count × B, …], at one stage; at the others [0, …]."""
+        """Return a copy's tensors [B, …] as [count × B, …] at one stage; elsewhere [0, …]."""
         tensor = tensor.contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self._count)] if stage == self._stage else None
         dist.gather(tensor, parts, group=self._pp_group, group_dst=stage)
@@ -191,7 +197,7 @@ class _AutocastStage(Part):
 
 
 def _join_one_of(groups: list[range], timeout: timedelta) -> dist.ProcessGroup:
-    """Return the one of these process groups that this process is in; all processes create them all."""
+    """Return the group that this process is in, of those that all processes create together."""
     group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], timeout)
     assert isinstance(group, dist.ProcessGroup)
     return group
@@ -207,7 +213,7 @@ def _map_targets(targets: Targets, change: Callable[[Tensor], Tensor]) -> Target
 
 
 def _optimizer_names(model: nn.Module) -> list[list[str]]:
-    """Return the names of the parameters in each group of the optimizer; torch numbers them in this order."""
+    """Return the parameter names of each optimizer group, in the order of torch's numbers."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [[names[id(parameter)] for parameter in group["params"]] for group in parameter_groups(model, 0)]
 
@@ -219,7 +225,10 @@ def _by_name(moments: dict[int, Any], names: list[list[str]]) -> dict[str, Any]:
 
 
 def _optimizer_state(moments: dict[str, Any], settings: list[dict[str, Any]], names: list[list[str]]) -> dict[str, Any]:
-    """Return the state dict of an optimizer over the parameters `names`. settings: its `param_groups`."""
+    """Return the state dict of an optimizer over the parameters `names`.
+
+    settings: its `param_groups`.
+    """
     numbers = {name: number for number, name in enumerate(name for group in names for name in group)}
     return {
         "state": {number: moments[name] for name, number in numbers.items() if name in moments},

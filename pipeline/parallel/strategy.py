@@ -1,4 +1,4 @@
-"""The interface of all strategies, and the strategy of one process, which has nothing to exchange."""
+"""The interface of all strategies, and the strategy of a single process."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,10 +17,10 @@ _RECOMPILES_PER_SIZE = 8  # torch's own limit, which torch 2.14 applies to all s
 
 
 class Strategy:
-    """Runs forward and backward, and leaves each process the mean gradient of the weights it updates."""
+    """Runs forward and backward, so that each process has the mean gradient of what it updates."""
 
     is_replicated = True
-    """Each process has the whole model, and waits for the others only while gradients are exchanged."""
+    """Each process has the whole model, and waits for others only when gradients are exchanged."""
     can_skip_update = True
     """The device can skip an update by itself (`guards.nonfinite`)."""
     notice: str | None = None
@@ -28,19 +28,21 @@ class Strategy:
 
     def __init__(self, config: Config, plan: Plan, model: nn.Module, group: Group) -> None:
         self.model = model
-        """The model without wrappers, or the part of it that this process has: what is updated and saved."""
+        """The model without wrappers, or this process's part of it: what is updated and saved."""
         self.group = group
         self.scaler = torch.amp.GradScaler(group.device.type, enabled=config.train.precision == "fp16")
         """Scales the loss of fp16; elsewhere it does nothing."""
         self.loss_divisor = plan.accumulate
-        """The loss of a pass is divided by this, so that a step's gradient is that of its mean loss."""
+        """Divides the loss of a pass, so that a step's gradient is that of its mean loss."""
         self._options = config.train
         self._compiles = plan.compiles
         self._num_sizes = len(plan.sizes)
         self._run_model = self._compiled(model)
 
     def forward_backward(self, micro: int, pixels: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
-        """Run pass `micro` of a step. Return its mean loss, [], and its logits, [B, classes], detached.
+        """Run pass `micro` of a step.
+
+        Return its mean loss, [], and its logits, [B, classes], detached.
 
         pixels: [B, 3, H, W] float32 on the device.
         """
@@ -58,11 +60,11 @@ class Strategy:
         return logits
 
     def gradient_sync(self, micro: int) -> AbstractContextManager[None]:
-        """Return the context of pass `micro`: only need to exchange gradients in the last pass of a step."""
+        """Return the context of pass `micro`: gradients are exchanged in the last pass only."""
         return nullcontext()
 
     def on_gradients_computed(self, callback: Callable[[], None]) -> None:
-        """Call `callback` in each backward pass when the rest of the pass only waits for other processes."""
+        """Call `callback` in each backward pass, once the rest only waits for other processes."""
         first = next(parameter for parameter in self.model.parameters() if parameter.requires_grad)
         # gradients arrive from the last layer to the first
         first.register_post_accumulate_grad_hook(lambda _: callback())  # type: ignore[no-untyped-call]
@@ -72,7 +74,7 @@ class Strategy:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def has_overflow(self) -> bool:
-        """Return True if a gradient of this step could not be summed; there must be no update then."""
+        """Return True if a gradient could not be summed: there must be no update."""
         return False
 
     def precision_warning(self) -> str | None:
@@ -88,28 +90,29 @@ class Strategy:
             backward()
 
     def make_ema(self) -> nn.Module:
-        """Return a copy of the model for the moving average of its weights, sharded as the model is."""
+        """Return a copy of the model for its moving average, sharded as the model is."""
         return make_ema(self.model)
 
     def make_predictor(self, model: nn.Module) -> Callable[[Tensor], Tensor] | None:
-        """Return a function from pixels, [B, 3, H, W], to logits, [B, classes], that all processes call together.
+        """Return a function, pixels [B, 3, H, W] to logits [B, classes], that all ranks call.
 
-        B may be 0 in some processes. None if each process can run `model` alone. model: this strategy's model or its EMA.
+        B may be 0 in some processes. None if each process can run `model` alone. model: this
+        strategy's model or its EMA.
         """
         return None
 
     def average_buffers(self, model: nn.Module) -> None:
-        """Set the running statistics of `model` to their mean over the processes (model.batchnorm=average)."""
+        """Average the running statistics of `model` over the processes, if the run wants that."""
 
     def broadcast_buffers(self, model: nn.Module) -> None:
         """Give every process the same running statistics of `model`, before it is evaluated."""
 
     def replicated_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors, by name, that must be bit-identical in all processes after an update."""
+        """Return the tensors that must be bit-identical in all processes after an update."""
         return dict(self.model.named_parameters())
 
     def full_state(self, states: dict[str, Any]) -> dict[str, Any]:
-        """Return state dicts (`model`, `average`, `optimizer`) of the whole model on rank 0; elsewhere they may be empty.
+        """Return the state dicts (`model`, `average`, `optimizer`) of the whole model, on rank 0.
 
         All processes call this together.
         """
@@ -120,7 +123,7 @@ class Strategy:
         return states
 
     def _compiled(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
-        """Return `module`, compiled if the plan says so: at its first call, once for each size of images."""
+        """Return `module`, compiled if the plan says so, at its first call with each image size."""
         if not self._compiles:
             return module
         from torch._dynamo import config  # takes a second to import

@@ -1,8 +1,9 @@
-"""How much of a device a training uses: model FLOPs utilisation, as in PaLM (Chowdhery et al. 2022, appendix B).
+"""Model FLOPs utilisation, as in PaLM (Chowdhery et al. 2022, appendix B).
 
-The numerator is the arithmetic of the model, forward and backward, which torch counts once from shapes alone (a
-multiplication and an addition are two). The denominator is the peak that the maker states for dense matrices in the
-precision of the run. A device that is not in the table, or a precision without such a rate, has no figure.
+The numerator is the arithmetic of the model, forward and backward, which torch counts once from
+shapes alone (a multiplication and an addition are two). The denominator is the peak that the maker
+states for dense matrices in the precision of the run. A device that is not in the table, or a
+precision without such a rate, has no figure.
 """
 
 import torch
@@ -11,10 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipeline.config.schema import Config, Model
 from pipeline.model.architectures import skeleton
 
-# dense bf16 and fp16 in FLOP/s, from NVIDIA's data sheets; the first name that is part of the device's own name
+# dense bf16 and fp16 in FLOP/s, from NVIDIA's data sheets; the first name that is part of the
+# device's own name
 _PEAKS = (
-    ("B200", 2.25e15), ("H200", 989e12), ("H100 NVL", 835e12), ("H100 PCIe", 756e12), ("H100", 989e12), ("A100", 312e12),
-    ("L40S", 362e12), ("L4", 121e12),
+    ("B200", 2.25e15), ("H200", 989e12), ("H100 NVL", 835e12), ("H100 PCIe", 756e12), ("H100", 989e12),
+    ("A100", 312e12), ("L40S", 362e12), ("L4", 121e12),
 )  # fmt: skip
 _SHARE_OF_PEAK = {"bf16": 1.0, "fp16": 1.0, "tf32": 0.5}
 
@@ -26,7 +28,7 @@ class MfuMeter:
         self._flops: dict[int, int] = {}
 
     def metrics(self, images_per_s: float, size: int) -> dict[str, float]:
-        """Return the metrics of a job that trains so many images of `size` × `size` px per second."""
+        """Return the metrics of a job that trains so many images of `size` × `size` px a second."""
         if size not in self._flops:
             self._flops[size] = flops_per_image(self._options, self._num_classes, size)
         return {"time/mfu": images_per_s * self._flops[size] / self._peak}
@@ -53,7 +55,7 @@ def make_mfu_meter(config: Config, num_classes: int, devices: int, device: torch
 
 
 def flops_per_image(options: Model, num_classes: int, size: int) -> int:
-    """Return the floating-point operations of training on one image of `size` × `size` px, forward and backward."""
+    """Return the FLOPs of one image of `size` × `size` px in training, forward and backward."""
     model = skeleton(options, num_classes).train()
     images = torch.empty((2, 3, size, size), device="meta")  # two: batch norm refuses one value a channel
     with FlopCounterMode(display=False) as counter:

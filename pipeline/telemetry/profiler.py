@@ -1,8 +1,8 @@
 """A few steps under torch's profiler, for a trace viewer (Perfetto, chrome://tracing).
 
-torch.profiler records rank 0 between two steps, and the trace is written to the run's `report/`, compressed. Recorded steps
-are slower, and their reports are not marked: choose a window between two reports, and after the first steps, in which
-kernels are chosen and compiled.
+torch.profiler records rank 0 between two steps, and the trace is written to the run's `report/`,
+compressed. Recorded steps are slower, and their reports are not marked: choose a window between two
+reports, and after the first steps, in which kernels are chosen and compiled.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,10 @@ class Profiler:
         self._is_recording = False
 
     def at_step(self, step: int) -> None:
-        """Start or stop to record if it is due. Called at the start of training and after each update."""
+        """Start or stop to record if it is due.
+
+        Called at the start of training and after each update.
+        """
         if step == self._first - 1:
             self._profile.start()
             self._is_recording = True

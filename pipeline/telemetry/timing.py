@@ -1,14 +1,16 @@
-"""Where the time goes: every moment of a training is charged to exactly one entry, and one line says what to improve.
+"""Where the time goes: every moment of training is charged to exactly one entry.
 
-Promise: the entries sum to the wall time. Why it holds: a timer always charges exactly one entry, and switches from entry
-to entry; what has no name is `other`. A switch costs less than a microsecond and never waits for a device.
+Promise: the entries sum to the wall time. Why it holds: a timer always charges exactly one entry,
+and switches from entry to entry; what has no name is `other`. A switch costs less than a
+microsecond and never waits for a device.
 
-A GPU works asynchronously, so the time that the host spends in the entries of a step is divided in the proportions that
-events on the device's stream show. The events are read long after they have completed.
+A GPU works asynchronously, so the time that the host spends in the entries of a step is divided in
+the proportions that events on the device's stream show. The events are read long after they have
+completed.
 
-`communication` is what a step waits for other processes: from the moment when its own gradients are computed to the end of
-the backward pass, and in the agreement that follows. Data sent while gradients are still being computed costs nothing, and
-is not in it.
+`communication` is what a step waits for other processes: from the moment when its own gradients are
+computed to the end of the backward pass, and in the agreement that follows. Data sent while
+gradients are still being computed costs nothing, and is not in it.
 """
 
 import math
@@ -137,14 +139,14 @@ class TimedBatches:
 
 
 def describe(spent: Seconds) -> str:
-    """Return the entries with their shares in percent, the largest first, without those below half a percent."""
+    """Return the entries with their shares in percent, the largest first; below 0.5 % none."""
     total = max(1e-9, sum(spent.values()))
     shares = sorted(((seconds / total, entry) for entry, seconds in spent.items()), reverse=True)
     return ", ".join(f"{entry.replace('_', ' and ')} {share:.0%}" for share, entry in shares if share >= 0.005)
 
 
 def advise(spent: Seconds, plan: Plan, cpus: int) -> tuple[Entry, str] | None:
-    """Return the largest avoidable entry and a line of advice, or None if all is well. cpus: of this machine."""
+    """Return the largest avoidable entry and a line of advice, or None. cpus: of this machine."""
     total = max(1e-9, sum(spent.values()))
     above: Seconds = {
         entry: spent[entry] / total for entry, share in _NOTEWORTHY.items() if spent[entry] > share * total
@@ -172,7 +174,7 @@ def advise(spent: Seconds, plan: Plan, cpus: int) -> tuple[Entry, str] | None:
 
 
 def _workers(spent: Seconds, plan: Plan, cpus: int) -> str:
-    """Return how many loader workers a node needs to keep up: its workers, or the loop itself, were busy all the time."""
+    """Return advice on how many loader workers a node needs to keep up."""
     others = max(1e-9, sum(spent[entry] for entry in (*_ON_DEVICE, "tracking", "other")))
     busy = plan.workers_per_node * (others + spent["data"]) if plan.workers else spent["data"] * plan.local_world
     needed = max(plan.workers_per_node + 1, math.ceil(busy / others))

@@ -1,1 +1,1 @@
-"""The training itself: what survives (state), one update (step), the exact validation (evaluate), and the loop."""
+"""Training: the state, one update (step), the exact validation, the loop, one process's session."""

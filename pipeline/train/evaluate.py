@@ -1,11 +1,12 @@
 """Exact validation: every image once, with any number of processes.
 
-Why it is exact: batches are cut from the whole set in index order, so their contents do not depend on which process
-evaluates them. Process r evaluates batches r, r + world, …. The results are integers (correct answers, losses in 2^-20),
-whose sum is the same in any order. Nothing is padded.
+Why it is exact: batches are cut from the whole set in index order, so their contents do not depend
+on which process evaluates them. Process r evaluates batches r, r + world, …. The results are
+integers (correct answers, losses in 2^-20), whose sum is the same in any order. Nothing is padded.
 
-NaN and infinity have no integer. An image whose logits are not finite is counted: it is a wrong answer, and it is in no sum.
-The loss of one image counts at most `MAX_LOSS`, so no sum can overflow.
+NaN and infinity have no integer. An image whose logits are not finite is counted: it is a wrong
+answer, and it is in no sum. The loss of one image counts at most `MAX_LOSS`, so no sum can
+overflow.
 """
 
 from collections.abc import Callable
@@ -41,7 +42,8 @@ class EvalResult(NamedTuple):
 class Evaluator:
     """Evaluates a model on a split of images.
 
-    predict: the function that all processes call together in place of `model` (`Strategy.make_predictor`), or None.
+    predict: the function that all processes call together in place of `model`
+    (`Strategy.make_predictor`), or None.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class Evaluator:
         self._size = config.evaluate.size or config.augment.size
 
     def evaluate(self, step: int, asked_to_stop: Callable[[], bool]) -> EvalResult | None:
-        """Return the result of the model, which is that of `step`; None in all processes if one is asked to stop.
+        """Return the model's result, or None in all processes if one is asked to stop.
 
         Raises OutageError in all processes if the images of one stay out of reach.
         """
@@ -72,7 +74,8 @@ class Evaluator:
         mine = range(group.rank, len(self._data), group.size)
         loaded = to_device(batches(self._data, mine, self._resources, pin=device.type == "cuda"), device)
         counts = torch.zeros(5, dtype=torch.int64, device=device)
-        # each image's label + 1, predicted class and confidence: one process sets them, so their sum is what it set
+        # each image's label + 1, predicted class and confidence: one process sets them, so their
+        # sum is what it set
         answers = torch.zeros((3, len(self.images)), dtype=torch.int64, device=device)
         defects: list[tuple[int, str]] = []
         in_training = [module for module in self._model.modules() if module.training]  # frozen modules are not
@@ -109,7 +112,8 @@ class Evaluator:
     def _count(self, batch: Batch, answers: Tensor) -> Tensor:
         """Evaluate a batch, and set its columns of `answers`, [3, images].
 
-        Return [images, correct, correct within five, loss in 2^-20, images with logits not finite] int64 on the device.
+        Return [images, correct, correct within five, loss in 2^-20, images with logits not finite]
+        int64 on the device.
         """
         labels = batch.labels.to(self._group.device, non_blocking=True)
         logits: Tensor = (self._predict or self._model)(self._normalise(batch.images)).float()

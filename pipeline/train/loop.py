@@ -1,8 +1,8 @@
 """The loop, from top to bottom: evaluate when due, save when due, then the next update.
 
-What is due is asked at the head of the loop. So a run that was stopped between an update and its evaluation evaluates when
-it resumes, and the end of training is no special case. Every decision is the same in all processes: it comes from the plan,
-from the state, or from `any_rank`.
+What is due is asked at the head of the loop. So a run that was stopped between an update and its
+evaluation evaluates when it resumes, and the end of training is no special case. Every decision is
+the same in all processes: it comes from the plan, from the state, or from `any_rank`.
 """
 
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ from pipeline.train.trainer import Trainer
 def train(trainer: Trainer, batches: Iterator[Batch]) -> Evaluation:
     """Train to the plan's last step. Return the evaluation of the last step's model.
 
-    Raises TemporaryError, after a save, if a process was asked to stop, and what `update_once` and `save` raise: in all
-    processes together.
+    Raises TemporaryError, after a save, if a process was asked to stop, and what `update_once` and
+    `save` raise: in all processes together.
     """
     state, plan, timer, metrics = trainer.state, trainer.plan, trainer.timer, trainer.metrics
     batches = TimedBatches(batches, timer)
@@ -72,7 +72,8 @@ def evaluate(trainer: Trainer) -> Evaluation | None:
 def save(trainer: Trainer, *, is_last: bool) -> None:
     """Have rank 0 save the state. is_last: return only when it is on the disk.
 
-    Raises NotFiniteError if weights are not finite, StorageError if saves fail, DivergedError if weights differ.
+    Raises NotFiniteError if weights are not finite, StorageError if saves fail, DivergedError if
+    weights differ.
     """
     state, group, records = trainer.state, trainer.group, trainer.records
     step = state.confirmed_step
@@ -93,7 +94,8 @@ def save(trainer: Trainer, *, is_last: bool) -> None:
         raise StorageError(f"no checkpoint could be saved five times in a row, step {step} is lost: free disk space")
     if best_is_lost:
         trainer.terminal.log(
-            f"the checkpoint of the best model, step {best:,}, is not in the run's folder: the best is chosen again from here"
+            f"the checkpoint of the best model, step {best:,}, is not in the run's folder: the best is chosen again"
+            " from here"
         )
         state.forget_best()
     warning = trainer.strategy.precision_warning()

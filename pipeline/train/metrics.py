@@ -1,7 +1,8 @@
 """Metrics of training while it runs, for the journal and the progress line.
 
-Sums over processes are made only when a report is due; between two reports everything stays on the device. The totals of a
-report are part of the state, so a run that resumes between two reports reports the same numbers.
+Sums over processes are made only when a report is due; between two reports everything stays on the
+device. The totals of a report are part of the state, so a run that resumes between two reports
+reports the same numbers.
 """
 
 import math
@@ -55,7 +56,7 @@ class Metrics:
         self.restart_window()
 
     def restart_window(self) -> None:
-        """Begin a new window: the time until now, of an evaluation for example, is not that of steps."""
+        """Begin a new window: the time until now, of an evaluation say, is not that of steps."""
         self._start, self._waited, self._steps = time.perf_counter(), self._timer.seconds["data"], 0
         self._cpu = sum(os.times()[:2])
 
@@ -121,7 +122,7 @@ class Metrics:
         self.restart_window()
 
     def end_of_epoch(self, state: TrainState) -> None:
-        """Report where the time went, at the end of an epoch and of the run, once all that is due is done."""
+        """Report where the time went, at the end of an epoch and of the run."""
         plan = self._plan
         is_end = state.step % plan.steps_per_epoch == 0 or state.step >= plan.last_step
         if not is_end or not self._has_new_steps:
@@ -141,7 +142,7 @@ class Metrics:
             self._terminal.log(f"{duration(sum(self._spent.values()))} since the start: {describe(self._spent)}")
 
     def _machine(self, elapsed: float) -> torch.Tensor:
-        """Return [processes, 3] int64: KiB of memory, thousandths of CPUs, KiB of GPU memory in this rank's row, else 0."""
+        """Return [processes, 3] int64, in this rank's row: KiB, CPU ‰, KiB of GPU memory."""
         device = self._group.device
         rows = torch.zeros((self._group.size, 3), dtype=torch.int64)
         rows[self._group.rank, 0] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,11 +1,11 @@
-"""First weights from elsewhere: torchvision's, those of another run, or a model in MLflow, with a head for the data's classes.
+"""First weights from torchvision, another run or MLflow, with a head for the data's classes.
 
-Rank 0 reads them and sends them to all processes, so no other process needs the file or the network. The tensors whose shape
-does not fit are those of the head: it keeps its random weights, and the run logs that. On resume the checkpoint's weights
-replace them.
+Rank 0 reads them and sends them to all processes, so no other process needs the file or the
+network. The tensors whose shape does not fit are those of the head: it keeps its random weights,
+and the run logs that. On resume the checkpoint's weights replace them.
 
-Frozen modules have no gradient, no decay and no moment, and stay in evaluation mode: running statistics that followed the new
-data would no longer match the frozen weights.
+Frozen modules have no gradient, no decay and no moment, and stay in evaluation mode: running
+statistics that followed the new data would no longer match the frozen weights.
 """
 
 import os
@@ -24,17 +24,18 @@ from pipeline.record import checkpoint
 
 
 def read(options: Model, model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that `model.init` names and that fit into `model`, of which only the shapes are used.
+    """Return the tensors that `model.init` names and that fit the shapes of `model`.
 
-    Raises RequestError if they cannot be found or are of another architecture, TemporaryError if they cannot be fetched now.
+    Raises RequestError if they cannot be found or are of another architecture, TemporaryError if
+    they cannot be fetched now.
     """
     assert options.init is not None
     given, wanted = _read(options.arch, options.init), model.state_dict()
     fitting = {name: tensor for name, tensor in given.items() if name in wanted and wanted[name].shape == tensor.shape}
     if 2 * len(fitting) < len(wanted):
         raise RequestError(
-            f"model.init={options.init} fits {len(fitting)} of {len(wanted)} tensors of {options.arch}: it is of another"
-            " architecture; set model.arch to its own"
+            f"model.init={options.init} fits {len(fitting)} of {len(wanted)} tensors of {options.arch}: it is of"
+            " another architecture; set model.arch to its own"
         )
     return fitting
 
@@ -51,7 +52,9 @@ def load_pretrained(
 
 
 def freeze(model: nn.Module, names: str) -> str:
-    """Freeze the modules that `model.freeze` names. Return a line that says how many weights are still trained.
+    """Freeze the modules that `model.freeze` names.
+
+    Return a line that says how many weights are still trained.
 
     Raises RequestError for a module that the model does not have, or if nothing is left to train.
     """
@@ -89,14 +92,15 @@ def _read(arch: str, init: str) -> dict[str, Tensor]:
     names = published_weights(arch)
     if init not in names:
         raise RequestError(
-            f"model.init={init} is neither a file or folder here, nor models:/NAME@ALIAS, nor one of torchvision's weights"
-            f" of {arch}" + (nearest(init, list(names)) or f": there are {', '.join(names) or 'none'}")
+            f"model.init={init} is neither a file or folder here, nor models:/NAME@ALIAS, nor one of torchvision's"
+            f" weights of {arch}" + (nearest(init, list(names)) or f": there are {', '.join(names) or 'none'}")
         )
     try:
         weights: dict[str, Tensor] = names[init].get_state_dict(progress=False, check_hash=True, weights_only=True)
     except (OSError, urllib.error.URLError) as error:
         raise TemporaryError(
-            f"model.init={init} cannot be fetched ({error}): put the file into torch's cache (TORCH_HOME), or name a path"
+            f"model.init={init} cannot be fetched ({error}): put the file into torch's cache (TORCH_HOME), or name a"
+            " path"
         ) from error
     except Exception as error:  # torch raises many types for a file that holds no weights
         raise StorageError(

@@ -1,4 +1,4 @@
-"""What rank 0 writes of a run: journal, receipt, trace, checkpoints, samples for the report, and the MLflow sender.
+"""All that rank 0 writes: journal, receipt, trace, checkpoints, samples, and the MLflow sender.
 
 The other processes have `NullRecords`, so the code that trains asks nowhere who it is.
 """
@@ -36,7 +36,8 @@ class Records:
     ) -> None:  # fmt: skip
         """Open everything and record the start. Raises OSError if the folder cannot be written.
 
-        used: the checkpoint that the run resumes from. evaluated: its receipt row, if its model is evaluated.
+        used: the checkpoint that the run resumes from. evaluated: its receipt row, if its model is
+        evaluated.
         """
         log = terminal.log
         best = state.best.step if state.best else None
@@ -135,14 +136,17 @@ class Records:
         return self._checkpoints.of_step(step) is None
 
     def finish(self, state: TrainState, line: str) -> None:
-        """Draw the report, record the end of a finished run, send the rest to MLflow, and log a summary."""
+        """Draw the report, record the end of a finished run, and log a summary."""
         if self._samples:
             self._samples.draw_report(self._folder)
         self.end(state, "FINISHED", line)
         self._terminal.summarise(self._summary(state))
 
     def end(self, state: TrainState, status: str, line: str) -> None:
-        """Record the end of a run, and give the sender time to deliver it. status: MLflow's word."""
+        """Record the end of a run, and give the sender time to deliver it.
+
+        status: FINISHED, FAILED or KILLED, as MLflow has it.
+        """
         log = self._terminal.log
         self._checkpoints.wait()
         self._journal.event("ended", status=status, step=state.step, line=line, best=self._best_file(state))
@@ -226,7 +230,8 @@ def open_records(
 ) -> Records:  # fmt: skip
     """Return this process's records. All processes call this together, and raise together.
 
-    Raises RequestError or StorageError if the folder cannot be written, RequestError if a required tracker is away.
+    Raises RequestError or StorageError if the folder cannot be written, RequestError if a required
+    tracker is away.
     """
     group = state.strategy.group
     evaluated = state.receipt_row() if state.is_evaluated else None

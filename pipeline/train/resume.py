@@ -1,7 +1,8 @@
 """Resuming a run: the decision, and how a checkpoint reaches every process.
 
-Rank 0 alone looks at the folder and reads the file. It sends the verified bytes to all processes. So no two processes can
-choose differently, whatever their file systems list, and a damaged file is found once.
+Rank 0 alone looks at the folder and reads the file. It sends the verified bytes to all processes.
+So no two processes can choose differently, whatever their file systems list, and a damaged file is
+found once.
 """
 
 from collections.abc import Callable
@@ -34,11 +35,14 @@ def find(config: Config, folder: RunFolder, source: Source, log: Callable[[str],
     """Return the checkpoint to resume from, or None for a fresh start. Changes nothing.
 
     1. run.resume=never: a fresh start (the earlier run was set aside).
-    2. run.resume=PATH: that checkpoint, or the newest of that folder that verifies, and nothing else.
-    3. run.resume=auto: the newest checkpoint here that verifies; if there are some and none does, exit 4.
+    2. run.resume=PATH: that checkpoint, or the newest of that folder that verifies, and nothing
+       else.
+    3. run.resume=auto: the newest checkpoint here that verifies; if there are some and none does,
+       exit 4.
     4. No checkpoint at all: a fresh start.
 
-    Raises RequestError for a checkpoint of another configuration or of other data, or a PATH that holds none.
+    Raises RequestError for a checkpoint of another configuration or of other data, or a PATH that
+    holds none.
     """
     if config.run.resume == "never":
         return None
@@ -58,9 +62,10 @@ def find(config: Config, folder: RunFolder, source: Source, log: Callable[[str],
 
 
 def at_restart(named: str, used: str, folder: RunFolder) -> str:
-    """Return run.resume for a restart of a run that was started with run.resume=`named` and resumed from the file `used`.
+    """Return run.resume for the restart of a run that resumed from file `used` of path `named`.
 
-    That is auto once the run has saved a checkpoint itself, and the same file until then: a folder may have newer ones.
+    That is auto once the run has saved a checkpoint itself, and the same file until then: a folder
+    may have newer ones.
     """
     own = checkpoint.listed(folder.checkpoints)
     if own and own[0].name != used and checkpoint.step_of(own[0]) >= checkpoint.step_of(Path(used)):
@@ -70,7 +75,7 @@ def at_restart(named: str, used: str, folder: RunFolder) -> str:
 
 
 def prepare_folder(used: Path | None, best_step: int | None, folder: RunFolder, log: Callable[[str], None]) -> None:
-    """Remove temporary files, set checkpoints newer than `used` aside, and copy the best model's checkpoint here.
+    """Prepare the folder to continue from `used`: set newer checkpoints aside, copy the best.
 
     Raises OSError if the folder cannot be written.
     """
@@ -94,7 +99,7 @@ def prepare_folder(used: Path | None, best_step: int | None, folder: RunFolder, 
 
 
 def share(found: Found | None, group: Group) -> dict[str, Any] | None:
-    """Return the contents of the checkpoint that rank 0 found, in every process; None for a fresh start."""
+    """Return in every process the contents of the checkpoint that rank 0 found, or None."""
     data = group.broadcast_bytes((found.data if found else b"") if group.is_main else None)
     if not data:
         return None
@@ -115,7 +120,7 @@ def resume(
 
 
 def what_changed(config: Config, source: Source, before: str, spare: Path) -> str:
-    """Return how the data differs from the data with digest `before`, if its index is cached beside it or in `spare`."""
+    """Return how the data differs from that with digest `before`, if its index is cached."""
     if source.index is None:
         return "the synthetic source has another size"
     index = remembered(data_root(config), spare, before)
@@ -131,8 +136,8 @@ def _refuse_others(contents: dict[str, Any], config: Config, source: Source) -> 
     if contents["data"] != source.digest:
         changed = what_changed(config, source, contents["data"], config.run_dir / "index")
         raise RequestError(
-            f"the data is not that of the checkpoint at step {contents['step']}: {changed}; restore it, or start again with"
-            " run.resume=never"
+            f"the data is not that of the checkpoint at step {contents['step']}: {changed}; restore it, or start again"
+            " with run.resume=never"
         )
 
 

@@ -1,4 +1,6 @@
-"""What rank 0 keeps for the report: predictions, and images as the model saw them. Another process draws it.
+"""What rank 0 keeps for the report: predictions, and images as the model saw them.
+
+Another process draws it.
 
 A failure to keep something, such as a full disk, is logged and does not stop training.
 """
@@ -33,7 +35,7 @@ _DRAWING_TIMEOUT_S = 120
 
 class Samples:
     def __init__(self, report: Path, source: Source, config: Config, step: int, log: Callable[[str], None]) -> None:
-        """Continue after `step`: what was kept of later steps, which the resumed run repeats, is removed."""
+        """Continue after `step`: remove files of later steps, which the resumed run repeats."""
         for kept in (report / "data").glob("step-*.npz"):
             if kept > predictions.evaluation_file(report, step):
                 kept.unlink()

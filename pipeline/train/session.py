@@ -1,8 +1,9 @@
 """One process's part in a run, from start to end: join, build, train, end.
 
-The `main` of a rank. It connects what the other modules do and contains no arithmetic. Its promise is the order: parts are
-complete before the state is loaded; rank 0 holds the folder's lock before anything is written to it; and however the run
-ends, the journal says so, the sender gets time to deliver it, and no process exits before rank 0 has saved.
+The `main` of a rank. It connects what the other modules do and contains no arithmetic. Its promise
+is the order: parts are complete before the state is loaded; rank 0 holds the folder's lock before
+anything is written to it; and however the run ends, the journal says so, the sender gets time to
+deliver it, and no process exits before rank 0 has saved.
 """
 
 import os
@@ -69,7 +70,9 @@ class Prepared:
 def run_training(
     config: Config, world: World, folder: RunFolder, prepare: Callable[[], Prepared] | None, stop: StopRequest
 ) -> str:
-    """Train as one process of `world`, and return the result line. Raises a RunError if there is none.
+    """Train as one process of `world`, and return the result line.
+
+    Raises a RunError if there is none.
 
     prepare: on rank 0, which holds the folder's lock; None in the other processes.
     """
@@ -128,7 +131,8 @@ def _set_up(
 ) -> tuple[Trainer, Source]:
     """Join the group, build all parts, load the state and open the records.
 
-    The checkpoint's bytes and contents are local here, so that training does not keep them in memory.
+    The checkpoint's bytes and contents are local here, so that training does not keep them in
+    memory.
     """
     # longer than a collective may take, so that a collective that fails reports its own error
     new_watchdog = partial(
@@ -171,7 +175,7 @@ def _set_up(
 
 
 def _is_finished(plan: Plan, state: TrainState, folder: RunFolder, terminal: Terminal) -> bool:
-    """Return True if an earlier start finished this run, and recorded that; in all processes together."""
+    """Return True, in all processes, if an earlier start finished this run and recorded that."""
     group = state.strategy.group
     (is_unrecorded,) = group.any_rank(group.is_main and final_status(folder.journal) != "FINISHED")
     if state.step < plan.last_step or not state.is_evaluated or is_unrecorded:
@@ -238,7 +242,9 @@ def _build(
     *,
     is_resumed: bool,
 ) -> tuple[Plan, TrainState]:
-    """Build the model, its strategy and its state, and warm up. Return also the plan, with passes that fit the memory.
+    """Build the model, its strategy and its state, and warm up.
+
+    Return also the plan, with passes that fit the memory.
 
     First weights are a function of the seed, or rank 0's `weights`.
     """
@@ -271,7 +277,10 @@ def _build(
 
 
 def _warm_up(config: Config, plan: Plan, strategy: Strategy, timer: StepTimer) -> None:
-    """Run the discarded pass, in which a model is compiled. Raises RequestError if it cannot be compiled."""
+    """Run the discarded pass, in which a model is compiled.
+
+    Raises RequestError if it cannot be compiled.
+    """
     normalise = Normalise(strategy.group.device, channels_last=config.model.channels_last)
     if not plan.compiles:
         return warm_up(strategy, normalise, timer, plan)
@@ -295,7 +304,7 @@ def _end(trainer: Trainer, error: RunError) -> None:
 
 
 def _crash(trainer: Trainer, report: str, code: int, *, is_secondary: bool = False) -> NoReturn:
-    """Exit at once: this process is broken, so the others cannot continue, and it must not wait for them.
+    """Exit at once: the other processes cannot continue either, and must not be waited for.
 
     report: a traceback, or one line. is_secondary: another process failed first.
     """

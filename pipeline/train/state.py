@@ -1,7 +1,8 @@
 """All that must survive a restart, in one place.
 
-Promise: a run that loads this state at step n continues exactly as the run that saved it would have. It is small because
-order, augmentation, dropout and the learning rate are functions of the step. It is complete when built, and then loaded.
+Promise: a run that loads this state at step n continues exactly as the run that saved it would
+have. It is small because order, augmentation, dropout and the learning rate are functions of the
+step. It is complete when built, and then loaded.
 """
 
 import math
@@ -21,12 +22,12 @@ from pipeline.record.checkpoint import weights_digest
 LOSS_UNIT = 2**20
 """Losses are summed as integers in units of 2^-20: the sum is the same in any order."""
 MAX_LOSS = 2**16
-"""An image's loss counts at most this much in a sum: fewer than 2^27 images add up to less than 2^63 units."""
+"""The most that an image's loss counts in a sum: 2^27 images then stay below 2^63 units."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The validation result of one step's model, in integers: the same with any number of processes."""
+    """The validation result of one step's model, in integers: the same at any world size."""
 
     step: int
     images: int
@@ -36,7 +37,10 @@ class Evaluation:
     loss_sum: int
     """In units of 2^-20."""
     not_finite: int = 0
-    """Images whose logits are not finite: wrong answers, and in no sum. Absent in checkpoints of version 0.1."""
+    """Images whose logits are not finite: wrong answers, and in no sum.
+
+    Absent in checkpoints of version 0.1.
+    """
 
     @property
     def top1(self) -> float:
@@ -57,8 +61,8 @@ class Evaluation:
         if not self.not_finite:
             return None
         return (
-            f"the logits of {self.not_finite} of {self.images} images are not finite: they count as wrong answers, the loss"
-            " is nan, and this model is never the best; lower optimizer.lr or set train.clip"
+            f"the logits of {self.not_finite} of {self.images} images are not finite: they count as wrong answers, the"
+            " loss is nan, and this model is never the best; lower optimizer.lr or set train.clip"
         )
 
 
@@ -72,7 +76,7 @@ class TrainState:
     ema: nn.Module | None
     """The moving average of the weights, or None."""
     totals: Tensor
-    """[loss in 2^-20, correct, images] int64 on the device: since the last report, of this process."""
+    """[loss in 2^-20, correct, images] int64 on the device, since the last report."""
     step: int = 0
     """Updates made: the only position of a run. It leaves this process as `confirmed_step`."""
     evaluation: Evaluation | None = None
@@ -90,7 +94,7 @@ class TrainState:
 
     @property
     def confirmed_step(self) -> int:
-        """The step, once its loss is known to be finite; else raises NotFiniteError in all processes.
+        """The step, once its loss is known to be finite. Raises NotFiniteError in all processes.
 
         Whatever reports, evaluates or saves a step reads it here.
         """
@@ -115,7 +119,10 @@ class TrainState:
         self.totals[2] += images
 
     def add_evaluation(self, evaluation: Evaluation) -> bool:
-        """Keep an evaluation. Return True if it is the best so far: of equals the earlier, never one with NaN logits."""
+        """Keep an evaluation.
+
+        Return True if it is the best so far: of equals the earlier, never one with NaN logits.
+        """
         self.evaluation = evaluation
         if not evaluation.not_finite and (self.best is None or evaluation.correct1 > self.best.correct1):
             self.best = evaluation
@@ -128,7 +135,9 @@ class TrainState:
             self.add_evaluation(self.evaluation)
 
     def to_dict(self, totals: Tensor) -> dict[str, Any]:
-        """Return tensors, numbers and strings: on rank 0 of the whole model. All processes call this together.
+        """Return tensors, numbers and strings: on rank 0 of the whole model.
+
+        All processes call this together.
 
         totals: those of this state, summed over the processes.
         """
@@ -148,7 +157,10 @@ class TrainState:
         }
 
     def load_dict(self, contents: dict[str, Any], *, is_main: bool) -> None:
-        """Load what `to_dict` returned. Rank 0 alone takes over the totals, so that the next sum counts them once."""
+        """Load what `to_dict` returned.
+
+        Rank 0 alone takes over the totals, so that the next sum counts them once.
+        """
         states = self.strategy.local_state({key: contents[key] for key in ("model", "average", "optimizer")})
         self.model.load_state_dict(states["model"])
         if self.ema is not None:
@@ -164,7 +176,10 @@ class TrainState:
         self.bad_images = dict(contents["bad_images"])
 
     def receipt_row(self) -> dict[str, Any]:
-        """Return the receipt's row of the evaluated model; valid on rank 0. All processes call this together."""
+        """Return the receipt's row of the evaluated model; valid on rank 0.
+
+        All processes call this together.
+        """
         evaluation = self.evaluation
         assert evaluation is not None
         return {
@@ -178,7 +193,10 @@ class TrainState:
         }
 
     def weights_digest(self) -> str:
-        """Return the digest of the evaluated model; valid on rank 0. All processes call this together."""
+        """Return the digest of the evaluated model; valid on rank 0.
+
+        All processes call this together.
+        """
         return weights_digest(self.strategy.full_state({"model": self.eval_model.state_dict()})["model"])
 
 
@@ -194,8 +212,9 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
         groups, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov, fused=not is_sharded
     )
     if options.momentum:
-        # Zeros have the same effect as no buffer at the first step. If that step is skipped because of an overflow (fp16),
-        # torch 2.14's fused SGD leaves new buffers uninitialised, with other values in each process.
+        # Zeros have the same effect as no buffer at the first step. If that step is skipped because
+        # of an overflow (fp16), torch 2.14's fused SGD leaves new buffers uninitialised, with other
+        # values in each process.
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -1,7 +1,8 @@
 """One update: forward and backward over this process's share of the global batch, then the weights.
 
-Nothing here waits for the device: losses and counts stay on it, as integers, until they are reported. What the passes draw
-(dropout) is addressed by (seed, step, shard), where a shard is one pass of one process.
+Nothing here waits for the device: losses and counts stay on it, as integers, until they are
+reported. What the passes draw (dropout) is addressed by (seed, step, shard), where a shard is one
+pass of one process.
 """
 
 import hashlib
@@ -25,10 +26,13 @@ from pipeline.train.trainer import Trainer
 
 
 def update_once(trainer: Trainer, batches: Iterator[Batch]) -> bool:
-    """Train on the next global batch and update the weights once. Return True if any process was asked to stop.
+    """Train on the next global batch and update the weights once.
 
-    batches: this process's passes, in order. Raises in all processes: NotFiniteError if the loss is not finite,
-    OutageError if the data stays out of reach, StorageError if too many images are bad, DivergedError if weights differ.
+    Return True if any process was asked to stop.
+
+    batches: this process's passes, in order. Raises in all processes: NotFiniteError if the loss is
+    not finite, OutageError if the data stays out of reach, StorageError if too many images are bad,
+    DivergedError if weights differ.
     """
     state, group, timer = trainer.state, trainer.group, trainer.timer
     trainer.stragglers.begin_step()
@@ -58,7 +62,10 @@ def update_once(trainer: Trainer, batches: Iterator[Batch]) -> bool:
 
 
 def forward_backward(trainer: Trainer, batches: Iterator[Batch]) -> tuple[Tensor, list[Batch]]:
-    """Run all passes of one step. Return their summed loss, [] on the device, and the batches used."""
+    """Run all passes of one step.
+
+    Return their summed loss, [] on the device, and the batches used.
+    """
     state, strategy, passes = trainer.state, trainer.strategy, trainer.plan.accumulate
     device = strategy.group.device
     loss_sum = torch.zeros((), device=device)
@@ -101,7 +108,10 @@ def apply_gradients(trainer: Trainer) -> None:
 
 
 def warm_up(strategy: Strategy, normalise: Normalise, timer: StepTimer, plan: Plan) -> None:
-    """Run one discarded pass on blank images if the strategy needs one. The state is loaded after this."""
+    """Run one discarded pass on blank images if the strategy needs one.
+
+    The state is loaded after this.
+    """
     device, size = strategy.group.device, plan.first_size
     blank = torch.zeros((plan.micro_batch, 3, size, size), dtype=torch.uint8)
     labels = torch.zeros(plan.micro_batch, dtype=torch.int64, device=device)
@@ -116,9 +126,12 @@ def warm_up(strategy: Strategy, normalise: Normalise, timer: StepTimer, plan: Pl
 def _run_pass(
     strategy: Strategy, normalise: Normalise, timer: StepTimer, micro: int, images: Tensor, labels: Tensor, mix: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Run one pass, which leaves its gradients for the update. Return its mean loss and logits, [B, classes].
+    """Run one pass, which leaves its gradients for the update.
 
-    images: [B, 3, H, W] uint8, labels: [B] int64 on the device, mix: [B, 5], or [0, 5] for images that are not mixed.
+    Return its mean loss and logits, [B, classes].
+
+    images: [B, 3, H, W] uint8, labels: [B] int64 on the device, mix: [B, 5], or [0, 5] for images
+    that are not mixed.
     """
     with timer.charge("copy"):
         pixels = normalise(images)
@@ -131,7 +144,7 @@ def _run_pass(
 
 
 def _trace_update(trainer: Trainer, used: list[Batch]) -> None:
-    """Record the update just made: its sample ids in global order, and one digest over the digests of all samples."""
+    """Record the sample ids of the last update in global order, and one digest over all samples."""
     step = trainer.state.confirmed_step
     parts = trainer.group.all_gather([(batch.ids.tolist(), batch.digests.numpy().tobytes()) for batch in used])
     passes = [ids_and_digests for part in parts for ids_and_digests in part]
@@ -140,7 +153,10 @@ def _trace_update(trainer: Trainer, used: list[Batch]) -> None:
 
 
 def _record_defects(trainer: Trainer, used: list[Batch]) -> None:
-    """Log each bad image once. Raises StorageError, in all processes, if there are more than data.max_bad allows."""
+    """Log each bad image once.
+
+    Raises StorageError, in all processes, if there are more than data.max_bad allows.
+    """
     known, images = trainer.state.bad_images, trainer.train_images
     for defects in trainer.group.all_gather([defect for batch in used for defect in batch.defects]):
         for sample, reason in defects:
@@ -156,6 +172,6 @@ def _check_defects(config: Config, plan: Plan, count: int) -> None:
     if count > limit:
         raise StorageError(
             f"{count} of {plan.train_images:,} training images cannot be decoded, more than"
-            f" data.max_bad={config.data.max_bad:g} allows ({limit:.0f}): raise data.max_bad to train without them, or fix"
-            " the files that 'pipeline data check' names and start again with run.resume=never"
+            f" data.max_bad={config.data.max_bad:g} allows ({limit:.0f}): raise data.max_bad to train without them, or"
+            " fix the files that 'pipeline data check' names and start again with run.resume=never"
         )

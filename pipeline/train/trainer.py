@@ -97,6 +97,9 @@ class Trainer:
         return self.state.strategy.group
 
     def asked_to_stop(self) -> bool:
-        """Return True if a signal asked this process to stop. Called once a step and once a validation batch: progress."""
+        """Return True if a signal asked this process to stop.
+
+        Called once a step and once a validation batch: progress.
+        """
         self.watchdog.beat()
         return self.stop.asked()
