@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from harness import read_rows
+from test_watch import inject, job
 from torch.optim import SGD
 
 from pipeline.config.load import load
@@ -77,6 +78,38 @@ def test_what_is_slow_moves_its_own_entry_and_all_sum_to_the_wall_time(
         assert row["time/other_s"] < 0.2 * row["time/epoch_s"]
 
 
+WAIT_IN = {
+    # after the backward pass has summed the gradients of the last unit
+    "fsdp": "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
+    # the logits of the last stage to the others
+    "stages": "torch.distributed.broadcast",
+}
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", pytest.param("stages", marks=pytest.mark.full)])
+def test_what_comes_after_the_gradients_is_communication_where_weights_are_spread(
+    tmp_path: Path, digits: Path, parallel: str
+) -> None:
+    where, _, name = WAIT_IN[parallel].rpartition(".")
+    site = inject(
+        tmp_path / "site",
+        1,
+        f"""\
+import time, pkgutil, torch.distributed.fsdp
+place = pkgutil.resolve_name({where!r})
+function = getattr(place, {name!r})
+def slowly(*arguments, **options):
+    time.sleep(0.2)
+    return function(*arguments, **options)
+setattr(place, {name!r}, slowly)""",
+    )
+    run = job(tmp_path / "run", digits, 2, f"parallel={parallel}", "train.max_steps=4", PYTHONPATH=site)
+    result = run.run()
+    assert result.code == 0, result.err
+    (spent,) = (value for _, key, value in run.journal("time/") if key == "time/communication_s")
+    assert spent > 0.75 * 4 * 0.2, "one process sleeps in each step, and the other waits for it: the mean of both"
+
+
 def test_epochs_in_a_row_leave_no_moment_out(tmp_path: Path) -> None:
     start = time.perf_counter()
     timer = StepTimer()
@@ -118,7 +151,7 @@ def test_where_all_is_well_there_is_no_advice() -> None:
     assert advise(whole({"data": 5, "forward_backward": 80, "validation": 15}), plan_of(4), 8) is None
 
 
-def test_moving_the_hand_costs_next_to_nothing() -> None:
+def test_a_switch_costs_next_to_nothing() -> None:
     timer, start = StepTimer(), time.perf_counter()
     for _ in range(1000):
         with timer.charge("copy"):
