@@ -63,9 +63,9 @@ def test_a_loop_without_its_loader_is_fed_what_is_on_the_device(name: str, monke
         bench_train, "_our_loop", lambda config, plan, group, batches, *_: fed.extend(islice(batches, 1))
     )
     monkeypatch.setattr(bench_train, "_interleave", lambda loops, *_: {loop: [1.0] for loop in loops})
-    monkeypatch.setattr(bench_train.randomness, "settle_arithmetic", lambda **_: None)
+    monkeypatch.setattr(bench_train.randomness, "configure_torch", lambda **_: None)
     monkeypatch.setattr(bench_train.sender, "start", lambda *_: Tracker())
-    getattr(bench_train, name)(["run.device=cpu", "augment.size=32", "batch.global=32"], 1, 1, as_json=True)
+    getattr(bench_train, f"bench_{name}")(["run.device=cpu", "augment.size=32", "batch.global=32"], 1, 1, as_json=True)
     assert len(fed) == (3 if name == "train" else 2)
     assert all((batch.labels == -2).all() for batch in fed)
 

@@ -30,7 +30,7 @@ from pipeline.model.architectures import MEAN, STD
 _BATCH, _RATE, _SIZE = 128, 0.1, 32
 
 
-def top1(recipe: str, overrides: list[str], seeds: int) -> str:
+def bench_top1(recipe: str, overrides: list[str], seeds: int) -> str:
     """A line a seed, and the means with their spread. RequestError where the recipe has no image folder."""
     config = load(recipe, overrides)
     if config.data.source not in ("folder", "digits"):

@@ -68,7 +68,7 @@ class Row:
     note: str = ""
 
 
-def data(images: Path, rounds: int, steps: int, *, peers: Path | None, write: Path | None, as_json: bool) -> str:
+def bench_data(images: Path, rounds: int, steps: int, *, peers: Path | None, write: Path | None, as_json: bool) -> str:
     """Rows for people or machines; `peers` is where the others' virtual environment is, or is to be made."""
     manifest.check_folder(images, f"--images {images}", "name an image folder, of photos best")
     with TemporaryDirectory() as name, ExitStack() as stack:

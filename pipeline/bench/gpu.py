@@ -116,7 +116,7 @@ class _Parts:
         return done.stdout
 
 
-def gpu(images: Path | None, overrides: list[str], batch: int) -> str:
+def bench_gpu(images: Path | None, overrides: list[str], batch: int) -> str:
     """The table. RequestError where there is no GPU; images: a folder of photos for the loader."""
     if images is not None:
         check_folder(images, f"--images {images}", "name an image folder, of photos best")

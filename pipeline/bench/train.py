@@ -72,7 +72,7 @@ class _Loop:
         return cls(run, torch.cuda.memory_allocated(device) - before if device.type == "cuda" else 0)
 
 
-def train(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> str:
+def bench_train(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> str:
     """Images/s of our training step, loader, checks and reports included, against the barest torch loop.
 
     The barest loop has the same model, batch, optimizer and device, and one batch in memory: forward, backward, update,
@@ -101,7 +101,7 @@ def train(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> st
     return _answer(speeds, title, rounds, steps, remarks, as_json=as_json)
 
 
-def track(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> str:
+def bench_track(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> str:
     """Images/s of our training step, one batch in memory, with tracking and without. TemporaryError if MLflow lacks a row.
 
     Rows: `reference` reports nothing. `tracked` reports as a run does, every `track.every`: sums, a row of the journal, and
@@ -137,7 +137,7 @@ def track(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> st
     return _answer(speeds, title, rounds, steps, remarks, as_json=as_json)
 
 
-def comm(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> str:
+def bench_comm(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> str:
     """Images/s of the whole job with each way that gradients can meet, one batch in memory, in the processes of one group.
 
     Rows: `reference` is DistributedDataParallel (in one process: no exchange), `exact` is exact mode, which makes more and
