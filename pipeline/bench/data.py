@@ -277,7 +277,8 @@ def _write_page(folder: Path, command: str, text: str, rows: list[Row]) -> None:
     figure.savefig(folder / "benchmarks.svg")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "torchvision", "pillow"))
     (folder / "benchmarks.md").write_text(
-        f"# Input pipeline\n\n```\n{command}\n\n{text}\n```\n\n{versions}; {available_cpus()} CPU cores. `pixels` is"
-        " the mean absolute difference to the reference's crop, from 0 to 255; the peers are compared on whole images.\n\n"
+        f"# Input pipeline\n\n```\n{command}\n\n{text}\n```\n\n{versions}; {available_cpus()} CPU cores."
+        " `pixels` is the mean absolute difference to the reference's crop, from 0 to 255; the peers are compared on"
+        " whole images.\n\n"
         "![images/s](benchmarks.svg)\n"
     )
