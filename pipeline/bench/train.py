@@ -76,15 +76,15 @@ def bench_train(overrides: list[str], rounds: int, steps: int, *, as_json: bool)
     reference = None
     with TemporaryDirectory() as folder:
         for suffix, one in variants.items():
-            variant = {
+            named = {
                 "reference": timed(_minimal_loop, config, one, alone, batch),
                 "torchvision": timed(_torchvision_loop, config, one, alone, batch),
             }
             loaded = to_device(batches(data, range(10**6), plan, pin=device.type == "cuda"), device)
             for name, fed in (("plain", repeat(batch)), ("loaded", loaded)):
-                journal = _journal(Path(folder) / f"{name}{suffix}.jsonl")
-                variant[name] = timed(_our_loop, config, one, alone, fed, journal)
-            for name, loop in variant.items():
+                journal = Journal(Path(folder) / f"{name}{suffix}.jsonl", lambda _: None)
+                named[name] = timed(_our_loop, config, one, alone, fed, journal)
+            for name, loop in named.items():
                 row = Row(f"{name}{suffix}", loop, reference)
                 if name == "reference":
                     reference = row
@@ -117,7 +117,7 @@ def bench_track(overrides: list[str], rounds: int, steps: int, *, as_json: bool)
         folder = RunFolder(Path(scratch) / "bench")
         folder.path.mkdir()
         atomic_write(folder.config, config.to_yaml().encode())
-        journal = _journal(folder.journal)
+        journal = Journal(folder.journal, lambda _: None)
         tracker = sender.start(config, folder)
         tracker.wait_ready()
         silent = replace(plan, report_every=plan.last_step)
@@ -157,7 +157,7 @@ def bench_comm(overrides: list[str], rounds: int, steps: int, *, as_json: bool) 
         for name, one in (("reference", config), ("exact", exact)):
             plan = make_plan(one, place, source.size)
             batch = _batch_on_device(TrainBatches(source.train, one, plan, group.rank), device)
-            journal = _journal(Path(folder) / f"{name}.jsonl")
+            journal = Journal(Path(folder) / f"{name}.jsonl", lambda _: None)
             loop = Loop(device, plan.global_batch, steps, _our_loop, one, plan, group, repeat(batch), journal)
             rows.append(Row(name, loop, rows[0] if rows else None))
         interleave(rows, rounds)
@@ -181,10 +181,6 @@ def _prepare(config: Config) -> tuple[Plan, Group, TrainBatches]:
 def _batch_on_device(data: TrainBatches, device: torch.device) -> Batch:
     """Return the first batch, already on the device, so that no step includes the copy."""
     return next(to_device(iter([data[0]]), device))
-
-
-def _journal(path: Path) -> Journal:
-    return Journal(path, lambda _: None)
 
 
 def _remark(plan: Plan, loop: Loop, speed: float, efficiency: NullEfficiency) -> str:

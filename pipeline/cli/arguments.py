@@ -3,8 +3,9 @@
 import argparse
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from pipeline.errors import RequestError
 
@@ -17,6 +18,18 @@ class Parser(argparse.ArgumentParser):
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+Handler: TypeAlias = Callable[[argparse.Namespace], str | int]
+"""Runs a command; returns its result, or its exit code if it has printed the result itself."""
+
+
+def add_command(
+    commands: Commands, name: str, run: Handler, help: str, description: str = "", **settings: Any
+) -> Parser:
+    """Add a command that `run` handles. Without a description, its help line takes that place."""
+    description = description or f"{help[0].upper()}{help[1:]}."
+    parser = commands.add_parser(name, help=help, description=description, **settings)
+    parser.set_defaults(run=run)
+    return parser
 
 
 def add_recipe(parser: Parser) -> None:

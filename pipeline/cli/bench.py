@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from pipeline.cli.arguments import Commands, Parser, add_overrides, add_recipe, path, positive_int
+from pipeline.cli.arguments import Commands, Parser, add_command, add_overrides, add_recipe, path, positive_int
 
 
 def add_commands(commands: Commands) -> None:
@@ -22,12 +22,10 @@ def add_commands(commands: Commands) -> None:
 
 
 def _add_train(subjects: Commands) -> None:
-    parser = subjects.add_parser(
-        "train", help="training loop: ours against a minimal torch loop with the same model and batch",
-        description="Images/s of our training loop against a minimal torch loop with the same model and batch.",
-    )  # fmt: skip
+    parser = add_command(
+        subjects, "train", _train, "training loop: ours against a minimal torch loop with the same model and batch"
+    )
     _add_loop_arguments(parser, steps=8)
-    parser.set_defaults(run=_train)
 
 
 def _train(options: argparse.Namespace) -> str:
@@ -37,12 +35,10 @@ def _train(options: argparse.Namespace) -> str:
 
 
 def _add_track(subjects: Commands) -> None:
-    parser = subjects.add_parser(
-        "track", help="tracking: our training loop with journal and MLflow against the same loop without",
-        description="Images/s of our training loop with journal and MLflow against the same loop without.",
-    )  # fmt: skip
+    parser = add_command(
+        subjects, "track", _track, "tracking: our training loop with journal and MLflow against the same loop without"
+    )
     _add_loop_arguments(parser, steps=20)
-    parser.set_defaults(run=_track)
 
 
 def _track(options: argparse.Namespace) -> str:
@@ -52,26 +48,22 @@ def _track(options: argparse.Namespace) -> str:
 
 
 def _add_data(subjects: Commands) -> None:
-    parser = subjects.add_parser(
-        "data", help="data loader: from image files and from packs, against ImageFolder with Pillow",
-        description="Images/s of the whole data loader with two workers, from image files and from packs, against"
-        " ImageFolder with Pillow and torchvision's transforms. Uses at most 2,000 of the images of DIR and packs them"
+    parser = add_command(
+        subjects, "data", _data, "data loader: from image files and from packs, against ImageFolder with Pillow",
+        "Images/s of the whole data loader with two workers, from image files and from packs, against ImageFolder"
+        " with Pillow and torchvision's transforms. Uses at most 2,000 of the images of DIR and packs them"
         " temporarily.",
     )  # fmt: skip
-    parser.add_argument(
-        "--images", type=path, required=True, metavar="DIR", help="an image folder, preferably of photos"
-    )
-    _add_rounds(parser)
-    parser.add_argument("--steps", type=positive_int, default=8, metavar="N", help="batches per round (default 8)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--images", type=path, required=True, metavar="DIR", help="an image folder, preferably of photos")
+    add("--rounds", type=positive_int, default=7, metavar="N", help="interleaved rounds (default 7)")
+    add("--steps", type=positive_int, default=8, metavar="N", help="batches per round (default 8)")
+    add(
         "--peers", nargs="?", type=path, const=Path("build/peers"), metavar="ENV",
         help="also compare other data loaders, which pip installs in the virtual environment ENV (default build/peers)",
     )  # fmt: skip
-    parser.add_argument(
-        "--write", type=path, metavar="FOLDER", help="also write benchmarks.md and a plot to FOLDER, as in docs/"
-    )
-    _add_json(parser)
-    parser.set_defaults(run=_data)
+    add("--write", type=path, metavar="FOLDER", help="also write benchmarks.md and a plot to FOLDER, as in docs/")
+    add("--json", action="store_true", help="print JSON")
 
 
 def _data(options: argparse.Namespace) -> str:
@@ -83,17 +75,15 @@ def _data(options: argparse.Namespace) -> str:
 
 
 def _add_gpu(subjects: Commands) -> None:
-    parser = subjects.add_parser(
-        "gpu", help="everything that needs a GPU, in under 8 minutes on one GPU, with a table at the end",
-        description="Measure everything that needs a GPU, in under 8 minutes on one GPU: training loop, whole"
-        " trainings, reproducibility, fp16 and the data loader. Prints a table at the end.",
+    parser = add_command(
+        subjects, "gpu", _gpu, "everything that needs a GPU, in under 8 minutes on one GPU, with a table at the end",
+        "Measure everything that needs a GPU, in under 8 minutes on one GPU: training loop, whole trainings,"
+        " reproducibility, fp16 and the data loader. Prints a table at the end.",
     )  # fmt: skip
     add_overrides(parser)
-    parser.add_argument(
-        "--images", type=path, metavar="DIR", help="an image folder, preferably of photos (default: generated images)"
-    )
-    parser.add_argument("--batch", type=positive_int, default=256, metavar="N", help="images per step (default 256)")
-    parser.set_defaults(run=_gpu)
+    add = parser.add_argument
+    add("--images", type=path, metavar="DIR", help="an image folder, preferably of photos (default: generated images)")
+    add("--batch", type=positive_int, default=256, metavar="N", help="images per step (default 256)")
 
 
 def _gpu(options: argparse.Namespace) -> str:
@@ -103,14 +93,13 @@ def _gpu(options: argparse.Namespace) -> str:
 
 
 def _add_top1(subjects: Commands) -> None:
-    parser = subjects.add_parser(
-        "top1", help="accuracy: a recipe against a plain torchvision loop that trains for the same time",
-        description="Train RECIPE as 'pipeline train' does, then a plain torchvision loop for as many seconds on the"
-        " same image folder, and compare their top-1 accuracy. Repeated for each seed.",
+    parser = add_command(
+        subjects, "top1", _top1, "accuracy: a recipe against a plain torchvision loop that trains for the same time",
+        "Train RECIPE as 'pipeline train' does, then a plain torchvision loop for as many seconds on the same image"
+        " folder, and compare their top-1 accuracy. Repeated for each seed.",
     )  # fmt: skip
     add_recipe(parser)
     parser.add_argument("--seeds", type=positive_int, default=3, metavar="N", help="number of seeds (default 3)")
-    parser.set_defaults(run=_top1)
 
 
 def _top1(options: argparse.Namespace) -> str:
@@ -120,13 +109,11 @@ def _top1(options: argparse.Namespace) -> str:
 
 
 def _add_comm(subjects: Commands) -> None:
-    parser = subjects.add_parser(
-        "comm", help="gradient exchange: exact mode against DDP",
-        description="Images/s of the whole job in exact mode against DDP, with the same group of processes.",
-    )  # fmt: skip
+    parser = add_command(
+        subjects, "comm", _comm, "gradient exchange: exact mode against DDP, in the same group of processes"
+    )
     parser.add_argument("--nproc", type=positive_int, metavar="N", help="start N processes on this machine")
     _add_loop_arguments(parser, steps=8)
-    parser.set_defaults(run=_comm)
 
 
 def _comm(options: argparse.Namespace) -> str | int:
@@ -143,16 +130,7 @@ def _comm(options: argparse.Namespace) -> str | int:
 
 def _add_loop_arguments(parser: Parser, steps: int) -> None:
     add_overrides(parser)
-    _add_rounds(parser)
-    parser.add_argument(
-        "--steps", type=positive_int, default=steps, metavar="N", help=f"steps per round (default {steps})"
-    )
-    _add_json(parser)
-
-
-def _add_rounds(parser: Parser) -> None:
-    parser.add_argument("--rounds", type=positive_int, default=7, metavar="N", help="interleaved rounds (default 7)")
-
-
-def _add_json(parser: Parser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add = parser.add_argument
+    add("--rounds", type=positive_int, default=7, metavar="N", help="interleaved rounds (default 7)")
+    add("--steps", type=positive_int, default=steps, metavar="N", help=f"steps per round (default {steps})")
+    add("--json", action="store_true", help="print JSON")

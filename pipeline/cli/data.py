@@ -2,7 +2,7 @@
 
 import argparse
 
-from pipeline.cli.arguments import Commands, Parser, path, path_or_uri, positive_int
+from pipeline.cli.arguments import Commands, Parser, add_command, path, path_or_uri, positive_int
 
 
 def add_commands(commands: Commands) -> None:
@@ -19,20 +19,13 @@ def add_commands(commands: Commands) -> None:
 
 
 def _add_make(actions: Commands) -> None:
-    parser = actions.add_parser(
-        "make", help="write the built-in digits, or synthetic images, as an image folder",
-        description="Write the built-in digits, or synthetic images, as an image folder.",
-    )  # fmt: skip
-    parser.add_argument("kind", choices=("digits", "synthetic"), help="which images")
-    parser.add_argument("out", nargs="?", type=path_or_uri, metavar="OUT", help="folder to make (default data/<kind>)")
-    parser.add_argument(
-        "--images", type=positive_int, default=1000, metavar="N", help="synthetic: training images (default 1000)"
-    )
-    parser.add_argument("--classes", type=positive_int, default=10, metavar="N", help="synthetic: classes (default 10)")
-    parser.add_argument(
-        "--side", type=positive_int, default=64, metavar="PX", help="synthetic: side of an image in pixels (default 64)"
-    )
-    parser.set_defaults(run=_make)
+    parser = add_command(actions, "make", _make, "write the built-in digits, or synthetic images, as an image folder")
+    add = parser.add_argument
+    add("kind", choices=("digits", "synthetic"), help="which images")
+    add("out", nargs="?", type=path_or_uri, metavar="OUT", help="folder to make (default data/<kind>)")
+    add("--images", type=positive_int, default=1000, metavar="N", help="synthetic: training images (default 1000)")
+    add("--classes", type=positive_int, default=10, metavar="N", help="synthetic: classes (default 10)")
+    add("--side", type=positive_int, default=64, metavar="PX", help="synthetic: side in pixels (default 64)")
 
 
 def _make(options: argparse.Namespace) -> str:
@@ -42,13 +35,9 @@ def _make(options: argparse.Namespace) -> str:
 
 
 def _add_get(actions: Commands) -> None:
-    parser = actions.add_parser(
-        "get", help="download a published data set as an image folder",
-        description="Download a published data set as an image folder.",
-    )  # fmt: skip
+    parser = add_command(actions, "get", _get, "download a published data set as an image folder")
     parser.add_argument("kind", choices=("imagenette",), help="which data set")
     parser.add_argument("out", nargs="?", type=path_or_uri, metavar="OUT", help="folder to make (default data/<kind>)")
-    parser.set_defaults(run=_get)
 
 
 def _get(options: argparse.Namespace) -> str:
@@ -58,17 +47,16 @@ def _get(options: argparse.Namespace) -> str:
 
 
 def _add_import(actions: Commands) -> None:
-    parser = actions.add_parser(
-        "import", help="unpack ImageNet's published archives into an image folder or a pack",
-        description="Turn ImageNet's published archives into an image folder or a pack. ARCHIVES holds"
-        " ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz. Images are read directly"
-        " from the archives. The same command continues an interrupted import.",
+    parser = add_command(
+        actions, "import", _import, "unpack ImageNet's published archives into an image folder or a pack",
+        "Turn ImageNet's published archives into an image folder or a pack. ARCHIVES holds ILSVRC2012_img_train.tar,"
+        " ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz. Images are read directly from the archives. The"
+        " same command continues an interrupted import.",
     )  # fmt: skip
     parser.add_argument("kind", choices=("imagenet",), help="which data set")
     parser.add_argument("archives", type=path, metavar="ARCHIVES", help="folder with the three archives")
     parser.add_argument("out", type=path, metavar="OUT", help="folder to make")
     parser.add_argument("--pack", metavar="LEVEL", help="make a pack of this level, see 'pipeline data pack --help'")
-    parser.set_defaults(run=_import)
 
 
 def _import(options: argparse.Namespace) -> str:
@@ -78,11 +66,11 @@ def _import(options: argparse.Namespace) -> str:
 
 
 def _add_pack(actions: Commands) -> None:
-    parser = actions.add_parser(
-        "pack", help="pack an image folder into a few indexed tar files, which load faster",
-        description="Pack the image folder SRC into OUT: a few tar files with an index, so that an image is one read"
-        " and takes less decoding. Uses all CPU cores; the same command continues an interrupted pack. Train from it"
-        " with data.source=pack data.root=OUT: sample ids, order and labels are those of the folder.",
+    parser = add_command(
+        actions, "pack", _pack, "pack an image folder into a few indexed tar files, which load faster",
+        "Pack the image folder SRC into OUT: a few tar files with an index, so that an image is one read and takes"
+        " less decoding. Uses all CPU cores; the same command continues an interrupted pack. Train from it with"
+        " data.source=pack data.root=OUT: sample ids, order and labels are those of the folder.",
     )  # fmt: skip
     parser.add_argument("src", type=path, metavar="SRC", help="image folder to read")
     parser.add_argument("out", type=path, metavar="OUT", help="folder to make")
@@ -92,7 +80,6 @@ def _add_pack(actions: Commands) -> None:
         " uncompressed pixels, the shorter side scaled to 256 (default lossless)",
     )  # fmt: skip
     _add_val_split(parser)
-    parser.set_defaults(run=_pack)
 
 
 def _pack(options: argparse.Namespace) -> str:
@@ -102,15 +89,14 @@ def _pack(options: argparse.Namespace) -> str:
 
 
 def _add_check(actions: Commands) -> None:
-    parser = actions.add_parser(
-        "check", help="check every file of an image folder or a pack, and name each defect",
-        description="Check the layout and the checksums of an image folder or a pack, and that each image decodes."
-        " Names each defect; exit 4 if there is one.",
+    parser = add_command(
+        actions, "check", _check, "check every file of an image folder or a pack, and name each defect",
+        "Check the layout and the checksums of an image folder or a pack, and that each image decodes. Names each"
+        " defect; exit 4 if there is one.",
     )  # fmt: skip
     parser.add_argument("root", type=path, metavar="FOLDER", help="image folder or pack")
     parser.add_argument("--write-sums", action="store_true", help="write SHA256SUMS, which later checks compare with")
     _add_val_split(parser)
-    parser.set_defaults(run=_check)
 
 
 def _check(options: argparse.Namespace) -> str:

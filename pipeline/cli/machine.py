@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from pipeline.cli.arguments import (
     Commands,
+    add_command,
     add_overrides,
     add_recipe,
     memory_quantity,
@@ -29,78 +30,63 @@ def add_commands(commands: Commands) -> None:
 
 
 def _add_doctor(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "doctor", help="check whether RECIPE can run on this machine, before it starts",
-        description="Check whether RECIPE can run on this machine: data, model, GPUs, memory, tracking and more. Prints"
-        " one line per check, with a remedy if it fails. Exit 0 if the recipe can run.",
+    parser = add_command(
+        commands, "doctor", _doctor, "check whether RECIPE can run on this machine, before it starts",
+        "Check whether RECIPE can run on this machine: data, model, GPUs, memory, tracking and more. Prints one line"
+        " per check, with a remedy if it fails. Exit 0 if the recipe can run.",
     )  # fmt: skip
-    parser.add_argument(
-        "recipe", nargs="?", type=path_or_uri, default="digits", metavar="RECIPE",
-        help="name or path of a recipe (default digits)",
-    )  # fmt: skip
+    add = parser.add_argument
+    add("recipe", nargs="?", type=path_or_uri, default="digits", metavar="RECIPE", help="name or path (default digits)")
     add_overrides(parser)
-    parser.add_argument(
+    add(
         "--world", type=positive_int, metavar="N",
         help="processes in the whole job (default: PET_NNODES × PET_NPROC_PER_NODE from the environment, or 1)",
     )  # fmt: skip
-    parser.add_argument(
-        "--nodes", type=positive_int, metavar="M", help="machines that they are spread over (default: PET_NNODES, or 1)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
+    add("--nodes", type=positive_int, metavar="M", help="machines in the whole job (default: PET_NNODES, or 1)")
+    add("--json", action="store_true", help="print JSON")
+    add(
         "--sanity", action="store_true",
         help="also train briefly on your data and check that the initial loss is about ln(classes), that one batch"
         " overfits, and that shuffled labels give chance accuracy",
     )  # fmt: skip
-    parser.set_defaults(run=_doctor)
 
 
 def _doctor(options: argparse.Namespace) -> str | int:
     from pipeline.preflight import doctor
 
     return doctor.examine(
-        options.recipe,
-        options.overrides,
-        options.world,
-        options.nodes,
-        as_json=options.json,
-        with_sanity=options.sanity,
-    )
+        options.recipe, options.overrides, options.world, options.nodes,
+        as_json=options.json, with_sanity=options.sanity,
+    )  # fmt: skip
 
 
 def _add_rehearse(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "rehearse", help="run a multi-node job on this machine, with one container per node",
-        description="Run RECIPE in --nodes containers on this machine, which reach each other like the pods of the"
-        " Kubernetes job. The containers see the folder --data as /data. A node that fails is replaced. Everything is"
-        " removed at the end.",
+    parser = add_command(
+        commands, "rehearse", _rehearse, "run a multi-node job on this machine, with one container per node",
+        "Run RECIPE in --nodes containers on this machine, which reach each other like the pods of the Kubernetes"
+        " job. The containers see the folder --data as /data. A node that fails is replaced. Everything is removed"
+        " at the end.",
     )  # fmt: skip
     add_recipe(parser)
-    parser.add_argument("--nodes", type=positive_int, required=True, metavar="N", help="number of containers")
-    parser.add_argument(
-        "--nproc", type=positive_int, default=1, metavar="M", help="processes per container (default 1)"
-    )
-    parser.add_argument(
-        "--gpus", type=positive_int, default=0, metavar="G", help="GPUs per container (default none: CPU)"
-    )
-    parser.add_argument("--image", default="ddp-pipeline", help="image to run (default ddp-pipeline)")
-    parser.add_argument("--data", type=path, metavar="FOLDER", help="folder to mount read-only as /data")
-    parser.add_argument(
-        "--runs", metavar="VOLUME", help="Docker volume for /runs, which is kept (default: a temporary one)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--nodes", type=positive_int, required=True, metavar="N", help="number of containers")
+    add("--nproc", type=positive_int, default=1, metavar="M", help="processes per container (default 1)")
+    add("--gpus", type=positive_int, default=0, metavar="G", help="GPUs per container (default none: CPU)")
+    add("--image", default="ddp-pipeline", help="image to run (default ddp-pipeline)")
+    add("--data", type=path, metavar="FOLDER", help="folder to mount read-only as /data")
+    add("--runs", metavar="VOLUME", help="Docker volume for /runs, which is kept (default: a temporary one)")
+    add(
         "--kill", type=_kill, action="append", default=[], metavar="NODE@STEP",
         help="kill a node (SIGKILL) once this step is logged; may be repeated",
     )  # fmt: skip
-    parser.add_argument(
+    add(
         "--cut", type=_cut, action="append", default=[], metavar="NODE@STEP:SECONDS",
         help="cut a node's network for this long once this step is logged; may be repeated",
     )  # fmt: skip
-    parser.add_argument(
+    add(
         "--env", type=variable, action="append", default=[], metavar="NAME=VALUE",
         help="set an environment variable in the containers; may be repeated",
     )  # fmt: skip
-    parser.set_defaults(run=_rehearse)
 
 
 def _kill(text: str) -> tuple[int, int]:
@@ -131,13 +117,13 @@ def _rehearse(options: argparse.Namespace) -> str | int:
 
 
 def _add_render(actions: Commands) -> None:
-    parser = actions.add_parser(
-        "render", help="write the manifests for a recipe, an image, N nodes and G GPUs per node",
-        description="Print the manifests, or write them to --out. Without options they are those of k8s/.",
+    parser = add_command(
+        actions, "render", _render, "write the manifests for a recipe, an image, N nodes and G GPUs per node",
+        "Print the manifests, or write them to --out. Without options they are those of k8s/.",
         argument_default=argparse.SUPPRESS,  # the defaults are those of deploy.k8s.Request
     )  # fmt: skip
     add = parser.add_argument
-    add("recipe", nargs="?", type=path_or_uri, metavar="RECIPE", help="name or path of a recipe (default digits)")
+    add("recipe", nargs="?", type=path_or_uri, metavar="RECIPE", help="name or path (default digits)")
     add_overrides(parser)
     add("--nodes", type=positive_int, metavar="N", help="number of pods (default 2)")
     add("--gpus", type=positive_int, metavar="G", help="GPUs per pod, with one process each (default 1)")
@@ -153,15 +139,10 @@ def _add_render(actions: Commands) -> None:
     add("--namespace", type=word, metavar="NAME", help="namespace of all objects (default ddp-pipeline)")
     add("--storage-class", type=word, metavar="NAME", help="one with ReadWriteMany (default: the cluster's default)")
     add("--single-node", action="store_true", help="all pods run on one machine (kind, minikube): use ReadWriteOnce")
-    add(
-        "--cpus", type=positive_int, metavar="C", help="CPUs per pod (default 8 per GPU, or 2 per process without GPUs)"
-    )
-    add(
-        "--memory", type=memory_quantity, help="memory per pod, such as 64Gi (default 24Gi per GPU, or 4Gi per process)"
-    )
-    add("--shm", type=memory_quantity, help="part of it for /dev/shm (default 8Gi per GPU, or 1Gi per process)")
+    add("--cpus", type=positive_int, metavar="C", help="CPUs per pod (default 8 per GPU, or 2 per process on CPU)")
+    add("--memory", type=memory_quantity, help="memory per pod (default 24Gi per GPU, or 4Gi per process on CPU)")
+    add("--shm", type=memory_quantity, help="part of it for /dev/shm (default 8Gi per GPU, or 1Gi per process on CPU)")
     add("--out", type=path, default=None, metavar="FOLDER", help="write one file per manifest to this folder")
-    parser.set_defaults(run=_render)
 
 
 def _render(options: argparse.Namespace) -> str:

@@ -6,8 +6,10 @@ import os
 import signal
 
 from pipeline import machine, supervision, world
-from pipeline.cli.arguments import Commands, add_overrides, add_recipe, path, path_or_uri, positive_int
+from pipeline.cli.arguments import Commands, add_command, add_overrides, add_recipe, path, path_or_uri, positive_int
 from pipeline.guards.signals import StopRequest
+
+_TARGET_HELP = "a run's folder (its last checkpoint) or a checkpoint file"
 
 
 def add_commands(commands: Commands) -> None:
@@ -22,7 +24,7 @@ def add_commands(commands: Commands) -> None:
 
 
 class _HelpWithKeys(argparse.Action):
-    """Prints the help of `train` and every key. The keys are read only here: their schema is slow."""
+    """Prints the help of `train` and every key, whose schema is slow to build."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from pipeline.config.help import describe_keys
@@ -32,10 +34,11 @@ class _HelpWithKeys(argparse.Action):
 
 
 def _add_train(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "train", help="train a recipe; the same command resumes an interrupted run", add_help=False,
-        description="Train RECIPE. If its run folder holds checkpoints, training resumes from the newest one. Under"
-        " torchrun, this process joins the group; otherwise it trains alone, or starts N processes with --nproc N.",
+    parser = add_command(
+        commands, "train", _train, "train a recipe; the same command resumes an interrupted run",
+        "Train RECIPE. If its run folder holds checkpoints, training resumes from the newest one. Under torchrun,"
+        " this process joins the group; otherwise it trains alone, or starts N processes with --nproc N.",
+        add_help=False,
     )  # fmt: skip
     parser.add_argument("-h", "--help", nargs=0, action=_HelpWithKeys, help="show this help and every key, and exit")
     parser.add_argument(
@@ -47,7 +50,6 @@ def _add_train(commands: Commands) -> None:
     )  # fmt: skip
     parser.add_argument("--nproc", type=positive_int, metavar="N", help="start N processes on this machine")
     parser.add_argument("--quiet", action="store_true", help="print only errors and the last line")
-    parser.set_defaults(run=_train)
 
 
 def _train(options: argparse.Namespace) -> str | int:
@@ -68,18 +70,14 @@ def _train(options: argparse.Namespace) -> str | int:
 
 
 def _add_evaluate(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "evaluate", help="evaluate a checkpoint on all validation images",
-        description="Evaluate a checkpoint on the validation images and print the 'done' line of 'pipeline train'."
-        " Every image counts exactly once, at any number of processes.",
+    parser = add_command(
+        commands, "evaluate", _evaluate, "evaluate a checkpoint on all validation images",
+        "Evaluate a checkpoint on the validation images and print the 'done' line of 'pipeline train'. Every image"
+        " counts exactly once, at any number of processes.",
     )  # fmt: skip
-    parser.add_argument(
-        "target", type=path_or_uri, metavar="RUN_DIR|CHECKPOINT",
-        help="a run's folder (its last checkpoint) or a checkpoint file",
-    )  # fmt: skip
+    parser.add_argument("target", type=path_or_uri, metavar="RUN_DIR|CHECKPOINT", help=_TARGET_HELP)
     add_overrides(parser)
     parser.add_argument("--nproc", type=positive_int, metavar="N", help="start N processes on this machine")
-    parser.set_defaults(run=_evaluate)
 
 
 def _evaluate(options: argparse.Namespace) -> str | int:
@@ -89,9 +87,9 @@ def _evaluate(options: argparse.Namespace) -> str | int:
 
 
 def _add_predict(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "predict", help="classify images: the five most likely classes and their probabilities",
-        description="Classify each IMAGE, and each image in a folder, with the model of a checkpoint, of a run's last"
+    parser = add_command(
+        commands, "predict", _predict, "classify images: the five most likely classes and their probabilities",
+        "Classify each IMAGE, and each image in a folder, with the model of a checkpoint, of a run's last"
         " checkpoint, or of MLflow's model registry (at MLFLOW_TRACKING_URI, or else in runs/mlflow.db). Images that"
         " cannot be decoded are named and skipped.",
     )  # fmt: skip
@@ -100,10 +98,7 @@ def _add_predict(commands: Commands) -> None:
     )
     parser.add_argument("images", nargs="+", type=path_or_uri, metavar="IMAGE", help="image files, or folders of them")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--sheet", type=path, metavar="FILE.png", help="also draw the first 64 images with their labels"
-    )
-    parser.set_defaults(run=_predict)
+    parser.add_argument("--sheet", type=path, metavar="FILE.png", help="also draw the first 64 with their labels")
 
 
 def _predict(options: argparse.Namespace) -> str:
@@ -113,19 +108,15 @@ def _predict(options: argparse.Namespace) -> str:
 
 
 def _add_plan(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "plan", help="show batch sizes, steps, learning rate and memory of a run, without running it",
-        description="Print what RECIPE comes to with N processes on M machines: data, batch sizes, steps, learning"
-        " rate, validation, checkpoints and memory. Nothing is trained and nothing is written.",
+    parser = add_command(
+        commands, "plan", _plan, "show batch sizes, steps, learning rate and memory of a run, without running it",
+        "Print what RECIPE comes to with N processes on M machines: data, batch sizes, steps, learning rate,"
+        " validation, checkpoints and memory. Nothing is trained.",
     )  # fmt: skip
     add_recipe(parser)
-    parser.add_argument(
-        "--world", type=positive_int, default=1, metavar="N", help="processes in the whole job (default 1)"
-    )
-    parser.add_argument(
-        "--nodes", type=positive_int, default=1, metavar="M", help="machines that they are spread over (default 1)"
-    )
-    parser.set_defaults(run=_plan)
+    add = parser.add_argument
+    add("--world", type=positive_int, default=1, metavar="N", help="processes in the whole job (default 1)")
+    add("--nodes", type=positive_int, default=1, metavar="M", help="machines in the whole job (default 1)")
 
 
 def _plan(options: argparse.Namespace) -> str:
@@ -144,15 +135,14 @@ def _plan(options: argparse.Namespace) -> str:
 
 
 def _add_verify(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "verify", help="repeat a run from its receipt and compare the weights",
-        description="Train the run in RUN_DIR again from its receipt, in a temporary folder, and compare weights and"
-        " checkpoints. Prints 'identical: …' (exit 0), or 'differs: …' with the first step and tensor that differ (exit"
-        " 1).",
+    parser = add_command(
+        commands, "verify", _verify, "repeat a run from its receipt and compare the weights",
+        "Train the run in RUN_DIR again from its receipt, in a temporary folder, and compare weights and"
+        " checkpoints. Prints 'identical: …' (exit 0), or 'differs: …' (exit 1) with the first step and tensor that"
+        " differ.",
     )  # fmt: skip
     parser.add_argument("run_dir", type=path, metavar="RUN_DIR", help="the run's folder")
     parser.add_argument("--steps", type=positive_int, metavar="N", help="repeat only the first N steps (default: all)")
-    parser.set_defaults(run=_verify)
 
 
 def _verify(options: argparse.Namespace) -> str | int:
@@ -165,13 +155,12 @@ def _verify(options: argparse.Namespace) -> str | int:
 
 
 def _add_report(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "report", help="draw a run's learning curves, confusions and mistakes",
-        description="Draw the learning curves, confusions and mistakes of a run into its folder report/. Works during"
-        " the run, after it, and on another machine.",
+    parser = add_command(
+        commands, "report", _report, "draw a run's learning curves, confusions and mistakes",
+        "Draw the learning curves, confusions and mistakes of a run into its folder report/. Works during the run,"
+        " after it, and on another machine.",
     )  # fmt: skip
     parser.add_argument("run_dir", type=path, metavar="RUN_DIR", help="the run's folder")
-    parser.set_defaults(run=_report)
 
 
 def _report(options: argparse.Namespace) -> str:
@@ -181,21 +170,17 @@ def _report(options: argparse.Namespace) -> str:
 
 
 def _add_export(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "export", help="write the trained model in another format and check it on validation images",
-        description="Write the model of a checkpoint, or of a run's last checkpoint, to export/ in the run's folder."
+    parser = add_command(
+        commands, "export", _export, "write the trained model in another format and check it on validation images",
+        "Write the model of a checkpoint, or of a run's last checkpoint, to export/ in the run's folder."
         " torch.export and onnx map pixels from 0 to 255 to probabilities; safetensors holds only the weights.",
     )  # fmt: skip
-    parser.add_argument(
-        "target", type=path, metavar="RUN_DIR|CHECKPOINT",
-        help="a run's folder (its last checkpoint) or a checkpoint file",
-    )  # fmt: skip
+    parser.add_argument("target", type=path, metavar="RUN_DIR|CHECKPOINT", help=_TARGET_HELP)
     add_overrides(parser)
     parser.add_argument(
         "--to", required=True, choices=("torch.export", "onnx", "safetensors"), help="format of the exported file"
     )
     parser.add_argument("--out", type=path, metavar="FILE", help="write to this file instead")
-    parser.set_defaults(run=_export)
 
 
 def _export(options: argparse.Namespace) -> str:
@@ -205,16 +190,15 @@ def _export(options: argparse.Namespace) -> str:
 
 
 def _add_sync(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "sync", help="send to MLflow the part of a run's journal that it does not have yet",
-        description="Send to MLflow what it does not have yet of the run in RUN_DIR, after its server could not be"
-        " reached. MLFLOW_TRACKING_URI names the server; otherwise it is the run's own (track.uri).",
+    parser = add_command(
+        commands, "sync", _sync, "send to MLflow the part of a run's journal that it does not have yet",
+        "Send to MLflow what it does not have yet of the run in RUN_DIR, after its server could not be reached."
+        " MLFLOW_TRACKING_URI names the server; otherwise it is the run's own (track.uri).",
     )  # fmt: skip
     parser.add_argument("run_dir", type=path, metavar="RUN_DIR", help="the run's folder")
     parser.add_argument(
         "--follow", action="store_true", help="keep sending until standard input ends; training runs use this"
     )
-    parser.set_defaults(run=_sync)
 
 
 def _sync(options: argparse.Namespace) -> str:
