@@ -1,4 +1,4 @@
-"""`python -m pipeline`."""
+"""Entry point of `python -m pipeline`."""
 
 from pipeline.cli.main import command
 

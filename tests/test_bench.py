@@ -60,12 +60,12 @@ def test_a_loop_without_its_loader_is_fed_what_is_on_the_device(name: str, monke
     monkeypatch.setattr(bench_train, "batches", lambda *_, **__: iter(()))  # the loader's own row
     monkeypatch.setattr(bench_train, "_plain_update", lambda config, plan, group, batch: fed.append(batch))
     monkeypatch.setattr(
-        bench_train, "_our_loop", lambda config, plan, group, source, batches, *_: fed.extend(islice(batches, 1))
+        bench_train, "_our_loop", lambda config, plan, group, source, stream, *_: fed.extend(islice(stream, 1))
     )
-    monkeypatch.setattr(bench_train, "_interleave", lambda loops, *_: {loop: [1.0] for loop in loops})
+    monkeypatch.setattr(bench_train, "interleave", lambda rows, _: [row.speeds.append(1.0) for row in rows])
     monkeypatch.setattr(bench_train.randomness, "configure_torch", lambda **_: None)
     monkeypatch.setattr(bench_train.sender, "start", lambda *_: Tracker())
-    getattr(bench_train, name)(["run.device=cpu", "augment.size=32", "batch.global=32"], 1, 1, as_json=True)
+    getattr(bench_train, f"bench_{name}")(["run.device=cpu", "augment.size=32", "batch.global=32"], 1, 1, as_json=True)
     assert len(fed) == (3 if name == "train" else 2)
     assert all((batch.labels == -2).all() for batch in fed)
 
@@ -85,17 +85,17 @@ class Tracker:
 @pytest.mark.full
 def test_what_tracking_takes_is_said_beside_the_ratio() -> None:
     result = pipeline("bench", "track", "track.every=1 step", *(word for word in QUICK if word != "--json"))
-    found = re.search(r"  tracked .* ([\d.]+) ms a step in the loop, [\d.]+% of a CPU in the sender", result.out)
+    found = re.search(r"  tracked .* ([\d.]+) ms per step in the loop, [\d.]+% of a CPU in the sender", result.out)
     assert found, result.out + result.err
     assert float(found[1]) > 0
 
 
-class Showing(gpu._Parts):
-    """What each command of the programme would show, in place of running it."""
+class FakeSuite(gpu._Suite):
+    """A suite that returns prepared outputs instead of running commands."""
 
-    def __init__(self, folder: Path, *shows: str) -> None:
+    def __init__(self, folder: Path, *outputs: str) -> None:
         super().__init__(folder, [], 256, 224, NullMfuMeter())
-        self.shows = list(shows)
+        self.outputs = list(outputs)
 
     def _run(self, title: str, *arguments: str) -> str:
         if arguments[0] == "train":
@@ -103,25 +103,25 @@ class Showing(gpu._Parts):
             run.mkdir(parents=True)
             metrics = {"system/one/gpu_peak_mib": 2048.0, "system/two/gpu_peak_mib": 3072.0, "time/images_per_s": 800.0}
             Journal(run / "journal.jsonl", lambda _: None).report(4, metrics)
-        return self.shows.pop(0)
+        return self.outputs.pop(0)
 
 
 @pytest.mark.parametrize(
     ("digests", "remark"),
     [
         (["0123456789"], "3.0 GiB"),
-        (["0123456789", "0123456789"], "same bits twice: 01234567  3.0 GiB"),
-        (["0123456789", "abcdefabcd"], "other bits: 01234567 abcdefab  3.0 GiB"),
+        (["0123456789", "0123456789"], "identical weights: 01234567  3.0 GiB"),
+        (["0123456789", "abcdefabcd"], "weights differ: 01234567 abcdefab  3.0 GiB"),
     ],
 )
-def test_a_training_of_the_programme_says_its_bits_and_its_memory(
+def test_a_training_of_bench_gpu_reports_its_weights_and_its_memory(
     tmp_path: Path, digests: list[str], remark: str
 ) -> None:
-    parts = Showing(tmp_path, *(f"done step=16 weights=sha256:{digest}" for digest in digests))
-    parts.train("deterministic", times=len(digests))
-    (row,) = parts.rows
+    suite = FakeSuite(tmp_path, *(f"done step=16 weights=sha256:{digest}" for digest in digests))
+    suite.train("deterministic", times=len(digests))
+    (row,) = suite.rows
     assert (row.images_per_s, row.remark) == (800, remark)
-    assert parts.table().endswith(f" 800      320.0       –       –  {remark}")
+    assert suite.table().endswith(f" 800      320.0       –       –  {remark}")
 
 
 @pytest.mark.parametrize(
@@ -132,18 +132,18 @@ def test_a_training_of_the_programme_says_its_bits_and_its_memory(
         ("a compiler (gcc)", ("train.compile=off",), ["bf16: reference", "bf16: plain"]),
     ],
 )
-def test_what_the_programme_cannot_compile_is_said(
+def test_bench_gpu_says_what_torch_compile_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lack: str, words: tuple[str, ...], names: list[str]
 ) -> None:
     monkeypatch.setattr(machine, "missing_to_compile", lambda: lack)
     rows = [{"name": name, "images_per_s": 800.0, "ratio": 1.0} for name in ("reference", "plain")]
-    parts = Showing(tmp_path, json.dumps({"rows": rows}))
-    parts.step("bf16", *words)
-    assert [row.name for row in parts.rows] == names
-    assert len(names) == 2 or parts.rows[-1].remark == "torch.compile wants a compiler (gcc), which is not here"
+    suite = FakeSuite(tmp_path, json.dumps({"rows": rows}))
+    suite.compare_loops("bf16", *words)
+    assert [row.name for row in suite.rows] == names
+    assert len(names) == 2 or suite.rows[-1].remark == "torch.compile needs a compiler (gcc), which is missing here"
 
 
-def test_the_programme_wants_a_folder_of_images(tmp_path: Path) -> None:
+def test_bench_gpu_refuses_a_missing_folder_of_images(tmp_path: Path) -> None:
     result = pipeline("bench", "gpu", "--images", str(tmp_path / "none"), "run.device=cpu", timeout=60)
     assert result.code == 2
     assert result.error.startswith(f"--images {tmp_path / 'none'} is not a folder")

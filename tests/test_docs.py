@@ -10,7 +10,7 @@ import pytest
 import yaml
 from harness import pipeline
 
-from pipeline.cli.main import _parse
+from pipeline.cli.main import parse
 from pipeline.config.load import RECIPES, load
 
 ROOT = Path(__file__).parent.parent
@@ -59,7 +59,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_are_spelt_right_and_links_lead_somewhere(page: Path) -> None:
     for words in commands(page):
-        options = _parse(words)  # RequestError if there is no such command or option
+        options = parse(words)  # RequestError if there is no such command or option
         if words[0] in ("train", "plan", "doctor") and not options.recipe.endswith(".yaml"):
             load(options.recipe, options.overrides)
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):

@@ -1,9 +1,10 @@
-"""`pipeline bench top1`: what a recipe is worth, as top-1 after the same seconds as a plain loop.
+"""`pipeline bench top1`: top-1 accuracy of a recipe against a plain loop that trains as long.
 
-For each seed the recipe is trained as a person would, in a process of its own. Then the plain loop (torchvision's
-ResNet-18, crop with padding and flip at 32 px, SGD with momentum, a cosine over its time, batches of 128, a worker a CPU)
-trains on the same folder for as many seconds as our whole process took, with start and validation, of which the plain
-loop's own are not counted. One after the other: together they would take each other's cores.
+For each seed, `pipeline train` trains the recipe in its own process. Then the plain loop trains on
+the same folder for as many seconds as that whole process took, start and validation included; the
+plain loop's own start and validation do not count. The plain loop is torchvision's ResNet-18 at
+32 px with random crop and flip, SGD with momentum, a cosine schedule over its time, batches of 128
+and one loader worker per CPU. The two run one after the other, as they would compete for the cores.
 """
 
 import math
@@ -27,72 +28,82 @@ from pipeline.data.sources import data_root
 from pipeline.errors import RequestError
 from pipeline.model.architectures import MEAN, STD
 
-_BATCH, _RATE, _SIZE = 128, 0.1, 32
+_BATCH, _LR, _SIZE = 128, 0.1, 32
 
 
-def top1(recipe: str, overrides: list[str], seeds: int) -> str:
-    """A line a seed, and the means with their spread. RequestError where the recipe has no image folder."""
+def bench_top1(recipe: str, overrides: list[str], seeds: int) -> str:
+    """Return a line per seed, and both means with their range.
+
+    Raises RequestError if the recipe does not train on an image folder, or fails.
+    """
     config = load(recipe, overrides)
     if config.data.source not in ("folder", "digits"):
         raise RequestError(
-            f"data.source={config.data.source}: the plain loop reads image folders; take folder or digits"
+            f"data.source={config.data.source}: the plain loop reads only image folders; use folder or digits"
         )
     device = torch.device("cuda" if torch.cuda.is_available() and config.run.device != "cpu" else "cpu")
     torch.set_num_threads(machine.available_cpus())
-    lines, ours, theirs = [], [], []
+    lines, recipe_top1s, plain_top1s = [], [], []
     for seed in range(seeds):
-        seconds, mine = _recipe(recipe, [*overrides, f"run.seed={seed}", "track.uri=none"])
-        plain = _plain(data_root(config), seconds, seed, device)
-        ours.append(mine)
-        theirs.append(plain)
-        lines.append(f"seed {seed}, {seconds:.0f} s: {recipe} {mine:.4f}, plain ResNet-18 {plain:.4f}")
+        seconds, recipe_top1 = _train_recipe(recipe, [*overrides, f"run.seed={seed}", "track.uri=none"])
+        plain_top1 = _train_plain(data_root(config), seconds, seed, device)
+        recipe_top1s.append(recipe_top1)
+        plain_top1s.append(plain_top1)
+        lines.append(f"seed {seed}, {seconds:.0f} s: {recipe} {recipe_top1:.4f}, plain ResNet-18 {plain_top1:.4f}")
         print(lines[-1], file=sys.stderr, flush=True)
-    spread = [f"{mean(all_):.4f} ({min(all_):.4f} to {max(all_):.4f})" for all_ in (ours, theirs)]
-    return "\n".join([*lines, f"top-1 in the same seconds: {recipe} {spread[0]}, plain ResNet-18 {spread[1]}"])
+    lines.append(
+        f"mean top-1 in the same time: {recipe} {_mean_and_range(recipe_top1s)},"
+        f" plain ResNet-18 {_mean_and_range(plain_top1s)}"
+    )
+    return "\n".join(lines)
 
 
-def _recipe(recipe: str, overrides: list[str]) -> tuple[float, float]:
-    """(seconds of the whole process, top-1)."""
+def _mean_and_range(values: list[float]) -> str:
+    return f"{mean(values):.4f} ({min(values):.4f} to {max(values):.4f})"
+
+
+def _train_recipe(recipe: str, overrides: list[str]) -> tuple[float, float]:
+    """Train the recipe; return the seconds of the whole process, and top-1."""
     with tempfile.TemporaryDirectory(prefix="pipeline-top1-", ignore_cleanup_errors=True) as scratch:
         command = [sys.executable, "-m", "pipeline", "train", recipe, *overrides, f"run.dir={Path(scratch) / 'run'}"]
         start = time.monotonic()
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         seconds = time.monotonic() - start
     if done.returncode:
-        raise RequestError(f"the recipe did not come through (exit {done.returncode}): what it said stands above")
+        raise RequestError(f"training the recipe failed with exit code {done.returncode}: see its output above")
     return seconds, float(done.stdout.split(" top1=")[1].split()[0])
 
 
-def _plain(root: Path, seconds: float, seed: int, device: torch.device) -> float:
-    """Top-1 of the plain loop."""
+def _train_plain(root: Path, seconds: float, seed: int, device: torch.device) -> float:
+    """Train the plain loop for that many seconds; return its top-1."""
     torch.manual_seed(seed)
-    end = [
+    resize = transforms.Resize((_SIZE, _SIZE), antialias=True)
+    augment = [transforms.RandomCrop(_SIZE, padding=4), transforms.RandomHorizontalFlip()]
+    to_tensor = [
         transforms.ToImage(), transforms.ToDtype(torch.float32),
         transforms.Normalize(list(MEAN), list(STD)),
     ]  # fmt: skip
-    resize = [transforms.Resize((_SIZE, _SIZE), antialias=True)]
-    moves = [transforms.RandomCrop(_SIZE, padding=4), transforms.RandomHorizontalFlip()]
-    train = datasets.ImageFolder(str(root / "train"), transforms.Compose([*resize, *moves, *end]))
-    val = datasets.ImageFolder(str(root / "val"), transforms.Compose([*resize, *end]))
+    train = datasets.ImageFolder(str(root / "train"), transforms.Compose([resize, *augment, *to_tensor]))
+    val = datasets.ImageFolder(str(root / "val"), transforms.Compose([resize, *to_tensor]))
     workers = machine.available_cpus()
     loader = DataLoader(train, _BATCH, shuffle=True, drop_last=True, num_workers=workers, persistent_workers=True)
     model: nn.Module = models.resnet18(num_classes=len(train.classes)).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=_RATE, momentum=0.9, weight_decay=5e-4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=_LR, momentum=0.9, weight_decay=5e-4)
     start = time.monotonic()
-    while (share := (time.monotonic() - start) / seconds) < 1:
+    while time.monotonic() - start < seconds:
         for images, labels in loader:
-            share = (time.monotonic() - start) / seconds
-            if share >= 1:
+            progress = (time.monotonic() - start) / seconds
+            if progress >= 1:
                 break
             for group in optimizer.param_groups:
-                group["lr"] = _RATE * 0.5 * (1 + math.cos(math.pi * share))
+                group["lr"] = _LR * 0.5 * (1 + math.cos(math.pi * progress))
             optimizer.zero_grad()
             functional.cross_entropy(model(images.to(device)), labels.to(device)).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
     model.eval()
     with torch.inference_mode():
-        right = sum(
+        correct = sum(
             int((model(images.to(device)).argmax(1) == labels.to(device)).sum())
             for images, labels in DataLoader(val, _BATCH, num_workers=workers)
         )
-    return right / len(val)
+    return correct / len(val)

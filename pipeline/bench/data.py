@@ -1,16 +1,16 @@
-"""`pipeline bench data`: how many images a second the loader hands over, beside what it is compared with.
+"""`pipeline bench data`: images/s of our data loader against other loaders.
 
-Every row is the whole loader, from files to batches in the training process, with the same images, workers and batch.
-Each turn starts its own workers and is timed from the first batches on; the rows take turns, so that what else the
-machine does meets all alike. `reference` is what pytorch/examples does: ImageFolder, Pillow, torchvision's transforms,
-float32. Quality is part of the comparison: `pixel_diff` is the mean absolute difference, of 255, to the reference's crop
-of the same image.
+Every row is a whole loader, from files to batches in the training process, with the same images,
+number of workers and batch size. Each turn starts its own workers and is timed after a warm-up.
+`reference` does what pytorch/examples does: ImageFolder, Pillow, torchvision's transforms, float32.
+
+Quality is part of the comparison: `pixel_diff` is the mean absolute difference, on the scale of 0
+to 255, to the reference's crop of the same image.
 """
 
 import importlib.metadata
 import json
 import os
-import statistics
 import subprocess
 import sys
 import sysconfig
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -29,6 +30,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 from torchvision import transforms
 
+from pipeline.bench.rounds import Row, TurnError, figures, interleave, table
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.data import manifest
@@ -43,61 +45,61 @@ from pipeline.operate import pack
 from pipeline.plan import Plan, make_plan
 from pipeline.world import World
 
-WORKERS = 2
-BATCH = 128
-SIZE = 224
-LOSSY = "max-side=500,q=90"
-_MOST_IMAGES = 2000
-_COMPARED = 64
-_WARM_UP = 4  # batches: what the workers had ready, or had begun, when the first came
-PEERS = {
+_WORKERS = 2
+_BATCH = 128
+_SIZE = 224
+_LOSSY = "max-side=500,q=90"
+_MAX_IMAGES = 2000
+_COMPARED_IMAGES = 64
+_WARM_UP = 4  # batches: those that the workers had ready, or had started, when the first one arrived
+_PEERS = {
     "timm": "timm", "dali": "nvidia-dali-cuda130", "dali-linear": "nvidia-dali-cuda130", "webdataset": "webdataset",
     "streaming": "mosaicml-streaming", "ffcv": "ffcv",
 }  # fmt: skip
-"""Row -> what pip installs for it. dali-linear is DALI without antialiasing: faster, and other pixels."""
-
-Turn = Callable[[], float]
-"""Images a second of one turn."""
+"""Peer in peers.py -> its package. dali-linear does not antialias: faster, but other pixels."""
 
 
-@dataclass
-class Row:
-    name: str
-    pixel_diff: float | None
-    turn: Turn | None
-    note: str = ""
+def bench_data(images: Path, rounds: int, steps: int, *, peers: Path | None, write: Path | None, as_json: bool) -> str:
+    """Return images/s of each loader, as a table or as JSON.
 
-
-def data(images: Path, rounds: int, steps: int, *, peers: Path | None, write: Path | None, as_json: bool) -> str:
-    """Rows for people or machines; `peers` is where the others' virtual environment is, or is to be made."""
-    manifest.check_folder(images, f"--images {images}", "name an image folder, of photos best")
-    with TemporaryDirectory() as name, ExitStack() as stack:
-        root = Path(name) / "images"
-        count = _link(images, root)
-        batch = min(BATCH, count)
-        rows, limit = _ours(Path(name), root, batch, steps)
+    peers: virtual environment of the other loaders, which is made if needed; None: without them.
+    write: folder for benchmarks.md and a plot.
+    """
+    manifest.check_folder(images, f"--images {images}", "name an image folder, preferably of photos")
+    with TemporaryDirectory() as scratch, ExitStack() as stack:
+        root = Path(scratch) / "images"
+        num_images = _link_images(images, root)
+        batch = min(_BATCH, num_images)
+        rows, limit = _our_rows(Path(scratch), root, batch, steps)
         if peers:
-            rows += [stack.enter_context(_peer(peer, peers, root, Path(name) / peer, batch, steps)) for peer in PEERS]
-        speeds = _take_turns([*rows, limit], rounds)
-    title = (
-        f"{count:,} images, {WORKERS} workers, batch {batch}, {SIZE} px; {rounds} interleaved rounds of {steps} batches"
+            for name in _PEERS:
+                row = stack.enter_context(_peer_row(name, peers, root, Path(scratch) / name, batch, steps))
+                row.reference = rows[0]
+                rows.append(row)
+        interleave([*rows, limit], rounds, show_progress=True)
+    for row in rows:
+        row.remark = "" if row.pixel_diff is None else f"pixels {row.pixel_diff:.2f}"
+    text = table(
+        f"{num_images:,} images, {_WORKERS} workers, batch {batch}, {_SIZE} px;"
+        f" {rounds} interleaved rounds of {steps} batches",
+        [*rows, limit],
     )
-    text = _text(title, [*rows, limit], speeds)
     if write:
-        command = (
-            f"pipeline bench data --images {images.name} --rounds {rounds} --steps {steps}{' --peers' if peers else ''}"
-        )
-        _write(write, command, text, {row.name: speeds[row.name] for row in [*rows, limit] if speeds[row.name]})
+        command = f"pipeline bench data --images {images.name} --rounds {rounds} --steps {steps}"
+        _write_page(write, f"{command} --peers" if peers else command, text, [*rows, limit])
     if as_json:
-        return json.dumps({"rows": [_figures(row, speeds) for row in rows], "limit": _figures(limit, speeds)})
+        return json.dumps({"rows": [figures(row) for row in rows], "limit": figures(limit)})
     return text
 
 
-def _link(images: Path, root: Path) -> int:
-    """At most 2,000 of the images, evenly taken, in two classes: which ones matters to no loader."""
+def _link_images(images: Path, root: Path) -> int:
+    """Link an even selection of at most 2,000 images below `root`; return how many.
+
+    They go to two classes in turn: no loader's speed depends on the class.
+    """
     index = manifest.scan(images, 0.1)
-    found = [split.name(i) for split in (index.train, index.val) for i in range(len(split))]
-    chosen = [found[i] for i in np.linspace(0, len(found) - 1, min(len(found), _MOST_IMAGES)).astype(int)]
+    names = [split.name(i) for split in (index.train, index.val) for i in range(len(split))]
+    chosen = [names[i] for i in np.linspace(0, len(names) - 1, min(len(names), _MAX_IMAGES)).astype(int)]
     for number, name in enumerate(chosen):
         for split_name in manifest.SPLITS if number < 2 else manifest.SPLITS[:1]:
             folder = root / split_name / str(number % 2)
@@ -107,35 +109,36 @@ def _link(images: Path, root: Path) -> int:
     return len(chosen)
 
 
-def _ours(folder: Path, root: Path, batch: int, steps: int) -> tuple[list[Row], Row]:
-    """The reference and our ways, and what bounds them: decoding alone."""
-    for level, name in (("lossless", "lossless"), (LOSSY, "lossy")):
-        pack.pack(root, folder / name, level, 0.1)
-    rows = [Row("reference", 0.0, _reference(root, batch, steps))]
-    for name, source, where in (
-        ("plain", "folder", root),
-        ("lossless", "pack", folder / "lossless"),
-        ("lossy", "pack", folder / "lossy"),
-    ):
-        config, plan, opened = _open(source, where, batch)
-        made = TrainBatches(opened.train, config, plan, 0)
-        rows.append(Row(name, _pixel_diff(root, made, config), _through(made, plan, steps)))
-    config, plan, opened = _open("folder", root, batch)
-    return rows, Row("decoding alone", None, _through(_Decoded(opened.train, Order(plan, 0)), plan, steps))
+def _our_rows(folder: Path, root: Path, batch: int, steps: int) -> tuple[list[Row], Row]:
+    """Return the reference and our loader on files and packs, and their limit: decoding alone."""
+    reference = Row("reference", _reference_turn(root, batch, steps))
+    rows = [reference]
+    for name, level in (("plain", None), ("lossless", "lossless"), ("lossy", _LOSSY)):
+        source_root = root
+        if level:
+            source_root = folder / name
+            pack.pack(root, source_root, level, 0.1)
+        config, plan, source = _open("pack" if level else "folder", source_root, batch)
+        dataset = TrainBatches(source.train, config, plan, 0)
+        turn = _our_turn(dataset, plan, steps)
+        rows.append(Row(name, turn, reference, _pixel_diff(root, dataset, config)))
+    _, plan, source = _open("folder", root, batch)
+    turn = _our_turn(_DecodedImages(source.train, Order(plan, 0)), plan, steps)
+    return rows, Row("decoding alone", turn, reference, pixel_diff=None)
 
 
-def _open(source: str, root: Path, batch: int) -> tuple[Config, Plan, Source]:
-    words = [f"data.source={source}", f"data.root={root}", f"data.workers={WORKERS}", f"batch.global={batch}",
-             f"augment.size={SIZE}", "augment.scale=[0.08, 1]", "augment.ratio=[0.75, 1.33333333]", "augment.flip=0.5",
-             "train.epochs=1000000"]  # fmt: skip
-    config = load("digits", words)
-    opened = open_source(config)
-    return config, make_plan(config, World(cpus=available_cpus()), opened.size), opened
+def _open(kind: str, root: Path, batch: int) -> tuple[Config, Plan, Source]:
+    overrides = [f"data.source={kind}", f"data.root={root}", f"data.workers={_WORKERS}", f"batch.global={batch}",
+                 f"augment.size={_SIZE}", "augment.scale=[0.08, 1]", "augment.ratio=[0.75, 1.33333333]",
+                 "augment.flip=0.5", "train.epochs=1000000"]  # fmt: skip
+    config = load("digits", overrides)
+    source = open_source(config)
+    return config, make_plan(config, World(cpus=available_cpus()), source.size), source
 
 
 @dataclass
-class _Decoded(Dataset[Any]):
-    """Each image decoded whole, and nothing else: what a pipeline that decodes whole images cannot pass."""
+class _DecodedImages(Dataset[Any]):
+    """Decodes each image completely and does nothing else: the limit of loaders that decode so."""
 
     images: Images
     order: Order
@@ -146,69 +149,84 @@ class _Decoded(Dataset[Any]):
         return position
 
 
-def _through(dataset: Dataset[Any], plan: Plan, steps: int) -> Turn:
+def _our_turn(dataset: Dataset[Any], plan: Plan, steps: int) -> Callable[[], float]:
     def turn() -> float:
-        loaded = batches(dataset, range(10**9), plan, pin=False)
-        seconds = _seconds(loaded, steps)
-        loaded.close()  # type: ignore[attr-defined]
+        stream = batches(dataset, range(10**9), plan, pin=False)
+        seconds = _time_batches(stream, steps)
+        stream.close()  # type: ignore[attr-defined]
         return plan.global_batch * steps / seconds
 
     return turn
 
 
-def _reference(root: Path, batch: int, steps: int) -> Turn:
-    look = transforms.Compose([
-        transforms.RandomResizedCrop(SIZE), transforms.RandomHorizontalFlip(), transforms.ToTensor(),
+def _reference_turn(root: Path, batch: int, steps: int) -> Callable[[], float]:
+    augment = transforms.Compose([
+        transforms.RandomResizedCrop(_SIZE), transforms.RandomHorizontalFlip(), transforms.ToTensor(),
         transforms.Normalize(MEAN, STD),
     ])  # fmt: skip
-    folder = torchvision.datasets.ImageFolder(str(root / "train"), look)
-    endless = RandomSampler(folder, num_samples=10**12)
-    loader = DataLoader(folder, batch, sampler=endless, num_workers=WORKERS)
-    return lambda: batch * steps / _seconds(iter(loader), steps)
+    dataset = torchvision.datasets.ImageFolder(str(root / "train"), augment)
+    endless = RandomSampler(dataset, num_samples=10**12)
+    loader = DataLoader(dataset, batch, sampler=endless, num_workers=_WORKERS)
+    return lambda: batch * steps / _time_batches(iter(loader), steps)
+
+
+def _time_batches(stream: Iterator[Any], steps: int) -> float:
+    """Return the seconds that `steps` batches take after the warm-up."""
+    for _ in range(_WARM_UP):
+        next(stream)
+    start = time.perf_counter()
+    for _ in range(steps):
+        next(stream)
+    return time.perf_counter() - start
 
 
 @contextmanager
-def _peer(name: str, environment: Path, root: Path, folder: Path, batch: int, steps: int) -> Iterator[Row]:
-    """Another loader, in a process of its own; where it cannot be installed or does not run, its row says so."""
-    python = _install(environment, PEERS[name])
-    if isinstance(python, str):
-        yield Row(name, None, None, python)
+def _peer_row(name: str, environment: Path, root: Path, folder: Path, batch: int, steps: int) -> Iterator[Row]:
+    """Start another loader in its own process; yield its row, with the reason if it fails."""
+    try:
+        python = _install(environment, _PEERS[name])
+    except TurnError as error:
+        yield Row(name, None, pixel_diff=None, failure=str(error))
         return
     log = folder.with_suffix(".log")
-    words = [root / "train", folder, batch, SIZE, WORKERS]
-    with open(log, "wb") as errors:
+    arguments = [root / "train", folder, batch, _SIZE, _WORKERS]
+    with open(log, "wb") as log_file:
         process = subprocess.Popen(
-            [python, "-P", Path(__file__).with_name("peers.py"), name, *map(str, words)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1,
+            [python, "-P", Path(__file__).with_name("peers.py"), name, *map(str, arguments)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log_file, text=True, bufsize=1,
         )  # fmt: skip
-    assert process.stdin
-    assert process.stdout
+    requests, replies = process.stdin, process.stdout
+    assert requests
+    assert replies
 
-    def answer() -> Any:
-        assert process.stdout
-        for line in process.stdout:
-            with suppress(ValueError):  # some say other things on standard output
+    def receive() -> Any:
+        for line in replies:
+            with suppress(ValueError):  # some loaders print other lines to standard output
                 return json.loads(line)
         last = log.read_text(errors="replace").strip().splitlines()
-        raise RuntimeError(f"does not run: {last[-1][:150] if last else f'exit code {process.wait()}'}")
+        raise TurnError(f"does not run: {last[-1][:150] if last else f'exit code {process.wait()}'}")
 
     def turn() -> float:
-        assert process.stdin
-        process.stdin.write(f"{_WARM_UP} {steps}\n")
-        return batch * steps / float(answer())
+        with suppress(BrokenPipeError):  # it has ended: `receive` raises
+            requests.write(f"{_WARM_UP} {steps}\n")
+        return batch * steps / float(receive())
 
     try:
         try:
-            yield Row(name, answer()["pixel_diff"], turn)
-        except RuntimeError as error:
-            yield Row(name, None, None, str(error))
+            row = Row(name, turn, pixel_diff=receive()["pixel_diff"])
+        except TurnError as error:
+            row = Row(name, None, pixel_diff=None, failure=str(error))
+        yield row
     finally:
         process.kill()
         process.wait()
 
 
-def _install(environment: Path, package: str) -> Path | str:
-    """The environment's interpreter, or why the package is not there. What we have ourselves, torch above all, it sees."""
+def _install(environment: Path, package: str) -> Path:
+    """Install a package in the virtual environment; return its interpreter. Raises TurnError.
+
+    The environment also sees our own packages, above all torch.
+    """
     python = environment / "bin/python"
     if not python.exists():
         venv.create(environment, with_pip=True)
@@ -219,99 +237,48 @@ def _install(environment: Path, package: str) -> Path | str:
         [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", package],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    errors = [line for line in done.stderr.splitlines() if "ERROR" in line or "error" in line]
-    return python if done.returncode == 0 else f"cannot be installed: {(errors or ['pip failed'])[-1][:150]}"
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "ERROR" in line or "error" in line]
+        raise TurnError(f"cannot be installed: {(errors or ['pip failed'])[-1][:150]}")
+    return python
 
 
-def _seconds(loaded: Iterator[Any], steps: int) -> float:
-    for _ in range(_WARM_UP):
-        next(loaded)
-    start = time.perf_counter()
-    for _ in range(steps):
-        next(loaded)
-    return time.perf_counter() - start
-
-
-def _pixel_diff(root: Path, made: TrainBatches, config: Config) -> float:
-    """Of the first images of a stream, to the reference's crop at the place that is drawn for them."""
-    batch = made[0]
+def _pixel_diff(root: Path, dataset: TrainBatches, config: Config) -> float:
+    """Compare the first images of our loader with the reference's, cropped at the same place."""
+    batch = dataset[0]
     differences = []
-    for sample, pixels in zip(batch.ids.tolist()[:_COMPARED], batch.images, strict=False):
-        with Image.open(root / made.images.name(sample)) as file:
+    for sample, pixels in zip(batch.ids.tolist()[:_COMPARED_IMAGES], batch.images, strict=False):
+        with Image.open(root / dataset.images.name(sample)) as file:
             image = file.convert("RGB")
         (top, left, height, width), is_flipped = draw(
             image.height, image.width, config.augment, config.run.seed, (0, sample, 0)
         )
-        expected = transforms.functional.resized_crop(image, top, left, height, width, [SIZE, SIZE])
-        seen = np.asarray(expected)[:, :: -1 if is_flipped else 1]
-        differences.append(np.abs(pixels.permute(1, 2, 0).numpy().astype(int) - seen).mean())
+        expected = np.asarray(transforms.functional.resized_crop(image, top, left, height, width, [_SIZE, _SIZE]))
+        if is_flipped:
+            expected = expected[:, ::-1]
+        differences.append(np.abs(pixels.permute(1, 2, 0).numpy().astype(int) - expected).mean())
     return round(float(np.mean(differences)), 3)
 
 
-def _take_turns(rows: list[Row], rounds: int) -> dict[str, list[float]]:
-    """Images/s of each row in each round; a round before the first is not counted."""
-    speeds: dict[str, list[float]] = {row.name: [] for row in rows}
-    for number in range(rounds + 1):
-        for row in rows if number % 2 else reversed(rows):
-            if row.turn:
-                try:
-                    speed = row.turn()
-                except (RuntimeError, OSError) as error:  # of a peer's process
-                    row.turn, row.note = None, str(error)
-                    continue
-                if number:
-                    speeds[row.name].append(speed)
-        print(f"round {number} of {rounds}", file=sys.stderr, flush=True)
-    return speeds
-
-
-def _figures(row: Row, speeds: dict[str, list[float]]) -> dict[str, Any]:
-    """A row for machines; ratios are to the reference's turn of the same round."""
-    own = speeds[row.name]
-    ratios = [a / b for a, b in zip(own, speeds["reference"], strict=False)]
-    figures: dict[str, Any] = {
-        "name": row.name,
-        "images_per_s": round(statistics.median(own), 1) if own else None,
-        "ratio": round(statistics.median(ratios), 3) if own else None,
-        "pixel_diff": row.pixel_diff,
-    }
-    return figures | ({"note": row.note} if row.note else {})
-
-
-def _text(title: str, rows: list[Row], speeds: dict[str, list[float]]) -> str:
-    lines = [f"{title}, medians"]
-    for row in rows:
-        figures = _figures(row, speeds)
-        if figures["ratio"] is None:
-            lines.append(f"  {row.name:<15} {row.note}")
-            continue
-        ratios = [a / b for a, b in zip(speeds[row.name], speeds["reference"], strict=False)]
-        pixels = "" if row.pixel_diff is None else f"   pixels {row.pixel_diff:.2f}"
-        lines.append(
-            f"  {row.name:<15} {figures['images_per_s']:>8,.0f} images/s   ratio {figures['ratio']:.2f}"
-            f" ({min(ratios):.2f} to {max(ratios):.2f}){pixels}"
-        )
-    return "\n".join(lines)
-
-
-def _write(folder: Path, command: str, text: str, speeds: dict[str, list[float]]) -> None:
-    """benchmarks.md and a plot of the medians, with the least and the largest."""
+def _write_page(folder: Path, command: str, text: str, rows: list[Row]) -> None:
+    """Write benchmarks.md and a plot of the medians and ranges."""
     import matplotlib
     from matplotlib import pyplot
 
     matplotlib.use("Agg")
-    figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(speeds) + 1), layout="constrained")
-    names = list(reversed(speeds))
-    middles = [statistics.median(speeds[name]) for name in names]
-    spread = [[middle - min(speeds[name]) for name, middle in zip(names, middles, strict=True)],
-              [max(speeds[name]) - middle for name, middle in zip(names, middles, strict=True)]]  # fmt: skip
-    axes.barh(names, middles, xerr=spread)
-    axes.set_xlabel("images/s, median of the rounds, least to largest")
+    rows = [row for row in reversed(rows) if row.speeds]
+    figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(rows) + 1), layout="constrained")
+    medians = [median(row.speeds) for row in rows]
+    below = [median(row.speeds) - min(row.speeds) for row in rows]
+    above = [max(row.speeds) - median(row.speeds) for row in rows]
+    axes.barh([row.name for row in rows], medians, xerr=[below, above])
+    axes.set_xlabel("images/s, median and range of the rounds")
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / "benchmarks.svg")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "torchvision", "pillow"))
     (folder / "benchmarks.md").write_text(
-        f"# Input pipeline\n\n```\n{command}\n\n{text}\n```\n\n{versions}; {available_cpus()} CPU cores. `pixels` is the mean"
-        " absolute difference to the reference's crop, of 255; for the peers, of whole pictures.\n\n"
+        f"# Input pipeline\n\n```\n{command}\n\n{text}\n```\n\n{versions}; {available_cpus()} CPU cores."
+        " `pixels` is the mean absolute difference to the reference's crop, from 0 to 255; the peers are compared on"
+        " whole images.\n\n"
         "![images/s](benchmarks.svg)\n"
     )

@@ -1,12 +1,16 @@
-"""Other loaders, each as its own documentation has it, for `pipeline bench data --peers`.
+"""Other data loaders, each used as its own documentation says, for `pipeline bench data --peers`.
 
-Run as a script, `peers.py NAME IMAGES FOLDER BATCH SIZE WORKERS`, in an environment that has them and not this package:
-it prepares NAME's own format below FOLDER, prints {"pixel_diff": …}, and for each line `WARM_UP STEPS` on standard input
-fetches so many batches and prints the seconds that the STEPS took. Each decodes, takes a random crop, resizes it, flips it
-and hands over batches in host memory; who normalises on the host by default does so here. What is compared is each one's
-whole picture at SIZE × SIZE with Pillow's, antialiased.
+Run as a script, `peers.py NAME IMAGES FOLDER BATCH SIZE WORKERS`, in an environment that has the
+loaders but not this package. It prepares NAME's own format below FOLDER and prints
+{"pixel_diff": …}. Then, for each line `WARM_UP STEPS` on standard input, it fetches that many
+batches and prints the seconds that the STEPS took.
+
+Each loader decodes, takes a random crop, resizes and flips it, and delivers batches in host memory.
+Those that normalise on the host by default also do so here. `pixel_diff` compares whole images,
+resized to SIZE × SIZE, with Pillow's, antialiased.
 """
 
+import io
 import json
 import sys
 import time
@@ -17,13 +21,14 @@ from typing import Any
 import numpy as np
 from PIL import EpsImagePlugin, Image
 
-EpsImagePlugin.gs_binary = False  # for a file that says it is EPS Pillow would start Ghostscript
-_EPOCH = 100
-"""Batches: more than a turn has, since what begins anew with an epoch is not what is compared."""
+EpsImagePlugin.gs_binary = False  # Pillow would start Ghostscript for a file that says it is EPS
+_EPOCH_BATCHES = 100
+"""More than a turn has: the start of an epoch is not part of the comparison."""
 
 Fetch = Callable[[], Iterator[Any]]
+"""Starts the loader and returns its endless stream of batches."""
 Resize = Callable[[bytes], Any]
-"""A whole picture at SIZE × SIZE: [SIZE, SIZE, 3] of 0 to 255."""
+"""Decodes a whole image and resizes it: [SIZE, SIZE, 3] from 0 to 255."""
 
 
 def timm(files: list[Path], folder: Path, batch: int, size: int, workers: int) -> tuple[Fetch, Resize]:
@@ -31,7 +36,7 @@ def timm(files: list[Path], folder: Path, batch: int, size: int, workers: int) -
     from timm.data import ImageDataset, create_loader
 
     (folder / "images").mkdir()
-    for number in range(_EPOCH * batch):  # its workers begin anew with each epoch
+    for number in range(_EPOCH_BATCHES * batch):  # its workers start again in each epoch
         (folder / "images" / f"{number}.jpg").symlink_to(files[number % len(files)])
 
     def fetch() -> Iterator[Any]:
@@ -43,7 +48,7 @@ def timm(files: list[Path], folder: Path, batch: int, size: int, workers: int) -
         while True:
             yield from loader
 
-    return fetch, lambda data: _pillow(data, size)
+    return fetch, lambda data: _pillow_resize(data, size)
 
 
 def _dali(antialias: bool) -> Callable[..., tuple[Fetch, Resize]]:
@@ -62,18 +67,18 @@ def _dali(antialias: bool) -> Callable[..., tuple[Fetch, Resize]]:
             pixels = fn.decoders.image(fn.external_source(name="data", dtype=types.UINT8, ndim=1))
             return fn.resize(pixels, size=[size, size], interp_type=types.INTERP_LINEAR, antialias=antialias)
 
-        one = whole(prefetch_queue_depth=1, exec_async=False, exec_pipelined=False)  # one picture, when it is asked
-        one.build()
+        resizer = whole(prefetch_queue_depth=1, exec_async=False, exec_pipelined=False)  # no prefetching
+        resizer.build()
 
         def resize(data: bytes) -> Any:
-            one.feed_input("data", [np.frombuffer(data, np.uint8)])
-            return np.asarray(one.run()[0].at(0))
+            resizer.feed_input("data", [np.frombuffer(data, np.uint8)])
+            return np.asarray(resizer.run()[0].at(0))
 
         def fetch() -> Iterator[Any]:
-            made = crops()
-            made.build()
+            loader = crops()
+            loader.build()
             while True:
-                yield made.run()[0].as_array()
+                yield loader.run()[0].as_array()
 
         return fetch, resize
 
@@ -81,20 +86,20 @@ def _dali(antialias: bool) -> Callable[..., tuple[Fetch, Resize]]:
 
 
 def _torchvision(size: int) -> tuple[Callable[[bytes], Any], Resize]:
-    """A crop and the whole picture, by torchvision alone."""
+    """Return functions that decode with torchvision: to an augmented crop, to a resized image."""
     import torch
     from torchvision.io import ImageReadMode, decode_image
     from torchvision.transforms import v2
 
-    look = v2.Compose([v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()])
+    augment = v2.Compose([v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()])
 
-    def decoded(data: bytes) -> Any:
+    def decode(data: bytes) -> Any:
         return decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
 
     def resize(data: bytes) -> Any:
-        return v2.functional.resize(decoded(data), [size, size], antialias=True).permute(1, 2, 0).numpy()
+        return v2.functional.resize(decode(data), [size, size], antialias=True).permute(1, 2, 0).numpy()
 
-    return lambda data: look(decoded(data)), resize
+    return lambda data: augment(decode(data)), resize
 
 
 def webdataset(files: list[Path], folder: Path, batch: int, size: int, workers: int) -> tuple[Fetch, Resize]:
@@ -109,7 +114,7 @@ def webdataset(files: list[Path], folder: Path, batch: int, size: int, workers: 
 
     def fetch() -> Iterator[Any]:
         source = webdataset.WebDataset(f"{folder}/{{0..{shards - 1}}}.tar", shardshuffle=shards, resampled=True)
-        batches = source.shuffle(500).map(lambda one: crop(one["jpg"])).batched(batch)
+        batches = source.shuffle(500).map(lambda sample: crop(sample["jpg"])).batched(batch)
         return iter(webdataset.WebLoader(batches, batch_size=None, num_workers=workers))
 
     return fetch, resize
@@ -126,11 +131,11 @@ def streaming(files: list[Path], folder: Path, batch: int, size: int, workers: i
     crop, resize = _torchvision(size)
 
     class Crops(StreamingDataset):  # type: ignore[misc]
-        def __getitem__(self, at: int) -> Any:
-            return crop(super().__getitem__(at)["jpg"])
+        def __getitem__(self, index: int) -> Any:
+            return crop(super().__getitem__(index)["jpg"])
 
     def fetch() -> Iterator[Any]:
-        dataset = Crops(local=str(folder), shuffle=True, batch_size=batch, epoch_size=_EPOCH * batch)
+        dataset = Crops(local=str(folder), shuffle=True, batch_size=batch, epoch_size=_EPOCH_BATCHES * batch)
         while True:
             yield from DataLoader(dataset, batch, num_workers=workers, drop_last=True)
 
@@ -148,31 +153,25 @@ def ffcv(files: list[Path], folder: Path, batch: int, size: int, workers: int) -
         def __len__(self) -> int:
             return len(files)
 
-        def __getitem__(self, at: int) -> tuple[Image.Image, int]:
-            return Image.open(files[at]).convert("RGB"), 0
+        def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+            return Image.open(files[index]).convert("RGB"), 0
 
-    image = RGBImageField(write_mode="jpg", max_resolution=500, jpeg_quality=90)
-    DatasetWriter(
-        str(folder / "beton"), {"image": image, "label": IntField()}, num_workers=workers
-    ).from_indexed_dataset(Files())
+    fields = {"image": RGBImageField(write_mode="jpg", max_resolution=500, jpeg_quality=90), "label": IntField()}
+    DatasetWriter(str(folder / "beton"), fields, num_workers=workers).from_indexed_dataset(Files())
 
     def fetch() -> Iterator[Any]:
-        steps = {
-            "image": [RandomResizedCropRGBImageDecoder((size, size)), RandomHorizontalFlip(), ToTensor()],
-            "label": None,
-        }
+        image = [RandomResizedCropRGBImageDecoder((size, size)), RandomHorizontalFlip(), ToTensor()]
+        pipelines = {"image": image, "label": None}
         loader = Loader(
-            str(folder / "beton"), batch, workers, order=OrderOption.RANDOM, pipelines=steps, drop_last=True
+            str(folder / "beton"), batch, workers, order=OrderOption.RANDOM, pipelines=pipelines, drop_last=True
         )
         while True:
             yield from loader
 
-    return fetch, lambda data: _pillow(data, size)
+    return fetch, lambda data: _pillow_resize(data, size)
 
 
-def _pillow(data: bytes, size: int) -> Any:
-    import io
-
+def _pillow_resize(data: bytes, size: int) -> Any:
     with Image.open(io.BytesIO(data)) as image:
         return np.asarray(image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR))
 
@@ -183,27 +182,27 @@ PEERS: dict[str, Callable[..., tuple[Fetch, Resize]]] = {
 }  # fmt: skip
 
 
-def main(name: str, images: str, place: str, *numbers: str) -> None:
+def main(name: str, images: str, folder_name: str, *numbers: str) -> None:
     batch, size, workers = map(int, numbers)
-    folder = Path(place)
+    folder = Path(folder_name)
     folder.mkdir(parents=True)
     files = sorted(path for path in Path(images).rglob("*") if path.is_file())
     fetch, resize = PEERS[name](files, folder, batch, size, workers)
     differences = []
     for file in files[:64]:
         data = file.read_bytes()
-        differences.append(np.abs(np.asarray(resize(data)).astype(float) - _pillow(data, size)).mean())
+        differences.append(np.abs(np.asarray(resize(data)).astype(float) - _pillow_resize(data, size)).mean())
     print(json.dumps({"pixel_diff": round(float(np.mean(differences)), 3)}), flush=True)
     for line in sys.stdin:
         warm_up, steps = map(int, line.split())
-        fetched = fetch()
+        stream = fetch()
         for _ in range(warm_up):
-            next(fetched)
+            next(stream)
         start = time.perf_counter()
         for _ in range(steps):
-            next(fetched)
+            next(stream)
         print(time.perf_counter() - start, flush=True)
-        del fetched
+        del stream  # stops its workers
 
 
 if __name__ == "__main__":

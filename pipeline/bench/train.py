@@ -1,18 +1,13 @@
-"""`pipeline bench`: throughput, always beside what it is compared with, in interleaved rounds.
+"""`pipeline bench train`, `track` and `comm`: the speed of our training loop against others."""
 
-A figure on a shared machine says little; a ratio of medians from rounds that alternate says what our code costs.
-"""
-
-import json
 import os
-import statistics
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import repeat
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +15,7 @@ from torch.nn import functional
 
 from pipeline import group as groups
 from pipeline import randomness
+from pipeline.bench.rounds import Loop, Row, interleave, show
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.data.batch import Batch
@@ -50,127 +46,137 @@ from pipeline.train.step import update_once
 from pipeline.train.trainer import Trainer
 from pipeline.world import from_environment
 
-DEFAULTS = [
+_DEFAULTS = [
     "data.source=synthetic", "data.num_images=4096", "model.arch=resnet18", "augment.size=64", "batch.global=64",
     "train.epochs=1000", "track.uri=none",
 ]  # fmt: skip
 
 
-_COMPILED = "-compiled"
+def bench_train(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> str:
+    """Return images/s of our training loop against a minimal torch loop.
 
+    Rows:
 
-@dataclass
-class _Loop:
-    """Steps, and what they take of a GPU's memory."""
+    - `reference`: the minimal loop. Forward, backward and update with the same model, optimizer and
+      device, on one batch in memory.
+    - `torchvision`: the loop of torchvision's reference scripts, which reads three metrics from the
+      device after each step.
+    - `plain`: our loop, checks and metrics included, with the same batch in memory. Its ratio is
+      what the loop itself costs.
+    - `loaded`: our loop with our data loader, which on a CPU uses the same cores.
 
-    run: Callable[[int], None]
-    held: int
-    """Bytes at rest: weights, moments."""
-    above: int = 0
-    """The most that its steps took besides."""
-
-    @classmethod
-    def built(cls, device: torch.device, build: Callable[..., Callable[[int], None]], *arguments: Any) -> "_Loop":
-        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        run = build(*arguments)
-        return cls(run, torch.cuda.memory_allocated(device) - before if device.type == "cuda" else 0)
-
-
-def train(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> str:
-    """Images/s of our training step, loader, checks and reports included, against the barest torch loop.
-
-    The barest loop has the same model, batch, optimizer and device, and one batch in memory: forward, backward, update,
-    and nothing else. Rows: `reference` is that loop; `torchvision` is the one of torchvision's references, which asks the
-    device for three figures after each step; `plain` is ours with the same batch in memory, so that the ratio is what the
-    loop itself costs; `loaded` is ours fed by its loader, which on a CPU takes its time from the same cores.
-    Where the plan compiles, each is there once more, compiled; their ratio is to the compiled reference, whose own is to
-    the eager one.
+    If the plan compiles the model, each row appears once more, compiled. Their ratios refer to the
+    compiled reference, and its own ratio to the eager reference.
     """
-    config = load("digits", [*DEFAULTS, *overrides])
-    plan, alone, source, data = _prepare(config)
-    device, batch = alone.device, _first(data, alone.device)
-    loops: dict[str, _Loop] = {}
+    config = load("digits", [*_DEFAULTS, *overrides])
+    plan, group, source = _prepare(config)
+    device, data = group.device, TrainBatches(source.train, config, plan, group.rank)
+    batch = _batch_on_device(data, device)
+    timed = partial(Loop, device, plan.global_batch, steps)
+    variants = {"": replace(plan, compiles=False)}
+    if plan.compiles:
+        variants["-compiled"] = plan
+    rows: list[Row] = []
+    loops: list[Loop] = []
+    reference = None
     with TemporaryDirectory() as folder:
-        for kind, one in (("", replace(plan, compiles=False)), *([(_COMPILED, plan)] if plan.compiles else [])):
+        for suffix, variant in variants.items():
+            named = {
+                "reference": timed(_minimal_loop, config, variant, group, batch),
+                "torchvision": timed(_torchvision_loop, config, variant, group, batch),
+            }
             loaded = to_device(batches(data, range(10**6), plan, pin=device.type == "cuda"), device)
-            loops[f"reference{kind}"] = _Loop.built(device, _barest_loop, config, one, alone, batch)
-            loops[f"torchvision{kind}"] = _Loop.built(device, _torchvision_loop, config, one, alone, batch)
-            for name, fed in (("plain", repeat(batch)), ("loaded", loaded)):
-                journal = _journal(Path(folder) / f"{name}{kind}.jsonl")
-                loops[f"{name}{kind}"] = _Loop.built(device, _our_loop, config, one, alone, source, fed, journal)
-        speeds = _interleave(loops, plan.global_batch, rounds, steps, device)
-    title = f"{_title(config, plan)}, {device}"
+            for name, stream in (("plain", repeat(batch)), ("loaded", loaded)):
+                journal = Journal(Path(folder) / f"{name}{suffix}.jsonl", lambda _: None)
+                named[name] = timed(_our_loop, config, variant, group, source, stream, journal)
+            for name, loop in named.items():
+                row = Row(f"{name}{suffix}", loop, reference)
+                if name == "reference":
+                    reference = row
+                rows.append(row)
+                loops.append(loop)
+        interleave(rows, rounds)
     efficiency = make_mfu_meter(config, plan.num_classes, plan.world, device)
-    remarks = {name: _remark(plan, loop, statistics.median(speeds[name]), efficiency) for name, loop in loops.items()}
-    return _answer(speeds, title, rounds, steps, remarks, as_json=as_json)
+    for row, loop in zip(rows, loops, strict=True):
+        row.remark = _remark(plan, loop, median(row.speeds), efficiency)
+    return show(_title(config, plan, str(device), rounds, steps), rows, as_json=as_json)
 
 
-def track(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> str:
-    """Images/s of our training step, one batch in memory, with tracking and without. TemporaryError if MLflow lacks a row.
+def bench_track(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> str:
+    """Return images/s of our training loop, with one batch in memory, with and without tracking.
 
-    Rows: `reference` reports nothing. `tracked` reports as a run does, every `track.every`: sums, a row of the journal, and
-    beside it the sender, to a database of its own or to the server that `track.uri` or MLFLOW_TRACKING_URI names. The
-    sender is there in both loops' turns; in the reference's it finds at most the last half a second's rows to send.
-    Beside the ratio, which a noisy machine blurs, stands what the two of them took themselves.
+    Rows: `reference` reports no metrics. `tracked` reports like a run, each `track.every`: it sums
+    the metrics and writes a row of the journal, which the sender process sends to MLflow, to a
+    temporary database or to the server that `track.uri` or MLFLOW_TRACKING_URI names. The sender
+    also runs during the turns of `reference`, when it has at most the rows of the last half second
+    left to send. The ratio is imprecise on a noisy machine, so the time that journal and sender
+    take is also measured directly.
+
+    Raises TemporaryError if MLflow lacks a row.
     """
-    config = load("digits", [*DEFAULTS, "track.uri=auto", "track.required=true", "track.experiment=bench", *overrides])
-    plan, alone, source, data = _prepare(config)
-    batch = _first(data, alone.device)
+    config = load("digits", [*_DEFAULTS, "track.uri=auto", "track.required=true", "track.experiment=bench", *overrides])
+    plan, group, source = _prepare(config)
+    batch = _batch_on_device(TrainBatches(source.train, config, plan, group.rank), group.device)
+    timed = partial(Loop, group.device, plan.global_batch, steps)
     with TemporaryDirectory() as scratch:
         folder = RunFolder(Path(scratch) / "bench")
         folder.path.mkdir()
         atomic_write(folder.config, config.to_yaml().encode())
-        journal = _journal(folder.journal)
+        journal = Journal(folder.journal, lambda _: None)
         tracker = sender.start(config, folder)
         tracker.wait_ready()
         silent = replace(plan, report_every=plan.last_step)
-        timer = make_timer(alone.device)
-        loops = {
-            "reference": _Loop.built(alone.device, _our_loop, config, silent, alone, source, repeat(batch), None),
-            "tracked": _Loop.built(alone.device, _our_loop, config, plan, alone, source, repeat(batch), journal, timer),
-        }
+        timer = make_timer(group.device)
+        reference = Row("reference", timed(_our_loop, config, silent, group, source, repeat(batch), None))
+        tracked = Row(
+            "tracked", timed(_our_loop, config, plan, group, source, repeat(batch), journal, timer), reference
+        )
         before = tracker.cpu_seconds()
-        speeds = _interleave(loops, plan.global_batch, rounds, steps, alone.device)
-        of_sender = tracker.cpu_seconds() - before
+        interleave([reference, tracked], rounds)
+        sender_seconds = tracker.cpu_seconds() - before
         if not tracker.finish(lambda _: None):
-            raise TemporaryError("MLflow did not take everything, so this is not what tracking costs: try again")
-    title = f"{_title(config, plan)}, a report every {plan.report_every} steps, {alone.device}"
-    of_loop = timer.seconds["tracking"] / (rounds + 1) / steps
-    share = of_sender / sum(plan.global_batch * steps / speed for speed in speeds["tracked"])
-    remarks = {"tracked": f"   {1000 * of_loop:.2f} ms a step in the loop, {share:.1%} of a CPU in the sender"}
-    return _answer(speeds, title, rounds, steps, remarks, as_json=as_json)
+            raise TemporaryError("MLflow did not receive every row, so the result would be wrong: try again")
+    seconds_per_step = timer.seconds["tracking"] / (rounds + 1) / steps
+    sender_share = sender_seconds / sum(plan.global_batch * steps / speed for speed in tracked.speeds)
+    tracked.remark = f"{1000 * seconds_per_step:.2f} ms per step in the loop, {sender_share:.1%} of a CPU in the sender"
+    details = f"metrics every {plan.report_every} steps, {group.device}"
+    return show(_title(config, plan, details, rounds, steps), [reference, tracked], as_json=as_json)
 
 
-def comm(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> str:
-    """Images/s of the whole job with each way that gradients can meet, one batch in memory, in the processes of one group.
+def bench_comm(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> str:
+    """Return images/s of the whole job for each kind of gradient exchange.
 
-    Rows: `reference` is DistributedDataParallel (in one process: no exchange), `exact` is exact mode, which makes more and
-    smaller passes besides sending more.
+    All rows run in the processes of one group, with one batch in memory. `reference` is
+    DistributedDataParallel (one process exchanges nothing). `exact` is exact mode, which makes more
+    and smaller passes and also sends more.
     """
     place = from_environment()
-    config = load("digits", [*DEFAULTS, "exact.shards=16", *overrides, "run.exact=false"])
-    exact = load("digits", [*DEFAULTS, "exact.shards=16", *overrides, "run.exact=true"])
+    config = load("digits", [*_DEFAULTS, "exact.shards=16", *overrides, "run.exact=false"])
+    exact = load("digits", [*_DEFAULTS, "exact.shards=16", *overrides, "run.exact=true"])
     randomness.configure_torch(
         deterministic=False, precision=config.train.precision, threads=max(1, place.cpus // place.local_size)
     )
     device = choose_device(config, place)
     group = groups.start(config, place, device)
     source = open_source(config)
-    loops = {}
+    rows: list[Row] = []
     with TemporaryDirectory() as folder:
-        for name, one in (("reference", config), ("exact", exact)):
-            plan = make_plan(one, place, source.size)
-            batch = _first(TrainBatches(source.train, one, plan, group.rank), device)
-            journal = _journal(Path(folder) / f"{name}.jsonl")
-            loops[name] = _Loop(_our_loop(one, plan, group, source, repeat(batch), journal), 0)
-        speeds = _interleave(loops, config.batch.global_, rounds, steps, device)
-    title = f"{_title(config, plan)}, {place.size} processes, {exact.exact.shards} shards, {device}"
+        for name, variant in (("reference", config), ("exact", exact)):
+            plan = make_plan(variant, place, source.size)
+            batch = _batch_on_device(TrainBatches(source.train, variant, plan, group.rank), device)
+            journal = Journal(Path(folder) / f"{name}.jsonl", lambda _: None)
+            loop = Loop(
+                device, plan.global_batch, steps, _our_loop, variant, plan, group, source, repeat(batch), journal
+            )
+            rows.append(Row(name, loop, rows[0] if rows else None))
+        interleave(rows, rounds)
     group.finish()
-    return _answer(speeds, title, rounds, steps, {}, as_json=as_json)
+    details = f"{place.size} processes, {exact.exact.shards} shards, {device}"
+    return show(_title(config, plan, details, rounds, steps), rows, as_json=as_json)
 
 
-def _prepare(config: Config) -> tuple[Plan, Group, Source, TrainBatches]:
-    """What the loops of one process want: torch's switches set, a device, data."""
+def _prepare(config: Config) -> tuple[Plan, Group, Source]:
+    """Configure torch for one process; return its plan, group and source."""
     place = from_environment()
     randomness.configure_torch(
         deterministic=config.is_deterministic, precision=config.train.precision, threads=place.cpus
@@ -178,62 +184,30 @@ def _prepare(config: Config) -> tuple[Plan, Group, Source, TrainBatches]:
     group = groups.start(config, place, choose_device(config, place))
     source = open_source(config)
     plan = make_plan(config, place, source.size)
-    return plan, group, source, TrainBatches(source.train, config, plan, group.rank)
+    return plan, group, source
 
 
-def _first(data: TrainBatches, device: torch.device) -> Batch:
-    """One batch, on the device already: to bring it there is no part of a step that is compared without its loader."""
+def _batch_on_device(data: TrainBatches, device: torch.device) -> Batch:
+    """Return the first batch, already on the device, so that no step includes the copy."""
     return next(to_device(iter([data[0]]), device))
 
 
-def _journal(path: Path) -> Journal:
-    return Journal(path, lambda _: None)
+def _remark(plan: Plan, loop: Loop, speed: float, efficiency: MfuMeter) -> str:
+    parts = [f"{1000 * plan.global_batch / speed:,.1f} ms per step"]
+    metrics = efficiency.metrics(speed, plan.image_size)
+    if metrics:
+        parts.append(f"MFU {metrics['time/mfu']:.1%}")
+    if loop.resident_bytes:
+        parts.append(f"{(loop.resident_bytes + loop.step_bytes) / 2**30:.1f} GiB")
+    return "   ".join(parts)
 
 
-def _remark(plan: Plan, loop: _Loop, speed: float, efficiency: MfuMeter) -> str:
-    figures = efficiency.metrics(speed, plan.image_size)
-    parts = [f"{1000 * plan.global_batch / speed:,.1f} ms a step"]
-    parts += [f"MFU {figures['time/mfu']:.1%}"] if figures else []
-    parts += [f"{(loop.held + loop.above) / 2**30:.1f} GiB"] if loop.held else []
-    return "".join(f"   {part}" for part in parts)
+def _title(config: Config, plan: Plan, details: str, rounds: int, steps: int) -> str:
+    model = f"{config.model.arch}, {config.augment.size} px, batch {plan.global_batch}, {config.train.precision}"
+    return f"{model}, {details}; {rounds} interleaved rounds of {steps} steps"
 
 
-def _title(config: Config, plan: Plan) -> str:
-    return f"{config.model.arch}, {config.augment.size} px, batch {plan.global_batch}, {config.train.precision}"
-
-
-def _answer(
-    speeds: dict[str, list[float]], title: str, rounds: int, steps: int, remarks: dict[str, str], *, as_json: bool
-) -> str:
-    """Rows for people or machines; ratios are to the row `reference` of the same round, of its kind."""
-
-    def base(name: str) -> list[float]:
-        is_other = name.endswith(_COMPILED) and not name.startswith("reference")
-        return speeds["reference" + _COMPILED * is_other]
-
-    ratios = {name: [a / b for a, b in zip(speeds[name], base(name), strict=True)] for name in speeds}
-    rows = [
-        {
-            "name": name,
-            "images_per_s": round(statistics.median(speeds[name]), 1),
-            "ratio": round(statistics.median(ratios[name]), 4),
-            "pixel_diff": 0.0,
-        }
-        for name in speeds
-    ]
-    if as_json:
-        return json.dumps({"rows": rows})
-    lines = [f"{title}; {rounds} interleaved rounds of {steps} steps, medians"]
-    for row in rows:
-        spread = ratios[str(row["name"])]
-        lines.append(
-            f"  {row['name']:<18} {row['images_per_s']:>10,.1f} images/s   ratio {row['ratio']:.3f}"
-            f" ({min(spread):.3f} to {max(spread):.3f}){remarks.get(str(row['name']), '')}"
-        )
-    return "\n".join(lines)
-
-
-def _barest_loop(config: Config, plan: Plan, group: Group, batch: Batch) -> Callable[[int], None]:
+def _minimal_loop(config: Config, plan: Plan, group: Group, batch: Batch) -> Callable[[int], None]:
     update = _plain_update(config, plan, group, batch)
 
     def run(steps: int) -> None:
@@ -244,8 +218,11 @@ def _barest_loop(config: Config, plan: Plan, group: Group, batch: Batch) -> Call
 
 
 def _torchvision_loop(config: Config, plan: Plan, group: Group, batch: Batch) -> Callable[[int], None]:
-    """What `train_one_epoch` in torchvision's references/classification/train.py adds to each step: accuracies and loss,
-    read from the device at once."""
+    """Return the minimal loop with what torchvision's reference adds to each step.
+
+    `train_one_epoch` in references/classification/train.py reads loss and accuracies from the
+    device at once.
+    """
     update = _plain_update(config, plan, group, batch)
     labels = batch.labels.to(group.device)
     sums = [0.0, 0.0, 0.0]
@@ -254,26 +231,26 @@ def _torchvision_loop(config: Config, plan: Plan, group: Group, batch: Batch) ->
         for _ in range(steps):
             loss, logits = update()
             with torch.inference_mode():
-                right = logits.topk(min(5, logits.shape[1])).indices.t() == labels
-                figures = [loss, *(right[:k].flatten().sum(dtype=torch.float32) * (100 / len(labels)) for k in (1, 5))]
-            for at, figure in enumerate(figures):
-                sums[at] += figure.item()
+                correct = logits.topk(min(5, logits.shape[1])).indices.t() == labels
+                percent = [correct[:k].flatten().sum(dtype=torch.float32) * (100 / len(labels)) for k in (1, 5)]
+            for i, metric in enumerate([loss, *percent]):
+                sums[i] += metric.item()
 
     return run
 
 
 def _plain_update(config: Config, plan: Plan, group: Group, batch: Batch) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Forward, backward, update: the loss and the logits."""
+    """Return a function that makes forward, backward and update, and returns loss and logits."""
     device = group.device
     model = build(config.model, plan.num_classes).to(device)
-    runs = torch.compile(model, dynamic=False) if plan.compiles else model
+    network = torch.compile(model, dynamic=False) if plan.compiles else model
     optimizer = make_optimizer(model, config)
     images = Normalise(device, channels_last=config.model.channels_last)(batch.images)
     labels = batch.labels.to(device)
 
     def update() -> tuple[Tensor, Tensor]:
         with autocast(device, config.train.precision):
-            logits = runs(images)
+            logits = network(images)
             loss = functional.cross_entropy(logits, labels, label_smoothing=config.train.label_smoothing)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -288,21 +265,21 @@ def _our_loop(
     plan: Plan,
     group: Group,
     source: Source,
-    fed: Iterator[Batch],
+    stream: Iterator[Batch],
     journal: Journal | None,
     timer: StepTimer | None = None,
 ) -> Callable[[int], None]:
-    """Return a function that makes so many updates, as `train.loop` makes them."""
+    """Return a function that makes so many updates, each by the loop's own `update_once`."""
     model: nn.Module = build(config.model, plan.num_classes).to(group.device)
     strategy = choose_strategy(config, plan, model, group)
     timer = timer or make_timer(group.device)
+    state = TrainState.build(strategy, make_loss_guard(strategy, timer), config)
     trainer = Trainer.build(
-        config, plan, TrainState.build(strategy, make_loss_guard(strategy, timer), config), source,
-        JournalOnly(journal) if journal else NullRecords(), NullTerminal(), timer=timer,
+        config, plan, state, source, JournalOnly(journal) if journal else NullRecords(), NullTerminal(), timer=timer,
         watchdog=Watchdog(config.run.timeout, Path(os.devnull), group.rank), stop=StopRequest(), profiler=NullProfiler(),
         is_saved=False,
     )  # fmt: skip
-    batches = TimedBatches(fed, timer)
+    batches = TimedBatches(stream, timer)
 
     def run(steps: int) -> None:
         for _ in range(steps):
@@ -319,24 +296,3 @@ class JournalOnly(NullRecords):
 
     def metrics(self, step: int, metrics: dict[str, float]) -> None:
         self._journal.report(step, metrics)
-
-
-def _interleave(
-    loops: dict[str, _Loop], images: int, rounds: int, steps: int, device: torch.device
-) -> dict[str, list[float]]:
-    """Images/s of each loop in each round, the loops taking turns; a round before the first is not counted."""
-    speeds: dict[str, list[float]] = {name: [] for name in loops}
-    for number in range(rounds + 1):
-        names = list(loops) if number % 2 else list(reversed(loops))  # who comes second finds warmer caches
-        for name in names:
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
-                at_rest = torch.cuda.memory_allocated(device)
-            start = time.perf_counter()
-            loops[name].run(steps)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-                loops[name].above = torch.cuda.max_memory_allocated(device) - at_rest
-            if number:
-                speeds[name].append(images * steps / (time.perf_counter() - start))
-    return speeds

@@ -1,1 +1,1 @@
-"""The command line: each module holds some commands, their parsers beside their handlers."""
+"""The command line: each module holds some commands, every parser beside its handler."""

@@ -1,115 +1,136 @@
-"""Benchmarks: bench train, track, data, gpu, top1, comm."""
+"""Benchmark commands: bench train, track, data, gpu, top1, comm."""
 
 import argparse
 from pathlib import Path
 
-from pipeline.cli.arguments import (
-    OVERRIDES_HELP,
-    Parser,
-    path,
-    path_or_uri,
-    positive_int,
-)
+from pipeline.cli.arguments import Commands, Parser, add_command, add_overrides, add_recipe, path, positive_int
 
 
-def add_commands(commands: "argparse._SubParsersAction[Parser]") -> None:
-    bench = commands.add_parser("bench", help="throughput, with the comparison stated")
+def add_commands(commands: Commands) -> None:
+    bench = commands.add_parser(
+        "bench", help="measure speed, always against a stated reference",
+        description="Measure speed, always against a stated reference. What is compared takes turns, round after round,"
+        " so that other load on the machine affects all alike. The result is the median ratio of the rounds.",
+    )  # fmt: skip
     subjects = bench.add_subparsers(metavar="SUBJECT", required=True)
-    steps = subjects.add_parser("train", help="our loop against the barest torch loop with the same model and batch")
-    _add_turns(steps, steps=8)
-    steps.set_defaults(run=_bench_train)
-    tracked = subjects.add_parser("track", help="what journal and tracker cost a step: our loop with them and without")
-    _add_turns(tracked, steps=20)
-    tracked.set_defaults(run=_bench_track)
-    feed = subjects.add_parser(
-        "data", help="images/s of the loader, from plain files and from packs, against the usual one",
-        description="The whole loader, two workers, on at most 2,000 of the images of DIR, which are packed for it.",
+    _add_train(subjects)
+    _add_track(subjects)
+    _add_data(subjects)
+    _add_gpu(subjects)
+    _add_top1(subjects)
+    _add_comm(subjects)
+
+
+def _add_train(subjects: Commands) -> None:
+    parser = add_command(
+        subjects, "train", _train, "training loop: ours against a minimal torch loop with the same model and batch"
+    )
+    _add_loop_arguments(parser, steps=8)
+
+
+def _train(options: argparse.Namespace) -> str:
+    from pipeline.bench import train
+
+    return train.bench_train(options.overrides, options.rounds, options.steps, as_json=options.json)
+
+
+def _add_track(subjects: Commands) -> None:
+    parser = add_command(
+        subjects, "track", _track, "tracking: our training loop with journal and MLflow against the same loop without"
+    )
+    _add_loop_arguments(parser, steps=20)
+
+
+def _track(options: argparse.Namespace) -> str:
+    from pipeline.bench import train
+
+    return train.bench_track(options.overrides, options.rounds, options.steps, as_json=options.json)
+
+
+def _add_data(subjects: Commands) -> None:
+    parser = add_command(
+        subjects, "data", _data, "data loader: from image files and from packs, against ImageFolder with Pillow",
+        "Images/s of the whole data loader with two workers, from image files and from packs, against ImageFolder"
+        " with Pillow and torchvision's transforms. Uses at most 2,000 of the images of DIR and packs them"
+        " temporarily.",
     )  # fmt: skip
-    feed.add_argument("--images", type=path, required=True, metavar="DIR", help="an image folder, of photos best")
-    feed.add_argument("--rounds", type=positive_int, default=7, metavar="N", help="interleaved rounds (default 7)")
-    feed.add_argument("--steps", type=positive_int, default=8, metavar="N", help="batches a round (default 8)")
-    feed.add_argument(
+    add = parser.add_argument
+    add("--images", type=path, required=True, metavar="DIR", help="an image folder, preferably of photos")
+    add("--rounds", type=positive_int, default=7, metavar="N", help="interleaved rounds (default 7)")
+    add("--steps", type=positive_int, default=8, metavar="N", help="batches per round (default 8)")
+    add(
         "--peers", nargs="?", type=path, const=Path("build/peers"), metavar="ENV",
-        help="also other loaders, which pip installs in a virtual environment of their own (default build/peers)",
+        help="also compare other data loaders, which pip installs in the virtual environment ENV (default build/peers)",
     )  # fmt: skip
-    feed.add_argument(
-        "--write", type=path, metavar="FOLDER", help="also write benchmarks.md and a plot there, as in docs"
-    )
-    feed.add_argument("--json", action="store_true", help="rows for machines")
-    feed.set_defaults(run=_bench_data)
-    gpu = subjects.add_parser(
-        "gpu", help="all that wants a GPU to be shown, in under 8 minutes on one, with a short table last"
-    )
-    gpu.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=OVERRIDES_HELP)
-    gpu.add_argument(
-        "--images", type=path, metavar="DIR", help="an image folder of photos (default: patterns are made)"
-    )
-    gpu.add_argument("--batch", type=positive_int, default=256, metavar="N", help="images a step (default 256)")
-    gpu.set_defaults(run=_bench_gpu)
-    top1 = subjects.add_parser(
-        "top1", help="top-1 of a recipe against a plain torchvision loop that trains for the same seconds",
-        description="RECIPE, as 'pipeline train' runs it, then the plain loop, for as many seconds, on the same folder.",
-    )  # fmt: skip
-    top1.add_argument("recipe", type=path_or_uri, metavar="RECIPE")
-    top1.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=OVERRIDES_HELP)
-    top1.add_argument(
-        "--seeds", type=positive_int, default=3, metavar="N", help="times, each from another seed (default 3)"
-    )
-    top1.set_defaults(run=_bench_top1)
-    comm = subjects.add_parser("comm", help="how gradients meet: exact mode against DDP, in one group of processes")
-    comm.add_argument("--nproc", type=positive_int, metavar="N", help="start N processes on this machine")
-    _add_turns(comm, steps=8)
-    comm.set_defaults(run=_bench_comm)
+    add("--write", type=path, metavar="FOLDER", help="also write benchmarks.md and a plot to FOLDER, as in docs/")
+    add("--json", action="store_true", help="print JSON")
 
 
-def _add_turns(loops: argparse.ArgumentParser, steps: int) -> None:
-    """What a benchmark of loops that take turns is told."""
-    loops.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=OVERRIDES_HELP)
-    loops.add_argument("--rounds", type=positive_int, default=7, metavar="N", help="interleaved rounds (default 7)")
-    loops.add_argument(
-        "--steps", type=positive_int, default=steps, metavar="N", help=f"steps a round (default {steps})"
-    )
-    loops.add_argument("--json", action="store_true", help="rows for machines")
-
-
-def _bench_train(options: argparse.Namespace) -> str:
-    from pipeline.bench import train
-
-    return train.train(options.overrides, options.rounds, options.steps, as_json=options.json)
-
-
-def _bench_track(options: argparse.Namespace) -> str:
-    from pipeline.bench import train
-
-    return train.track(options.overrides, options.rounds, options.steps, as_json=options.json)
-
-
-def _bench_data(options: argparse.Namespace) -> str:
+def _data(options: argparse.Namespace) -> str:
     from pipeline.bench import data
 
-    return data.data(
+    return data.bench_data(
         options.images, options.rounds, options.steps, peers=options.peers, write=options.write, as_json=options.json
     )
 
 
-def _bench_gpu(options: argparse.Namespace) -> str:
+def _add_gpu(subjects: Commands) -> None:
+    parser = add_command(
+        subjects, "gpu", _gpu, "everything that needs a GPU, in under 8 minutes on one GPU, with a table at the end",
+        "Measure everything that needs a GPU, in under 8 minutes on one GPU: training loop, whole trainings,"
+        " reproducibility, fp16 and the data loader. Prints a table at the end.",
+    )  # fmt: skip
+    add_overrides(parser)
+    add = parser.add_argument
+    add("--images", type=path, metavar="DIR", help="an image folder, preferably of photos (default: generated images)")
+    add("--batch", type=positive_int, default=256, metavar="N", help="images per step (default 256)")
+
+
+def _gpu(options: argparse.Namespace) -> str:
     from pipeline.bench import gpu
 
-    return gpu.gpu(options.images, options.overrides, options.batch)
+    return gpu.bench_gpu(options.images, options.overrides, options.batch)
 
 
-def _bench_top1(options: argparse.Namespace) -> str:
+def _add_top1(subjects: Commands) -> None:
+    parser = add_command(
+        subjects, "top1", _top1, "accuracy: a recipe against a plain torchvision loop that trains for the same time",
+        "Train RECIPE as 'pipeline train' does, then a plain torchvision loop for as many seconds on the same image"
+        " folder, and compare their top-1 accuracy. Repeated for each seed.",
+    )  # fmt: skip
+    add_recipe(parser)
+    parser.add_argument("--seeds", type=positive_int, default=3, metavar="N", help="number of seeds (default 3)")
+
+
+def _top1(options: argparse.Namespace) -> str:
     from pipeline.bench import accuracy
 
-    return accuracy.top1(options.recipe, options.overrides, options.seeds)
+    return accuracy.bench_top1(options.recipe, options.overrides, options.seeds)
 
 
-def _bench_comm(options: argparse.Namespace) -> str | int:
+def _add_comm(subjects: Commands) -> None:
+    parser = add_command(
+        subjects, "comm", _comm, "gradient exchange: exact mode against DDP, in the same group of processes"
+    )
+    parser.add_argument("--nproc", type=positive_int, metavar="N", help="start N processes on this machine")
+    _add_loop_arguments(parser, steps=8)
+
+
+def _comm(options: argparse.Namespace) -> str | int:
     from pipeline.bench import train
     from pipeline.operate import launch
 
     if options.nproc and options.nproc > 1:
-        numbers = ["--rounds", str(options.rounds), "--steps", str(options.steps)]
-        flags = [*numbers, *(["--json"] if options.json else [])]
+        flags = ["--rounds", str(options.rounds), "--steps", str(options.steps)]
+        if options.json:
+            flags.append("--json")
         return launch.start_processes(options.nproc, ["bench", "comm", *options.overrides, *flags])
-    return train.comm(options.overrides, options.rounds, options.steps, as_json=options.json)
+    return train.bench_comm(options.overrides, options.rounds, options.steps, as_json=options.json)
+
+
+def _add_loop_arguments(parser: Parser, steps: int) -> None:
+    add_overrides(parser)
+    add = parser.add_argument
+    add("--rounds", type=positive_int, default=7, metavar="N", help="interleaved rounds (default 7)")
+    add("--steps", type=positive_int, default=steps, metavar="N", help=f"steps per round (default {steps})")
+    add("--json", action="store_true", help="print JSON")

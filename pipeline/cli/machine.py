@@ -1,4 +1,4 @@
-"""Commands about machines: doctor, rehearse, k8s render."""
+"""Commands for machines: doctor, rehearse, k8s render."""
 
 import argparse
 import os
@@ -6,8 +6,10 @@ import re
 from dataclasses import fields
 
 from pipeline.cli.arguments import (
-    OVERRIDES_HELP,
-    Parser,
+    Commands,
+    add_command,
+    add_overrides,
+    add_recipe,
     memory_quantity,
     path,
     path_or_uri,
@@ -18,111 +20,87 @@ from pipeline.cli.arguments import (
 from pipeline.errors import RequestError
 
 
-def add_commands(commands: "argparse._SubParsersAction[Parser]") -> None:
-    doctor = commands.add_parser("doctor", help="what would go wrong here, before it does; exit 0 if RECIPE can run")
-    doctor.add_argument(
-        "recipe", nargs="?", type=path_or_uri, default="digits", metavar="RECIPE", help="default digits"
+def add_commands(commands: Commands) -> None:
+    _add_doctor(commands)
+    _add_rehearse(commands)
+    k8s = commands.add_parser(
+        "k8s", help="write Kubernetes manifests", description="Write Kubernetes manifests for a training job."
     )
-    doctor.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=OVERRIDES_HELP)
-    doctor.add_argument(
-        "--world", type=positive_int, metavar="N", help="processes in the whole job (default: the node's, or 1)"
-    )
-    doctor.add_argument(
-        "--nodes", type=positive_int, metavar="M", help="machines that they are spread over (default as above)"
-    )
-    doctor.add_argument("--json", action="store_true", help="findings for machines")
-    doctor.add_argument(
-        "--sanity", action="store_true",
-        help="also train a little on your data: first loss, one batch learnt by heart, shuffled labels not learnt",
-    )  # fmt: skip
-    doctor.set_defaults(run=_doctor)
+    _add_render(k8s.add_subparsers(metavar="ACTION", required=True))
 
-    rehearse = commands.add_parser(
-        "rehearse", help="the multi-node job on this machine, one container a node",
-        description="Runs RECIPE in --nodes containers that see each other as the pods of the Kubernetes job do. Data is"
-        " what --data shows them as /data. A node that fails is replaced; all is removed at the end.",
-    )  # fmt: skip
-    rehearse.add_argument("recipe", type=path_or_uri, metavar="RECIPE")
-    rehearse.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=OVERRIDES_HELP)
-    rehearse.add_argument("--nodes", type=positive_int, required=True, metavar="N", help="containers")
-    rehearse.add_argument("--nproc", type=positive_int, default=1, metavar="M", help="processes in each (default 1)")
-    rehearse.add_argument("--gpus", type=positive_int, default=0, metavar="G", help="GPUs for each (default none: CPU)")
-    rehearse.add_argument("--image", default="ddp-pipeline", help="image to run (default ddp-pipeline)")
-    rehearse.add_argument("--data", type=path, metavar="FOLDER", help="seen by the nodes, read-only, as /data")
-    rehearse.add_argument(
-        "--runs", metavar="VOLUME", help="Docker volume for /runs, kept (default: one that is removed)"
-    )
-    rehearse.add_argument(
-        "--kill", type=_kill, action="append", default=[], metavar="NODE@STEP",
-        help="SIGKILL a node once that step is reported; may be given often",
-    )  # fmt: skip
-    rehearse.add_argument(
-        "--cut", type=_cut, action="append", default=[], metavar="NODE@STEP:SECONDS",
-        help="take a node's network away for so long; may be given often",
-    )  # fmt: skip
-    rehearse.add_argument(
-        "--env", type=variable, action="append", default=[], metavar="NAME=VALUE", help="a variable of the nodes"
-    )
-    rehearse.set_defaults(run=_rehearse)
 
-    k8s = commands.add_parser("k8s", help="manifests of the cluster job").add_subparsers(
-        metavar="ACTION", required=True
-    )
-    render = k8s.add_parser(
-        "render", help="write the manifests for a recipe, an image, N nodes and G GPUs a node",
-        description="Prints the manifests, or writes them to --out. Without options they are those of k8s/.",
-        argument_default=argparse.SUPPRESS,  # what is not given has its default where it is rendered
+def _add_doctor(commands: Commands) -> None:
+    parser = add_command(
+        commands, "doctor", _doctor, "check whether RECIPE can run on this machine, before it starts",
+        "Check whether RECIPE can run on this machine: data, model, GPUs, memory, tracking and more. Prints one line"
+        " per check, with a remedy if it fails. Exit 0 if the recipe can run.",
     )  # fmt: skip
-    add = render.add_argument
-    add("recipe", nargs="?", type=path_or_uri, metavar="RECIPE", help="default digits")
-    add("overrides", nargs="*", default=[], metavar="key=value", help=OVERRIDES_HELP)
-    add("--nodes", type=positive_int, metavar="N", help="pods (default 2)")
-    add("--gpus", type=positive_int, metavar="G", help="GPUs, and processes, of each (default 1)")
-    add("--cpu", action="store_const", const=0, dest="gpus", help="no GPUs")
-    add("--nproc", type=positive_int, metavar="M", help="processes of each without GPUs (default 1)")
-    add("--image", type=word, help="in a registry that the nodes can pull from, best by digest")
-    add("--mlflow-image", type=word, metavar="IMAGE", help="likewise")
+    add = parser.add_argument
+    add("recipe", nargs="?", type=path_or_uri, default="digits", metavar="RECIPE", help="name or path (default digits)")
+    add_overrides(parser)
     add(
-        "--mlflow-auth",
-        action="store_true",
-        help="MLflow asks for the password of your Secrets mlflow-auth and -credentials",
-    )
-    add("--pull-secret", type=word, metavar="NAME", help="the registry's credentials, a Secret there")
-    add("--namespace", type=word, metavar="NAME", help="default ddp-pipeline")
-    add("--storage-class", type=word, metavar="NAME", help="one that gives ReadWriteMany (default: the cluster's own)")
-    add("--single-node", action="store_true", help="all pods on one machine (kind, minikube): ReadWriteOnce will do")
-    add("--cpus", type=positive_int, metavar="C", help="CPUs of each pod (default 8 a GPU, 2 a process without)")
-    add("--memory", type=memory_quantity, help="of each pod, 64Gi for example (default 24Gi a GPU, 4Gi without)")
-    add("--shm", type=memory_quantity, help="/dev/shm of each pod, out of its memory (default 8Gi a GPU, 1Gi without)")
-    add("--out", type=path, default=None, metavar="FOLDER", help="folder to write them to")
-    render.set_defaults(run=_render)
-
-
-def _kill(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)@(\d+)", text, re.ASCII)
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NODE@STEP, 1@40 for example")
-    return int(match[1]), int(match[2])
-
-
-def _cut(text: str) -> tuple[int, int, float]:
-    match = re.fullmatch(r"(\d+)@(\d+):(\d+(?:\.\d+)?)", text, re.ASCII)
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NODE@STEP:SECONDS, 1@40:5 for example")
-    return int(match[1]), int(match[2]), float(match[3])
+        "--world", type=positive_int, metavar="N",
+        help="processes in the whole job (default: PET_NNODES × PET_NPROC_PER_NODE from the environment, or 1)",
+    )  # fmt: skip
+    add("--nodes", type=positive_int, metavar="M", help="machines in the whole job (default: PET_NNODES, or 1)")
+    add("--json", action="store_true", help="print JSON")
+    add(
+        "--sanity", action="store_true",
+        help="also train briefly on your data and check that the initial loss is about ln(classes), that one batch"
+        " overfits, and that shuffled labels give chance accuracy",
+    )  # fmt: skip
 
 
 def _doctor(options: argparse.Namespace) -> str | int:
     from pipeline.preflight import doctor
 
     return doctor.examine(
-        options.recipe,
-        options.overrides,
-        options.world,
-        options.nodes,
-        as_json=options.json,
-        with_sanity=options.sanity,
-    )
+        options.recipe, options.overrides, options.world, options.nodes,
+        as_json=options.json, with_sanity=options.sanity,
+    )  # fmt: skip
+
+
+def _add_rehearse(commands: Commands) -> None:
+    parser = add_command(
+        commands, "rehearse", _rehearse, "run a multi-node job on this machine, with one container per node",
+        "Run RECIPE in --nodes containers on this machine, which reach each other like the pods of the Kubernetes"
+        " job. The containers see the folder --data as /data. A node that fails is replaced. Everything is removed"
+        " at the end.",
+    )  # fmt: skip
+    add_recipe(parser)
+    add = parser.add_argument
+    add("--nodes", type=positive_int, required=True, metavar="N", help="number of containers")
+    add("--nproc", type=positive_int, default=1, metavar="M", help="processes per container (default 1)")
+    add("--gpus", type=positive_int, default=0, metavar="G", help="GPUs per container (default none: CPU)")
+    add("--image", default="ddp-pipeline", help="image to run (default ddp-pipeline)")
+    add("--data", type=path, metavar="FOLDER", help="folder to mount read-only as /data")
+    add("--runs", metavar="VOLUME", help="Docker volume for /runs, which is kept (default: a temporary one)")
+    add(
+        "--kill", type=_kill, action="append", default=[], metavar="NODE@STEP",
+        help="kill a node (SIGKILL) once this step is logged; may be repeated",
+    )  # fmt: skip
+    add(
+        "--cut", type=_cut, action="append", default=[], metavar="NODE@STEP:SECONDS",
+        help="cut a node's network for this long once this step is logged; may be repeated",
+    )  # fmt: skip
+    add(
+        "--env", type=variable, action="append", default=[], metavar="NAME=VALUE",
+        help="set an environment variable in the containers; may be repeated",
+    )  # fmt: skip
+
+
+def _kill(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)@(\d+)", text, re.ASCII)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NODE@STEP, such as 1@40")
+    return int(match[1]), int(match[2])
+
+
+def _cut(text: str) -> tuple[int, int, float]:
+    match = re.fullmatch(r"(\d+)@(\d+):(\d+(?:\.\d+)?)", text, re.ASCII)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NODE@STEP:SECONDS, such as 1@40:5")
+    return int(match[1]), int(match[2]), float(match[3])
 
 
 def _rehearse(options: argparse.Namespace) -> str | int:
@@ -138,6 +116,35 @@ def _rehearse(options: argparse.Namespace) -> str | int:
     return rehearse(request)
 
 
+def _add_render(actions: Commands) -> None:
+    parser = add_command(
+        actions, "render", _render, "write the manifests for a recipe, an image, N nodes and G GPUs per node",
+        "Print the manifests, or write them to --out. Without options they are those of k8s/.",
+        argument_default=argparse.SUPPRESS,  # the defaults are those of deploy.k8s.Request
+    )  # fmt: skip
+    add = parser.add_argument
+    add("recipe", nargs="?", type=path_or_uri, metavar="RECIPE", help="name or path (default digits)")
+    add_overrides(parser)
+    add("--nodes", type=positive_int, metavar="N", help="number of pods (default 2)")
+    add("--gpus", type=positive_int, metavar="G", help="GPUs per pod, with one process each (default 1)")
+    add("--cpu", action="store_const", const=0, dest="gpus", help="train on the CPU, without GPUs")
+    add("--nproc", type=positive_int, metavar="M", help="with --cpu: processes per pod (default 1)")
+    add("--image", type=word, help="training image, in a registry that the nodes can pull from; best by digest")
+    add("--mlflow-image", type=word, metavar="IMAGE", help="MLflow image, likewise")
+    add(
+        "--mlflow-auth", action="store_true",
+        help="have MLflow ask for a password, which is in your Secrets mlflow-auth and mlflow-credentials",
+    )  # fmt: skip
+    add("--pull-secret", type=word, metavar="NAME", help="Secret with the registry's credentials")
+    add("--namespace", type=word, metavar="NAME", help="namespace of all objects (default ddp-pipeline)")
+    add("--storage-class", type=word, metavar="NAME", help="one with ReadWriteMany (default: the cluster's default)")
+    add("--single-node", action="store_true", help="all pods run on one machine (kind, minikube): use ReadWriteOnce")
+    add("--cpus", type=positive_int, metavar="C", help="CPUs per pod (default 8 per GPU, or 2 per process on CPU)")
+    add("--memory", type=memory_quantity, help="memory per pod (default 24Gi per GPU, or 4Gi per process on CPU)")
+    add("--shm", type=memory_quantity, help="part of it for /dev/shm (default 8Gi per GPU, or 1Gi per process on CPU)")
+    add("--out", type=path, default=None, metavar="FOLDER", help="write one file per manifest to this folder")
+
+
 def _render(options: argparse.Namespace) -> str:
     from pipeline.deploy.k8s import Request, render, write
 
@@ -146,4 +153,4 @@ def _render(options: argparse.Namespace) -> str:
     if options.out is None:
         return "---\n".join(manifests.values()).rstrip()
     write(manifests, options.out)
-    return f"{len(manifests)} manifests are in {options.out}: kubectl apply -f {options.out}"
+    return f"wrote {len(manifests)} manifests to {options.out}: run kubectl apply -f {options.out}"

@@ -1,6 +1,6 @@
-"""From the words of a command to its exit code.
+"""Entry point of the command line: parse the arguments, run the command, return its exit code.
 
-A command's result goes to standard output; what it logs, and the one line of an error, to standard error.
+A command's result goes to standard output, its log and the one line of an error to standard error.
 """
 
 import argparse
@@ -16,25 +16,33 @@ from pipeline.cli.arguments import Parser
 from pipeline.errors import RequestError, RunError, StorageError
 
 _DESCRIPTION = """\
-Train image classifiers with PyTorch DDP: kill it anywhere, restart it, resize it; the same samples, the same bits, one
-run in MLflow.
+Train image classifiers with PyTorch DDP. Kill a run, restart it, resize it: it resumes with the same samples and
+bit-identical weights, as one MLflow run.
 
-  pipeline train digits                      the embedded example, in a minute
-  pipeline train digits --nproc 2            two processes on this machine
+  pipeline train digits                      train the built-in example, in about a minute
+  pipeline train digits --nproc 2            the same with two processes on this machine
   torchrun --nproc-per-node 8 -m pipeline train my.yaml data.root=/data batch.global=1024
 """
 
 _EPILOG = """\
-exit codes: 0 done · 2 the request is wrong, do not retry · 3 the loss is not finite · 4 data or storage ·
-75 temporary (interrupted, folder held by another, a peer not there yet): retry · anything else a crash
+'pipeline COMMAND --help' describes a command; 'pipeline train --help' also lists every key of a recipe.
+
+exit codes:
+  0    done
+  2    the request is invalid: do not retry
+  3    the loss is not finite
+  4    data or storage failed
+  75   temporary (interrupted, run folder in use, another node not reachable yet): retry
+  any other code is a crash
 """
 
 
 def command() -> NoReturn:
-    """`main`, as a process.
+    """Run `main` as a process and exit with its code.
 
-    One of several leaves without the interpreter's farewell: gloo's threads outlive `destroy_process_group`, and one that
-    lets go of a tensor in its midst ends in SIGABRT, a run that is done too (pytorch/pytorch#179291).
+    Multi-process runs use os._exit: gloo's threads outlive `destroy_process_group`, and one that
+    frees a tensor while the interpreter shuts down aborts the process, even if the run is done
+    (pytorch/pytorch#179291).
     """
     code = main()
     if "RANK" in os.environ:
@@ -45,40 +53,44 @@ def command() -> NoReturn:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code."""
-    is_main = os.environ.get("RANK", "0") == "0"  # of several processes one speaks
+    """Run one command and return its exit code. Only rank 0 prints the result."""
+    is_main = os.environ.get("RANK", "0") == "0"
     is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        options = _parse(arguments)
-        answer = options.run(options)
-        if isinstance(answer, int):
-            return answer
+        options = parse(arguments)
+        result = options.run(options)
+        if isinstance(result, int):
+            return result
         if is_main:
-            print(answer, flush=True)
+            print(result, flush=True)
         return errors.OK
-    except RunError as ending:
-        # what is found before torch is imported, every process of a machine finds; later it may be one process's own
-        is_own = not ending.is_collective and (is_first_here or "torch" in sys.modules)
-        if is_main or (ending.code == RequestError.code and is_own):
-            print(f"pipeline: {ending}", file=sys.stderr, flush=True)
-        if ending.code in errors.PERMANENT:
+    except RunError as error:
+        # Errors found before torch is imported are the same on all local ranks: print them once per
+        # machine. A later error, unless it is collective, may be this rank's alone.
+        is_own = not error.is_collective and (is_first_here or "torch" in sys.modules)
+        if is_main or (error.code == RequestError.code and is_own):
+            print(f"pipeline: {error}", file=sys.stderr, flush=True)
+        if error.code in errors.PERMANENT:
             supervision.stop_restarts()
-        return ending.code
+        return error.code
     except KeyboardInterrupt:
         return errors.TemporaryError.code
-    except BrokenPipeError:  # whoever read our answer has had enough
+    except BrokenPipeError:  # the reader of our output, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return errors.OK
     except OSError as error:
-        if error.filename is None or world.is_launched():  # a rank's is a crash, which its launcher may start anew
+        if error.filename is None or world.is_launched():  # in a rank it is a crash: the launcher may restart it
             raise
         print(f"pipeline: {StorageError(f'{error.filename}: {error.strerror}')}", file=sys.stderr, flush=True)
         return StorageError.code
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Options of a command; key=value words may stand before and after its flags, which argparse alone cannot."""
-    parser = _parser()
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Return a command's options. Raises RequestError if they are wrong.
+
+    key=value words may come before and after the flags, which argparse alone does not allow.
+    """
+    parser = _make_parser()
     options, rest = parser.parse_known_args(arguments)
     if rest and hasattr(options, "overrides") and not any(word.startswith("-") for word in rest):
         options.overrides = options.overrides + rest
@@ -87,7 +99,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> Parser:
     parser = Parser(
         prog="pipeline", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
