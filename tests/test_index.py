@@ -10,7 +10,8 @@ import pytest
 from harness import SMALL, pipeline
 
 from pipeline.data import manifest
-from pipeline.data.manifest import Index, Split, open_index
+from pipeline.data.index import Index, Split
+from pipeline.data.manifest import open_index
 
 IMAGENET = 1_281_167
 
@@ -18,7 +19,7 @@ EPOCHS = """
 import sys
 import numpy as np
 from pathlib import Path
-from pipeline.data.manifest import Index
+from pipeline.data.index import Index
 from pipeline.data.sources import of_index
 
 def private():

@@ -32,6 +32,7 @@ from torchvision import transforms
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.data import manifest
+from pipeline.data.access import check_folder
 from pipeline.data.augment import draw
 from pipeline.data.images import decode
 from pipeline.data.loader import TrainBatches, batches
@@ -70,7 +71,7 @@ class Row:
 
 def data(images: Path, rounds: int, steps: int, *, peers: Path | None, write: Path | None, as_json: bool) -> str:
     """Rows for people or machines; `peers` is where the others' virtual environment is, or is to be made."""
-    manifest.check_folder(images, f"--images {images}", "name an image folder, of photos best")
+    check_folder(images, f"--images {images}", "name an image folder, of photos best")
     with TemporaryDirectory() as name, ExitStack() as stack:
         root = Path(name) / "images"
         count = _link(images, root)
