@@ -1,4 +1,4 @@
-"""Access to image files: tells the defect of one file from an outage of the storage that holds it."""
+"""Access to image files: tells the defect of one file from an outage of its storage."""
 
 import errno
 import os

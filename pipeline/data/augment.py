@@ -1,7 +1,7 @@
-"""Augmentation in training and preprocessing in validation, on uint8 pixels, the same on any machine.
+"""Augmentation for training and preprocessing for validation, the same on any machine.
 
-Promise: the augmentation of a sample is a function of (seed, epoch, sample id, view), whichever process
-or worker makes it, and in any order. Pixels stay uint8; they are normalised on the device.
+Promise: the augmentation of a sample is a function of (seed, epoch, sample id, view), whichever
+process or worker makes it, and in any order. Pixels stay uint8; they are normalised on the device.
 """
 
 import math
@@ -21,7 +21,7 @@ from pipeline.randomness import derive, generator
 _ATTEMPTS = 10
 _MEAN_COLOUR = (124, 116, 104)  # ImageNet's mean, which normalisation maps to 0
 _MAX_ASPECT = 16
-"""A longer picture is cropped to this first: 1 × 10,000 pixels would be resized to 256 × 2,560,000."""
+"""A longer image is cropped first: 1 × 10,000 pixels would be resized to 256 × 2,560,000."""
 
 
 class SampleKey(NamedTuple):
@@ -34,7 +34,7 @@ class SampleKey(NamedTuple):
 
 
 def augment(picture: Picture, options: Augment, size: int, seed: int, key: SampleKey) -> Tensor:
-    """Return a random resized crop, flipped or not, [3, size, size] uint8, after a policy and erasing.
+    """Return a random resized crop, [3, size, size] uint8, after flip, policy and erasing.
 
     Raises BadImageError if the crop cannot be decoded.
     """
@@ -110,7 +110,7 @@ def evaluation_geometry(evaluate: Evaluate, options: Augment) -> tuple[int, int]
 
 
 def _crop_box(height: int, width: int, options: Augment, draws: list[float]) -> tuple[int, int, int, int]:
-    """Return (top, left, height, width) as RandomResizedCrop.get_params of torchvision does, from `draws`."""
+    """Return (top, left, height, width), as torchvision's RandomResizedCrop.get_params."""
     area = height * width
     low, high = (math.log(bound) for bound in options.ratio)
     for attempt in range(_ATTEMPTS):

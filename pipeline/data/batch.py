@@ -12,7 +12,7 @@ NO_LABEL = -1
 
 
 class Defect(NamedTuple):
-    """Why an image could not be decoded. A named tuple, because DataLoader makes lists of plain ones."""
+    """An image that could not be decoded. A NamedTuple: DataLoader makes lists of plain tuples."""
 
     sample: int
     reason: str
@@ -24,11 +24,11 @@ class Batch(NamedTuple):
     labels: Tensor
     """[B] int64."""
     ids: Tensor
-    """[B] int64: sample ids in the epoch's order, also where a bad image was replaced by another."""
+    """[B] int64: sample ids in the epoch's order, also of bad images that were replaced."""
     digests: Tensor
-    """[B, 32] uint8: SHA-256 of each sample's pixels and label if the run is traced, else [0, 32]."""
+    """[B, 32] uint8: SHA-256 of each sample's pixels and label if `run.trace`, else [0, 32]."""
     mix: Tensor
-    """[B, 5] float32: how each image is mixed with its neighbour (`data.mix`); [0, 5]: not at all."""
+    """[B, 5] float32: how each image is mixed with its neighbour, see `data.mix`; or [0, 5]."""
     defects: list[tuple[int, str]]
     """A `Defect` for each image that could not be decoded."""
     outage: OutageError | None = None

@@ -33,7 +33,7 @@ def write_sums(root: Path, index: Index) -> None:
 
 
 def check_sums(root: Path, index: Index) -> Iterator[tuple[str, str]]:
-    """Yield (name, defect) for each file that differs from SHA256SUMS, is not in it or is unreadable."""
+    """Yield (name, defect) of each file that is unreadable, differs from its sum or has none."""
     expected = read_sums(root) or {}
     for name, digest in zip(expected, _digests(root, list(expected)), strict=True):
         if digest is None:

@@ -1,8 +1,8 @@
-"""ImageNet (ILSVRC2012) as it is published: images are read from the archives without unpacking them.
+"""ImageNet (ILSVRC2012): reads the images from the published archives without unpacking them.
 
 Promise: names and classes are those of the usual image folder
-(`train/n01440764/n01440764_10026.JPEG`, `val/n01440764/ILSVRC2012_val_00000293.JPEG`), and each class
-has as many images as the development kit says, 1,281,167 and 50,000 in all. Nothing has to be
+(`train/n01440764/n01440764_10026.JPEG`, `val/n01440764/ILSVRC2012_val_00000293.JPEG`), and each
+class has as many images as the development kit says, 1,281,167 and 50,000 in all. Nothing has to be
 unpacked, because a tar of tars is not compressed: each image is one read at a known offset of the
 outer file.
 
@@ -131,7 +131,7 @@ def _read_devkit(path: Path) -> tuple[dict[str, int], list[str]]:
 
 
 def _check_uncompressed_size(matrix: bytes) -> None:
-    """Raise ValueError if a MATLAB file is too large, counting what its compressed elements hold."""
+    """Raise ValueError if a MATLAB file is too large after decompression of its elements."""
     at, size = 128, len(matrix)  # after the header: elements of (type, length), each before its data
     while at + 8 <= len(matrix) and size <= _MAX_META_BYTES:
         kind, length = struct.unpack_from("<II", matrix, at)

@@ -1,10 +1,10 @@
 """Decoding image files to uint8 pixels [3, H, W], with a named error for each bad file.
 
 No file crashes the process or takes more than a bounded amount of memory: the size is read from the
-header before anything is decoded, since 14 KB of PNG can decode to 1.3 GB. torchvision decodes JPEG and
-WebP, a fifth faster than Pillow. Pillow decodes the rest, because torchvision 0.29 ends the process
-with a segmentation fault on one in four damaged PNG files. As with Pillow, grey, palette and CMYK
-become RGB and alpha is dropped; but 16-bit images are scaled, where Pillow clips them.
+header before anything is decoded, since 14 KB of PNG can decode to 1.3 GB. torchvision decodes JPEG
+and WebP, a fifth faster than Pillow. Pillow decodes the rest, because torchvision 0.29 ends the
+process with a segmentation fault on one in four damaged PNG files. As with Pillow, grey, palette
+and CMYK become RGB and alpha is dropped; but 16-bit images are scaled, where Pillow clips them.
 """
 
 import io
@@ -76,7 +76,7 @@ class Picture:
                 return cls(image.height, image.width, _decode_pillow(image))
 
     def region(self, top: int, left: int, height: int, width: int) -> Tensor:
-        """Return a crop [3, height, width] uint8, a view of what had to be decoded. Raises BadImageError."""
+        """Return a crop [3, height, width] uint8, maybe as a view. Raises BadImageError."""
         if isinstance(self.data, Tensor):
             pixels = self.data
         else:
@@ -124,7 +124,7 @@ def _decode(data: bytearray) -> Tensor:
 
 @contextmanager
 def _silent_stderr() -> Iterator[None]:
-    """Redirect standard error to nowhere, because libjpeg would warn that each cropped file ends early."""
+    """Silence standard error: libjpeg would warn that each cropped file ends early."""
     with _STDERR_LOCK:
         try:
             stderr = os.dup(2)

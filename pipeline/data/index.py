@@ -40,7 +40,7 @@ class Split:
     labels: NDArray[np.int32]
     """[N]"""
     sums: NDArray[np.uint8]
-    """[N × 32]: SHA-256 of each file as SHA256SUMS has it, zeros for a file that it lacks; or [0]."""
+    """[N × 32]: SHA-256 of each file from SHA256SUMS, zeros if it lacks the file; else [0]."""
     places: NDArray[np.int64]
     """[N × 3]: in a pack, each image's shard, its offset there and its CRC-32; else [0]."""
 
@@ -89,7 +89,7 @@ class Split:
 
     @classmethod
     def of(cls, entries: list[tuple[bytes, int, int]], sums: dict[bytes, bytes] | None = None) -> "Split":
-        """Return the split of (name, size, label) entries, in any order; ids follow the sorted names."""
+        """Return the split of (name, size, label) entries; sample ids follow the sorted names."""
         entries = sorted(entries)
         all_sums = b"" if sums is None else b"".join(sums.get(name, bytes(32)) for name, _, _ in entries)
         return cls(
@@ -117,7 +117,7 @@ class SplitImages:
         return int(self.split.labels[i])
 
     def size(self, i: int) -> int:
-        """Return the bytes of image i, or `MISSING`. Raises UnreadableError if there are too many."""
+        """Return the size of image i in bytes, or `MISSING`; UnreadableError if it is too large."""
         size = int(self.split.sizes[i])
         if size > MAX_FILE_BYTES:
             raise UnreadableError(f"{size:,} bytes, more than the {MAX_FILE_BYTES:,} allowed")
@@ -126,7 +126,7 @@ class SplitImages:
 
 @dataclass(frozen=True)
 class Index:
-    """Both splits of a data set and its classes; for an image folder also what a cache is checked by."""
+    """Both splits of a data set, its classes, and for a folder the state that it was scanned in."""
 
     train: Split
     val: Split
@@ -135,12 +135,12 @@ class Index:
     sums: str | None = None
     """SHA-256 of the file SHA256SUMS, if there is one."""
     folders: dict[str, int] = field(default_factory=dict)
-    """Modification time in ns of each folder with images: it changes if a file is added or removed."""
+    """Modification time in ns of each folder: it changes if a file is added or removed."""
     val_split: float = 0.1
 
     @property
     def digest(self) -> str:
-        """SHA-256 over classes and both splits: names, sizes, labels, sums, and places in a pack."""
+        """SHA-256 over the classes and names, sizes, labels, sums and places of both splits."""
         digest = hashlib.sha256(json.dumps(self.classes).encode())
         for split in (self.train, self.val):
             for name, array in vars(split).items():
@@ -172,7 +172,7 @@ class Index:
 
     @classmethod
     def from_bytes(cls, buffer: Any) -> "Index":
-        """Return the index that `to_bytes` wrote. Raises ValueError, KeyError or TypeError otherwise."""
+        """Return the index that `to_bytes` wrote. Raises ValueError, KeyError or TypeError."""
         view = memoryview(buffer)
         at = len(_MAGIC)
         if bytes(view[:at]) != _MAGIC:

@@ -1,9 +1,9 @@
-"""The structure of a JPEG: which bytes hold which rows, so that a crop decodes only its part of the file.
+"""The structure of a JPEG file, so that a crop decodes only its part of the file.
 
-Promise: `part` of a file made by `jpeg_restarts.with_restarts` decodes to exactly the pixels that the
-whole file has there. A decoder resets its state at a restart marker, so the segments between markers
-can be taken out and joined again. Where chroma is interpolated from its neighbours, `part` decodes a
-margin around the crop. Reading the entropy-coded bits is 70 % of a decode.
+Promise: `part` of a file made by `jpeg_restarts.with_restarts` decodes to exactly the pixels that
+the whole file has there. A decoder resets its state at a restart marker, so the segments between
+markers can be taken out and joined again. Where chroma is interpolated from its neighbours, `part`
+decodes a margin around the crop. Reading the entropy-coded bits is 70 % of a decode.
 """
 
 import struct
@@ -19,8 +19,8 @@ BLOCK = 8
 CUTS, CUTS_NAME, CUTS_HEAD = 0xE7, b"restarts\0", struct.Struct(">HBB")
 """A segment of our own (APP7), so that a reader need not search for the markers.
 
-It holds its name; MCUs per restart interval, height and width of an MCU in pixels; and for each restart
-interval its length in bytes, in two bytes.
+It holds its name; MCUs per restart interval, height and width of an MCU in pixels; and for each
+restart interval its length in bytes, in two bytes.
 """
 
 _CONTEXT = 16  # rows below a crop: chroma, with one row for at most four, is interpolated from neighbours
@@ -43,7 +43,7 @@ class Frame(NamedTuple):
 
 
 def frame(data: bytes) -> Frame | None:
-    """Return the frame of a JPEG, or None if `data` is not a JPEG or its header is not well-formed."""
+    """Return the frame of a JPEG, or None if `data` is not a JPEG with a well-formed header."""
     found, cuts = None, None
     for marker, start, end in header(data):
         if marker == CUTS and data.startswith(CUTS_NAME, start + 4):
@@ -57,7 +57,7 @@ def frame(data: bytes) -> Frame | None:
 
 
 def header(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield (marker, start, end) of each segment up to the first scan, from the marker's first byte.
+    """Yield (marker, start, end) of each segment up to the first scan, including the marker.
 
     Stops early if the bytes are not a segment.
     """
@@ -75,9 +75,10 @@ def header(data: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def part(data: bytes, frame: Frame, top: int, left: int, height: int, width: int) -> tuple[bytearray, int, int] | None:
-    """Return a JPEG of the restart intervals that the box touches, and the box's top and left in it.
+    """Return a JPEG of the restart intervals that the box touches, and its top and left there.
 
-    Returns None if `with_restarts` did not make this file, or if its table of lengths does not fit it.
+    Returns None if `with_restarts` did not make this file, or if its table of lengths does not fit
+    it.
     """
     if not frame.cuts:
         return None

@@ -1,12 +1,13 @@
-"""Lossless recoding of a JPEG: restart markers every few MCUs and optimal Huffman tables, the same pixels.
+"""Lossless recoding of a JPEG with restart markers and optimal Huffman tables.
 
-Promise: no coefficient changes, so any decoder makes the same pixels, and `jpeg.part` can crop the file.
-The file's bits are read as Huffman symbols, which are written again. Only the first DC coefficient of
-each restart interval is coded differently, because a decoder resets its prediction at a marker. No
-package of pip writes restart markers without re-encoding, and jpegtran is a program of the system.
+Promise: no coefficient changes, so any decoder makes the same pixels, and `jpeg.part` can crop the
+file. The file's bits are read as Huffman symbols, which are written again. Only the first DC
+coefficient of each restart interval is coded differently, because a decoder resets its prediction
+at a marker. No package of pip writes restart markers without re-encoding, and jpegtran is a program
+of the system.
 
-The bits are read in plain Python, so that a hostile file does no harm; the rest is NumPy, a row of MCUs
-at a time. Figures and annexes refer to ITU-T T.81.
+The bits are read in plain Python, so that a hostile file does no harm; the rest is NumPy, a row of
+MCUs at a time. Figures and annexes refer to ITU-T T.81.
 """
 
 import heapq
@@ -25,7 +26,7 @@ from pipeline.data import jpeg
 Bytes = NDArray[np.uint8]
 Integers = NDArray[np.int64]
 Table = tuple[bytes, bytes]
-"""Huffman codes: how many there are of each length from 1 to 16, and their symbols, shortest first."""
+"""Huffman codes: the number of codes of each length from 1 to 16, and their symbols in order."""
 Name = tuple[int, int]
 """Identifies a table in the file: 0 for DC or 1 for AC, and its number."""
 
@@ -86,7 +87,7 @@ class Row(NamedTuple):
 
 
 def with_restarts(data: bytes) -> bytes | None:
-    """Return the same image without metadata, for `jpeg.part` to crop, or None if that is not possible."""
+    """Return the same image, without metadata, for `jpeg.part` to crop; None if not possible."""
     layout = _layout(data)
     if not layout or layout.interval or len(data) > _MAX_BYTES:
         return None
@@ -118,7 +119,7 @@ def with_restarts(data: bytes) -> bytes | None:
 
 
 def _layout(data: bytes) -> Layout | None:
-    """Return the layout, or None if this is not a sequential Huffman-coded JPEG of one scan, or damaged."""
+    """Return the layout, or None if this is not a sequential Huffman-coded JPEG of one scan."""
     frame, interval, segments = None, 0, []
     for marker, start, end in jpeg.header(data):
         segments.append((marker, start, end))
@@ -155,7 +156,7 @@ def _segment(marker: int, body: bytes) -> bytes:
 
 
 def _interval(across: int, mcu_width: int) -> int:
-    """Return the MCUs per restart interval: a divisor of a row's, so a prime number is not divided."""
+    """Return the MCUs per restart interval, which divide a row; all of it if it is prime."""
     fitting = [n for n in range(1, across + 1) if across % n == 0 and n * mcu_width >= _STRIDE / 2] or [across]
     return max((n for n in fitting if n * mcu_width <= _STRIDE), default=fitting[0])
 
@@ -217,10 +218,10 @@ def _scan(data: bytes, layout: Layout, names: list[Name]) -> _Scan:
 
 
 def _walk(scan: _Scan) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield for each row of MCUs the positions of its codes, in bits, and the indices that begin a block.
+    """Yield for each row of MCUs the bit positions of its codes, and which of them begin a block.
 
-    The end of the row is the last position. Takes 30 ms for 110 KB in plain Python, since each code must
-    be read to know where the next one begins.
+    The end of the row is the last position. Takes 30 ms for 110 KB in plain Python, since each code
+    must be read to know where the next one begins.
     """
     window: list[int] = scan.windows.tolist()
     at = 0
@@ -313,7 +314,7 @@ def _tables(data: bytes, layout: Layout) -> dict[Name, Table]:
 
 
 def _unstuffed(data: bytes, layout: Layout) -> Bytes:
-    """Return the entropy-coded bytes up to the next marker, without the zero that follows each FF."""
+    """Return the entropy-coded bytes up to the next marker, without the zero after each FF."""
     coded = np.frombuffer(data, np.uint8)[layout.scan :]
     at = np.flatnonzero(coded[:-1] == 0xFF)
     markers = at[coded[at + 1] != 0]
@@ -322,7 +323,7 @@ def _unstuffed(data: bytes, layout: Layout) -> Bytes:
 
 
 def _spread(table: Table) -> tuple[Integers, Integers]:
-    """Return (length, symbol) of the code at the start of each 16 bits; length 0 if there is none."""
+    """Return (length, symbol) of the code at the start of each 16 bits; length 0 if none."""
     counts, symbols = table
     lengths = np.repeat(np.arange(1, 17), np.frombuffer(counts, np.uint8))
     spans = 1 << (16 - lengths)
@@ -345,7 +346,7 @@ def _dc_steps(table: Table) -> list[int]:
 
 @lru_cache(64)
 def _ac_steps(table: Table) -> tuple[list[int], list[int]]:
-    """Return for each 16 bits how many bits an AC coefficient takes, with its code, + 64 × places it fills.
+    """Return for each 16 bits the bits of an AC coefficient with its code, + 64 × places it fills.
 
     The first list counts two coefficients if the code of the second is within the 16 bits, too.
     """
@@ -373,7 +374,7 @@ def _counts(rows: list[Row], tables: int) -> Integers:
 
 
 def _best(counts: Integers) -> Table:
-    """Return the optimal Huffman table with codes of at most 16 bits, none of them all ones: annex K.2."""
+    """Return the optimal Huffman table of codes up to 16 bits, none of them all ones: annex K.2."""
     heap = [(count, -symbol, [symbol]) for symbol, count in enumerate(counts.tolist()) if count] + [(1, -256, [256])]
     heapq.heapify(heap)
     lengths = [0] * 257
@@ -408,7 +409,7 @@ def _codes(table: Table) -> tuple[Integers, Integers]:
 
 
 def _written(row: Row, codes: Integers, lengths: Integers) -> list[bytes]:
-    """Return the bytes of each restart interval, padded with ones. codes, lengths: [tables, 256]."""
+    """Return each restart interval's bytes, padded with ones. codes, lengths: [tables, 256]."""
     size = row.symbols & 15
     words = codes[row.tables, row.symbols] << size | row.further
     bits = lengths[row.tables, row.symbols] + size

@@ -2,8 +2,8 @@
 
 Promise: the batch at a position is a function of (seed, position), whichever process makes it. So
 there may be any number of workers, a worker that dies is replaced at the same position, and the end
-of an epoch needs no code: the next epoch's first batch is prepared while the last one is trained on.
-The memory of a worker stays flat: it holds the mapped index and the permutation of one epoch.
+of an epoch needs no code: the next epoch's first batch is prepared while the last one is trained
+on. The memory of a worker stays flat: it holds the mapped index and the permutation of one epoch.
 """
 
 import hashlib
@@ -44,13 +44,15 @@ _MAX_REPLACEMENTS = 16
 _MAX_REBUILDS = 3
 _START_TIMEOUT_S = 15  # of a worker: a fork and a few lines of Python
 _RETRY_FRACTION = 0.5
-"""How long a read is retried while the storage fails, as a fraction of `run.timeout`. The other ranks
-wait in a collective that fails after the whole timeout."""
+"""Fraction of `run.timeout` for which a read is retried while the storage fails.
+
+The other ranks meanwhile wait in a collective, which fails after the whole timeout.
+"""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2
 
 
 class LoaderError(StorageError):
-    """One process gets no batches any more. Only this process knows, so it cannot tell the others first."""
+    """An error that only this process knows: it gets no batches any more."""
 
 
 class _RetryingReader:
@@ -65,7 +67,7 @@ class _RetryingReader:
         self._is_waiting = mmap.mmap(-1, 1)  # shared with the workers
 
     def read(self, sample: int) -> bytes | NDArray[np.uint8]:
-        """Return what `images.read` returns. Raises OutageError if the storage fails until the timeout."""
+        """Return what `images.read` returns. Raises OutageError after the timeout."""
         start, pause = time.monotonic(), _FIRST_PAUSE_S
         while True:
             try:
@@ -123,7 +125,7 @@ class TrainBatches(SlotDataset):
         return Batch(pixels, labels, torch.from_numpy(ids.copy()), digests, mix, defects, outage)
 
     def _load(self, key: SampleKey, out: Tensor, defects: list[tuple[int, str]]) -> int:
-        """Write the pixels of a sample, or of a replacement if it is bad, to `out`. Return the id used."""
+        """Write the pixels of a sample, or of its replacement, to `out`. Return the id used."""
         used = key.sample
         for attempt in range(_MAX_REPLACEMENTS):
             try:
@@ -181,12 +183,12 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
     """Yield the batches of `positions`, in order, from `plan.workers` processes (0: this one).
 
     If a worker dies, it is noticed within 5 s and the loader is built again at the next position.
-    Raises LoaderError if workers die more than three times without a batch in between. Call this on the
-    main thread: workers die with the thread that made them.
+    Raises LoaderError if workers die more than three times without a batch in between. Call this on
+    the main thread: workers die with the thread that made them.
 
-    A worker is forked from a process with native threads, and may hang forever in a lock that one of
-    them held at the fork (Python before 3.11.10: cpython#112275, when gloo frees a tensor). So a worker
-    that has not started in time is killed.
+    A worker is forked from a process with native threads, and may hang forever in a lock that one
+    of them held at the fork (Python before 3.11.10: cpython#112275, when gloo frees a tensor). So a
+    worker that has not started in time is killed.
     """
     done, failures = 0, 0
     while done < len(positions):
@@ -205,8 +207,8 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
             generator=torch.Generator(),  # else the loader draws a seed from the network's generator
         )
         iterator = iter(loader)
-        # torch's handler would raise a worker's death at any line of the main thread, also in an update.
-        # Without it, only fetching a batch raises.
+        # torch's handler raises a worker's death at any line of the main thread, also in an update;
+        # without it, only fetching a batch raises
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         start_timer = threading.Timer(_START_TIMEOUT_S, _kill_unstarted, (iterator, started))
         start_timer.daemon = True
@@ -245,7 +247,7 @@ def _share(dataset: Dataset[Batch], plan: Resources) -> SharedBatches | None:
 
 
 class _WorkerInit:
-    """Initialises a worker: it exits with its parent and not before, whatever signals the group gets."""
+    """Initialises a worker: it exits with its parent, and not before on any signal."""
 
     def __init__(self, parent: int, started: mmap.mmap) -> None:
         self._parent = parent
@@ -255,7 +257,7 @@ class _WorkerInit:
         self._started[worker] = 1
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # by default a batch that does not fit into /dev/shm is dropped, and the loader waits for it forever
+        # by default a batch that does not fit into /dev/shm is dropped: the loader waits forever
         Queue._on_queue_feeder_error = staticmethod(exit_worker)  # type: ignore[attr-defined]
         die_with_parent(self._parent)
 
@@ -269,8 +271,9 @@ def _kill_unstarted(iterator: Any, started: mmap.mmap) -> None:
 def _has_dead_worker(workers: list[BaseProcess]) -> bool:
     """Return whether a worker died: none exits by itself.
 
-    The exception does not tell: torch raises RuntimeError, but a read at the instant of a worker's death
-    fails with a broken connection, before the kernel has reported the death. Hence the timeout.
+    The exception does not tell: torch raises RuntimeError, but a read at the instant of a worker's
+    death fails with a broken connection, before the kernel has reported the death. Hence the
+    timeout.
     """
     return bool(wait([worker.sentinel for worker in workers], timeout=1))
 

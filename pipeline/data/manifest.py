@@ -1,8 +1,9 @@
 """Scanning an image folder into an index, and the cache that saves the next start a scan.
 
-The layout is torchvision's ImageFolder: `train/<class>/…` and `val/<class>/…`, or class folders only.
-Of the latter a fraction is held out, chosen by a digest of each file's name, so that a file that is
-added moves no other file between the splits. No torch here: a wrong layout fails in the first second.
+The layout is torchvision's ImageFolder: `train/<class>/…` and `val/<class>/…`, or class folders
+only. Of the latter a fraction is held out, chosen by a digest of each file's name, so that a file
+that is added moves no other file between the splits. No torch here: a wrong layout fails in the
+first second.
 """
 
 import hashlib
@@ -27,16 +28,17 @@ Entries = dict[str, list[tuple[bytes, int, int]]]
 
 
 def open_index(root: Path, val_split: float, spare: Path, *, check_sizes: bool) -> Index:
-    """Return the index of `root`: a cached one if it is still true, else one that is scanned and cached.
+    """Return the index of `root` from its cache if that is still true; else scan and cache it.
 
-    The cache is in `root`, or in the folder `spare` if `root` is read-only. A cached index is true as
-    long as no folder below `root` changed, so no file was added or removed; with `check_sizes` the
-    size of every file is compared too. Raises RequestError if the layout is wrong.
+    The cache is in `root`, or in the folder `spare` if `root` is read-only. A cached index is true
+    as long as no folder below `root` changed, so no file was added or removed; with `check_sizes`
+    the size of every file is compared too. Raises RequestError if the layout is wrong.
     """
     check_folder(
         root,
         f"data.root={root}",
-        "give a folder with train/ and val/ in it, each with one folder per class, or make one with 'pipeline data make'",
+        "give a folder with train/ and val/ in it, each with one folder per class,"
+        " or make one with 'pipeline data make'",
     )
     for cached in _cached(root, spare):
         if cached.val_split == val_split and _is_true(cached, root, check_sizes):
@@ -86,7 +88,7 @@ def _is_true(index: Index, root: Path, check_sizes: bool) -> bool:
     try:
         if any(os.stat(root / folder).st_mtime_ns != time for folder, time in index.folders.items()):
             return False
-        # Without train/ and val/ the classes lie in the root. Its time is no help: making the cache changes it.
+        # Without train/ and val/, classes are in the root: making the cache changes its time.
         has_splits = SPLITS[0] in index.folders
         if not has_splits and tuple(show(name) for name in _subfolders(os.fsencode(root))) != index.classes:
             return False
@@ -98,7 +100,7 @@ def _is_true(index: Index, root: Path, check_sizes: bool) -> bool:
 
 
 def _sizes_match(split: Split, base: bytes, check_all: bool) -> bool:
-    # A dangling link whose target comes back changes no folder's time, so missing files are always checked.
+    # missing files are always checked: no folder's time changes if the target of a link comes back
     for i in range(len(split)) if check_all else np.flatnonzero(split.sizes == MISSING).tolist():
         try:
             size = os.stat(os.path.join(base, split.name(i))).st_size
@@ -112,7 +114,8 @@ def _sizes_match(split: Split, base: bytes, check_all: bool) -> bool:
 def scan(root: Path, val_split: float) -> Index:
     """Return the index of the image folder `root`, after looking at every file.
 
-    Raises RequestError that names the folder if the layout is wrong, OutageError if the storage fails.
+    Raises RequestError that names the folder if the layout is wrong, OutageError if the storage
+    fails.
     """
     base = os.fsencode(root)
     folders: dict[str, int] = {}
@@ -151,16 +154,17 @@ def check_train_classes(index: Index, root: Path) -> None:
     empty = [index.classes[label] for label in np.flatnonzero(counts == 0)]
     if empty:
         raise RequestError(
-            f"{root} has no image to train of class {list_first(empty, 5)}: data.val_split={index.val_split:g} holds out"
-            " all of its images; add images there, remove the folder, or give another data.val_split"
+            f"{root} has no image to train of class {list_first(empty, 5)}: data.val_split={index.val_split:g} holds"
+            " all of its images out; add images there, remove the folder, or give another data.val_split"
         )
 
 
 def scan_validation(root: Path, classes: tuple[str, ...], held_out: float) -> Split:
     """Return the images to evaluate a model on, labelled as a model of `classes` counts.
 
-    They are those of val/, or of class folders the fraction `held_out` (1: all). A class may be missing
-    or empty. Raises RequestError if a folder is not a class of the model, or if there is no image.
+    They are those of val/, or of class folders the fraction `held_out` (1: all). A class may be
+    missing or empty. Raises RequestError if a folder is not a class of the model, or if there is no
+    image.
     """
     base = os.fsencode(root)
     labels = {name: label for label, name in enumerate(classes)}
@@ -222,7 +226,7 @@ def _scan_splits(base: bytes, folders: dict[str, int]) -> tuple[list[bytes], Ent
 def _scan_classes(
     root: Path, base: bytes, classes: list[bytes], val_split: float, folders: dict[str, int]
 ) -> tuple[list[bytes], Entries]:
-    """Return classes and images of class folders only, split by name. `folders` gets their times."""
+    """Return classes and images of class folders. `folders` gets the time of each folder."""
     if not classes:
         raise RequestError(
             f"data.root={root} holds no folders: it needs train/ and val/, each with one folder per class"

@@ -1,15 +1,15 @@
 """Mixup and cutmix: each pair of images of a global batch, and their labels, becomes two mixes.
 
 Promise: which images are mixed, and how, is a function of (seed, step) at any number of processes.
-Partners are neighbours, positions 2k and 2k + 1 of the global batch. Both are in the same micro-batch,
-because the plan requires an even size. The draws of pair k are seeded by (seed, step, k). torchvision's
-MixUp and CutMix roll a batch by one and draw from the default generator, so their partners would depend
-on the number of processes.
+Partners are neighbours, positions 2k and 2k + 1 of the global batch. Both are in the same
+micro-batch, because the plan requires an even size. The draws of pair k are seeded by (seed, step,
+k). torchvision's MixUp and CutMix roll a batch by one and draw from the default generator, so their
+partners would depend on the number of processes.
 
-mixup: Zhang et al., "mixup: Beyond Empirical Risk Minimization", 2018. cutmix: Yun et al., "CutMix",
-2019. As in timm's pair mode, both images of a pair share the draw; with both methods on, one of them is
-drawn for each pair. Both blend the partner into a box of the image with a weight: the box of mixup is
-the whole image, the weight of cutmix is 1.
+mixup: Zhang et al., "mixup: Beyond Empirical Risk Minimization", 2018. cutmix: Yun et al.,
+"CutMix", 2019. As in timm's pair mode, both images of a pair share the draw; with both methods on,
+one of them is drawn for each pair. Both blend the partner into a box of the image with a weight:
+the box of mixup is the whole image, the weight of cutmix is 1.
 """
 
 import numpy as np
@@ -49,7 +49,7 @@ def partners(tensor: Tensor) -> Tensor:
 
 
 def mixed(images: Tensor, mix: Tensor) -> Tensor:
-    """Return the mixes, [B, 3, H, W]. images: [B, 3, H, W] float, mix: [B, 5] on the same device."""
+    """Return the mixed images, [B, 3, H, W] float. mix: [B, 5] on the same device."""
     rows, columns = _box_masks(mix, *images.shape[2:])
     weight = mix[:, 0, None, None, None] * rows[:, None, :, None] * columns[:, None, None, :]
     return images.lerp(partners(images), weight.to(images.dtype))

@@ -1,14 +1,14 @@
 """The order of samples: arithmetic on one seeded permutation per epoch.
 
-Promise: the ids of a global batch are a function of (seed, step) only. Ranks, workers and accumulation
-only slice it: rank r takes the r-th contiguous part, in `accumulate` micro-batches, so the concatenation
-over ranks is the same list at any world size. Nothing about order is saved, because the step determines
-it.
+Promise: the ids of a global batch are a function of (seed, step) only. Ranks, workers and
+accumulation only slice it: rank r takes the r-th contiguous part, in `accumulate` micro-batches, so
+the concatenation over ranks is the same list at any world size. Nothing about order is saved,
+because the step determines it.
 
 Repeated augmentation (Berman et al., "MultiGrain", 2019; Hoffer et al., "Augment your batch", 2020;
-torchvision's references/classification/sampler.py) takes each image `repeats` times in one batch, each
-time as another *view*. So an epoch uses only the first 1/repeats of its permutation. The views of an
-image are never neighbours in a batch, since neighbours are mixed with each other.
+torchvision's references/classification/sampler.py) takes each image `repeats` times in one batch,
+each time as another *view*. So an epoch uses only the first 1/repeats of its permutation. The views
+of an image are never neighbours in a batch, since neighbours are mixed with each other.
 """
 
 import numpy as np
@@ -28,7 +28,7 @@ class Order:
         self._permutation: Ids = np.empty(0, np.int64)
 
     def draws(self, step: int) -> tuple[Ids, Ids]:
-        """Return sample ids and views of the update after `step` updates, [global_batch] int64 each."""
+        """Return ids and views of the update after `step` updates, [global_batch] int64 each."""
         plan = self._plan
         start = step % plan.steps_per_epoch * plan.global_batch
         places = np.arange(start, start + plan.global_batch)
@@ -40,7 +40,7 @@ class Order:
         return self.draws(step)[0]
 
     def micro_draws(self, step: int, rank: int, micro: int) -> tuple[Ids, Ids]:
-        """Return the part of `draws(step)` for micro-batch `micro` of a rank, [micro_batch] int64 each."""
+        """Return the part of `draws(step)` for a rank's pass `micro`, [micro_batch] int64 each."""
         start = (rank * self._plan.accumulate + micro) * self._plan.micro_batch
         part = slice(start, start + self._plan.micro_batch)
         ids, views = self.draws(step)

@@ -1,4 +1,4 @@
-"""Reading a pack: an image folder as a few plain tar files and an index, so that each image is one read.
+"""Reading a pack: an image folder as a few tar files with an index, so an image is one read.
 
 Promise: sample ids, names and labels are those of the folder that was packed, so a run has the same
 order with both, and with a lossless pack also the same pixels. Later damage is detected and named:
@@ -150,7 +150,8 @@ def read_summary(root: Path) -> dict[str, Any]:
         summary["index"], summary["level"], summary["source"]
     except FileNotFoundError:
         raise RequestError(
-            f"data.root={root} holds no complete pack ({SUMMARY} is missing): make one with 'pipeline data pack SRC {root}'"
+            f"data.root={root} holds no complete pack ({SUMMARY} is missing): make one with"
+            f" 'pipeline data pack SRC {root}'"
         ) from None
     except OSError as error:
         if is_outage(error):

@@ -1,8 +1,8 @@
 """A ring of shared-memory slots into which loader workers write the images of their batches.
 
 Promise: no batch is overwritten while anything refers to it. A slot is a Python object, and every
-tensor in it, views included, holds a reference to that object. So a slot without other references is
-free. If none is free, a batch gets memory of its own.
+tensor in it, views included, holds a reference to that object. So a slot without other references
+is free. If none is free, a batch gets memory of its own.
 
 Slots are made once and used again, because the kernel clears new memory page by page and takes it
 back the same way: 3 % of a loader's time. Nothing is copied between processes.
@@ -28,7 +28,7 @@ from pipeline.data.batch import Batch
 from pipeline.errors import CRASH
 
 Allocate = Callable[[int, int], Tensor]
-"""(count, size) -> [count, 3, size, size] uint8, channels last, as images are decoded and resized."""
+"""(count, size) -> [count, 3, size, size] uint8, channels last as in decoded images."""
 Request = tuple[int, int | None]
 """The position of a batch, and the slot for its images; None if no slot is free."""
 
@@ -97,7 +97,7 @@ class SharedBatches(Dataset[Batch | SlotRef]):
         _RINGS[id(self)] = self
 
     def requests(self, positions: Sequence[int]) -> Iterator[Request]:
-        """Yield a request for each position. As DataLoader's sampler it is read when a worker has capacity."""
+        """Yield a request for each position. DataLoader reads them one by one, as its sampler."""
         for position in positions:
             self._in_flight.append(self._free_slot())
             yield position, self._in_flight[-1]
@@ -159,6 +159,6 @@ def _allocate(count: int, size: int) -> Tensor:
 
 
 def exit_worker(error: Exception, _: object) -> NoReturn:
-    """Log that a worker cannot return its batch, and exit it: the loader then starts new workers."""
+    """Log why this worker cannot return its batch, and exit: the loader starts new workers."""
     print(f"a loader worker cannot return its batch: {error}", file=sys.stderr, flush=True)
     os._exit(CRASH)

@@ -80,7 +80,7 @@ class FolderImages(SplitImages):
 
 @dataclass(frozen=True)
 class SyntheticImages:
-    """A coarse pattern for each class, with noise: learnable, cheap, and a function of (split, id)."""
+    """A coarse pattern for each class, with noise: learnable, and a function of (split, id)."""
 
     split: SplitName
     count: int
@@ -121,7 +121,8 @@ def size_of(config: Config) -> DataSize:
 def open_source(config: Config, *, check_sizes: bool = False) -> Source:
     """Return the source that the configuration names. The digits are made on first use.
 
-    check_sizes: see `manifest.open_index`. Raises RequestError if the data is missing or laid out wrong.
+    check_sizes: see `manifest.open_index`. Raises RequestError if the data is missing or laid out
+    wrong.
     """
     if config.data.source == "synthetic":
         return _synthetic(config)
@@ -138,12 +139,12 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
 def open_validation(
     config: Config, contents: dict[str, Any], trained: Config, overrides: list[str]
 ) -> tuple[Source, str]:
-    """Return a source of the images to evaluate a checkpoint on, without a train split, and its description.
+    """Return a source of the images to evaluate a checkpoint on, and a description of them.
 
-    config: the training's own, `trained`, with the `overrides` of the command. Of a folder without val/
-    it takes all images; but only the held-out fraction if the folder is the training's data, wherever
-    it lies now, or if `overrides` has data.val_split. Raises RequestError if there is no image, or one
-    of a class that the model does not know.
+    config: the training's own, `trained`, with the `overrides` of the command. Of a folder without
+    val/ it takes all images; but only the held-out fraction if the folder is the training's data,
+    wherever it lies now, or if `overrides` has data.val_split. Raises RequestError if there is no
+    image, or one of a class that the model does not know.
     """
     classes = tuple(contents["classes"])
     if config.data.source == "synthetic":
@@ -195,7 +196,7 @@ def _relabel_validation(index: Index, classes: tuple[str, ...]) -> Split:
 
 
 def _is_training_data(root: Path, trained: Config, digest: str | None) -> bool:
-    """Return whether class folders are what a model was trained on: by their path, or by their contents."""
+    """Return whether a model was trained on these class folders, by their path or contents."""
     if trained.data.source == "folder" and root.resolve() == data_root(trained).resolve():
         return True
     try:
@@ -263,7 +264,7 @@ def make_digits(root: Path) -> None:
 
 
 def make_synthetic(root: Path, num_images: int, num_classes: int, side: int) -> None:
-    """Write the synthetic source as JPEG files: `num_images` to train, a quarter as many for validation."""
+    """Write `num_images` synthetic JPEG files to train, and a quarter as many for validation."""
     if num_images <= 4 * (num_classes - 1):
         raise RequestError(
             f"{num_images:,} images, and a quarter as many for validation, leave some of {num_classes:,} classes empty:"
@@ -280,7 +281,7 @@ def make_synthetic(root: Path, num_images: int, num_classes: int, side: int) -> 
 
 @contextmanager
 def _atomic_folder(root: Path) -> Iterator[Path]:
-    """Yield a temporary folder to fill; it is renamed to `root` if the block succeeds, else removed."""
+    """Yield a temporary folder that is renamed to `root` if the block succeeds, else removed."""
     check_absent(root)
     temporary = temporary_sibling(root, shared=True)
     try:

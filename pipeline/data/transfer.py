@@ -1,7 +1,7 @@
 """Copies of batches to the GPU, one ahead: while one is trained on, the next is copied.
 
-Promise: the same batches in the same order. Copies run on their own stream, from pinned memory, so that
-neither the CPU nor the kernels of the step wait for them.
+Promise: the same batches in the same order. Copies run on their own stream, from pinned memory, so
+that neither the CPU nor the kernels of the step wait for them.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from pipeline.data.batch import Batch
 
 
 def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """Return the batches with `images`, `labels` and `mix` on the device, ready for its current stream.
+    """Return the batches with images, labels and mix on the device, ready for its current stream.
 
     No-op on CPU.
     """

@@ -1,4 +1,4 @@
-"""`pipeline data make`, `get`, `import` and `check`: data sets are made, fetched, imported and checked."""
+"""`pipeline data make`, `get`, `import` and `check`: make, fetch, import or check a data set."""
 
 import os
 import shutil
@@ -29,7 +29,7 @@ def make(kind: str, out: str | None, num_images: int, num_classes: int, side: in
 
 
 def import_imagenet(archives: Path, out: Path, level: str | None) -> str:
-    """Write the archives of ILSVRC2012 as an image folder, or as a pack of `level`, or resume doing so.
+    """Write the archives of ILSVRC2012 as an image folder or a pack of `level`, or resume that.
 
     Returns a line that describes the result.
     """
@@ -107,10 +107,10 @@ def get(kind: str, out: str | None) -> str:
 
 
 def check(root: Path, val_split: float, *, write_sums: bool) -> str:
-    """Check the layout, the contents against their sums, and that each image decodes. Log each defect.
+    """Check layout, checksums and that each image decodes. Log each defect to standard error.
 
-    Returns a line that describes the data. Raises RequestError if the layout is wrong, StorageError if
-    images are corrupt.
+    Returns a line that describes the data. Raises RequestError if the layout is wrong, StorageError
+    if images are corrupt.
     """
     check_folder(root, str(root), "name an image folder, or make one with 'pipeline data make digits'")
     if os.path.exists(root / pack.SUMMARY):
@@ -118,7 +118,7 @@ def check(root: Path, val_split: float, *, write_sums: bool) -> str:
     if write_sums and not os.access(root, os.W_OK | os.X_OK):
         raise RequestError(f"{root} is read-only: --write-sums needs to write {checksums.SUMS} there")
     index = manifest.scan(root, val_split)
-    # a file that was fixed in place changes no folder's time, so training would use an older cached index
+    # a file fixed in place changes no folder's time: training would use an older cached index
     manifest.store(index, root / manifest.CACHE)
     has_sums = (root / checksums.SUMS).exists() and not write_sums
     defects = dict(checksums.check_sums(root, index)) if has_sums else {}

@@ -1,10 +1,10 @@
 """`pipeline data pack`: makes a pack of an image folder, on all cores.
 
-Promise: the same folder and level give the same bytes, on any number of cores and after any number of
-kills. The images of a shard follow from the source's sizes only. One process writes a shard to a
-temporary file and renames it when it is complete, then writes the shard's metadata; the pack's summary
-is written last. In a lossless pack each recoded file was decoded, whole and in part, and compared with
-its original; a file that differs is stored unchanged.
+Promise: the same folder and level give the same bytes, on any number of cores and after any number
+of kills. The images of a shard follow from the source's sizes only. One process writes a shard to a
+temporary file and renames it when it is complete, then writes the shard's metadata; the pack's
+summary is written last. In a lossless pack each recoded file was decoded, whole and in part, and
+compared with its original; a file that differs is stored unchanged.
 """
 
 import hashlib
@@ -83,7 +83,7 @@ class Encoded(NamedTuple):
 
 
 def pack(root: Path, out: Path, level: str, val_split: float) -> str:
-    """Pack the image folder `root` into `out`, or resume doing so. Return a line that describes the pack."""
+    """Pack the image folder `root` into `out`, or resume that. Return a line about the pack."""
     _parse(level)
     check_folder(root, str(root), "name an image folder")
     return pack_source(sources.of_index(root, manifest.scan(root, val_split)), out, level)
@@ -118,8 +118,8 @@ def _parse(level: str) -> Level:
 def _locked(out: Path, request: dict[str, Any]) -> Iterator[None]:
     """Hold the lock of the folder `out` for this request.
 
-    Raises RequestError if the folder holds anything else, TemporaryError if another process packs into
-    it, StorageError if it cannot be written.
+    Raises RequestError if the folder holds anything else, TemporaryError if another process packs
+    into it, StorageError if it cannot be written.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -311,7 +311,7 @@ def encode(data: bytes, level: Level) -> Encoded:
 
 
 def _with_restarts(data: bytes, pixels: Tensor) -> bytes:
-    """Return the file with restart markers, or unchanged if that is not proved to keep its pixels."""
+    """Return the file with restart markers, or unchanged if its pixels may differ."""
     made = jpeg_restarts.with_restarts(data)
     if made is None:
         return data
