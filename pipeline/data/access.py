@@ -39,6 +39,12 @@ def outage(path: bytes | Path, error: OSError) -> OutageError:
     )
 
 
+def check_outage(path: bytes | Path, error: OSError) -> None:
+    """Raise OutageError if the storage caused the error."""
+    if is_outage(error):
+        raise outage(path, error) from None
+
+
 def classify(path: bytes, error: OSError) -> UnreadableError | OutageError:
     """Return what a failed read of an indexed file means: a defect of this file, or an outage.
 
@@ -74,6 +80,5 @@ def check_folder(root: Path, given: str, remedy: str) -> None:
     except (FileNotFoundError, NotADirectoryError):
         raise RequestError(f"{given} is not a folder: {remedy}") from None
     except OSError as error:
-        if is_outage(error):
-            raise outage(root, error) from None
+        check_outage(root, error)
         raise RequestError(f"{given} cannot be read: {error.strerror}") from None

@@ -216,10 +216,8 @@ def _scan_splits(base: bytes, folders: dict[str, int]) -> tuple[list[bytes], Ent
         entries[split] = []
         folders[split] = os.stat(os.path.join(base, split.encode())).st_mtime_ns
         for label, name in enumerate(classes):
-            found = [(file, size, label) for file, size in _images(base, os.path.join(split.encode(), name), folders)]
-            if not found:
-                raise _empty_class(f"{split}/{show(name)}")
-            entries[split] += found
+            for file, size in _class_images(base, os.path.join(split.encode(), name), folders):
+                entries[split].append((file, size, label))
     return classes, entries
 
 
@@ -233,10 +231,7 @@ def _scan_classes(
         )
     entries: Entries = {"train": [], "val": []}
     for label, name in enumerate(classes):
-        found = list(_images(base, name, folders))
-        if not found:
-            raise _empty_class(show(name))
-        for file, size in found:
+        for file, size in _class_images(base, name, folders):
             entries["val" if _is_held_out(file, val_split) else "train"].append((file, size, label))
     for split, advice in (("val", "larger"), ("train", "smaller")):
         if not entries[split]:
@@ -261,6 +256,14 @@ def _class_folders(folder: bytes, split: str) -> list[bytes]:
     raise RequestError(f"{split}/ holds no class folders: it needs one for each class, with images in it")
 
 
+def _class_images(base: bytes, folder: bytes, folders: dict[str, int]) -> list[tuple[bytes, int]]:
+    images = list(_images(base, folder, folders))
+    if not images:
+        kinds = " ".join(kind.decode() for kind in EXTENSIONS)
+        raise RequestError(f"class folder {show(folder)}/ holds no image ({kinds}): add images or remove the folder")
+    return images
+
+
 def _images(base: bytes, folder: bytes, folders: dict[str, int]) -> Iterator[tuple[bytes, int]]:
     """Yield (name below `base`, bytes) of each image in `folder` and the folders in it."""
     folders[os.fsdecode(folder)] = os.stat(os.path.join(base, folder)).st_mtime_ns
@@ -280,8 +283,3 @@ def _size(entry: os.DirEntry[bytes]) -> int:
         if is_outage(error):
             raise
         return MISSING
-
-
-def _empty_class(folder: str) -> RequestError:
-    kinds = " ".join(kind.decode() for kind in EXTENSIONS)
-    return RequestError(f"class folder {folder}/ holds no image ({kinds}): add images or remove the folder")

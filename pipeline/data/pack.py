@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.access import UnreadableError, is_outage, outage
+from pipeline.data.access import UnreadableError, check_outage, outage
 from pipeline.data.index import Index, Split, SplitImages
 from pipeline.errors import RequestError
 
@@ -117,8 +117,8 @@ def open_index(root: Path) -> Index:
     try:
         index = Index.from_bytes(np.memmap(root / INDEX, np.uint8, "r"))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, OSError) and is_outage(error):
-            raise outage(root / INDEX, error) from None
+        if isinstance(error, OSError):
+            check_outage(root / INDEX, error)
         raise _damaged(root, f"{INDEX} cannot be read ({error})") from None
     if index.digest != summary["index"]:
         raise _damaged(root, f"{INDEX} is not the one that {SUMMARY} names")
@@ -130,8 +130,7 @@ def open_index(root: Path) -> Index:
         try:
             size = (root / shard["name"]).stat().st_size
         except OSError as error:
-            if is_outage(error):
-                raise outage(root / shard["name"], error) from None
+            check_outage(root / shard["name"], error)
             raise _damaged(root, f"{shard['name']}: {error.strerror}") from None
         if size != shard["bytes"]:
             raise _damaged(root, f"{shard['name']} has {size:,} bytes, not {shard['bytes']:,}")
@@ -154,8 +153,7 @@ def read_summary(root: Path) -> dict[str, Any]:
             f" 'pipeline data pack SRC {root}'"
         ) from None
     except OSError as error:
-        if is_outage(error):
-            raise outage(root / SUMMARY, error) from None
+        check_outage(root / SUMMARY, error)
         raise RequestError(f"data.root={root} cannot be read: {SUMMARY}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(root, f"{SUMMARY} cannot be read ({error})") from None

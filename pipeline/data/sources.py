@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from pipeline.config.schema import Config
 from pipeline.data import pack
-from pipeline.data.access import UnreadableError, classify, is_outage, outage
+from pipeline.data.access import UnreadableError, check_outage, classify
 from pipeline.data.index import MISSING, Index, Split, SplitImages, list_first
 from pipeline.data.manifest import check_train_classes, open_index, scan, scan_validation
 from pipeline.errors import RequestError, StorageError
@@ -221,8 +221,7 @@ def _is_absent(root: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return True
     except OSError as error:
-        if is_outage(error):
-            raise outage(root, error) from None
+        check_outage(root, error)
         raise RequestError(f"data.root={root} cannot be read: {error.strerror}") from None
     return False
 
