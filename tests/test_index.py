@@ -20,13 +20,13 @@ import sys
 import numpy as np
 from pathlib import Path
 from pipeline.data.index import Index
-from pipeline.data.sources import of_index
+from pipeline.data.sources import FolderImages
 
 def private():
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty"))
 
-images = of_index(Path("/"), Index.from_bytes(np.memmap(sys.argv[1], np.uint8, "r"))).train
+images = FolderImages(Path("/"), Index.from_bytes(np.memmap(sys.argv[1], np.uint8, "r")).train)
 seen = []
 for epoch in range(4):
     order = np.random.default_rng(epoch).permutation(len(images))

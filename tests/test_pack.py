@@ -310,7 +310,7 @@ def test_a_folder_with_something_else_in_it_is_left_alone(folder: Path, packs: d
     "level", ["", "losless", "max-side=500", "max-side=0,q=90", "max-side=500,q=101", "raw=1e3", "raw=4"]
 )
 def test_a_level_that_is_none_is_refused(level: str) -> None:
-    with pytest.raises(ValueError, match="not a level"):
+    with pytest.raises(RequestError, match=f"^level {level} ?is not allowed: lossless, max-side="):
         pack.Level.parse(level)
 
 

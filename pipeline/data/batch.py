@@ -29,8 +29,7 @@ class Batch(NamedTuple):
     """[B, 32] uint8: SHA-256 of each sample's pixels and label if `run.trace`, else [0, 32]."""
     mix: Tensor
     """[B, 5] float32: how each image is mixed with its neighbour, see `data.mix`; or [0, 5]."""
-    defects: list[tuple[int, str]]
-    """A `Defect` for each image that could not be decoded."""
+    defects: list[Defect]
     outage: OutageError | None = None
     """Set if the storage failed while the batch was made: its images must then not be used."""
 

@@ -20,7 +20,8 @@ import tarfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -46,15 +47,15 @@ class ArchiveImages(SplitImages):
 
     archive: Path
     split: Split
-    _descriptor: list[int] = field(default_factory=list, compare=False)
-    """Of the archive; empty until the first read."""
+
+    @cached_property
+    def _descriptor(self) -> int:
+        return os.open(self.archive, os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self, i: int) -> bytes:
         size, offset = self.size(i), int(self.split.places[3 * i + 1])
         try:
-            if not self._descriptor:
-                self._descriptor.append(os.open(self.archive, os.O_RDONLY | os.O_CLOEXEC))
-            data = os.pread(self._descriptor[0], size, offset)
+            data = os.pread(self._descriptor, size, offset)
         except OSError as error:
             raise outage(self.archive, error) from None
         if len(data) != size:

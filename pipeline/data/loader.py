@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
@@ -52,7 +53,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2
 
 
 class LoaderError(StorageError):
-    """An error that only this process knows: it gets no batches any more."""
+    """A loader that gave up. Only its own process knows: the ranks cannot agree to stop."""
 
 
 class _RetryingReader:
@@ -111,7 +112,7 @@ class TrainBatches(SlotDataset):
         ids, views = self._order.micro_draws(step, self.rank, micro)
         pixels = allocate(len(ids), self.plan.size(step))
         labels = torch.zeros(len(ids), dtype=torch.int64)
-        defects: list[tuple[int, str]] = []
+        defects: list[Defect] = []
         outage = None
         try:
             for row, (sample, view) in enumerate(zip(ids.tolist(), views.tolist(), strict=True)):
@@ -124,7 +125,7 @@ class TrainBatches(SlotDataset):
         mix = draw_mix(self.config.augment, self.config.run.seed, step, first, len(ids))
         return Batch(pixels, labels, torch.from_numpy(ids.copy()), digests, mix, defects, outage)
 
-    def _load(self, key: SampleKey, out: Tensor, defects: list[tuple[int, str]]) -> int:
+    def _load(self, key: SampleKey, out: Tensor, defects: list[Defect]) -> int:
         """Write the pixels of a sample, or of its replacement, to `out`. Return the id used."""
         used = key.sample
         for attempt in range(_MAX_REPLACEMENTS):
@@ -163,7 +164,7 @@ class EvalBatches(SlotDataset):
         ids = torch.arange(start, min(start + self.config.evaluate.batch, len(self.images)))
         pixels = allocate(len(ids), size)
         labels = torch.full((len(ids),), NO_LABEL)
-        defects: list[tuple[int, str]] = []
+        defects: list[Defect] = []
         outage = None
         for row, sample in enumerate(ids.tolist()):
             try:
@@ -202,7 +203,7 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
             # always fork: workers then have the index and the slots mapped too
             multiprocessing_context="fork" if plan.workers else None,
             prefetch_factor=plan.prefetch if plan.workers else None,
-            worker_init_fn=_WorkerInit(os.getpid(), started),
+            worker_init_fn=partial(_init_worker, os.getpid(), started),
             pin_memory=pin,
             generator=torch.Generator(),  # else the loader draws a seed from the network's generator
         )
@@ -246,20 +247,14 @@ def _share(dataset: Dataset[Batch], plan: Resources) -> SharedBatches | None:
         return None
 
 
-class _WorkerInit:
-    """Initialises a worker: it exits with its parent, and not before on any signal."""
-
-    def __init__(self, parent: int, started: mmap.mmap) -> None:
-        self._parent = parent
-        self._started = started
-
-    def __call__(self, worker: int) -> None:
-        self._started[worker] = 1
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # by default a batch that does not fit into /dev/shm is dropped: the loader waits forever
-        Queue._on_queue_feeder_error = staticmethod(exit_worker)  # type: ignore[attr-defined]
-        die_with_parent(self._parent)
+def _init_worker(parent: int, started: mmap.mmap, worker: int) -> None:
+    """Make this worker exit with its parent process, and not before on any signal."""
+    started[worker] = 1
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # by default a batch that does not fit into /dev/shm is dropped: the loader waits forever
+    Queue._on_queue_feeder_error = staticmethod(exit_worker)  # type: ignore[attr-defined]
+    die_with_parent(parent)
 
 
 def _kill_unstarted(iterator: Any, started: mmap.mmap) -> None:

@@ -26,7 +26,7 @@ WIDTH = 5
 def draw_mix(options: Augment, seed: int, step: int, first: int, count: int) -> Tensor:
     """Draw the mix of `count` images from position `first` on of the global batch of `step`.
 
-    Returns [count, 5] float32, see `WIDTH`, or [0, 5] if nothing is mixed.
+    Returns [count, 5] float32, the partner's weight and its box, or [0, 5] if nothing is mixed.
     """
     kinds = [kind for kind, alpha in (("mixup", options.mixup), ("cutmix", options.cutmix)) if alpha]
     if not kinds:

@@ -48,16 +48,19 @@ class Level:
 
     @classmethod
     def parse(cls, text: str) -> "Level":
-        """Read `lossless`, `max-side=500,q=90` or `raw=256`. Raises ValueError otherwise."""
+        """Parse `lossless`, `max-side=500,q=90` or `raw=256`. Raises RequestError otherwise."""
         if text == "lossless":
             return cls(text)
-        match = re.fullmatch(r"max-side=(\d{2,4}),q=(\d{1,3})", text, re.ASCII)
-        if match and int(match[1]) >= 8 and 1 <= int(match[2]) <= 100:
+        match = re.fullmatch(r"max-side=([1-9]\d{1,3}),q=(\d{1,3})", text, re.ASCII)
+        if match and 1 <= int(match[2]) <= 100:
             return cls(text, max_side=int(match[1]), quality=int(match[2]))
         match = re.fullmatch(r"raw=(\d{1,4})", text, re.ASCII)
         if match and 8 <= int(match[1]) <= 2048:
             return cls(text, raw=int(match[1]))
-        raise ValueError("not a level")
+        raise RequestError(
+            f"level {text} is not allowed: lossless, max-side=PIXELS,q=QUALITY (10 to 9999, 1 to 100) or raw=PIXELS"
+            " (8 to 2048), such as max-side=500,q=90"
+        )
 
 
 def shard_name(split: str, number: int) -> str:

@@ -84,7 +84,7 @@ class Encoded(NamedTuple):
 
 def pack(root: Path, out: Path, level: str, val_split: float) -> str:
     """Pack the image folder `root` into `out`, or resume that. Return a line about the pack."""
-    _parse(level)
+    Level.parse(level)  # refuse a wrong level before a long scan
     check_folder(root, str(root), "name an image folder")
     return pack_source(sources.of_index(root, manifest.scan(root, val_split)), out, level)
 
@@ -92,7 +92,7 @@ def pack(root: Path, out: Path, level: str, val_split: float) -> str:
 def pack_source(source: Source, out: Path, level_text: str) -> str:
     """Pack any source that has an index, as `pack` does."""
     assert source.index
-    level = _parse(level_text)
+    level = Level.parse(level_text)
     request = {"format": FORMAT, "level": level.text, "source": source.digest}
     with _locked(out, request):
         if (out / SUMMARY).exists():
@@ -102,16 +102,6 @@ def pack_source(source: Source, out: Path, level_text: str) -> str:
             _make_shards(source, level, out, shards)
             _write_index_and_summary(out, request, source.index, shards)
     return _describe(out, read_summary(out))
-
-
-def _parse(level: str) -> Level:
-    try:
-        return Level.parse(level)
-    except ValueError:
-        raise RequestError(
-            f"level {level} is not allowed: lossless, max-side=PIXELS,q=QUALITY (10 to 9999, 1 to 100) or raw=PIXELS"
-            " (8 to 2048), such as max-side=500,q=90"
-        ) from None
 
 
 @contextmanager
