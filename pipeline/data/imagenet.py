@@ -20,6 +20,7 @@ import tarfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -145,18 +146,15 @@ def _check_uncompressed_size(matrix: bytes) -> None:
 
 def _train_members(path: Path, counts: dict[str, int]) -> Iterator[tuple[str, str, int, int]]:
     """Yield (class, name, bytes, offset) of each image in the tar of tars."""
-    try:
-        with tarfile.open(path, "r:") as outer:
-            for member in outer:
-                wnid = member.name.removesuffix(".tar").rpartition("/")[2]
-                if wnid not in counts or not member.isreg():
-                    raise RequestError(
-                        f"{path} holds {show(member.name.encode())}, which the development kit does not know"
-                    )
-                for name, size, offset in _members(path, member.offset_data, member.size):
-                    yield wnid, name, size, offset
-    except (OSError, tarfile.TarError) as error:
-        raise _cut_short(path, error) from None
+    with _open_tar(path, 0) as outer:
+        for member in outer:
+            wnid = member.name.removesuffix(".tar").rpartition("/")[2]
+            if wnid not in counts or not member.isreg():
+                raise RequestError(
+                    f"{path} holds {show(member.name.encode())}, which the development kit does not know"
+                )
+            for name, size, offset in _members(path, member.offset_data, member.size):
+                yield wnid, name, size, offset
 
 
 def _members(path: Path, start: int, length: int) -> Iterator[tuple[str, int, int]]:
@@ -164,16 +162,22 @@ def _members(path: Path, start: int, length: int) -> Iterator[tuple[str, int, in
     end = start + length
     if end > path.stat().st_size:
         raise _cut_short(path, "it ends early")
+    with _open_tar(path, start) as tar:
+        for member in tar:
+            name = _IMAGE.fullmatch(member.name)
+            if member.isreg() and name:
+                if member.offset_data + member.size > end:
+                    raise _cut_short(path, "it ends early")
+                yield name[1], member.size, member.offset_data
+
+
+@contextmanager
+def _open_tar(path: Path, start: int) -> Iterator[tarfile.TarFile]:
     try:
         with open(path, "rb") as file:
             file.seek(start)
-            with tarfile.open(fileobj=file, mode="r:") as inner:
-                for member in inner:
-                    name = _IMAGE.fullmatch(member.name)
-                    if member.isreg() and name:
-                        if member.offset_data + member.size > end:
-                            raise _cut_short(path, "it ends early")
-                        yield name[1], member.size, member.offset_data
+            with tarfile.open(fileobj=file, mode="r:") as tar:
+                yield tar
     except (OSError, tarfile.TarError) as error:
         raise _cut_short(path, error) from None
 

@@ -120,7 +120,7 @@ def _locked(out: Path, request: dict[str, Any]) -> Iterator[None]:
             summary = out / SUMMARY
             previous_path = summary if summary.exists() else out / _REQUEST
             if previous_path.exists():
-                previous = _read(previous_path)
+                previous = _read_json(previous_path)
                 if {key: previous.get(key) for key in request} != request:
                     raise RequestError(
                         f"{out} holds a pack of another source or level ({previous.get('level')}): remove it, or name"
@@ -140,7 +140,7 @@ def _locked(out: Path, request: dict[str, Any]) -> Iterator[None]:
         raise StorageError(f"{out} cannot be written: {error}") from None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     """Return the contents of a JSON file, or nothing if it is damaged."""
     try:
         return dict(json.loads(path.read_bytes()))
@@ -218,9 +218,10 @@ def _make_shard(shard: Shard) -> int:
             assert isinstance(data, bytes)
             try:
                 encoded = encode(data, level)
-                unchanged += encoded.is_unchanged
-                difference += encoded.difference
                 data = encoded.data
+                difference += encoded.difference
+                if encoded.is_unchanged:
+                    unchanged += 1
             except BadImageError as error:
                 bad.append([images.name(i), str(error)])
             member = tarfile.TarInfo(os.fsdecode(split.name(i)) + (".npy" if level.raw else ""))
