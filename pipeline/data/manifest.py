@@ -28,11 +28,12 @@ Entries = dict[str, list[tuple[bytes, int, int]]]
 
 
 def open_index(root: Path, val_split: float, spare: Path, *, check_sizes: bool) -> Index:
-    """Return the index of `root` from its cache if that is still true; else scan and cache it.
+    """Return the index of `root` from its cache if that is still current; else scan and cache it.
 
-    The cache is in `root`, or in the folder `spare` if `root` is read-only. A cached index is true
-    as long as no folder below `root` changed, so no file was added or removed; with `check_sizes`
-    the size of every file is compared too. Raises RequestError if the layout is wrong.
+    The cache is in `root`, or in the folder `spare` if `root` is read-only. A cached index is
+    current as long as no folder below `root` changed, so no file was added or removed; with
+    `check_sizes` the size of every file is compared too. Raises RequestError if the layout is
+    wrong.
     """
     check_folder(
         root,
@@ -41,7 +42,7 @@ def open_index(root: Path, val_split: float, spare: Path, *, check_sizes: bool) 
         " or make one with 'pipeline data make'",
     )
     for cached in _cached(root, spare):
-        if cached.val_split == val_split and _is_true(cached, root, check_sizes):
+        if cached.val_split == val_split and _is_current(cached, root, check_sizes):
             return cached
     index = scan(root, val_split)
     store(index, root / CACHE, spare)
@@ -84,7 +85,7 @@ def _cached(root: Path, spare: Path) -> Iterator[Index]:
             yield index
 
 
-def _is_true(index: Index, root: Path, check_sizes: bool) -> bool:
+def _is_current(index: Index, root: Path, check_sizes: bool) -> bool:
     try:
         if any(os.stat(root / folder).st_mtime_ns != time for folder, time in index.folders.items()):
             return False
