@@ -280,7 +280,10 @@ def test_of_another_folder_all_images_are_judged(
     [
         (["model.arch=resnet50"], "model.arch=resnet50 cannot be set: {checkpoint} is of one model: leave model.* out"),
         (["model.arch=resnet50", "model.init=DEFAULT"], "model.arch=resnet50, model.init=DEFAULT cannot be set"),
-        (["data.source=synthetic", "data.num_classes=20"], "data.source=synthetic makes 20 classes, 'class 0' and so on"),
+        (
+            ["data.source=synthetic", "data.num_classes=20"],
+            "data.source=synthetic makes 20 classes, 'class 0' and so on",
+        ),
     ],
 )
 @pytest.mark.parametrize("command", [["evaluate"], ["export", "--to", "safetensors"]], ids=["evaluate", "export"])
