@@ -23,6 +23,10 @@ class DataSize:
     val_images: int
     num_classes: int
 
+    def describe(self) -> str:
+        """Return the sizes as text for a message."""
+        return f"{self.train_images:,} images to train, {self.val_images:,} held out, {self.num_classes:,} classes"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:

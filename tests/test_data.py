@@ -22,13 +22,15 @@ from PIL import Image
 from streams import joined, prepare, stream
 
 from pipeline.config.load import load
-from pipeline.data import manifest
+from pipeline.data import checksums, manifest
+from pipeline.data.access import OutageError, UnreadableError, show
 from pipeline.data.augment import centre
 from pipeline.data.batch import NO_LABEL
 from pipeline.data.images import BadImageError, decode
+from pipeline.data.index import MISSING, Index, Split
 from pipeline.data.loader import EvalBatches, TrainBatches, batches
-from pipeline.data.manifest import Index, OutageError, Split, open_index, scan, scan_validation
-from pipeline.data.sources import UnreadableError, of_index, open_source
+from pipeline.data.manifest import open_index, scan, scan_validation
+from pipeline.data.sources import of_index, open_source
 from pipeline.errors import RequestError
 from pipeline.operate.pack import pack as make_pack
 
@@ -89,7 +91,7 @@ def test_an_index_has_each_image_once_in_the_order_of_its_name(folder: Path) -> 
 
 
 def test_an_index_survives_its_bytes(folder: Path) -> None:
-    manifest.write_sums(folder, scan(folder, 0.1))
+    checksums.write_sums(folder, scan(folder, 0.1))
     index = scan(folder, 0.1)
     again = Index.from_bytes(index.to_bytes())
     assert again.to_bytes() == index.to_bytes()
@@ -116,9 +118,9 @@ def test_each_change_of_the_data_changes_the_digest_and_is_named(folder: Path) -
     assert differences(lambda: fill(folder, "train/eel/1.png", "val/eel/1.png")) == [
         "class eel is new", "train/eel/1.png is new", "val/eel/1.png is new"
     ]  # fmt: skip
-    assert differences(lambda: manifest.write_sums(folder, scan(folder, 0.1))) == ["SHA256SUMS is new"]
+    assert differences(lambda: checksums.write_sums(folder, scan(folder, 0.1))) == ["SHA256SUMS is new"]
     (folder / "val/dog/1.png").write_bytes(b"five")  # as many bytes as before: only sums see it
-    assert differences(lambda: manifest.write_sums(folder, scan(folder, 0.1))) == [
+    assert differences(lambda: checksums.write_sums(folder, scan(folder, 0.1))) == [
         "val/dog/1.png has another sum in SHA256SUMS"
     ]
     assert scan(folder, 0.1).digest == scan(folder, 0.1).digest
@@ -168,13 +170,29 @@ def test_a_damaged_cache_is_passed_over(tmp_path: Path, folder: Path) -> None:
 
 
 @pytest.mark.fault("C3")
-def test_data_that_is_read_only_is_indexed_beside_the_run(tmp_path: Path, folder: Path) -> None:
+def test_data_that_is_read_only_is_indexed_beside_the_run(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / manifest.CACHE).write_text("no folder can be made here, for root neither")
     for _ in range(2):
         assert len(open_index(folder, 0.1, tmp_path / "run/index", check_sizes=False).train) == 5
     assert len(list((tmp_path / "run/index").glob("*.index"))) == 1
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.fault("C3")
+def test_an_index_that_cannot_be_saved_is_logged_once_per_scan(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / manifest.CACHE).write_text("a file, so that not even root can make a folder here")
     (tmp_path / "file").write_text("x")
-    assert len(open_index(folder, 0.1, tmp_path / "file/index", check_sizes=False).train) == 5  # nowhere at all
+    line = (
+        f"the index of the images cannot be saved ({folder / manifest.CACHE}: File exists,"
+        f" {tmp_path / 'file/index'}: Not a directory): the next start will scan the data again\n"
+    )
+    for _ in range(2):
+        assert len(open_index(folder, 0.1, tmp_path / "file/index", check_sizes=False).train) == 5
+        assert capsys.readouterr().err == line
 
 
 def test_names_need_not_be_utf_8(tmp_path: Path) -> None:
@@ -214,13 +232,13 @@ def test_a_file_that_comes_moves_no_other_between_the_splits(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [("rm -r {}", "data.root={} is not a folder: give one with train/ and val/ in it"),
-     ("rm -r {}/val", "data.root={} has train/ but no val/: add val/ with a folder a class"),
-     ("rm -r {}/train", "data.root={} has val/ but no train/: add train/ with a folder a class"),
-     ("rm -r {}/train {}/val", "data.root={} holds no folders: it needs train/ and val/, each with a folder a class"),
-     ("mv {}/val/cat/1.png {}/val/; rm -r {}/val/*/", "val/ is flat: 1 images lie right in it, not in class folders"),
+    [("rm -r {}", "data.root={} is not a folder: give a folder with train/ and val/ in it"),
+     ("rm -r {}/val", "data.root={} has train/ but no val/: add val/ with one folder per class"),
+     ("rm -r {}/train", "data.root={} has val/ but no train/: add train/ with one folder per class"),
+     ("rm -r {}/train {}/val", "data.root={} holds no folders: it needs train/ and val/, each with one folder per class"),
+     ("mv {}/val/cat/1.png {}/val/; rm -r {}/val/*/", "val/ is flat: it holds images (1) but no class folders"),
      ("rm {}/train/dog/*", "class folder train/dog/ holds no image (.jpg .jpeg .png "),
-     ("mv {}/val/dog {}/val/cow", "differ: dog in train/ alone, cow in val/ alone: both need the same class folders"),
+     ("mv {}/val/dog {}/val/cow", "differ: dog in train/ only, cow in val/ only: both need the same class folders"),
      ("rm -r {}/*/dog", "data.root={} holds one class folder, cat/: at least two are needed"),
      ("ln -s loop {}/train/dog/loop", "data.root={} cannot be read: "),
      ("echo abc > {}/SHA256SUMS", "SHA256SUMS line 1 is not a sum and a file name")],
@@ -233,8 +251,8 @@ def test_a_wrong_layout_is_one_line_that_tells(folder: Path, change: str, says: 
 
 
 def test_a_share_that_leaves_a_split_empty_is_refused(folder: Path) -> None:
-    assert "leaves no image to val" in refused(lambda: scan(folder / "train", 1e-9))
-    assert "leaves no image to train" in refused(lambda: scan(folder / "train", 1 - 1e-9))
+    assert "puts no image into val: give a larger one" in refused(lambda: scan(folder / "train", 1e-9))
+    assert "puts no image into train: give a smaller one" in refused(lambda: scan(folder / "train", 1 - 1e-9))
 
 
 def test_a_class_without_an_image_to_train_is_refused_by_name(tmp_path: Path) -> None:
@@ -299,7 +317,7 @@ def test_made_data_is_there_whole_and_never_overwritten(tmp_path: Path) -> None:
     made = pipeline("data", "make", "synthetic", str(out), "--images", "13", "--classes", "4", "--side", "16")
     assert (made.code, made.out) == (0, f"made {out}: 13 images to train, 4 held out, 4 classes\n")
     again = pipeline("data", "make", "synthetic", str(out), "--images", "40")
-    assert (again.code, again.error) == (2, f"{out} is there already: remove it, or name another folder")
+    assert (again.code, again.error) == (2, f"{out} already exists: remove it, or name another folder")
     assert scan(out, 0.1).size.train_images == 13
     assert os.listdir(tmp_path) == ["made"]
 
@@ -323,11 +341,11 @@ def test_data_check_names_each_defect_once(folder: Path) -> None:
     result = pipeline("data", "check", str(folder))
     assert (result.code, result.out) == (4, "")
     assert result.err.splitlines() == [
-        "5 of 7 images looked at",
+        "5 of 7 images checked",
         "train/cat/1.png: empty file",
         "train/cat/2.PNG: not an image in a known format",
         "train/dog/1.png: No such file or directory",
-        f"pipeline: 3 of 7 images in {folder} are defect: mend or remove them",
+        f"pipeline: 3 of 7 images in {folder} are corrupt: fix or remove them",
     ]
 
 
@@ -336,7 +354,7 @@ def test_sums_that_cannot_be_written_are_refused_before_the_images_are_looked_at
     (root / "val/a/1.png").write_bytes(b"no picture")
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     result = pipeline("data", "check", str(root), "--write-sums")
-    assert (result.code, result.error) == (2, f"{root} is read-only: --write-sums wants to write SHA256SUMS there")
+    assert (result.code, result.error) == (2, f"{root} is read-only: --write-sums needs to write SHA256SUMS there")
 
 
 @pytest.mark.fault("E2")
@@ -352,7 +370,7 @@ def test_sums_are_those_of_sha256sum_and_tell_what_changed(tmp_path: Path) -> No
     written = pipeline("data", "check", str(root), "--write-sums")
     assert written.code == 0, written.err
     assert written.out.endswith(", sums written to SHA256SUMS\n")
-    subprocess.run(["sha256sum", "--check", "--strict", "--quiet", manifest.SUMS], cwd=root, check=True)
+    subprocess.run(["sha256sum", "--check", "--strict", "--quiet", checksums.SUMS], cwd=root, check=True)
     assert pipeline("data", "check", str(root)).code == 0
 
     for name in odd:
@@ -366,7 +384,7 @@ def test_sums_are_those_of_sha256sum_and_tell_what_changed(tmp_path: Path) -> No
     assert result.code == 4
     changed = "has changed: its content is not that of SHA256SUMS"
     assert sorted(result.err.splitlines()[1:-1]) == sorted(
-        [f"{manifest.show(name)}: {changed}" for name in odd]
+        [f"{show(name)}: {changed}" for name in odd]
         + ["val/a/1.png: cannot be read", "val/a/2.png: has no sum in SHA256SUMS"]
     )
     assert "7 of 7 images" in result.error
@@ -569,7 +587,7 @@ def test_an_input_output_error_is_no_defect_of_the_image(folder: Path) -> None:
     (folder / "train/cat/1.png").symlink_to("/proc/self/mem")  # it opens, and a read at 0 gives EIO
     images = of_index(folder, scan(folder, 0.1)).train
     with pytest.raises(
-        OutageError, match=r"^the data is out of reach \(.*/train/cat/1.png: Input/output error\): the same"
+        OutageError, match=r"^the data is out of reach \(.*/train/cat/1.png: Input/output error\): give the same"
     ):
         images.read(0)
     result = pipeline("data", "check", str(folder))
@@ -580,7 +598,7 @@ def test_links_whose_targets_come_back_are_indexed_anew(folder: Path, tmp_path: 
     store = fill(tmp_path / "store", "2.png").rename(tmp_path / "away")
     (folder / "train/cat/1.png").unlink()
     (folder / "train/cat/1.png").symlink_to(tmp_path / "store/2.png")
-    assert open_index(folder, 0.1, tmp_path / "spare", check_sizes=False).train.sizes[0] == manifest.MISSING
+    assert open_index(folder, 0.1, tmp_path / "spare", check_sizes=False).train.sizes[0] == MISSING
     store.rename(tmp_path / "store")
     assert open_index(folder, 0.1, tmp_path / "spare", check_sizes=False).train.sizes[0] > 0
 

@@ -251,7 +251,7 @@ def test_what_the_training_held_out_is_judged_wherever_the_data_lies(
     moved = shutil.copytree(plain, tmp_path / "moved")
     assert judged(capsys, learnt, f"data.root={moved}") == (count, f"the {size} held-out images of {moved}")
     assert main(["evaluate", str(learnt), "data.val_split=0.5"]) == 2
-    assert "data.val_split=0.5 would take images that the model has learnt from" in capsys.readouterr().err
+    assert "data.val_split=0.5 would include images that the model was trained on" in capsys.readouterr().err
 
 
 def test_of_another_folder_all_images_are_judged(
@@ -275,7 +275,10 @@ def test_of_another_folder_all_images_are_judged(
     [
         (["model.arch=resnet50"], "model.arch=resnet50 cannot be set: {checkpoint} is of one model: leave model.* out"),
         (["model.arch=resnet50", "model.init=DEFAULT"], "model.arch=resnet50, model.init=DEFAULT cannot be set"),
-        (["data.source=synthetic", "data.num_classes=20"], "data.source=synthetic makes 20 classes, 'class 0' and on"),
+        (
+            ["data.source=synthetic", "data.num_classes=20"],
+            "data.source=synthetic makes 20 classes, 'class 0' and so on",
+        ),
     ],
 )
 @pytest.mark.parametrize("command", [["evaluate"], ["export", "--to", "safetensors"]], ids=["evaluate", "export"])

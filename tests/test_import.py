@@ -201,4 +201,4 @@ def test_imagenette_is_laid_out_where_it_was_fetched(tmp_path: Path) -> None:
     assert get("imagenette", str(out)) == f"fetched {out}: 3 images to train, 3 held out, 3 classes"
     assert not (tmp_path / ".imagenette.download").exists()
     again = pipeline("data", "get", "imagenette", str(out))
-    assert (again.code, again.error) == (2, f"{out} is there already: remove it, or name another folder")
+    assert (again.code, again.error) == (2, f"{out} already exists: remove it, or name another folder")

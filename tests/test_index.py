@@ -10,7 +10,8 @@ import pytest
 from harness import SMALL, pipeline
 
 from pipeline.data import manifest
-from pipeline.data.manifest import Index, Split, open_index
+from pipeline.data.index import Index, Split
+from pipeline.data.manifest import open_index
 
 IMAGENET = 1_281_167
 
@@ -18,14 +19,14 @@ EPOCHS = """
 import sys
 import numpy as np
 from pathlib import Path
-from pipeline.data.manifest import Index
-from pipeline.data.sources import of_index
+from pipeline.data.index import Index
+from pipeline.data.sources import FolderImages
 
 def private():
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty"))
 
-images = of_index(Path("/"), Index.from_bytes(np.memmap(sys.argv[1], np.uint8, "r"))).train
+images = FolderImages(Path("/"), Index.from_bytes(np.memmap(sys.argv[1], np.uint8, "r")).train)
 seen = []
 for epoch in range(4):
     order = np.random.default_rng(epoch).permutation(len(images))

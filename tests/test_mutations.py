@@ -12,8 +12,8 @@ from test_pack import LEVELS, copied, encoded, photo
 
 from pipeline.config.load import load
 from pipeline.data import jpeg, jpeg_restarts
+from pipeline.data.access import UnreadableError
 from pipeline.data.images import BadImageError, Picture
-from pipeline.data.manifest import UnreadableError
 from pipeline.data.pack import Level
 from pipeline.data.sources import open_source
 from pipeline.errors import RequestError
@@ -82,7 +82,7 @@ def test_a_mutated_jpeg_is_decoded_or_named(seed: int) -> None:
     for number, data in enumerate(bombs() + [mutated(seeds[i % len(seeds)], draw) for i in range(EACH)]):
         start = time.monotonic()
         try:
-            picture = Picture.of(data)
+            picture = Picture.open(data)
             top, left = picture.height // 4, picture.width // 4
             pixels = picture.region(top, left, picture.height - top, picture.width - left)
             assert pixels.shape == (3, picture.height - top, picture.width - left)

@@ -105,7 +105,7 @@ def test_an_empty_class_is_refused_by_name(tmp_path: Path, images: Path, without
 def test_class_sets_that_differ_are_refused_by_name(tmp_path: Path, images: Path, without_torch: Path) -> None:
     (images / "val/b").rename(images / "val/c")
     assert train(tmp_path, without_torch, "digits", f"data.root={images}") == (
-        "the classes of train/ and val/ differ: b in train/ alone, c in val/ alone: both need the same class folders"
+        "the classes of train/ and val/ differ: b in train/ only, c in val/ only: both need the same class folders"
     )
 
 

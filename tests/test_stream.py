@@ -23,7 +23,7 @@ from pipeline.data import loader
 from pipeline.data.batch import Batch
 from pipeline.data.loader import TrainBatches, batches
 from pipeline.data.order import Order
-from pipeline.data.shared_memory import Seats
+from pipeline.data.shared_memory import SharedBatches
 from pipeline.data.transfer import to_device
 from pipeline.errors import StorageError
 from pipeline.plan import DataSize, Resources, make_plan
@@ -238,9 +238,9 @@ def test_what_a_worker_hands_over_is_left_to_itself_by_torchs_loader(
 ) -> None:
     config, plan, source = prepare(digits, 1)
     data = TrainBatches(source.train, config, plan, 0)
-    seats = Seats(data, 1)
-    (place,) = seats.places([3])
-    made = seats[place]
+    shared = SharedBatches(data, 1)
+    (request,) = shared.requests([3])
+    made = shared[request]
     assert default_convert(made) is made, "it is not taken apart"
     monkeypatch.setattr("pipeline.data.shared_memory.pin_memory", lambda whole: whole)  # wants a GPU
     pinned = pin_memory(pickle.loads(pickle.dumps(made)))
@@ -269,7 +269,7 @@ LOADER = {"world": 1, "local_world": 1, "prefetch": 1, "threads": 1, "eval_batch
 def test_a_worker_that_hangs_in_its_fork_is_replaced(
     digits: Path, alone: list[GlobalBatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader, "_BEGIN_S", 1)
+    monkeypatch.setattr(loader, "_START_TIMEOUT_S", 1)
     hangs = [True]
     os.register_at_fork(after_in_child=lambda: hangs and time.sleep(1000), after_in_parent=hangs.clear)
     assert stream(digits, STEPS, "data.workers=2")[0] == alone
@@ -277,7 +277,7 @@ def test_a_worker_that_hangs_in_its_fork_is_replaced(
 
 
 def test_workers_that_die_at_one_batch_again_and_again_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "_REBUILDS", 1)  # each death takes 5 s to be noticed
+    monkeypatch.setattr(loader, "_MAX_REBUILDS", 1)  # each death takes 5 s to be noticed
     loaded = batches(Deadly(), range(3), Resources(**LOADER, workers_per_node=1, workers=1), pin=False)
     assert next(loaded) == 0
     with pytest.raises(StorageError, match="loader workers died 2 times at one batch: look at memory and /dev/shm"):
@@ -287,12 +287,12 @@ def test_workers_that_die_at_one_batch_again_and_again_end_the_run(monkeypatch: 
 def test_a_batch_that_cannot_be_handed_over_is_not_waited_for_forever(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(loader, "_REBUILDS", 0)
+    monkeypatch.setattr(loader, "_MAX_REBUILDS", 0)
     loaded = batches(Deadly(), [0, 4], Resources(**LOADER, workers_per_node=1, workers=1), pin=False)
     assert next(loaded) == 0
     with pytest.raises(StorageError, match="loader workers died 1 times at one batch: look at memory and /dev/shm"):
         next(loaded)
-    assert capfd.readouterr().err.startswith("a loader worker cannot hand over its batch: ")
+    assert capfd.readouterr().err.startswith("a loader worker cannot return its batch: ")
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -34,6 +34,7 @@ from pipeline.bench.rounds import Row, TurnError, figures, interleave, table
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.data import manifest
+from pipeline.data.access import check_folder
 from pipeline.data.augment import draw
 from pipeline.data.images import decode
 from pipeline.data.loader import TrainBatches, batches
@@ -65,7 +66,7 @@ def bench_data(images: Path, rounds: int, steps: int, *, peers: Path | None, wri
     peers: virtual environment of the other loaders, which is made if needed; None: without them.
     write: folder for benchmarks.md and a plot.
     """
-    manifest.check_folder(images, f"--images {images}", "name an image folder, preferably of photos")
+    check_folder(images, f"--images {images}", "name an image folder, preferably of photos")
     with TemporaryDirectory() as scratch, ExitStack() as stack:
         root = Path(scratch) / "images"
         num_images = _link_images(images, root)

@@ -21,7 +21,7 @@ import torch
 
 from pipeline import machine
 from pipeline.config.load import load
-from pipeline.data.manifest import check_folder
+from pipeline.data.access import check_folder
 from pipeline.data.sources import make_synthetic
 from pipeline.record import journal
 from pipeline.telemetry.mfu import MfuMeter, make_mfu_meter

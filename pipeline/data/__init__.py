@@ -1,1 +1,1 @@
-"""From files to batches of uint8 pixels: which images there are, in which order, decoded and augmented by address."""
+"""From image files to batches of uint8 pixels: indexed, ordered, decoded and augmented."""

@@ -1,12 +1,13 @@
-"""What a sample looks like in training and in validation: geometry on uint8, the same on any machine.
+"""Augmentation for training and preprocessing for validation, the same on any machine.
 
-Promise: the augmentation of a sample is a function of (seed, epoch, sample id, view), so it does not matter which process
-or worker makes it, or in which order. Pixels stay uint8; normalisation is the device's work.
+Promise: the augmentation of a sample is a function of (seed, epoch, sample id, view), whichever
+process or worker makes it, and in any order. Pixels stay uint8; they are normalised on the device.
 """
 
 import math
 from collections.abc import Callable
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,32 +19,41 @@ from pipeline.data.images import Picture
 from pipeline.randomness import derive, generator
 
 _ATTEMPTS = 10
-_MEAN_COLOUR = (124, 116, 104)  # what normalisation makes 0 of
-_STRIP = 16  # of a longer picture the middle is taken first: 1 × 10,000 pixels would be resized to 256 × 2,560,000
+_MEAN_COLOUR = (124, 116, 104)  # ImageNet's mean, which normalisation maps to 0
+_MAX_ASPECT = 16
+"""A longer image is cropped first: 1 × 10,000 pixels would be resized to 256 × 2,560,000."""
 
 
-Draw = tuple[int, int, int]
-"""What one row of a batch is: (epoch, sample id, which view of it in that epoch)."""
+class SampleKey(NamedTuple):
+    """The identity of one row of a batch, which seeds its augmentation."""
+
+    epoch: int
+    sample: int
+    view: int
+    """Which of its repetitions in the epoch this is; 0 without repeated augmentation."""
 
 
-def augment(picture: Picture, options: Augment, size: int, seed: int, what: Draw) -> Tensor:
-    """Random resized crop and flip -> [3, size, size] uint8. BadImageError if the picture cannot be decoded there."""
-    box, is_flipped = draw(picture.height, picture.width, options, seed, what)
+def augment(picture: Picture, options: Augment, size: int, seed: int, key: SampleKey) -> Tensor:
+    """Return a random resized crop, [3, size, size] uint8, after flip, policy and erasing.
+
+    Raises BadImageError if the crop cannot be decoded.
+    """
+    box, is_flipped = draw(picture.height, picture.width, options, seed, key)
     crop = resized(picture.region(*box), size, size)
     crop = crop.flip(-1) if is_flipped else crop
-    further = _transforms(options)
-    if not further:
+    chosen = _transforms(options)
+    if not chosen:
         return crop
     with torch.random.fork_rng(devices=[]):  # torchvision draws from the default generator
-        torch.manual_seed(derive(seed, "policy", *_address(what)))
-        for transform in further:
+        torch.manual_seed(derive(seed, "policy", *_address(key)))
+        for transform in chosen:
             crop = transform(crop)
     return crop
 
 
 @lru_cache
 def _transforms(options: Augment) -> tuple[Callable[[Tensor], Tensor], ...]:
-    """torchvision's own, in the order of its references: a policy, then random erasing."""
+    """Return torchvision's policy and random erasing, in the order of its reference training."""
     policies: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
         "randaugment": lambda: transforms.RandAugment(magnitude=options.magnitude),
         "autoaugment": transforms.AutoAugment,
@@ -56,22 +66,31 @@ def _transforms(options: Augment) -> tuple[Callable[[Tensor], Tensor], ...]:
     return tuple(chosen)
 
 
-def draw(height: int, width: int, options: Augment, seed: int, what: Draw) -> tuple[tuple[int, int, int, int], bool]:
-    """What is drawn for a sample: the crop's (top, left, height, width), and whether it is flipped."""
+def draw(
+    height: int, width: int, options: Augment, seed: int, key: tuple[int, int, int]
+) -> tuple[tuple[int, int, int, int], bool]:
+    """Draw the crop of a sample: return (top, left, height, width), and whether it is flipped.
+
+    key: a SampleKey, or a plain tuple like it.
+    """
     draws = torch.rand(
-        4 * _ATTEMPTS + 1, generator=generator(seed, "augment", *_address(what)), dtype=torch.float64
+        4 * _ATTEMPTS + 1, generator=generator(seed, "augment", *_address(key)), dtype=torch.float64
     ).tolist()
     return _crop_box(height, width, options, draws), draws[-1] < options.flip
 
 
-def _address(what: Draw) -> tuple[int, ...]:
-    epoch, sample, view = what
+def _address(key: tuple[int, int, int]) -> tuple[int, ...]:
+    """Return the key without a view of 0, so that the first view is the one without repetition."""
+    epoch, sample, view = key
     return (epoch, sample, view) if view else (epoch, sample)
 
 
 def centre(pixels: Tensor, size: int, resize: int) -> Tensor:
-    """Shorter side to `resize`, then the central square. pixels: [3, H, W] uint8 -> [3, size, size] uint8."""
-    longest = _STRIP * min(pixels.shape[1:])
+    """Resize the shorter side to `resize` and return the central square, [3, size, size] uint8.
+
+    pixels: [3, H, W] uint8. A `resize` below `size` counts as `size`.
+    """
+    longest = _MAX_ASPECT * min(pixels.shape[1:])
     pixels = _central(pixels, min(pixels.shape[1], longest), min(pixels.shape[2], longest))
     height, width = pixels.shape[1:]
     scale = max(resize, size) / min(height, width)
@@ -85,19 +104,19 @@ def _central(pixels: Tensor, height: int, width: int) -> Tensor:
 
 
 def evaluation_geometry(evaluate: Evaluate, options: Augment) -> tuple[int, int]:
-    """(size, resize) of `centre`, with what the configuration leaves open filled in."""
+    """Return (size, resize) of validation images, with the defaults of what is not configured."""
     size = evaluate.size or options.size
     return size, evaluate.resize or round(size * 8 / 7)
 
 
 def _crop_box(height: int, width: int, options: Augment, draws: list[float]) -> tuple[int, int, int, int]:
-    """torchvision's RandomResizedCrop.get_params, from given draws: (top, left, height, width)."""
+    """Return (top, left, height, width), as torchvision's RandomResizedCrop.get_params."""
     area = height * width
     low, high = (math.log(bound) for bound in options.ratio)
     for attempt in range(_ATTEMPTS):
-        share, shape, down, right = draws[4 * attempt : 4 * attempt + 4]
-        target = area * (options.scale[0] + share * (options.scale[1] - options.scale[0]))
-        aspect = math.exp(low + shape * (high - low))
+        area_draw, aspect_draw, down, right = draws[4 * attempt : 4 * attempt + 4]
+        target = area * (options.scale[0] + area_draw * (options.scale[1] - options.scale[0]))
+        aspect = math.exp(low + aspect_draw * (high - low))
         w, h = round(math.sqrt(target * aspect)), round(math.sqrt(target / aspect))
         if 0 < w <= width and 0 < h <= height:
             return int(down * (height - h + 1)), int(right * (width - w + 1)), h, w
@@ -113,8 +132,9 @@ def _crop_box(height: int, width: int, options: Augment, draws: list[float]) -> 
 
 
 def resized(pixels: Tensor, height: int, width: int) -> Tensor:
+    """Return `pixels` [3, H, W] uint8 resized to [3, height, width], bilinear with antialiasing."""
     if pixels.shape[1:] == (height, width):
         return pixels
-    # in memory the three colours of a pixel lie together: told so, torch takes two thirds of the time
+    # a channels-last batch: as the memory is laid out that way, torch takes a third less time
     batch = pixels.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
     return functional.interpolate(batch, (height, width), mode="bilinear", antialias=True, align_corners=False)[0]

@@ -1,17 +1,18 @@
-"""What a batch is, wherever it is made and used."""
+"""The type of a batch, as loaders make it and training and evaluation use it."""
 
 from typing import NamedTuple
 
 from torch import Tensor
 
-from pipeline.data.manifest import OutageError
+from pipeline.data.access import OutageError
+from pipeline.data.index import list_first
 
 NO_LABEL = -1
-"""Label of a validation image that cannot be decoded: it counts, and no answer is right."""
+"""Label of a validation image that cannot be decoded: it counts, and no prediction is right."""
 
 
 class Defect(NamedTuple):
-    """Of one image. Named, because torch's loader hands on a bare tuple as a list."""
+    """An image that could not be decoded. A NamedTuple: DataLoader makes lists of plain tuples."""
 
     sample: int
     reason: str
@@ -23,18 +24,16 @@ class Batch(NamedTuple):
     labels: Tensor
     """[B] int64."""
     ids: Tensor
-    """[B] int64: sample ids as the order drew them, also where another stands in."""
+    """[B] int64: sample ids in the epoch's order, also of bad images that were replaced."""
     digests: Tensor
-    """[B, 32] uint8: SHA-256 of each sample's pixels and label where the run is traced, else [0, 32]."""
+    """[B, 32] uint8: SHA-256 of each sample's pixels and label if `run.trace`, else [0, 32]."""
     mix: Tensor
-    """[B, 5] float32: how each image is mixed with its neighbour (`data.mix`); [0, 5] where none is."""
-    defects: list[tuple[int, str]]
-    """A `Defect` for each image that could not be decoded."""
+    """[B, 5] float32: how each image is mixed with its neighbour, see `data.mix`; or [0, 5]."""
+    defects: list[Defect]
     outage: OutageError | None = None
-    """Set if the storage failed while the batch was made: its images are then not to be used."""
+    """Set if the storage failed while the batch was made: its images must then not be used."""
 
 
 def format_sample_ids(ids: list[int]) -> str:
-    """As an account of a failure shows them: the first few."""
-    more = f" and {len(ids) - 8} more" if len(ids) > 8 else ""
-    return f"sample ids {', '.join(map(str, ids[:8])) or 'none'}{more}"
+    """Return the first few sample ids as text for a message."""
+    return f"sample ids {list_first([str(i) for i in ids], 8) or 'none'}"

@@ -1,11 +1,12 @@
-"""ILSVRC2012 as it is published: where each image lies in the archives, so that none is unpacked twice.
+"""ImageNet (ILSVRC2012): reads the images from the published archives without unpacking them.
 
-Promise: names and classes are those of the usual image folder (`train/n01440764/n01440764_10026.JPEG`,
-`val/n01440764/ILSVRC2012_val_00000293.JPEG`), and how many images there are is what the development kit says of each class:
-1,281,167 and 50,000. Why nothing has to be unpacked: a tar of tars is not compressed, so every image is one read at a known
-place of the outer file.
+Promise: names and classes are those of the usual image folder
+(`train/n01440764/n01440764_10026.JPEG`, `val/n01440764/ILSVRC2012_val_00000293.JPEG`), and each
+class has as many images as the development kit says, 1,281,167 and 50,000 in all. Nothing has to be
+unpacked, because a tar of tars is not compressed: each image is one read at a known offset of the
+outer file.
 
-    ILSVRC2012_img_train.tar         n01440764.tar, … in it
+    ILSVRC2012_img_train.tar         n01440764.tar, …
     ILSVRC2012_img_val.tar           ILSVRC2012_val_00000001.JPEG, …
     ILSVRC2012_devkit_t12.tar.gz     data/meta.mat, data/ILSVRC2012_validation_ground_truth.txt
 """
@@ -19,12 +20,15 @@ import tarfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from pipeline.data.manifest import MAX_FILE_BYTES, Index, Split, SplitImages, UnreadableError, out_of_reach, show
+from pipeline.data.access import outage, show
+from pipeline.data.index import Index, Split, SplitImages, list_first
 from pipeline.data.sources import Source
 from pipeline.errors import RequestError
 
@@ -33,36 +37,38 @@ VAL = "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 _IMAGE = re.compile(r"(?:.*/)?([\w-]+\.JPEG)", re.ASCII)
 _WNID = re.compile(r"n\d{8}", re.ASCII)
-_MAX_DEVKIT_BYTES = 64 << 20  # unpacked; the published one has a few MB
+_MAX_DEVKIT_BYTES = 64 << 20  # uncompressed; the published one has a few MB
 _MAX_META_BYTES = 16 << 20
-_COMPRESSED = 15  # an element of a MATLAB file: miCOMPRESSED
+_MI_COMPRESSED = 15  # type of a compressed element of a MATLAB file
 
 
 @dataclass(frozen=True)
 class ArchiveImages(SplitImages):
-    """One split, read where it lies in its archive."""
+    """One split, read from its archive."""
 
     archive: Path
     split: Split
-    _file: list[int] = field(default_factory=list, compare=False)
+
+    @cached_property
+    def _descriptor(self) -> int:
+        return os.open(self.archive, os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self, i: int) -> bytes:
-        size, offset = int(self.split.sizes[i]), int(self.split.places[3 * i + 1])
-        if size > MAX_FILE_BYTES:
-            raise UnreadableError(f"{size:,} bytes, more than the {MAX_FILE_BYTES:,} allowed")
+        size, offset = self.size(i), int(self.split.places[3 * i + 1])
         try:
-            if not self._file:
-                self._file.append(os.open(self.archive, os.O_RDONLY | os.O_CLOEXEC))
-            data = os.pread(self._file[0], size, offset)
+            data = os.pread(self._descriptor, size, offset)
         except OSError as error:
-            raise out_of_reach(self.archive, error) from None
+            raise outage(self.archive, error) from None
         if len(data) != size:
             raise _cut_short(self.archive, "it ends early")
         return data
 
 
 def open_archives(folder: Path) -> Source:
-    """The images of the three archives in `folder`. RequestError names what is missing, cut short or miscounted."""
+    """Return the images of the three archives in `folder`.
+
+    Raises RequestError that names what is missing, cut short or has the wrong number of images.
+    """
     for name in (TRAIN, VAL, DEVKIT):
         if not os.path.isfile(folder / name):
             raise RequestError(f"{folder} holds no {name}: it needs {TRAIN}, {VAL} and {DEVKIT}, as published")
@@ -71,7 +77,7 @@ def open_archives(folder: Path) -> Source:
     labels = {wnid: label for label, wnid in enumerate(classes)}
     train = [
         (f"train/{wnid}/{name}", size, labels[wnid], offset)
-        for wnid, name, size, offset in _train(folder / TRAIN, counts)
+        for wnid, name, size, offset in _train_members(folder / TRAIN, counts)
     ]
     _check_counts(Counter(classes[label] for _, _, label, _ in train), counts)
     val = []
@@ -83,9 +89,9 @@ def open_archives(folder: Path) -> Source:
         val.append((f"val/{wnid}/{name}", size, labels[wnid], offset))
     if len({name for name, _, _, _ in val}) != len(truth):
         raise RequestError(
-            f"{VAL} holds {len(val):,} images, and the development kit {len(truth):,}: download it again"
+            f"{VAL} holds {len(val):,} images, and the development kit lists {len(truth):,}: download it again"
         )
-    index = Index(_split(train), _split(val), classes, None, {}, 0.1)
+    index = Index(_split(train), _split(val), classes)
     return Source(
         index.size, index.digest, classes,
         ArchiveImages(folder / TRAIN, index.train), ArchiveImages(folder / VAL, index.val), index,
@@ -93,7 +99,10 @@ def open_archives(folder: Path) -> Source:
 
 
 def _read_devkit(path: Path) -> tuple[dict[str, int], list[str]]:
-    """Images to train of each class, and the class of each validation image. Classes become folders' names."""
+    """Return the number of training images of each class, and the class of each validation image.
+
+    Classes become names of folders, so only those of the form n01440764 are accepted.
+    """
     from scipy.io import loadmat
 
     try:
@@ -108,63 +117,67 @@ def _read_devkit(path: Path) -> tuple[dict[str, int], list[str]]:
             )
             assert meta
             assert truth
-            synsets = loadmat(io.BytesIO(_small(meta.read())), squeeze_me=True)["synsets"]
-            leaves = [one for one in synsets if int(one["num_children"]) == 0]
-            wnids = {int(one["ILSVRC2012_ID"]): str(one["WNID"]) for one in leaves}
+            matrix = meta.read()
+            _check_uncompressed_size(matrix)
+            synsets = loadmat(io.BytesIO(matrix), squeeze_me=True)["synsets"]
+            leaves = [synset for synset in synsets if int(synset["num_children"]) == 0]
+            wnids = {int(synset["ILSVRC2012_ID"]): str(synset["WNID"]) for synset in leaves}
             wrong = [wnid for wnid in wnids.values() if not _WNID.fullmatch(wnid)]
             if wrong:
                 raise ValueError(f"{show(wrong[0].encode())[:80]} is not a class: n and eight digits")
-            counts = {str(one["WNID"]): int(one["num_train_images"]) for one in leaves}
+            counts = {str(synset["WNID"]): int(synset["num_train_images"]) for synset in leaves}
             return counts, [wnids[int(line)] for line in truth.read().split()]
     except Exception as error:  # scipy, zlib and tarfile raise many kinds of errors for damaged files
         why = show(" ".join(str(error).split())[:200].encode()) or type(error).__name__
         raise RequestError(f"{path} cannot be read as the development kit ({why}): download it again") from None
 
 
-def _small(mat: bytes) -> bytes:
-    """Return `mat`. ValueError if it is too large, counting what its compressed elements hold."""
-    at, size = 128, len(mat)  # behind the header: elements of (kind, bytes), then so many bytes
-    while at + 8 <= len(mat) and size <= _MAX_META_BYTES:
-        kind, length = struct.unpack_from("<II", mat, at)
-        if kind == _COMPRESSED:
-            size += len(zlib.decompressobj().decompress(mat[at + 8 : at + 8 + length], _MAX_META_BYTES))
+def _check_uncompressed_size(matrix: bytes) -> None:
+    """Raise ValueError if a MATLAB file is too large after decompression of its elements."""
+    at, size = 128, len(matrix)  # after the header: elements of (type, length), each before its data
+    while at + 8 <= len(matrix) and size <= _MAX_META_BYTES:
+        kind, length = struct.unpack_from("<II", matrix, at)
+        if kind == _MI_COMPRESSED:
+            size += len(zlib.decompressobj().decompress(matrix[at + 8 : at + 8 + length], _MAX_META_BYTES))
         at += 8 + length
     if size > _MAX_META_BYTES:
         raise ValueError(f"meta.mat has more than {_MAX_META_BYTES:,} bytes")
-    return mat
 
 
-def _train(path: Path, counts: dict[str, int]) -> Iterator[tuple[str, str, int, int]]:
-    """(class, name, bytes, offset) of each image in the tar of tars."""
-    try:
-        with tarfile.open(path, "r:") as outer:
-            for member in outer:
-                wnid = member.name.removesuffix(".tar").rpartition("/")[2]
-                if wnid not in counts or not member.isreg():
-                    raise RequestError(
-                        f"{path} holds {show(member.name.encode())}, which the development kit does not know"
-                    )
-                for name, size, offset in _members(path, member.offset_data, member.size):
-                    yield wnid, name, size, offset
-    except (OSError, tarfile.TarError) as error:
-        raise _cut_short(path, error) from None
+def _train_members(path: Path, counts: dict[str, int]) -> Iterator[tuple[str, str, int, int]]:
+    """Yield (class, name, bytes, offset) of each image in the tar of tars."""
+    with _open_tar(path, 0) as outer:
+        for member in outer:
+            wnid = member.name.removesuffix(".tar").rpartition("/")[2]
+            if wnid not in counts or not member.isreg():
+                raise RequestError(
+                    f"{path} holds {show(member.name.encode())}, which the development kit does not know"
+                )
+            for name, size, offset in _members(path, member.offset_data, member.size):
+                yield wnid, name, size, offset
 
 
 def _members(path: Path, start: int, length: int) -> Iterator[tuple[str, int, int]]:
-    """(name, bytes, offset) of each image in the tar that lies there in the file."""
+    """Yield (name, bytes, offset) of each image in the tar that `path` holds at `start`."""
     end = start + length
     if end > path.stat().st_size:
         raise _cut_short(path, "it ends early")
+    with _open_tar(path, start) as tar:
+        for member in tar:
+            name = _IMAGE.fullmatch(member.name)
+            if member.isreg() and name:
+                if member.offset_data + member.size > end:
+                    raise _cut_short(path, "it ends early")
+                yield name[1], member.size, member.offset_data
+
+
+@contextmanager
+def _open_tar(path: Path, start: int) -> Iterator[tarfile.TarFile]:
     try:
         with open(path, "rb") as file:
             file.seek(start)
-            with tarfile.open(fileobj=file, mode="r:") as inner:
-                for member in inner:
-                    name = _IMAGE.fullmatch(member.name)
-                    if member.isreg() and name:
-                        if member.offset_data + member.size > end:
-                            raise _cut_short(path, "it ends early")
-                        yield name[1], member.size, member.offset_data
+            with tarfile.open(fileobj=file, mode="r:") as tar:
+                yield tar
     except (OSError, tarfile.TarError) as error:
         raise _cut_short(path, error) from None
 
@@ -178,15 +191,14 @@ def _check_counts(found: Counter[str], expected: dict[str, int]) -> None:
         f"{wnid} has {found[wnid]:,} of {count:,}" for wnid, count in sorted(expected.items()) if found[wnid] != count
     ]
     if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise RequestError(
             f"{TRAIN} holds {found.total():,} images, and the development kit says {sum(expected.values()):,}:"
-            f" {', '.join(wrong[:3])}{more}: download it again"
+            f" {list_first(wrong, 3)}: download it again"
         )
 
 
 def _split(entries: list[tuple[str, int, int, int]]) -> Split:
-    """From (name, bytes, label, offset) of each image, in any order."""
+    """Return the split of (name, bytes, label, offset) entries, in any order."""
     entries = sorted(entries)
     places = np.array([(0, offset, 0) for _, _, _, offset in entries], np.int64).ravel()
     return replace(Split.of([(name.encode(), size, label) for name, size, label, _ in entries]), places=places)

@@ -1,9 +1,10 @@
-"""From a file's bytes to uint8 pixels [3, H, W], or a named defect; never a crash, and never more memory than bounded.
+"""Decoding image files to uint8 pixels [3, H, W], with a named error for each bad file.
 
-The size is read from the header before anything is decoded, since 14 KB of PNG can decode to 1.3 GB. torchvision decodes
-JPEG and WebP, a fifth faster than Pillow, which decodes the rest: torchvision 0.29 ends the process with a segmentation
-fault on one in four damaged PNG files. Grey, palette and CMYK become RGB and alpha is dropped, as Pillow does it; 16-bit
-pictures are scaled, where Pillow clips them.
+No file crashes the process or takes more than a bounded amount of memory: the size is read from the
+header before anything is decoded, since 14 KB of PNG can decode to 1.3 GB. torchvision decodes JPEG
+and WebP, a fifth faster than Pillow. Pillow decodes the rest, because torchvision 0.29 ends the
+process with a segmentation fault on one in four damaged PNG files. As with Pillow, grey, palette
+and CMYK become RGB and alpha is dropped; but 16-bit images are scaled, where Pillow clips them.
 """
 
 import io
@@ -25,83 +26,87 @@ from pipeline.data import jpeg
 
 MAX_PIXELS = 80_000_000
 _MAX_SCANS = 64
-# not all that Pillow knows: for a file that says it is EPS it starts Ghostscript
+# not every format of Pillow: for EPS it would start Ghostscript
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM")
-_DIRECT = ("JPEG", "WEBP")
-_WIDE = ("I;16", "I;16B", "I;16L", "I")
-_ONE_AT_A_TIME = threading.Lock()  # standard error is the process's
-_NOWHERE = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+_TORCHVISION_FORMATS = ("JPEG", "WEBP")
+_16_BIT_MODES = ("I;16", "I;16B", "I;16L", "I")
+_STDERR_LOCK = threading.Lock()
+_DEVNULL = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
-Image.MAX_IMAGE_PIXELS = None  # our own bound stands before each decode
-EpsImagePlugin.gs_binary = False  # no Ghostscript in the loaders that a benchmark compares with, either
+Image.MAX_IMAGE_PIXELS = None  # MAX_PIXELS is checked before each decode
+EpsImagePlugin.gs_binary = False  # also no Ghostscript in the loaders that a benchmark compares with
 
 
 class BadImageError(Exception):
-    """The defect of one image, in words."""
+    """The defect of one image, as a phrase for a message."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An image of known size, whose pixels are decoded when they are asked for: of a JPEG no more than has to be."""
+    """An image of known size that is decoded on demand; of a JPEG only what a crop needs."""
 
     height: int
     width: int
-    coded: bytes | Tensor
+    data: bytes | Tensor
+    """A file to decode, or pixels [3, H, W]."""
     frame: jpeg.Frame | None = None
+    """Of a JPEG whose header is well-formed."""
 
     @classmethod
-    def of(cls, data: bytes | NDArray[np.uint8]) -> "Picture":
-        """Reads the header; BadImageError names what is wrong with it. Ready pixels [3, H, W] need none."""
+    def open(cls, data: bytes | NDArray[np.uint8]) -> "Picture":
+        """Read the header of a file, or take decoded pixels [3, H, W]. Raises BadImageError."""
         if isinstance(data, np.ndarray):
             return cls(data.shape[1], data.shape[2], torch.from_numpy(data))
         if not data:
             raise BadImageError("empty file")
         frame = jpeg.frame(data)
-        if frame:  # what Pillow would say of it as well, at five times the cost
+        if frame:  # Pillow would read the same from the header, at five times the cost
             _check_size(frame.height, frame.width)
             if not frame.is_sequential:
                 _check_scans(data)
             return cls(frame.height, frame.width, data, frame)
-        with _named(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow's remarks on odd metadata
+        with _as_bad_image(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow warns about odd metadata
             with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
                 _check_size(image.height, image.width)
                 if image.format == "JPEG":
                     _check_scans(data)
-                if image.format in _DIRECT and not getattr(image, "is_animated", False):
+                if image.format in _TORCHVISION_FORMATS and not getattr(image, "is_animated", False):
                     return cls(image.height, image.width, data)
                 return cls(image.height, image.width, _decode_pillow(image))
 
     def region(self, top: int, left: int, height: int, width: int) -> Tensor:
-        """[3, height, width] uint8, a view of what had to be decoded. BadImageError if it cannot be."""
-        if isinstance(self.coded, Tensor):
-            pixels = self.coded
+        """Return a crop [3, height, width] uint8, maybe as a view. Raises BadImageError."""
+        if isinstance(self.data, Tensor):
+            pixels = self.data
         else:
-            with _named():
-                cut = self.frame and jpeg.part(self.coded, self.frame, top, left, height, width)
-                if cut:
-                    part, top, left = cut
-                    pixels = _decode(part)
+            with _as_bad_image():
+                part = self.frame and jpeg.part(self.data, self.frame, top, left, height, width)
+                if part:
+                    data, top, left = part
+                    pixels = _decode(data)
                 elif self.frame and self.frame.is_sequential and top + height < self.frame.height:
-                    with _silence():
-                        pixels = _decode(jpeg.upper(self.coded, self.frame, top + height))
+                    with _silent_stderr():
+                        pixels = _decode(jpeg.upper(self.data, self.frame, top + height))
                 else:
-                    pixels = _decode(bytearray(self.coded))
+                    pixels = _decode(bytearray(self.data))
         if top + height > pixels.shape[1] or left + width > pixels.shape[2]:
-            raise BadImageError("its header tells another size than its data")
+            raise BadImageError("the size in its header is not that of its data")
         return pixels[:, top : top + height, left : left + width]
 
 
 def decode(data: bytes | NDArray[np.uint8]) -> Tensor:
-    """Pixels as [3, H, W] uint8 on the CPU. BadImageError names what is wrong with the file."""
-    picture = Picture.of(data)
+    """Return all pixels, [3, H, W] uint8, on the CPU. Raises BadImageError."""
+    picture = Picture.open(data)
     return picture.region(0, 0, picture.height, picture.width)
 
 
 @contextmanager
-def _named() -> Iterator[None]:
-    """Whatever a decoder says becomes a BadImageError: of a damaged file Pillow's plugins say struct.error, KeyError,
-    MemoryError and more."""
+def _as_bad_image() -> Iterator[None]:
+    """Raise a BadImageError for any exception of a decoder.
+
+    For damaged files Pillow's plugins raise struct.error, KeyError, MemoryError and more.
+    """
     try:
         yield
     except BadImageError:
@@ -112,26 +117,26 @@ def _named() -> Iterator[None]:
         raise BadImageError(" ".join(str(error).split())[:200] or type(error).__name__) from None
 
 
-def _decode(coded: bytearray) -> Tensor:
-    pixels: Tensor = decode_image(torch.frombuffer(coded, dtype=torch.uint8), ImageReadMode.RGB)
+def _decode(data: bytearray) -> Tensor:
+    pixels: Tensor = decode_image(torch.frombuffer(data, dtype=torch.uint8), ImageReadMode.RGB)
     return pixels
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
-    """Standard error is closed to libjpeg, which would say of each file that it ends early."""
-    with _ONE_AT_A_TIME:
+def _silent_stderr() -> Iterator[None]:
+    """Silence standard error: libjpeg would warn that each cropped file ends early."""
+    with _STDERR_LOCK:
         try:
-            error = os.dup(2)
-        except OSError:  # there is none
+            stderr = os.dup(2)
+        except OSError:  # it is closed
             yield
             return
         try:
-            os.dup2(_NOWHERE, 2)
+            os.dup2(_DEVNULL, 2)
             yield
         finally:
-            os.dup2(error, 2)
-            os.close(error)
+            os.dup2(stderr, 2)
+            os.close(stderr)
 
 
 def _check_size(height: int, width: int) -> None:
@@ -140,14 +145,14 @@ def _check_size(height: int, width: int) -> None:
 
 
 def _check_scans(data: bytes) -> None:
-    """A progressive JPEG of a few KB can ask for a pass over all its pixels a thousand times."""
+    # a progressive JPEG of a few KB can ask for a thousand passes over all its pixels
     if data.count(b"\xff\xda") > _MAX_SCANS:
         raise BadImageError(f"more than the {_MAX_SCANS} scans allowed")
 
 
 def _decode_pillow(image: Image.Image) -> Tensor:
-    if image.mode in _WIDE:
-        wide = np.array(image, np.int32)  # changed in place: 80 million pixels are 320 MB
+    if image.mode in _16_BIT_MODES:
+        wide = np.array(image, np.int32)  # changed in place, because 80 million pixels take 320 MB
         np.clip(wide, 0, 65535, out=wide)
         wide += 128
         wide //= 257

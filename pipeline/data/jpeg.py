@@ -1,9 +1,9 @@
-"""The structure of a JPEG: which bytes hold which rows, so that a crop costs little more than its own part of the file.
+"""The structure of a JPEG file, so that a crop decodes only its part of the file.
 
-Promise: `part` of a file that `recode` made decodes to the very pixels that the whole file has there. Why that holds: a
-decoder forgets everything at a restart marker, so the segments between markers can be taken out and put together anew; and
-where chroma is interpolated from its neighbours, a little more is decoded than asked for. 70 % of a decode is reading the
-entropy-coded bits: what is not read is not paid for.
+Promise: `part` of a file made by `jpeg_restarts.with_restarts` decodes to exactly the pixels that
+the whole file has there. A decoder resets its state at a restart marker, so the segments between
+markers can be taken out and joined again. Where chroma is interpolated from its neighbours, `part`
+decodes a margin around the crop. Reading the entropy-coded bits is 70 % of a decode.
 """
 
 import struct
@@ -17,30 +17,33 @@ SEQUENTIAL = (0xC0, 0xC1)
 FRAMES = (*SEQUENTIAL, 0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)
 BLOCK = 8
 CUTS, CUTS_NAME, CUTS_HEAD = 0xE7, b"restarts\0", struct.Struct(">HBB")
-"""A segment of our own: its name, MCUs from restart to restart, height and width of an MCU in pixels, and the bytes between
-restarts, two for each of these. With it nobody has to look for the markers."""
+"""A segment of our own (APP7), so that a reader need not search for the markers.
 
-_CONTEXT = 16  # rows: chroma is interpolated from its neighbours, of which there is one for at most four rows
-_KINDS = np.resize(np.arange(0xD0, 0xD8, dtype=np.uint8), 1 << 16)
-"""The second byte of each restart marker of a file, of which there are no more: `CUTS` is one segment."""
+It holds its name; MCUs per restart interval, height and width of an MCU in pixels; and for each
+restart interval its length in bytes, in two bytes.
+"""
+
+_CONTEXT = 16  # rows below a crop: chroma, with one row for at most four, is interpolated from neighbours
+_MARKERS = np.resize(np.arange(0xD0, 0xD8, dtype=np.uint8), 1 << 16)
+"""The second byte of each restart marker of a file. There are no more, as `CUTS` is one segment."""
 
 
 class Frame(NamedTuple):
-    """What the header tells."""
+    """What is needed of a JPEG's header."""
 
     height: int
     width: int
     is_sequential: bool
     position: int
-    """Of the height, with the width behind it."""
+    """Offset of the height; the width follows it."""
     scan: int
-    """Of the first entropy-coded byte."""
+    """Offset of the first entropy-coded byte."""
     cuts: tuple[int, int] | None
-    """Start and end of what follows `CUTS_NAME`, in a file that `recode` made."""
+    """Start and end of what follows `CUTS_NAME`, in a file that `with_restarts` made."""
 
 
 def frame(data: bytes) -> Frame | None:
-    """None if this is no JPEG, or none with an orderly header."""
+    """Return the frame of a JPEG, or None if `data` is not a JPEG with a well-formed header."""
     found, cuts = None, None
     for marker, start, end in header(data):
         if marker == CUTS and data.startswith(CUTS_NAME, start + 4):
@@ -54,8 +57,10 @@ def frame(data: bytes) -> Frame | None:
 
 
 def header(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """(marker, start, end) of each segment up to the first scan, the marker's own two bytes included; ends early where
-    something else stands."""
+    """Yield (marker, start, end) of each segment up to the first scan, including the marker.
+
+    Stops early if the bytes are not a segment.
+    """
     at = 2
     if data[:2] != b"\xff\xd8":
         return
@@ -70,9 +75,10 @@ def header(data: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def part(data: bytes, frame: Frame, top: int, left: int, height: int, width: int) -> tuple[bytearray, int, int] | None:
-    """A JPEG of the segments that the box touches, and the row and column where the box begins in it.
+    """Return a JPEG of the restart intervals that the box touches, and its top and left there.
 
-    None if `recode` did not make this file, or if its table of segments does not fit it.
+    Returns None if `with_restarts` did not make this file, or if its table of lengths does not fit
+    it.
     """
     if not frame.cuts:
         return None
@@ -94,7 +100,7 @@ def part(data: bytes, frame: Frame, top: int, left: int, height: int, width: int
     last = -(-min(frame.width, left + width + margin_across) // stride)
     touched = ends[first_row:last_row, first:last]
     starts = touched[:, 0] - lengths.reshape(rows, across)[first_row:last_row, first]
-    stops = touched[:, -1] + 2  # with the marker behind it
+    stops = touched[:, -1] + 2  # with the marker that follows
     coded = memoryview(data)
     made = bytearray().join(
         [coded[: frame.scan], *(coded[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True))]
@@ -109,16 +115,16 @@ def part(data: bytes, frame: Frame, top: int, left: int, height: int, width: int
     view = np.frombuffer(made, np.uint8)
     if not ((view[markers] == 0xFF).all() and (view[markers + 1] & 0xF0 == 0xD0).all()):
         return None
-    view[markers + 1] = _KINDS[: len(markers)]  # they count modulo 8 from the first on
+    view[markers + 1] = _MARKERS[: len(markers)]  # markers are numbered modulo 8, from 0
     view[markers[-1] + 1] = EOI
     return made, top - first_row * mcu_height, left - first * stride
 
 
 def upper(data: bytes, frame: Frame, bottom: int) -> bytearray:
-    """A JPEG that has at least the rows above `bottom`: its header says that it ends there.
+    """Return a JPEG with at least the rows above `bottom`, by lowering the height in its header.
 
-    A sequential file is read from the top, so what is below costs nothing but a look for the end. libjpeg says a line on
-    standard error about what it has passed over.
+    A sequential file is decoded from the top, so the rest is only skipped. libjpeg logs a line to
+    standard error about what it skipped.
     """
     made = bytearray(data)
     struct.pack_into(">H", made, frame.position, min(frame.height, bottom + _CONTEXT))

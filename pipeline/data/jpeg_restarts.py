@@ -1,12 +1,13 @@
-"""A JPEG coded anew: restart markers every few MCUs, and the Huffman tables that make it smallest; the same pixels.
+"""Lossless recoding of a JPEG with restart markers and optimal Huffman tables.
 
-Promise: no coefficient changes, so any decoder makes the very same picture of it, and `jpeg.part` can cut it. Why that
-holds: the file's bits are read as symbols, and those are written again; only the DC coefficients that begin a segment are
-stated anew, since a decoder forgets at a marker what came before. Nothing that pip installs writes restart markers without
-re-encoding, and jpegtran is a program of the system's.
+Promise: no coefficient changes, so any decoder makes the same pixels, and `jpeg.part` can crop the
+file. The file's bits are read as Huffman symbols, which are written again. Only the first DC
+coefficient of each restart interval is coded differently, because a decoder resets its prediction
+at a marker. No package of pip writes restart markers without re-encoding, and jpegtran is a program
+of the system.
 
-The bits are walked through in plain Python, so that nothing in a file can hurt; the rest is NumPy, a row of MCUs at a time.
-Figures and annexes are those of ITU-T T.81.
+The bits are read in plain Python, so that a hostile file does no harm; the rest is NumPy, a row of
+MCUs at a time. Figures and annexes refer to ITU-T T.81.
 """
 
 import heapq
@@ -25,33 +26,35 @@ from pipeline.data import jpeg
 Bytes = NDArray[np.uint8]
 Integers = NDArray[np.int64]
 Table = tuple[bytes, bytes]
-"""Of Huffman codes: how many there are of each length from 1 to 16, and their symbols, shortest first."""
+"""Huffman codes: the number of codes of each length from 1 to 16, and their symbols in order."""
 Name = tuple[int, int]
-"""Of a table in the file: 0 for DC or 1 for AC, and its number."""
+"""Identifies a table in the file: 0 for DC or 1 for AC, and its number."""
 
-_MARKS = (0xE0, 0xEE)  # JFIF's and Adobe's, which says how colours are coded
+_MARKS = (0xE0, 0xEE)  # JFIF's, and Adobe's, which says how colours are coded
 _KEPT = (0xDB, *jpeg.SEQUENTIAL)  # quantisation tables and the frame
 _CODE_BITS = 16
-_DC_BITS = 11  # of a difference, where a sample has 8
+_DC_BITS = 11  # of a DC difference, at most, with 8 bits per sample
 _END_OF_BLOCK = 128  # more than the 64 places of a block, so that its end and an overrun differ
-_BROKEN = 1 << 12  # places
+_BROKEN = 1 << 12  # places skipped by bits that are not a code, so that the block overruns
 _BROKEN_BITS = 1 << 40
-_MOST_BYTES = 8 << 20  # walking through a file takes forty times its bytes of memory
-_STRIDE = 56  # pixels from restart to restart, at most; 84: 4 % slower, 0.7 % less; 42: 2 % faster, 1.7 % more bytes
+_MAX_BYTES = 8 << 20  # reading a file takes forty times its size in memory
+_STRIDE = 56  # pixels per restart interval, at most; 84: 4 % slower, 0.7 % smaller; 42: 2 % faster, 1.7 % larger
 
 
 class Component(NamedTuple):
     id: int
     across: int
-    """Blocks of one MCU, horizontally."""
+    """Blocks in an MCU, horizontally."""
     down: int
+    """Blocks in an MCU, vertically."""
     dc: int
-    """Huffman tables."""
+    """The number of its Huffman table for DC coefficients."""
     ac: int
+    """The number of its Huffman table for AC coefficients."""
 
 
 class Layout(NamedTuple):
-    """Where the parts of a sequential JPEG lie."""
+    """The positions of the parts of a sequential JPEG, and how it is coded."""
 
     height: int
     width: int
@@ -59,13 +62,13 @@ class Layout(NamedTuple):
     scan: int
     """Position of the first entropy-coded byte."""
     interval: int
-    """MCUs from restart to restart; 0: no restarts."""
+    """MCUs per restart interval; 0: no restarts."""
     segments: tuple[tuple[int, int, int], ...]
-    """(marker, start, end) of each segment of the header, the marker's own two bytes included."""
+    """(marker, start, end) of each segment of the header, from the marker's first byte."""
 
     @property
     def mcu(self) -> tuple[int, int]:
-        """Height and width in pixels of what is coded together."""
+        """Height and width of an MCU in pixels."""
         return (
             jpeg.BLOCK * max(component.down for component in self.components),
             jpeg.BLOCK * max(component.across for component in self.components),
@@ -76,21 +79,21 @@ class Row(NamedTuple):
     """The symbols of one row of MCUs, in the order in which they are coded."""
 
     tables: NDArray[np.uint8]
-    """[N]: which of the tables has the symbol's code."""
+    """[N]: the number of the symbol's Huffman table."""
     symbols: NDArray[np.uint8]
-    """[N]: the low four bits say how many further bits follow the code."""
+    """[N]: the low four bits are the number of additional bits after the code."""
     further: NDArray[np.uint16]
-    """[N]: those bits."""
+    """[N]: the additional bits."""
     segments: Integers
-    """[S]: where in the row each segment begins."""
+    """[S]: the index of the first symbol of each restart interval."""
 
 
 def with_restarts(data: bytes) -> bytes | None:
-    """The same picture without metadata, to be cut by `jpeg.part`; None if the file does not allow it."""
+    """Return the same image, without metadata, for `jpeg.part` to crop; None if not possible."""
     layout = _layout(data)
-    if not layout or layout.interval or len(data) > _MOST_BYTES:
+    if not layout or layout.interval or len(data) > _MAX_BYTES:
         return None
-    names = sorted({name for one in layout.components for name in ((0, one.dc), (1, one.ac))})
+    names = sorted({name for component in layout.components for name in ((0, component.dc), (1, component.ac))})
     interval = _interval(-(-layout.width // layout.mcu[1]), layout.mcu[1])
     try:
         rows = list(_read(data, layout, names, interval))
@@ -100,7 +103,7 @@ def with_restarts(data: bytes) -> bytes | None:
         head = jpeg.CUTS_HEAD.pack(interval, *layout.mcu)
         cuts = _segment(jpeg.CUTS, jpeg.CUTS_NAME + head + struct.pack(f">{len(segments)}H", *map(len, segments)))
     except (IndexError, ValueError, KeyError, struct.error):
-        return None  # damaged: the bits end early, or a code or a table is none; or too large for our table
+        return None  # damaged (the bits end early, a code or a table is not valid), or too large for our table
     named = zip(names, tables, strict=True)
     kept = [
         b"".join(data[start:end] for marker, start, end in layout.segments if marker in kinds)
@@ -118,7 +121,7 @@ def with_restarts(data: bytes) -> bytes | None:
 
 
 def _layout(data: bytes) -> Layout | None:
-    """None for what is not a sequential Huffman-coded JPEG of one scan (progressive, arithmetic), or is damaged."""
+    """Return the layout, or None if this is not a sequential Huffman-coded JPEG of one scan."""
     frame, interval, segments = None, 0, []
     for marker, start, end in jpeg.header(data):
         segments.append((marker, start, end))
@@ -139,9 +142,9 @@ def _layout(data: bytes) -> Layout | None:
             if [table[0] for table in tables] != list(sampling):
                 return None
             components = tuple(Component(id, *sampling[id], dc, ac) for id, dc, ac in tables)
-            if len(components) == 1:  # alone, a component is coded block by block, whatever its factors say
-                components = (Component(components[0].id, 1, 1, components[0].dc, components[0].ac),)
-            if not all(1 <= factor <= 4 for one in components for factor in (one.across, one.down)):
+            if len(components) == 1:  # a single component is coded block by block, whatever its factors
+                components = (components[0]._replace(across=1, down=1),)
+            if not all(1 <= factor <= 4 for component in components for factor in (component.across, component.down)):
                 return None
             height, width = struct.unpack_from(">HH", data, frame)
             if not height or not width:
@@ -155,7 +158,7 @@ def _segment(marker: int, body: bytes) -> bytes:
 
 
 def _interval(across: int, mcu_width: int) -> int:
-    """MCUs from restart to restart: they must divide a row, and a row of a prime number of MCUs is not divided."""
+    """Return the MCUs per restart interval, which divide a row; all of it if it is prime."""
     fitting = [n for n in range(1, across + 1) if across % n == 0 and n * mcu_width >= _STRIDE / 2] or [across]
     return max((n for n in fitting if n * mcu_width <= _STRIDE), default=fitting[0])
 
@@ -165,24 +168,25 @@ def _interval(across: int, mcu_width: int) -> int:
 
 @dataclass(frozen=True)
 class _Scan:
-    """A file's entropy-coded bits, and what it takes to read them."""
+    """The entropy-coded bits of a file, and the tables to read them."""
 
     windows: Integers
-    """24 bits from each byte on."""
+    """The 24 bits that begin at each byte."""
     bits: int
     components: list[int]
-    """Of each block of an MCU."""
+    """The component of each block of an MCU."""
     tables: Integers
-    """[blocks of an MCU, 2]: their DC and AC table, by its place in `lengths` and `symbols`."""
+    """[blocks of an MCU, 2]: their DC and AC table, as an index into `lengths` and `symbols`."""
     lengths: Integers
-    """[tables, 65,536]: of the code that begins each 16 bits."""
+    """[tables, 65,536]: bits of the code at the start of each 16 bits."""
     symbols: Integers
-    """[tables, 65,536]"""
+    """[tables, 65,536]: the symbol of that code."""
     steps: list[tuple[list[int], list[int], list[int]]]
     """For each block of an MCU, see `_dc_steps` and `_ac_steps`."""
     rows: int
+    """Of MCUs."""
     across: int
-    """MCUs."""
+    """MCUs in a row."""
 
 
 def _read(data: bytes, layout: Layout, names: list[Name], interval: int) -> Iterator[Row]:
@@ -197,7 +201,9 @@ def _scan(data: bytes, layout: Layout, names: list[Name]) -> _Scan:
     rows, across = (-(-size // mcu) for size, mcu in zip((layout.height, layout.width), layout.mcu, strict=True))
     coded = _unstuffed(data, layout)
     padded = np.concatenate((coded, np.zeros(8, np.uint8))).astype(np.int64)
-    blocks = [number for number, one in enumerate(layout.components) for _ in range(one.across * one.down)]
+    blocks = [
+        number for number, component in enumerate(layout.components) for _ in range(component.across * component.down)
+    ]
     used = [((0, layout.components[number].dc), (1, layout.components[number].ac)) for number in blocks]
     spread = [_spread(tables[name]) for name in names]
     return _Scan(
@@ -214,8 +220,11 @@ def _scan(data: bytes, layout: Layout, names: list[Name]) -> _Scan:
 
 
 def _walk(scan: _Scan) -> Iterator[tuple[list[int], list[int]]]:
-    """For each row of MCUs, the bits at which a code was looked up, and the bit behind the last; and which of these codes
-    begin a block. Takes 30 ms for 110 KB, in plain Python: each code says where the next one is."""
+    """Yield for each row of MCUs the bit positions of its codes, and which of them begin a block.
+
+    The end of the row is the last position. Takes 30 ms for 110 KB in plain Python, since each code
+    must be read to know where the next one begins.
+    """
     window: list[int] = scan.windows.tolist()
     at = 0
     for _ in range(scan.rows):
@@ -227,7 +236,7 @@ def _walk(scan: _Scan) -> Iterator[tuple[list[int], list[int]]]:
                 starts.append(at)
                 at += dc[(window[at >> 3] >> (8 - (at & 7))) & 0xFFFF]
                 place = 1
-                while place < 48:  # a pair begun here has its second half inside the block
+                while place < 48:  # so that the second code of a pair is in this block, too
                     starts.append(at)
                     step = ac_pairs[(window[at >> 3] >> (8 - (at & 7))) & 0xFFFF]
                     at += step & 63
@@ -246,7 +255,7 @@ def _walk(scan: _Scan) -> Iterator[tuple[list[int], list[int]]]:
 
 
 def _symbols(scan: _Scan, starts: Integers, begins: Integers) -> tuple[Integers, Integers, Integers, Integers]:
-    """What stands at those bits: table, symbol and further bits of each code, and which codes begin a block."""
+    """Return table, symbol and additional bits of each code, and the indices that begin a block."""
     starts, end = starts[:-1], starts[1:]
     blocks = np.tile(scan.tables, (scan.across, 1))
     tables = np.repeat(blocks[:, 1], np.diff(begins, append=len(starts)))
@@ -270,7 +279,10 @@ def _symbols(scan: _Scan, starts: Integers, begins: Integers) -> tuple[Integers,
 def _restarted(
     scan: _Scan, tables: Integers, symbols: Integers, further: Integers, begins: Integers, sums: Integers, interval: int
 ) -> Row:
-    """The row with its DC differences from restart to restart. `sums`, one a component, are carried from row to row."""
+    """Return the row with its DC coefficients predicted anew in each restart interval.
+
+    sums: the last DC coefficient of each component, carried from row to row.
+    """
     size = symbols[begins]
     values = further[begins]
     values = np.where(values >> np.maximum(size - 1, 0) > 0, values, values - (1 << size) + 1)  # figure F.12
@@ -304,29 +316,29 @@ def _tables(data: bytes, layout: Layout) -> dict[Name, Table]:
 
 
 def _unstuffed(data: bytes, layout: Layout) -> Bytes:
-    """The entropy-coded bytes up to the next marker, without the zero that follows each FF."""
+    """Return the entropy-coded bytes up to the next marker, without the zero after each FF."""
     coded = np.frombuffer(data, np.uint8)[layout.scan :]
     at = np.flatnonzero(coded[:-1] == 0xFF)
     markers = at[coded[at + 1] != 0]
-    end = int(markers[0])  # IndexError where the file ends without one
+    end = int(markers[0])  # IndexError if the file ends without one
     return np.delete(coded[:end], at[at < end] + 1)
 
 
 def _spread(table: Table) -> tuple[Integers, Integers]:
-    """(length, symbol) of the code that begins each 16 bits; length 0 where none does."""
+    """Return (length, symbol) of the code at the start of each 16 bits; length 0 if none."""
     counts, symbols = table
     lengths = np.repeat(np.arange(1, 17), np.frombuffer(counts, np.uint8))
     spans = 1 << (16 - lengths)
     rest = (1 << 16) - int(spans.sum())
     if rest < 0 or len(counts) != 16 or len(symbols) != len(lengths):
-        raise ValueError("no Huffman table")
+        raise ValueError("not a Huffman table")
     filled = np.frombuffer(symbols, np.uint8).astype(np.int64)
     return np.pad(np.repeat(lengths, spans), (0, rest)), np.pad(np.repeat(filled, spans), (0, rest))
 
 
 @lru_cache(64)
 def _dc_steps(table: Table) -> list[int]:
-    """For each 16 bits: bits of a difference, code included."""
+    """Return for each 16 bits how many bits a DC difference takes, with its code."""
     lengths, sizes = _spread(table)
     if (sizes > _DC_BITS).any():
         raise ValueError("more than 8 bits a sample")
@@ -336,8 +348,10 @@ def _dc_steps(table: Table) -> list[int]:
 
 @lru_cache(64)
 def _ac_steps(table: Table) -> tuple[list[int], list[int]]:
-    """For each 16 bits: bits of one coefficient, code included, and places of the block that it fills × 64; first with a
-    second coefficient where its code is within the 16 bits as well."""
+    """Return for each 16 bits the bits of an AC coefficient with its code, + 64 × places it fills.
+
+    The first list counts two coefficients if the code of the second is within the 16 bits, too.
+    """
     lengths, symbols = _spread(table)
     size = symbols & 15
     bits = lengths + size
@@ -354,7 +368,7 @@ def _ac_steps(table: Table) -> tuple[list[int], list[int]]:
 
 
 def _counts(rows: list[Row], tables: int) -> Integers:
-    """[tables, 256]: how often each symbol is coded."""
+    """Return how often each symbol is coded, [tables, 256]."""
     counts = np.zeros(tables * 256, np.int64)
     for row in rows:
         counts += np.bincount(row.tables * np.int64(256) + row.symbols, minlength=len(counts))
@@ -362,7 +376,7 @@ def _counts(rows: list[Row], tables: int) -> Integers:
 
 
 def _best(counts: Integers) -> Table:
-    """Huffman's, with no code longer than 16 bits and none of ones alone: annex K.2."""
+    """Return the optimal Huffman table of codes up to 16 bits, none of them all ones: annex K.2."""
     heap = [(count, -symbol, [symbol]) for symbol, count in enumerate(counts.tolist()) if count] + [(1, -256, [256])]
     heapq.heapify(heap)
     lengths = [0] * 257
@@ -375,17 +389,17 @@ def _best(counts: Integers) -> Table:
         heapq.heappush(heap, (count + other[0], min(order, other[1]), merged))
     numbers = np.bincount(lengths, minlength=_CODE_BITS + 1).tolist()
     for length in range(len(numbers) - 1, _CODE_BITS, -1):
-        while numbers[length]:  # two of that length go: one a bit shorter, one beside a code that becomes longer
+        while numbers[length]:  # two codes move: one becomes a bit shorter, one joins a code that becomes longer
             shorter = max(n for n in range(1, length - 1) if numbers[n])
             for n, change in ((length, -2), (length - 1, 1), (shorter + 1, 2), (shorter, -1)):
                 numbers[n] += change
-    numbers[max(n for n in range(1, _CODE_BITS + 1) if numbers[n])] -= 1  # the ones alone: symbol 256's
+    numbers[max(n for n in range(1, _CODE_BITS + 1) if numbers[n])] -= 1  # the code of all ones, which symbol 256 took
     ordered = sorted((symbol for symbol in range(256) if lengths[symbol]), key=lambda symbol: lengths[symbol])
     return bytes(numbers[1 : _CODE_BITS + 1]), bytes(ordered)
 
 
 def _codes(table: Table) -> tuple[Integers, Integers]:
-    """[256] each: the code of each symbol, and its length."""
+    """Return the code of each symbol and its length, [256] each."""
     codes, lengths = np.zeros(256, np.int64), np.zeros(256, np.int64)
     code, symbols = 0, iter(table[1])
     for length, count in enumerate(table[0], 1):
@@ -397,7 +411,7 @@ def _codes(table: Table) -> tuple[Integers, Integers]:
 
 
 def _written(row: Row, codes: Integers, lengths: Integers) -> list[bytes]:
-    """The bytes of each segment, filled up with ones. codes, lengths: [tables, 256]."""
+    """Return each restart interval's bytes, padded with ones. codes, lengths: [tables, 256]."""
     size = row.symbols & 15
     words = codes[row.tables, row.symbols] << size | row.further
     bits = lengths[row.tables, row.symbols] + size

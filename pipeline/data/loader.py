@@ -1,8 +1,9 @@
-"""From positions to batches: a loader whose only input is a range of integers.
+"""The data loader, whose only input is a range of integers: the positions of batches in the run.
 
-Promise: batch number n is a function of (seed, n) wherever it is made, so workers may be any number, may die and be
-replaced at the same position, and an epoch's end is no event: the next epoch's first batch is prepared while this one's
-last is trained on. Memory of a worker stays flat: it holds the mapped index and one epoch's permutation.
+Promise: the batch at a position is a function of (seed, position), whichever process makes it. So
+there may be any number of workers, a worker that dies is replaced at the same position, and the end
+of an epoch needs no code: the next epoch's first batch is prepared while the last one is trained
+on. The memory of a worker stays flat: it holds the mapped index and the permutation of one epoch.
 """
 
 import hashlib
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
@@ -27,65 +29,69 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from pipeline.config.schema import Config
-from pipeline.data.augment import Draw, augment, centre, evaluation_geometry
+from pipeline.data.access import OutageError, UnreadableError
+from pipeline.data.augment import SampleKey, augment, centre, evaluation_geometry
 from pipeline.data.batch import NO_LABEL, Batch, Defect
 from pipeline.data.images import BadImageError, Picture, decode
-from pipeline.data.manifest import OutageError, UnreadableError
 from pipeline.data.mix import WIDTH, draw_mix
 from pipeline.data.order import Order
-from pipeline.data.shared_memory import Room, Roomed, Seats, give_up
+from pipeline.data.shared_memory import Allocate, SharedBatches, SlotDataset, exit_worker
 from pipeline.data.sources import Images
 from pipeline.errors import StorageError
 from pipeline.plan import Plan, Resources
 from pipeline.supervision import die_with_parent
 
-_REPLACEMENTS = 16
-_REBUILDS = 3
-_BEGIN_S = 15
-"""For a fork and a few lines of Python."""
-_PATIENCE = 0.5
-"""Of `run.timeout`: how long a read is tried again while the storage fails. The peers wait meanwhile, in an exchange that
-gives up after the whole of it."""
+_MAX_REPLACEMENTS = 16
+_MAX_REBUILDS = 3
+_START_TIMEOUT_S = 15  # of a worker: a fork and a few lines of Python
+_RETRY_FRACTION = 0.5
+"""Fraction of `run.timeout` for which a read is retried while the storage fails.
+
+The other ranks meanwhile wait in a collective, which fails after the whole timeout.
+"""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2
 
 
 class LoaderError(StorageError):
-    """A process that gets no batches any more; it alone knows, so it cannot wait for the others to agree."""
+    """A loader that gave up. Only its own process knows: the ranks cannot agree to stop."""
 
 
-class _Patience:
-    """Reads images; waits while the storage that holds them fails. One of a process and its loader workers speaks."""
+class _RetryingReader:
+    """Reads images, and retries while their storage fails.
 
-    def __init__(self, images: Images, seconds: float) -> None:
+    Only the first of a process and its loader workers to meet an outage logs it.
+    """
+
+    def __init__(self, images: Images, timeout: float) -> None:
         self._images = images
-        self._seconds = seconds
-        self._waiting = mmap.mmap(-1, 1)  # shared with the workers
+        self._timeout = timeout
+        self._is_waiting = mmap.mmap(-1, 1)  # shared with the workers
 
     def read(self, sample: int) -> bytes | NDArray[np.uint8]:
-        """Return what `images.read` returns. OutageError if the storage still fails after so many seconds."""
+        """Return what `images.read` returns. Raises OutageError after the timeout."""
         start, pause = time.monotonic(), _FIRST_PAUSE_S
         while True:
             try:
                 data = self._images.read(sample)
             except OutageError as outage:
-                if time.monotonic() + pause > start + self._seconds:
+                if time.monotonic() + pause > start + self._timeout:
                     raise
-                self._log(True, f"{str(outage).rpartition(': ')[0]}: waiting for it, {self._seconds:g} s at most")
+                self._log(True, f"{str(outage).rpartition(': ')[0]}: waiting for it, {self._timeout:g} s at most")
             else:
-                self._log(False, f"the data is back after {time.monotonic() - start:.1f} s: going on")
+                self._log(False, f"the data is back after {time.monotonic() - start:.1f} s")
                 return data
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _log(self, is_waiting: bool, line: str) -> None:
-        if self._waiting[0] != is_waiting:
-            self._waiting[0] = is_waiting
+        if self._is_waiting[0] != is_waiting:
+            self._is_waiting[0] = is_waiting
             print(line, file=sys.stderr, flush=True)
 
 
 @dataclass
-class TrainBatches(Roomed):
-    """Batch of position step × accumulate + micro, for one process."""
+class TrainBatches(SlotDataset):
+    """The training batches of one process: position = step × accumulate + micro."""
 
     images: Images
     config: Config
@@ -94,184 +100,184 @@ class TrainBatches(Roomed):
 
     def __post_init__(self) -> None:
         self._order = Order(self.plan, self.config.run.seed)
-        self._storage = _Patience(self.images, _PATIENCE * self.config.run.timeout)
+        self._reader = _RetryingReader(self.images, _RETRY_FRACTION * self.config.run.timeout)
 
     @property
-    def room_bytes(self) -> int:
+    def max_image_bytes(self) -> int:
         return 3 * self.plan.micro_batch * self.plan.image_size**2
 
-    def make(self, position: int, room: Room) -> Batch:
+    def make_batch(self, position: int, allocate: Allocate) -> Batch:
         step, micro = divmod(position, self.plan.accumulate)
         epoch = self.plan.epoch(step)
         ids, views = self._order.micro_draws(step, self.rank, micro)
-        pixels = room(len(ids), self.plan.size(step))
+        pixels = allocate(len(ids), self.plan.size(step))
         labels = torch.zeros(len(ids), dtype=torch.int64)
-        defects: list[tuple[int, str]] = []
+        defects: list[Defect] = []
         outage = None
         try:
             for row, (sample, view) in enumerate(zip(ids.tolist(), views.tolist(), strict=True)):
-                labels[row] = self.images.label(self._load((epoch, sample, view), pixels[row], defects))
-        except OutageError as found:
-            outage = found
+                used = self._load(SampleKey(epoch, sample, view), pixels[row], defects)
+                labels[row] = self.images.label(used)
+        except OutageError as error:
+            outage = error
         digests = _digests(pixels, labels) if self.config.run.trace else torch.empty((0, 32), dtype=torch.uint8)
         first = (self.rank * self.plan.accumulate + micro) * self.plan.micro_batch
         mix = draw_mix(self.config.augment, self.config.run.seed, step, first, len(ids))
         return Batch(pixels, labels, torch.from_numpy(ids.copy()), digests, mix, defects, outage)
 
-    def _load(self, draw: Draw, out: Tensor, defects: list[tuple[int, str]]) -> int:
-        """Writes the pixels of the sample that was drawn, or those of one that stands in; which that is."""
-        epoch, sample, _ = draw
-        used = sample
-        for attempt in range(_REPLACEMENTS):
+    def _load(self, key: SampleKey, out: Tensor, defects: list[Defect]) -> int:
+        """Write the pixels of a sample, or of its replacement, to `out`. Return the id used."""
+        used = key.sample
+        for attempt in range(_MAX_REPLACEMENTS):
             try:
-                picture = Picture.of(self._storage.read(used))
-                out.copy_(augment(picture, self.config.augment, out.shape[-1], self.config.run.seed, draw))
+                picture = Picture.open(self._reader.read(used))
+                out.copy_(augment(picture, self.config.augment, out.shape[-1], self.config.run.seed, key))
                 return used
-            except (BadImageError, UnreadableError) as defect:
-                defects.append(Defect(used, str(defect)))
-            used = self._order.replacement(epoch, sample, attempt)
-        out.zero_()  # the defects say it; data.max_bad decides
-        return sample
+            except (BadImageError, UnreadableError) as error:
+                defects.append(Defect(used, str(error)))
+            used = self._order.replacement(key.epoch, key.sample, attempt)
+        out.zero_()  # the defects are reported, and data.max_bad decides whether the run ends
+        return key.sample
 
 
 @dataclass
-class EvalBatches(Roomed):
-    """Batch n of the validation images in index order, the same at any world size."""
+class EvalBatches(SlotDataset):
+    """Batches of the validation images in index order, the same at any world size."""
 
     images: Images
     config: Config
 
     def __post_init__(self) -> None:
-        self._storage = _Patience(self.images, _PATIENCE * self.config.run.timeout)
+        self._reader = _RetryingReader(self.images, _RETRY_FRACTION * self.config.run.timeout)
 
     def __len__(self) -> int:
         return math.ceil(len(self.images) / self.config.evaluate.batch)
 
     @property
-    def room_bytes(self) -> int:
+    def max_image_bytes(self) -> int:
         size, _ = evaluation_geometry(self.config.evaluate, self.config.augment)
         return 3 * self.config.evaluate.batch * size**2
 
-    def make(self, position: int, room: Room) -> Batch:
+    def make_batch(self, position: int, allocate: Allocate) -> Batch:
         size, resize = evaluation_geometry(self.config.evaluate, self.config.augment)
         start = position * self.config.evaluate.batch
         ids = torch.arange(start, min(start + self.config.evaluate.batch, len(self.images)))
-        pixels = room(len(ids), size)
+        pixels = allocate(len(ids), size)
         labels = torch.full((len(ids),), NO_LABEL)
-        defects: list[tuple[int, str]] = []
+        defects: list[Defect] = []
         outage = None
         for row, sample in enumerate(ids.tolist()):
             try:
-                pixels[row] = centre(decode(self._storage.read(sample)), size, resize)
+                pixels[row] = centre(decode(self._reader.read(sample)), size, resize)
                 labels[row] = self.images.label(sample)
-            except (BadImageError, UnreadableError) as defect:
+            except (BadImageError, UnreadableError) as error:
                 pixels[row] = 0
-                defects.append(Defect(sample, str(defect)))
-            except OutageError as found:
-                outage = found
+                defects.append(Defect(sample, str(error)))
+            except OutageError as error:
+                outage = error
                 break
         digests = torch.empty((0, 32), dtype=torch.uint8)
         return Batch(pixels, labels, ids, digests, torch.empty((0, WIDTH)), defects, outage)
 
 
 def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, *, pin: bool) -> Iterator[Batch]:
-    """The batches of `positions`, in order, from `plan.workers` processes (0: made right here).
+    """Yield the batches of `positions`, in order, from `plan.workers` processes (0: this one).
 
-    A worker that dies is noticed within 5 s, and the loader is built again at the position that is due; after three in a
-    row without a batch between them, LoaderError. To be called on the main thread: workers die with the thread that
-    made them.
+    If a worker dies, it is noticed within 5 s and the loader is built again at the next position.
+    Raises LoaderError if workers die more than three times without a batch in between. Call this on
+    the main thread: workers die with the thread that made them.
 
-    A worker is forked from a process that has native threads, and may hang for ever in a lock that one of them held at
-    that instant (Python before 3.11.10: cpython#112275, when gloo lets go of a tensor). So one that has not begun in time
-    is killed.
+    A worker is forked from a process with native threads, and may hang forever in a lock that one
+    of them held at the fork (Python before 3.11.10: cpython#112275, when gloo frees a tensor). So a
+    worker that has not started in time is killed.
     """
     done, failures = 0, 0
     while done < len(positions):
-        begun = mmap.mmap(-1, max(1, plan.workers))  # shared with the workers: a byte each
-        seats = _seats(dataset, plan)
+        started = mmap.mmap(-1, max(1, plan.workers))  # shared with the workers, one byte each
+        shared = _share(dataset, plan)
         loader = DataLoader(
-            seats or dataset,
+            shared or dataset,
             batch_size=None,
-            sampler=seats.places(positions[done:]) if seats else positions[done:],
+            sampler=shared.requests(positions[done:]) if shared else positions[done:],
             num_workers=plan.workers,
-            # whatever way this process was started: what is mapped here is mapped there
+            # always fork: workers then have the index and the slots mapped too
             multiprocessing_context="fork" if plan.workers else None,
             prefetch_factor=plan.prefetch if plan.workers else None,
-            worker_init_fn=_Guard(os.getpid(), begun),
+            worker_init_fn=partial(_init_worker, os.getpid(), started),
             pin_memory=pin,
             generator=torch.Generator(),  # else the loader draws a seed from the network's generator
         )
         iterator = iter(loader)
-        # torch raises a worker's death at any line of the main thread, an update's included; ours is the fetch alone
+        # torch's handler raises a worker's death at any line of the main thread, also in an update;
+        # without it, only fetching a batch raises
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        stillborn = threading.Timer(_BEGIN_S, _kill_stillborn, (iterator, begun))
-        stillborn.daemon = True
+        start_timer = threading.Timer(_START_TIMEOUT_S, _kill_unstarted, (iterator, started))
+        start_timer.daemon = True
         if plan.workers:
-            stillborn.start()
+            start_timer.start()
         try:
             for made in iterator:
-                yield seats.arrived(made) if seats else made
+                yield shared.receive(made) if shared else made
                 done, failures = done + 1, 0
         except Exception as error:
-            if not plan.workers or not _lost_worker(iterator._workers):  # type: ignore[attr-defined]
+            if not plan.workers or not _has_dead_worker(iterator._workers):  # type: ignore[attr-defined]
                 raise
             failures += 1
-            if failures > _REBUILDS:
+            if failures > _MAX_REBUILDS:
                 raise LoaderError(
-                    f"loader workers died {failures} times at one batch: look at memory and /dev/shm, or set data.workers=0"
-                    f" ({error})"
+                    f"loader workers died {failures} times at one batch: look at memory and /dev/shm, or set"
+                    f" data.workers=0 ({error})"
                 ) from error
         finally:
-            stillborn.cancel()
-            # workers ignore SIGTERM, so one that waits for a slow disk would hold up the exit; they hold nothing
+            start_timer.cancel()
+            # workers ignore SIGTERM, and one that waits for a slow disk would delay the exit
             if plan.workers:
                 for worker in iterator._workers:  # type: ignore[attr-defined]
                     worker.kill()
                 iterator._shutdown_workers()  # type: ignore[attr-defined]
 
 
-def _seats(dataset: Dataset[Batch], plan: Resources) -> Seats | None:
-    if not plan.workers or not isinstance(dataset, Roomed):
+def _share(dataset: Dataset[Batch], plan: Resources) -> SharedBatches | None:
+    if not plan.workers or not isinstance(dataset, SlotDataset):
         return None
     try:
-        return Seats(dataset, plan.workers * plan.prefetch + 2)  # one that is used, and the one that has just come
+        # two more than are prefetched: the batch in use and the one that has just arrived
+        return SharedBatches(dataset, plan.workers * plan.prefetch + 2)
     except OSError:
         return None
 
 
-class _Guard:
-    """Start of a worker: it leaves when its process does and not before, whatever a launcher signals to the group."""
-
-    def __init__(self, parent: int, begun: mmap.mmap) -> None:
-        self._parent = parent
-        self._begun = begun
-
-    def __call__(self, worker: int) -> None:
-        self._begun[worker] = 1
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # a batch that does not fit into /dev/shm is else dropped with a traceback, and waited for forever
-        Queue._on_queue_feeder_error = staticmethod(give_up)  # type: ignore[attr-defined]
-        die_with_parent(self._parent)
+def _init_worker(parent: int, started: mmap.mmap, worker: int) -> None:
+    """Make this worker exit with its parent process, and not before on any signal."""
+    started[worker] = 1
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # by default a batch that does not fit into /dev/shm is dropped: the loader waits forever
+    Queue._on_queue_feeder_error = staticmethod(exit_worker)  # type: ignore[attr-defined]
+    die_with_parent(parent)
 
 
-def _kill_stillborn(iterator: Any, begun: mmap.mmap) -> None:
-    for worker, has_begun in zip(iterator._workers, begun[:], strict=True):
-        if not has_begun:
+def _kill_unstarted(iterator: Any, started: mmap.mmap) -> None:
+    for worker, has_started in zip(iterator._workers, started[:], strict=True):
+        if not has_started:
             worker.kill()
 
 
-def _lost_worker(workers: list[BaseProcess]) -> bool:
-    """Whether a worker is gone: none leaves by itself.
+def _has_dead_worker(workers: list[BaseProcess]) -> bool:
+    """Return whether a worker died: none exits by itself.
 
-    The error itself does not tell: torch says RuntimeError, but whoever reads from a worker in the instant of its death
-    sees a broken connection, and is here before the kernel has a process to wait for.
+    The exception does not tell: torch raises RuntimeError, but a read at the instant of a worker's
+    death fails with a broken connection, before the kernel has reported the death. Hence the
+    timeout.
     """
     return bool(wait([worker.sentinel for worker in workers], timeout=1))
 
 
 def _digests(pixels: Tensor, labels: Tensor) -> Tensor:
-    """SHA-256 of each sample: its uint8 pixels [3, H, W], then its label as 8 bytes little-endian. [B, 32] uint8."""
+    """Return the SHA-256 of each sample, [B, 32] uint8.
+
+    It is over the uint8 pixels [3, H, W] and the label as 8 bytes, little-endian.
+    """
     rows = [
         hashlib.sha256(image.numpy().tobytes() + label.to_bytes(8, "little")).digest()
         for image, label in zip(pixels, labels.tolist(), strict=True)

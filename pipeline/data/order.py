@@ -1,12 +1,14 @@
-"""Which samples a step sees: arithmetic on one seeded permutation an epoch.
+"""The order of samples: arithmetic on one seeded permutation per epoch.
 
-Promise: the ids of a global batch are a function of (seed, step) alone. Processes, workers and accumulation steps only
-slice it: process r takes the r-th contiguous part, cut again into `accumulate` passes, so that the concatenation over
-processes is the same list at any world size. Nothing about order is saved, because the step says it all.
+Promise: the ids of a global batch are a function of (seed, step) only. Ranks, workers and
+accumulation only slice it: rank r takes the r-th contiguous part, in `accumulate` micro-batches, so
+the concatenation over ranks is the same list at any world size. Nothing about order is saved,
+because the step determines it.
 
-Repeated augmentation (Berman et al., "MultiGrain", 2019; Hoffer et al., "Augment your batch", 2020; torchvision's
-references/classification/sampler.py) takes each image `repeats` times, each time as another *view*, so that an epoch sees
-but the first part of its permutation. Views of an image lie apart in a batch: its neighbours are what it is mixed with.
+Repeated augmentation (Berman et al., "MultiGrain", 2019; Hoffer et al., "Augment your batch", 2020;
+torchvision's references/classification/sampler.py) takes each image `repeats` times in one batch,
+each time as another *view*. So an epoch uses only the first 1/repeats of its permutation. The views
+of an image are never neighbours in a batch, since neighbours are mixed with each other.
 """
 
 import numpy as np
@@ -26,31 +28,32 @@ class Order:
         self._permutation: Ids = np.empty(0, np.int64)
 
     def draws(self, step: int) -> tuple[Ids, Ids]:
-        """Sample ids of the update that follows `step` updates, and which view of each: [global_batch] int64."""
+        """Return ids and views of the update after `step` updates, [global_batch] int64 each."""
         plan = self._plan
         start = step % plan.steps_per_epoch * plan.global_batch
         places = np.arange(start, start + plan.global_batch)
         places = np.concatenate([places[view :: plan.repeats] for view in range(plan.repeats)])
-        return self._of_epoch(plan.epoch(step))[places // plan.repeats], places % plan.repeats
+        return self._epoch_permutation(plan.epoch(step))[places // plan.repeats], places % plan.repeats
 
     def ids(self, step: int) -> Ids:
-        """Sample ids of the update that follows `step` updates: [global_batch] int64."""
+        """Return the sample ids of the update after `step` updates, [global_batch] int64."""
         return self.draws(step)[0]
 
     def micro_draws(self, step: int, rank: int, micro: int) -> tuple[Ids, Ids]:
-        """The part of `draws(step)` for pass `micro` of process `rank`: [micro_batch] int64."""
+        """Return the part of `draws(step)` for a rank's pass `micro`, [micro_batch] int64 each."""
         start = (rank * self._plan.accumulate + micro) * self._plan.micro_batch
+        part = slice(start, start + self._plan.micro_batch)
         ids, views = self.draws(step)
-        return ids[start : start + self._plan.micro_batch], views[start : start + self._plan.micro_batch]
+        return ids[part], views[part]
 
     def replacement(self, epoch: int, sample: int, attempt: int) -> int:
-        """The sample that stands in for one that cannot be decoded: the same for every process that asks."""
+        """Return the replacement of a sample that cannot be decoded, the same for every process."""
         return derive(self._seed, "replacement", epoch, sample, attempt) % self._plan.train_images
 
-    def _of_epoch(self, epoch: int) -> Ids:
-        if epoch != self._epoch:  # 18 ms for ImageNet's 1.28 M, once an epoch
+    def _epoch_permutation(self, epoch: int) -> Ids:
+        if epoch != self._epoch:  # 18 ms for the 1.28 M images of ImageNet, once per epoch
             import torch
 
-            drawn = torch.randperm(self._plan.train_images, generator=generator(self._seed, "order", epoch))
-            self._epoch, self._permutation = epoch, drawn.numpy()
+            permutation = torch.randperm(self._plan.train_images, generator=generator(self._seed, "order", epoch))
+            self._epoch, self._permutation = epoch, permutation.numpy()
         return self._permutation

@@ -1,12 +1,12 @@
-"""A pack: an image folder as a few plain tar files and an index, so that any image is one read at a known place.
+"""Reading a pack: an image folder as a few tar files with an index, so an image is one read.
 
-Promise: sample ids, names and labels are those of the folder that was packed, so the order of a run is the same over both,
-and over a lossless pack the pixels are. What was damaged since is named: each image has its CRC-32 in the index and is
-compared at every read, the index its digest in pack.json, each shard its SHA-256 for `data check`. Nothing is parsed at
-a read but the image itself; `tar xf` of all shards gives the folder back. No torch in here.
+Promise: sample ids, names and labels are those of the folder that was packed, so a run has the same
+order with both, and with a lossless pack also the same pixels. Later damage is detected and named:
+the CRC-32 of an image is compared at each read, the digest of the index at each start, and the
+SHA-256 of a shard by `data check`. `tar xf` of all shards restores the folder. No torch here.
 
-    pack.json      what this is: level, digests of the source and of each shard, what was bad
-    pack.index     names, labels, sizes and places, mapped
+    pack.json      level, digests of the source, the index and each shard, and the bad images
+    pack.index     names, labels, sizes and places, memory-mapped
     train-0000.tar, val-0000.tar, …
 """
 
@@ -25,37 +25,42 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.manifest import MAX_FILE_BYTES, Index, Split, SplitImages, UnreadableError, is_outage, out_of_reach
+from pipeline.data.access import UnreadableError, check_outage, outage
+from pipeline.data.index import Index, Split, SplitImages
 from pipeline.errors import RequestError
 
 FORMAT = 1
 SUMMARY = "pack.json"
 INDEX = "pack.index"
-ABSENT = -1  # size of an image whose file could not be read when it was packed
-_NPY = b"\x93NUMPY"
+_NPY_MAGIC = b"\x93NUMPY"
 
 
 @dataclass(frozen=True)
 class Level:
-    """What packing does to an image."""
+    """How images are stored in a pack."""
 
     text: str
     max_side: int | None = None
+    """Longer side in pixels, at most; with `quality`, of a JPEG."""
     quality: int | None = None
     raw: int | None = None
+    """Shorter side in pixels, at most, of decoded pixels."""
 
     @classmethod
     def parse(cls, text: str) -> "Level":
-        """Reads `lossless`, `max-side=500,q=90` or `raw=256`; ValueError otherwise."""
+        """Parse `lossless`, `max-side=500,q=90` or `raw=256`. Raises RequestError otherwise."""
         if text == "lossless":
             return cls(text)
-        match = re.fullmatch(r"max-side=(\d{2,4}),q=(\d{1,3})", text, re.ASCII)
-        if match and int(match[1]) >= 8 and 1 <= int(match[2]) <= 100:
+        match = re.fullmatch(r"max-side=([1-9]\d{1,3}),q=(\d{1,3})", text, re.ASCII)
+        if match and 1 <= int(match[2]) <= 100:
             return cls(text, max_side=int(match[1]), quality=int(match[2]))
         match = re.fullmatch(r"raw=(\d{1,4})", text, re.ASCII)
         if match and 8 <= int(match[1]) <= 2048:
             return cls(text, raw=int(match[1]))
-        raise ValueError("not a level")
+        raise RequestError(
+            f"level {text} is not allowed: lossless, max-side=PIXELS,q=QUALITY (10 to 9999, 1 to 100) or raw=PIXELS"
+            " (8 to 2048), such as max-side=500,q=90"
+        )
 
 
 def shard_name(split: str, number: int) -> str:
@@ -67,98 +72,91 @@ class PackImages(SplitImages):
     """One split of a pack."""
 
     root: Path
-    name_of_split: str
+    split_name: str
     split: Split
-    _files: dict[int, int] = field(default_factory=dict, compare=False)
+    _descriptors: dict[int, int] = field(default_factory=dict, compare=False)
+    """Of the shards that were read so far."""
 
-    def __reduce__(self) -> tuple[Any, ...]:  # to a worker that is not forked: what is open here is not open there
-        return PackImages, (self.root, self.name_of_split, self.split)
+    def __reduce__(self) -> tuple[Any, ...]:  # a process that is not forked has none of these descriptors
+        return PackImages, (self.root, self.split_name, self.split)
 
     def read(self, i: int) -> bytes | NDArray[np.uint8]:
-        size = int(self.split.sizes[i])
+        size = self.size(i)
         shard, offset, crc = self.split.places[3 * i : 3 * i + 3].tolist()
-        if size == ABSENT:
+        if size < 0:
             raise UnreadableError("could not be read when it was packed")
-        if not 0 <= size <= MAX_FILE_BYTES:
-            raise UnreadableError(f"{size:,} bytes, more than the {MAX_FILE_BYTES:,} allowed")
+        path = self.root / shard_name(self.split_name, shard)
         try:
-            data = os.pread(self._file(shard), size, offset)
-        except OSError as error:  # the shard was there when the pack was opened
-            if shard in self._files:
+            if shard not in self._descriptors:
+                self._descriptors[shard] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            data = os.pread(self._descriptors[shard], size, offset)
+        except OSError as error:  # an outage, because the shard was there when the pack was opened
+            if shard in self._descriptors:
                 with contextlib.suppress(OSError):
-                    os.close(self._files.pop(shard))  # a stale handle stays stale
-            raise out_of_reach(self.root / shard_name(self.name_of_split, shard), error) from None
+                    os.close(self._descriptors.pop(shard))  # a stale handle stays stale
+            raise outage(path, error) from None
         if len(data) != size or zlib.crc32(data) != crc:
-            raise UnreadableError(
-                f"{shard_name(self.name_of_split, shard)} has changed at byte {offset:,} since it was packed"
-            )
-        return _pixels(data) if data.startswith(_NPY) else data
-
-    def _file(self, shard: int) -> int:
-        if shard not in self._files:
-            self._files[shard] = os.open(self.root / shard_name(self.name_of_split, shard), os.O_RDONLY | os.O_CLOEXEC)
-        return self._files[shard]
+            raise UnreadableError(f"{path.name} has changed at byte {offset:,} since it was packed")
+        return _pixels(data) if data.startswith(_NPY_MAGIC) else data
 
 
 def _pixels(data: bytes) -> NDArray[np.uint8]:
-    """[3, H, W] from a .npy file of [H, W, 3]."""
+    """Return the pixels [3, H, W] of a .npy file of [H, W, 3]."""
     try:
         pixels: NDArray[np.uint8] = np.load(io.BytesIO(data), allow_pickle=False)
     except (ValueError, EOFError, SyntaxError, MemoryError) as error:
-        raise UnreadableError(f"no pixels: {error}") from None
+        raise UnreadableError(f"its pixels cannot be read: {error}") from None
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or not pixels.size:
-        raise UnreadableError(f"no pixels of an image: {pixels.dtype} {pixels.shape}")
+        raise UnreadableError(f"it holds {pixels.dtype} {pixels.shape} instead of pixels")
     return pixels.transpose(2, 0, 1)
 
 
 def open_index(root: Path) -> Index:
-    """The index of the pack in `root`, mapped. RequestError if there is none, or if it is damaged or not whole."""
+    """Return the index of the pack in `root`, memory-mapped.
+
+    Raises RequestError if there is no pack, or if it is damaged or incomplete.
+    """
     summary = read_summary(root)
     try:
         index = Index.from_bytes(np.memmap(root / INDEX, np.uint8, "r"))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, OSError) and is_outage(error):
-            raise out_of_reach(root / INDEX, error) from None
+        if isinstance(error, OSError):
+            check_outage(root / INDEX, error)
         raise _damaged(root, f"{INDEX} cannot be read ({error})") from None
     if index.digest != summary["index"]:
         raise _damaged(root, f"{INDEX} is not the one that {SUMMARY} names")
     for name, split in (("train", index.train), ("val", index.val)):
-        _check_split(root, name, split, len(index.classes))
+        # whoever wrote both files can make the digest match
+        if not len(split.places) or not split.is_valid(len(index.classes)):
+            raise _damaged(root, f"the parts of {INDEX} contradict each other ({name})")
     for shard in summary["shards"]:
         try:
             size = (root / shard["name"]).stat().st_size
         except OSError as error:
-            if is_outage(error):
-                raise out_of_reach(root / shard["name"], error) from None
+            check_outage(root / shard["name"], error)
             raise _damaged(root, f"{shard['name']}: {error.strerror}") from None
         if size != shard["bytes"]:
             raise _damaged(root, f"{shard['name']} has {size:,} bytes, not {shard['bytes']:,}")
     return index
 
 
-def _check_split(root: Path, name: str, split: Split, num_classes: int) -> None:
-    """What the index says fits together: a digest is no proof against whoever wrote both."""
-    if not len(split.places) or not split.is_sound(num_classes):
-        raise _damaged(root, f"{INDEX} does not fit together ({name})")
-
-
 def read_summary(root: Path) -> dict[str, Any]:
-    """pack.json. RequestError if it is missing or another thing."""
+    """Return the contents of pack.json. Raises RequestError if it is missing or not valid."""
     try:
         summary = json.loads((root / SUMMARY).read_bytes())
         if summary["format"] != FORMAT:
             raise RequestError(f"{root} is a pack of format {summary['format']}, and this program reads {FORMAT}")
         shards = [(str(shard["name"]), int(shard["bytes"]), str(shard["sha256"])) for shard in summary["shards"]]
         if not all(re.fullmatch(r"(train|val)-\d{4,}\.tar", name) for name, _, _ in shards):
-            raise ValueError("a shard's name is none")
+            raise ValueError("the name of a shard is not valid")
         summary["index"], summary["level"], summary["source"]
     except FileNotFoundError:
         raise RequestError(
-            f"data.root={root} holds no whole pack ({SUMMARY} is missing): make one with 'pipeline data pack SRC {root}'"
+            f"data.root={root} holds no complete pack ({SUMMARY} is missing): make one with"
+            f" 'pipeline data pack SRC {root}'"
         ) from None
     except OSError as error:
-        if is_outage(error):
-            raise out_of_reach(root / SUMMARY, error) from None
+        check_outage(root / SUMMARY, error)
         raise RequestError(f"data.root={root} cannot be read: {SUMMARY}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(root, f"{SUMMARY} cannot be read ({error})") from None
@@ -166,15 +164,15 @@ def read_summary(root: Path) -> dict[str, Any]:
 
 
 def changed_shards(root: Path, summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(name, what is wrong) of each shard that is not the one that was packed."""
+    """Yield (name, defect) for each shard that changed since it was packed. Raises OutageError."""
     for shard in summary["shards"]:
         try:
             with open(root / shard["name"], "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
                     yield shard["name"], f"has changed since it was packed: its SHA-256 is not that of {SUMMARY}"
         except OSError as error:
-            raise out_of_reach(root / shard["name"], error) from None
+            raise outage(root / shard["name"], error) from None
 
 
 def _damaged(root: Path, what: str) -> RequestError:
-    return RequestError(f"the pack {root} is damaged: {what}: copy or pack it anew")
+    return RequestError(f"the pack {root} is damaged: {what}: copy or pack it again")

@@ -1,9 +1,11 @@
-"""Where batches are written: for workers in shared memory that is made once and used again, so that nothing is copied.
+"""A ring of shared-memory slots into which loader workers write the images of their batches.
 
-Promise: no batch is written over while anything refers to it. Why that holds: each seat is a Python object to which every
-tensor over it holds a reference, views included; one that nobody else refers to is free, and where none is free a batch
-goes into memory of its own. Memory anew for each batch is cleared by the kernel page by page, and taken back so: 3 % of
-what a loader does.
+Promise: no batch is overwritten while anything refers to it. A slot is a Python object, and every
+tensor in it, views included, holds a reference to that object. So a slot without other references
+is free. If none is free, a batch gets memory of its own.
+
+Slots are made once and used again, because the kernel clears new memory page by page and takes it
+back the same way: 3 % of a loader's time. Nothing is copied between processes.
 """
 
 import math
@@ -25,124 +27,138 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from pipeline.data.batch import Batch
 from pipeline.errors import CRASH
 
-Room = Callable[[int, int], Tensor]
-"""(count, size) -> [count, 3, size, size] uint8, in memory pixel by pixel, as images are decoded and resized."""
-Place = tuple[int, int | None]
-"""The position of a batch, and the seat that it is to be written into."""
+Allocate = Callable[[int, int], Tensor]
+"""(count, size) -> [count, 3, size, size] uint8, channels last as in decoded images."""
+Request = tuple[int, int | None]
+"""The position of a batch, and the slot for its images; None if no slot is free."""
 
 _FOLDER = "/dev/shm"
 
 
-class Roomed(Dataset[Batch]):
-    """Batches whose images are written into a room that is given."""
+class SlotDataset(Dataset[Batch]):
+    """A dataset of batches that can write its images into memory that it is given."""
 
     @property
-    def room_bytes(self) -> int:
-        """Of the largest."""
+    def max_image_bytes(self) -> int:
+        """Bytes of the images of the largest batch."""
         raise NotImplementedError
 
-    def make(self, position: int, room: Room) -> Batch:
+    def make_batch(self, position: int, allocate: Allocate) -> Batch:
+        """Return the batch of this position, with its images in memory from `allocate`."""
         raise NotImplementedError
 
     def __getitem__(self, position: int) -> Batch:
-        return self.make(position, _room)
+        return self.make_batch(position, _allocate)
 
 
 @dataclass(frozen=True, slots=True)
-class Handed:
-    """A batch on its way from a worker, without its images. No tuple: torch's loader takes these apart, and an older one
-    (2.11) pins their fields without asking for a `pin_memory` of their own."""
+class SlotRef:
+    """A batch on its way from a worker, with a reference to the slot that has its images.
 
-    seats: int
-    seat: int
+    Not a tuple: DataLoader would unpack it, and torch 2.11 would pin its fields without calling
+    `pin_memory` below.
+    """
+
+    ring: int
+    slot: int
     shape: tuple[int, ...]
     rest: Batch
 
-    def whole(self) -> Batch:
-        return self.rest._replace(images=_over(_KNOWN[self.seats].memory[self.seat], self.shape))
+    def to_batch(self) -> Batch:
+        memory = _RINGS[self.ring].memory[self.slot]
+        return self.rest._replace(images=_images_in(memory, self.shape))
 
     def pin_memory(self) -> Batch:
-        """What the loader's own thread asks for."""
-        batch: Batch = pin_memory(self.whole())  # type: ignore[no-untyped-call]
+        """Return the batch in pinned memory. DataLoader's pinning thread calls this."""
+        batch: Batch = pin_memory(self.to_batch())  # type: ignore[no-untyped-call]
         return batch
 
 
-class Seats(Dataset[Batch | Handed]):
-    """The same batches by `Place`. To be made before workers are forked; OSError where there is no shared memory."""
+class SharedBatches(Dataset[Batch | SlotRef]):
+    """The batches of a `SlotDataset`, made by workers in shared-memory slots.
 
-    def __init__(self, roomed: Roomed, count: int) -> None:
-        self._roomed = roomed
-        self._bytes = -(-roomed.room_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    Make it before the workers are forked. Raises OSError if there is no shared memory.
+    """
+
+    def __init__(self, dataset: SlotDataset, num_slots: int) -> None:
+        self._dataset = dataset
+        self._slot_bytes = -(-dataset.max_image_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._file = os.open(_FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC)
         finalize(self, os.close, self._file)
-        os.ftruncate(self._file, count * self._bytes)
-        self.memory = [mmap.mmap(self._file, self._bytes, offset=seat * self._bytes) for seat in range(count)]
-        self._unused = self._references(0)
-        self._underway: deque[int | None] = deque()
-        self._reserved: set[int] = set()  # by this process
-        _KNOWN[id(self)] = self
+        os.ftruncate(self._file, num_slots * self._slot_bytes)
+        self.memory = [
+            mmap.mmap(self._file, self._slot_bytes, offset=slot * self._slot_bytes) for slot in range(num_slots)
+        ]
+        self._references_if_free = self._references(0)
+        self._in_flight: deque[int | None] = deque()
+        """Slots of the batches that were requested and have not arrived, oldest first."""
+        self._reserved: set[int] = set()
+        """Slots for which this process has reserved memory."""
+        _RINGS[id(self)] = self
 
-    def places(self, positions: Sequence[int]) -> Iterator[Place]:
-        """A sampler: the loader asks for one when it has something to do for a worker."""
+    def requests(self, positions: Sequence[int]) -> Iterator[Request]:
+        """Yield a request for each position. DataLoader reads them one by one, as its sampler."""
         for position in positions:
-            self._underway.append(self._free())
-            yield position, self._underway[-1]
+            self._in_flight.append(self._free_slot())
+            yield position, self._in_flight[-1]
 
-    def _free(self) -> int | None:
-        for seat in range(len(self.memory)):
-            if seat not in self._underway and self._references(seat) == self._unused:
-                return seat
+    def _free_slot(self) -> int | None:
+        for slot in range(len(self.memory)):
+            if slot not in self._in_flight and self._references(slot) == self._references_if_free:
+                return slot
         return None
 
-    def _references(self, seat: int) -> int:
-        return sys.getrefcount(self.memory[seat])
+    def _references(self, slot: int) -> int:
+        return sys.getrefcount(self.memory[slot])
 
-    def __getitem__(self, place: Place) -> Batch | Handed:
-        """In a worker."""
-        position, seat = place
-        if seat is None:
-            return self._roomed[position]
-        batch = self._roomed.make(position, partial(self._room, seat))
-        count, colours, height, width = batch.images.shape
-        shape = (count, height, width, colours)
-        return Handed(id(self), seat, shape, batch._replace(images=torch.empty(0, dtype=torch.uint8)))
+    def __getitem__(self, request: Request) -> Batch | SlotRef:
+        """Return the requested batch. Runs in a worker."""
+        position, slot = request
+        if slot is None:
+            return self._dataset[position]
+        batch = self._dataset.make_batch(position, partial(self._allocate_in, slot))
+        count, channels, height, width = batch.images.shape
+        rest = batch._replace(images=torch.empty(0, dtype=torch.uint8))
+        return SlotRef(id(self), slot, (count, height, width, channels), rest)
 
-    def _room(self, seat: int, count: int, size: int) -> Tensor:
-        if seat not in self._reserved:
+    def _allocate_in(self, slot: int, count: int, size: int) -> Tensor:
+        if slot not in self._reserved:
             try:
-                os.posix_fallocate(self._file, seat * self._bytes, self._bytes)  # else a full one is a bus error
+                # without this, a write to a full /dev/shm ends in a bus error
+                os.posix_fallocate(self._file, slot * self._slot_bytes, self._slot_bytes)
             except OSError as error:
-                give_up(error, None)
-            self._reserved.add(seat)
-        return _over(self.memory[seat], (count, size, size, 3))
+                exit_worker(error, None)
+            self._reserved.add(slot)
+        return _images_in(self.memory[slot], (count, size, size, 3))
 
-    def arrived(self, made: Batch | Handed) -> Batch:
-        """The batch of the oldest place that is underway."""
-        self._underway.popleft()
-        return made.whole() if isinstance(made, Handed) else made
-
-
-_KNOWN: WeakValueDictionary[int, Seats] = WeakValueDictionary()
-"""By `id`: what comes from a worker has been pickled."""
+    def receive(self, made: Batch | SlotRef) -> Batch:
+        """Return the batch of the oldest request, for which DataLoader returned `made`."""
+        self._in_flight.popleft()
+        return made.to_batch() if isinstance(made, SlotRef) else made
 
 
-def _over(memory: mmap.mmap, shape: tuple[int, ...]) -> Tensor:
+_RINGS: WeakValueDictionary[int, SharedBatches] = WeakValueDictionary()
+"""By `id`, because a SlotRef arrives pickled and cannot refer to the object itself."""
+
+
+def _images_in(memory: mmap.mmap, shape: tuple[int, ...]) -> Tensor:
+    """Return images [count, 3, height, width] in `memory`. shape: (count, height, width, 3)."""
     return torch.frombuffer(memory, dtype=torch.uint8, count=math.prod(shape)).view(shape).permute(0, 3, 1, 2)
 
 
-def _room(count: int, size: int) -> Tensor:
-    """Memory of its own, in a worker shared."""
+def _allocate(count: int, size: int) -> Tensor:
+    """Allocate memory that belongs to one batch only; in a worker it is shared."""
     shape = (count, size, size, 3)
     if get_worker_info() is None:
         return torch.empty(shape, dtype=torch.uint8).permute(0, 3, 1, 2)
     try:
         storage: torch.UntypedStorage = torch.UntypedStorage._new_shared(math.prod(shape))  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        give_up(error, None)
+        exit_worker(error, None)
     return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape).permute(0, 3, 1, 2)
 
 
-def give_up(error: Exception, _: object) -> NoReturn:
-    """Of a worker that cannot hand over its batch."""
-    print(f"a loader worker cannot hand over its batch: {error}", file=sys.stderr, flush=True)
+def exit_worker(error: Exception, _: object) -> NoReturn:
+    """Log why this worker cannot return its batch, and exit: the loader starts new workers."""
+    print(f"a loader worker cannot return its batch: {error}", file=sys.stderr, flush=True)
     os._exit(CRASH)

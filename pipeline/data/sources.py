@@ -1,13 +1,14 @@
-"""Where images come from: an image folder, a pack, the embedded digits, or patterns made on the fly.
+"""Sources of images: an image folder, a pack, the digits of scikit-learn, or synthetic patterns.
 
-Promise: a source is a list of images per split that any process sees alike: a size, a digest, and for each sample id a
-name, a label and what its file holds. Opening one needs no torch.
+Promise: every process sees the same source: the same size and digest, and for each sample id the
+same name, label and file contents. Opening a source needs no torch.
 """
 
 import hashlib
 import os
 import shutil
-import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -17,23 +18,11 @@ from numpy.typing import NDArray
 
 from pipeline.config.schema import Config
 from pipeline.data import pack
-from pipeline.data.manifest import (
-    MAX_FILE_BYTES,
-    MISSING,
-    Index,
-    Split,
-    SplitImages,
-    UnreadableError,
-    classify,
-    is_outage,
-    open_index,
-    out_of_reach,
-    refuse_untrained,
-    relabelled,
-    scan,
-    scan_validation,
-)
+from pipeline.data.access import UnreadableError, check_outage, classify
+from pipeline.data.index import MISSING, Index, Split, SplitImages, list_first
+from pipeline.data.manifest import check_train_classes, open_index, scan, scan_validation
 from pipeline.errors import RequestError, StorageError
+from pipeline.files import temporary_sibling
 from pipeline.plan import DataSize
 from pipeline.randomness import derive
 
@@ -43,14 +32,16 @@ DIGITS_SIZE = DataSize(train_images=1437, val_images=360, num_classes=10)
 
 
 class Images(Protocol):
-    """One split."""
+    """The images of one split."""
 
     def __len__(self) -> int: ...
     def name(self, i: int) -> str: ...
     def label(self, i: int) -> int: ...
     def read(self, i: int) -> bytes | NDArray[np.uint8]:
-        """The file's bytes, or ready pixels [3, H, W]. UnreadableError if there are none, OutageError if the storage that
-        holds them cannot be read."""
+        """Return the bytes of the file, or decoded pixels [3, H, W] uint8.
+
+        Raises UnreadableError if this image cannot be read, OutageError if its storage cannot.
+        """
 
 
 @dataclass(frozen=True)
@@ -61,7 +52,7 @@ class Source:
     train: Images
     val: Images
     index: Index | None = None
-    """Of an image folder or a pack: what rank 0 sends, so that all ranks agree whatever their file system lists."""
+    """Of a folder or pack. Rank 0 sends it, so all ranks agree whatever their file systems list."""
 
 
 @dataclass(frozen=True)
@@ -70,24 +61,26 @@ class FolderImages(SplitImages):
     split: Split
 
     def read(self, i: int) -> bytes:
-        expected = int(self.split.sizes[i])
-        if expected > MAX_FILE_BYTES:
-            raise UnreadableError(f"{expected:,} bytes, more than the {MAX_FILE_BYTES:,} allowed")
+        expected = self.size(i)
         path = os.path.join(os.fsencode(self.root), self.split.name(i))
         try:
             with open(path, "rb", buffering=0) as file:
                 data = file.read(max(0, expected) + 1)
         except OSError as error:
-            raise UnreadableError(error.strerror) if expected == MISSING else classify(path, error) from None
+            if expected == MISSING:
+                raise UnreadableError(error.strerror) from None
+            raise classify(path, error) from None
         if len(data) != expected:
-            was = f"had {expected:,} bytes" if expected >= 0 else "could not be read"
-            raise UnreadableError(f"changed since it was indexed, when it {was}: 'pipeline data check' indexes anew")
+            was = "could not be read" if expected == MISSING else f"had {expected:,} bytes"
+            raise UnreadableError(
+                f"changed since it was indexed, when it {was}: 'pipeline data check' updates the index"
+            )
         return data
 
 
 @dataclass(frozen=True)
 class SyntheticImages:
-    """A coarse pattern a class under noise: learnable, cheap, and a function of (split, id) alone."""
+    """A coarse pattern for each class, with noise: learnable, and a function of (split, id)."""
 
     split: SplitName
     count: int
@@ -114,113 +107,133 @@ class SyntheticImages:
 
 
 def data_root(config: Config) -> Path:
-    """Folder of the data; the digits have one where none is named."""
+    """Return the folder of the data; the digits have a default."""
     return Path(config.data.root or DIGITS_ROOT)
 
 
 def size_of(config: Config) -> DataSize:
-    """How much data there will be, made or not: what a plan needs."""
-    if config.data.source == "digits" and _is_free(data_root(config)):
+    """Return the size of the data, also if the digits are not made yet."""
+    if config.data.source == "digits" and _is_absent(data_root(config)):
         return DIGITS_SIZE
     return open_source(config).size
 
 
 def open_source(config: Config, *, check_sizes: bool = False) -> Source:
-    """The source that the configuration names; the digits are made on first use. RequestError if it cannot be."""
+    """Return the source that the configuration names. The digits are made on first use.
+
+    check_sizes: see `manifest.open_index`. Raises RequestError if the data is missing or laid out
+    wrong.
+    """
     if config.data.source == "synthetic":
         return _synthetic(config)
     root = data_root(config)
     if config.data.source == "pack":
         index = pack.open_index(root)
     else:
-        _have_digits(config, root)
+        _ensure_digits(config, root)
         index = open_index(root, config.data.val_split, config.run_dir / "index", check_sizes=check_sizes)
-    refuse_untrained(index, root)  # an index that an earlier version wrote may hold such a class
+    check_train_classes(index, root)  # an earlier version may have cached an index with such a class
     return of_index(root, index)
 
 
 def open_validation(
     config: Config, contents: dict[str, Any], trained: Config, overrides: list[str]
 ) -> tuple[Source, str]:
-    """Return what to judge the model of a checkpoint's `contents` on, with nothing to train on, and that in words.
+    """Return a source of the images to evaluate a checkpoint on, and a description of them.
 
-    config: that of the training, `trained`, with the command's words `overrides` on top. Of a folder without train/ and
-    val/ it is all images; if that is the data of the training, wherever it lies now, or if the words name data.val_split,
-    it is the share that is held out. RequestError if there is no image, or one of a class that the model does not know.
+    config: the training's own, `trained`, with the `overrides` of the command. Of a folder without
+    val/ it takes all images; but only the held-out fraction if the folder is the training's data,
+    wherever it lies now, or if `overrides` has data.val_split. Raises RequestError if there is no
+    image, or one of a class that the model does not know.
     """
     classes = tuple(contents["classes"])
     if config.data.source == "synthetic":
         source = _synthetic(config)
         if not set(source.classes) <= set(classes):
             raise RequestError(
-                f"data.source=synthetic makes {len(source.classes)} classes, 'class 0' and on, and the model knows others"
-                f" ({', '.join(classes[:3])}, …; {len(classes)} in all): name images of its classes with"
-                " data.source=folder data.root=FOLDER"
+                f"data.source=synthetic makes {len(source.classes)} classes, 'class 0' and so on, but the model knows"
+                f" {list_first(list(classes), 3)}: name images of its classes with data.source=folder data.root=FOLDER"
             )
         return source, f"{len(source.val):,} synthetic images"
     root = data_root(config)
     if config.data.source == "pack":
         index = pack.open_index(root)
-        source = of_index(root, replace(index, val=relabelled(index, classes), classes=classes))
+        source = of_index(root, replace(index, val=_relabel_validation(index, classes), classes=classes))
         return source, f"the {len(source.val):,} held-out images of the pack {root}"
-    _have_digits(config, root)
-    share, words = 1.0, "all {count} images of {root}"
+    _ensure_digits(config, root)
+    held_out = 1.0
     if (root / "val").is_dir():
-        words = "the {count} images of {root}/val"
-    elif _is_learnt(root, trained, contents.get("data")):
-        share, words = trained.data.val_split, "the {count} held-out images of {root}"
-        if config.data.val_split != share:
+        description = "the {count} images of {root}/val"
+    elif _is_training_data(root, trained, contents.get("data")):
+        held_out, description = trained.data.val_split, "the {count} held-out images of {root}"
+        if config.data.val_split != held_out:
             raise RequestError(
-                f"data.val_split={config.data.val_split:g} would take images that the model has learnt from: {share:g} of"
-                f" {root} was held out; leave data.val_split out"
+                f"data.val_split={config.data.val_split:g} would include images that the model was trained on:"
+                f" {held_out:g} of {root} was held out; leave data.val_split out"
             )
     elif any(word.startswith("data.val_split=") for word in overrides):
-        share, words = config.data.val_split, "the {count} held-out images of {root}"
+        held_out, description = config.data.val_split, "the {count} held-out images of {root}"
     else:
-        words += " (it is not the data of the training; data.val_split=SHARE would hold a share out)"
-    split = scan_validation(root, classes, share)
-    source = of_index(root, Index(Split.of([]), split, classes, None, {}, config.data.val_split))
-    return source, words.format(count=f"{len(split):,}", root=root)
+        description = (
+            "all {count} images of {root}"
+            " (it is not the data of the training; data.val_split=SHARE would hold a share out)"
+        )
+    split = scan_validation(root, classes, held_out)
+    source = of_index(root, Index(Split.of([]), split, classes))
+    return source, description.format(count=f"{len(split):,}", root=root)
 
 
-def _is_learnt(root: Path, trained: Config, digest: str | None) -> bool:
-    """Return whether a folder of class folders is what a model learnt from: by its place, or by its contents."""
+def _relabel_validation(index: Index, classes: tuple[str, ...]) -> Split:
+    """Return the validation images of a pack, labelled as a model of `classes` counts.
+
+    Raises RequestError if the pack has a class that the model does not know.
+    """
+    unknown = sorted(set(index.classes) - set(classes))
+    if unknown:
+        raise RequestError(f"the pack has classes that the model does not know: {list_first(unknown, 5)}")
+    labels = np.array([classes.index(name) for name in index.classes], np.int32)
+    return replace(index.val, labels=labels[index.val.labels])
+
+
+def _is_training_data(root: Path, trained: Config, digest: str | None) -> bool:
+    """Return whether a model was trained on these class folders, by their path or contents."""
     if trained.data.source == "folder" and root.resolve() == data_root(trained).resolve():
         return True
     try:
         return scan(root, trained.data.val_split).digest == digest
-    except RequestError:  # it need not be one to train on
+    except RequestError:  # a folder to evaluate on may be one that cannot be trained on
         return False
 
 
-def _have_digits(config: Config, root: Path) -> None:
-    if config.data.source == "digits" and _is_free(root):
+def _ensure_digits(config: Config, root: Path) -> None:
+    if config.data.source == "digits" and _is_absent(root):
         try:
             make_digits(root)
         except RequestError:
-            if _is_free(root):  # else another process made them meanwhile
+            if _is_absent(root):  # else another process made them at the same time
                 raise
 
 
-def _is_free(root: Path) -> bool:
-    """Whether nothing is there. RequestError if that cannot be seen."""
+def _is_absent(root: Path) -> bool:
+    """Return whether `root` does not exist. Raises RequestError if it cannot be looked up."""
     try:
         root.stat()
     except (FileNotFoundError, NotADirectoryError):
         return True
     except OSError as error:
-        if is_outage(error):
-            raise out_of_reach(root, error) from None
+        check_outage(root, error)
         raise RequestError(f"data.root={root} cannot be read: {error.strerror}") from None
     return False
 
 
 def of_index(root: Path, index: Index) -> Source:
-    """The images that `index` lists, in a folder or, where it says their places, in a pack."""
-    train: Images = FolderImages(root, index.train)
-    val: Images = FolderImages(root, index.val)
+    """Return the images that `index` lists: of a pack if it holds places, else of a folder."""
+    train: Images
+    val: Images
     if len(index.val.places):
         train, val = pack.PackImages(root, "train", index.train), pack.PackImages(root, "val", index.val)
+    else:
+        train, val = FolderImages(root, index.train), FolderImages(root, index.val)
     return Source(index.size, index.digest, index.classes, train, val, index)
 
 
@@ -238,24 +251,25 @@ def _synthetic(config: Config) -> Source:
 
 
 def make_digits(root: Path) -> None:
-    """Writes scikit-learn's 1,797 digits as PNG files of 8 × 8 pixels: train/<digit>/ and, every fifth, val/<digit>/."""
+    """Write scikit-learn's 1,797 digits as PNG files of 8 × 8 pixels; every fifth goes to val/."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    pixels = (digits.images * 255 / 16).round().astype(np.uint8)  # the set counts 0 to 16 in each pixel
-    with _new_folder(root) as folder:
+    pixels = (digits.images * 255 / 16).round().astype(np.uint8)  # each pixel is 0 to 16
+    with _atomic_folder(root) as folder:
         for i, (image, label) in enumerate(zip(pixels, digits.target, strict=True)):
-            _save(folder / ("val" if i % 5 == 0 else "train") / str(label) / f"{i:04d}.png", image)
+            split = "val" if i % 5 == 0 else "train"
+            _save(folder / split / str(label) / f"{i:04d}.png", image)
 
 
 def make_synthetic(root: Path, num_images: int, num_classes: int, side: int) -> None:
-    """Writes the synthetic source as JPEG files, a quarter as many for validation."""
+    """Write `num_images` synthetic JPEG files to train, and a quarter as many for validation."""
     if num_images <= 4 * (num_classes - 1):
         raise RequestError(
-            f"{num_images:,} images, and a quarter as many for validation, leave one of {num_classes:,} classes empty:"
+            f"{num_images:,} images, and a quarter as many for validation, leave some of {num_classes:,} classes empty:"
             f" make at least {4 * num_classes - 3:,} images"
         )
-    with _new_folder(root) as folder:
+    with _atomic_folder(root) as folder:
         counts: dict[SplitName, int] = {"train": num_images, "val": -(-num_images // 4)}
         for split, count in counts.items():
             images = SyntheticImages(split, count, num_classes, side)
@@ -264,34 +278,33 @@ def make_synthetic(root: Path, num_images: int, num_classes: int, side: int) -> 
                 _save(name, images.read(i).transpose(1, 2, 0), quality=95)
 
 
-class _new_folder:
-    """A folder filled aside and then renamed: it is there whole or not at all."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._aside = root.parent / f".{root.name}.{socket.gethostname()}.{os.getpid()}"
-
-    def __enter__(self) -> Path:
-        if os.path.exists(self._root):
-            raise RequestError(f"{self._root} is there already: remove it, or name another folder")
+@contextmanager
+def _atomic_folder(root: Path) -> Iterator[Path]:
+    """Yield a temporary folder that is renamed to `root` if the block succeeds, else removed."""
+    check_absent(root)
+    temporary = temporary_sibling(root, shared=True)
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise RequestError(f"data.root={root} cannot be made: {error.strerror}: {error.filename}") from None
+    try:
+        yield temporary
         try:
-            shutil.rmtree(self._aside, ignore_errors=True)
-            self._aside.mkdir(parents=True)
-        except OSError as error:
-            raise RequestError(f"data.root={self._root} cannot be made: {error.strerror}: {error.filename}") from None
-        return self._aside
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        try:
-            if error is None:
-                os.rename(self._aside, self._root)
+            os.rename(temporary, root)
         except OSError:
-            if not self._root.is_dir():  # else another process made the same data meanwhile
+            if not root.is_dir():  # else another process made the same data at the same time
                 raise
-        finally:
-            shutil.rmtree(self._aside, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise StorageError(f"{self._root} cannot be written: {error.strerror}") from None
+    except OSError as error:
+        raise StorageError(f"{root} cannot be written: {error.strerror}") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_absent(root: Path) -> None:
+    """Raise RequestError if `root` exists: data is never overwritten."""
+    if os.path.exists(root):
+        raise RequestError(f"{root} already exists: remove it, or name another folder")
 
 
 def _save(path: Path, image: NDArray[np.uint8], **options: Any) -> None:

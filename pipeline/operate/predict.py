@@ -19,8 +19,9 @@ from pipeline import world
 from pipeline.config.load import from_yaml
 from pipeline.config.schema import REGISTRY, Config
 from pipeline.data.batch import NO_LABEL, Batch
+from pipeline.data.index import MISSING, Split
 from pipeline.data.loader import EvalBatches, batches
-from pipeline.data.manifest import EXTENSIONS, MISSING, Split
+from pipeline.data.manifest import EXTENSIONS
 from pipeline.data.sources import FolderImages
 from pipeline.device import choose_device
 from pipeline.errors import NotFiniteError, RequestError, StorageError

@@ -127,8 +127,8 @@ def room(config: Config, plan: Plan, folder: RunFolder) -> str:
 
 def decoding(source: Source) -> str:
     """A few images from all over the data become pixels."""
+    from pipeline.data.access import UnreadableError
     from pipeline.data.images import BadImageError, decode
-    from pipeline.data.manifest import UnreadableError
 
     bad, start = {}, time.perf_counter()
     for images in (source.train, source.val):

@@ -25,7 +25,7 @@ from pipeline.config.credentials import split_credentials, without_password
 from pipeline.config.load import from_yaml, refuse_changes
 from pipeline.config.schema import Config
 from pipeline.data import sources
-from pipeline.data.manifest import holds_something
+from pipeline.data.access import holds_something
 from pipeline.data.sources import Source
 from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.plan import Plan, make_plan, request_digest

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from pipeline.config.schema import Config
+from pipeline.data.access import OutageError, UnreadableError
 from pipeline.data.augment import centre, evaluation_geometry, resized
 from pipeline.data.images import BadImageError, decode
 from pipeline.data.loader import TrainBatches
-from pipeline.data.manifest import OutageError, UnreadableError
 from pipeline.data.mix import mixed
 from pipeline.data.sources import Source
 from pipeline.plan import Plan

@@ -21,8 +21,8 @@ from pipeline import errors, randomness
 from pipeline import group as groups
 from pipeline.config.schema import Config
 from pipeline.data.batch import format_sample_ids
+from pipeline.data.index import Index
 from pipeline.data.loader import LoaderError, TrainBatches, batches
-from pipeline.data.manifest import Index
 from pipeline.data.sources import Source, data_root, of_index, open_source
 from pipeline.data.transfer import to_device
 from pipeline.device import choose_device

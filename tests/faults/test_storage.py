@@ -216,7 +216,7 @@ def test_data_that_is_gone_for_good_ends_the_run_and_the_same_command_goes_on_on
     assert time.monotonic() - gone < 15 * SHARING
     assert result.code == 75
     assert result.error.startswith(f"the data is out of reach ({root}/")
-    assert result.error.endswith(": No such file or directory): the same command goes on once it is back")
+    assert result.error.endswith(": No such file or directory): give the same command again once it is back")
     again = run.run()
     assert (again.code, f"data.root={root} is not there" in again.error) == (75, True)
     (tmp_path / "away").rename(root)

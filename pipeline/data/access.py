@@ -1,0 +1,84 @@
+"""Access to image files: tells the defect of one file from an outage of its storage."""
+
+import errno
+import os
+from pathlib import Path
+
+from pipeline.errors import RequestError, TemporaryError
+
+_FILE_ERRORS = (
+    errno.ENOENT, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG,
+)  # fmt: skip
+"""Errors that a single file can cause. Any other is the storage's: EIO, ESTALE, ETIMEDOUT, …"""
+
+
+class UnreadableError(Exception):
+    """An image file that cannot be read, or that changed since it was indexed."""
+
+
+class OutageError(TemporaryError):
+    """The storage that holds the images cannot be read. It says nothing about any single image."""
+
+
+def show(name: bytes) -> str:
+    """Return a file name as one printable line: other bytes are escaped."""
+    text = name.decode("utf-8", "backslashreplace")
+    return text if text.isprintable() else text.encode("unicode_escape").decode()
+
+
+def is_outage(error: OSError) -> bool:
+    """Return whether the storage caused the error, whatever the file."""
+    return error.errno not in _FILE_ERRORS
+
+
+def outage(path: bytes | Path, error: OSError) -> OutageError:
+    """Return the OutageError that names the file and the system's error."""
+    return OutageError(
+        f"the data is out of reach ({show(os.fsencode(path))}: {error.strerror}):"
+        " give the same command again once it is back"
+    )
+
+
+def check_outage(path: bytes | Path, error: OSError) -> None:
+    """Raise OutageError if the storage caused the error."""
+    if is_outage(error):
+        raise outage(path, error) from None
+
+
+def classify(path: bytes, error: OSError) -> UnreadableError | OutageError:
+    """Return what a failed read of an indexed file means: a defect of this file, or an outage.
+
+    It is the file's own defect if its folder can be listed and the file still cannot be opened. An
+    unmounted volume leaves no folder, or an empty one.
+    """
+    if not is_outage(error) and holds_something(os.path.dirname(os.path.realpath(path))):
+        try:
+            open(path, "rb", buffering=0).close()  # the storage may be back by now
+        except OSError as again:
+            if not is_outage(again):
+                return UnreadableError(again.strerror)
+    return outage(path, error)
+
+
+def holds_something(folder: bytes | Path) -> bool:
+    """Return whether the folder exists, can be listed and is not empty."""
+    try:
+        with os.scandir(folder) as entries:
+            return any(True for _ in entries)
+    except OSError:
+        return False
+
+
+def check_folder(root: Path, given: str, remedy: str) -> None:
+    """Raise RequestError if `root` is not a folder that can be listed.
+
+    given: what the user wrote. remedy: what to do if it is not a folder. Raises OutageError if the
+    storage fails.
+    """
+    try:
+        os.scandir(root).close()
+    except (FileNotFoundError, NotADirectoryError):
+        raise RequestError(f"{given} is not a folder: {remedy}") from None
+    except OSError as error:
+        check_outage(root, error)
+        raise RequestError(f"{given} cannot be read: {error.strerror}") from None

@@ -1,0 +1,90 @@
+"""SHA256SUMS of an image folder: the SHA-256 of each image, as the tool `sha256sum` writes it."""
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from pipeline.data.access import OutageError, classify, show
+from pipeline.data.index import Index
+from pipeline.errors import RequestError, StorageError
+from pipeline.files import atomic_write
+
+SUMS = "SHA256SUMS"
+_TASKS_AT_ONCE = 10_000  # each task in the queue of a pool takes 1 KB
+
+
+def write_sums(root: Path, index: Index) -> None:
+    """Write SHA256SUMS over all images of the index. Raises RequestError if one cannot be read."""
+    names = [split.name(i) for split in (index.train, index.val) for i in range(len(split))]
+    lines = []
+    for name, digest in zip(names, _digests(root, names), strict=True):
+        if digest is None:
+            raise RequestError(f"{show(name)} cannot be read: no sums written; fix or remove it first")
+        escaped = name.replace(b"\\", b"\\\\").replace(b"\n", b"\\n")
+        prefix = b"\\" if escaped != name else b""
+        lines.append(prefix + digest.hex().encode() + b"  " + escaped + b"\n")
+    try:
+        atomic_write(root / SUMS, b"".join(lines))
+    except OSError as error:
+        raise StorageError(f"{root / SUMS} cannot be written: {error.strerror}") from None
+
+
+def check_sums(root: Path, index: Index) -> Iterator[tuple[str, str]]:
+    """Yield (name, defect) of each file that is unreadable, differs from its sum or has none."""
+    expected = read_sums(root) or {}
+    for name, digest in zip(expected, _digests(root, list(expected)), strict=True):
+        if digest is None:
+            yield show(name), "cannot be read"
+        elif digest != expected[name]:
+            yield show(name), f"has changed: its content is not that of {SUMS}"
+    for split in (index.train, index.val):
+        for i in range(len(split)):
+            if split.name(i) not in expected:
+                yield show(split.name(i)), f"has no sum in {SUMS}"
+
+
+def read_sums(root: Path) -> dict[bytes, bytes] | None:
+    """Return the SHA-256 of each file name, or None if there is no SHA256SUMS.
+
+    Raises RequestError that names a line which `sha256sum` would not have written.
+    """
+    if not (root / SUMS).exists():
+        return None
+    sums = {}
+    for number, line in enumerate((root / SUMS).read_bytes().split(b"\n"), 1):
+        match = re.fullmatch(rb"(\\?)([0-9a-f]{64}) [ *](?:\./)?(.+)", line, re.DOTALL)
+        if match:
+            name = re.sub(rb"\\(.)", lambda pair: {b"n": b"\n", b"r": b"\r"}.get(pair[1], pair[1]), match[3])
+            sums[name if match[1] else match[3]] = bytes.fromhex(match[2].decode())
+        elif line:
+            raise RequestError(
+                f"{root / SUMS} line {number} is not a sum and a file name: write the file again, or remove it"
+            )
+    return sums
+
+
+def digest_of_sums(root: Path) -> str | None:
+    """Return the SHA-256 of the file SHA256SUMS, or None if there is none."""
+    return hashlib.sha256((root / SUMS).read_bytes()).hexdigest() if (root / SUMS).exists() else None
+
+
+def _digests(root: Path, names: list[bytes]) -> Iterator[bytes | None]:
+    """Yield the SHA-256 of each file, or None if it is unreadable. Raises OutageError."""
+
+    def digest(name: bytes) -> bytes | None:
+        path = os.path.join(os.fsencode(root), name)
+        try:
+            with open(path, "rb") as file:
+                return hashlib.file_digest(file, "sha256").digest()
+        except OSError as error:
+            failure = classify(path, error)
+            if isinstance(failure, OutageError) and not os.path.islink(path):  # a dangling link is a defect here
+                raise failure from None
+            return None
+
+    with ThreadPoolExecutor(8) as pool:  # hashing and reading release the interpreter's lock
+        for start in range(0, len(names), _TASKS_AT_ONCE):
+            yield from pool.map(digest, names[start : start + _TASKS_AT_ONCE])
