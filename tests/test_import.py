@@ -126,6 +126,11 @@ def test_what_is_missing_miscounted_or_cut_short_is_refused(archives: Path, tmp_
 
 
 @pytest.mark.fault("J5")
+def test_a_wrong_level_is_found_before_the_archives_are_read(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="level max-side=8 is not allowed"):
+        import_imagenet(tmp_path / "not read", tmp_path / "out", "max-side=8")
+
+
 @pytest.mark.parametrize("wnid", ["../../../outside", "/tmp/outside", "n0144076", "n01440764/..", "n01440764\n"])
 def test_a_class_that_is_no_class_is_refused_and_nothing_is_written(archives: Path, tmp_path: Path, wnid: str) -> None:
     """The devkit's names become folders: here its numbers are right, and a name leads out of OUT."""

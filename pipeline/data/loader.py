@@ -6,6 +6,7 @@ of an epoch needs no code: the next epoch's first batch is prepared while the la
 on. The memory of a worker stays flat: it holds the mapped index and the permutation of one epoch.
 """
 
+import fcntl
 import hashlib
 import math
 import mmap
@@ -65,7 +66,9 @@ class _RetryingReader:
     def __init__(self, images: Images, timeout: float) -> None:
         self._images = images
         self._timeout = timeout
-        self._is_waiting = mmap.mmap(-1, 1)  # shared with the workers
+        self._file = os.memfd_create("outage")  # shared with the workers; a lock on it ends with its holder
+        os.ftruncate(self._file, 1)
+        self._is_waiting = mmap.mmap(self._file, 1)
 
     def read(self, sample: int) -> bytes | NDArray[np.uint8]:
         """Return what `images.read` returns. Raises OutageError after the timeout."""
@@ -84,8 +87,13 @@ class _RetryingReader:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _log(self, is_waiting: bool, line: str) -> None:
-        if self._is_waiting[0] != is_waiting:
-            self._is_waiting[0] = is_waiting
+        if self._is_waiting[0] == is_waiting:
+            return
+        fcntl.lockf(self._file, fcntl.LOCK_EX)
+        is_first = self._is_waiting[0] != is_waiting
+        self._is_waiting[0] = is_waiting
+        fcntl.lockf(self._file, fcntl.LOCK_UN)
+        if is_first:
             print(line, file=sys.stderr, flush=True)
 
 

@@ -35,6 +35,8 @@ def import_imagenet(archives: Path, out: Path, level: str | None) -> str:
     """
     from pipeline.data import imagenet
 
+    if level:
+        pack.Level.parse(level)  # a wrong level must not be found after the archives are read
     check_folder(archives, str(archives), f"name the folder that holds {imagenet.TRAIN}")
     source = imagenet.open_archives(archives)
     assert source.index
