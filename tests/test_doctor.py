@@ -283,7 +283,7 @@ def test_sanity_is_quiet_on_good_data_and_names_what_is_wired_wrongly(
     for rate in (0.0, 1e30):  # the second makes the loss NaN
         with monkeypatch.context() as patch:
             patch.setattr(sanity, "_LEARNING_RATE", rate)
-            with pytest.raises(errors.RequestError, match="32 images cannot be overfitted"):
+            with pytest.raises(errors.RequestError, match="the model does not overfit 32 images"):
                 checks.check_one_batch_overfits()
     with monkeypatch.context() as patch:  # what shuffling should have taken away is still there
         patch.setattr(sanity, "_shuffled", lambda labels, draw: labels)

@@ -124,7 +124,7 @@ def examine(
     else:
         for finding in report.findings:
             mark, remedy = "ok " if finding.ok else "BAD", f": {finding.remedy}" if finding.remedy else ""
-            print(f"{mark} {finding.check:<11} {finding.line}{remedy}", file=sys.stderr)
+            print(f"{mark} {finding.check:<12} {finding.line}{remedy}", file=sys.stderr)
     if report.error:
         raise report.error
     return errors.OK if as_json else f"{recipe} can run here"

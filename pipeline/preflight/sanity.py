@@ -67,10 +67,10 @@ class SanityChecks:
         first, last = self._train(model, lambda _: (images, labels))
         if not last <= _OVERFIT_LOSS * self._chance_loss:  # also true for NaN
             raise RequestError(
-                f"{len(labels)} images cannot be overfitted in {_STEPS} steps, loss {first:.2f} -> {last:.2f}: lower"
+                f"the model does not overfit {len(labels)} images in {_STEPS} steps, loss {first:.2f} -> {last:.2f}: lower"
                 " augment.* (report/augmentation.png of a run shows what is left of the images), then look at the labels"
             )
-        return f"{len(labels)} images are overfitted: loss {first:.2f} -> {last:.2f}"
+        return f"the model overfits {len(labels)} images: loss {first:.2f} -> {last:.2f}"
 
     def check_shuffled_labels_give_chance(self) -> str:
         """Check that a model trained on shuffled labels is no better than chance on validation images."""
