@@ -1,8 +1,9 @@
 """`pipeline k8s render`: write the Kubernetes manifests for a recipe, an image, N nodes and G GPUs.
 
-Promise: `k8s/` in this repository is what this renders for the defaults. Nodes, processes and timeouts
-are given once and written wherever they belong, and a pod gets the same variables as a node of a
-rehearsal (`deploy.node`). The templates are in `manifests/`, in the order in which they are applied.
+Promise: `k8s/` in this repository is what this renders for the defaults. Nodes, processes and
+timeouts are given once and written wherever they belong, and a pod gets the same variables as a
+node of a rehearsal (`deploy.node`). The templates are in `manifests/`, in the order in which they
+are applied.
 """
 
 import json
@@ -48,15 +49,18 @@ class Request:
 
 
 def render(request: Request) -> dict[str, str]:
-    """Return the text of each manifest by file name. Raises RequestError if the recipe or a value is invalid."""
+    """Return the text of each manifest by file name.
+
+    Raises RequestError if the recipe or a value is invalid.
+    """
     overrides = [*request.overrides, "run.dir=/runs"]  # in a pod run.dir comes from the ConfigMap
     config = load(request.recipe, overrides)
     node.check_resume_is_auto(config)
     manifests = dict(_render_templates(request))
     if _config_in_pod(manifests["10-config.yaml"], overrides) != config:
         raise RequestError(
-            f"recipe {request.recipe} changes when it is embedded in a ConfigMap: start its lines without indentation, and"
-            " use plain letters in its name"
+            f"recipe {request.recipe} changes when it is embedded in a ConfigMap: start its lines without indentation,"
+            " and use plain letters in its name"
         )
     return manifests
 
@@ -71,7 +75,7 @@ def write(manifests: dict[str, str], folder: Path) -> None:
 
 
 def _config_in_pod(manifest: str, overrides: list[str]) -> Config | None:
-    """Return the configuration that pods read from the ConfigMap, or None if they cannot read it."""
+    """Return the configuration that pods read from the ConfigMap, or None if it is invalid."""
     try:
         return from_yaml(yaml.safe_load(manifest)["data"]["recipe.yaml"], "10-config.yaml", overrides)
     except (yaml.YAMLError, RequestError):

@@ -1,8 +1,8 @@
 """The environment of one node, shared by compose, the rehearsal and the Kubernetes manifests.
 
 torchrun accepts every flag as a variable `PET_<FLAG>`. So the command of a container is torchrun
-itself, without a shell in between that would not pass signals on. With these values a run recovers by
-itself from a lost worker, a lost node and a lost node 0 (measured on Kubernetes 1.36, see
+itself, without a shell in between that would not pass signals on. With these values a run recovers
+by itself from a lost worker, a lost node and a lost node 0 (measured on Kubernetes 1.36, see
 docs/operations.md).
 """
 
@@ -41,20 +41,22 @@ def check_resume_is_auto(config: Config) -> None:
     """Raise RequestError for a `run.resume` that would apply again to every replaced node."""
     if config.run.resume != "auto":
         raise RequestError(
-            f"run.resume={config.run.resume} would apply again to each node that replaces a lost one, but that node must"
-            " resume the run itself: leave it out; for a new run, give another run.dir (RUN_DIR in 10-config.yaml)"
+            f"run.resume={config.run.resume} would apply again to each node that replaces a lost one, but that node"
+            " must resume the run itself: leave it out; for a new run, give another run.dir (RUN_DIR in"
+            " 10-config.yaml)"
         )
 
 
 def environment(nodes: int, nproc: int | str) -> dict[str, str]:
-    """Return the variables of each of `nodes` nodes with `nproc` processes (a number, or `gpu`: one per GPU).
+    """Return the variables of a node, the same for every node of the job.
 
-    They are the same for every node: torchrun orders ranks by host name, so rank 0 stays on node 0.
+    nproc: processes of a node, a number or `gpu` (one per GPU). torchrun orders ranks by host name,
+    so rank 0 stays on node 0.
     """
     shared = {
         "PET_NPROC_PER_NODE": str(nproc),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_TIMEOUT_S),
-        # torchrun would set the same, with a warning, for several processes; the plan then sets the threads
+        # torchrun's own default, set here to avoid its warning; the plan then sets the threads
         "OMP_NUM_THREADS": "1",
     }
     if nodes == 1:

@@ -1,10 +1,10 @@
-"""`pipeline rehearse`: run the multi-node job on this machine, one container per node, and inject faults.
+"""`pipeline rehearse`: run the multi-node job on this machine, with one container per node.
 
-Promise: the rehearsal runs what the cluster runs: the same image, the same name and variables of each
-node (`deploy.node`), and a preflight before each start. A node that fails is replaced, as by the Job
-controller, until too many have failed. Everything created (network, volume, containers) is removed at
-the end, also on Ctrl-C: all of it has one label, and removal finds it by that label, not by what this
-process remembers.
+Promise: the rehearsal runs what the cluster runs: the same image, the same name and variables of
+each node (`deploy.node`), and a preflight before each start. A node that fails is replaced, as by
+the Job controller, until too many have failed. Everything created (network, volume, containers) is
+removed at the end, also on Ctrl-C: all of it has one label, and removal finds it by that label, not
+by what this process remembers.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ class Request:
     data: Path | None = None
     """Folder of this machine that is mounted read-only as /data in the nodes."""
     runs: str | None = None
-    """Docker volume to mount as /runs in the nodes and to keep; None: one that is removed at the end."""
+    """Docker volume for /runs in the nodes, which is kept; None: one that is removed at the end."""
     faults: tuple[Fault, ...] = ()
     env: tuple[str, ...] = ()
     """Additional variables of the nodes, as NAME=VALUE."""
@@ -105,7 +105,8 @@ class Cluster:
     def run(self, faults: list[Fault]) -> str | int:
         """Start all nodes, inject the faults and replace nodes that fail, until all have ended.
 
-        Returns the done line, or exit code 1. Raises the error of a preflight that fails permanently.
+        Returns the done line, or exit code 1. Raises the error of a preflight that fails
+        permanently.
         """
         self._create_network()
         for node in range(self._request.num_nodes):
@@ -153,8 +154,8 @@ class Cluster:
     def _create_network(self) -> None:
         """Create a network with an explicit subnet.
 
-        Docker lets a container ask for an address only in such a network, and a node must get its own
-        address again when it is reconnected. A temporary network finds a subnet that is free.
+        Docker lets a container ask for an address only in such a network, and a node must get its
+        own address again when it is reconnected. A temporary network finds a subnet that is free.
         """
         from docker.types import IPAMConfig, IPAMPool
 
@@ -188,7 +189,7 @@ class Cluster:
             self._exits.put((node, error))
 
     def _preflight(self, node: int) -> None:
-        """Run `pipeline doctor`, like the init container of a pod. Raises the RunError that it ends with."""
+        """Run `pipeline doctor` as a pod's init container does. Raises RunError if it fails."""
         container = self._create_container(f"{self._name}-{node}-preflight", node, ["pipeline", "doctor"])
         container.start()
         code = container.wait()["StatusCode"]
@@ -252,7 +253,7 @@ class Cluster:
         }
 
     def _forward_output(self, node: int, stream: Iterator[tuple[bytes | None, bytes | None]]) -> None:
-        """Log a node's output line by line, with the node's number, until it ends; keep the done line.
+        """Log a node's output line by line until it ends, and keep its done line.
 
         stream: chunks of (standard output, standard error).
         """
@@ -375,7 +376,7 @@ def _connect_to_docker() -> Iterator["DockerClient"]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the cause that is hidden in a long message of the Docker client, or the whole message."""
+    """Return the cause in a long message of the Docker client, or the whole message."""
     for cause in ("Permission denied", "No such file or directory", "Connection refused"):
         if cause in str(error):
             return cause
@@ -384,7 +385,7 @@ def _reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _interrupt_on_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGINT raise KeyboardInterrupt, even in a background job, where shells ignore SIGINT."""
+    """Make SIGTERM and SIGINT raise KeyboardInterrupt; shells ignore SIGINT in background jobs."""
 
     def interrupt(number: int, frame: object) -> NoReturn:
         raise KeyboardInterrupt

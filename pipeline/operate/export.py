@@ -1,9 +1,9 @@
-"""`pipeline export`: write the trained model in another format, and compare it before anyone uses it.
+"""`pipeline export`: write the trained model in another format and compare it with the original.
 
-Promise: a file that is written was loaded again, and gave the model's own probabilities on validation
-images, one by one and in one batch. `torch.export` and `onnx` hold the model as `Served`, from pixels
-of 0 to 255 to probabilities, for any number of images. `safetensors` holds only the weights, by name;
-its metadata describes their model.
+Promise: a file that is written was loaded again, and gave the model's own probabilities on
+validation images, one by one and in one batch. `torch.export` and `onnx` hold the model as
+`Served`, from pixels of 0 to 255 to probabilities, for any number of images. `safetensors` holds
+only the weights, by name; its metadata describes their model.
 """
 
 import importlib.util
@@ -37,7 +37,8 @@ def export(target: Path, format_name: str, out: Path | None, overrides: list[str
     missing = [name for name in _LIBRARIES[format_name] if importlib.util.find_spec(name) is None]
     if missing:
         raise RequestError(
-            f"--to {format_name} needs {' and '.join(missing)}, not part of the lock file: pip install {' '.join(missing)}"
+            f"--to {format_name} needs {' and '.join(missing)}, not part of the lock file: pip install"
+            f" {' '.join(missing)}"
         )
 
     from pipeline.config.load import from_yaml, refuse_another_model
@@ -82,7 +83,7 @@ def export(target: Path, format_name: str, out: Path | None, overrides: list[str
 def _comparison_images(
     config: "Config", contents: dict[str, Any], trained: "Config", overrides: list[str]
 ) -> tuple["Tensor", str]:
-    """Return the first validation images, [8, 3, size, size] float32 of 0..255, and their description.
+    """Return validation images, [8, 3, size, size] float32 of 0..255, and their description.
 
     Noise replaces them if the training data is not here and the overrides name no other data.
     """

@@ -1,8 +1,8 @@
 """Start training or evaluation: check the request, then run in this process or start several.
 
-Promise: an error in the request costs seconds, one line and exit code 2. It is found before torch is
-imported, a process group is formed or a GPU is taken. `--nproc` uses torch's own elastic agent, with
-no restarts.
+Promise: an error in the request costs seconds, one line and exit code 2. It is found before torch
+is imported, a process group is formed or a GPU is taken. `--nproc` uses torch's own elastic agent,
+with no restarts.
 """
 
 import gc
@@ -85,9 +85,10 @@ def _prepare(config: Config, folder: RunFolder, source: Source, plan: Plan) -> "
 
 
 def _restarted(config: Config) -> Config:
-    """Return the configuration for this start, with run.resume changed if the launcher restarted the run.
+    """Return the configuration, with run.resume changed if the launcher has restarted the run.
 
-    run.resume applies to the launcher's first start. A restart resumes from what the run has saved since.
+    run.resume applies to the launcher's first start. A restart resumes from what the run has saved
+    since.
     """
     if not supervision.restart_count():
         return config
@@ -130,8 +131,8 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
 def _freeze_imports() -> Iterator[None]:
     """Freeze the objects that the block imports, so that the garbage collector never scans them.
 
-    Scanning takes a tenth of a start's time. During training a collection on one rank delays all ranks,
-    and in a forked worker it copies every page that it touches.
+    Scanning takes a tenth of a start's time. During training a collection on one rank delays all
+    ranks, and in a forked worker it copies every page that it touches.
     """
     gc.disable()
     try:
@@ -149,7 +150,7 @@ def _read_world(nproc: int | None) -> World:
 
 
 def start_processes(nproc: int, arguments: list[str]) -> int:
-    """Start `nproc` processes of this command here; return the exit code of the first that fails, or 0."""
+    """Start `nproc` processes on this machine; return the exit code of the first failure, or 0."""
     with _freeze_imports():
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -177,13 +178,14 @@ def start_processes(nproc: int, arguments: list[str]) -> int:
 
 
 def _exit_code(failure: "ChildFailedError") -> int:
-    """Return the exit code of the first rank that failed, if it is one of ours; otherwise that of a crash."""
+    """Return the exit code of the first rank that failed if it is one of ours, otherwise CRASH."""
     rank, first = failure.get_first_failure()
     if first.exitcode in (*errors.PERMANENT, TemporaryError.code):
         return first.exitcode
     details = first.error_file_data.get("message")  # a dict if the rank wrote it (supervision.report_to_agent)
     reported = details["message"] if isinstance(details, dict) else None
-    # Stopped before its first step (see StopRequest). A rank with a report had failed before the agent stopped it.
+    # Stopped before its first step (see StopRequest). A rank that left a report had failed before
+    # the agent stopped it.
     if first.exitcode in (-signal.SIGTERM, -signal.SIGINT) and reported is None:
         print("pipeline: asked to stop before a step was made: the same command starts again", file=sys.stderr)
         return TemporaryError.code

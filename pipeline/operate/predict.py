@@ -2,8 +2,9 @@
 
 The model is that of a checkpoint, of a run's newest checkpoint, or of MLflow's model registry.
 
-Promise: images are decoded, resized and cropped as in validation, with the model's own configuration,
-so predictions are those that `evaluate` counts. An image that cannot be decoded is named and skipped.
+Promise: images are decoded, resized and cropped as in validation, with the model's own
+configuration, so predictions are those that `evaluate` counts. An image that cannot be decoded is
+named and skipped.
 """
 
 import json
@@ -56,7 +57,8 @@ class Prediction(NamedTuple):
 def predict(target: str, paths: list[str], *, as_json: bool, sheet: Path | None) -> str:
     """Run `pipeline predict`; return the predictions as a table, or as JSON.
 
-    Raises StorageError if no image can be decoded, NotFiniteError if all logits are NaN or infinite.
+    Raises StorageError if no image can be decoded, NotFiniteError if all logits are NaN or
+    infinite.
     """
     images = FolderImages(Path(), _list_images(paths))
     classifier = _load_classifier(target)

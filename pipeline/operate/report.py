@@ -1,4 +1,4 @@
-"""`pipeline report`: draw a run's report/ from its folder, during the run, after it, or on another machine."""
+"""`pipeline report`: draw a run's report/ from its folder, during or after it, on any machine."""
 
 import sys
 from pathlib import Path

@@ -2,15 +2,16 @@
 
 Promise: "identical" means that the repetition, from the initial weights on, had the same weights at
 every step for which both runs have a digest or a checkpoint. It uses the receipt's configuration,
-number of processes and threads, and kind of device. It is an ordinary `pipeline train` in a temporary
-folder; nothing is written to RUN_DIR. It always starts from the beginning: from a checkpoint, the
-steps before it would be trusted and not verified. With --steps it ends at the last step up to there
-that can be compared.
+number of processes and threads, and kind of device. It is an ordinary `pipeline train` in a
+temporary folder; nothing is written to RUN_DIR. It always starts from the beginning: from a
+checkpoint, the steps before it would be trusted and not verified. With --steps it ends at the last
+step up to there that can be compared.
 
-A run that certainly cannot repeat is refused (exit 2): not deterministic, parts trained by different
-numbers of processes, changed data, no GPU here. Differences that may or may not change bits (versions,
-the device's model) do not stop the repetition, and are named if the results differ. Different bits are
-exit 1, as with `cmp`. A repetition that fails ends with its own exit code, or with 75.
+A run that certainly cannot repeat is refused (exit 2): not deterministic, parts trained by
+different numbers of processes, changed data, no GPU here. Differences that may or may not change
+bits (versions, the device's model) do not stop the repetition, and are named if the results differ.
+Different bits are exit 1, as with `cmp`. A repetition that fails ends with its own exit code, or
+with 75.
 """
 
 import json
@@ -42,7 +43,7 @@ _NOT_A_CAUSE = ("step", "recipe", "world", "epochs")
 
 
 def verify(run_dir: Path, steps: int | None) -> str | int:
-    """Run `pipeline verify`; return the line "identical: …", or exit code 1 after printing "differs: …"."""
+    """Run `pipeline verify`; return "identical: …", or exit code 1 after printing "differs: …"."""
     if world.is_launched():
         raise RequestError("verify starts the run's processes by itself: call it without torchrun")
     folder = RunFolder(run_dir)
@@ -66,8 +67,8 @@ def _read_receipt(folder: RunFolder) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RequestError(
-            f"{folder.path} has no readable receipt ({reason}): give a run's folder; the run's own 'pipeline train' command"
-            " writes its receipt"
+            f"{folder.path} has no readable receipt ({reason}): give a run's folder; the run's own 'pipeline train'"
+            " command writes its receipt"
         ) from None
     if not isinstance(receipt, dict) or receipt.get("format") != FORMAT or not _is_complete(receipt):
         raise RequestError(
@@ -107,8 +108,8 @@ def _repetition_config(receipt: dict[str, Any], run_dir: Path, repeated: RunFold
 def _refuse_what_cannot_repeat(receipt: dict[str, Any], config: Config, run_dir: Path) -> None:
     if not config.is_deterministic:
         raise RequestError(
-            f"the run in {run_dir} is not deterministic (run.deterministic=false and run.exact=false), so its weights differ"
-            " each time: train with run.deterministic=true to verify"
+            f"the run in {run_dir} is not deterministic (run.deterministic=false and run.exact=false), so its weights"
+            " differ each time: train with run.deterministic=true to verify"
         )
     first, *later = receipt["starts"]
     if first["step"] > 0:
@@ -145,8 +146,8 @@ def _last_comparable_step(receipt: dict[str, Any], folder: RunFolder, steps: int
     comparable = [step for step in known if steps is None or step <= steps]
     if not comparable:
         raise RequestError(
-            f"--steps {steps} is too small: the first evaluation or checkpoint in {folder.path} is of step {min(known)};"
-            " give that or more"
+            f"--steps {steps} is too small: the first evaluation or checkpoint in {folder.path} is of step"
+            f" {min(known)}; give that or more"
         )
     return max(comparable)
 
@@ -168,7 +169,7 @@ def _repeat(config: Config, processes: int, recipe: Path) -> None:
 
 
 def _compare(receipt: dict[str, Any], new_receipt: dict[str, Any], folder: RunFolder, repeated: RunFolder) -> str | int:
-    """Compare both runs; return the line "identical: …", or exit code 1 after printing "differs: …"."""
+    """Compare both runs; return "identical: …", or exit code 1 after printing "differs: …"."""
     new_rows = {row["step"]: row for row in new_receipt["evaluations"]}
     compared = [row for row in receipt["evaluations"] if row["step"] in new_rows]
     row_difference = next(
@@ -208,7 +209,7 @@ def _checkpoints(folder: RunFolder) -> dict[int, Path]:
 
 
 def _first_difference(old_path: Path, new_path: Path) -> str | None:
-    """Return the first tensor that differs between two checkpoints, how many do and by how much, or None."""
+    """Return the first tensor that differs between two checkpoints, with details, or None."""
     import torch
 
     old, new = _load_tensors(old_path), _load_tensors(new_path)

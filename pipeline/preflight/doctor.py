@@ -1,8 +1,9 @@
 """`pipeline doctor`: report what would go wrong here, without training.
 
 By hand it checks the request and the machine, and with --sanity the recipe. As the preflight of a
-node, in a rehearsal or on a cluster, it runs only the checks of a start, because the other nodes wait
-for a node that is replaced. A problem that training can work around is reported but does not fail.
+node, in a rehearsal or on a cluster, it runs only the checks of a start, because the other nodes
+wait for a node that is replaced. A problem that training can work around is reported but does not
+fail.
 """
 
 import json
@@ -67,9 +68,9 @@ def examine(
 ) -> str | int:
     """Run all checks and print a line for each; raise the error that a start here would end with.
 
-    Changes nothing, except that it makes the digits if they are missing. It takes no lock, so it can run
-    during training. Sizes not given come from the node's environment (`deploy.node`); the default is one
-    process on one node.
+    Changes nothing, except that it makes the digits if they are missing. It takes no lock, so it
+    can run during training. Sizes not given come from the node's environment (`deploy.node`); the
+    default is one process on one node.
     """
     nodes = num_nodes or _size_from_environment("PET_NNODES")
     processes = num_processes or nodes * _size_from_environment("PET_NPROC_PER_NODE")

@@ -23,7 +23,7 @@ from pipeline.world import World
 
 _MIB, _GIB = 2**20, 2**30
 _PROCESS_BYTES, _WORKER_BYTES = _GIB, _GIB // 4
-"""Memory of a process with torch on a CPU, and of a loader worker without /dev/shm. Both measured, rounded up."""
+"""Memory of a CPU process with torch, and of a loader worker without /dev/shm (measured)."""
 _WRITE_BYTES = 8 * _MIB
 _SLOW_MIB_S = 5
 _SAMPLES = 8
@@ -36,8 +36,8 @@ def check_cpu_per_process(here: World) -> str:
     """Check that there is at least one CPU for each process."""
     if here.cpus < here.local_size:
         raise RequestError(
-            f"{here.local_size} processes share {here.cpus} CPUs: start fewer, or give the container more (its quota and"
-            " affinity count, not the host's number)"
+            f"{here.local_size} processes share {here.cpus} CPUs: start fewer, or give the container more (its quota"
+            " and affinity count, not the host's number)"
         )
     return f"{here.cpus} available, {here.local_size} needed"
 
@@ -52,14 +52,14 @@ def check_memory(plan: Plan) -> str:
     if needed > available:
         raise RequestError(
             f"{plan.local_world} processes and {workers} loader workers need about {needed / _GIB:.1f} GiB, but only"
-            f" {available / _GIB:.1f} GiB are available: give the container more, or lower data.workers, data.prefetch or"
-            " evaluate.batch"
+            f" {available / _GIB:.1f} GiB are available: give the container more, or lower data.workers, data.prefetch"
+            " or evaluate.batch"
         )
     return f"about {needed / _GIB:.1f} of {available / _GIB:.1f} GiB needed"
 
 
 def check_shared_memory_exists(plan: Plan, here: World) -> str:
-    """Check that /dev/shm exists if loader workers need it. The plan checks that it is large enough."""
+    """Check that /dev/shm exists if loader workers need it; the plan checks its size."""
     if plan.workers and here.shared_memory is None:
         raise RequestError(
             "/dev/shm does not exist, and loader workers pass their batches through it: mount a tmpfs on it (Docker's"
@@ -89,8 +89,8 @@ def check_disk_speed(folder: RunFolder) -> str:
     rate = _WRITE_BYTES / _MIB / (time.perf_counter() - start)
     if rate < _SLOW_MIB_S:
         raise TemporaryError(
-            f"{place} is written at {rate:.1f} MiB/s with sync, and each save waits for the one before: use a faster disk,"
-            " or raise checkpoint.every"
+            f"{place} is written at {rate:.1f} MiB/s with sync, and each save waits for the one before: use a faster"
+            " disk, or raise checkpoint.every"
         )
     return f"{place} is written at {rate:,.0f} MiB/s with sync"
 
@@ -103,14 +103,15 @@ def check_run_folder_is_shared(folder: RunFolder, here: World) -> str:
     kind = _file_system(place)
     if kind in _LOCAL_FILE_SYSTEMS:
         raise TemporaryError(
-            f"run.dir is on {kind} at {place}, which only this machine can see; if rank 0 restarts on another machine, it"
-            " finds no checkpoint: use a volume that all nodes mount (NFS, ReadWriteMany), unless all are on one machine"
+            f"run.dir is on {kind} at {place}, which only this machine can see; if rank 0 restarts on another machine,"
+            " it finds no checkpoint: use a volume that all nodes mount (NFS, ReadWriteMany), unless all are on one"
+            " machine"
         )
     return f"{place} is on {kind}"
 
 
 def check_disk_space(config: Config, plan: Plan, folder: RunFolder) -> str:
-    """Check that the disk has room for the checkpoints kept, the best one and the one being written."""
+    """Check that the disk holds the checkpoints to keep, the best one and the one being written."""
     from pipeline.model.architectures import count_parameters
 
     copies = 1 + config.optimizer.moments + (1 if config.train.ema is not None else 0)
@@ -120,8 +121,8 @@ def check_disk_space(config: Config, plan: Plan, folder: RunFolder) -> str:
     free = shutil.disk_usage(folder.place()).free
     if needed > free:
         raise StorageError(
-            f"{config.checkpoint.keep} checkpoints, the best and one being written need {needed / _GIB:.2f} GiB more, but"
-            f" only {free / _GIB:.2f} GiB are free: make room, give another run.dir, or lower checkpoint.keep"
+            f"{config.checkpoint.keep} checkpoints, the best and one being written need {needed / _GIB:.2f} GiB more,"
+            f" but only {free / _GIB:.2f} GiB are free: make room, give another run.dir, or lower checkpoint.keep"
         )
     return f"{needed / _GIB:.2f} GiB needed for checkpoints, {free / _GIB:,.0f} GiB free"
 
@@ -143,14 +144,14 @@ def check_images_decode(source: Source) -> str:
     if defects:
         name, defect = next(iter(defects.items()))
         raise StorageError(
-            f"{len(defects)} of {2 * _SAMPLES} sampled images cannot be decoded, the first is {name} ({defect}): list all"
-            " with 'pipeline data check'"
+            f"{len(defects)} of {2 * _SAMPLES} sampled images cannot be decoded, the first is {name} ({defect}): list"
+            " all with 'pipeline data check'"
         )
     return f"{_SAMPLES} images of each split, {1000 * (time.perf_counter() - start) / 2 / _SAMPLES:.1f} ms each"
 
 
 def check_all_reduce(config: Config, here: World) -> str:
-    """Check that processes on this machine can all-reduce: over NCCL if they have GPUs, else over gloo."""
+    """Check that processes here can all-reduce, over NCCL if they have GPUs, otherwise gloo."""
     if here.local_size == 1:
         return "one process: not needed"
     import torch
@@ -166,8 +167,8 @@ def check_all_reduce(config: Config, here: World) -> str:
     except Exception as error:
         last = str(error).strip().splitlines()[-1]
         raise TemporaryError(
-            f"all-reduce of {count} processes failed over {backend} ({last}): look at the driver, at NCCL_DEBUG=INFO and"
-            " at the loopback interface"
+            f"all-reduce of {count} processes failed over {backend} ({last}): look at the driver, at NCCL_DEBUG=INFO"
+            " and at the loopback interface"
         ) from None
     finally:
         rendezvous.unlink(missing_ok=True)

@@ -40,7 +40,7 @@ def check_run_folder_is_writable(config: Config, folder: RunFolder) -> None:
 
 
 def check_previous_start_did_not_fail(config: Config, here: World, folder: RunFolder) -> None:
-    """Check that the last start of this request did not fail permanently; if it did, raise its error."""
+    """Raise the error of the previous start of this request if it failed permanently."""
     failure = errors.load_failure(folder.path, request_digest(config, here))
     if failure and config.run.resume == "auto":
         print(f"the previous start of this request failed with the error below: {folder.way_on()}", file=sys.stderr)
@@ -58,8 +58,8 @@ def check_device_exists(config: Config, here: World) -> None:
 def open_data(config: Config, folder: RunFolder) -> Source:
     """Open the data and return it; make the digits if they are missing.
 
-    Raises TemporaryError if data.root is missing, or empty like a volume that is not mounted, but an
-    earlier start of this run had it.
+    Raises TemporaryError if data.root is missing, or empty like a volume that is not mounted, but
+    an earlier start of this run had it.
     """
     root = config.data.root
     if root is not None and not holds_something(Path(root)) and folder.has_checkpoints():
@@ -93,8 +93,8 @@ def find_checkpoint(config: Config, folder: RunFolder, source: Source, log: Call
 def check_model_builds(config: Config, plan: Plan, *, is_resumed: bool) -> "dict[str, Tensor] | None":
     """Check that the model can be built, run, frozen and split as planned.
 
-    Returns the initial weights if model.init names some. A resumed run does not need them: its weights
-    are in the checkpoint.
+    Returns the initial weights if model.init names some. A resumed run does not need them: its
+    weights are in the checkpoint.
     """
     from pipeline.model.architectures import skeleton, try_out
     from pipeline.model.partition import try_to_cut
@@ -126,8 +126,8 @@ def check_names_resolve(endpoint: str) -> str:
             except OSError as error:
                 if time.monotonic() > deadline:
                     raise TemporaryError(
-                        f"the host name {name} does not resolve after {_NAMES_TIMEOUT_S} s ({error.strerror}): look at the"
-                        " Service (publishNotReadyAddresses, selector) and at the pod's subdomain"
+                        f"the host name {name} does not resolve after {_NAMES_TIMEOUT_S} s ({error.strerror}): look at"
+                        " the Service (publishNotReadyAddresses, selector) and at the pod's subdomain"
                     ) from None
                 time.sleep(1)
     return ", ".join(f"{name} is {address}" for name, address in addresses.items())

@@ -67,13 +67,14 @@ class SanityChecks:
         first, last = self._train(model, lambda _: (images, labels))
         if not last <= _OVERFIT_LOSS * self._chance_loss:  # also true for NaN
             raise RequestError(
-                f"the model does not overfit {len(labels)} images in {_STEPS} steps, loss {first:.2f} -> {last:.2f}: lower"
-                " augment.* (report/augmentation.png of a run shows what is left of the images), then look at the labels"
+                f"the model does not overfit {len(labels)} images in {_STEPS} steps, loss {first:.2f} -> {last:.2f}:"
+                " lower augment.* (report/augmentation.png of a run shows what is left of the images), then look at"
+                " the labels"
             )
         return f"the model overfits {len(labels)} images: loss {first:.2f} -> {last:.2f}"
 
     def check_shuffled_labels_give_chance(self) -> str:
-        """Check that a model trained on shuffled labels is no better than chance on validation images."""
+        """Check that training on shuffled labels gives chance accuracy on validation images."""
         model, rng = self._build_model(), generator(self._config.run.seed, "sanity")
 
         def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -87,9 +88,9 @@ class SanityChecks:
         limit = chance + _SIGMAS * math.sqrt(chance * (1 - chance) / total)
         if correct / total > limit:
             raise RequestError(
-                f"trained on shuffled labels, the model classifies {correct} of {total} validation images correctly, above"
-                f" chance ({chance:.1%}), so something other than the picture reveals the label: look for images that are"
-                " in both splits"
+                f"trained on shuffled labels, the model classifies {correct} of {total} validation images correctly,"
+                f" above chance ({chance:.1%}), so something other than the picture reveals the label: look for images"
+                " that are in both splits"
             )
         return f"{correct} of {total} validation images correct; chance is {chance:.0%}"
 
@@ -115,7 +116,7 @@ class SanityChecks:
         return losses[0], losses[-1]
 
     def _evaluate(self, model: nn.Module) -> tuple[int, Tensor]:
-        """Return the number of correct predictions and the labels [N], for batches from all of validation."""
+        """Return correct predictions and labels [N], for batches from all of validation."""
         data = EvalBatches(self._source.val, self._config)
         correct, labels = 0, []
         model.eval()
@@ -129,7 +130,7 @@ class SanityChecks:
 
 
 def _readable(batch: Batch) -> Batch:
-    """Return the batch. Raises the error that the loader put into it if the storage is out of reach."""
+    """Return the batch, or raise the storage error that the loader put into it."""
     if batch.outage:
         raise batch.outage
     return batch

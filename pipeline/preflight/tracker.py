@@ -61,7 +61,8 @@ def check_server_stores_files(config: Config, folder: RunFolder) -> str:
                 returned = answer.read()
             if method == "GET" and returned != content:
                 raise TemporaryError(
-                    f"MLflow returned {len(returned)} bytes that are not the file it was sent: look for a proxy in between"
+                    f"MLflow returned {len(returned)} bytes that are not the file it was sent: look for a proxy in"
+                    " between"
                 )
     except urllib.error.HTTPError as error:
         if error.code in (404, 503):
@@ -77,7 +78,7 @@ def check_server_stores_files(config: Config, folder: RunFolder) -> str:
 
 
 class _RefuseRedirects(urllib.request.HTTPRedirectHandler):
-    """Handler that makes a redirect an HTTPError: urllib would send the password to the new host."""
+    """Make a redirect an HTTPError: urllib would send the password to the new host."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
