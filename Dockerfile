@@ -52,7 +52,7 @@ USER 10001:10001
 WORKDIR /mlflow
 VOLUME /mlflow
 EXPOSE 5000
-# one worker and no job runner: 2 processes and 0.4 GiB instead of 15 and 2.1 GiB; add --allowed-hosts with docker run
+# one worker and no job runner: 2 processes and 0.4 GiB instead of 15 and 2.1 GiB; --allowed-hosts is left to the caller
 ENV MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false
 ENTRYPOINT ["mlflow", "server", "--host", "0.0.0.0", "--port", "5000", "--workers", "1", \
             "--backend-store-uri", "sqlite:////mlflow/mlflow.db", "--artifacts-destination", "/mlflow/artifacts"]

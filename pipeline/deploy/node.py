@@ -20,10 +20,7 @@ MAX_RESTARTS = 20
 
 
 def max_replacements(nodes: int) -> int:
-    """Return how many nodes of a job may fail before the job fails.
-
-    Each lost node counts, and the loss of node 0 ends all nodes.
-    """
+    """Return how many nodes of a job may fail. The loss of node 0 ends, and counts, all of them."""
     return 10 * nodes
 
 

@@ -103,11 +103,7 @@ class Cluster:
         self._closed = False
 
     def run(self, faults: list[Fault]) -> str | int:
-        """Start all nodes, inject the faults and replace nodes that fail, until all have ended.
-
-        Returns the done line, or exit code 1. Raises the error of a preflight that fails
-        permanently.
-        """
+        """Run all nodes with the faults, replacing those that fail; return as `rehearse` does."""
         self._create_network()
         for node in range(self._request.num_nodes):
             self._start_node(node)
@@ -332,10 +328,7 @@ def _open_cluster(client: "DockerClient", request: Request, config: Config) -> I
 
 
 def _remove_all(client: "DockerClient", name: str) -> None:
-    """Remove the containers, networks and volumes of a rehearsal.
-
-    Raises APIError if a container cannot be removed within a minute.
-    """
+    """Remove all of a rehearsal. Raises APIError if a container stays for a minute."""
     from docker.errors import APIError
 
     labelled = {"label": f"{LABEL}={name}"}
@@ -356,10 +349,7 @@ def _remove_all(client: "DockerClient", name: str) -> None:
 
 @contextlib.contextmanager
 def _connect_to_docker() -> Iterator["DockerClient"]:
-    """Connect to the engine that DOCKER_HOST names, or to this machine's.
-
-    Raises RequestError if it does not answer.
-    """
+    """Connect to the engine of DOCKER_HOST or of this machine. Raises RequestError if none."""
     try:
         import docker
     except ImportError:

@@ -18,10 +18,9 @@ from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.data.sources import Source
 from pipeline.errors import RequestError, RunError, TemporaryError
-from pipeline.plan import DataSize, Plan, make_plan
+from pipeline.plan import DataSize, make_plan
 from pipeline.preflight import machine, request, tracker
 from pipeline.record.folder import RunFolder
-from pipeline.world import World
 
 _Result = TypeVar("_Result")
 
@@ -81,19 +80,9 @@ def examine(
     config = report.run("recipe", lambda: load(recipe, overrides), lambda config: config.recipe)
     if config:
         folder = RunFolder(config.run_dir)
-        report.run(
-            "run folder",
-            lambda: request.check_run_folder_is_writable(config, folder),
-            lambda _: f"{folder.path} can be written",
-        )
-        report.run(
-            "last start",
-            lambda: request.check_previous_start_did_not_fail(config, here, folder),
-            lambda _: "previous start did not fail",
-        )
-        report.run(
-            "device", lambda: request.check_device_exists(config, here), lambda _: f"run.device={config.run.device}"
-        )
+        report.run("run folder", lambda: request.check_run_folder_is_writable(config, folder))
+        report.run("last start", lambda: request.check_previous_start_did_not_fail(config, here, folder))
+        report.run("device", lambda: request.check_device_exists(config, here))
         source = report.run("data", lambda: request.open_data(config, folder), lambda source: _describe(source.size))
         plan, resume = None, None
         if source:
@@ -112,7 +101,18 @@ def examine(
             "MLflow", lambda: _check_tracker(config, folder, is_node=is_node), fatal=config.track.required
         )
         if not is_node:
-            _check_machine(report, config, here, folder, source, plan, has_tracker=answer is not None)
+            report.run("CPUs", lambda: machine.check_cpu_per_process(here), fatal=False)
+            report.run("docker", machine.check_docker, fatal=False)
+        if not is_node and report.error is None and source and plan:  # errors in the request come first
+            report.run("memory", lambda: machine.check_memory(plan), fatal=False)
+            report.run("/dev/shm", lambda: machine.check_shared_memory_exists(plan, here))
+            report.run("disk speed", lambda: machine.check_disk_speed(folder), fatal=False)
+            report.run("shared disk", lambda: machine.check_run_folder_is_shared(folder, here), fatal=False)
+            report.run("disk space", lambda: machine.check_disk_space(config, plan, folder))
+            report.run("decoding", lambda: machine.check_images_decode(source), fatal=False)
+            report.run("all-reduce", lambda: machine.check_all_reduce(config, here), fatal=False)
+            if answer is not None:
+                report.run("artifacts", lambda: tracker.check_server_stores_files(config, folder), fatal=False)
         if with_sanity and report.error is None and source and plan:
             from pipeline.preflight.sanity import SanityChecks
 
@@ -154,30 +154,6 @@ def _check_tracker(config: Config, folder: RunFolder, *, is_node: bool) -> str:
         if config.track.required and not is_node:  # a node is retried: its server may still be starting
             raise RequestError(f"track.required=true, and {error}") from None
         raise
-
-
-def _check_machine(
-    report: _Report,
-    config: Config,
-    here: World,
-    folder: RunFolder,
-    source: Source | None,
-    plan: Plan | None,
-    *,
-    has_tracker: bool,
-) -> None:
-    report.run("CPUs", lambda: machine.check_cpu_per_process(here), fatal=False)
-    report.run("docker", machine.check_docker, fatal=False)
-    if report.error is None and source and plan:  # errors in the request come first
-        report.run("memory", lambda: machine.check_memory(plan), fatal=False)
-        report.run("/dev/shm", lambda: machine.check_shared_memory_exists(plan, here))
-        report.run("disk speed", lambda: machine.check_disk_speed(folder), fatal=False)
-        report.run("shared disk", lambda: machine.check_run_folder_is_shared(folder, here), fatal=False)
-        report.run("disk space", lambda: machine.check_disk_space(config, plan, folder))
-        report.run("decoding", lambda: machine.check_images_decode(source), fatal=False)
-        report.run("all-reduce", lambda: machine.check_all_reduce(config, here), fatal=False)
-        if has_tracker:
-            report.run("artifacts", lambda: tracker.check_server_stores_files(config, folder), fatal=False)
 
 
 def _describe(size: DataSize) -> str:

@@ -1,6 +1,7 @@
 """Checks of a request: a start runs them in order, `doctor` runs all and reports each.
 
-A check returns what it found, or raises the RunError that a start would end with. The checks of
+A check returns a line for the user or what it loaded, or raises the RunError that a start would end
+with. The checks of
 checkpoint, model and GPUs import torch and come last; no other check needs torch. None communicates
 with other ranks: a node that replaces a lost one is checked while the others train. None changes
 anything, except that `open_data` makes the digits if they are missing.
@@ -33,26 +34,29 @@ if TYPE_CHECKING:
 _NAMES_TIMEOUT_S = 60
 
 
-def check_run_folder_is_writable(config: Config, folder: RunFolder) -> None:
+def check_run_folder_is_writable(config: Config, folder: RunFolder) -> str:
     """Check that the run's folder, and the tracker's database next to it, can be written."""
     folder.check_writable()
     tracking_uri(config, folder)
+    return f"{folder.path} can be written"
 
 
-def check_previous_start_did_not_fail(config: Config, here: World, folder: RunFolder) -> None:
+def check_previous_start_did_not_fail(config: Config, here: World, folder: RunFolder) -> str:
     """Raise the error of the previous start of this request if it failed permanently."""
     failure = errors.load_failure(folder.path, request_digest(config, here))
     if failure and config.run.resume == "auto":
         print(f"the previous start of this request failed with the error below: {folder.way_on()}", file=sys.stderr)
         raise failure
+    return "previous start did not fail"
 
 
-def check_device_exists(config: Config, here: World) -> None:
+def check_device_exists(config: Config, here: World) -> str:
     """Check that this machine has a GPU if the request needs one."""
     if config.run.device == "cuda" and not machine.has_gpu():
         raise machine.no_gpu_error()
     if config.model.batchnorm == "sync" and here.size > 1 and (config.run.device == "cpu" or not machine.has_gpu()):
         raise RequestError("model.batchnorm=sync: torch synchronises batch norm on GPUs only; use local or average")
+    return f"run.device={config.run.device}"
 
 
 def open_data(config: Config, folder: RunFolder) -> Source:
