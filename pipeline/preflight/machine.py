@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -160,28 +161,27 @@ def check_all_reduce(config: Config, here: World) -> str:
     nccl = config.run.device != "cpu" and torch.cuda.is_available()
     backend = "NCCL" if nccl else "gloo"
     count = here.local_size if nccl else 2
-    rendezvous = Path(f"/tmp/.doctor-{uuid.uuid4().hex}")
     try:
-        spawn(_all_reduce, (count, str(rendezvous), nccl), nprocs=count)  # type: ignore[no-untyped-call]
-        seconds = float(rendezvous.with_suffix(".seconds").read_text())
+        with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
+            spawn(_all_reduce, (count, folder, nccl), nprocs=count)  # type: ignore[no-untyped-call]
+            seconds = float(Path(folder, "seconds").read_text())
     except Exception as error:
         last = str(error).strip().splitlines()[-1]
         raise TemporaryError(
             f"all-reduce of {count} processes failed over {backend} ({last}): look at the driver, at NCCL_DEBUG=INFO"
             " and at the loopback interface"
         ) from None
-    finally:
-        rendezvous.unlink(missing_ok=True)
-        rendezvous.with_suffix(".seconds").unlink(missing_ok=True)
     return f"{count} processes, {4 * _ALL_REDUCE_FLOATS / seconds / 1e9:.1f} GB/s over {backend}"
 
 
-def _all_reduce(rank: int, count: int, rendezvous: str, nccl: bool) -> None:
+def _all_reduce(rank: int, count: int, folder: str, nccl: bool) -> None:
+    """Time an all-reduce of `count` processes that meet in `folder`; rank 0 writes the seconds."""
     import torch
     from torch import distributed as dist
 
     device = torch.device("cuda", rank) if nccl else torch.device("cpu")
-    dist.init_process_group("nccl" if nccl else "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=count)
+    backend = "nccl" if nccl else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count)
     tensor = torch.ones(_ALL_REDUCE_FLOATS, device=device)
     dist.all_reduce(tensor)  # the first call opens the connections
     start = time.perf_counter()
@@ -189,7 +189,7 @@ def _all_reduce(rank: int, count: int, rendezvous: str, nccl: bool) -> None:
     if float(tensor[0]) != count * count:
         raise ValueError(f"the sum is {float(tensor[0])}, not {count * count}")
     if rank == 0:
-        Path(rendezvous).with_suffix(".seconds").write_text(str(time.perf_counter() - start))
+        Path(folder, "seconds").write_text(str(time.perf_counter() - start))
     dist.destroy_process_group()
 
 
