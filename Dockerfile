@@ -1,12 +1,12 @@
-# One file, two images: `trainer` (the default), which packages the training program with torch's CUDA wheels, and
-# `mlflow`, the tracking server alone. Both run as a numeric user, with a read-only root file system.
+# Two images: `trainer` (the default) is the training program with torch's CUDA wheels; `mlflow` is only the tracking
+# server. Both run as a numeric user, with a read-only root file system.
 #
 #   docker build -t ddp-pipeline .
 #   docker build -t ddp-pipeline-mlflow --target mlflow .
 
-# Driver libraries are all that torch wants of a base image: its wheels bring CUDA, cuDNN and NCCL, which the larger
-# -cudnn-runtime- image would hold a second time. There is no `latest` tag. A tag can be moved and a digest cannot:
-# --build-arg BASE_IMAGE=nvidia/cuda:13.0.2-base-ubuntu24.04@sha256:… builds on the image that you have looked at.
+# torch needs only the driver libraries of a base image: its wheels contain CUDA, cuDNN and NCCL, so the larger
+# -cudnn-runtime- image would hold them twice. There is no `latest` tag. A tag can be moved, a digest cannot:
+# --build-arg BASE_IMAGE=nvidia/cuda:13.0.2-base-ubuntu24.04@sha256:… builds on exactly the image that you checked.
 ARG BASE_IMAGE=nvidia/cuda:13.0.2-base-ubuntu24.04
 
 FROM ${BASE_IMAGE} AS python
@@ -15,7 +15,7 @@ RUN rm -f /etc/apt/apt.conf.d/docker-clean
 # hadolint ignore=DL3008
 RUN --mount=type=cache,target=/var/cache/apt,sharing=locked --mount=type=cache,target=/var/lib/apt,sharing=locked \
     apt-get update && apt-get install --yes --no-install-recommends python3
-# nothing is written beside the code, and what has to be cached goes where a volume or a tmpfs is
+# write nothing next to the code, and caches only to a tmpfs or a volume
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
@@ -52,13 +52,13 @@ USER 10001:10001
 WORKDIR /mlflow
 VOLUME /mlflow
 EXPOSE 5000
-# one worker and no job runner: 2 processes and 0.4 GiB in place of 15 and 2.1; server-side names are for the caller to list
+# one worker and no job runner: 2 processes and 0.4 GiB instead of 15 and 2.1 GiB; --allowed-hosts is left to the caller
 ENV MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false
 ENTRYPOINT ["mlflow", "server", "--host", "0.0.0.0", "--port", "5000", "--workers", "1", \
             "--backend-store-uri", "sqlite:////mlflow/mlflow.db", "--artifacts-destination", "/mlflow/artifacts"]
 
 FROM python AS trainer
-# Triton compiles what starts its kernels when torch.compile asks for them
+# Triton compiles its kernel launchers with gcc at run time, for torch.compile
 # hadolint ignore=DL3008
 RUN --mount=type=cache,target=/var/cache/apt,sharing=locked --mount=type=cache,target=/var/lib/apt,sharing=locked \
     apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev libpython3-dev
@@ -67,7 +67,7 @@ RUN --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
     pip install --no-cache-dir --no-deps --no-index --disable-pip-version-check --root-user-action ignore /wheel/*.whl
 RUN install --directory --owner 10001 --group 10001 /runs
 USER 10001:10001
-# runs, the made digits and compilers' caches: a volume, since Docker's tmpfs cannot hold code that runs
+# runs, the generated digits and compiler caches: a volume, because Docker's tmpfs is mounted noexec
 WORKDIR /runs
 VOLUME /runs
 ENV TORCHINDUCTOR_CACHE_DIR=/runs/.cache/inductor TRITON_CACHE_DIR=/runs/.cache/triton

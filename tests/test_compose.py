@@ -65,7 +65,7 @@ def test_the_trainer_has_the_environment_of_a_single_node() -> None:
     environment = node.environment(1, "${NPROC:-gpu}")
     assert {key: value for key, value in found["environment"].items() if key in environment} == environment
     assert tuple(found["entrypoint"]) == node.COMMAND
-    assert int(found["stop_grace_period"].removesuffix("s")) > node.SHUTDOWN_S
+    assert int(found["stop_grace_period"].removesuffix("s")) > node.SHUTDOWN_TIMEOUT_S
 
 
 def test_every_variable_has_its_line_in_the_example() -> None:

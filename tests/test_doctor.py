@@ -24,9 +24,8 @@ from pipeline.device import choose_device
 from pipeline.errors import NotFiniteError
 from pipeline.model.architectures import build
 from pipeline.plan import make_plan, request_digest
-from pipeline.preflight import machine as trials
-from pipeline.preflight import request as checks
-from pipeline.preflight import sanity
+from pipeline.preflight import machine as checks
+from pipeline.preflight import request, sanity, tracker
 from pipeline.record.folder import RunFolder
 from pipeline.world import World
 
@@ -88,8 +87,8 @@ def test_what_no_retry_mends_is_exit_2(
 def test_the_verdict_of_the_last_start_stands(tmp_path: Path, digits: Path) -> None:
     config = load("digits", [f"data.root={digits}", f"run.dir={tmp_path / 'run'}"])
     config.run_dir.mkdir()
-    request = request_digest(config, World())
-    errors.save_failure(config.run_dir, NotFiniteError("the loss is nan at step 7"), request)
+    digest = request_digest(config, World())
+    errors.save_failure(config.run_dir, NotFiniteError("the loss is nan at step 7"), digest)
     result = examine(tmp_path, digits, "--json")
     assert result.code == 3
     assert findings(result)["last start"]["line"] == "the loss is nan at step 7"
@@ -107,17 +106,15 @@ def test_a_node_is_looked_at_as_the_one_it_is_by_its_checks_alone(tmp_path: Path
     assert ("6 processes on 3 nodes" if nodes > 1 else "2 processes on 1 node") in found["plan"]["line"]
     assert ("names" in found) == (nodes > 1)
     assert nodes == 1 or "localhost is 127.0.0.1" in found["names"]["line"]
-    assert not found.keys() & {"CPUs", "memory", "/dev/shm", "writing", "room", "exchange"}
+    assert not found.keys() & {"CPUs", "memory", "/dev/shm", "disk speed", "disk space", "all-reduce"}
 
 
 def test_a_name_that_does_not_resolve_is_tried_again(
     tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pipeline.preflight import request as checks
-
-    monkeypatch.setattr(checks, "_NAMES_TIMEOUT_S", 1)
+    monkeypatch.setattr(request, "_NAMES_TIMEOUT_S", 1)
     with pytest.raises(errors.TemporaryError, match=r"no-such-node\.invalid does not resolve"):
-        checks.names("no-such-node.invalid:29500")
+        request.check_names_resolve("no-such-node.invalid:29500")
 
 
 @pytest.mark.parametrize(
@@ -171,7 +168,7 @@ def test_a_gpu_that_torch_is_not_built_for_is_named(
 
 
 class Faults:
-    """A plan and a machine as they are here, for trials to find something wrong with."""
+    """A plan and a machine as they are here, for checks to find something wrong with."""
 
     def __init__(self, root: Path, folder: Path, *words: str, world: World = HERE) -> None:
         self.config = load("digits", [f"data.root={root}", f"run.dir={folder}", "data.workers=2", *words])
@@ -186,26 +183,32 @@ def test_what_the_machine_lacks_is_named_with_its_remedy(
 ) -> None:
     here = Faults(digits, tmp_path / "run")
     with pytest.raises(errors.RequestError, match="4 processes share 2 CPUs: start fewer"):
-        trials.cpus(HERE.resized(4))
+        checks.check_cpu_per_process(HERE.resized(4))
     monkeypatch.setattr(machine, "available_memory", lambda: 1 << 30)
-    with pytest.raises(errors.RequestError, match=r"want about 1.5 GiB, and there are 1.0: give the container more"):
-        trials.memory(here.plan)
-    with pytest.raises(errors.RequestError, match=r"/dev/shm is not there.*: mount a tmpfs"):
-        trials.shared_memory(here.plan, replace(HERE, shared_memory=None))
-    monkeypatch.setattr(trials, "_file_system", lambda place: "ext4")
-    with pytest.raises(errors.TemporaryError, match=r"which is of this machine alone.*: rank 0 may come back"):
-        trials.sharing(here.folder, replace(HERE, size=4, local_size=2))
-    monkeypatch.setattr(trials, "_SLOW_MIB_S", 1e9)
-    with pytest.raises(errors.TemporaryError, match=r"MiB/s with its sync: .*use a faster disk"):
-        trials.writing(here.folder)
+    with pytest.raises(
+        errors.RequestError, match=r"need about 1.5 GiB, but only 1.0 GiB are available: give the container more"
+    ):
+        checks.check_memory(here.plan)
+    with pytest.raises(errors.RequestError, match=r"/dev/shm does not exist.*: mount a tmpfs"):
+        checks.check_shared_memory_exists(here.plan, replace(HERE, shared_memory=None))
+    monkeypatch.setattr(checks, "_file_system", lambda place: "ext4")
+    with pytest.raises(
+        errors.TemporaryError, match=r"which only this machine can see; if rank 0 restarts .*: use a volume"
+    ):
+        checks.check_run_folder_is_shared(here.folder, replace(HERE, size=4, local_size=2))
+    monkeypatch.setattr(checks, "_SLOW_MIB_S", 1e9)
+    with pytest.raises(errors.TemporaryError, match=r"MiB/s with sync, .*: use a faster disk"):
+        checks.check_disk_speed(here.folder)
 
 
 def test_a_disk_without_room_for_the_checkpoints_is_named(small_disk: Path, digits: Path) -> None:
     full = Faults(digits, small_disk / "run")
-    with pytest.raises(errors.StorageError, match=r"2 checkpoints, the best and one being written want 0.33 GiB more"):
-        trials.room(full.config, full.plan, full.folder)
-    with pytest.raises(errors.StorageError, match=r"does not take 8 MiB .No space left on device.: make room"):
-        trials.writing(full.folder)
+    with pytest.raises(errors.StorageError, match=r"2 checkpoints, the best and one being written need 0.33 GiB more"):
+        checks.check_disk_space(full.config, full.plan, full.folder)
+    with pytest.raises(
+        errors.StorageError, match=r"8 MiB cannot be written to .* .No space left on device.: make room"
+    ):
+        checks.check_disk_speed(full.folder)
     assert list(small_disk.iterdir()) == []
 
 
@@ -214,8 +217,10 @@ def test_images_that_cannot_be_decoded_are_named(tmp_path: Path, digits: Path) -
     first = min((tmp_path / "data" / "train").glob("*/*.png"))
     first.write_bytes(bytes(100))
     here = Faults(tmp_path / "data", tmp_path / "run")
-    with pytest.raises(errors.StorageError, match=f"1 of 16 images tried .*{first.name}.*: 'pipeline data check'"):
-        trials.decoding(here.source)
+    with pytest.raises(
+        errors.StorageError, match=f"1 of 16 sampled images .*{first.name}.*: list all with 'pipeline data check'"
+    ):
+        checks.check_images_decode(here.source)
 
 
 def test_an_engine_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +234,7 @@ def test_an_engine_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: py
         docker.write_text(f"#!/bin/sh\n{script}\n")
         docker.chmod(0o755)
         with pytest.raises(errors.TemporaryError, match=says):
-            trials.containers()
+            checks.check_docker()
 
 
 @pytest.mark.parametrize(("status", "says"), [(500, "--artifacts-destination"), (200, "not the file it was sent")])
@@ -237,14 +242,14 @@ def test_a_server_that_keeps_no_files_is_named(tmp_path: Path, digits: Path, sta
     with _server(status) as uri:
         here = Faults(digits, tmp_path / "run", f"track.uri={uri}")
         with pytest.raises(errors.TemporaryError, match=says):
-            trials.artifacts(here.config, here.folder)
+            tracker.check_server_stores_files(here.config, here.folder)
 
 
 def test_a_password_is_no_part_of_the_address_whatever_is_in_it(tmp_path: Path, digits: Path) -> None:
     with _server(401) as uri:
         here = Faults(digits, tmp_path / "run", f"track.uri={uri.replace('//', '//me:Zx9/Qw#r@')}")
         with pytest.raises(errors.TemporaryError, match=f"^MLflow at {uri} answers 401: set "):
-            checks.tracker(here.config, here.folder)
+            tracker.check_server_answers(here.config, here.folder)
 
 
 @pytest.mark.full
@@ -252,10 +257,10 @@ def test_processes_that_can_exchange_say_how_fast_and_those_that_cannot_are_name
     tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = Faults(digits, tmp_path / "run", "run.device=cpu")
-    assert "2 processes add up at" in trials.exchange(here.config, HERE.resized(2))
+    assert "2 processes, " in checks.check_all_reduce(here.config, HERE.resized(2))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
-    with pytest.raises(errors.TemporaryError, match=r"could not add up over gloo .*: look at"):
-        trials.exchange(here.config, HERE.resized(2))
+    with pytest.raises(errors.TemporaryError, match=r"all-reduce of 2 processes failed over gloo .*: look at"):
+        checks.check_all_reduce(here.config, HERE.resized(2))
 
 
 @pytest.mark.full
@@ -264,27 +269,28 @@ def test_sanity_is_quiet_on_good_data_and_names_what_is_wired_wrongly(
 ) -> None:
     small = ("model.arch=shufflenet_v2_x0_5", "run.device=cpu", "data.workers=0")
     good = Faults(digits, tmp_path / "run", *small)
-    said = {name: trial() for name, trial in sanity.trials(good.config, good.plan, good.source, HERE)}
-    assert list(said) == ["first loss", "one batch", "shuffled"]
-
-    def trial_of(name: str, faults: Faults = good) -> Any:
-        return dict(sanity.trials(faults.config, faults.plan, faults.source, HERE))[name]
+    checks = sanity.SanityChecks(good.config, good.plan, good.source, HERE)
+    checks.check_initial_loss()
+    checks.check_one_batch_overfits()
+    checks.check_shuffled_labels_give_chance()
 
     with monkeypatch.context() as patch:  # a last layer that is sure of itself
         patch.setattr(sanity, "build", lambda options, classes: nn.Sequential(build(options, classes), Louder()))
         with pytest.raises(
-            errors.RequestError, match=r"the first loss is .*, of a guess among 10 classes .* 2.30: look"
+            errors.RequestError, match=r"the initial loss is .*, but a random guess among 10 classes has 2.30: look"
         ):
-            trial_of("first loss")()
+            checks.check_initial_loss()
     for rate in (0.0, 1e30):  # the second makes the loss NaN
         with monkeypatch.context() as patch:
-            patch.setattr(sanity, "_RATE", rate)
-            with pytest.raises(errors.RequestError, match="32 images are not learnt by heart"):
-                trial_of("one batch")()
+            patch.setattr(sanity, "_LEARNING_RATE", rate)
+            with pytest.raises(errors.RequestError, match="the model does not overfit 32 images"):
+                checks.check_one_batch_overfits()
     with monkeypatch.context() as patch:  # what shuffling should have taken away is still there
         patch.setattr(sanity, "_shuffled", lambda labels, draw: labels)
-        with pytest.raises(errors.RequestError, match=r"trained on shuffled labels, .* look for images in both"):
-            trial_of("shuffled")()
+        with pytest.raises(
+            errors.RequestError, match=r"trained on shuffled labels, .* look for images that are in both"
+        ):
+            checks.check_shuffled_labels_give_chance()
 
 
 class Louder(nn.Module):

@@ -331,9 +331,7 @@ def test_a_model_is_exported_inside_its_folder_and_without_its_data(
     away = plain.rename(tmp_path / "away")
     try:
         assert main(["export", name, "--to", "safetensors"]) == 0
-        assert (
-            "on 8 pictures of noise (no validation images here; data.root=FOLDER names some)" in capsys.readouterr().out
-        )
+        assert "on 8 images of noise (validation images not found; give data.root=FOLDER)" in capsys.readouterr().out
         assert main(["export", name, "--to", "safetensors", f"data.root={away}"]) == 0
         assert "on 8 validation images" in capsys.readouterr().out
         assert main(["export", name, "--to", "safetensors", "data.root=nowhere"]) == 2

@@ -255,8 +255,8 @@ def test_what_is_printed_is_what_is_written(tmp_path: Path) -> None:
         (("--memory", "lots"), "'lots' is not an amount of memory"),
         (("digit",), "did you mean digits?"),
         (("digits", "train.epoch=1"), "did you mean train.epochs?"),
-        (("digits", "run.resume=never"), "run.resume=never would be obeyed again by each node"),
-        (("digits", "run.resume=/runs/digits"), "must resume where the run is: leave it out"),
+        (("digits", "run.resume=never"), "run.resume=never would apply again to each node"),
+        (("digits", "run.resume=/runs/digits"), "must resume the run itself: leave it out"),
         (("--out", "/etc/hostname"), "/etc/hostname cannot be written: File exists: give --out a folder that can"),
     ],
 )

@@ -52,9 +52,9 @@ def test_its_answers_are_the_models(run_dir: Path, digits: Path, capsys: pytest.
     with torch.inference_mode():
         expected = softmax(model(normalize(images / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])), 1).topk(5)
     for row, labels, shares in zip(answer["predictions"], *expected[::-1], strict=True):
-        assert [one["class"] for one in row["top"]] == [CLASSES[label] for label in labels]
+        assert [prediction["class"] for prediction in row["top"]] == [CLASSES[label] for label in labels]
         torch.testing.assert_close(
-            torch.tensor([one["probability"] for one in row["top"]]), shares, atol=1e-5, rtol=1e-4
+            torch.tensor([prediction["probability"] for prediction in row["top"]]), shares, atol=1e-5, rtol=1e-4
         )
 
 
@@ -82,7 +82,7 @@ def test_logits_that_are_not_finite_are_no_answer(
     assert main(["predict", str(saved(tmp_path, 3e39)), str(digits / "val" / "3"), "--json"]) == 3
     said = capsys.readouterr()
     assert said.out == ""
-    assert "gives no image logits that are finite: use another checkpoint" in said.err
+    assert "are not finite for any image: use another checkpoint" in said.err
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_logits_that_are_not_finite_are_no_answer(
     [
         ("{run}", "{empty}", 2, "no image in"),
         ("{empty}", "{digits}", 4, "holds no checkpoint"),
-        ("{run}", "gone.png", 4, "none of the 1 images can be decoded"),
+        ("{run}", "gone.png", 4, "pipeline: gone.png: No such file or directory"),
         ("models:/digits@best", "{digits}", 2, "set MLFLOW_TRACKING_URI"),
     ],
 )

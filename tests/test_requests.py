@@ -261,7 +261,7 @@ def test_under_torchrun_a_wrong_request_is_said_once_and_nobody_is_waited_for(tm
         "train.epoch=3": "train.epochs",
         "batch.global=97": "does not divide by 2 processes",
         "model.init=none-such model.freeze=nose": "the model has no module 'nose'",
-        "model.batchnorm=sync": "normalises over processes on GPUs only",
+        "model.batchnorm=sync": "synchronises batch norm on GPUs only",
     }
     for words, says in wrong.items():
         run = Job(

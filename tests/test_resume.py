@@ -182,4 +182,4 @@ def test_what_replaces_lost_nodes_refuses_to_resume_from_anywhere_but_the_run(pl
     for command in (("k8s", "render", "digits"), ("rehearse", "digits", "--nodes", "2")):
         result = place.forked(*command, word, cwd=place.path)
         assert result.code == 2
-        assert f"{word} would be obeyed again by each node that replaces a lost one" in result.err
+        assert f"{word} would apply again to each node that replaces a lost one" in result.err

@@ -37,7 +37,7 @@ from pipeline.data import manifest
 from pipeline.deploy.k8s import Request, render
 from pipeline.errors import StorageError, TemporaryError
 from pipeline.model.architectures import published_weights, skeleton
-from pipeline.preflight import request as checks
+from pipeline.preflight.tracker import check_server_answers
 from pipeline.record import checkpoint
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
@@ -430,9 +430,9 @@ def test_a_password_follows_no_redirect(
         given = uri.replace("//", "//me:secret@") if kind == "address" else uri
         config = load("digits", [f"track.uri={given}"])
         with pytest.raises(TemporaryError) as refusal:
-            checks.tracker(config, RunFolder(tmp_path))
-        assert f"answers {status}: it sends to {there}/api" in str(refusal.value)
-        assert "give that address itself" in str(refusal.value)
+            check_server_answers(config, RunFolder(tmp_path))
+        assert f"answers {status}: it redirects to {there}/api" in str(refusal.value)
+        assert "set track.uri to that address" in str(refusal.value)
         assert "secret" not in str(refusal.value)
     assert [bool(authorization) for _, authorization in asked] == [True]
     assert seen == []

@@ -123,7 +123,7 @@ def test_another_seed_differs_from_its_first_step_and_tensor_on(copy: Path) -> N
     assert result.code == 1
     assert result.out.startswith("differs: at step 4 weights is sha256:")
     assert "at step 4 the first tensor to differ is model.conv1.0.weight (" in result.out
-    assert "nothing of software, threads or device is known to be other" in result.out
+    assert "no change of software, threads or device is known" in result.out
 
 
 @pytest.mark.full
@@ -136,8 +136,8 @@ def test_a_receipt_that_was_altered_is_told_from_a_run_that_differs(copy: Path) 
     result = verify(copy)
     assert result.code == 1
     assert "at step 8 weights is sha256:0000" in result.out
-    assert "no tensor differs in the checkpoints of steps 4, 8, 12: the receipt is not theirs" in result.out
-    assert "the probable reason: torch was 1.0 and is " in result.out
+    assert "the checkpoints of steps 4, 8, 12 are identical, so the receipt does not belong to them" in result.out
+    assert "probable cause: torch was 1.0 and is " in result.out
 
 
 @pytest.mark.full
@@ -182,13 +182,13 @@ def test_what_cannot_be_repeated_is_refused_before_it_is_tried(copy: Path, tmp_p
         return str(refusal.value)
 
     second = {**receipt(copy)["starts"][0], "step": 4, "world": 2}
-    assert "has no receipt that can be read (No such file or directory)" in refused(run=tmp_path)
-    assert "--steps 3 ends before there is anything to compare" in refused(steps=3)
-    assert "promised no bits" in refused(lambda whole: whole["config"]["run"].update(deterministic=False))
-    assert "the data is not that of the run" in refused(lambda whole: whole.update(data="0" * 64))
-    assert "world 1 became 2 at step 4" in refused(lambda whole: whole["starts"].append(second))
+    assert "has no readable receipt (No such file or directory)" in refused(run=tmp_path)
+    assert "--steps 3 is too small" in refused(steps=3)
+    assert "is not deterministic" in refused(lambda whole: whole["config"]["run"].update(deterministic=False))
+    assert "the data differs from that of the run" in refused(lambda whole: whole.update(data="0" * 64))
+    assert "world changed from 1 to 2 at step 4" in refused(lambda whole: whole["starts"].append(second))
     assert "from another run's checkpoint" in refused(lambda whole: whole["starts"][0].update(step=3))
     assert "not a receipt of format 1" in refused(lambda whole: whole.update(format=2))
     if not machine.has_gpu():
         assert "shows no GPU" in refused(lambda whole: whole["starts"][0].update(device_type="cuda"))
-    assert verify(tmp_path).error.startswith(f"{tmp_path} has no receipt"), "as a command it is one line"
+    assert verify(tmp_path).error.startswith(f"{tmp_path} has no readable receipt"), "as a command it is one line"

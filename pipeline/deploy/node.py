@@ -1,56 +1,59 @@
-"""What torchrun on one node wants to know: one function, which compose, the rehearsal and the cluster's manifests print.
+"""The environment of one node, shared by compose, the rehearsal and the Kubernetes manifests.
 
-Every flag of torchrun can be given as `PET_<FLAG>`, so the command of a container is torchrun itself, without a shell in
-between that would swallow signals. The values are those under which a lost worker, a lost node and a lost node 0 come back
-by themselves (measured on Kubernetes 1.36, see docs/operations.md).
+torchrun accepts every flag as a variable `PET_<FLAG>`. So the command of a container is torchrun
+itself, without a shell in between that would not pass signals on. With these values a run recovers
+by itself from a lost worker, a lost node and a lost node 0 (measured on Kubernetes 1.36, see
+docs/operations.md).
 """
 
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError
 
 JOB = "trainer"
-"""Name of the job and of the service that gives its nodes their names."""
+"""Name of the job and of the service that gives its nodes their host names."""
 PORT = 29500
 COMMAND = ("torchrun", "-m", "pipeline", "train")
-SHUTDOWN_S = 90
-"""Longer than a step and a save, shorter than the grace that a container is given to end."""
-RESTARTS = 20
-"""How often the ranks are started anew while their nodes live."""
+SHUTDOWN_TIMEOUT_S = 90
+"""Longer than a step and a save, shorter than the grace period of a container."""
+MAX_RESTARTS = 20
+"""How often torchrun restarts the ranks while their nodes stay alive."""
 
 
-def replacements(nodes: int) -> int:
-    """How many nodes of a job may fail before it does: each lost one counts, and the loss of node 0 ends all of them."""
+def max_replacements(nodes: int) -> int:
+    """Return how many nodes of a job may fail. The loss of node 0 ends, and counts, all of them."""
     return 10 * nodes
 
 
 def memory_gib(gpus: int, nproc: int) -> int:
-    """Return the most memory that a node may take: by its GPUs, or without any by its processes."""
+    """Return the memory limit of a node in GiB: by its GPUs, or by its processes if it has none."""
     return 24 * gpus if gpus else 4 * nproc
 
 
-def host(node: int) -> str:
-    """Name under which the others find node `node`."""
+def host_name(node: int) -> str:
+    """Return the name by which the other nodes find node `node`."""
     return f"{JOB}-{node}.{JOB}"
 
 
-def check_resume(config: Config) -> None:
-    """RequestError for a `run.resume` that every replacement of a node would obey again."""
+def check_resume_is_auto(config: Config) -> None:
+    """Raise RequestError for a `run.resume` that would apply again to every replaced node."""
     if config.run.resume != "auto":
         raise RequestError(
-            f"run.resume={config.run.resume} would be obeyed again by each node that replaces a lost one, which must resume"
-            " where the run is: leave it out; for a new run, give another run.dir (RUN_DIR in 10-config.yaml)"
+            f"run.resume={config.run.resume} would apply again to each node that replaces a lost one, but that node"
+            " must resume the run itself: leave it out; for a new run, give another run.dir (RUN_DIR in"
+            " 10-config.yaml)"
         )
 
 
 def environment(nodes: int, nproc: int | str) -> dict[str, str]:
-    """Variables of each of `nodes` nodes with `nproc` processes (a number, or `gpu`: one for each GPU).
+    """Return the variables of a node, the same for every node of the job.
 
-    The same for every node: ranks follow the nodes' names, so that rank 0 stays on node 0.
+    nproc: processes of a node, a number or `gpu` (one per GPU). torchrun orders ranks by host name,
+    so rank 0 stays on node 0.
     """
     shared = {
         "PET_NPROC_PER_NODE": str(nproc),
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S),
-        # what torchrun itself sets, with a warning, for more than one process; the plan then sets the threads
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_TIMEOUT_S),
+        # torchrun's own default, set here to avoid its warning; the plan then sets the threads
         "OMP_NUM_THREADS": "1",
     }
     if nodes == 1:
@@ -58,12 +61,12 @@ def environment(nodes: int, nproc: int | str) -> dict[str, str]:
     return {
         "PET_NNODES": str(nodes),
         "PET_RDZV_BACKEND": "c10d",
-        "PET_RDZV_ENDPOINT": f"{host(0)}:{PORT}",
+        "PET_RDZV_ENDPOINT": f"{host_name(0)}:{PORT}",
         "PET_RDZV_ID": JOB,
-        # longer than it takes to pull an image of many GB on a node that has none of it
+        # longer than a node takes to pull an image of many GB
         "PET_RDZV_CONF": "join_timeout=1800,read_timeout=300",
-        "PET_MAX_RESTARTS": str(RESTARTS),
-        # not in torch's documentation: without it the agents keep the store of a node that is gone, and hang
+        "PET_MAX_RESTARTS": str(MAX_RESTARTS),
+        # not documented by torch: without it agents keep using the store of a lost node, and hang
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         **shared,
     }

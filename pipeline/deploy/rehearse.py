@@ -1,9 +1,10 @@
-"""`pipeline rehearse`: the multi-node job on this machine, one container a node, with nodes killed and cables pulled.
+"""`pipeline rehearse`: run the multi-node job on this machine, with one container per node.
 
-Promise: what runs is what the cluster runs: the same image, the same names and variables of each node (`operate.node`), a
-preflight before each start, and a node that fails is replaced, as the Job controller does, until too many have failed.
-Whatever was made (network, volume, containers) is removed at the end, also on Ctrl-C: all of it bears one label, and the
-removal goes by that label and not by what this process remembers.
+Promise: the rehearsal runs what the cluster runs: the same image, the same name and variables of
+each node (`deploy.node`), and a preflight before each start. A node that fails is replaced, as by
+the Job controller, until too many have failed. Everything created (network, volume, containers) is
+removed at the end, also on Ctrl-C: all of it has one label, and removal finds it by that label, not
+by what this process remembers.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from pipeline import errors
 from pipeline.config.load import load
 from pipeline.config.schema import Config
-from pipeline.deploy import node as nodes
+from pipeline.deploy import node as node_settings
 from pipeline.errors import CRASH, OK, RequestError, TemporaryError
 
 if TYPE_CHECKING:
@@ -37,16 +38,17 @@ _API_TIMEOUT_S = 60
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a node once a step is reported."""
+    """A fault to inject into a node when the journal reaches a step."""
 
     node: int
     step: int
     seconds: float | None = None
-    """How long the node is without a network; None: it is killed."""
+    """How long the node loses its network; None: it is killed."""
 
     def __str__(self) -> str:
-        what = "SIGKILL to" if self.seconds is None else f"network cut for {self.seconds:g} s from"
-        return f"{what} node {self.node}"
+        if self.seconds is None:
+            return f"kill node {self.node}"
+        return f"disconnect node {self.node} for {self.seconds:g} s"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,124 +58,135 @@ class Request:
     num_nodes: int
     nproc: int = 1
     gpus: int = 0
-    """GPUs a node; none: the nodes train on the CPU."""
+    """GPUs of a node; 0: the nodes train on the CPU."""
     image: str = "ddp-pipeline"
     data: Path | None = None
-    """Folder of this machine that the nodes see, read-only, as /data."""
+    """Folder of this machine that is mounted read-only as /data in the nodes."""
     runs: str | None = None
-    """Docker volume that is /runs in the nodes, and stays; None: one that is removed at the end."""
+    """Docker volume for /runs in the nodes, which is kept; None: one that is removed at the end."""
     faults: tuple[Fault, ...] = ()
     env: tuple[str, ...] = ()
-    """NAME=VALUE of the nodes besides."""
+    """Additional variables of the nodes, as NAME=VALUE."""
 
 
 def rehearse(request: Request) -> str | int:
-    """The training's last line, or the exit code 1 if too many nodes failed. Raises the preflight's Verdict."""
+    """Run a rehearsal; return the done line, or exit code 1 if a node failed for good.
+
+    Raises the error of a preflight that fails permanently.
+    """
     config = load(request.recipe, [f"run.dir=/runs/{Path(request.recipe).stem}", *request.overrides])
-    nodes.check_resume(config)
+    node_settings.check_resume_is_auto(config)
     for fault in request.faults:
         if fault.node >= request.num_nodes:
             raise RequestError(
-                f"node {fault.node} is not there: with --nodes {request.num_nodes} they are 0 to {request.num_nodes - 1}"
+                f"node {fault.node} does not exist: with --nodes {request.num_nodes} the nodes are 0 to"
+                f" {request.num_nodes - 1}"
             )
-    with _docker() as client, _signals_interrupt(), _cluster(client, request, config) as cluster:
+    with _connect_to_docker() as client, _interrupt_on_signals(), _open_cluster(client, request, config) as cluster:
         return cluster.run(list(request.faults))
 
 
 class Cluster:
-    """The nodes of one rehearsal: started, watched, hurt, replaced."""
+    """The nodes of one rehearsal, each in a container with a thread that runs it."""
 
     def __init__(self, client: "DockerClient", request: Request, config: Config, name: str, image: Any) -> None:
         self._client, self._request, self._config, self._name, self._image = client, request, config, name, image
         self._nodes: dict[int, Container] = {}
         self._addresses: dict[int, str] = {}
-        self._ended: queue.Queue[tuple[int, int | Exception]] = queue.Queue()
-        self._cut_off: dict[int, float] = {}  # node -> when its network comes back
-        self._answer = ""
+        self._exits: queue.Queue[tuple[int, int | Exception]] = queue.Queue()
+        """(node, its exit code, or the error that ended its thread)."""
+        self._reconnect_times: dict[int, float] = {}
+        """Disconnected node -> the monotonic time at which it gets its network again."""
+        self._done_line = ""
         self._network: Any = None
-        self._making = threading.Lock()
+        self._create_lock = threading.Lock()
         self._closed = False
 
     def run(self, faults: list[Fault]) -> str | int:
-        """Start all nodes and see them through. Raises the Verdict of a preflight that no retry mends."""
-        self._make_network()
+        """Run all nodes with the faults, replacing those that fail; return as `rehearse` does."""
+        self._create_network()
         for node in range(self._request.num_nodes):
-            self._start(node)
+            self._start_node(node)
         faults = sorted(faults, key=lambda fault: fault.step)
         codes: dict[int, int] = {}
-        replaced, at_most = 0, nodes.replacements(self._request.num_nodes)
+        replaced, limit = 0, node_settings.max_replacements(self._request.num_nodes)
         while len(codes) < self._request.num_nodes:
-            self._heal()
-            while faults and faults[0].step <= self._step():
-                self._inflict(faults.pop(0))
+            self._reconnect_nodes()
+            while faults and faults[0].step <= self._last_reported_step():
+                self._inject(faults.pop(0))
             try:
-                node, end = self._ended.get(timeout=_POLL_S)
+                node, end = self._exits.get(timeout=_POLL_S)
             except queue.Empty:
                 continue
-            if isinstance(end, Exception) and getattr(end, "code", None) != TemporaryError.code:
+            if isinstance(end, Exception) and not isinstance(end, TemporaryError):
                 raise end
             code = end if isinstance(end, int) else TemporaryError.code
-            if code == OK or OK in codes.values():  # where one node is through, the training is
+            if code == OK or OK in codes.values():  # once one node has succeeded, the training is complete
                 codes[node] = code
-            elif replaced == at_most:
-                _log(f"node {node} ended with {code}, and {at_most} nodes were replaced already: given up")
+            elif replaced == limit:
+                _log(f"node {node} exited with {code}, and {limit} nodes were replaced already: giving up")
                 return CRASH
             else:
                 replaced += 1
-                _log(f"node {node} ended with {code}; it is replaced ({replaced} of at most {at_most})")
+                _log(f"node {node} exited with {code} and is replaced ({replaced} of at most {limit})")
                 time.sleep(_BACK_OFF_S)
-                self._start(node)
-        _log(", ".join(f"node {node} ended with {code}" for node, code in sorted(codes.items())))
+                self._start_node(node)
+        _log(", ".join(f"node {node} exited with {code}" for node, code in sorted(codes.items())))
         for fault in faults:
-            _log(f"the training ended before step {fault.step} was reported: no {fault}")
-        return self._answer if all(code == OK for code in codes.values()) else CRASH
+            _log(f"the training ended before step {fault.step}: did not {fault}")
+        return self._done_line if all(code == OK for code in codes.values()) else CRASH
 
     def close(self) -> None:
-        """From now on no container is made."""
-        with self._making:
+        """Prevent the node threads from creating more containers."""
+        with self._create_lock:
             self._closed = True
 
-    def _words(self) -> list[str]:
+    def _arguments(self) -> list[str]:
+        """Return the arguments of `pipeline train` and `pipeline doctor` in a node."""
         recipe = self._request.recipe
-        inside = f"/recipe/{Path(recipe).name}" if _is_file(recipe) else recipe
-        return [inside, *self._request.overrides, f"run.dir={self._config.run_dir}"]
+        recipe_in_node = f"/recipe/{Path(recipe).name}" if _is_file(recipe) else recipe
+        return [recipe_in_node, *self._request.overrides, f"run.dir={self._config.run_dir}"]
 
-    def _make_network(self) -> None:
-        """A network whose addresses may be chosen, so that a node keeps its own when its cable is plugged in again."""
+    def _create_network(self) -> None:
+        """Create a network with an explicit subnet.
+
+        Docker lets a container ask for an address only in such a network, and a node must get its
+        own address again when it is reconnected. A temporary network finds a subnet that is free.
+        """
         from docker.types import IPAMConfig, IPAMPool
 
         settings: dict[str, Any] = {"labels": {LABEL: self._name}, "driver": "bridge"}
-        free = self._client.networks.create(self._name, **settings)  # Docker finds a range that nobody uses
-        free.reload()
-        subnet = free.attrs["IPAM"]["Config"][0]["Subnet"]
-        free.remove()
+        temporary = self._client.networks.create(self._name, **settings)
+        temporary.reload()
+        subnet = temporary.attrs["IPAM"]["Config"][0]["Subnet"]
+        temporary.remove()
         self._network = self._client.networks.create(
             self._name, ipam=IPAMConfig(pool_configs=[IPAMPool(subnet=subnet)]), **settings
         )
 
-    def _start(self, node: int) -> None:
-        threading.Thread(target=self._live, args=(node,), daemon=True).start()
+    def _start_node(self, node: int) -> None:
+        threading.Thread(target=self._run_node, args=(node,), daemon=True).start()
 
-    def _live(self, node: int) -> None:
-        """A node from its preflight to its end, as a pod lives; how it ended goes to the queue."""
+    def _run_node(self, node: int) -> None:
+        """Run a node from its preflight to its end, like a pod, and put its exit into the queue."""
         try:
             self._preflight(node)
             if node in self._nodes:
                 self._nodes[node].remove(force=True)
-            container = self._create(f"{self._name}-{node}", node, list(nodes.COMMAND))
-            stream = container.attach(stream=True, demux=True, logs=True)  # before the start: nothing it says is missed
+            container = self._create_container(f"{self._name}-{node}", node, list(node_settings.COMMAND))
+            stream = container.attach(stream=True, demux=True, logs=True)  # before the start, to miss no output
             container.start()
             container.reload()
             self._addresses[node] = container.attrs["NetworkSettings"]["Networks"][self._name]["IPAddress"]
             self._nodes[node] = container
-            self._follow(node, stream)
-            self._ended.put((node, container.wait()["StatusCode"]))
-        except Exception as error:  # also when the containers are removed at the end: nobody listens then
-            self._ended.put((node, error))
+            self._forward_output(node, stream)
+            self._exits.put((node, container.wait()["StatusCode"]))
+        except Exception as error:  # also when the containers are removed at the end; nothing reads the queue then
+            self._exits.put((node, error))
 
     def _preflight(self, node: int) -> None:
-        """What a pod does in its init container; raises what it says."""
-        container = self._create(f"{self._name}-{node}-preflight", node, ["pipeline", "doctor"])
+        """Run `pipeline doctor` as a pod's init container does. Raises RunError if it fails."""
+        container = self._create_container(f"{self._name}-{node}-preflight", node, ["pipeline", "doctor"])
         container.start()
         code = container.wait()["StatusCode"]
         lines = container.logs(stdout=False).decode(errors="replace").splitlines()
@@ -182,11 +195,11 @@ class Cluster:
             for line in lines[:-1]:
                 _log(line, f"node {node} preflight | ")
             raise errors.from_exit_code(code)(
-                lines[-1].removeprefix("pipeline: ") if lines else f"the preflight exited with {code}"
+                lines[-1].removeprefix("pipeline: ") if lines else f"the preflight of node {node} exited with {code}"
             )
 
-    def _create(self, name: str, node: int, command: list[str]) -> "Container":
-        """A container of a node, as locked up as a pod under Pod Security `restricted`."""
+    def _create_container(self, name: str, node: int, command: list[str]) -> "Container":
+        """Create a container of a node, as restricted as a pod under Pod Security `restricted`."""
         from docker.types import DeviceRequest
 
         request = self._request
@@ -197,8 +210,8 @@ class Cluster:
             path = Path(request.recipe).resolve()
             volumes[str(path)] = {"bind": f"/recipe/{path.name}", "mode": "ro"}
         gpus = [str(node * request.gpus + i) for i in range(request.gpus)]
-        host, _, domain = nodes.host(node).partition(".")
-        with self._making:
+        host, _, domain = node_settings.host_name(node).partition(".")
+        with self._create_lock:
             if self._closed:
                 raise InterruptedError("the rehearsal is over")
             return self._client.containers.create(
@@ -206,17 +219,19 @@ class Cluster:
                 name=name,
                 labels={LABEL: self._name},
                 entrypoint=command,
-                command=self._words(),
+                command=self._arguments(),
                 environment=self._environment(),
                 hostname=host,
                 domainname=domain,
                 network=self._name,
-                networking_config={self._name: self._client.api.create_endpoint_config(aliases=[nodes.host(node)])},
+                networking_config={
+                    self._name: self._client.api.create_endpoint_config(aliases=[node_settings.host_name(node)])
+                },
                 device_requests=[DeviceRequest(device_ids=gpus, capabilities=[["gpu"]])] if gpus else None,
                 volumes=volumes,
                 read_only=True,
                 tmpfs={"/tmp": "size=8g"},
-                mem_limit=f"{nodes.memory_gib(request.gpus, request.nproc)}g",
+                mem_limit=f"{node_settings.memory_gib(request.gpus, request.nproc)}g",
                 pids_limit=32768,
                 cap_drop=["ALL"],
                 security_opt=["no-new-privileges:true"],
@@ -226,65 +241,68 @@ class Cluster:
 
     def _environment(self) -> dict[str, str]:
         digests = self._image.attrs.get("RepoDigests") or []
-        given = dict(pair.split("=", 1) for pair in self._request.env)
         return {
-            **nodes.environment(self._request.num_nodes, self._request.nproc),
+            **node_settings.environment(self._request.num_nodes, self._request.nproc),
             "PIPELINE_IMAGE": digests[0] if digests else self._request.image,
             "PIPELINE_IMAGE_ID": self._image.id,
-            **given,
+            **dict(variable.split("=", 1) for variable in self._request.env),
         }
 
-    def _follow(self, node: int, stream: Iterator[tuple[bytes | None, bytes | None]]) -> None:
-        """Say what a node says, line by line and under its name, until it ends."""
-        rest = [b"", b""]
+    def _forward_output(self, node: int, stream: Iterator[tuple[bytes | None, bytes | None]]) -> None:
+        """Log a node's output line by line until it ends, and keep its done line.
+
+        stream: chunks of (standard output, standard error).
+        """
+        incomplete = [b"", b""]
         for chunks in stream:
             for i, chunk in enumerate(chunks):
-                *lines, rest[i] = (rest[i] + (chunk or b"")).split(b"\n")
+                *lines, incomplete[i] = (incomplete[i] + (chunk or b"")).split(b"\n")
                 for line in lines:
                     text = line.decode(errors="replace").rstrip("\r")
                     if i == 0 and text.startswith("done "):
-                        self._answer = text
+                        self._done_line = text
                     _log(text, f"node {node} | ")
 
-    def _step(self) -> int:
-        """The last step that the journal reports; 0 while nobody can say."""
+    def _last_reported_step(self) -> int:
+        """Return the step of the journal's last row, or 0 if no node can read it now."""
         for node, container in list(self._nodes.items()):
-            if node in self._cut_off:
+            if node in self._reconnect_times:
                 continue
-            with contextlib.suppress(Exception):  # it may be gone this instant
+            with contextlib.suppress(Exception):  # the node may end at any moment
                 _, text = container.exec_run(["tail", "-n", "1", f"{self._config.run_dir}/journal.jsonl"])
                 return int(json.loads(text)["step"])
         return 0
 
-    def _inflict(self, fault: Fault) -> None:
+    def _inject(self, fault: Fault) -> None:
         from docker.errors import APIError
 
-        _log(f"step {fault.step} is reported: {fault}")
+        _log(f"step {fault.step}: {fault}")
         container = self._nodes[fault.node]
         try:
             if fault.seconds is None:
                 container.kill()
             else:
                 self._network.disconnect(container)
-                self._cut_off[fault.node] = time.monotonic() + fault.seconds
+                self._reconnect_times[fault.node] = time.monotonic() + fault.seconds
         except APIError as error:
-            _log(f"node {fault.node} is not there to be hurt just now: {error.explanation}")
+            _log(f"cannot {fault}: {error.explanation}")
 
-    def _heal(self) -> None:
+    def _reconnect_nodes(self) -> None:
+        """Reconnect the nodes that have been disconnected for long enough."""
         from docker.errors import APIError
 
-        for node, end in list(self._cut_off.items()):
-            if time.monotonic() >= end:
-                del self._cut_off[node]
-                again = {"aliases": [nodes.host(node)], "ipv4_address": self._addresses[node]}
-                with contextlib.suppress(APIError):  # it has ended meanwhile
-                    self._network.connect(self._nodes[node], **again)
-                    _log(f"node {node} has its network back")
+        for node, reconnect_time in list(self._reconnect_times.items()):
+            if time.monotonic() >= reconnect_time:
+                del self._reconnect_times[node]
+                settings = {"aliases": [node_settings.host_name(node)], "ipv4_address": self._addresses[node]}
+                with contextlib.suppress(APIError):  # the node may have ended
+                    self._network.connect(self._nodes[node], **settings)
+                    _log(f"node {node} is connected again")
 
 
 @contextlib.contextmanager
-def _cluster(client: "DockerClient", request: Request, config: Config) -> Iterator[Cluster]:
-    """A cluster's volume and name; whatever bears the name is removed at the end."""
+def _open_cluster(client: "DockerClient", request: Request, config: Config) -> Iterator[Cluster]:
+    """Create a cluster and its volume; at the end remove everything with the cluster's label."""
     from docker.errors import APIError, ImageNotFound
 
     try:
@@ -299,65 +317,65 @@ def _cluster(client: "DockerClient", request: Request, config: Config) -> Iterat
     try:
         if request.runs is None:
             client.volumes.create(name, labels={LABEL: name})
-        _log(f"{name}: {request.num_nodes} nodes of {request.image} ({image.short_id})")
+        _log(f"{name}: {request.num_nodes} nodes with image {request.image} ({image.short_id})")
         yield cluster
     except APIError as error:
-        raise RequestError(f"Docker refuses: {error.explanation}") from None
+        raise RequestError(f"Docker refused a request: {error.explanation}") from None
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave the half of it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the removal
         cluster.close()
         _remove_all(client, name)
 
 
 def _remove_all(client: "DockerClient", name: str) -> None:
-    """Remove the containers, networks and volumes of a rehearsal. Raises APIError if Docker cannot within a minute."""
+    """Remove all of a rehearsal. Raises APIError if a container stays for a minute."""
     from docker.errors import APIError
 
-    mine = {"label": f"{LABEL}={name}"}
+    labelled = {"label": f"{LABEL}={name}"}
     deadline = time.monotonic() + _API_TIMEOUT_S
-    while containers := client.containers.list(all=True, filters=mine, ignore_removed=True):
+    while containers := client.containers.list(all=True, filters=labelled, ignore_removed=True):
         for container in containers:
             try:
                 container.remove(force=True)
-            except APIError:  # a preflight may be removing its own container: look again until it is gone
+            except APIError:  # a preflight may be removing its own container: try again until it is gone
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(_POLL_S)
-    for network in client.networks.list(filters=mine):
+    for network in client.networks.list(filters=labelled):
         network.remove()
-    for volume in client.volumes.list(filters=mine):
+    for volume in client.volumes.list(filters=labelled):
         volume.remove(force=True)
 
 
 @contextlib.contextmanager
-def _docker() -> Iterator["DockerClient"]:
-    """The engine that DOCKER_HOST names, else this machine's. RequestError if none answers."""
+def _connect_to_docker() -> Iterator["DockerClient"]:
+    """Connect to the engine of DOCKER_HOST or of this machine. Raises RequestError if none."""
     try:
         import docker
     except ImportError:
-        raise RequestError("a rehearsal wants the Python package 'docker': pip install docker") from None
+        raise RequestError("a rehearsal needs the Python package 'docker': pip install docker") from None
     try:
         client = docker.from_env(timeout=_API_TIMEOUT_S)
         client.ping()
     except docker.errors.DockerException as error:
         raise RequestError(
-            f"no Docker engine answers ({_reason(error)}): start it, or say with DOCKER_HOST where it is"
+            f"no Docker engine answers ({_reason(error)}): start it, or set DOCKER_HOST to its address"
         ) from None
     with contextlib.closing(client):
         yield client
 
 
 def _reason(error: BaseException) -> str:
-    """The innermost cause that speaks plainly: `Permission denied`, `No such file or directory`."""
-    for word in ("Permission denied", "No such file or directory", "Connection refused"):
-        if word in str(error):
-            return word
+    """Return the cause in a long message of the Docker client, or the whole message."""
+    for cause in ("Permission denied", "No such file or directory", "Connection refused"):
+        if cause in str(error):
+            return cause
     return str(error)
 
 
 @contextlib.contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """SIGTERM ends a rehearsal as Ctrl-C does, and Ctrl-C also where a shell has told its background jobs to ignore it."""
+def _interrupt_on_signals() -> Iterator[None]:
+    """Make SIGTERM and SIGINT raise KeyboardInterrupt; shells ignore SIGINT in background jobs."""
 
     def interrupt(number: int, frame: object) -> NoReturn:
         raise KeyboardInterrupt
@@ -371,9 +389,9 @@ def _is_file(recipe: str) -> bool:
     return Path(recipe).suffix in (".yaml", ".yml")
 
 
-_speaking = threading.Lock()
+_log_lock = threading.Lock()
 
 
-def _log(text: str, who: str = "rehearsal | ") -> None:
-    with _speaking:
-        print(f"{who}{text}", file=sys.stderr, flush=True)
+def _log(text: str, prefix: str = "rehearsal | ") -> None:
+    with _log_lock:
+        print(f"{prefix}{text}", file=sys.stderr, flush=True)

@@ -1,1 +1,1 @@
-"""What a person does with a run: launch it, judge it, measure it."""
+"""The commands of a run and its data: launch, predict, export, verify, report, pack and data."""

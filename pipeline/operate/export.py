@@ -1,8 +1,9 @@
-"""The trained model in another format, compared with the model itself on real images before anybody gets the file.
+"""`pipeline export`: write the trained model in another format and compare it with the original.
 
-Promise: a file that is left behind gave, loaded anew, the model's own answers on validation images, one at a time and all
-together. `torch.export` and `onnx` hold the model as `Served` has it, from pixels of 0 to 255 to probabilities, for any
-number of images; `safetensors` holds the weights alone, by their names, and says in its metadata what they are of.
+Promise: a file that is written was loaded again, and gave the model's own probabilities on
+validation images, one by one and in one batch. `torch.export` and `onnx` hold the model as
+`Served`, from pixels of 0 to 255 to probabilities, for any number of images. `safetensors` holds
+only the weights, by name; its metadata describes their model.
 """
 
 import importlib.util
@@ -19,20 +20,25 @@ if TYPE_CHECKING:
 
     from pipeline.config.schema import Config
 
-SUFFIXES = {"torch.export": "pt2", "onnx": "onnx", "safetensors": "safetensors"}
-_WANTED = {"torch.export": (), "onnx": ("onnx", "onnxruntime", "onnxscript"), "safetensors": ("safetensors",)}
+_SUFFIXES = {"torch.export": "pt2", "onnx": "onnx", "safetensors": "safetensors"}
+_LIBRARIES = {"torch.export": (), "onnx": ("onnx", "onnxruntime", "onnxscript"), "safetensors": ("safetensors",)}
 _IMAGES = 8
 _TOLERANCE = 1e-4
 
-Answer = Callable[["Tensor"], "Tensor"]
+Predictor = Callable[["Tensor"], "Tensor"]
+"""[B, 3, H, W] float32 of 0..255 -> [B, classes] probabilities."""
 
 
-def export(target: Path, form: str, out: Path | None, overrides: list[str]) -> str:
-    """`pipeline export`: what was written, and how near it is. RequestError for a library that is not there."""
-    missing = [name for name in _WANTED[form] if importlib.util.find_spec(name) is None]
+def export(target: Path, format_name: str, out: Path | None, overrides: list[str]) -> str:
+    """Run `pipeline export`; return the file's path and its largest difference from the model.
+
+    Raises RequestError if a library of the format is not installed.
+    """
+    missing = [name for name in _LIBRARIES[format_name] if importlib.util.find_spec(name) is None]
     if missing:
         raise RequestError(
-            f"--to {form} wants {' and '.join(missing)}, which the lock file has not: pip install {' '.join(missing)}"
+            f"--to {format_name} needs {' and '.join(missing)}, not part of the lock file: pip install"
+            f" {' '.join(missing)}"
         )
 
     from pipeline.config.load import from_yaml, refuse_another_model
@@ -45,39 +51,41 @@ def export(target: Path, form: str, out: Path | None, overrides: list[str]) -> s
     config = from_yaml(contents["config"], str(source), overrides)
     refuse_another_model(trained, config, str(source))
     model = checkpoint.eval_model(contents, config.model)
-    pixels, what = _pixels(config, contents, trained, overrides)
+    pixels, description = _comparison_images(config, contents, trained, overrides)
     served = Served(model).eval()
 
     folder = source.absolute().parent
     run = folder.parent if folder.name == "checkpoints" else folder
-    path = out or run / "export" / f"{source.name.split('.')[0]}.{SUFFIXES[form]}"
+    path = out or run / "export" / f"{source.name.split('.')[0]}.{_SUFFIXES[format_name]}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:
-            if form == "safetensors":
-                loaded = _safetensors(model, config, contents, temporary)
+            if format_name == "safetensors":
+                loaded = _write_safetensors(model, config, contents, temporary)
+            elif format_name == "onnx":
+                loaded = _write_onnx(served, pixels, temporary)
             else:
-                loaded = {"torch.export": _torch_export, "onnx": _onnx}[form](served, pixels, temporary)
+                loaded = _write_torch_export(served, pixels, temporary)
             difference = _largest_difference(served, loaded, pixels)
-            if not difference <= _TOLERANCE:
+            if not difference <= _TOLERANCE:  # also true for NaN
                 raise StorageError(
-                    f"{form} answers otherwise than the model, by up to {difference:.1e} of a probability: nothing was"
-                    " written"
+                    f"probabilities of the {format_name} model differ from the original's by up to {difference:.1e}:"
+                    " nothing was written; try another format"
                 )
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}") from None
     return (
-        f"{path}: the model of step {contents['step']}; on {what}, at once and one by one, no"
-        f" probability differs by more than {difference:.1e}"
+        f"{path}: the model of step {contents['step']}; on {description}, in one batch and one by one, no probability"
+        f" differs by more than {difference:.1e}"
     )
 
 
-def _pixels(
+def _comparison_images(
     config: "Config", contents: dict[str, Any], trained: "Config", overrides: list[str]
 ) -> tuple["Tensor", str]:
-    """Return the first validation images, [8, 3, size, size] float32 of 0 to 255, and a text that says what they are.
+    """Return validation images, [8, 3, size, size] float32 of 0..255, and their description.
 
-    Noise takes their place if the data of the training is not here and the command names no other.
+    Noise replaces them if the training data is not here and the overrides name no other data.
     """
     import torch
 
@@ -88,11 +96,11 @@ def _pixels(
     try:
         images = open_validation(config, contents, trained, overrides)[0].val
     except RequestError:
-        if any(word.startswith("data.") for word in overrides):
+        if any(override.startswith("data.") for override in overrides):
             raise
         size, _ = evaluation_geometry(config.evaluate, config.augment)
         noise = torch.randint(256, (_IMAGES, 3, size, size), generator=torch.Generator().manual_seed(0))
-        return noise.float(), f"{_IMAGES} pictures of noise (no validation images here; data.root=FOLDER names some)"
+        return noise.float(), f"{_IMAGES} images of noise (validation images not found; give data.root=FOLDER)"
     evaluate = config.evaluate.model_copy(update={"batch": _IMAGES})
     batch = EvalBatches(images, config.model_copy(update={"evaluate": evaluate}))[0]
     if batch.outage:
@@ -100,27 +108,28 @@ def _pixels(
     return batch.images.contiguous().float(), f"{len(batch.images)} validation images"
 
 
-def _largest_difference(served: "nn.Module", loaded: Answer, pixels: "Tensor") -> float:
+def _largest_difference(served: "nn.Module", loaded: Predictor, pixels: "Tensor") -> float:
     import torch
 
     with torch.inference_mode():
         expected = served(pixels)
-        together, alone = loaded(pixels), torch.cat([loaded(pixels[i : i + 1]) for i in range(len(pixels))])
-        return float(torch.maximum((together - expected).abs(), (alone - expected).abs()).max())
+        batched = loaded(pixels)
+        single = torch.cat([loaded(pixels[i : i + 1]) for i in range(len(pixels))])
+        return float(torch.maximum((batched - expected).abs(), (single - expected).abs()).max())
 
 
-def _torch_export(served: "nn.Module", pixels: "Tensor", path: Path) -> Answer:
+def _write_torch_export(served: "nn.Module", pixels: "Tensor", path: Path) -> Predictor:
     import torch
 
     program = torch.export.export(served, (pixels[:2],), dynamic_shapes=({0: torch.export.Dim("images")},))
-    with open(path, "wb") as file:  # by its name torch wants the suffix .pt2
+    with open(path, "wb") as file:  # given a path, torch.export requires the suffix .pt2
         torch.export.save(program, file)
     with open(path, "rb") as file:
-        loaded: Answer = torch.export.load(file).module()
+        loaded: Predictor = torch.export.load(file).module()
     return loaded
 
 
-def _onnx(served: "nn.Module", pixels: "Tensor", path: Path) -> Answer:
+def _write_onnx(served: "nn.Module", pixels: "Tensor", path: Path) -> Predictor:
     import onnxruntime
     import torch
 
@@ -134,7 +143,7 @@ def _onnx(served: "nn.Module", pixels: "Tensor", path: Path) -> Answer:
     return lambda images: torch.from_numpy(session.run(None, {"pixels": images.numpy()})[0])
 
 
-def _safetensors(model: "nn.Module", config: "Config", contents: dict[str, Any], path: Path) -> Answer:
+def _write_safetensors(model: "nn.Module", config: "Config", contents: dict[str, Any], path: Path) -> Predictor:
     from safetensors.torch import load_file, save_file
 
     from pipeline.model.architectures import Served, build
@@ -145,7 +154,7 @@ def _safetensors(model: "nn.Module", config: "Config", contents: dict[str, Any],
         "step": str(contents["step"]),
         "pixels": "RGB of 0 to 255, minus the mean and divided by the deviation of ImageNet",
     }
-    save_file({name: one.contiguous() for name, one in model.state_dict().items()}, path, metadata)
-    again = build(config.model, len(contents["classes"]))
-    again.load_state_dict(load_file(path))
-    return Served(again).eval()
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path, metadata)
+    loaded = build(config.model, len(contents["classes"]))
+    loaded.load_state_dict(load_file(path))
+    return Served(loaded).eval()

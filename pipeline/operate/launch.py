@@ -1,7 +1,8 @@
-"""From a request to running processes: what can be wrong is found first, then as many processes as asked for are started.
+"""Start training or evaluation: check the request, then run in this process or start several.
 
-Promise: an error in the request costs seconds, one line and exit code 2, and is found before torch is imported, a process
-group formed or a GPU taken. Starting leans on torch's own elastic agent, with no restarts; nothing here polls a child.
+Promise: an error in the request costs seconds, one line and exit code 2. It is found before torch
+is imported, a process group is formed or a GPU is taken. `--nproc` uses torch's own elastic agent,
+with no restarts.
 """
 
 import gc
@@ -11,7 +12,6 @@ import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +23,8 @@ from pipeline.data import sources
 from pipeline.data.sources import Source
 from pipeline.errors import RequestError, TemporaryError
 from pipeline.guards.signals import StopRequest
-from pipeline.plan import Plan
-from pipeline.preflight import request as checks
+from pipeline.plan import Plan, make_plan
+from pipeline.preflight import request
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
 from pipeline.record.terminal import make_terminal
@@ -36,54 +36,60 @@ if TYPE_CHECKING:
     from pipeline.train.session import Prepared
 
 
-@dataclass
-class Cleared:
-    """A request that has passed its preflight."""
-
-    source: Source
-    plan: Plan
-    folder: RunFolder
-
-
 def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopRequest) -> str | int:
-    """`pipeline train`: the line that says the result, or the exit code of the processes that were started."""
+    """Run `pipeline train`; return the done line, or the exit code of the processes started."""
     config = load(recipe, overrides)
-    here = _place(nproc)
-    if nproc and nproc > 1:
-        folder = preflight(config, here.resized(nproc)).folder
-        folder.hold()  # whoever else holds it is named at once
-        folder.release()  # rank 0 holds it from now on
-        return start_processes(nproc, ["train", recipe, *overrides])
-    cleared = None
+    here = _read_world(nproc)
     folder = RunFolder(config.run_dir)
+    if nproc and nproc > 1:
+        check_request(config, here.resized(nproc), folder)
+        folder.hold()  # if another process holds the folder, fail now and name it
+        folder.release()  # rank 0 takes the lock
+        return start_processes(nproc, ["train", recipe, *overrides])
+    prepare = None
     if here.is_main:
         config = _restarted(config)
-        cleared = preflight(config, here)
-        folder = cleared.folder
+        source, plan = check_request(config, here, folder)
         folder.hold()
         if config.run.resume == "never":
             aside = folder.set_aside()
-            print(f"what was in {folder.path} is now in {aside}" if aside else "a fresh start", file=sys.stderr)
-        make_terminal(is_main=True).show(f"{config.recipe} in {folder.path}\n{cleared.plan.table()}")
+            print(f"moved the contents of {folder.path} to {aside}" if aside else "a fresh start", file=sys.stderr)
+        make_terminal(is_main=True).show(f"{config.recipe} in {folder.path}\n{plan.table()}")
+        prepare = partial(_prepare, config, folder, source, plan)
     elif here.local_rank == 0 and config.data.source == "digits":
-        sources.open_source(config)  # each machine of several makes its own, unless they share a disk
+        sources.open_source(config)  # makes the digits on each machine, unless they share a disk
 
-    with _importing():
+    with _freeze_imports():
         from pipeline.train.session import run_training
 
-    return run_training(config, here, folder, partial(_prepare, config, cleared) if cleared else None, stop)
+    return run_training(config, here, folder, prepare, stop)
 
 
-def _prepare(config: Config, cleared: Cleared) -> "Prepared":
-    """Make the checks of a start that need torch; return what they find."""
+def check_request(config: Config, here: World, folder: RunFolder) -> tuple[Source, Plan]:
+    """Run every check of a request that needs no torch. Raises RunError if one fails."""
+    request.check_run_folder_is_writable(config, folder)
+    request.check_previous_start_did_not_fail(config, here, folder)
+    request.check_device_exists(config, here)
+    source = request.open_data(config, folder)
+    plan = make_plan(config, here, source.size)
+    request.check_config_is_compatible(config, folder)
+    return source, plan
+
+
+def _prepare(config: Config, folder: RunFolder, source: Source, plan: Plan) -> "Prepared":
+    """Run the checks that need torch; return what they loaded."""
     from pipeline.train.session import Prepared
 
-    found = checks.resumption(config, cleared.folder, cleared.source, make_terminal(is_main=True).log)
-    return Prepared(cleared.source, found, checks.model(config, cleared.plan, is_resumed=found is not None))
+    found = request.find_checkpoint(config, folder, source, make_terminal(is_main=True).log)
+    return Prepared(source, found, request.check_model_builds(config, plan, is_resumed=found is not None))
 
 
 def _restarted(config: Config) -> Config:
-    """Return what a restart by the launcher trains: run.resume is for its first start, once that has saved something."""
+    """Return the configuration, with run.resume changed if the launcher has restarted the run.
+
+    run.resume applies to the launcher's first start. A restart resumes from what the run has saved
+    since.
+    """
     if not supervision.restart_count():
         return config
     folder = RunFolder(config.run_dir)
@@ -98,24 +104,13 @@ def _restarted(config: Config) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"resume": resume})})
 
 
-def preflight(config: Config, here: World) -> Cleared:
-    """Everything that can be wrong with a request and needs no torch. Raises a Verdict."""
-    folder = checks.run_folder(config)
-    checks.previous_failure(config, here, folder)
-    checks.device(config, here)
-    source = checks.data(config, folder)
-    plan = checks.plan(config, here, source)
-    checks.changes(config, folder)
-    return Cleared(source, plan, folder)
-
-
 def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
-    """`pipeline evaluate`: the line that says the result, or the exit code of the processes that were started."""
-    here = _place(nproc)
+    """Run `pipeline evaluate`; return the done line, or the exit code of the processes started."""
+    here = _read_world(nproc)
     if nproc and nproc > 1:
         return start_processes(nproc, ["evaluate", target, *overrides])
 
-    with _importing():
+    with _freeze_imports():
         from pipeline.record import checkpoint
         from pipeline.train.session import run_evaluation
 
@@ -126,17 +121,19 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
     refuse_another_model(trained, config, str(path))
     source = None
     if here.is_main:
-        source, what = sources.open_validation(config, contents, trained, overrides)
-        print(f"evaluating {path} on {what}", file=sys.stderr, flush=True)
+        source, description = sources.open_validation(config, contents, trained, overrides)
+        print(f"evaluating {path} on {description}", file=sys.stderr, flush=True)
 
     return run_evaluation(config, here, contents, source)
 
 
 @contextmanager
-def _importing() -> Iterator[None]:
-    """What is imported here stays, so nobody looks for garbage in it: neither now, again and again (a tenth of a start's
-    time), nor in the midst of training, where one rank's second is everyone's, nor in a forked worker, which would then
-    need a copy of every page it looks at."""
+def _freeze_imports() -> Iterator[None]:
+    """Freeze the objects that the block imports, so that the garbage collector never scans them.
+
+    Scanning takes a tenth of a start's time. During training a collection on one rank delays all
+    ranks, and in a forked worker it copies every page that it touches.
+    """
     gc.disable()
     try:
         yield
@@ -145,20 +142,21 @@ def _importing() -> Iterator[None]:
         gc.enable()
 
 
-def _place(nproc: int | None) -> World:
+def _read_world(nproc: int | None) -> World:
+    """Return this process's place in the job. Raises RequestError for --nproc under a launcher."""
     if nproc is not None and world.is_launched():
-        raise RequestError(f"--nproc {nproc} inside a launcher's group: give --nproc, or start with torchrun, not both")
+        raise RequestError(f"--nproc {nproc} under a launcher: give --nproc, or start with torchrun, not both")
     return world.from_environment()
 
 
 def start_processes(nproc: int, arguments: list[str]) -> int:
-    """Start `nproc` processes of this command on this machine and wait for them: the exit code of the first to leave."""
-    with _importing():
+    """Start `nproc` processes on this machine; return the exit code of the first failure, or 0."""
+    with _freeze_imports():
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # one line says why a run ended; the agent's account of its children would bury it
+    # one line says why a run ended; the agent's own report would bury it
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1,
@@ -167,7 +165,7 @@ def start_processes(nproc: int, arguments: list[str]) -> int:
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        local_addr="localhost",  # a machine's own name need not resolve, in a container without a network say
+        local_addr="localhost",  # the host name may not resolve, for example in a container without a network
         max_restarts=0,
     )
     try:
@@ -180,16 +178,18 @@ def start_processes(nproc: int, arguments: list[str]) -> int:
 
 
 def _exit_code(failure: "ChildFailedError") -> int:
-    """The first failed process's own code, if it is one of ours; a crash otherwise."""
+    """Return the exit code of the first rank that failed if it is one of ours, otherwise CRASH."""
     rank, first = failure.get_first_failure()
     if first.exitcode in (*errors.PERMANENT, TemporaryError.code):
         return first.exitcode
-    account = first.error_file_data.get("message")  # what the rank itself has left, see supervision.report_to_agent
-    # while it waited for the others, see StopRequest; one with an account was already leaving when the agent stopped it
-    if first.exitcode in (-signal.SIGTERM, -signal.SIGINT) and not isinstance(account, dict):
+    details = first.error_file_data.get("message")  # a dict if the rank wrote it (supervision.report_to_agent)
+    reported = details["message"] if isinstance(details, dict) else None
+    # Stopped before its first step (see StopRequest). A rank that left a report had failed before
+    # the agent stopped it.
+    if first.exitcode in (-signal.SIGTERM, -signal.SIGINT) and reported is None:
         print("pipeline: asked to stop before a step was made: the same command starts again", file=sys.stderr)
         return TemporaryError.code
-    how = f"was killed by signal {-first.exitcode}" if first.exitcode < 0 else f"exited with code {first.exitcode}"
-    why = account["message"] if isinstance(account, dict) else f"rank {rank} {how}"
-    print(f"pipeline: {why}; the others were stopped, the same command goes on", file=sys.stderr)
+    end = f"was killed by signal {-first.exitcode}" if first.exitcode < 0 else f"exited with code {first.exitcode}"
+    reason = f"rank {rank} {end}" if reported is None else reported
+    print(f"pipeline: {reason}; the other ranks were stopped, the same command resumes the run", file=sys.stderr)
     return errors.CRASH

@@ -1,7 +1,10 @@
-"""`pipeline predict`: the five likeliest classes of images, by a checkpoint, a run's last one, or a model in MLflow.
+"""`pipeline predict`: print the five most probable classes of images.
 
-Promise: an image is seen as validation sees it (the same decoding, resize and crop, from the model's own configuration),
-so that the answers are those that `evaluate` counts; and an image that cannot be decoded is named and stops nobody.
+The model is that of a checkpoint, of a run's newest checkpoint, or of MLflow's model registry.
+
+Promise: images are decoded, resized and cropped as in validation, with the model's own
+configuration, so predictions are those that `evaluate` counts. An image that cannot be decoded is
+named and skipped.
 """
 
 import json
@@ -31,19 +34,17 @@ from pipeline.record import checkpoint
 from pipeline.record.contact_sheet import Tile, draw_sheet
 from pipeline.record.terminal import Terminal
 
-_TOP = 5
+_TOP_K = 5
 _SHEET_TILES = 64
-Top = list[tuple[str, float]]
-"""(class, probability), the likeliest first."""
-_HERE = ["run.device=auto", "data.workers=auto"]
-"""Of a model's configuration these are of the machine that trained it."""
+_MACHINE_OVERRIDES = ["run.device=auto", "data.workers=auto"]
+"""Keys of the model's configuration that describe the training machine, reset for this one."""
+TopClasses = list[tuple[str, float]]
+"""(class, probability), the most probable first."""
 
 
 @dataclass(frozen=True)
-class Labeller:
-    """A model with all that its answers want."""
-
-    served: nn.Module
+class Classifier:
+    model: nn.Module
     """[B, 3, H, W] float32 of 0..255 -> [B, classes] probabilities."""
     config: Config
     classes: list[str]
@@ -51,82 +52,87 @@ class Labeller:
 
 class Prediction(NamedTuple):
     image: str
-    top: Top
+    top: TopClasses
 
 
-def predict(target: str, places: list[str], *, as_json: bool, sheet: Path | None) -> str:
-    """A table, or JSON, of the predictions. StorageError if not one of the images can be decoded."""
-    images = FolderImages(Path(), _listed(places))
-    labeller = _labeller(target)
+def predict(target: str, paths: list[str], *, as_json: bool, sheet: Path | None) -> str:
+    """Run `pipeline predict`; return the predictions as a table, or as JSON.
+
+    Raises StorageError if no image can be decoded, NotFiniteError if all logits are NaN or
+    infinite.
+    """
+    images = FolderImages(Path(), _list_images(paths))
+    classifier = _load_classifier(target)
     terminal = Terminal()
-    found: list[Prediction] = []
+    predictions: list[Prediction] = []
     tiles: list[Tile] = []
     bad: dict[str, str] = {}
-    not_finite = 0
-    for batch, tops in _label(labeller, images):
+    has_bad_logits = False
+    for batch, tops in _classify(classifier, images):
         bad |= {images.name(sample): defect for sample, defect in batch.defects}
         for sample, label, pixels, top in zip(batch.ids.tolist(), batch.labels, batch.images, tops, strict=True):
             if label == NO_LABEL:
                 continue
             if not math.isfinite(top[0][1]):
                 bad[images.name(sample)] = "the model's logits for it are not finite"
-                not_finite += 1
-            else:
-                found.append(Prediction(images.name(sample), top))
-                if sheet and len(tiles) < _SHEET_TILES:
-                    tiles.append(Tile(pixels.numpy(), f"{top[0][0]} {top[0][1]:.2f}"))
-        terminal.progress(f"{len(found) + len(bad):,} of {len(images):,} images")
+                has_bad_logits = True
+                continue
+            predictions.append(Prediction(images.name(sample), top))
+            if sheet and len(tiles) < _SHEET_TILES:
+                tiles.append(Tile(pixels.numpy(), f"{top[0][0]} {top[0][1]:.2f}"))
+        terminal.progress(f"{len(predictions) + len(bad):,} of {len(images):,} images")
     for image, defect in bad.items():
         terminal.log(f"bad image {image}: {defect}")
-    if not_finite and not found:
-        raise NotFiniteError(f"{target} gives no image logits that are finite: use another checkpoint")
-    if not found:
-        raise StorageError(f"none of the {len(images):,} images can be decoded: give others")
+    if has_bad_logits and not predictions:
+        raise NotFiniteError(f"the logits of {target} are not finite for any image: use another checkpoint")
+    if not predictions:
+        image, defect = next(iter(bad.items()))
+        others = f" (and none of the other {len(bad) - 1:,} images can be decoded)" if len(bad) > 1 else ""
+        raise StorageError(f"{image}: {defect}{others}")
     if sheet:
         try:
             draw_sheet(sheet, tiles, target)
         except (OSError, ValueError) as error:
             raise RequestError(f"--sheet {sheet} cannot be written ({error}): give a file that ends in .png") from None
-    return _json(found, bad) if as_json else _table(found)
+    return _json(predictions, bad) if as_json else _table(predictions)
 
 
-def _label(labeller: Labeller, images: FolderImages) -> Iterator[tuple[Batch, list[Top]]]:
-    """Each batch with the answers for its images."""
-    config, here = labeller.config, world.from_environment()
+def _classify(classifier: Classifier, images: FolderImages) -> Iterator[tuple[Batch, list[TopClasses]]]:
+    """Yield each batch with the most probable classes of its images."""
+    config, here = classifier.config, world.from_environment()
     device = choose_device(config, here)
-    served = labeller.served.to(device)
+    model = classifier.model.to(device)
     data = EvalBatches(images, config)
     resources = share_resources(config, here)
-    resources = replace(resources, workers=min(resources.workers, len(data) - 1))  # one batch is sooner made right here
+    # a single batch needs no worker: making it in this process is faster
+    resources = replace(resources, workers=min(resources.workers, len(data) - 1))
     with torch.inference_mode():
         for batch in batches(data, range(len(data)), resources, pin=device.type == "cuda"):
             if batch.outage:
                 raise batch.outage
-            shares, labels = served(batch.images.to(device).float()).topk(min(_TOP, len(labeller.classes)))
-            yield (
-                batch,
-                [
-                    [(labeller.classes[label], share) for label, share in zip(*row, strict=True)]
-                    for row in zip(labels.tolist(), shares.tolist(), strict=True)
-                ],
-            )
+            probabilities, labels = model(batch.images.to(device).float()).topk(min(_TOP_K, len(classifier.classes)))
+            tops = [
+                [(classifier.classes[label], probability) for label, probability in zip(*row, strict=True)]
+                for row in zip(labels.tolist(), probabilities.tolist(), strict=True)
+            ]
+            yield batch, tops
 
 
-def _listed(places: list[str]) -> Split:
-    """Each file that is named, and each image in a folder that is named, as a split of one class."""
+def _list_images(paths: list[str]) -> Split:
+    """Return the given files, and the images in the given folders, as a split with one class."""
     names: set[str] = set()
-    for place in places:
-        if os.path.isdir(place):
+    for path in paths:
+        if os.path.isdir(path):
             names |= {
                 os.path.join(folder, name)
-                for folder, _, files in os.walk(place)
+                for folder, _, files in os.walk(path)
                 for name in files
                 if os.fsencode(name).lower().endswith(EXTENSIONS)
             }
         else:
-            names.add(place)
+            names.add(path)
     if not names:
-        raise RequestError(f"no image in {', '.join(places)}: name image files, or folders that hold some")
+        raise RequestError(f"no image in {', '.join(paths)}: give image files, or folders with images")
     return Split.of([(os.fsencode(name), _size(name), 0) for name in names])
 
 
@@ -137,34 +143,34 @@ def _size(name: str) -> int:
         return MISSING
 
 
-def _labeller(target: str) -> Labeller:
+def _load_classifier(target: str) -> Classifier:
     if target.startswith(REGISTRY):
         from pipeline.record.mlflow import fetch_model
 
         contents = fetch_model(target)
     else:
         contents = checkpoint.read_model(checkpoint.find(Path(target)))
-    config = from_yaml(contents["config"], target, _HERE)
+    config = from_yaml(contents["config"], target, _MACHINE_OVERRIDES)
     model = checkpoint.eval_model(contents, config.model)
-    return Labeller(Served(model).eval(), config, contents["classes"])
+    return Classifier(Served(model).eval(), config, contents["classes"])
 
 
-def _json(found: list[Prediction], bad: dict[str, str]) -> str:
+def _json(predictions: list[Prediction], bad: dict[str, str]) -> str:
     return json.dumps(
         {
             "predictions": [
-                {"image": one.image, "top": [{"class": name, "probability": share} for name, share in one.top]}
-                for one in found
+                {"image": image, "top": [{"class": name, "probability": probability} for name, probability in top]}
+                for image, top in predictions
             ],
             "bad": [{"image": image, "defect": defect} for image, defect in bad.items()],
         }
     )
 
 
-def _table(found: list[Prediction]) -> str:
-    image_width = max(len(one.image) for one in found)
-    class_width = max(len(name) for one in found for name, _ in one.top)
+def _table(predictions: list[Prediction]) -> str:
+    image_width = max(len(image) for image, _ in predictions)
+    class_width = max(len(name) for _, top in predictions for name, _ in top)
     return "\n".join(
-        f"{one.image:<{image_width}}" + "".join(f"  {name:>{class_width}} {share:.4f}" for name, share in one.top)
-        for one in found
+        f"{image:<{image_width}}" + "".join(f"  {name:>{class_width}} {probability:.4f}" for name, probability in top)
+        for image, top in predictions
     )

@@ -1,4 +1,4 @@
-"""`pipeline report`: draws a run's report/ from its folder, during the run, after it, or on another machine."""
+"""`pipeline report`: draw a run's report/ from its folder, during or after it, on any machine."""
 
 import sys
 from pathlib import Path
@@ -9,14 +9,14 @@ from pipeline.record.folder import RunFolder
 
 
 def report(path: Path) -> str:
-    """A line that names the pictures."""
+    """Draw the pictures of a run; return a line that names them."""
     folder = RunFolder(path)
     try:
         folder.journal.stat()
     except OSError as error:
         raise RequestError(f"{path} is not a run's folder: {folder.journal.name}: {error.strerror}") from None
     try:
-        drawn = draw_report(folder, lambda line: print(line, file=sys.stderr))
+        pictures = draw_report(folder, lambda line: print(line, file=sys.stderr))
     except OSError as error:
         raise StorageError(f"{folder.report} cannot be written: {error.strerror}") from None
-    return f"{folder.report}: {', '.join(picture.name for picture in drawn) or 'nothing to draw yet'}"
+    return f"{folder.report}: {', '.join(picture.name for picture in pictures) or 'nothing to draw yet'}"

@@ -1,15 +1,17 @@
-"""Repeats a run from its receipt and compares: the same bits, or the first step and the first tensor that are not.
+"""`pipeline verify`: repeat a run from its receipt and compare the results bit by bit.
 
-Promise: "identical" means that a run made anew, from the first weights on, had the same weights at every step that both
-have a digest or a checkpoint of. The repetition has the receipt's configuration, processes, threads and kind of device; it
-is an ordinary `pipeline train` in a folder of its own among the system's temporary ones, and nothing is written to RUN_DIR.
-It always starts from the beginning: from a checkpoint, what led to that checkpoint would be believed and not shown. With
---steps it ends at the last step up to there that can be compared.
+Promise: "identical" means that the repetition, from the initial weights on, had the same weights at
+every step for which both runs have a digest or a checkpoint. It uses the receipt's configuration,
+number of processes and threads, and kind of device. It is an ordinary `pipeline train` in a
+temporary folder; nothing is written to RUN_DIR. It always starts from the beginning: from a
+checkpoint, the steps before it would be trusted and not verified. With --steps it ends at the last
+step up to there that can be compared.
 
-What surely could not repeat is refused (exit 2): bits that were not promised, pieces made with other numbers of
-processes, data that changed, a GPU that is not here. What may or may not change bits (versions, the device's model) is
-tried, and named if they differ. Different bits are exit 1, as `cmp` has it; a repetition that does not come through ends
-with its own code, or 75.
+A run that certainly cannot repeat is refused (exit 2): not deterministic, parts trained by
+different numbers of processes, changed data, no GPU here. Differences that may or may not change
+bits (versions, the device's model) do not stop the repetition, and are named if the results differ.
+Different bits are exit 1, as with `cmp`. A repetition that fails ends with its own exit code, or
+with 75.
 """
 
 import json
@@ -36,44 +38,46 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _COMPARED = ("weights", "top1", "top5", "loss", "images")
-# facts of a start that say who and where, not with what
-_NOT_A_REASON = ("step", "recipe", "world", "epochs")
+_NOT_A_CAUSE = ("step", "recipe", "world", "epochs")
+"""Fields of a start that do not describe its software, threads or device."""
 
 
 def verify(run_dir: Path, steps: int | None) -> str | int:
-    """`pipeline verify`: the line that says "identical", or the exit code after one that says what differs."""
+    """Run `pipeline verify`; return "identical: …", or exit code 1 after printing "differs: …"."""
     if world.is_launched():
         raise RequestError("verify starts the run's processes by itself: call it without torchrun")
     folder = RunFolder(run_dir)
-    receipt = _read(folder)
+    receipt = _read_receipt(folder)
     if folder.is_held():
-        raise TemporaryError(f"the run in {run_dir} is under way: wait for its end, or stop it")
+        raise TemporaryError(f"the run in {run_dir} is still training: wait for its end, or stop it")
     with tempfile.TemporaryDirectory(prefix="pipeline-verify-", ignore_cleanup_errors=True) as scratch:
-        again = RunFolder(Path(scratch) / "run")
-        config = _request(receipt, run_dir, again)
+        repeated = RunFolder(Path(scratch) / "run")
+        config = _repetition_config(receipt, run_dir, repeated)
         _refuse_what_cannot_repeat(receipt, config, run_dir)
-        last = _last_step(receipt, folder, steps)
+        last = _last_comparable_step(receipt, folder, steps)
         config = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": last})})
-        print(f"repeating {run_dir} up to step {last:,} in {again.path}", file=sys.stderr, flush=True)
+        print(f"repeating {run_dir} up to step {last:,} in {repeated.path}", file=sys.stderr, flush=True)
         _repeat(config, receipt["starts"][-1]["world"], Path(scratch) / "recipe.yaml")
-        return _compare(receipt, _read(again), folder, again)
+        return _compare(receipt, _read_receipt(repeated), folder, repeated)
 
 
-def _read(folder: RunFolder) -> dict[str, Any]:
+def _read_receipt(folder: RunFolder) -> dict[str, Any]:
     try:
         receipt = json.loads(folder.receipt.read_text())
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
+        reason = error.strerror if isinstance(error, OSError) else error
         raise RequestError(
-            f"{folder.path} has no receipt that can be read ({why}): give a run's folder; 'pipeline train' with the run's"
-            " own words writes its receipt"
+            f"{folder.path} has no readable receipt ({reason}): give a run's folder; the run's own 'pipeline train'"
+            " command writes its receipt"
         ) from None
-    if not isinstance(receipt, dict) or receipt.get("format") != FORMAT or not _is_whole(receipt):
-        raise RequestError(f"{folder.receipt} is not a receipt of format {FORMAT}, which this version reads")
+    if not isinstance(receipt, dict) or receipt.get("format") != FORMAT or not _is_complete(receipt):
+        raise RequestError(
+            f"{folder.receipt} is not a receipt of format {FORMAT}, the only one that this version reads"
+        )
     return receipt
 
 
-def _is_whole(receipt: dict[str, Any]) -> bool:
+def _is_complete(receipt: dict[str, Any]) -> bool:
     """Return whether the receipt holds what a repetition needs."""
     try:
         return (
@@ -86,13 +90,12 @@ def _is_whole(receipt: dict[str, Any]) -> bool:
         return False
 
 
-def _request(receipt: dict[str, Any], run_dir: Path, again: RunFolder) -> Config:
-    """The run's own request, for another folder and without a tracker."""
-    start = receipt["starts"][-1]
+def _repetition_config(receipt: dict[str, Any], run_dir: Path, repeated: RunFolder) -> Config:
+    """Return the run's configuration, in the folder of the repetition and without a tracker."""
     changes = {
-        "run.dir": again.path,
+        "run.dir": repeated.path,
         "run.resume": "auto",
-        "run.device": start.get("device_type", "auto"),
+        "run.device": receipt["starts"][-1].get("device_type", "auto"),
         "run.threads": receipt["plan"]["threads"],
         "track.uri": "none",
         "track.report": "false",
@@ -105,21 +108,21 @@ def _request(receipt: dict[str, Any], run_dir: Path, again: RunFolder) -> Config
 def _refuse_what_cannot_repeat(receipt: dict[str, Any], config: Config, run_dir: Path) -> None:
     if not config.is_deterministic:
         raise RequestError(
-            f"the run in {run_dir} promised no bits: it has run.deterministic=false and run.exact=false, so they differ"
-            " each time; train with run.deterministic=true to verify"
+            f"the run in {run_dir} is not deterministic (run.deterministic=false and run.exact=false), so its weights"
+            " differ each time: train with run.deterministic=true to verify"
         )
     first, *later = receipt["starts"]
     if first["step"] > 0:
         raise RequestError(
-            f"the run in {run_dir} began at step {first['step']}, from another run's checkpoint: verify that one"
+            f"the run in {run_dir} started at step {first['step']}, from another run's checkpoint: verify that run"
         )
-    for name, free in (("world", config.run.exact), ("epochs", False)):
+    for name in ("epochs",) if config.run.exact else ("world", "epochs"):
         for start in later:
-            if start.get(name) != first.get(name) and not free:
+            if start.get(name) != first.get(name):
+                hint = "; with run.exact=true the number of processes may change" if name == "world" else ""
                 raise RequestError(
-                    f"the run in {run_dir} cannot be repeated in one piece: {name} {first.get(name)} became"
-                    f" {start.get(name)} at step {start['step']}"
-                    + ("; with run.exact=true the number of processes would not matter" * (name == "world"))
+                    f"the run in {run_dir} cannot be repeated in one piece: {name} changed from {first.get(name)} to"
+                    f" {start.get(name)} at step {start['step']}{hint}"
                 )
     if config.run.device == "cuda" and not machine.has_gpu():
         raise machine.no_gpu_error()
@@ -128,11 +131,11 @@ def _refuse_what_cannot_repeat(receipt: dict[str, Any], config: Config, run_dir:
         from pipeline.train.resume import what_changed
 
         changed = what_changed(config, source, receipt["data"], run_dir / "index")
-        raise RequestError(f"the data is not that of the run in {run_dir}: {changed}; put it back")
+        raise RequestError(f"the data differs from that of the run in {run_dir}: {changed}; restore it")
 
 
-def _last_step(receipt: dict[str, Any], folder: RunFolder, steps: int | None) -> int:
-    """The last step, up to `steps`, that there is something to compare with."""
+def _last_comparable_step(receipt: dict[str, Any], folder: RunFolder, steps: int | None) -> int:
+    """Return the last step, up to `steps`, that has an evaluation or a checkpoint."""
     known = {row["step"] for row in receipt["evaluations"]} | {
         int(path.name.split(".")[0].removeprefix("step-")) for path in folder.checkpoints.glob("step-*.pt")
     }
@@ -140,124 +143,126 @@ def _last_step(receipt: dict[str, Any], folder: RunFolder, steps: int | None) ->
         raise RequestError(
             f"the run in {folder.path} has neither an evaluation nor a checkpoint: there is nothing to compare"
         )
-    within = [step for step in known if steps is None or step <= steps]
-    if not within:
+    comparable = [step for step in known if steps is None or step <= steps]
+    if not comparable:
         raise RequestError(
-            f"--steps {steps} ends before there is anything to compare: the first evaluation or checkpoint that"
-            f" {folder.path} has is of step {min(known)}; give that or more"
+            f"--steps {steps} is too small: the first evaluation or checkpoint in {folder.path} is of step"
+            f" {min(known)}; give that or more"
         )
-    return max(within)
+    return max(comparable)
 
 
 def _repeat(config: Config, processes: int, recipe: Path) -> None:
-    """Train it, as a person would. A Verdict if that does not come to its end."""
+    """Train the repetition with `pipeline train`. Raises RunError if it fails."""
     recipe.write_text(config.to_yaml())
-    words = ["train", str(recipe), *(["--nproc", str(processes)] if processes > 1 else [])]
+    arguments = ["train", str(recipe), *(["--nproc", str(processes)] if processes > 1 else [])]
     code = subprocess.run(
-        [sys.executable, "-m", "pipeline", *words],
-        stdout=subprocess.DEVNULL,  # its line is for whoever trains
-        preexec_fn=partial(supervision.die_with_parent, os.getpid()),  # no thread runs here yet: torch comes later
+        [sys.executable, "-m", "pipeline", *arguments],
+        stdout=subprocess.DEVNULL,  # standard output of verify is its own result line only
+        # safe: torch is not imported yet, so this process has no other threads
+        preexec_fn=partial(supervision.die_with_parent, os.getpid()),
         check=False,
     ).returncode
     if code:
         kind = errors.from_exit_code(code) if code in errors.PERMANENT else TemporaryError
-        raise kind(f"the repetition did not come to its end (exit {code}): nothing is compared, its own line is above")
+        raise kind(f"the repetition failed (exit {code}) and nothing was compared: its own error is printed above")
 
 
-def _compare(receipt: dict[str, Any], repeated: dict[str, Any], folder: RunFolder, again: RunFolder) -> str | int:
-    """The answer; after a difference, printed here, the exit code."""
-    rows = {row["step"]: row for row in repeated["evaluations"]}
-    compared = [row for row in receipt["evaluations"] if row["step"] in rows]
-    other_row = next(
-        ((row["step"], name, row[name], rows[row["step"]][name])
-         for row in compared for name in _COMPARED if row[name] != rows[row["step"]][name]),
+def _compare(receipt: dict[str, Any], new_receipt: dict[str, Any], folder: RunFolder, repeated: RunFolder) -> str | int:
+    """Compare both runs; return "identical: …", or exit code 1 after printing "differs: …"."""
+    new_rows = {row["step"]: row for row in new_receipt["evaluations"]}
+    compared = [row for row in receipt["evaluations"] if row["step"] in new_rows]
+    row_difference = next(
+        (
+            f"at step {row['step']} {name} is {row[name]} in the receipt and {new_rows[row['step']][name]} now"
+            for row in compared
+            for name in _COMPARED
+            if row[name] != new_rows[row["step"]][name]
+        ),
         None,
-    )  # fmt: skip
-    kept, made = _checkpoints(folder), _checkpoints(again)
-    steps = sorted(kept.keys() & made.keys())
-    other_tensor = next(
-        ((step, found) for step in steps if (found := _first_difference(kept[step], made[step]))), None
-    )  # fmt: skip
-    if other_row is None and other_tensor is None:
+    )
+    old, new = _checkpoints(folder), _checkpoints(repeated)
+    steps = sorted(old.keys() & new.keys())
+    differences = ((step, _first_difference(old[step], new[step])) for step in steps)
+    tensor_difference = next(
+        (f"at step {step} the first tensor to differ is {found}" for step, found in differences if found), None
+    )
+    if row_difference is None and tensor_difference is None:
         counts = f"{_count(compared, 'evaluation')} and {_count(steps, 'checkpoint')}"
         digest = f", weights={compared[-1]['weights']}" if compared else ""
         return f"identical: {counts} up to step {max([*(row['step'] for row in compared), *steps])}{digest}"
-    parts = []
-    if other_row:
-        step, name, before, now = other_row
-        parts.append(f"at step {step} {name} is {before} in the receipt and {now} now")
-    if other_tensor:
-        step, found = other_tensor
-        parts.append(f"at step {step} the first tensor to differ is {found}")
-    elif steps:
-        parts.append(
-            f"no tensor differs in the checkpoints of steps {', '.join(map(str, steps))}: the receipt is not theirs"
-        )
-    else:
-        parts.append("no checkpoint that both have is left to name a tensor")
-    print(f"differs: {'; '.join(parts)}; {_reasons(receipt, repeated)}", flush=True)
+    if tensor_difference is None and steps:
+        listed = ", ".join(map(str, steps))
+        tensor_difference = f"the checkpoints of steps {listed} are identical, so the receipt does not belong to them"
+    elif tensor_difference is None:
+        tensor_difference = "no step has a checkpoint in both runs, so no tensor can be named"
+    parts = [row_difference] if row_difference else []
+    print(f"differs: {'; '.join([*parts, tensor_difference, _causes(receipt, new_receipt)])}", flush=True)
     return errors.CRASH
 
 
 def _checkpoints(folder: RunFolder) -> dict[int, Path]:
+    """Return the checkpoints by step: the newest if there are several of one step."""
     from pipeline.record.checkpoint import listed, step_of
 
-    return {step_of(path): path for path in reversed(listed(folder.checkpoints))}  # of two of a step the newer
+    return {step_of(path): path for path in reversed(listed(folder.checkpoints))}
 
 
-def _first_difference(before: Path, now: Path) -> str | None:
-    """The first tensor whose bits differ between two checkpoints, how many do, and by how much; None if none does."""
+def _first_difference(old_path: Path, new_path: Path) -> str | None:
+    """Return the first tensor that differs between two checkpoints, with details, or None."""
     import torch
 
+    old, new = _load_tensors(old_path), _load_tensors(new_path)
+    different = [name for name in old | new if not _same_bits(old.get(name), new.get(name))]
+    if not different:
+        return None
+    first = different[0]
+    distance = ""
+    if first in old and first in new and old[first].shape == new[first].shape:
+        largest = float((old[first].to(torch.float64) - new[first].to(torch.float64)).abs().max())
+        distance = f", this one by up to {largest:.3g}"
+    return f"{first} ({len(different)} of {len(old | new)} differ{distance})"
+
+
+def _load_tensors(path: Path) -> dict[str, "Tensor"]:
     from pipeline.record.checkpoint import decode, read_verified
 
-    old, new = (
-        dict(_tensors({name: decode(read_verified(path), path)[name] for name in ("model", "average", "optimizer")}))
-        for path in (before, now)
-    )
-    other = [name for name in old | new if not _same(old.get(name), new.get(name))]
-    if not other:
-        return None
-    first = other[0]
-    apart = ""
-    if first in old and first in new and old[first].shape == new[first].shape:
-        gap = float((old[first].to(torch.float64) - new[first].to(torch.float64)).abs().max())
-        apart = f", this one by up to {gap:.3g}"
-    return f"{first} ({len(other)} of {len(old | new)} differ{apart})"
+    contents = decode(read_verified(path), path)
+    return dict(_tensors({part: contents[part] for part in ("model", "average", "optimizer")}))
 
 
-def _tensors(tree: Any, place: str = "") -> Iterator[tuple[str, "Tensor"]]:
-    """Every tensor of a nested state with its dotted name, in the model's own order."""
+def _tensors(tree: Any, name: str = "") -> Iterator[tuple[str, "Tensor"]]:
+    """Yield every tensor of a nested state with its dotted name, in the model's order."""
     from torch import Tensor
 
     if isinstance(tree, Tensor):
-        yield place, tree
+        yield name, tree
     elif isinstance(tree, dict):
-        for key, inner in tree.items():
-            yield from _tensors(inner, f"{place}.{key}" if place else str(key))
+        for key, child in tree.items():
+            yield from _tensors(child, f"{name}.{key}" if name else str(key))
 
 
-def _same(one: "Tensor | None", other: "Tensor | None") -> bool:
+def _same_bits(a: "Tensor | None", b: "Tensor | None") -> bool:
     import torch
 
-    if one is None or other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
+    if a is None or b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
-    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)))
 
 
-def _reasons(receipt: dict[str, Any], repeated: dict[str, Any]) -> str:
-    """What is known to be other than it was."""
-    (here,) = repeated["starts"]
-    found = {
-        f"{name} was {start[name]} and is {here.get(name)}"
+def _causes(receipt: dict[str, Any], new_receipt: dict[str, Any]) -> str:
+    """Return the known changes of software, threads and device, as a phrase for the user."""
+    (now,) = new_receipt["starts"]
+    changes = {
+        f"{name} was {start[name]} and is {now.get(name)}"
         for start in receipt["starts"]
         for name in start
-        if name not in _NOT_A_REASON and start[name] != here.get(name)
+        if name not in _NOT_A_CAUSE and start[name] != now.get(name)
     }
-    if not found:
-        return "nothing of software, threads or device is known to be other than it was"
-    return f"the probable reason: {', '.join(sorted(found))}"
+    if not changes:
+        return "no change of software, threads or device is known"
+    return f"probable cause: {', '.join(sorted(changes))}"
 
 
-def _count(things: list[Any], noun: str) -> str:
-    return f"{len(things)} {noun}{'s' * (len(things) != 1)}"
+def _count(items: list[Any], noun: str) -> str:
+    return f"{len(items)} {noun}" if len(items) == 1 else f"{len(items)} {noun}s"

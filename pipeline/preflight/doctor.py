@@ -1,7 +1,9 @@
-"""`pipeline doctor`: what would go wrong here, before it does. The preflight of a rehearsal's and of a cluster's nodes.
+"""`pipeline doctor`: report what would go wrong here, without training.
 
-There it makes the checks of a start alone: a node that is replaced is waited for. Asked by a person it also tries the
-machine out, and with --sanity the recipe. What training can go on without is named and stops nobody.
+By hand it checks the request and the machine, and with --sanity the recipe. As the preflight of a
+node, in a rehearsal or on a cluster, it runs only the checks of a start, because the other nodes
+wait for a node that is replaced. A problem that training can work around is reported but does not
+fail.
 """
 
 import json
@@ -16,13 +18,11 @@ from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.data.sources import Source
 from pipeline.errors import RequestError, RunError, TemporaryError
-from pipeline.plan import DataSize, Plan
-from pipeline.preflight import machine as trials
-from pipeline.preflight import request as checks
+from pipeline.plan import DataSize, make_plan
+from pipeline.preflight import machine, request, tracker
 from pipeline.record.folder import RunFolder
-from pipeline.world import World
 
-_Found = TypeVar("_Found")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -33,27 +33,27 @@ class Finding:
     remedy: str = ""
 
 
-class _Findings:
-    """Checks made so far, and the gravest Verdict among them."""
+class _Report:
+    """Findings so far, and the most severe fatal error."""
 
     def __init__(self) -> None:
-        self.all: list[Finding] = []
-        self.ending: RunError | None = None
+        self.findings: list[Finding] = []
+        self.error: RunError | None = None
 
-    def check(
-        self, name: str, look: Callable[[], _Found], describe: Callable[[_Found], str], *, fatal: bool = True
-    ) -> _Found | None:
-        """What `look` found; None if it raised a Verdict, which then is the ending if it is fatal."""
+    def run(
+        self, name: str, check: Callable[[], _Result], describe: Callable[[_Result], str] = str, *, fatal: bool = True
+    ) -> _Result | None:
+        """Run a check and add its finding; return its result, or None if it raised a RunError."""
         try:
-            found = look()
-        except RunError as ending:
-            line, _, remedy = str(ending).rpartition(": ")
-            self.all.append(Finding(name, False, line or remedy, remedy if line else ""))
-            if fatal and (self.ending is None or isinstance(self.ending, TemporaryError)):
-                self.ending = ending  # what no retry mends outweighs what one may
+            result = check()
+        except RunError as error:
+            line, _, remedy = str(error).rpartition(": ")
+            self.findings.append(Finding(name, False, line or remedy, remedy if line else ""))
+            if fatal and (self.error is None or isinstance(self.error, TemporaryError)):
+                self.error = error  # a permanent error outweighs a temporary one
             return None
-        self.all.append(Finding(name, True, describe(found)))
-        return found
+        self.findings.append(Finding(name, True, describe(result)))
+        return result
 
 
 def examine(
@@ -65,120 +65,105 @@ def examine(
     as_json: bool,
     with_sanity: bool = False,
 ) -> str | int:
-    """A line each check; raises the Verdict that a start here would end with.
+    """Run all checks and print a line for each; raise the error that a start here would end with.
 
-    Changes nothing but to make the digits, and takes no lock, so it may run beside the training itself. Sizes that are not
-    given are those of the node's environment (`operate.node`), else one process.
+    Changes nothing, except that it makes the digits if they are missing. It takes no lock, so it
+    can run during training. Sizes not given come from the node's environment (`deploy.node`); the
+    default is one process on one node.
     """
-    nodes = num_nodes or _of_environment("PET_NNODES")
-    processes = num_processes or nodes * _of_environment("PET_NPROC_PER_NODE")
+    nodes = num_nodes or _size_from_environment("PET_NNODES")
+    processes = num_processes or nodes * _size_from_environment("PET_NPROC_PER_NODE")
     here = world.from_environment().resized(processes, nodes)
-    is_node = "PET_NPROC_PER_NODE" in os.environ  # of a job; one of several has an endpoint too
-    endpoint = os.environ.get("PET_RDZV_ENDPOINT")
-    found = _Findings()
-    config = found.check("recipe", lambda: load(recipe, overrides), lambda config: config.recipe)
+    is_node = "PET_NPROC_PER_NODE" in os.environ  # set in every node of a job
+    endpoint = os.environ.get("PET_RDZV_ENDPOINT")  # set if the job has several nodes
+    report = _Report()
+    config = report.run("recipe", lambda: load(recipe, overrides), lambda config: config.recipe)
     if config:
         folder = RunFolder(config.run_dir)
-        found.check("run folder", lambda: checks.run_folder(config), lambda _: f"{folder.path} can be written")
-        found.check(
-            "last start",
-            lambda: checks.previous_failure(config, here, folder),
-            lambda _: "the previous start did not fail",
-        )
-        found.check("device", lambda: checks.device(config, here), lambda _: f"run.device={config.run.device}")
-        source = found.check("data", lambda: checks.data(config, folder), lambda source: _sizes(source.size))
-        plan, resumes = None, None
+        report.run("run folder", lambda: request.check_run_folder_is_writable(config, folder))
+        report.run("last start", lambda: request.check_previous_start_did_not_fail(config, here, folder))
+        report.run("device", lambda: request.check_device_exists(config, here))
+        source = report.run("data", lambda: request.open_data(config, folder), lambda source: _describe(source.size))
+        plan, resume = None, None
         if source:
-            plan = found.check("plan", lambda: checks.plan(config, here, source), lambda plan: f"\n{plan.table()}")
-            resumes = found.check("resumption", lambda: _resumption(config, folder, source), lambda start: start.line)
-        if plan and resumes:
-            found.check(
-                "model", lambda: checks.model(config, plan, is_resumed=resumes.is_resumed), lambda _: config.model.arch
+            plan = report.run("plan", lambda: make_plan(config, here, source.size), lambda plan: f"\n{plan.table()}")
+            resume = report.run("resume", lambda: _check_resume(config, folder, source), lambda resume: resume.line)
+        if plan and resume:
+            report.run(
+                "model",
+                lambda: request.check_model_builds(config, plan, is_resumed=resume.is_resumed),
+                lambda _: config.model.arch,
             )
-        found.check("GPUs", lambda: checks.gpus(config, here), str)
+        report.run("GPUs", lambda: request.check_gpus_are_supported(config, here))
         if endpoint:
-            found.check("names", lambda: checks.names(endpoint), str)
-        reached = found.check(
-            "MLflow", lambda: _tracker(config, folder, is_node=is_node), str, fatal=config.track.required
+            report.run("names", lambda: request.check_names_resolve(endpoint))
+        answer = report.run(
+            "MLflow", lambda: _check_tracker(config, folder, is_node=is_node), fatal=config.track.required
         )
         if not is_node:
-            _try_out(found, config, here, folder, source, plan, has_tracker=reached is not None)
-        if with_sanity and found.ending is None and source and plan:
-            from pipeline.preflight import sanity
+            report.run("CPUs", lambda: machine.check_cpu_per_process(here), fatal=False)
+            report.run("docker", machine.check_docker, fatal=False)
+        if not is_node and report.error is None and source and plan:  # errors in the request come first
+            report.run("memory", lambda: machine.check_memory(plan), fatal=False)
+            report.run("/dev/shm", lambda: machine.check_shared_memory_exists(plan, here))
+            report.run("disk speed", lambda: machine.check_disk_speed(folder), fatal=False)
+            report.run("shared disk", lambda: machine.check_run_folder_is_shared(folder, here), fatal=False)
+            report.run("disk space", lambda: machine.check_disk_space(config, plan, folder))
+            report.run("decoding", lambda: machine.check_images_decode(source), fatal=False)
+            report.run("all-reduce", lambda: machine.check_all_reduce(config, here), fatal=False)
+            if answer is not None:
+                report.run("artifacts", lambda: tracker.check_server_stores_files(config, folder), fatal=False)
+        if with_sanity and report.error is None and source and plan:
+            from pipeline.preflight.sanity import SanityChecks
 
-            for name, trial in sanity.trials(config, plan, source, here):
-                found.check(name, trial, str, fatal=False)
+            sanity = SanityChecks(config, plan, source, here)
+            report.run("initial loss", sanity.check_initial_loss, fatal=False)
+            report.run("one batch", sanity.check_one_batch_overfits, fatal=False)
+            report.run("shuffled", sanity.check_shuffled_labels_give_chance, fatal=False)
     if as_json:
-        print(json.dumps({"findings": [asdict(finding) for finding in found.all]}))
+        print(json.dumps({"findings": [asdict(finding) for finding in report.findings]}))
     else:
-        for finding in found.all:
+        for finding in report.findings:
             mark, remedy = "ok " if finding.ok else "BAD", f": {finding.remedy}" if finding.remedy else ""
-            print(f"{mark} {finding.check:<11} {finding.line}{remedy}", file=sys.stderr)
-    if found.ending:
-        raise found.ending
+            print(f"{mark} {finding.check:<12} {finding.line}{remedy}", file=sys.stderr)
+    if report.error:
+        raise report.error
     return errors.OK if as_json else f"{recipe} can run here"
 
 
-class _Start(NamedTuple):
+class _Resume(NamedTuple):
     line: str
     is_resumed: bool
 
 
-def _resumption(config: Config, folder: RunFolder, source: Source) -> _Start:
-    """Return what a start here resumes from, once that is checked."""
-    checks.changes(config, folder)
+def _check_resume(config: Config, folder: RunFolder, source: Source) -> _Resume:
+    """Return what a start here resumes from, after checking that it can."""
+    request.check_config_is_compatible(config, folder)
     if folder.is_held():
-        return _Start("the run is being trained now", is_resumed=True)
-    found = checks.resumption(config, folder, source, lambda line: print(line, file=sys.stderr))
-    return _Start(f"resumes from {found.path}" if found else "a fresh start", is_resumed=found is not None)
+        return _Resume("config is compatible with the run in training now", is_resumed=True)
+    found = request.find_checkpoint(config, folder, source, lambda line: print(line, file=sys.stderr))
+    if found is None:
+        return _Resume("a fresh start", is_resumed=False)
+    return _Resume(f"config is compatible with the existing run; resumes from {found.path}", is_resumed=True)
 
 
-def _tracker(config: Config, folder: RunFolder, *, is_node: bool) -> str:
+def _check_tracker(config: Config, folder: RunFolder, *, is_node: bool) -> str:
     try:
-        return checks.tracker(config, folder)
+        return tracker.check_server_answers(config, folder)
     except TemporaryError as error:
-        if config.track.required and not is_node:  # a node is tried again: its server may still be starting
+        if config.track.required and not is_node:  # a node is retried: its server may still be starting
             raise RequestError(f"track.required=true, and {error}") from None
         raise
 
 
-def _try_out(
-    found: _Findings,
-    config: Config,
-    here: World,
-    folder: RunFolder,
-    source: Source | None,
-    plan: Plan | None,
-    *,
-    has_tracker: bool,
-) -> None:
-    """What only a trial shows."""
-
-    def tried(name: str, trial: Callable[[], str], *, fatal: bool = False) -> None:
-        found.check(name, trial, str, fatal=fatal)
-
-    tried("CPUs", lambda: trials.cpus(here))
-    tried("docker", trials.containers)
-    if found.ending is None and source and plan:  # what is wrong with the request comes first
-        tried("memory", lambda: trials.memory(plan))
-        tried("/dev/shm", lambda: trials.shared_memory(plan, here), fatal=True)
-        tried("writing", lambda: trials.writing(folder))
-        tried("sharing", lambda: trials.sharing(folder, here))
-        tried("room", lambda: trials.room(config, plan, folder), fatal=True)
-        tried("decoding", lambda: trials.decoding(source))
-        tried("exchange", lambda: trials.exchange(config, here))
-        if has_tracker:
-            tried("artifacts", lambda: trials.artifacts(config, folder))
-
-
-def _sizes(size: DataSize) -> str:
+def _describe(size: DataSize) -> str:
     return f"{size.train_images:,} images to train, {size.val_images:,} held out, {size.num_classes:,} classes"
 
 
-def _of_environment(name: str) -> int:
+def _size_from_environment(name: str) -> int:
     text = os.environ.get(name, "1")
     if not text.isdecimal() or int(text) < 1:
         raise RequestError(
-            f"{name}={text!r} in the environment is not a number of at least 1: give --world and --nodes"
+            f"{name}={text!r} in the environment is not a whole number of at least 1: give --world and --nodes"
         )
     return int(text)

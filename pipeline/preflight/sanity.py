@@ -1,12 +1,15 @@
-"""`pipeline doctor --sanity`: a recipe tried on one's own data, after Karpathy, "A Recipe for Training Neural Networks"
-(2019): three short trials that end otherwise than they should where labels, loss or model are wired wrongly.
+"""Sanity checks for `pipeline doctor --sanity`: three short trainings on the user's own data.
 
-They take a few images and steps of their own (AdamW at a small rate, no schedule), since they ask about the wiring and not
-about the recipe's accuracy, and leave nothing behind.
+They follow Karpathy, "A Recipe for Training Neural Networks" (2019): initial loss is about
+ln(classes); one batch overfits; shuffled labels give chance accuracy. A check fails if labels, loss
+or model are wired incorrectly.
+
+The checks test the wiring and not the recipe's accuracy. So they use few images, and steps of their
+own (AdamW at a small learning rate, no schedule). They leave nothing behind.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -14,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.config.schema import Config
-from pipeline.data.batch import NO_LABEL
+from pipeline.data.batch import NO_LABEL, Batch
 from pipeline.data.loader import EvalBatches, TrainBatches
 from pipeline.data.sources import Source
 from pipeline.device import choose_device
@@ -26,88 +29,82 @@ from pipeline.world import World
 
 _IMAGES = 32
 _STEPS = 60
-_RATE = 1e-3
-_BY_HEART = 0.1
-"""Of the loss of a guess: what one batch must come down to."""
+_LEARNING_RATE = 1e-3
+_OVERFIT_LOSS = 0.1
+"""Highest loss of an overfitted batch, as a fraction of ln(classes)."""
 _SIGMAS = 4
-_EVALUATED = 8
+_EVAL_BATCHES = 8
 
 
-def trials(config: Config, plan: Plan, source: Source, here: World) -> Iterator[tuple[str, Callable[[], str]]]:
-    """(name, trial): each trial returns a line, or raises a RequestError with a remedy."""
-    sane = _Sanity(config, plan, source, here)
-    yield "first loss", sane.first_loss
-    yield "one batch", sane.one_batch
-    yield "shuffled", sane.shuffled_labels
+class SanityChecks:
+    """The three checks. Each returns a line for the user, or raises RequestError."""
 
-
-class _Sanity:
     def __init__(self, config: Config, plan: Plan, source: Source, here: World) -> None:
         self._config = config
         self._source = source
         self._classes = plan.num_classes
-        self._guess = math.log(plan.num_classes)
+        self._chance_loss = math.log(plan.num_classes)
         self._device = choose_device(config, here)
         self._normalise = Normalise(self._device, channels_last=config.model.channels_last)
-        few = replace(plan, micro_batch=min(_IMAGES, plan.global_batch), accumulate=1)
-        self._batches = TrainBatches(source.train, config, few, 0)
+        small = replace(plan, micro_batch=min(_IMAGES, plan.global_batch), accumulate=1)
+        self._batches = TrainBatches(source.train, config, small, 0)
 
-    def first_loss(self) -> str:
-        """A model that knows nothing guesses: its loss is ln(classes)."""
-        model, (images, labels) = self._model(), self._batch(0)
+    def check_initial_loss(self) -> str:
+        """Check that an untrained model's loss is about that of a random guess, ln(classes)."""
+        model, (images, labels) = self._build_model(), self._batch(0)
         with torch.no_grad():
             loss = float(functional.cross_entropy(model(images), labels))
-        if not 0.5 * self._guess < loss < 2 * self._guess + 1:
+        if not 0.5 * self._chance_loss < loss < 2 * self._chance_loss + 1:
             raise RequestError(
-                f"the first loss is {loss:.2f}, of a guess among {self._classes:,} classes it would be {self._guess:.2f}:"
-                " look at model.init, at the last layer and at the labels"
+                f"the initial loss is {loss:.2f}, but a random guess among {self._classes:,} classes has"
+                f" {self._chance_loss:.2f}: look at model.init, at the last layer and at the labels"
             )
-        return f"{loss:.2f}, of a guess {self._guess:.2f}"
+        return f"{loss:.2f}; a random guess has {self._chance_loss:.2f}"
 
-    def one_batch(self) -> str:
-        """What cannot learn a few images by heart cannot learn."""
-        model, (images, labels) = self._model(), self._batch(0)
+    def check_one_batch_overfits(self) -> str:
+        """Check that the model learns a single batch by heart."""
+        model, (images, labels) = self._build_model(), self._batch(0)
         first, last = self._train(model, lambda _: (images, labels))
-        if not last <= _BY_HEART * self._guess:  # NaN is not learnt either
+        if not last <= _OVERFIT_LOSS * self._chance_loss:  # also true for NaN
             raise RequestError(
-                f"{len(labels)} images are not learnt by heart in {_STEPS} steps, loss {first:.2f} -> {last:.2f}: lower"
-                " augment.* (report/augmentation.png of a run shows what is left of the images), then look at the labels"
+                f"the model does not overfit {len(labels)} images in {_STEPS} steps, loss {first:.2f} -> {last:.2f}:"
+                " lower augment.* (report/augmentation.png of a run shows what is left of the images), then look at"
+                " the labels"
             )
-        return f"{len(labels)} images learnt by heart: loss {first:.2f} -> {last:.2f}"
+        return f"the model overfits {len(labels)} images: loss {first:.2f} -> {last:.2f}"
 
-    def shuffled_labels(self) -> str:
-        """Labels that say nothing teach nothing about other images."""
-        model, draw = self._model(), generator(self._config.run.seed, "sanity")
+    def check_shuffled_labels_give_chance(self) -> str:
+        """Check that training on shuffled labels gives chance accuracy on validation images."""
+        model, rng = self._build_model(), generator(self._config.run.seed, "sanity")
 
         def batch(step: int) -> tuple[Tensor, Tensor]:
             images, labels = self._batch(step)
-            return images, _shuffled(labels, draw)
+            return images, _shuffled(labels, rng)
 
         self._train(model, batch)
-        right, labels = self._validate(model)
+        correct, labels = self._evaluate(model)
         total = len(labels)
-        share = float(labels.bincount().max()) / total  # what one answer to everything has right
-        limit = share + _SIGMAS * math.sqrt(share * (1 - share) / total)
-        if right / total > limit:
+        chance = float(labels.bincount().max()) / total  # accuracy of always answering the most frequent class
+        limit = chance + _SIGMAS * math.sqrt(chance * (1 - chance) / total)
+        if correct / total > limit:
             raise RequestError(
-                f"trained on shuffled labels, the model has {right} of {total} held-out images right, more than a guess"
-                f" ({share:.1%}): something besides the picture tells the label; look for images in both splits"
+                f"trained on shuffled labels, the model classifies {correct} of {total} validation images correctly,"
+                f" above chance ({chance:.1%}), so something other than the picture reveals the label: look for images"
+                " that are in both splits"
             )
-        return f"{right} of {total} held-out images right, a guess has {share:.0%}"
+        return f"{correct} of {total} validation images correct; chance is {chance:.0%}"
 
-    def _model(self) -> nn.Module:
+    def _build_model(self) -> nn.Module:
         seed_network(self._config.run.seed, "sanity")
         return build(self._config.model, self._classes).to(self._device).train()
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
-        batch = self._batches[step % self._batches.plan.total_steps]
-        if batch.outage:
-            raise batch.outage
+        batch = _readable(self._batches[step % self._batches.plan.total_steps])
         return self._normalise(batch.images), batch.labels.to(self._device)
 
     def _train(self, model: nn.Module, batch: Callable[[int], tuple[Tensor, Tensor]]) -> tuple[float, float]:
-        """First and last loss."""
-        optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE)
+        """Train for a few steps; return the first and the last loss."""
+        optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
         losses = []
         for step in range(_STEPS):
             images, labels = batch(step)
@@ -118,20 +115,26 @@ class _Sanity:
             losses.append(float(loss.detach()))
         return losses[0], losses[-1]
 
-    def _validate(self, model: nn.Module) -> tuple[int, Tensor]:
-        """Held-out images that the model has right, and the labels of those that were judged: batches from all over."""
+    def _evaluate(self, model: nn.Module) -> tuple[int, Tensor]:
+        """Return correct predictions and labels [N], for batches from all of validation."""
         data = EvalBatches(self._source.val, self._config)
-        right, judged = 0, []
+        correct, labels = 0, []
         model.eval()
         with torch.inference_mode():
-            for position in range(0, len(data), max(1, len(data) // _EVALUATED)):
-                batch = data[position]
-                if batch.outage:
-                    raise batch.outage
-                right += int((model(self._normalise(batch.images)).argmax(1).cpu() == batch.labels).sum())
-                judged.append(batch.labels[batch.labels != NO_LABEL])
-        return right, torch.cat(judged)
+            for position in range(0, len(data), max(1, len(data) // _EVAL_BATCHES)):
+                batch = _readable(data[position])
+                predicted = model(self._normalise(batch.images)).argmax(1).cpu()
+                correct += int((predicted == batch.labels).sum())
+                labels.append(batch.labels[batch.labels != NO_LABEL])
+        return correct, torch.cat(labels)
 
 
-def _shuffled(labels: Tensor, draw: torch.Generator) -> Tensor:
-    return labels[torch.randperm(len(labels), generator=draw).to(labels.device)]
+def _readable(batch: Batch) -> Batch:
+    """Return the batch, or raise the storage error that the loader put into it."""
+    if batch.outage:
+        raise batch.outage
+    return batch
+
+
+def _shuffled(labels: Tensor, rng: torch.Generator) -> Tensor:
+    return labels[torch.randperm(len(labels), generator=rng).to(labels.device)]
