@@ -28,5 +28,5 @@ def choose(config: Config, plan: Plan, model: nn.Module, group: Group) -> Strate
             case "stages":
                 return Stages(model, group, plan, config)
             case _:
-                return Distributed(model, group, plan, config.model.batchnorm, config.train.exchange)
+                return Distributed(model, group, plan, config.model.batchnorm, config.train.gradient_dtype)
     return Strategy(model, group, plan)
