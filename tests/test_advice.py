@@ -154,7 +154,7 @@ ROWS = [
     Advice(2, f"{TUNE} model.arch=resnet18", "set model.arch to its own", f"{TUNE} model.arch=shufflenet_v2_x0_5"),
     Advice(2, "model.arch=squeezenet1_1 augment.size=8", "raise augment.size", "model.arch=squeezenet1_1 augment.size=32"),
     Advice(2, "batch.global=1", "have more images in a pass", "batch.global=2"),
-    Advice(2, "run.device=cuda", "cpu trains without one", "run.device=cpu"),
+    Advice(2, "run.device=cuda", "use run.device=cpu", "run.device=cpu"),
     Advice(2, "profile.steps=[5,2]", "give the smaller number first", "profile.steps=[1,1]"),
     Advice(2, "track.required=true", "leave track.required out", ""),
     Advice(2, "track.required=true track.uri=http://127.0.0.1:PORT", "with track.required=false",

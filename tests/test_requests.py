@@ -58,7 +58,8 @@ def train(tmp_path: Path, without_torch: Path, *words: str) -> str:
      ("schedule.name=cosin", "schedule.name=cosin is not allowed: give cosine | step | linear | constant"),
      ("schedule.warmup=13 epochs", "schedule.warmup=13 epochs is 182 steps, longer than the whole training of 168 steps"
                                    " (12 epochs): make it shorter"),
-     ("schedule.every=0", "schedule.every=0 is not allowed: give a duration above 0 such as '10 epochs', '500 steps' or '5 %'"),
+     ("schedule.every=0", "schedule.every=0 is not allowed: give a duration above 0 such as '10 epochs', '500 steps' or"
+                          " '5 %'"),
      ("optimizer.momentum=0", "optimizer.nesterov=true needs optimizer.momentum > 0: set it, or set nesterov=false"),
      ("batch.global=2000", "data has 1,437 images to train, fewer than one batch of batch.global=2000: set batch.global to"
                            " at most 1437")],
@@ -85,7 +86,7 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path, digits: Path, withou
     if list(Path("/dev").glob("nvidia[0-9]*")):
         pytest.skip("this machine has a GPU")
     assert train(tmp_path, without_torch, "digits", f"data.root={digits}", "run.device=cuda") == (
-        "run.device=cuda but this machine shows no GPU: cpu trains without one, auto takes what there is"
+        "run.device=cuda, but this machine has no GPU: use run.device=cpu, or auto"
     )
 
 
