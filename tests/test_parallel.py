@@ -109,7 +109,7 @@ def test_a_model_that_cannot_be_cut_is_refused_before_a_group_forms(tmp_path: Pa
     result = job(tmp_path / "run", digits, 2, "parallel=stages", "model.arch=squeezenet1_0").run()
     assert result.code == 2
     assert result.error.startswith(
-        "parallel=stages cannot cut model.arch=squeezenet1_0: it can cut torchvision's AlexNet, "
+        "parallel=stages cannot split model.arch=squeezenet1_0: use one of torchvision's AlexNet, "
     )
 
 
@@ -213,8 +213,8 @@ def test_stages_cost_about_the_same() -> None:
 
 @pytest.mark.parametrize(
     ("arch", "count", "line"),
-    [("googlenet", 2, "cannot cut model.arch=googlenet: it can cut torchvision's AlexNet, "),
-     ("resnet18", 13, "stages.count=13 is more than resnet18 can be cut into: it has 11 parts")],
+    [("googlenet", 2, "cannot split model.arch=googlenet: use one of torchvision's AlexNet, "),
+     ("resnet18", 13, "stages.count=13 is too large for resnet18: set stages.count to at most 11")],
 )  # fmt: skip
 def test_what_cannot_be_cut_is_refused_by_name(arch: str, count: int, line: str) -> None:
     with pytest.raises(RequestError) as refusal:
