@@ -1,4 +1,4 @@
-"""The process group of a run, and its collectives besides the exchange of gradients.
+"""The process group of a run, and all its collectives except those on gradients.
 
 Promise: every decision is collective. A process never stops, fails or saves because of something
 that only it knows: it passes a flag to `any_rank`, one small all-reduce per step, and all processes

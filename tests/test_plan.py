@@ -226,8 +226,8 @@ def test_batches_that_do_not_fit_into_shared_memory_are_refused() -> None:
 
 
 def test_affinity_limits_the_cpus() -> None:
-    one = min(os.sched_getaffinity(0))
-    code = f"import os; os.sched_setaffinity(0, {{{one}}}); from pipeline.world import available_cpus; print(available_cpus())"
+    cpu = min(os.sched_getaffinity(0))
+    code = f"import os; os.sched_setaffinity(0, [{cpu}]); from pipeline import machine; print(machine.available_cpus())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "1\n"
 
 

@@ -4,7 +4,7 @@ Promise: `load` returns a complete and valid configuration. Any mistake raises a
 line: the key, the given value, what is allowed and, for a name, the nearest valid name. Why this
 holds: YAML scalars are read as strings (`1e-4` is a number, `no` is a word, and nothing becomes a
 date), pydantic checks the type and bounds of every field, and unknown or repeated keys are refused.
-What depends on the machine or on the data is checked by `pipeline.plan`.
+`pipeline.plan` checks everything that depends on the machine or on the data.
 """
 
 from contextlib import suppress

@@ -1,7 +1,7 @@
 """The keys of a run's configuration: types, bounds, defaults and what each key means.
 
 Every field has bounds, and unknown keys are refused. The string below a field is its help text in
-`pipeline train --help`. What depends on the machine or on the data is checked by `pipeline.plan`.
+`pipeline train --help`. `pipeline.plan` checks what depends on the machine or on the data.
 """
 
 import os
