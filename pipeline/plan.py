@@ -171,6 +171,7 @@ class Plan(Resources):
         left_out = self.train_images % self.global_batch
         epochs = self.last_step / self.steps_per_epoch
         total = f" of {self.total_steps:,}" if self.last_step < self.total_steps else ""
+        shared_memory = _mib(self.batches_ahead_bytes)
         growth = repeats = warmup = ""
         if self.first_size < self.image_size:
             growth = f", {self.first_size} px up to epoch {self.grows_from:g}, growing until {self.grows_until:g}"
@@ -189,12 +190,12 @@ class Plan(Resources):
             f" of {self.micro_batch * self.stages} images = {self.micro_batches} × {self.bn_batch}"
             " (micro-batches × images)",
             "workers": f"{self.workers} a process = ⌈{self.workers_per_node} a node / {self.local_world}⌉,"
-            f" {_mib(self.batches_ahead_bytes)} of /dev/shm a node",
+            f" {shared_memory} of /dev/shm a node",
             "epoch": f"{self.steps_per_epoch:,} steps = ⌊{self.train_images:,} / {self.global_batch}⌋"
             f" ({left_out:,} images left out, others each epoch)",
             "steps": f"{self.last_step:,}{total} ({epochs:.4g} epochs)",
             "images": f"{self.image_size} px{growth}{repeats}; {self.eval_size} px in validation",
-            "compiled": f"{'yes' if self.compiles else 'no'}: {self.why_compiled}",
+            "compiled": ("yes: " if self.compiles else "no: ") + self.why_compiled,
             "learning rate": f"{self.peak_lr:.6g} at {self.global_batch} images a batch, {self.schedule}{warmup}",
             "validation": f"every {self.evaluate_every:,} steps, {math.ceil(self.val_images / self.eval_batch):,}"
             f" batches of {self.eval_batch}, each image once",
@@ -282,9 +283,10 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
             f"augment.mixup and augment.cutmix mix pairs, and a pass has {micro_batch} images: choose a batch.global"
             " that gives each pass an even number"
         )
-    if world.shared_memory is not None and plan.batches_ahead_bytes > world.shared_memory:
+    needed = plan.batches_ahead_bytes
+    if world.shared_memory is not None and needed > world.shared_memory:
         raise RequestError(
-            f"loader workers hold {_mib(plan.batches_ahead_bytes)} of batches ready and /dev/shm has"
+            f"loader workers hold {_mib(needed)} of batches ready and /dev/shm has"
             f" {_mib(world.shared_memory)}: enlarge it (docker: --shm-size), or lower data.workers, data.prefetch or"
             " evaluate.batch (data.workers=0 needs none)"
         )

@@ -38,8 +38,8 @@ def stop_restarts() -> None:
 def report_to_agent(line: str, *, is_echo: bool) -> None:
     """Tell the torchrun agent why this rank failed.
 
-    is_echo: this failure is the consequence of another rank's. The agent shows the error with the
-    earliest timestamp, in whole seconds, so a secondary failure gets a later one.
+    The agent shows the error with the earliest timestamp, in whole seconds. So a secondary failure,
+    which is the consequence of another rank's, gets a later timestamp.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
