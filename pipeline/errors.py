@@ -1,14 +1,20 @@
-"""How a run ends: an exception for each exit code, and one line for each ending that is not a crash.
+"""The errors that end a run, one exception class for each exit code.
 
-Code that finds out that a run cannot go on raises a `RunError`. The command line prints its line and exits with its code.
-Nothing else in this package chooses an exit code, so a script, a launcher or Kubernetes can rely on them:
+Code that cannot continue a run raises a `RunError`. The command line prints its one line and exits
+with its code. Nothing else in this package chooses an exit code, so scripts, launchers and
+Kubernetes can rely on them:
 
-    0 done · 2 invalid request, do not retry · 3 the loss is not finite · 4 data or storage · 75 temporary, retry
+    0 done
+    2 invalid request, do not retry
+    3 the loss is not finite
+    4 data or storage
+    75 temporary, retry
 
-torchrun exits 1 whatever its ranks return. So a rank that ends with 2, 3 or 4 also saves its failure in the run's folder
-(`save_failure`): the next start of the same request prints the line again and exits with the code (`load_failure`)
-instead of failing the same way again. What the checks of a start find (`preflight.request`) is not saved, nor is a folder
-or tracker that is out of reach: the next start checks again.
+torchrun exits 1 whatever its ranks return. So a rank that ends with 2, 3 or 4 also saves its
+failure in the run's folder (`save_failure`). The next start of the same request prints that line
+and exits with that code (`load_failure`) instead of failing the same way again. Errors found by the
+checks before a start (`preflight.request`), and a folder or tracker that cannot be reached, are not
+saved: the next start checks again.
 """
 
 import contextlib
@@ -23,13 +29,13 @@ CRASH = 1
 
 
 class RunError(Exception):
-    """An ending with a line for people and an exit code for scripts."""
+    """An error that ends the run, with one line for people and an exit code for scripts."""
 
     code = CRASH
     is_collective = False
 
     def collective(self) -> Self:
-        """Return this error, marked as one that every process of the group raises: it is printed once."""
+        """Return this error, marked as raised by every process of the group: it is printed once."""
         self.is_collective = True
         return self
 
@@ -38,7 +44,7 @@ class RunError(Exception):
 
 
 class DivergedError(RunError):
-    """Processes hold different weights. Something is broken, as in a crash; the earlier checkpoints are good."""
+    """The weights differ between processes. Checkpoints before that are good."""
 
 
 class RequestError(RunError):
@@ -48,38 +54,41 @@ class RequestError(RunError):
 
 
 class NotFiniteError(RunError):
-    """The loss became NaN or infinite. No state after the last good step exists."""
+    """The loss became NaN or infinite. The state after the last finite step is not saved."""
 
     code = 3
 
 
 class StorageError(RunError):
-    """Data or storage failed: corrupt images, a full disk, no checkpoint that verifies."""
+    """Data or storage failed: corrupt images, a full disk, or no checkpoint that verifies."""
 
     code = 4
 
 
 class TemporaryError(RunError):
-    """The run was interrupted, or something is not there yet. The same command resumes it."""
+    """The run was interrupted, or a resource is not available yet. The same command resumes it."""
 
     code = 75
 
 
 PERMANENT = (RequestError.code, NotFiniteError.code, StorageError.code)
-"""Codes that every start of the same request would end with."""
+"""Exit codes that a retry of the same request would end with again."""
 
 _FILE = "failure.json"
 _FILE_OF_0_1 = "verdict.json"
 
 
 def from_exit_code(code: int) -> type[RunError]:
-    """Return the class of error that exits with `code`; RunError for any other code."""
+    """Return the error class of an exit code; RunError for a code without a class."""
     kinds = {kind.code: kind for kind in (RequestError, NotFiniteError, StorageError, TemporaryError)}
     return kinds.get(code, RunError)
 
 
 def save_failure(folder: Path, error: RunError, request: str) -> None:
-    """Save why `request` (its digest) ended, for the next start. Never raises: the disk may be what failed."""
+    """Save the failure of `request` (its digest) for the next start.
+
+    Does not raise OSError, because the failure may be that of the disk.
+    """
     if error.code not in PERMANENT:
         return
     data = json.dumps({"code": error.code, "line": str(error), "request": request}).encode()

@@ -11,9 +11,9 @@ from pathlib import Path
 
 
 def temporary_sibling(path: Path, *, shared: bool = False) -> Path:
-    """Return a hidden name beside `path`, on the same file system, from which a file can be renamed to `path`.
+    """Return the path of a hidden temporary file in the folder of `path`, to be renamed to `path`.
 
-    shared: several processes may write `path` at once, so each gets a name of its own.
+    shared: several processes may write `path` at the same time, so each gets its own name.
     """
     owner = f".{socket.gethostname()}.{os.getpid()}" if shared else ""
     return path.with_name(f".{path.name}{owner}")
@@ -21,9 +21,10 @@ def temporary_sibling(path: Path, *, shared: bool = False) -> Path:
 
 @contextmanager
 def replacing(path: Path, *, shared: bool = False) -> Iterator[Path]:
-    """Yield a temporary sibling of `path`, and rename it to `path` if the block succeeds. Raises OSError.
+    """Yield a temporary sibling of `path`, and rename it to `path` if the block succeeds.
 
-    If the block fails, the temporary file is removed and what was at `path` stays. shared: see `temporary_sibling`.
+    If the block fails, the temporary file is removed and `path` does not change. Raises OSError.
+    shared: see `temporary_sibling`.
     """
     temporary = temporary_sibling(path, shared=shared)
     try:
@@ -34,9 +35,10 @@ def replacing(path: Path, *, shared: bool = False) -> Iterator[Path]:
 
 
 def atomic_write(path: Path, data: bytes, *, durable: bool = True, shared: bool = False) -> None:
-    """Write a file that has all of `data` or does not change. Raises OSError.
+    """Replace a file by `data`, completely or not at all. Raises OSError.
 
-    durable: the data is on the disk before the file gets its name. shared: see `temporary_sibling`.
+    durable: sync the data to the disk before the file gets its name. shared: see
+    `temporary_sibling`.
     """
     with replacing(path, shared=shared) as temporary, open(temporary, "wb") as file:
         file.write(data)
@@ -46,7 +48,7 @@ def atomic_write(path: Path, data: bytes, *, durable: bool = True, shared: bool 
 
 
 def sync_folder(folder: Path) -> None:
-    """Return once the names in `folder` are on the disk. Raises OSError."""
+    """Sync the entries of `folder` to the disk. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -54,14 +56,15 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def lock(descriptor: int, patience_s: float, *, inherited: bool = False) -> bool:
-    """Lock an open file; return False if another process holds it for `patience_s` seconds.
+def lock(descriptor: int, timeout_s: float, *, inherited: bool = False) -> bool:
+    """Lock an open file; return False if another process holds the lock until the timeout.
 
-    inherited: forked processes hold the lock too, until the last of them is dead (flock). Otherwise the kernel drops it
-    when this process dies (a POSIX record lock). Raises OSError if the file system has no locks.
+    inherited: forked processes hold the lock, too, until the last of them has died (flock).
+    Otherwise the kernel releases it when this process dies (a POSIX record lock). Raises OSError if
+    the file system does not support locks.
     """
     acquire = fcntl.flock if inherited else fcntl.lockf
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             acquire(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,10 +1,11 @@
-"""Who takes part: the processes of one run, and the few things they say to each other besides gradients.
+"""The process group of a run, and all its collectives except those on gradients.
 
-Promise: every decision is collective. A process never stops, fails or saves on what it alone knows: it says it in
-`agree`, one small reduction a step, and all act alike at the same step. Sums of integers are exact at any world size.
-Host values travel over gloo, so that no exchange of ours waits for a GPU's stream; gradients are the strategy's business.
+Promise: every decision is collective. A process never stops, fails or saves because of something
+that only it knows: it passes a flag to `any_rank`, one small all-reduce per step, and all processes
+act at the same step. Sums of integers are exact at any world size. Values on the host travel over
+gloo, so that no collective here waits for a GPU's stream. A strategy exchanges the gradients.
 
-`Group` itself is the group of one, where everybody agrees at once; `Peers` is the group of several.
+`Group` is one process, for which every collective is trivial; `ProcessGroup` is several.
 """
 
 import os
@@ -26,27 +27,26 @@ T = TypeVar("T")
 
 
 class Pending(Protocol):
-    """An exchange under way."""
+    """An asynchronous collective; torch's handle is `torch.distributed.Work`."""
 
-    def wait(self) -> object:
-        """Return once it is done."""
+    def wait(self) -> object: ...
 
 
-class _Done:
+class _CompletedWork:
     def wait(self) -> None:
         pass
 
 
 class Group:
-    """One process."""
+    """A group of one process."""
 
     def __init__(self, world: World, device: torch.device) -> None:
         self.world = world
         self.device = device
-        self.pids_here: list[int] = []
-        """Process ids of the others on this machine."""
         self.hosts = [socket.gethostname()]
-        """Each rank's machine."""
+        """The host name of each rank."""
+        self.pids_here: list[int] = []
+        """The process ids of the other ranks on this machine."""
 
     @property
     def rank(self) -> int:
@@ -61,64 +61,65 @@ class Group:
         return self.world.is_main
 
     def any_rank(self, *flags: bool) -> tuple[bool, ...]:
-        """For each flag, whether any process raised it."""
+        """Return for each flag if it is set on any rank."""
         return flags
 
     def all_reduce(self, counts: Tensor) -> Tensor:
-        """Sum of int64 counts over the processes, on the CPU. counts: any shape, int64."""
+        """Return the sum over the ranks, on the CPU. counts: any shape, int64."""
         return counts.to("cpu", copy=True)
 
     def all_reduce_async(self, counts: Tensor) -> Pending:
-        """Begin to overwrite `counts` (int64, on the device) with its sum over the processes."""
-        return _Done()
+        """Start to replace `counts` (int64, on the device) by its sum over the ranks, in place."""
+        return _CompletedWork()
 
     def all_gather(self, item: Any) -> list[Any]:
-        """Everybody's item, in rank order, at every process. For small, rare things."""
+        """Return the items of all ranks, in rank order, on every rank. For small, rare objects."""
         return [item]
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes, at every process."""
+        """Return rank 0's bytes on every rank. data: ignored on other ranks."""
         assert data is not None
         return data
 
     def broadcast(self, tensors: list[Tensor]) -> None:
-        """Overwrite each tensor with rank 0's."""
+        """Replace each tensor by rank 0's, in place."""
 
     def all_reduce_mean(self, tensors: list[Tensor]) -> None:
-        """Overwrite each floating-point tensor with its mean over the processes."""
+        """Replace each floating-point tensor by its mean over the ranks, in place."""
 
-    def raise_together(self, verdict: RunError | None) -> None:
-        """Raise at every process the first verdict that any of them brings; return if there is none."""
-        for found in self.all_gather(verdict):
+    def raise_together(self, error: RunError | None) -> None:
+        """Raise on every rank the error of the lowest rank that has one; return if none has."""
+        for found in self.all_gather(error):
             if found is not None:
                 raise found.collective()
 
     def run_long_task(self, work: Callable[[], T]) -> T:
-        """Do `work`, which may take one process longer than the others may wait in an exchange."""
+        """Run `work`, which may take longer on one rank than the others' collectives wait."""
         return work()
 
     def finish(self) -> None:
-        """Take leave of the others."""
+        """Wait for all ranks, then destroy the process group."""
 
 
 class ProcessGroup(Group):
-    """Several processes."""
+    """A group of several processes, over `torch.distributed`."""
 
-    def __init__(self, world: World, device: torch.device, timeout: float) -> None:
+    def __init__(self, world: World, device: torch.device, timeout_s: float) -> None:
         super().__init__(world, device)
-        limit = timedelta(seconds=timeout)
+        timeout = timedelta(seconds=timeout_s)
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         try:
-            dist.init_process_group(backend, world.init_method, rank=world.rank, world_size=world.size, timeout=limit)
+            dist.init_process_group(backend, world.init_method, rank=world.rank, world_size=world.size, timeout=timeout)
         except (dist.DistNetworkError, dist.DistStoreError, dist.DistBackendError, TimeoutError) as error:
             raise TemporaryError(
-                f"rank {world.rank} of {world.size} found no group within {timeout:g} s: a peer is not there yet ({error})"
+                f"rank {world.rank} of {world.size} found no group within {timeout_s:g} s: start all processes of the"
+                f" job ({error})"
             ) from error
 
-        places = self.all_gather((socket.gethostname(), os.getpid()))
-        self.hosts = [host for host, _ in places]
-        here, own = places[self.rank]
-        self.pids_here = [pid for host, pid in places if host == here and pid != own]
+        ranks = self.all_gather((socket.gethostname(), os.getpid()))
+        self.hosts = [host for host, _ in ranks]
+        this_host, this_pid = ranks[self.rank]
+        self.pids_here = [pid for host, pid in ranks if host == this_host and pid != this_pid]
 
     def any_rank(self, *flags: bool) -> tuple[bool, ...]:
         raised = torch.tensor(flags, dtype=torch.uint8)
@@ -132,12 +133,12 @@ class ProcessGroup(Group):
         return total
 
     def all_reduce_async(self, counts: Tensor) -> Pending:
-        pending: Pending = dist.all_reduce(counts, async_op=True)
-        return pending
+        work: Pending = dist.all_reduce(counts, async_op=True)
+        return work
 
     def all_gather(self, item: Any) -> list[Any]:
         items: list[Any] = [None] * self.size
-        dist.all_gather_object(items, item)  # over the CPU's backend, where a group has one
+        dist.all_gather_object(items, item)  # uses the CPU backend if the group has one
         return items
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
@@ -157,28 +158,30 @@ class ProcessGroup(Group):
     def all_reduce_mean(self, tensors: list[Tensor]) -> None:
         if not tensors:  # a model without batch norm
             return
-        mean = torch.cat([tensor.double().flatten() for tensor in tensors])
-        dist.all_reduce(mean)
-        for tensor, part in zip(tensors, torch.split(mean / self.size, [one.numel() for one in tensors]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
+        total = torch.cat([tensor.double().flatten() for tensor in tensors])
+        dist.all_reduce(total)
+        means = torch.split(total / self.size, [tensor.numel() for tensor in tensors])
+        for tensor, mean in zip(tensors, means, strict=True):
+            tensor.copy_(mean.view(tensor.shape))
 
     def run_long_task(self, work: Callable[[], T]) -> T:
         with futures.ThreadPoolExecutor(1) as thread:
-            done = thread.submit(work)
-            while any(self.any_rank(not done.done())):
-                futures.wait([done], timeout=1)
-            return done.result()
+            task = thread.submit(work)
+            while any(self.any_rank(not task.done())):
+                futures.wait([task], timeout=1)
+            return task.result()
 
     def finish(self) -> None:
-        self.any_rank(False)  # nobody leaves before rank 0 has saved: a launcher kills what outlives its first leaver
+        # After the first rank exits, a launcher kills the others, and rank 0 may still be saving.
+        self.any_rank(False)
         dist.destroy_process_group()
 
 
 def is_peer_failure(error: Exception) -> bool:
-    """Whether an error is but the echo of another process's end."""
+    """Return True if an error is only the consequence of another process's failure."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def start(config: Config, world: World, device: torch.device) -> Group:
-    """Join the group. TemporaryError if a peer does not come."""
+    """Join and return the process group, or raise TemporaryError if a peer does not come."""
     return ProcessGroup(world, device, config.run.timeout) if world.size > 1 else Group(world, device)

@@ -1,6 +1,6 @@
-"""What this machine offers: CPUs, memory, /dev/shm, a compiler, GPUs. Read without torch.
+"""The resources of this machine: CPUs, memory, /dev/shm, a compiler, GPUs. Read without torch.
 
-CPUs and memory are those that this process may use: the affinity mask and the cgroup's limits, not the host's counts.
+CPUs and memory are those that this process may use, by its affinity mask and its cgroup's limits.
 """
 
 import os
@@ -12,22 +12,18 @@ from pipeline.errors import RequestError
 
 
 def available_cpus() -> int:
-    """CPUs that affinity and cgroup (v2, else v1) leave us; at least 1."""
+    """Return the CPUs that the affinity mask and the cgroup (v2 or v1) allow, at least 1."""
     cpus = len(os.sched_getaffinity(0))
     quota = _cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     return max(1, min(cpus, int(quota))) if quota else cpus
 
 
 def available_memory() -> int | None:
-    """Bytes that the machine has and the cgroup (v2, else v1) leaves us; None where that is not known."""
+    """Return the bytes of memory that the cgroup (v2 or v1) allows, or None if unknown."""
+    root = Path("/sys/fs/cgroup")
     limits = []
     try:
-        inside = next(
-            (line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line[:3] == "0::"), "/"
-        )
-        root = Path("/sys/fs/cgroup")
-        folder = root / inside.strip("/")
-        files = [level / "memory.max" for level in (folder, *folder.parents) if level.is_relative_to(root)]
+        files = [level / "memory.max" for level in _cgroup_levels(root, Path("/proc/self/cgroup"))]
         for file in (*files, root / "memory/memory.limit_in_bytes"):
             if file.exists() and (text := file.read_text().strip()) != "max":
                 limits.append(int(text))
@@ -38,49 +34,51 @@ def available_memory() -> int | None:
 
 
 def shared_memory_bytes() -> int | None:
-    # what is free just now says less: a run that was killed a moment ago may still hold some
-    try:
+    """Return the size of /dev/shm in bytes, or None if unknown."""
+    try:  # not its free part: a run that was killed a moment ago may still hold some
         return shutil.disk_usage("/dev/shm").total
     except OSError:
         return None
 
 
 def missing_to_compile() -> str:
-    """What torch.compile wants on this machine and does not find; empty where it has all."""
-    compilers = {"CC": ("gcc", "clang"), "CXX": ("g++", "clang++")}  # Triton's for a GPU, Inductor's for a CPU
-    kind, names = next(iter(compilers.items())) if has_gpu() else ("CXX", compilers["CXX"])
-    if not any(shutil.which(name) for name in (os.environ.get(kind, names[0]), *names)):
-        return f"a compiler ({names[0]}, or {kind} in the environment)"
+    """Return a missing prerequisite of torch.compile, or ""."""
+    variable, names = ("CC", ("gcc", "clang")) if has_gpu() else ("CXX", ("g++", "clang++"))  # Triton, Inductor
+    if not any(shutil.which(name) for name in (os.environ.get(variable, names[0]), *names)):
+        return f"a compiler ({names[0]}, or {variable} in the environment)"
     header = Path(sysconfig.get_path("include"), "Python.h")
     return "" if header.exists() else f"Python's headers ({header})"
 
 
 def has_gpu() -> bool:
-    """Whether this machine has a GPU, usable or not."""
+    """Return True if this machine has a GPU, usable or not."""
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def no_gpu_error() -> RequestError:
-    return RequestError(
-        "run.device=cuda but this machine shows no GPU: cpu trains without one, auto takes what there is"
-    )
+    return RequestError("run.device=cuda, but this machine has no GPU: use run.device=cpu, or auto")
 
 
 def _cgroup_quota(root: Path, own: Path) -> float | None:
+    """Return the CPUs that the cgroup allows, or None. own: /proc/self/cgroup."""
+    limits = []
     try:
-        lines = own.read_text().splitlines()
-        inside = next((line[3:] for line in lines if line.startswith("0::")), "/").strip("/")
-        folder = root / inside
-        limits = []
-        for level in (folder, *folder.parents):  # any level above may be the one that limits
+        for level in _cgroup_levels(root, own):
             if (level / "cpu.max").exists():
                 quota, period = (level / "cpu.max").read_text().split()
-                limits += [int(quota) / int(period)] if quota != "max" else []
-            if level == root:
-                break
+                if quota != "max":
+                    limits.append(int(quota) / int(period))
         if limits:
             return min(limits)
         quota_us = int((root / "cpu/cpu.cfs_quota_us").read_text())
         return quota_us / int((root / "cpu/cpu.cfs_period_us").read_text()) if quota_us > 0 else None
     except (OSError, ValueError):
         return None
+
+
+def _cgroup_levels(root: Path, own: Path) -> list[Path]:
+    """Return the folders of this process's cgroup and of those above it; each may have a limit."""
+    lines = own.read_text().splitlines()
+    name = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/").strip("/")
+    folder = root / name
+    return [level for level in (folder, *folder.parents) if level.is_relative_to(root)]

@@ -1,10 +1,12 @@
-"""What will happen: configuration + world + size of the data -> every size, step and rate of the run.
+"""The plan of a run: every size, step and rate, from the configuration, the world and the data.
 
-Promise: all arithmetic on sizes is here and nowhere else, it is pure, and it is printed. The older guides do the same by
-hand (`batch / ngpus`, `ceil(workers / ngpus)`); here a remainder is refused by name, with the nearest values that work.
+Promise: all arithmetic on sizes is in this module, it is pure, and it is printed. Other training
+scripts do it by hand (`batch / ngpus`, `ceil(workers / ngpus)`). Here a size that does not divide
+evenly is an error, which names the nearest values that work.
 
-A *step* is one update of the weights from one global batch; it is the only position a run has. An epoch is
-`images // global_batch` steps: the last, smaller rest of a shuffled epoch is left out (another rest each epoch).
+A *step* is one update of the weights from one global batch; it is the only position that a run has.
+An epoch has `images // global_batch` steps: the rest of the shuffled images is left out, and it is
+another rest in each epoch.
 """
 
 import hashlib
@@ -30,13 +32,13 @@ class DataSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What each process of a job has: all that an evaluation alone needs to know."""
+    """The processes, loader workers and threads of a job: all that an evaluation needs."""
 
     world: int
     local_world: int
     workers_per_node: int
     workers: int
-    """Loader processes of each process."""
+    """Loader processes of each training process."""
     prefetch: int
     threads: int
     eval_batch: int
@@ -44,31 +46,32 @@ class Resources:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Resources):
-    """A training run."""
+    """The sizes, steps and rates of a training run."""
 
     global_batch: int
     process_batch: int
     micro_batch: int
     accumulate: int
     stages: int
-    """Parts that the model is cut into; the world holds world / stages copies of it."""
+    """Stages of the model; the job trains world / stages copies of it."""
     micro_batches: int
-    """Parts that a copy's pass is cut into on its way through the stages."""
+    """Micro-batches that a copy's pass is split into for the stages."""
     train_images: int
     val_images: int
     num_classes: int
     steps_per_epoch: int
     total_steps: int
-    """The schedule's length."""
+    """The length of the schedule."""
     last_step: int
-    """Where this run stops: total_steps, or earlier by train.max_steps."""
+    """The step at which this run stops: total_steps, or earlier with train.max_steps."""
     peak_lr: float
     schedule: str
     warmup_steps: int
     decay_steps: int
-    """From the end of the warm-up to the begin of the cooldown."""
-    final: float
+    """Steps from the end of the warm-up to the start of the cooldown."""
+    final_lr_fraction: float
     drop_steps: int
+    """With the step schedule: steps between two drops."""
     gamma: float
     evaluate_every: int
     checkpoint_every: int
@@ -76,7 +79,7 @@ class Plan(Resources):
     watch_every: int
     """0: never."""
     image_size: int
-    """The largest: of the last epochs."""
+    """Side of the training images in the last epochs, the largest."""
     first_size: int
     grows_from: float
     grows_until: float
@@ -85,14 +88,17 @@ class Plan(Resources):
     repeats: int
     compiles: bool
     why_compiled: str
-    """Or why not."""
+    """The reason for compiling the model, or for not compiling it."""
 
     def epoch(self, step: int) -> int:
-        """Epoch that the update after `step` belongs to, from 0."""
+        """Return the epoch, from 0, of the update after `step`."""
         return step // self.steps_per_epoch
 
     def size(self, step: int) -> int:
-        """Side of the images of the update after `step`, in pixels: FFCV's rule (train_imagenet.py, get_resolution)."""
+        """Return the side of the images in the update after `step`, in pixels.
+
+        This is the rule of FFCV (train_imagenet.py, get_resolution).
+        """
         epoch = self.epoch(step)
         if epoch <= self.grows_from or self.first_size == self.image_size:
             return self.first_size
@@ -108,19 +114,26 @@ class Plan(Resources):
         return sorted({self.size(step) for step in range(0, self.total_steps, self.steps_per_epoch)})
 
     def compiles_at(self, step: int, *, is_first: bool) -> bool:
-        """Return True if the update after `step` may compile the model: the first of a start, and each with a new size."""
+        """Return True if the update after `step` may compile the model.
+
+        That is the first update of a start, and each update with a new image size.
+        """
         return self.compiles and (is_first or self.size(step) != self.size(step - 1))
 
     def learning_rate(self, step: int) -> float:
-        """Rate of the update that follows `step` updates. A function of the step, so nothing of it is ever saved."""
+        """Return the learning rate of the update after `step`.
+
+        It is a function of the step, so there is no scheduler state to save.
+        """
         if step < self.warmup_steps:
             return self.peak_lr * (step + 1) / self.warmup_steps
         share = min(1.0, (step - self.warmup_steps) / max(1, self.decay_steps))
+        final = self.final_lr_fraction
         match self.schedule:
             case "cosine":
-                return self.peak_lr * (self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * share)))
+                return self.peak_lr * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * share)))
             case "linear":
-                return self.peak_lr * (self.final + (1 - self.final) * (1 - share))
+                return self.peak_lr * (final + (1 - final) * (1 - share))
             case "step":
                 return self.peak_lr * self.gamma ** (step // self.drop_steps)
             case _:
@@ -140,178 +153,152 @@ class Plan(Resources):
 
     @property
     def batches_ahead_bytes(self) -> int:
-        """Memory in /dev/shm for the batches (uint8 pixels) that a node's workers hold ready, one in use and one just come:
-        of training, and of an evaluation besides."""
-        held = self.local_world * (self.workers * self.prefetch + 2) if self.workers else 0
-        return held * 3 * (self.micro_batch * self.image_size**2 + self.eval_batch * self.eval_size**2)
+        """Return the bytes of /dev/shm for the batches (uint8 pixels) that a node's workers hold.
+
+        Each process has the prefetched batches, one in use and one just received, for training and
+        again for evaluation.
+        """
+        batches = self.local_world * (self.workers * self.prefetch + 2) if self.workers else 0
+        return batches * 3 * (self.micro_batch * self.image_size**2 + self.eval_batch * self.eval_size**2)
 
     @property
     def bn_batch(self) -> int:
-        """Images that go through the model at once, which is what batch norm sees."""
+        """Return the number of images that batch norm sees at once."""
         return self.micro_batch * self.stages // self.micro_batches
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def table(self) -> str:
-        """The plan as people read it, arithmetic included."""
+        """Return the plan as text, one row per quantity, with the arithmetic behind it."""
         nodes = self.world // self.local_world
-        rows = [
-            ("data", f"{self.train_images:,} images to train, {self.val_images:,} held out, {self.num_classes:,} classes"),
-            ("world", f"{_count(self.world, 'process', 'es')} on {_count(nodes, 'node')},"
-                      f" {_count(self.threads, 'thread')} each"),
-            ("batch", f"{self.global_batch} = {self.world} × {self.accumulate} × {self.micro_batch}"
-                      " (processes × accumulation × images a pass)"),
-            *([("stages", f"{self.world} = {self.world // self.stages} × {self.stages} (copies × stages); a copy's pass of"
-                          f" {self.micro_batch * self.stages} images = {self.micro_batches} × {self.bn_batch}"
-                          " (micro-batches × images)")] if self.stages > 1 else []),
-            ("workers", f"{self.workers} a process = ⌈{self.workers_per_node} a node / {self.local_world}⌉,"
-                        f" {_mib(self.batches_ahead_bytes)} of /dev/shm a node"),
-            ("epoch", f"{self.steps_per_epoch:,} steps = ⌊{self.train_images:,} / {self.global_batch}⌋"
-                      f" ({self.train_images % self.global_batch:,} images left out, others each epoch)"),
-            ("steps", f"{self.last_step:,}" + (f" of {self.total_steps:,}" if self.last_step < self.total_steps else "")
-                      + f" ({self.last_step / self.steps_per_epoch:.4g} epochs)"),
-            ("images", f"{self.image_size} px"
-                       + (f", {self.first_size} px up to epoch {self.grows_from:g}, growing until {self.grows_until:g}"
-                          if self.first_size < self.image_size else "")
-                       + (f", {self.repeats} views of each in a batch" if self.repeats > 1 else "")
-                       + f"; {self.eval_size} px in validation"),
-            ("compiled", f"{'yes' if self.compiles else 'no'}: {self.why_compiled}"),
-            ("learning rate", f"{self.peak_lr:.6g} at {self.global_batch} images a batch, {self.schedule}"
-                              + (f", after {self.warmup_steps:,} steps of warm-up" if self.warmup_steps else "")),
-            ("validation", f"every {self.evaluate_every:,} steps, {math.ceil(self.val_images / self.eval_batch):,} batches"
-                           f" of {self.eval_batch}, each image once"),
-            ("checkpoint", f"every {self.checkpoint_every:,} steps"),
-        ]  # fmt: skip
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
+        left_out = self.train_images % self.global_batch
+        epochs = self.last_step / self.steps_per_epoch
+        total = f" of {self.total_steps:,}" if self.last_step < self.total_steps else ""
+        shared_memory = _mib(self.batches_ahead_bytes)
+        growth = repeats = warmup = ""
+        if self.first_size < self.image_size:
+            growth = f", {self.first_size} px up to epoch {self.grows_from:g}, growing until {self.grows_until:g}"
+        if self.repeats > 1:
+            repeats = f", {self.repeats} views of each in a batch"
+        if self.warmup_steps:
+            warmup = f", after {self.warmup_steps:,} steps of warm-up"
+        rows = {
+            "data": f"{self.train_images:,} images to train, {self.val_images:,} held out,"
+            f" {self.num_classes:,} classes",
+            "world": f"{_count(self.world, 'process', 'es')} on {_count(nodes, 'node')},"
+            f" {_count(self.threads, 'thread')} each",
+            "batch": f"{self.global_batch} = {self.world} × {self.accumulate} × {self.micro_batch}"
+            " (processes × accumulation × images a pass)",
+            "stages": f"{self.world} = {self.world // self.stages} × {self.stages} (copies × stages); a copy's pass"
+            f" of {self.micro_batch * self.stages} images = {self.micro_batches} × {self.bn_batch}"
+            " (micro-batches × images)",
+            "workers": f"{self.workers} a process = ⌈{self.workers_per_node} a node / {self.local_world}⌉,"
+            f" {shared_memory} of /dev/shm a node",
+            "epoch": f"{self.steps_per_epoch:,} steps = ⌊{self.train_images:,} / {self.global_batch}⌋"
+            f" ({left_out:,} images left out, others each epoch)",
+            "steps": f"{self.last_step:,}{total} ({epochs:.4g} epochs)",
+            "images": f"{self.image_size} px{growth}{repeats}; {self.eval_size} px in validation",
+            "compiled": ("yes: " if self.compiles else "no: ") + self.why_compiled,
+            "learning rate": f"{self.peak_lr:.6g} at {self.global_batch} images a batch, {self.schedule}{warmup}",
+            "validation": f"every {self.evaluate_every:,} steps, {math.ceil(self.val_images / self.eval_batch):,}"
+            f" batches of {self.eval_batch}, each image once",
+            "checkpoint": f"every {self.checkpoint_every:,} steps",
+        }
+        if self.stages == 1:
+            del rows["stages"]
+        width = max(map(len, rows))
+        return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
 
 
 def request_digest(config: Config, world: World) -> str:
-    """Return what tells one request from another: a SHA-256 over the configuration and the number of processes.
+    """Return a SHA-256 that identifies a request: its configuration and its number of processes.
 
-    `run.resume` says where a request resumes, not what it asks for.
+    `run.resume` is left out: it says from where to resume, not what to train.
     """
-    asked = config.model_dump_json(exclude={"run": {"resume"}})
-    return hashlib.sha256(f"{asked} {world.size} {world.local_size}".encode()).hexdigest()
+    fields = config.model_dump_json(exclude={"run": {"resume"}})
+    # The digest keeps the names that these fields had in version 0.1.
+    fields = fields.replace('"gradient_dtype":', '"exchange":').replace('"final_lr_fraction":', '"final":')
+    return hashlib.sha256(f"{fields} {world.size} {world.local_size}".encode()).hexdigest()
 
 
 def memory_row(config: Config, parameters: int, world: int) -> str:
-    """What each process holds for the whole of a training, as a row of the table; activations come on top."""
+    """Return the table's row about the memory of weights, gradients and optimizer per process."""
     moments = config.optimizer.moments
     copies = 2 + moments
-    whole = 4 * parameters * copies
+    total = 4 * parameters * copies
     row = (
-        f"  memory         {parameters:,} parameters × 4 bytes × {copies} (weights, gradients, {moments} of the optimizer)"
-        f" = {_mib(whole)}"
+        f"  memory         {parameters:,} parameters × 4 bytes × {copies} (weights, gradients, {moments} of the"
+        f" optimizer) = {_mib(total)}"
     )
     parts = {"fsdp": world, "stages": config.stages.count}.get(config.parallel, 1)
     if parts == 1:
         return f"{row} a process, activations besides"
     return (
-        f"{row}, of which a process has about 1/{parts} = {_mib(whole // parts)}, activations besides; rank 0 has"
+        f"{row}, of which a process has about 1/{parts} = {_mib(total // parts)}, activations besides; rank 0 has"
         f" {_mib(4 * parameters * (1 + moments))} more in host memory while it saves, twice if on a CPU"
     )
 
 
 def make_plan(config: Config, world: World, data: DataSize) -> Plan:
-    """The plan, or a RequestError that names the key, the numbers and what would work."""
-    global_batch, accumulate = config.batch.global_, config.batch.accumulate
-    if config.run.exact:
-        accumulate = _shards_per_process(config, world.size)
-    else:
-        _check_divides(global_batch, world.size, accumulate)
-    if config.parallel == "dataparallel" and world.size > 1:
-        raise RequestError(
-            f"parallel=dataparallel is one process for all GPUs of a machine, not {world.size}: start one, or take ddp"
-        )
-    stages, micro_batches = _stages(config, world.size, global_batch // (world.size * accumulate))
-    if data.train_images < global_batch:
-        share = world.size * accumulate
-        largest = data.train_images // share * share
-        raise RequestError(
-            f"data has {data.train_images:,} images to train, fewer than one batch of batch.global={global_batch}: "
-            + (f"set batch.global to at most {largest}" if largest else f"that is not one for each of {share} passes")
-        )
-    steps_per_epoch = data.train_images // global_batch
-    total_steps = config.train.epochs * steps_per_epoch
-
-    def steps(duration: Duration) -> int:
-        unit = {"epochs": steps_per_epoch, "steps": 1, "%": total_steps / 100}[duration.unit]
-        return round(duration.amount * unit)
-
-    warmup_steps = steps(config.schedule.warmup)
-    if warmup_steps > total_steps:
-        raise RequestError(
-            f"schedule.warmup={config.schedule.warmup} is {warmup_steps:,} steps, longer than the whole training of"
-            f" {total_steps:,} steps ({config.train.epochs} epochs): make it shorter"
-        )
-    cooldown_steps = steps(config.schedule.cooldown)
-    if warmup_steps + cooldown_steps > total_steps:
-        raise RequestError(
-            f"schedule.cooldown={config.schedule.cooldown} is {cooldown_steps:,} steps, which with {warmup_steps:,} of"
-            f" warm-up is longer than the whole training of {total_steps:,} steps ({config.train.epochs} epochs): make it"
-            " shorter"
-        )
-    grows_from, grows_until = (steps(when) / steps_per_epoch for when in config.augment.growth)
-    first_size = config.augment.first_size or config.augment.size
-    if first_size < config.augment.size and not grows_from <= grows_until < config.train.epochs:
-        raise RequestError(
-            f"augment.growth=[{config.augment.growth[0]}, {config.augment.growth[1]}] is from epoch {grows_from:g} to"
-            f" {grows_until:g} of {config.train.epochs}: the side must begin to grow before it ends to, and before the"
-            " training does"
-        )
+    """Return the plan, or raise RequestError with the key, the numbers and what works instead."""
+    global_batch, size = config.batch.global_, config.augment.size
+    accumulate = _accumulate(config, world.size)
+    micro_batch = global_batch // (world.size * accumulate)
+    stages, micro_batches = _stages(config, world.size, micro_batch)
+    length = _length(config, data, passes=world.size * accumulate)
+    warmup_steps, cooldown_steps = _warmup_and_cooldown(config, length)
+    first_size, grows_from, grows_until = _growth(config, length)
     compiles, why_compiled = _compilation(config, world)
     plan = Plan(
         **vars(share_resources(config, world)),
         global_batch=global_batch,
         process_batch=global_batch // world.size,
-        micro_batch=global_batch // (world.size * accumulate),
+        micro_batch=micro_batch,
         accumulate=accumulate,
         stages=stages,
         micro_batches=micro_batches,
-        train_images=data.train_images,
-        val_images=data.val_images,
-        num_classes=data.num_classes,
-        steps_per_epoch=steps_per_epoch,
-        total_steps=total_steps,
-        last_step=min(total_steps, config.train.max_steps or total_steps),
+        **vars(data),
+        steps_per_epoch=length.steps_per_epoch,
+        total_steps=length.total_steps,
+        last_step=min(length.total_steps, config.train.max_steps or length.total_steps),
         peak_lr=config.optimizer.lr * global_batch / 256,
         schedule=config.schedule.name,
         warmup_steps=warmup_steps,
-        decay_steps=total_steps - warmup_steps - cooldown_steps,
-        final=config.schedule.final,
-        drop_steps=max(1, steps(config.schedule.every)),
+        decay_steps=length.total_steps - warmup_steps - cooldown_steps,
+        final_lr_fraction=config.schedule.final_lr_fraction,
+        drop_steps=length.interval(config.schedule.every),
         gamma=config.schedule.gamma,
-        evaluate_every=max(1, steps(config.evaluate.every)),
-        checkpoint_every=max(1, steps(config.checkpoint.every)),
-        report_every=max(1, steps(config.track.every)),
-        watch_every=max(1, steps(config.run.watch)) if config.run.watch else 0,
-        image_size=config.augment.size,
+        evaluate_every=length.interval(config.evaluate.every),
+        checkpoint_every=length.interval(config.checkpoint.every),
+        report_every=length.interval(config.track.every),
+        watch_every=length.interval(config.run.watch) if config.run.watch else 0,
+        image_size=size,
         first_size=first_size,
         grows_from=grows_from,
         grows_until=grows_until,
         repeats=config.augment.repeats,
         compiles=compiles,
         why_compiled=why_compiled,
-        eval_size=config.evaluate.size or config.augment.size,
+        eval_size=config.evaluate.size or size,
     )
-    if config.mixes and plan.micro_batch % 2:
+    if config.mixes and micro_batch % 2:
         raise RequestError(
-            f"augment.mixup and augment.cutmix mix pairs, and a pass has {plan.micro_batch} images: choose batch.global, so"
-            " that each pass has an even number"
+            f"augment.mixup and augment.cutmix mix pairs, and a pass has {micro_batch} images: choose a batch.global"
+            " that gives each pass an even number"
         )
-    if world.shared_memory is not None and plan.batches_ahead_bytes > world.shared_memory:
+    needed = plan.batches_ahead_bytes
+    if world.shared_memory is not None and needed > world.shared_memory:
         raise RequestError(
-            f"loader workers hold {_mib(plan.batches_ahead_bytes)} of batches ready and /dev/shm has"
-            f" {_mib(world.shared_memory)}: give it more (docker: --shm-size), or set data.workers, data.prefetch or"
-            " evaluate.batch lower (data.workers=0 needs none)"
+            f"loader workers hold {_mib(needed)} of batches ready and /dev/shm has"
+            f" {_mib(world.shared_memory)}: enlarge it (docker: --shm-size), or lower data.workers, data.prefetch or"
+            " evaluate.batch (data.workers=0 needs none)"
         )
     return plan
 
 
 def share_resources(config: Config, world: World) -> Resources:
-    """Workers and threads of a node, shared out to its processes."""
+    """Return the workers and threads of a node, divided among its processes."""
     workers_per_node = world.cpus if config.data.workers is None else config.data.workers
     return Resources(
         world=world.size,
@@ -325,34 +312,49 @@ def share_resources(config: Config, world: World) -> Resources:
 
 
 def _threads(config: Config, world: World) -> int:
-    # The number of threads changes the order of sums on a CPU, so a run that promises its bits takes a number that no
-    # machine changes: one, unless told.
     if config.run.threads is not None:
         return config.run.threads
-    return 1 if config.is_deterministic else max(1, world.cpus // world.local_size)
+    if config.is_deterministic:
+        return 1  # the order of sums on a CPU depends on this, so it must not depend on the machine
+    return max(1, world.cpus // world.local_size)
+
+
+def _accumulate(config: Config, world: int) -> int:
+    """Return the number of passes per update in each process."""
+    if config.run.exact:
+        accumulate = _shards_per_process(config, world)
+    else:
+        accumulate = config.batch.accumulate
+        _check_divides(config.batch.global_, world, accumulate)
+    if config.parallel == "dataparallel" and world > 1:
+        raise RequestError(
+            f"parallel=dataparallel uses one process for all GPUs of a machine, not {world}: start one process, or use"
+            " parallel=ddp"
+        )
+    return accumulate
 
 
 def _check_divides(global_batch: int, world: int, accumulate: int) -> None:
-    share = world * accumulate
-    if global_batch % share == 0:
+    passes = world * accumulate
+    if global_batch % passes == 0:
         return
-    below, above = global_batch // share * share, -(-global_batch // share) * share
-    work = f"{below} or {above}" if below else f"{above}"
+    below, above = global_batch // passes * passes, -(-global_batch // passes) * passes
+    batches = f"{below} or {above}" if below else f"{above}"
     worlds = [] if global_batch % accumulate else _near_divisors(global_batch // accumulate, world)
     raise RequestError(
-        f"batch.global={global_batch} does not divide by {_count(world, 'process', 'es')} × batch.accumulate={accumulate}"
-        f" = {share}: the nearest batch.global that works is {work}"
+        f"batch.global={global_batch} does not divide by {_count(world, 'process', 'es')} × batch.accumulate="
+        f"{accumulate} = {passes}: the nearest batch.global that works is {batches}"
         + (f"; worlds that work are {', '.join(map(str, worlds))}" if worlds else "")
     )
 
 
 def _shards_per_process(config: Config, world: int) -> int:
-    """Passes of each process in exact mode: one for each shard that it has."""
+    """Return the number of shards of each process in exact mode; each shard is one pass."""
     global_batch, shards = config.batch.global_, config.exact.shards
     if global_batch % shards:
         raise RequestError(
-            f"batch.global={global_batch} does not divide by exact.shards={shards}: the nearest exact.shards that work are"
-            f" {', '.join(map(str, _near_divisors(global_batch, shards)))}"
+            f"batch.global={global_batch} does not divide by exact.shards={shards}: the nearest exact.shards that work"
+            f" are {', '.join(map(str, _near_divisors(global_batch, shards)))}"
         )
     if shards % world:
         raise RequestError(
@@ -368,42 +370,96 @@ def _shards_per_process(config: Config, world: int) -> int:
 
 
 def _stages(config: Config, world: int, micro_batch: int) -> tuple[int, int]:
-    """Parts of the model, and parts of a copy's pass; (1, 1) where the model is in one."""
+    """Return the number of stages and of micro-batches; (1, 1) if the model is not split."""
     if config.parallel != "stages":
         return 1, 1
-    count, asked = config.stages.count, config.stages.micro_batches
+    count, micro_batches = config.stages.count, config.stages.micro_batches
     if world % count:
         worlds = [near for near in (world // count * count, (world // count + 1) * count) if near]
         raise RequestError(
-            f"stages.count={count} wants as many processes for each copy of the model, and {world} cannot be shared out so:"
-            f" worlds that work are {', '.join(map(str, worlds))}"
+            f"stages.count={count} wants as many processes for each copy of the model, and {world} cannot be shared out"
+            f" so: worlds that work are {', '.join(map(str, worlds))}"
         )
     images = count * micro_batch
-    if asked is None:
+    if micro_batches is None:
         return count, max(parts for parts in range(1, 2 * count + 1) if images % parts == 0)
-    if images % asked:
+    if images % micro_batches:
         raise RequestError(
-            f"stages.micro_batches={asked} does not divide the {images} images of a copy's pass: the nearest that work are"
-            f" {', '.join(map(str, _near_divisors(images, asked)))}"
+            f"stages.micro_batches={micro_batches} does not divide the {images} images of a copy's pass: the nearest"
+            f" that work are {', '.join(map(str, _near_divisors(images, micro_batches)))}"
         )
-    if config.stages.schedule == "1f1b" and asked < count:
+    if config.stages.schedule == "1f1b" and micro_batches < count:
         raise RequestError(
-            f"stages.micro_batches={asked} is fewer than stages.count={count}, and 1f1b wants one for each stage: raise it,"
-            " or take stages.schedule=gpipe"
+            f"stages.micro_batches={micro_batches} is less than stages.count={count}, and 1f1b needs one per stage:"
+            " raise it, or use stages.schedule=gpipe"
         )
-    return count, asked
+    return count, micro_batches
+
+
+@dataclass(frozen=True)
+class _Length:
+    """The length of a training, which durations are converted with."""
+
+    steps_per_epoch: int
+    total_steps: int
+
+    def steps(self, duration: Duration) -> int:
+        unit = {"epochs": self.steps_per_epoch, "steps": 1, "%": self.total_steps / 100}[duration.unit]
+        return round(duration.amount * unit)
+
+    def interval(self, duration: Duration) -> int:
+        return max(1, self.steps(duration))
+
+
+def _length(config: Config, data: DataSize, passes: int) -> _Length:
+    """Return the number of steps. passes: forward passes per update, over all processes."""
+    global_batch = config.batch.global_
+    if data.train_images < global_batch:
+        largest = data.train_images // passes * passes
+        raise RequestError(
+            f"data has {data.train_images:,} images to train, fewer than one batch of batch.global={global_batch}: "
+            + (f"set batch.global to at most {largest}" if largest else f"{passes} passes need at least one image each")
+        )
+    steps_per_epoch = data.train_images // global_batch
+    return _Length(steps_per_epoch, config.train.epochs * steps_per_epoch)
+
+
+def _warmup_and_cooldown(config: Config, length: _Length) -> tuple[int, int]:
+    """Return the number of steps of the warm-up and of the cooldown."""
+    options = config.schedule
+    warmup_steps, cooldown_steps = length.steps(options.warmup), length.steps(options.cooldown)
+    training = f"longer than the whole training of {length.total_steps:,} steps ({config.train.epochs} epochs)"
+    if warmup_steps > length.total_steps:
+        raise RequestError(f"schedule.warmup={options.warmup} is {warmup_steps:,} steps, {training}: make it shorter")
+    if warmup_steps + cooldown_steps > length.total_steps:
+        raise RequestError(
+            f"schedule.cooldown={options.cooldown} is {cooldown_steps:,} steps and the warm-up {warmup_steps:,},"
+            f" together {training}: make it shorter"
+        )
+    return warmup_steps, cooldown_steps
+
+
+def _growth(config: Config, length: _Length) -> tuple[int, float, float]:
+    """Return the first image size, and the epochs at which the images start and stop growing."""
+    options = config.augment
+    first_size = options.first_size or options.size
+    grows_from, grows_until = (length.steps(when) / length.steps_per_epoch for when in options.growth)
+    if first_size < options.size and not grows_from <= grows_until < config.train.epochs:
+        raise RequestError(
+            f"augment.growth=[{options.growth[0]}, {options.growth[1]}] is from epoch {grows_from:g} to {grows_until:g}"
+            f" of {config.train.epochs}: let the growth end no earlier than it starts, and before the training ends"
+        )
+    return first_size, grows_from, grows_until
 
 
 def _compilation(config: Config, world: World) -> tuple[bool, str]:
-    """Whether the model is compiled, and why, or why not. RequestError if it shall be and cannot."""
-    wanted, lack = config.train.compile, world.missing_to_compile
-    if wanted == "off":
+    """Return True if the model is compiled, and the reason for compiling it or not."""
+    mode, missing = config.train.compile, world.missing_to_compile
+    if mode == "off":
         return False, "train.compile=off"
-    if wanted == "on":
-        if lack:
-            raise RequestError(
-                f"train.compile=on: torch.compile wants {lack}: install it, or leave train.compile at auto"
-            )
+    if mode == "on":
+        if missing:
+            raise RequestError(f"train.compile=on needs {missing}: install it, or set train.compile=auto")
         return True, "train.compile=on"
     if config.parallel != "ddp":
         return False, f"parallel={config.parallel} runs parts of a model, which are left as they are"
@@ -411,12 +467,13 @@ def _compilation(config: Config, world: World) -> tuple[bool, str]:
         return False, "there is no GPU to gain by it; train.compile=on compiles for a CPU"
     if config.is_deterministic:
         return False, "the run promises its bits, which kernels chosen anew may not keep; train.compile=on tries"
-    if lack:
-        return False, f"torch.compile wants {lack}, which is not here"
+    if missing:
+        return False, f"torch.compile wants {missing}, which is not here"
     return True, "there is a GPU"
 
 
 def _near_divisors(number: int, near: int) -> list[int]:
+    """Return the six divisors of `number` that are nearest to `near`, in ascending order."""
     divisors = {n for i in range(1, math.isqrt(number) + 1) if number % i == 0 for n in (i, number // i)}
     return sorted(sorted(divisors, key=lambda n: abs(n - near))[:6])
 

@@ -1,11 +1,11 @@
-"""Randomness is addressed, not carried.
+"""Seeds for every random number of a run, and torch's settings for repeatable arithmetic.
 
-Promise: every random number of a run is a function of (seed, purpose, position), so nothing about randomness is saved,
-and a resumed, resized or re-threaded run draws the same. Why that holds: whoever needs randomness seeds a generator with
-`derive(seed, purpose, *position)` right before drawing; no generator's state outlives one sample or one pass.
+Promise: every random number is a function of (seed, purpose, position). So no random state is
+saved, and a run draws the same numbers after a resume and at any number of processes or threads.
+Why this holds: code that needs randomness seeds a generator with `derive(seed, purpose, *position)`
+just before it draws, and no generator is used for more than one sample or one pass.
 
-The switches that make torch's own arithmetic repeatable stand here too, and nowhere else. torch is imported where it is
-used: `derive` also serves what runs before torch is there.
+torch is imported where it is used, because `derive` is also called before torch is imported.
 """
 
 import hashlib
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 def derive(seed: int, *address: int | str) -> int:
-    """A 63-bit seed for the place `address`; places that differ in any part share nothing.
+    """Return a 63-bit seed for `address`; the seeds of different addresses are independent.
 
-    BLAKE2b over the parts, each with its type and length, so that no two addresses spell the same text.
+    It is a BLAKE2b hash over the parts, each with its type and length, so that two addresses never
+    give the same bytes.
     """
     digest = hashlib.blake2b(digest_size=8)
     for part in (seed, *address):
@@ -29,21 +30,21 @@ def derive(seed: int, *address: int | str) -> int:
 
 
 def generator(seed: int, *address: int | str) -> "torch.Generator":
-    """A CPU generator at `address`."""
+    """Return a CPU generator that is seeded for `address`."""
     import torch
 
     return torch.Generator().manual_seed(derive(seed, *address))
 
 
 def seed_network(seed: int, *address: int | str) -> None:
-    """Point the default generators (CPU and GPU), which dropout and its like draw from, at `address`."""
+    """Seed torch's default generators (CPU and GPU), which dropout draws from, for `address`."""
     import torch
 
     torch.manual_seed(derive(seed, *address))
 
 
 def configure_torch(*, deterministic: bool, precision: str, threads: int) -> None:
-    """Set torch's switches for this process: threads, TF32, and in deterministic mode kernels that repeat their bits."""
+    """Set this process's threads, TF32 and, in deterministic mode, deterministic kernels."""
     import torch
 
     torch.set_num_threads(threads)
@@ -51,10 +52,10 @@ def configure_torch(*, deterministic: bool, precision: str, threads: int) -> Non
     torch.backends.cuda.matmul.allow_tf32 = allow_tf32
     torch.backends.cudnn.allow_tf32 = allow_tf32
     if deterministic:
-        # cuBLAS reads this when its first handle is made, so before any GPU work
+        # cuBLAS reads this when its first handle is created, so it must be set before any GPU work.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True)
-        # an aid for finding bugs, which every step would pay for
+        # This setting only helps to find bugs, and would slow down every step.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = deterministic
     torch.backends.cudnn.benchmark = not deterministic

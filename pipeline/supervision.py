@@ -1,4 +1,4 @@
-"""Processes above and beside a rank: the torchrun agent that started it, its parent, its local peers."""
+"""Parents and peers of a rank: the torchrun agent that started it, and the other local ranks."""
 
 import contextlib
 import ctypes
@@ -17,74 +17,81 @@ PR_SET_PDEATHSIG = 1
 
 
 def launch_id() -> str | None:
-    """What a torchrun agent calls its group: the same after each of its restarts."""
+    """Return torchrun's id of the job, which stays the same when it restarts the ranks, or None."""
     return os.environ.get("TORCHELASTIC_RUN_ID")
 
 
 def restart_count() -> int:
-    """How often a torchrun agent has started this group anew."""
+    """Return how often the torchrun agent has restarted the ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def stop_restarts() -> None:
-    """Tell the torchrun agent above this rank to give up, where it would start a group anew that can only end the same way.
+    """Stop the torchrun agent of this rank if it would restart ranks that can only fail again.
 
-    An agent knows success and failure, and burns its restarts on either kind of failure. Ours never restarts.
+    An agent restarts after every kind of failure. The agent of `--nproc` never restarts.
     """
     if is_launched() and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > restart_count():
         os.kill(os.getppid(), signal.SIGTERM)
 
 
 def report_to_agent(line: str, *, is_echo: bool) -> None:
-    """Tell the torchrun agent above this rank why it failed. is_echo: because another did.
+    """Tell the torchrun agent why this rank failed.
 
-    Of several accounts the agent tells the first, by their whole seconds: an echo bears a later one.
+    The agent shows the error with the earliest timestamp, in whole seconds. So a secondary failure,
+    which is the consequence of another rank's, gets a later timestamp.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        details = {"py_callstack": line, "timestamp": str(int(time.time()) + 2 * is_echo)}
+        timestamp = int(time.time()) + (2 if is_echo else 0)
+        details = {"py_callstack": line, "timestamp": str(timestamp)}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))
 
 
-def kill_stopped(peers: list[int]) -> None:
-    """SIGKILL those ranks of this machine that are stopped (SIGSTOP): an agent would wait 30 s for each of them."""
-    for pid in peers:
+def kill_stopped(pids: list[int]) -> None:
+    """Send SIGKILL to stopped local ranks (SIGSTOP): the agent would wait 30 s for each of them."""
+    for pid in pids:
         with contextlib.suppress(OSError, IndexError):
             if process_stat(pid)[0] in "Tt":
                 os.kill(pid, signal.SIGKILL)
 
 
 def process_stat(pid: int) -> list[str]:
-    """Fields 3 and on of /proc/PID/stat, numbered in proc_pid_stat(5); the second is the name, which may hold anything."""
+    """Return the fields of /proc/PID/stat from the third on, see proc_pid_stat(5).
+
+    The second is the name of the program, which may contain spaces.
+    """
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel SIGKILL this process when the thread that made it (in process `parent`) is gone.
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel send SIGKILL to this process when the thread that started it ends.
 
-    An orphaned rank would train on and write checkpoints, and an orphaned loader worker hold memory. The signal is not
-    inherited over fork, so each process asks for itself; `parent` is compared afterwards for the instant before.
+    Otherwise an orphaned rank would keep training and writing checkpoints, and an orphaned loader
+    worker would keep its memory. A forked process does not inherit this, so each process calls this
+    function. If `parent_pid` died before the call, the process exits here.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
+    if os.getppid() != parent_pid:
         os._exit(CRASH)
 
 
 def die_with_agent() -> None:
-    """The same for a rank, whose agent may have died before the rank could ask who that is: its pid is told nowhere.
+    """Have the kernel send SIGKILL to this rank when its torchrun agent ends.
 
-    But an agent is Python, torchrun as PID 1 too, and above an orphan stand init or a shim, and what they were started by.
+    The agent's pid is not known, and the agent may have died before this call. If no ancestor is a
+    Python or torchrun process, our agent died, and the rank exits here.
     """
     die_with_parent(os.getppid())
-    above = os.getppid()
-    if not above:
-        return  # it is beyond our PID namespace
+    ancestor = os.getppid()
+    if not ancestor:
+        return  # the parent is outside our PID namespace
     try:
-        while above and not re.search(rb"python|torchrun", Path(f"/proc/{above}/cmdline").read_bytes()):
-            above = int(process_stat(above)[1])  # a script may stand between a rank and its agent
+        while ancestor and not re.search(rb"python|torchrun", Path(f"/proc/{ancestor}/cmdline").read_bytes()):
+            ancestor = int(process_stat(ancestor)[1])  # there may be a script between a rank and its agent
     except OSError:
-        return  # /proc does not show them
-    if not above:
-        print("pipeline: the agent above this rank is gone", file=sys.stderr, flush=True)
+        return  # /proc does not show other processes
+    if not ancestor:
+        print("pipeline: the torchrun agent of this rank has died", file=sys.stderr, flush=True)
         os._exit(CRASH)

@@ -1,7 +1,8 @@
-"""The ranks of a run: read from the environment that a launcher sets, before torch is imported.
+"""The ranks of a run, read from the environment that a launcher sets, before torch is imported.
 
-A process started by torchrun (or by our own `--nproc`, which is the same agent) reads its place from RANK, WORLD_SIZE,
-LOCAL_RANK and LOCAL_WORLD_SIZE. They may also be set by hand. A process without them is alone.
+A process started by torchrun (or by our own `--nproc`, which is the same agent) reads its rank from
+RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. They can also be set by hand. Without them the
+world is this one process.
 """
 
 import os
@@ -23,85 +24,76 @@ class World:
     cpus: int = 1
     """CPUs that the processes of this machine may use together."""
     shared_memory: int | None = None
-    """Bytes of /dev/shm, all of it; None where that is not known."""
+    """Size of /dev/shm in bytes; None if unknown."""
     init_method: str | None = None
-    """Where processes meet: tcp://HOST:PORT; None: at MASTER_ADDR and MASTER_PORT, as launchers set them."""
+    """Rendezvous address tcp://HOST:PORT; None: that of MASTER_ADDR and MASTER_PORT."""
     has_gpu: bool = False
     missing_to_compile: str = ""
-    """What torch.compile wants and this machine has not; empty where it has all."""
+    """Missing torch.compile prerequisite, or ""."""
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def resized(self, size: int, nodes: int = 1) -> "World":
-        """The same machine with another number of processes, seen from rank 0. RequestError if nodes do not divide it."""
+        """Return rank 0's world with `size` processes on `nodes` machines like this one.
+
+        Raises RequestError if `nodes` does not divide `size`.
+        """
         if size % nodes:
-            raise RequestError(f"--world {size} does not divide by --nodes {nodes}: give the same number to each")
+            raise RequestError(f"--world {size} does not divide by --nodes {nodes}: give each node the same number")
         return replace(self, size=size, local_size=size // nodes, rank=0, local_rank=0)
 
 
 def is_launched() -> bool:
-    """Whether a launcher gave this process a rank."""
+    """Return True if a launcher has set this process's rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def from_environment() -> World:
-    """This process's place. RequestError if a launcher's variables make no sense."""
+    """Return this process's world. Raises RequestError if a launcher's variables are invalid."""
+    alone = World(
+        cpus=available_cpus(),
+        shared_memory=shared_memory_bytes(),
+        has_gpu=has_gpu(),
+        missing_to_compile=missing_to_compile(),
+    )
     if not is_launched():
-        return World(
-            cpus=available_cpus(),
-            shared_memory=shared_memory_bytes(),
-            has_gpu=has_gpu(),
-            missing_to_compile=missing_to_compile(),
-        )
+        return alone
     values = {}
     for name, default in (("RANK", ""), ("WORLD_SIZE", ""), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
         text = os.environ.get(name, default)
         if not text.isdecimal():
-            raise RequestError(
-                f"{name}={text!r} in the environment is not a whole number: start with torchrun or --nproc"
-            )
+            raise RequestError(f"{name}={text!r} in the environment is not an integer: start with torchrun or --nproc")
         values[name] = int(text)
     rank, size, local_rank, local_size = values.values()
     if not (rank < size and local_rank < local_size <= size):
         given = " ".join(f"{name}={value}" for name, value in values.items())
-        raise RequestError(f"{given} in the environment make no group of processes: start with torchrun or --nproc")
-    meet = _meeting_place() if size > 1 else None
-    return World(
-        size,
-        local_size,
-        rank,
-        local_rank,
-        available_cpus(),
-        shared_memory_bytes(),
-        meet,
-        has_gpu(),
-        missing_to_compile(),
-    )
+        raise RequestError(f"{given} in the environment contradict each other: start with torchrun or --nproc")
+    init_method = _init_method() if size > 1 else None
+    return replace(alone, size=size, local_size=local_size, rank=rank, local_rank=local_rank, init_method=init_method)
 
 
-def _meeting_place() -> str | None:
+def _init_method() -> str | None:
+    """Return INIT_METHOD, or None if it is not set and MASTER_ADDR and MASTER_PORT are."""
     given = os.environ.get("INIT_METHOD")
     if given is None and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         port = os.environ["MASTER_PORT"]
         if not _is_port(port):
             raise RequestError(
-                f"MASTER_PORT={port!r} in the environment is not a port: a number from 1 to 65535, which rank 0's machine"
-                " has free, or start with torchrun or --nproc"
+                f"MASTER_PORT={port!r} in the environment is not a port: set it to a number from 1 to 65535 that is"
+                " free on rank 0's machine, or start with torchrun or --nproc"
             )
         return None
-    if given is None or not re.fullmatch(r"tcp://[^/\s]+:\d+", given) or not _is_port(given.rpartition(":")[2]):
-        raise RequestError(
-            (
-                f"INIT_METHOD={given!r} is not tcp://HOST:PORT, with a port from 1 to 65535"
-                if given
-                else "RANK and WORLD_SIZE are set, but no place to meet"
-            )
-            + ": set INIT_METHOD=tcp://HOST:PORT, an address of rank 0's machine, or MASTER_ADDR and MASTER_PORT, or start"
-            " with torchrun or --nproc"
-        )
-    return given
+    if given is not None and re.fullmatch(r"tcp://[^/\s]+:\d+", given) and _is_port(given.rpartition(":")[2]):
+        return given
+    problem = "RANK and WORLD_SIZE are set, but no address of rank 0"
+    if given:
+        problem = f"INIT_METHOD={given!r} is not tcp://HOST:PORT, with a port from 1 to 65535"
+    raise RequestError(
+        f"{problem}: set INIT_METHOD=tcp://HOST:PORT, with an address of rank 0's machine, or MASTER_ADDR and"
+        " MASTER_PORT, or start with torchrun or --nproc"
+    )
 
 
 def _is_port(text: str) -> bool:

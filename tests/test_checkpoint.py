@@ -212,7 +212,7 @@ def test_what_may_not_change_on_resume_is_refused_by_name(trained: Job, tmp_path
         ("batch.global=96", "batch.global: 48 -> 96"),
         ("run.seed=1", "run.seed: 0 -> 1"),
         ("optimizer.lr=0.2", "optimizer.lr: 0.1 -> 0.2"),
-        ("train.epochs=1", "it may only grow"),
+        ("train.epochs=1", "it can only be increased"),
         ("model.arch=resnet18", "model.arch: shufflenet_v2_x0_5 -> resnet18"),
     ):
         result = again(trained, tmp_path / "run", change).run()

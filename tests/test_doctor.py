@@ -68,7 +68,7 @@ def test_where_all_is_well_it_says_so_and_leaves_nothing(tmp_path: Path, digits:
         ("run folder", ("run.dir=/etc/hostname/run",), "give a folder that can"),
         ("data", ("data.source=folder", "data.root=/no/such"), "/no/such"),
         ("plan", ("batch.global=97", "--world", "2"), "the nearest batch.global that works is 96 or 98"),
-        ("device", ("run.device=cuda",), "cpu trains without one"),
+        ("device", ("run.device=cuda",), "use run.device=cpu, or auto"),
     ],
 )
 def test_what_no_retry_mends_is_exit_2(

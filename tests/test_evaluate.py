@@ -273,7 +273,10 @@ def test_of_another_folder_all_images_are_judged(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["model.arch=resnet50"], "model.arch=resnet50 cannot be set: {checkpoint} is of one model: leave model.* out"),
+        (
+            ["model.arch=resnet50"],
+            "model.arch=resnet50 cannot be set, because {checkpoint} fixes the model: leave model.* out",
+        ),
         (["model.arch=resnet50", "model.init=DEFAULT"], "model.arch=resnet50, model.init=DEFAULT cannot be set"),
         (
             ["data.source=synthetic", "data.num_classes=20"],
@@ -298,7 +301,7 @@ def test_words_that_do_not_fit_the_checkpoint_are_refused(
         ({"classes": [*map(str, range(11))]}, "are not those of a shufflenet_v2_x0_5 with 11 classes"),
         ({"config": None}, "its part 'config' is missing or damaged"),
         ({"classes": 5}, "its part 'classes' is missing or damaged"),
-        ({"config": "recipe: ["}, "is not YAML that can be read"),
+        ({"config": "recipe: ["}, "is not valid YAML"),
     ],
     ids=["weights of another model", "other classes", "no configuration", "classes that are none", "no YAML"],
 )

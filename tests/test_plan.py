@@ -154,7 +154,7 @@ def test_the_plan_says_whether_the_model_is_compiled_and_why() -> None:
     assert compiled("run.deterministic=true", **gpu).startswith("no: the run promises its bits")
     without = {**gpu, "missing_to_compile": "a compiler (gcc, or CC in the environment)"}
     assert compiled(**without).startswith("no: torch.compile wants a compiler (gcc, or CC in the environment)")
-    with pytest.raises(RequestError, match=r"train.compile=on: torch.compile wants a compiler"):
+    with pytest.raises(RequestError, match=r"train.compile=on needs a compiler"):
         compiled("train.compile=on", **without)
 
 
@@ -198,7 +198,7 @@ def test_data_smaller_than_one_batch_is_refused_with_the_largest_that_works() ->
         "data has 1,437 images to train, fewer than one batch of batch.global=2000: set batch.global to at most 1436"
     )
     assert plan("batch.global=1436", size=4).steps_per_epoch == 1
-    assert refused(size=4, data=DataSize(3, 1, 2)).endswith("that is not one for each of 4 passes")
+    assert refused(size=4, data=DataSize(3, 1, 2)).endswith("4 passes need at least one image each")
 
 
 def test_a_warm_up_longer_than_training_is_refused() -> None:
@@ -219,15 +219,15 @@ def test_batches_that_do_not_fit_into_shared_memory_are_refused() -> None:
 
     # 4 processes × (2 workers × 3 ahead + one used + one come) × 3 × 224² bytes × (64 images to train + 64 to evaluate)
     assert shared(10_000).batches_ahead_bytes == 4 * 8 * 3 * 224 * 224 * 128
-    with pytest.raises(RequestError, match=r"hold 588.0 MiB of batches ready and /dev/shm has 64.0 MiB: give it more"):
+    with pytest.raises(RequestError, match=r"hold 588.0 MiB of batches ready and /dev/shm has 64.0 MiB: enlarge it"):
         shared(64)
     config = config.model_copy(update={"data": config.data.model_copy(update={"workers": 0})})
     assert shared(64).batches_ahead_bytes == 0
 
 
 def test_affinity_limits_the_cpus() -> None:
-    one = min(os.sched_getaffinity(0))
-    code = f"import os; os.sched_setaffinity(0, {{{one}}}); from pipeline.world import available_cpus; print(available_cpus())"
+    cpu = min(os.sched_getaffinity(0))
+    code = f"import os; os.sched_setaffinity(0, [{cpu}]); from pipeline import machine; print(machine.available_cpus())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "1\n"
 
 

@@ -39,7 +39,7 @@ def test_a_window_is_read_in_either_way_and_has_an_order() -> None:
     assert load("digits", ["profile.steps=20-24"]).profile.steps == (20, 24)
     assert load("digits", ["profile.steps=[20, 24]"]).profile.steps == (20, 24)
     assert load("digits", []).profile.steps is None
-    with pytest.raises(RequestError, match="the first comes first"):
+    with pytest.raises(RequestError, match="give the smaller number first"):
         load("digits", ["profile.steps=24-20"])
     with pytest.raises(RequestError, match=r"profile.steps=soon is not allowed"):
         load("digits", ["profile.steps=soon"])

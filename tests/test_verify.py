@@ -190,5 +190,5 @@ def test_what_cannot_be_repeated_is_refused_before_it_is_tried(copy: Path, tmp_p
     assert "from another run's checkpoint" in refused(lambda whole: whole["starts"][0].update(step=3))
     assert "not a receipt of format 1" in refused(lambda whole: whole.update(format=2))
     if not machine.has_gpu():
-        assert "shows no GPU" in refused(lambda whole: whole["starts"][0].update(device_type="cuda"))
+        assert "has no GPU" in refused(lambda whole: whole["starts"][0].update(device_type="cuda"))
     assert verify(tmp_path).error.startswith(f"{tmp_path} has no readable receipt"), "as a command it is one line"

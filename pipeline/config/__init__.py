@@ -1,1 +1,1 @@
-"""A run's configuration: its keys (`schema`), how it is read (`load`), how it is explained (`help`)."""
+"""A run's configuration: its keys (`schema`), reading it (`load`) and explaining it (`help`)."""

@@ -1,20 +1,20 @@
-"""User names and passwords in URLs: taken out before anything is written down."""
+"""Removal of user names and passwords from URLs, before anything is written down."""
 
 import re
 from urllib.parse import unquote
 
-# up to the last @, for SQLAlchemy takes /, ? and # in a password as they are; a path follows an empty host (sqlite:///)
+# Up to the last @, because SQLAlchemy accepts /, ? and # in a password. sqlite:///PATH has no host.
 _CREDENTIALS = re.compile(r"://(?!/)(\S*)@")
 
 
 def without_password(text: str) -> str:
-    """`text` without the passwords of the URLs in it: the user's part, and words of a query that are named so."""
+    """Return `text` without the credentials of its URLs, also those in their query strings."""
     text = _CREDENTIALS.sub("://", text)
     return re.sub(r"(?i)(?<=[?&])[^=&\s]*(?:password|passwd|secret|token)[^=&\s]*=[^&\s]*&?", "", text)
 
 
 def split_credentials(uri: str) -> tuple[str, str, str]:
-    """A URL without its user and password, and these two, decoded; empty where it has none."""
+    """Return a URL without its credentials, the user and the password (decoded, or "")."""
     match = _CREDENTIALS.search(uri)
     name, _, password = match[1].partition(":") if match else ("", "", "")
     return _CREDENTIALS.sub("://", uri), unquote(name), unquote(password)

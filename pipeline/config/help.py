@@ -1,4 +1,4 @@
-"""HELP"""
+"""The help text for the configuration's keys, and the error lines for invalid keys and values."""
 
 import difflib
 from functools import cache
@@ -9,41 +9,42 @@ from pipeline.config.schema import Config, Section
 
 
 def describe_keys() -> str:
-    """Every key with its default, what is allowed and what it does, for `--help`."""
+    """Return the help text: each key with its default, its meaning and the allowed values."""
     lines = []
     for key, (schema, default) in all_keys().items():
         if key != "recipe":
-            text = " ".join(schema.get("description", "").split())
-            lines.append(f"  {key}={show(default)}\n      {text} ({_allowed(schema)})")
+            text = " ".join(schema["description"].split())
+            value = "none" if default is None and "none: " in text else show(default)
+            lines.append(f"  {key}={value}\n      {text} ({_allowed(schema)})")
     return "\n".join(lines)
 
 
 def nearest(word: str, words: list[str]) -> str:
-    """`; did you mean X?` for the nearest of `words`, or nothing. A word may lack its section."""
-    close = [key for key in words if key.endswith(f".{word}")] or difflib.get_close_matches(
-        word, words, n=1, cutoff=0.5
-    )
+    """Return "; did you mean X?" for the closest of `words`, or "". `word` may lack its section."""
+    close = [key for key in words if key.endswith(f".{word}")]
+    close = close or difflib.get_close_matches(word, words, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def error_line(error: Any) -> str:
-    parts = [str(part) for part in error["loc"]]
+    """Return one line for an error of pydantic: the key, the given value and the allowed values."""
+    location = [str(part) for part in error["loc"]]
+    parts, given = list(location), error["input"]
     while parts and ".".join(parts) not in all_keys() and parts[-1].isdigit():  # an element of a list: name the list
         parts.pop()
-    key, given = ".".join(parts), error["input"]
-    whole = len(parts) == len(error["loc"])
+    key = ".".join(parts)
     if error["type"] == "extra_forbidden":
         return unknown_key(key, given)
-    if error["type"] == "string_unicode" and key not in all_keys():  # it is the name of a key that is not UTF-8
+    if error["type"] == "string_unicode" and key not in all_keys():  # the name of the key is not UTF-8
         return unknown_key(".".join([*parts, given]), "")
-    if error["type"] == "value_error" and key not in all_keys():  # a rule over several fields words its own line
+    if error["type"] == "value_error" and key not in all_keys():  # a validator of several keys has its own message
         return str(error["ctx"]["error"])
     if is_section(key):
         return not_a_section(key, given)
     schema, _ = all_keys()[key]
-    if error["type"] == "missing" and whole:  # else it is an element of a list that is too short
-        return f"{key} is missing: {_allowed(schema)}"
-    return f"{key}={show(given)} is not allowed: {_allowed(schema)}"
+    if error["type"] == "missing" and parts == location:  # otherwise a list has too few elements
+        return f"{key} is missing: give {_allowed(schema)}"
+    return f"{key}={show(given)} is not allowed: give {_allowed(schema)}"
 
 
 def is_section(key: str) -> bool:
@@ -52,11 +53,11 @@ def is_section(key: str) -> bool:
 
 def not_a_section(key: str, given: object) -> str:
     inside = ", ".join(name for name in all_keys() if name.startswith(f"{key}."))
-    return f"{key}={show(given)} is not a section; its keys are {inside}"
+    return f"{key}={show(given)} is not allowed, because {key} is a section: give its keys {inside}"
 
 
 def unknown_key(key: str, given: object) -> str:
-    while isinstance(given, dict) and given:  # a whole section is unknown: name the first key in it
+    while isinstance(given, dict) and given:  # if the whole section is unknown, name the first key in it
         inner, given = next(iter(given.items()))
         key = f"{key}.{inner}"
     close = nearest(key, list(all_keys())) or f"; the sections are {', '.join(Config.model_fields)}"
@@ -64,6 +65,7 @@ def unknown_key(key: str, given: object) -> str:
 
 
 def show(value: object) -> str:
+    """Return a value as a user writes it, printable, without passwords, at most 60 characters."""
     if value is None:
         return "auto"
     if isinstance(value, bool):
@@ -75,7 +77,7 @@ def show(value: object) -> str:
 
 @cache
 def all_keys() -> dict[str, tuple[dict[str, Any], Any]]:
-    """Every dotted key -> (its JSON schema, its default), in the order of this file."""
+    """Return each dotted key with its JSON schema and its default, in the order of the schema."""
     schema = Config.model_json_schema(by_alias=True)
     keys: dict[str, tuple[dict[str, Any], Any]] = {}
     for name, field in Config.model_fields.items():
@@ -90,22 +92,43 @@ def all_keys() -> dict[str, tuple[dict[str, Any], Any]]:
 
 
 def _allowed(schema: dict[str, Any]) -> str:
-    """A JSON schema in words; of a pattern, those that its field has for it."""
-    if "allowed" in schema:
+    """Return the values that a JSON schema allows, in words."""
+    if "allowed" in schema:  # the words of a field with its own pattern
         return str(schema["allowed"])
     if "anyOf" in schema:
-        return " or ".join(_allowed(option) for option in schema["anyOf"])
-    if "enum" in schema or "const" in schema:
-        return " | ".join(schema.get("enum", [schema.get("const")]))
+        return ", or ".join(_allowed(option) for option in schema["anyOf"])
+    if "enum" in schema:
+        return " | ".join(schema["enum"])
     if "format" in schema:
-        above = " above 0" * (schema["format"] == "interval")
+        above = " above 0" if schema["format"] == "interval" else ""
         return f"a duration{above} such as '10 epochs', '500 steps' or '5 %'"
-    if schema.get("type") == "array":
-        items = schema["prefixItems"]
-        return f"{len(items)} values [{', '.join(map(_allowed, items))}]"
-    kind = {
-        "integer": "a whole number", "number": "a number", "boolean": "true | false", "string": "a text of one line",
-        "null": "auto | none",
-    }[schema.get("type", "string")]  # fmt: skip
-    bounds = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    return kind + " and".join(f" {sign} {schema[name]:.12g}" for name, sign in bounds.items() if name in schema)
+    match schema.get("type"):
+        case "array":
+            items = schema["prefixItems"]
+            return f"{len(items)} values [{', '.join(map(_allowed, items))}]"
+        case "integer":
+            return "an integer" + _bounds(schema)
+        case "number":
+            return "a number" + _bounds(schema)
+        case "boolean":
+            return "true | false"
+        case "null":
+            return "auto | none"
+        case _:
+            return "a one-line string"
+
+
+def _bounds(schema: dict[str, Any]) -> str:
+    """Return " from 0 to 1", or the bounds with their signs if one is exclusive or missing."""
+    if "minimum" in schema and "maximum" in schema:
+        return f" from {_number(schema['minimum'])} to {_number(schema['maximum'])}"
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    return " and".join(f" {sign} {_number(schema[name])}" for name, sign in signs.items() if name in schema)
+
+
+def _number(value: float) -> str:
+    """Return a number in decimal, or as a power of two if it is large: 2^40, 2^63−1."""
+    if value <= 10**9:
+        return f"{value:.12g}"
+    exponent = int(value).bit_length()
+    return f"2^{exponent - 1}" if value == 1 << exponent - 1 else f"2^{exponent}−1"

@@ -1,4 +1,11 @@
-"""LOAD"""
+"""Reading a configuration: a YAML recipe with `key=value` overrides on top.
+
+Promise: `load` returns a complete and valid configuration. Any mistake raises a RequestError of one
+line: the key, the given value, what is allowed and, for a name, the nearest valid name. Why this
+holds: YAML scalars are read as strings (`1e-4` is a number, `no` is a word, and nothing becomes a
+date), pydantic checks the type and bounds of every field, and unknown or repeated keys are refused.
+`pipeline.plan` checks everything that depends on the machine or on the data.
+"""
 
 from contextlib import suppress
 from pathlib import Path
@@ -8,7 +15,7 @@ import yaml
 from pydantic import ValidationError
 
 from pipeline.config.help import all_keys, error_line, is_section, nearest, not_a_section, show, unknown_key
-from pipeline.config.schema import FREE_ON_RESUME, Config
+from pipeline.config.schema import MAY_CHANGE_ON_RESUME, Config
 from pipeline.errors import RequestError
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -16,9 +23,12 @@ MAX_YAML_BYTES = 1 << 16
 
 
 def load(recipe: str, overrides: list[str]) -> Config:
-    """The configuration of `recipe` (a name from `recipes/` or a path to YAML) with `key=value` overrides on top."""
+    """Return the configuration of a recipe with `key=value` overrides on top.
+
+    recipe: a name from `recipes/` or the path of a YAML file.
+    """
     path = _find(recipe)
-    tree = _read_yaml(path)
+    tree = _parse_yaml(_read_text(path), str(path))
     tree.setdefault("recipe", path.stem)
     _apply(tree, overrides)
     run = tree.setdefault("run", {})
@@ -28,52 +38,56 @@ def load(recipe: str, overrides: list[str]) -> Config:
 
 
 def recipe_text(recipe: str) -> tuple[str, str]:
-    """A recipe's name, and its YAML with the name in it: the same recipe whatever the file it is put into is called.
+    """Return a recipe's name, and its YAML with the name in it, so that any file may hold it.
 
-    Its own words, with their comments, where a line above them gives the name; not above `---` or `{…}`, say.
+    The YAML is the file's own text, with its comments, below a line with the name. If that is not
+    valid (above `---` or `{…}`), the YAML is generated.
     """
     path = _find(recipe)
     text = _read_text(path)
     tree = {"recipe": path.stem, **_parse_yaml(text, str(path))}
     name = tree["recipe"]
-    for words in (text, f"recipe: {name}\n{text}"):
+    for candidate in (text, f"recipe: {name}\n{text}"):
         with suppress(RequestError):
-            if _parse_yaml(words, str(path)) == tree:
-                return name, words
+            if _parse_yaml(candidate, str(path)) == tree:
+                return name, candidate
     return name, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
 def from_yaml(text: str, origin: str, overrides: list[str] | None = None) -> Config:
-    """A configuration that `to_yaml` wrote, with overrides on top."""
+    """Return the configuration that `to_yaml` wrote, with overrides on top.
+
+    origin: where the text comes from, for error messages.
+    """
     tree = _parse_yaml(text, origin)
     _apply(tree, overrides or [])
     return _validate(tree)
 
 
 def refuse_changes(before: Config, now: Config) -> None:
-    """RequestError if a resumption changes what it may not, naming each key with both values."""
-    old, new = _leaves(before), _leaves(now)
+    """Raise RequestError if a key has changed that must not change on resume; name both values."""
+    old, new = _flatten(before), _flatten(now)
     changed = [
         f"{key}: {old.get(key)} -> {new.get(key)}"
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
-        and not any(key == free or key.startswith(f"{free}.") for free in FREE_ON_RESUME)
+        and not any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE_ON_RESUME)
     ]
     if now.train.epochs < before.train.epochs:
-        changed.append(f"train.epochs: {before.train.epochs} -> {now.train.epochs} (it may only grow)")
+        changed.append(f"train.epochs: {before.train.epochs} -> {now.train.epochs} (it can only be increased)")
     if changed:
         raise RequestError(
-            f"the run in {now.run_dir} was started with another configuration: {'; '.join(changed)}: put it back, give"
-            " another run.dir, or start anew with run.resume=never"
+            f"the run in {now.run_dir} was started with another configuration: {'; '.join(changed)}: restore these"
+            " keys, give another run.dir, or start again with run.resume=never"
         )
 
 
 def refuse_another_model(trained: Config, now: Config, path: str) -> None:
-    """RequestError if words of a command change which model the weights in the checkpoint `path` are of."""
+    """Raise RequestError if overrides change the model of the checkpoint `path`."""
     before, after = trained.model.model_dump(exclude={"channels_last"}), now.model.model_dump()
     changed = [f"model.{key}={show(after[key])}" for key in before if before[key] != after[key]]
     if changed:
-        raise RequestError(f"{', '.join(changed)} cannot be set: {path} is of one model: leave model.* out")
+        raise RequestError(f"{', '.join(changed)} cannot be set, because {path} fixes the model: leave model.* out")
 
 
 def _find(recipe: str) -> Path:
@@ -89,16 +103,12 @@ def _find(recipe: str) -> Path:
     )
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    return _parse_yaml(_read_text(path), str(path))
-
-
 def _read_text(path: Path) -> str:
     try:
         with open(path, "rb") as file:
             raw = file.read(MAX_YAML_BYTES + 1)
         if len(raw) > MAX_YAML_BYTES:
-            raise RequestError(f"recipe {path} is larger than 64 KiB: that is no recipe")
+            raise RequestError(f"{path} is larger than 64 KiB: give the YAML file of a recipe")
         return raw.decode()
     except OSError as error:
         raise RequestError(f"recipe {path} cannot be read: {error.strerror}") from None
@@ -106,66 +116,67 @@ def _read_text(path: Path) -> str:
         raise RequestError(f"recipe {path} is not UTF-8 text") from None
 
 
-class _TextLoader(yaml.BaseLoader):
-    """YAML in which every scalar is text and a key may stand once; the schema says what a text means.
+class _StringLoader(yaml.BaseLoader):
+    """A YAML loader that returns every scalar as a string and refuses repeated keys and aliases.
 
-    Aliases are refused: a recipe of 200 bytes can spell gigabytes with them.
+    The schema gives the strings their types. With aliases, a recipe of 200 bytes can expand to
+    gigabytes.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.MarkedYAMLError(problem="an alias (*name) stands for a value: write it out", problem_mark=mark)
+            raise yaml.MarkedYAMLError(problem="an alias (*name) is not allowed: repeat the value", problem_mark=mark)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
             if not isinstance(key.value, str):
-                raise yaml.MarkedYAMLError(problem="a key is not a word", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem="a key is not a string", problem_mark=key.start_mark)
             if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"key {key.value!r} stands twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"key {key.value!r} is given twice", problem_mark=key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
-# besides its own errors PyYAML lets through what Python says to "[" × 10,000 and to "\\UFFFFFFFF"
+# PyYAML does not catch Python's own errors for deep nesting ("[" × 10,000) and for "\\UFFFFFFFF".
 _YAML_ERRORS = (yaml.YAMLError, RecursionError, ValueError, OverflowError)
 
 
 def _parse_yaml(text: str, origin: str) -> dict[str, Any]:
     try:
-        tree = yaml.load(text, _TextLoader)
+        tree = yaml.load(text, _StringLoader)
     except _YAML_ERRORS as error:
         mark = getattr(error, "problem_mark", None)
-        where = f" line {mark.line + 1}" if mark else ""
+        line = f" line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error) or type(error).__name__
-        raise RequestError(f"{origin}{where} is not YAML that can be read: {problem}") from None
+        raise RequestError(f"{origin}{line} is not valid YAML: {problem}") from None
     if tree in ("", None):
         return {}
     if not isinstance(tree, dict):
-        raise RequestError(f"{origin} holds no sections: a recipe is a mapping such as 'model: {{arch: resnet18}}'")
+        raise RequestError(f"{origin} has no sections: a recipe is a mapping such as 'model: {{arch: resnet18}}'")
     return {key: {} if value == "" and is_section(key) else value for key, value in tree.items()}
 
 
 def _apply(tree: dict[str, Any], overrides: list[str]) -> None:
+    """Set each `key=value` in `tree`, in place. A value in [] or {} is read as YAML."""
     for word in overrides:
         key, equals, text = word.partition("=")
         if not equals or not key:
-            raise RequestError(
-                f"'{show(word)}' is not key=value, such as train.epochs=10{nearest(key, list(all_keys()))}"
-            )
-        try:
-            value = yaml.load(text, _TextLoader) if text[:1] in "[{" and text else text
-        except _YAML_ERRORS:
-            value = text
+            suggestion = nearest(key, list(all_keys()))
+            raise RequestError(f"'{show(word)}' is not key=value, such as train.epochs=10{suggestion}")
+        value = text
+        if text.startswith(("[", "{")):
+            with suppress(*_YAML_ERRORS):
+                value = yaml.load(text, _StringLoader)
         *sections, leaf = key.split(".")
         place = tree
         for depth, name in enumerate(sections):
             place = place.setdefault(name, {})
             if not isinstance(place, dict):
-                wrong = depth == 0 and is_section(name)
-                raise RequestError(not_a_section(name, place) if wrong else unknown_key(key, text))
+                wrong_section = depth == 0 and is_section(name)
+                raise RequestError(not_a_section(name, place) if wrong_section else unknown_key(key, text))
         place[leaf] = value
 
 
@@ -178,9 +189,9 @@ def _validate(tree: dict[str, Any]) -> Config:
         raise RequestError(error_line(errors[0]) + more) from None
 
 
-def _leaves(config: Config) -> dict[str, Any]:
-    tree = config.model_dump(mode="json", by_alias=True)
+def _flatten(config: Config) -> dict[str, Any]:
+    """Return the configuration as {"section.key": value}."""
     flat: dict[str, Any] = {}
-    for name, value in tree.items():
+    for name, value in config.model_dump(mode="json", by_alias=True).items():
         flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
     return flat

@@ -1,4 +1,8 @@
-"""SCHEMA"""
+"""The keys of a run's configuration: types, bounds, defaults and what each key means.
+
+Every field has bounds, and unknown keys are refused. The string below a field is its help text in
+`pipeline train --help`. `pipeline.plan` checks what depends on the machine or on the data.
+"""
 
 import os
 import re
@@ -21,21 +25,21 @@ from pydantic import (
 from pipeline.config.credentials import without_password
 
 REGISTRY = "models:/"
-"""What the address of a model in MLflow begins with."""
+"""Prefix of a model's URI in MLflow's registry."""
 
 Unit = Literal["epochs", "steps", "%"]
 
 
 @dataclass(frozen=True)
 class Duration:
-    """A length of training in the unit its author thinks in; the plan turns it into steps."""
+    """A length of training in epochs, steps or percent of all steps."""
 
     amount: float
     unit: Unit
 
     @classmethod
     def parse(cls, text: object) -> "Duration":
-        """Reads `10 epochs`, `500 steps`, `5 %` (of all steps) or `0`; ValueError otherwise."""
+        """Parse `10 epochs`, `500 steps`, `5 %` (of all steps) or `0`, or raise ValueError."""
         if isinstance(text, Duration):
             return text
         match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,6})?)\s*(epochs?|steps?|%)", str(text).strip(), re.ASCII)
@@ -49,8 +53,39 @@ class Duration:
         raise ValueError("not a duration")
 
     def __str__(self) -> str:
-        return f"{f'{self.amount:.6f}'.rstrip('0').rstrip('.')} {self.unit}"  # never 1e-06, which parse does not read
+        return f"{f'{self.amount:.6f}'.rstrip('0').rstrip('.')} {self.unit}"  # `parse` does not read 1e-06
 
+
+def _positive(duration: Duration) -> Duration:
+    if duration.amount == 0:
+        raise ValueError("zero")
+    return duration
+
+
+def _normalise_path(text: str) -> str:
+    """Expand `~` and remove redundant slashes; leave a URI (s3://, models:/) as it is."""
+    return text if ":/" in text else str(Path(os.path.expanduser(text)))
+
+
+def _read_as(value: object, *words: str) -> BeforeValidator:
+    """Return a validator that replaces `words`, in any case, by `value`."""
+    return BeforeValidator(lambda given: value if isinstance(given, str) and given.lower() in words else given)
+
+
+def _split_range(value: object) -> object:
+    """Split `20-24` into two numbers; return any other value as it is."""
+    match = re.fullmatch(r"(\d{1,12})-(\d{1,12})", value, re.ASCII) if isinstance(value, str) else None
+    return match.groups() if match else value
+
+
+_UNSET = ("auto", "null", "~", "")
+"""Words that mean the default, together with YAML's words for a missing value."""
+Absent = _read_as(None, "none", *_UNSET)
+"""Reads `auto` and `none` as None: the plan then chooses a value, or the feature is off."""
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+PositiveFraction = Annotated[float, Field(gt=0, le=1)]
+Pixels = Annotated[int, Field(ge=8, le=2048)]
 
 DurationField = Annotated[
     Duration,
@@ -58,28 +93,15 @@ DurationField = Annotated[
     PlainSerializer(str),
     WithJsonSchema({"type": "string", "format": "duration"}),
 ]
-
-
-def _positive(duration: Duration) -> Duration:
-    if duration.amount == 0:
-        raise ValueError("never")
-    return duration
-
-
 Interval = Annotated[DurationField, AfterValidator(_positive), WithJsonSchema({"type": "string", "format": "interval"})]
-"""A duration after which something is done again: 0 would mean never to one reader and always to another."""
+"""A duration after which something is repeated. Must be greater than 0: 0 is ambiguous."""
 
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f\x7f]+$")]
-"""A path with a NUL in it raises ValueError wherever it is used, and a line break makes two lines of an error."""
+"""A string without control characters: a NUL in a path raises ValueError in any function that uses
+the path, and a line break would split an error message."""
 
-
-def _expand(text: str) -> str:
-    """`text` without what leaves a path the same (`~`, a trailing slash); an address (s3://, models:/) as it is."""
-    return text if ":/" in text else str(Path(os.path.expanduser(text)))
-
-
-Place = Annotated[Text, AfterValidator(_expand)]
-"""A path, or a word that stands for one. No shell expands `~` after `=`."""
+Place = Annotated[Text, AfterValidator(_normalise_path)]
+"""A path, or a keyword or URI in its place. The shell does not expand `~` after `=`."""
 
 ModelName = Annotated[
     str,
@@ -90,293 +112,301 @@ ModelName = Annotated[
 ]
 
 
-def _absent(value: object) -> object:
-    return None if isinstance(value, str) and value.lower() in ("auto", "none", "null", "~", "") else value
-
-
-def _lower_none(value: object) -> object:
-    return "none" if isinstance(value, str) and value.lower() == "none" else value
-
-
-def _unset(default: object) -> BeforeValidator:
-    """Read what YAML means by nothing as `default`, of a key whose `none` says something else."""
-    return BeforeValidator(
-        lambda value: default if isinstance(value, str) and value.lower() in ("auto", "null", "~", "") else value
-    )
-
-
-Absent = BeforeValidator(_absent)
-"""Reads `auto` and `none` as None: `auto` where the plan fills it in, `none` where the thing is then off."""
-
-
 class Section(BaseModel):
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class Run(Section):
     dir: Place = ""
     """Folder of this run: configuration, journal, checkpoints. Default: runs/<recipe>."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Seed of everything: first weights, order of samples, augmentation, dropout."""
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
+    """Seed of the initial weights, the sample order, the augmentation and dropout."""
     deterministic: bool = False
-    """Same bits from run to run and across a resume; slower kernels on a GPU, one thread a process unless told."""
+    """Give bit-identical weights from run to run and across a resume. Uses slower kernels on a GPU,
+    and one thread per process unless run.threads is set."""
     exact: bool = False
-    """Weights that do not depend on the number of processes, bit for bit; deterministic besides, and slower than DDP."""
-    resume: Annotated[Place, _unset("auto")] = "auto"
-    """auto: go on from the newest good checkpoint in run.dir; never: start anew, what is there is set aside; a path: go
-    on from that checkpoint."""
+    """Give bit-identical weights at any number of processes. Implies run.deterministic; slower than
+    plain DDP."""
+    resume: Annotated[Place, _read_as("auto", *_UNSET)] = "auto"
+    """auto: resume from the newest checkpoint in run.dir that verifies; never: start from step 0
+    and set aside what is in run.dir; a path: resume from that checkpoint."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes GPUs where there are any, and refuses, rather than falls back, where they cannot be used."""
+    """auto: use the GPUs if the machine has any, and fail if they cannot be used; otherwise the
+    CPU."""
     trace: bool = False
-    """Write trace.jsonl: after each update the sample ids and a digest of the global batch, pixel for pixel."""
+    """Write trace.jsonl: for each step the sample ids and a SHA-256 of the pixels of the global
+    batch."""
     threads: Annotated[Annotated[int, Field(ge=1, le=1024)] | None, Absent] = None
-    """Intra-op threads a process. auto: the CPUs allowed divided by the processes on the machine; deterministic: 1."""
+    """Intra-op threads per process. auto: the available CPUs divided by the processes on the
+    machine; 1 in deterministic mode."""
     watch: Annotated[
-        Interval | None, PlainSerializer(lambda found: str(found or "none")), Absent, _unset(Duration(100, "steps"))
+        Interval | None,
+        PlainSerializer(lambda interval: str(interval or "none")),
+        Absent,
+        _read_as(Duration(100, "steps"), *_UNSET),
     ] = Duration(100, "steps")
-    """How often the processes compare their weights, as they do before each evaluation and save; one that differs is
-    named, and the run ends. none: never, not before a save either."""
+    """How often the processes compare their weights, in addition to before each evaluation and
+    save. If they differ, the run ends and names the rank. none: never compare."""
     timeout: Annotated[float, Field(ge=1, le=86400)] = 300
-    """Seconds that a process waits for the others in one exchange before it gives up; half as long, for data that is out
-    of reach."""
+    """Seconds that a process waits for the others in a collective before it fails. If the data is
+    out of reach, the run waits half as long for it."""
 
 
 class Data(Section):
     source: Literal["folder", "pack", "digits", "synthetic"] = "folder"
-    """folder: images in class folders; pack: what 'pipeline data pack' made of such a folder; digits: 1,797 real
-    handwritten digits, made on first use; synthetic: patterns."""
+    """folder: images in class folders; pack: a pack that 'pipeline data pack' made from such a
+    folder; digits: 1,797 real handwritten digits, created on first use; synthetic: generated
+    patterns."""
     root: Annotated[Place | None, Absent] = None
-    """Folder that holds train/ and val/, or class folders that are then split by data.val_split; of a pack, its folder.
-    digits: data/digits."""
+    """Folder with train/ and val/, or with class folders, which data.val_split then splits; for
+    data.source=pack, the folder of the pack. auto: data/digits for the digits."""
     workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | None, Absent] = None
-    """Loader processes a node, shared out to its processes, rounded up. auto: one for each CPU allowed."""
+    """Loader processes per node, divided among its training processes and rounded up. auto: one per
+    available CPU."""
     prefetch: Annotated[int, Field(ge=1, le=64)] = 2
-    """Batches that each worker prepares ahead."""
+    """Batches that each loader process prepares ahead."""
     val_split: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Where there is one folder only: the share held out, chosen by a digest of each file's name."""
-    max_bad: Annotated[float, Field(ge=0, le=1)] = 0.001
-    """Share of the training images that may fail to decode; each is named and replaced. Above it: exit 4."""
+    """If data.root has no val/: share of the images for validation, chosen by a hash of each file's
+    name."""
+    max_bad: Fraction = 0.001
+    """Share of the training images that may fail to decode. Each one is named in the log and
+    replaced by another image; above this share the run ends with exit code 4."""
     num_images: Annotated[int, Field(ge=1, le=1 << 40)] = 1024
-    """Images for training in the synthetic source; a quarter as many, rounded up, for validation."""
+    """With data.source=synthetic: number of training images. There are a quarter as many validation
+    images, rounded up."""
     num_classes: Annotated[int, Field(ge=2, le=1 << 20)] = 10
-    """Classes of the synthetic source. Any other source tells its own."""
+    """With data.source=synthetic: number of classes. Other sources define their own."""
 
 
 class Augment(Section):
-    size: Annotated[int, Field(ge=8, le=2048)] = 224
-    """Side of the square that the model sees in training, in pixels; with augment.first_size, in the last epochs."""
-    first_size: Annotated[Annotated[int, Field(ge=8, le=2048)] | None, Absent] = None
-    """Of progressive resolution: the side in the first epochs. auto: augment.size, the same in all."""
+    size: Pixels = 224
+    """Side of the square training image, in pixels; with augment.first_size, in the last epochs."""
+    first_size: Annotated[Pixels | None, Absent] = None
+    """Progressive resolution: the side in the first epochs. auto: augment.size in all epochs."""
     growth: tuple[DurationField, DurationField] = (Duration(0, "steps"), Duration(0, "steps"))
-    """Of progressive resolution: when the side begins to grow, and when it is augment.size; between them it is the nearest
-    multiple of 32, and it changes between epochs only."""
+    """Progressive resolution: when the side starts to grow, and when it reaches augment.size.
+    Between them it is rounded to a multiple of 32 and changes only between epochs."""
     repeats: Annotated[int, Field(ge=1, le=16)] = 1
-    """Repeated augmentation: how often an image is in an epoch, each time another view of it in the same batch; an epoch
-    then has so many fewer images in it."""
-    scale: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] = (0.08, 1.0)
-    """Random resized crop: least and largest share of the picture's area."""
+    """Repeated augmentation: number of differently augmented copies of an image in a batch. An
+    epoch keeps its number of steps and uses 1/repeats of the images."""
+    scale: tuple[PositiveFraction, PositiveFraction] = (0.08, 1.0)
+    """Random resized crop: smallest and largest share of the image's area."""
     ratio: tuple[Annotated[float, Field(gt=0, le=100)], Annotated[float, Field(gt=0, le=100)]] = (3 / 4, 4 / 3)
-    """Random resized crop: least and largest width over height."""
-    flip: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Random resized crop: smallest and largest aspect ratio (width / height)."""
+    flip: Fraction = 0.5
     """Probability of a horizontal flip."""
     policy: Literal["none", "randaugment", "autoaugment", "trivialaugment", "augmix"] = "none"
-    """torchvision's policies of colour and shape, after crop and flip; autoaugment is the one found on ImageNet."""
+    """torchvision's augmentation policy, applied after crop and flip. autoaugment is the policy for
+    ImageNet."""
     magnitude: Annotated[int, Field(ge=0, le=30)] = 9
-    """Of randaugment, whose two operations a picture are as strong as this out of 31."""
-    erase: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Probability of random erasing: a rectangle of mean colour."""
+    """With augment.policy=randaugment: strength of its two operations, on torchvision's scale of
+    31."""
+    erase: Fraction = 0.0
+    """Probability of random erasing: a rectangle is filled with the mean colour."""
     mixup: Annotated[float, Field(ge=0, le=10)] = 0.0
-    """Mix pairs of images, their share drawn from Beta(a, a) with this a; 0: do not."""
+    """Mixup of pairs of images: alpha of the Beta(alpha, alpha) that the mixing weight is drawn
+    from. 0: off."""
     cutmix: Annotated[float, Field(ge=0, le=10)] = 0.0
-    """Put a rectangle of an image's neighbour into it, likewise. With mixup as well, each pair has one of both."""
+    """Cutmix of pairs of images: alpha of the Beta(alpha, alpha) that the share of the pasted
+    rectangle is drawn from. 0: off. If mixup is on, too, one of the two is drawn for each pair."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _check_order(self) -> Self:
         for name in ("scale", "ratio"):
             low, high = getattr(self, name)
             if low > high:
-                raise ValueError(f"augment.{name}=[{low:g}, {high:g}]: the least comes first")
+                raise ValueError(f"augment.{name}=[{low:g}, {high:g}]: give the smaller number first")
         if self.first_size is not None and self.first_size > self.size:
             raise ValueError(
-                f"augment.first_size={self.first_size} is above augment.size={self.size}: the side only grows"
+                f"augment.first_size={self.first_size} is greater than augment.size={self.size}: the side can only grow"
             )
         return self
 
 
 class Model(Section):
     arch: Text = "resnet50"
-    """A classification model of torchvision by its name; its head is sized by the data's classes."""
+    """Name of a torchvision classification model. Its head is sized by the number of classes."""
     init: Annotated[Place | None, Absent] = None
-    """Where first weights come from: one of torchvision's weights by its name (DEFAULT, IMAGENET1K_V2), a run's folder or
-    checkpoint, or a model in MLflow (models:/NAME@ALIAS, at MLFLOW_TRACKING_URI, else in runs/mlflow.db). A head of
-    another number of classes starts anew. none: random, from the seed."""
+    """Initial weights: torchvision's pretrained weights by name (DEFAULT, IMAGENET1K_V2), a run's
+    folder or checkpoint, or a model in MLflow (models:/NAME@ALIAS, at MLFLOW_TRACKING_URI or else
+    in runs/mlflow.db). A head for another number of classes is initialised randomly. none: random
+    weights, from run.seed."""
     freeze: Annotated[Text | None, Absent] = None
-    """What of model.init stays as it is: backbone (all but the head), or names of modules with commas, as conv1,bn1,layer1.
-    Their running statistics stay, too. none: everything is trained."""
+    """Parts of the model that are not trained: backbone (all but the head), or module names
+    separated by commas, such as conv1,bn1,layer1. Their batch-norm statistics do not change,
+    either. none: train everything."""
     batchnorm: Literal["local", "average", "sync"] = "local"
-    """Of several processes: each has its own running statistics, and what is judged and saved are those of the first
-    (local) or the mean of all (average); or batches are normalised together (sync, on GPUs)."""
+    """Batch norm with several processes. local: each process has its own running statistics; those
+    of rank 0 are evaluated and saved; average: the mean of all processes' statistics is evaluated
+    and saved; sync: batches are normalised over all processes (GPUs only)."""
     channels_last: bool = False
     """Keep images and weights in NHWC order: faster convolutions on GPUs with tensor cores."""
 
 
 class Batch(Section):
     global_: Annotated[int, Field(alias="global", ge=1, le=1 << 24)] = 256
-    """Images an update, over all processes and accumulation steps."""
+    """Images per update, over all processes and accumulation steps."""
     accumulate: Annotated[int, Field(ge=1, le=1 << 16)] = 1
-    """Passes that a process's share is cut into; gradients are exchanged once, in the last."""
+    """Gradient accumulation: forward and backward passes per update. Gradients are exchanged once,
+    in the last pass."""
 
 
 class Exact(Section):
     shards: Annotated[int, Field(ge=1, le=1 << 16)] = 16
-    """Of run.exact: parts of equal size that each global batch is cut into; processes must divide it."""
+    """With run.exact: number of equal parts of each global batch. The number of processes must
+    divide it."""
     fraction_bits: Annotated[int, Field(ge=24, le=52)] = 44
-    """Of run.exact: gradients are summed in units of 2^-this; a shard's largest is then 2^(62 - this) / shards."""
+    """With run.exact: gradients are summed in units of 2^-fraction_bits. The largest gradient
+    allowed in a shard is 2^(62 - fraction_bits) / shards."""
 
 
 class Stages(Section):
     count: Annotated[int, Field(ge=2, le=64)] = 2
-    """Of parallel=stages: parts that the model is cut into, one a process; twice as many processes train two copies."""
+    """With parallel=stages: number of stages of the model, one per process. Twice as many processes
+    train two copies."""
     micro_batches: Annotated[Annotated[int, Field(ge=1, le=1 << 12)] | None, Absent] = None
-    """Of parallel=stages: parts that a copy's pass is cut into, which follow each other through the stages; batch norm sees
-    one at a time. auto: two for each stage."""
+    """With parallel=stages: number of micro-batches in a pass of a copy. Batch norm sees one
+    micro-batch at a time. auto: at most two per stage."""
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    """Of parallel=stages: 1f1b goes backward with a micro-batch as soon as it can, and so holds fewer of them; gpipe sends
-    all of them forward first."""
+    """With parallel=stages: pipeline schedule. 1f1b starts the backward pass of a micro-batch as
+    early as possible and needs less memory; gpipe runs all forward passes first."""
 
 
 class Optimizer(Section):
     name: Literal["sgd", "adamw"] = "sgd"
-    """sgd with momentum, or AdamW."""
+    """sgd (with momentum) or adamw."""
     lr: Annotated[float, Field(gt=0, le=1e6)] = 0.1
-    """Learning rate for a global batch of 256; the plan scales it by batch.global / 256."""
+    """Learning rate for a global batch of 256. The plan scales it by batch.global / 256."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Of sgd."""
+    """With optimizer.name=sgd: momentum."""
     nesterov: bool = False
-    """Of sgd; wants momentum > 0."""
+    """With optimizer.name=sgd: Nesterov momentum. Needs momentum > 0."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """Of adamw."""
+    """With optimizer.name=adamw: decay rates of the two moment estimates."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 1e-4
-    """Decay of weights; norms and biases have none."""
+    """Weight decay. Norm parameters and biases have none."""
 
     @model_validator(mode="after")
-    def _nesterov_has_momentum(self) -> Self:
+    def _check_nesterov(self) -> Self:
         if self.nesterov and self.momentum == 0:
-            raise ValueError("optimizer.nesterov=true: wants optimizer.momentum above 0; set it, or nesterov=false")
+            raise ValueError("optimizer.nesterov=true needs optimizer.momentum > 0: set it, or set nesterov=false")
         return self
 
     @property
     def moments(self) -> int:
-        """Numbers that it keeps for each weight."""
-        return 2 if self.name == "adamw" else int(self.momentum > 0)
+        """Return how many values the optimizer keeps for each weight."""
+        if self.name == "adamw":
+            return 2
+        return 1 if self.momentum > 0 else 0
 
 
 class Schedule(Section):
     name: Literal["cosine", "step", "linear", "constant"] = "cosine"
-    """Shape of the learning rate after the warm-up."""
+    """Shape of the learning-rate schedule after the warm-up."""
     warmup: DurationField = Duration(0, "steps")
-    """Linear rise to the full learning rate."""
+    """Length of the linear warm-up to the peak learning rate."""
     every: Interval = Duration(30, "epochs")
-    """Of step: how long until the next drop."""
-    gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Of step: factor of each drop."""
-    final: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the full learning rate that cosine and linear end at."""
+    """With schedule.name=step: interval between drops."""
+    gamma: PositiveFraction = 0.1
+    """With schedule.name=step: factor of each drop."""
+    final_lr_fraction: Annotated[Fraction, Field(alias="final")] = 0.0
+    """With cosine and linear: final learning rate, as a share of the peak learning rate."""
     cooldown: DurationField = Duration(0, "steps")
-    """Of cosine and linear: how long, at the end of training, the rate stays at that."""
+    """With cosine and linear: length of the last part of training, at the final learning rate."""
 
 
 class Train(Section):
     epochs: Annotated[int, Field(ge=1, le=1_000_000)] = 90
-    """Passes over the training images; the schedule's length."""
+    """Number of epochs; also the length of the learning-rate schedule."""
     max_steps: Annotated[Annotated[int, Field(ge=1, le=1 << 50)] | None, Absent] = None
-    """Stop after so many updates; moves no schedule."""
+    """Stop after this number of updates. Does not change the LR schedule. none: train all
+    epochs."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
-    """Of the arithmetic: tf32 is for GPUs of Ampere and later; bf16 and fp16 are autocast, weights stay fp32; with fp16
-    the loss is scaled, and a step whose gradient overflows is skipped by all processes."""
+    """Precision of the arithmetic. tf32: for Ampere GPUs and later; bf16 and fp16: autocast with
+    fp32 weights; fp16 scales the loss, and all processes skip a step whose gradient overflows."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Have torch compile the model. auto: on GPUs, unless the run promises its bits; the plan says which, and why."""
-    exchange: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which processes exchange their gradients (DDP): bf16 is half of the bytes, and rounds each gradient."""
+    """Compile the model with torch.compile. auto: on a GPU, unless the run is deterministic; the
+    plan gives the decision and the reason."""
+    gradient_dtype: Annotated[Literal["fp32", "bf16"], Field(alias="exchange")] = "fp32"
+    """Precision in which DDP exchanges gradients. bf16 halves the traffic and rounds each
+    gradient."""
     loss: Literal["ce", "bce"] = "ce"
-    """ce: cross-entropy; bce: a binary one for each class, as in "ResNet strikes back"."""
+    """ce: cross-entropy; bce: one binary cross-entropy per class, as in "ResNet strikes back"."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the target spread over all classes."""
+    """Share of the target that is spread over all classes."""
     clip: Annotated[Annotated[float, Field(gt=0, le=1e9)] | None, Absent] = None
-    """Largest norm of the whole gradient; larger ones are scaled down to it."""
+    """Largest norm of the gradient over all weights; a larger gradient is scaled down to it. none:
+    do not clip."""
     ema: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, Absent] = None
-    """Decay a step of a moving average of the weights, 0.9999 say, which is then what is judged and served. none: none."""
+    """Decay per step of an exponential moving average of the weights, such as 0.9999. The average
+    is then what is evaluated and exported. none: no EMA."""
 
 
 class Evaluate(Section):
     every: Interval = Duration(1, "epochs")
-    """How often the validation images are all judged; always once more at the end."""
+    """How often to evaluate on all validation images. The run always ends with an evaluation."""
     batch: Annotated[int, Field(ge=1, le=1 << 20)] = 64
-    """Images a forward pass. Batches are cut from the whole set, so any world size sees the same ones."""
+    """Images per forward pass. The batches are the same at any world size."""
     resize: Annotated[Annotated[int, Field(ge=8, le=4096)] | None, Absent] = None
-    """Shorter side before the centre crop. auto: 8/7 of evaluate.size, as 256 is to 224."""
-    size: Annotated[Annotated[int, Field(ge=8, le=2048)] | None, Absent] = None
-    """Side of the centre crop. auto: augment.size."""
+    """Length of the shorter side before the centre crop, in pixels. auto: 8/7 of evaluate.size (256
+    for 224)."""
+    size: Annotated[Pixels | None, Absent] = None
+    """Side of the centre crop, in pixels. auto: augment.size."""
 
 
 class Checkpoint(Section):
     every: Interval = Duration(1, "epochs")
-    """How often the state is saved; always at the end and at a signal."""
+    """How often to save a checkpoint, in addition to the end of the run and a signal to stop."""
     keep: Annotated[int, Field(ge=1, le=10_000)] = 2
-    """How many of the newest to keep; the best stays besides."""
-
-
-def _window(value: object) -> object:
-    if isinstance(value, str) and (match := re.fullmatch(r"(\d{1,12})-(\d{1,12})", value, re.ASCII)):
-        return match.groups()
-    return value
+    """Number of newest checkpoints to keep, in addition to the best one."""
 
 
 class Profile(Section):
     steps: Annotated[
-        tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] | None, BeforeValidator(_window), Absent
+        tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] | None, BeforeValidator(_split_range), Absent
     ] = None
-    """First and last step that torch.profiler records, on rank 0: [20, 24], or 20-24; the trace is put into the run's
-    folder report. none: none."""
+    """First and last step that torch.profiler records on rank 0: [20, 24] or 20-24. The trace is
+    written to report/ in the run's folder. none: do not profile."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _check_order(self) -> Self:
         if self.steps and self.steps[0] > self.steps[1]:
-            raise ValueError(f"profile.steps=[{self.steps[0]}, {self.steps[1]}]: the first comes first")
+            raise ValueError(f"profile.steps=[{self.steps[0]}, {self.steps[1]}]: give the smaller number first")
         return self
 
 
 class Track(Section):
-    uri: Annotated[Text, PlainSerializer(without_password), BeforeValidator(_lower_none), _unset("auto")] = "auto"
-    """MLflow's address. auto: MLFLOW_TRACKING_URI, else a SQLite file mlflow.db beside the run's folder; none: the
-    journal alone. User and password: MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, since others see a command
-    line. What stands before the last @ here is a user and password, too: used and never written down."""
+    uri: Annotated[Text, PlainSerializer(without_password), _read_as("none", "none"), _read_as("auto", *_UNSET)] = (
+        "auto"
+    )
+    """MLflow tracking URI. auto: MLFLOW_TRACKING_URI, or else the SQLite file mlflow.db in the
+    parent of run.dir; none: write the journal only. Give the user and the password in
+    MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, because other users of the machine can
+    see a command line. A user and a password in the URI are used, too, but never written down."""
     experiment: Annotated[Text | None, Absent] = None
     """MLflow experiment. auto: the recipe's name."""
     required: bool = False
-    """Refuse to start (exit 2) while MLflow cannot be reached."""
+    """Refuse to start (exit code 2) if MLflow cannot be reached."""
     every: Interval = Duration(20, "steps")
-    """How often training metrics are summed over the processes and reported."""
+    """How often to log training metrics, summed over the processes."""
     report: bool = True
-    """Keep what each evaluation answered in report/data, and draw report/ when the run is done."""
+    """Keep the predictions of each evaluation in report/data, and draw report/ when the run is
+    done."""
     register_: Annotated[ModelName | None, Absent, Field(alias="register")] = None
-    """NAME or NAME@ALIAS: register the best model in MLflow under that name, when the run is done. none: do not."""
+    """NAME or NAME@ALIAS under which the best model is registered in MLflow when the run is done.
+    none: do not register it."""
 
 
 class Config(Section):
-    """The whole request."""
+    """The whole configuration of a run."""
 
     recipe: Text
-    """Name of the recipe, from the file's name."""
+    """Name of the recipe. Default: the name of its file."""
     parallel: Literal["ddp", "dataparallel", "fsdp", "stages"] = "ddp"
-    """How gradients meet. ddp: each process has the whole model (DistributedDataParallel; alone: not at all);
-    dataparallel: one process, all its GPUs; fsdp: each process has a slice of every weight; stages: each process has
-    some of the layers."""
+    """How several GPUs or processes share the training. ddp: each process has the whole model
+    (DistributedDataParallel; not used for one process); dataparallel: one process uses all GPUs of
+    the machine; fsdp: each process has a slice of every weight; stages: each process has some of
+    the layers."""
     run: Run = Run()
     data: Data = Data()
     augment: Augment = Augment()
@@ -393,77 +423,79 @@ class Config(Section):
     track: Track = Track()
 
     @model_validator(mode="after")
-    def _folder_has_root(self) -> Self:
+    def _check_data_root(self) -> Self:
         if self.data.source in ("folder", "pack") and self.data.root is None:
-            inside = "train/ and val/ in it" if self.data.source == "folder" else "a pack in it"
+            contents = "train/ and val/" if self.data.source == "folder" else "a pack"
             raise ValueError(
-                f"data.root is missing: data.source={self.data.source} wants data.root=FOLDER, with {inside}"
+                f"data.root is missing: data.source={self.data.source} needs data.root=FOLDER, a folder with {contents}"
             )
         return self
 
     @model_validator(mode="after")
-    def _exact_can_be_kept(self) -> Self:
+    def _check_reproducible(self) -> Self:
         if self.run.exact and self.train.precision == "fp16":
             raise ValueError(
-                "run.exact=true with train.precision=fp16: a scaled loss has no fixed range; take bf16 or fp32"
+                "run.exact=true does not support train.precision=fp16, because the range of a scaled loss is not fixed:"
+                " use bf16 or fp32"
             )
         if self.run.deterministic and self.model.batchnorm == "average":
             raise ValueError(
-                "run.deterministic=true with model.batchnorm=average: a resumption would round otherwise; take local"
+                "run.deterministic=true does not support model.batchnorm=average, because a resumed run would round"
+                " differently: use local"
             )
         return self
 
     @model_validator(mode="after")
-    def _plain_ddp_has_what_is_its_own(self) -> Self:
+    def _check_plain_ddp(self) -> Self:
         if self.parallel == "ddp" and not self.run.exact:
             return self
         mode = "run.exact=true" if self.run.exact else f"parallel={self.parallel}"
-        for word, clashes in (
+        for option, is_set in (
             (f"parallel={self.parallel}", self.run.exact and self.parallel != "ddp"),
             (f"model.batchnorm={self.model.batchnorm}", self.model.batchnorm != "local"),
             (f"train.compile={self.train.compile}", self.train.compile == "on"),
-            (f"train.exchange={self.train.exchange}", self.train.exchange != "fp32"),
+            (f"train.exchange={self.train.gradient_dtype}", self.train.gradient_dtype != "fp32"),
         ):
-            if clashes:
-                raise ValueError(f"{mode} with {word}: each goes with plain DDP alone; leave one out")
+            if is_set:
+                raise ValueError(f"{option} needs plain DDP and does not support {mode}: leave one of them out")
         return self
 
     @model_validator(mode="after")
-    def _parallel_can_be_kept(self) -> Self:
+    def _check_parallel(self) -> Self:
         if self.parallel == "stages" and (self.model.freeze or self.augment.first_size):
             raise ValueError(
-                "parallel=stages with model.freeze or augment.first_size: stages send each other tensors of one shape, and"
-                " all are trained; leave it out"
+                "parallel=stages does not support model.freeze or augment.first_size, because stages exchange tensors"
+                " of one shape and all of them are trained: leave the option out"
             )
         if self.parallel in ("fsdp", "stages") and self.train.precision == "fp16":
             raise ValueError(
-                f"train.precision=fp16 with parallel={self.parallel}: not all processes see a gradient that overflows; take"
-                " bf16 or fp32"
+                f"parallel={self.parallel} does not support train.precision=fp16, because not every process sees a"
+                " gradient that overflows: use bf16 or fp32"
             )
         return self
 
     @model_validator(mode="after")
-    def _frozen_weights_are_somebodys(self) -> Self:
+    def _check_freeze(self) -> Self:
         if self.model.freeze and not self.model.init:
             raise ValueError(
-                f"model.freeze={self.model.freeze} without model.init would keep random weights: say whose to keep"
+                f"model.freeze={self.model.freeze} would keep random weights: set model.init to pretrained weights"
             )
         return self
 
     @model_validator(mode="after")
-    def _required_tracker_is_named(self) -> Self:
+    def _check_track(self) -> Self:
         if self.track.required and self.track.uri == "none":
-            raise ValueError("track.required=true with track.uri=none asks for nothing: name a server, or leave it out")
+            raise ValueError("track.required=true needs a tracking server: set track.uri, or leave track.required out")
         return self
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether the same request gives the same bits."""
+        """Return True if the same request gives bit-identical weights."""
         return self.run.deterministic or self.run.exact
 
     @property
     def mixes(self) -> bool:
-        """Whether images are mixed with their neighbours, so that a pass has whole pairs."""
+        """Return True if pairs of images are mixed; each pass then has an even number of images."""
         return self.augment.mixup > 0 or self.augment.cutmix > 0
 
     @property
@@ -471,14 +503,16 @@ class Config(Section):
         return Path(self.run.dir)
 
     def to_yaml(self) -> str:
-        """The configuration as resolved; `from_yaml` reads it back to an equal one."""
+        """Return the YAML of all keys; `from_yaml` reads it back to an equal configuration."""
         return yaml.safe_dump(self.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
 
 
-# What may differ between a run and its resumption: a key, or a section with all its keys. `run.dir` is where we are and
-# `run.resume` the decision itself. `data.root` is where the data is now; its digest says whether it is the same data.
-# Epochs may only be added: `refuse_changes` checks that.
-FREE_ON_RESUME = (
+MAY_CHANGE_ON_RESUME = (
     "run.dir", "run.resume", "run.trace", "run.watch", "run.timeout", "data.root", "data.workers", "data.prefetch",
     "data.max_bad", "train.max_steps", "train.epochs", "checkpoint", "profile", "track",
 )  # fmt: skip
+"""Keys, and sections with all their keys, that may differ between a run and its resumption.
+
+`data.root` may change because a digest of the data shows if it is the same data. `train.epochs` may
+only grow, see `refuse_changes`.
+"""

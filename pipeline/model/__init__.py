@@ -1,1 +1,1 @@
-"""What is trained, and which of its parameters decay. Nothing in here knows how many processes there are."""
+"""The model, its loss, its EMA and its stages. Nothing here depends on the number of processes."""

@@ -1,9 +1,10 @@
-"""A model cut into stages: chains of its own modules, one after another, balanced by their arithmetic.
+"""Splitting a model into pipeline stages: consecutive layers, balanced by their FLOPs.
 
-torchvision writes a model's forward pass by hand, so it is told here, family by family, as a chain of links: names of
-modules, a `Sequential` standing for its members, and the few steps between them that are no module. Promise: the chain of
-all stages is the model, and a stage's weights keep the names that they have in the whole model. What is not in the list is
-refused: a wrong chain would train another model without a word.
+torchvision writes the forward pass of a model by hand. So this module has the list of layers of
+each model family: names of modules (a `Sequential` means its members) and the few functions between
+them. Promise: all stages in sequence compute what the model computes, and a stage's weights have
+the names that they have in the model. Other models are refused, because a wrong list of layers
+would silently train another model.
 """
 
 from collections.abc import Callable
@@ -23,83 +24,91 @@ from pipeline.model.architectures import skeleton
 
 
 @dataclass(frozen=True)
-class Link:
-    """A step of the forward pass. It names what it uses, so that it runs on any copy of the model."""
+class Layer:
+    """One step of the forward pass, which works with any copy of the model."""
 
     owns: tuple[str, ...]
-    """Modules and parameters of the model."""
+    """Names of the modules and parameters that it uses."""
     run: Callable[[nn.Module, Tensor], Tensor]
 
 
-def _function(run: Callable[[Tensor], Tensor]) -> Link:
-    return Link((), lambda _, x: run(x))
+def _function(run: Callable[[Tensor], Tensor]) -> Layer:
+    return Layer((), lambda _, x: run(x))
 
 
-def _tokens(model: nn.Module, images: Tensor) -> Tensor:
-    """A vision transformer up to its first block, as its own `forward` and that of its encoder begin."""
+def _embed(model: nn.Module, images: Tensor) -> Tensor:
+    """Return the input of the first block, as VisionTransformer and its encoder compute it."""
     patches = model._process_input(images)  # type: ignore[operator]
-    together = torch.cat([model.class_token.expand(len(patches), -1, -1), patches], 1)  # type: ignore[operator]
-    tokens: Tensor = model.encoder.dropout(together + model.encoder.pos_embedding)  # type: ignore[union-attr, operator]
-    return tokens
+    tokens = torch.cat([model.class_token.expand(len(patches), -1, -1), patches], 1)  # type: ignore[operator]
+    embedded: Tensor = model.encoder.dropout(tokens + model.encoder.pos_embedding)  # type: ignore[union-attr, operator]
+    return embedded
 
 
 _FLATTEN = _function(lambda x: x.flatten(1))
 _POOL = _function(lambda x: functional.adaptive_avg_pool2d(x, 1).flatten(1))
-_PLAIN: tuple[str | Link, ...] = ("features", "avgpool", _FLATTEN, "classifier")
+_COMMON: tuple[str | Layer, ...] = ("features", "avgpool", _FLATTEN, "classifier")
 
-_CHAINS: dict[type[nn.Module], tuple[str | Link, ...]] = {
-    models.AlexNet: _PLAIN,
+_LAYERS: dict[type[nn.Module], tuple[str | Layer, ...]] = {
+    models.AlexNet: _COMMON,
     models.ConvNeXt: ("features", "avgpool", "classifier"),
-    models.EfficientNet: _PLAIN,
+    models.EfficientNet: _COMMON,
     models.MobileNetV2: ("features", _POOL, "classifier"),
-    models.MobileNetV3: _PLAIN,
+    models.MobileNetV3: _COMMON,
     models.RegNet: ("stem", "trunk_output", "avgpool", _FLATTEN, "fc"),
     models.ResNet: (
         "conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4", "avgpool", _FLATTEN, "fc",
     ),
     models.ShuffleNetV2: ("conv1", "maxpool", "stage2", "stage3", "stage4", "conv5", _POOL, "fc"),
     models.SwinTransformer: ("features", "norm", "permute", "avgpool", "flatten", "head"),
-    models.VGG: _PLAIN,
+    models.VGG: _COMMON,
     models.VisionTransformer: (
-        Link(("conv_proj", "class_token", "encoder.pos_embedding"), _tokens), "encoder.layers", "encoder.ln",
+        Layer(("conv_proj", "class_token", "encoder.pos_embedding"), _embed), "encoder.layers", "encoder.ln",
         _function(lambda x: x[:, 0]), "heads",
     ),
 }  # fmt: skip
 
 
 class Part(nn.Module):
-    """A stage: some links of a model, run on what this process has of it."""
+    """A stage: some layers of a model, with their inputs and outputs contiguous."""
 
-    def __init__(self, model: nn.Module, links: list[Link]) -> None:
+    def __init__(self, model: nn.Module, layers: list[Layer]) -> None:
         super().__init__()
         self.model = model
-        self._links = links
+        self._layers = layers
 
     def forward(self, x: Tensor) -> Tensor:
-        x = _row_by_row(x)
-        for link in self._links:
-            x = link.run(self.model, x)
-        return _row_by_row(x)
+        x = _contiguous(x)
+        for layer in self._layers:
+            x = layer.run(self.model, x)
+        return _contiguous(x)
 
 
 def try_to_cut(options: Model, num_classes: int, count: int, size: int) -> None:
-    """RequestError for a model that cannot be cut into so many stages; from shapes alone."""
+    """Raise RequestError if the model cannot be split into `count` stages; allocates no weights."""
     cut(skeleton(options, num_classes), options.arch, count, size)
 
 
-def cut(model: nn.Module, arch: str, count: int, size: int) -> list[list[Link]]:
-    """`count` stages whose costliest, counted in multiplications for images of `size` px, is as cheap as can be."""
-    steps = _joined(model, _links(model, arch))
-    if count > len(steps):
-        raise RequestError(f"stages.count={count} is more than {arch} can be cut into: it has {len(steps)} parts")
-    ends = _balanced(_costs(model, steps, size), count)
-    return [[link for step in steps[start:end] for link in step] for start, end in zip((0, *ends), ends, strict=False)]
+def cut(model: nn.Module, arch: str, count: int, size: int) -> list[list[Layer]]:
+    """Return the layers of `count` stages with the smallest possible maximum of FLOPs.
+
+    size: side of the images, in pixels. Raises RequestError if the model cannot be split so.
+    """
+    units = _join_unweighted(model, _layers(model, arch))
+    if count > len(units):
+        raise RequestError(
+            f"stages.count={count} is too large for {arch}: set stages.count to at most {len(units)}, or use"
+            " parallel=fsdp"
+        )
+    ends = _balance(_flops(model, units, size), count)
+    return [
+        [layer for unit in units[start:end] for layer in unit] for start, end in zip((0, *ends), ends, strict=False)
+    ]
 
 
-def drop(model: nn.Module, links: list[Link]) -> None:
-    """Take from the model, in place, the weights that the links use."""
+def drop(model: nn.Module, layers: list[Layer]) -> None:
+    """Remove the weights of `layers` from the model, in place."""
     modules = dict(model.named_modules())
-    for name in [name for link in links for name in link.owns]:
+    for name in [name for layer in layers for name in layer.owns]:
         if name in modules:
             model.set_submodule(name, nn.Identity())
         else:
@@ -107,71 +116,80 @@ def drop(model: nn.Module, links: list[Link]) -> None:
             setattr(model.get_submodule(owner), leaf, None)
 
 
-def _links(model: nn.Module, arch: str) -> list[Link]:
-    chain = _CHAINS.get(type(model))
-    if chain is None:
-        families = ", ".join(sorted(family.__name__ for family in _CHAINS))
+def _layers(model: nn.Module, arch: str) -> list[Layer]:
+    listed = _LAYERS.get(type(model))
+    if listed is None:
+        families = ", ".join(sorted(family.__name__ for family in _LAYERS))
         raise RequestError(
-            f"parallel=stages cannot cut model.arch={arch}: it can cut torchvision's {families}; take one of them, or fsdp"
+            f"parallel=stages cannot split model.arch={arch}: use one of torchvision's {families}, or parallel=fsdp"
         )
-    links = [link for step in chain for link in ([step] if isinstance(step, Link) else _members(model, step))]
-    owned = [name for link in links for name in link.owns]
-    assert all(_is_within(name, owned) for name in model.state_dict()), f"the chain of {arch} misses weights"
-    return links
+    layers: list[Layer] = []
+    for item in listed:
+        layers += [item] if isinstance(item, Layer) else _members(model, item)
+    owned = [name for layer in layers for name in layer.owns]
+    assert all(_is_within(name, owned) for name in model.state_dict()), f"the layers of {arch} miss some weights"
+    return layers
 
 
-def _members(model: nn.Module, name: str) -> list[Link]:
-    """A link for a module, or one for each member of a Sequential."""
+def _members(model: nn.Module, name: str) -> list[Layer]:
+    """Return a layer for a module, or one for each member of a Sequential."""
     module = model.get_submodule(name)
     if type(module) is nn.Sequential:
-        return [link for inner, _ in module.named_children() for link in _members(model, f"{name}.{inner}")]
-    return [Link((name,), lambda model, x: model.get_submodule(name)(x))]
+        return [layer for inner, _ in module.named_children() for layer in _members(model, f"{name}.{inner}")]
+    return [Layer((name,), lambda model, x: model.get_submodule(name)(x))]
 
 
-def _joined(model: nn.Module, links: list[Link]) -> list[list[Link]]:
-    """Links without weights stay with the one before them, so that no stage is without."""
+def _join_unweighted(model: nn.Module, layers: list[Layer]) -> list[list[Layer]]:
+    """Join each layer without weights to the one before it, so that every stage has weights."""
     weights = list(model.state_dict())
-    steps: list[list[Link]] = []
-    for link in links:
-        if not steps or any(_is_within(name, link.owns) for name in weights):
-            steps.append([])
-        steps[-1].append(link)
-    return steps
+    units: list[list[Layer]] = []
+    for layer in layers:
+        if not units or any(_is_within(name, layer.owns) for name in weights):
+            units.append([])
+        units[-1].append(layer)
+    return units
 
 
-def _costs(model: nn.Module, steps: list[list[Link]], size: int) -> list[int]:
+def _flops(model: nn.Module, units: list[list[Layer]], size: int) -> list[int]:
+    """Return the FLOPs of each unit for one image."""
     was_training = model.training
     x = torch.zeros((1, 3, size, size), device=next(model.parameters()).device)
-    costs = []
+    flops = []
     with torch.no_grad():
-        for step in steps:
+        for unit in units:
             with FlopCounterMode(display=False) as counter:
-                x = Part(model, step).eval()(x)
-            costs.append(counter.get_total_flops())
+                x = Part(model, unit).eval()(x)
+            flops.append(counter.get_total_flops())
     model.train(was_training)
-    return costs
+    return flops
 
 
-def _balanced(costs: list[int], count: int) -> tuple[int, ...]:
-    """Ends of `count` runs of costs, none empty, of which the costliest is as cheap as can be."""
+def _balance(costs: list[int], count: int) -> tuple[int, ...]:
+    """Return the ends of `count` non-empty runs of costs with the smallest possible largest sum."""
     sums = [0, *accumulate(costs)]
 
     @cache
     def best(end: int, runs: int) -> tuple[int, tuple[int, ...]]:
+        """Return the largest sum and the ends of the best split of costs[:end]."""
         if runs == 1:
             return sums[end], (end,)
-        return min(
-            (max(best(at, runs - 1)[0], sums[end] - sums[at]), (*best(at, runs - 1)[1], end))
-            for at in range(runs - 1, end)
-        )
+        splits = []
+        for start in range(runs - 1, end):
+            largest, ends = best(start, runs - 1)
+            splits.append((max(largest, sums[end] - sums[start]), (*ends, end)))
+        return min(splits)
 
     return best(len(costs), count)[1]
 
 
-def _row_by_row(x: Tensor) -> Tensor:
-    """The same, contiguous, and so its gradient: nothing else can be sent, and ConvNeXt and channels_last make others."""
+def _contiguous(x: Tensor) -> Tensor:
+    """Return `x` in contiguous memory, and make its gradient contiguous.
+
+    Only contiguous tensors can be sent, and ConvNeXt and channels_last produce others.
+    """
     return x.flatten().view(x.shape)
 
 
 def _is_within(name: str, owners: list[str] | tuple[str, ...]) -> bool:
+    """Return True if a weight's name is one of `owners`, or belongs to one of them."""
     return any(name == owner or name.startswith(f"{owner}.") for owner in owners)

@@ -46,7 +46,7 @@ class DDPStrategy(Strategy):
             gradient_as_bucket_view=True,
             **_LOCAL_BUFFERS,
         )
-        if config.train.exchange == "bf16":
+        if config.train.gradient_dtype == "bf16":
             self._ddp.register_comm_hook(None, bf16_compress_hook)
         self._run_model = self._compiled(self._ddp)
 

@@ -87,7 +87,7 @@ def test_a_rank_whose_agent_died_before_it_could_look_does_not_train(tmp_path: P
     finally:
         kill(container.pid, signal.SIGKILL)
         container.wait()
-    assert (tmp_path / "err").read_text() == "pipeline: the agent above this rank is gone\n"
+    assert (tmp_path / "err").read_text() == "pipeline: the torchrun agent of this rank has died\n"
     assert not run.folder.exists()
 
 
