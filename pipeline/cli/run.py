@@ -172,7 +172,7 @@ def _export(options: argparse.Namespace) -> str:
 
 
 def _sync(options: argparse.Namespace) -> str:
-    from pipeline.record.mlflow import sync
+    from pipeline.record.mlflow.sync import sync
 
     sync(options.run_dir, follow=options.follow)
     return f"{options.run_dir} is delivered"

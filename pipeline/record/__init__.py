@@ -1,1 +1,1 @@
-"""What a run leaves behind: checkpoints, the journal and what MLflow gets from it, the trace, the line on a terminal."""
+"""What a run records: checkpoints, journal and trace, receipt, figures, terminal output, and its copy in MLflow."""

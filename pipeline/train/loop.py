@@ -20,9 +20,10 @@ from pipeline.guards.watchdog import Watchdog
 from pipeline.parallel import Strategy
 from pipeline.plan import Plan
 from pipeline.record.checkpoint import Checkpoints, all_finite
-from pipeline.record.journal import Journal, Trace
+from pipeline.record.journal import Journal
 from pipeline.record.receipt import Receipt
 from pipeline.record.terminal import Terminal
+from pipeline.record.trace import Trace
 from pipeline.telemetry.mfu import NullEfficiency
 from pipeline.telemetry.profiler import NullProfiler
 from pipeline.telemetry.timing import Clock, Waiting

@@ -17,9 +17,10 @@ from pipeline.data.batch import Batch
 from pipeline.group import Group
 from pipeline.guards.stragglers import NullPace
 from pipeline.plan import Plan
-from pipeline.record.journal import Journal, Trace
+from pipeline.record.journal import Journal
 from pipeline.record.receipt import Receipt
 from pipeline.record.terminal import Terminal, duration
+from pipeline.record.trace import Trace
 from pipeline.supervision import process_stat
 from pipeline.telemetry.mfu import NullEfficiency
 from pipeline.telemetry.timing import ENTRIES, Clock, Entry, Spent, advise, describe

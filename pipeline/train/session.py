@@ -42,11 +42,12 @@ from pipeline.plan import Plan, make_plan, request_digest, share_resources
 from pipeline.record import sender
 from pipeline.record.checkpoint import Checkpoints, copy_to_host, eval_model, eval_weights, weights_digest
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import Journal, Trace, final_status
+from pipeline.record.journal import Journal, final_status
 from pipeline.record.provenance import provenance
 from pipeline.record.receipt import Receipt
 from pipeline.record.sender import NullSender
 from pipeline.record.terminal import Terminal, make_terminal
+from pipeline.record.trace import Trace
 from pipeline.supervision import kill_stopped, launch_id, report_to_agent, stop_restarts
 from pipeline.telemetry.mfu import measure_efficiency
 from pipeline.telemetry.profiler import start_profile

@@ -67,7 +67,7 @@ class Delivery:
         self._folder = folder
         self._config = config
         self._uri, credentials = split_uri(uri)
-        self._progress = Progress(folder.tracker, self._uri)
+        self._progress = Progress(folder.delivered, self._uri)
         self._run: MlflowRun | None = None
         self._offset = 0
         self.is_reachable = not uri.startswith("http")  # a local database is, even while its slow creation runs

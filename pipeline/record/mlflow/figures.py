@@ -6,13 +6,14 @@ from pathlib import Path
 from pipeline.record.figures import OF_EVALUATION, draw_evaluation
 from pipeline.record.mlflow.connection import log, root_cause
 from pipeline.record.mlflow.run import MlflowRun
+from pipeline.record.predictions import saved_evaluations, step_of_evaluation
 
 
 def send_figures(run: MlflowRun, report: Path) -> None:
     """Draw and send the figures that the server lacks, for each evaluation that was saved in `report`."""
     sent = [Path(image.path).name for image in run.client.list_artifacts(run.run_id, "images")]
-    for evaluation in sorted((report / "data").glob("step-*.npz")):
-        step = int(evaluation.stem.removeprefix("step-"))
+    for evaluation in saved_evaluations(report):
+        step = step_of_evaluation(evaluation)
         for name in OF_EVALUATION:
             if not any(image.startswith(f"{name}+step+{step}+") for image in sent):
                 _send_figure(run, name, evaluation, step)

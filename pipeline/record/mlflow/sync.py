@@ -139,4 +139,6 @@ def _lock_sending(folder: RunFolder) -> None:
     except OSError as error:
         raise folder.unwritable(error) from None
     if not lock_file(lock, descriptor, 3 * _TRAINER_KILLED_S):
-        raise TemporaryError(f"{folder.path} is being sent by another process, which will deliver everything: wait for it")
+        raise TemporaryError(
+            f"{folder.path} is being sent by another process, which will deliver everything: wait for it"
+        )
