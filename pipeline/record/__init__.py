@@ -1,1 +1,1 @@
-"""What a run records: checkpoints, journal and trace, receipt, figures, terminal output, and its copy in MLflow."""
+"""The records of a run: checkpoints, journal, trace, receipt, figures, terminal output, MLflow."""

@@ -1,13 +1,14 @@
 """Checkpoints: a checkpoint that loads is complete.
 
-Rank 0 alone writes: to a temporary file, which is synced and renamed; then the folder is synced. The first 16 hex digits of
-the file's SHA-256 are in its name and are compared at every load. A torch.save file does not protect itself: 400 of 400
-random bit flips loaded without an error and with other weights (only truncation is detected). Hashing costs 0.05 s per
-100 MiB. Files hold plain tensors, numbers and strings, and are only ever read with `weights_only=True`.
+Rank 0 alone writes: to a temporary file, which is synced and renamed; then the folder is synced.
+The first 16 hex digits of the file's SHA-256 are in its name and are compared at every load. A
+torch.save file does not protect itself: 400 of 400 random bit flips loaded without an error and
+with other weights (only truncation is detected). Hashing costs 0.05 s per 100 MiB. Files hold plain
+tensors, numbers and strings, and are only ever read with `weights_only=True`.
 
-The training loop waits only while the state is copied; a thread writes the file. A save that fails (a full disk, say) costs
-no step: it is reported, earlier files stay, and the next save may succeed. After five failures in a row the run ends with
-exit code 4.
+The training loop waits only while the state is copied; a thread writes the file. A save that fails
+(a full disk, say) costs no step: it is reported, earlier files stay, and the next save may succeed.
+After five failures in a row the run ends with exit code 4.
 """
 
 import hashlib
@@ -36,7 +37,8 @@ _NAME = re.compile(r"step-(\d{8,})\.([0-9a-f]{16})\.pt")
 def weights_digest(weights: dict[str, Tensor]) -> str:
     """Return the SHA-256 of a state dict, as hex digits.
 
-    It is over each parameter and buffer in name order: name, NUL, dtype, NUL, shape, NUL, bytes (little-endian).
+    It is over each parameter and buffer in name order: name, NUL, dtype, NUL, shape, NUL, bytes
+    (little-endian).
     """
     digest = hashlib.sha256()
     for name in sorted(weights):
@@ -52,20 +54,20 @@ def step_of(path: Path) -> int:
     match = _NAME.fullmatch(path.name)
     if not match:
         raise StorageError(
-            f"{path}: the name is not step-<step>.<16 hex of its SHA-256>.pt, so the file cannot be verified: rename it to"
-            " its original name"
+            f"{path}: the name is not step-<step>.<16 hex of its SHA-256>.pt, so the file cannot be verified: rename it"
+            " to its original name"
         )
     return int(match[1])
 
 
 def listed(folder: Path) -> list[Path]:
-    """Return every path in `folder` that is named like a checkpoint, newest first, verified or not."""
+    """Return all paths in `folder` that are named like a checkpoint, newest first, unverified."""
     found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
     return sorted(found, key=lambda path: (step_of(path), path.stat().st_mtime_ns), reverse=True)
 
 
 def read_verified(path: Path) -> bytes:
-    """Return the file's bytes. Raises StorageError if it cannot be read or its digest is not the one in its name."""
+    """Return the file's bytes. Raises StorageError if they do not have the digest in its name."""
     step_of(path)
     try:
         data = path.read_bytes()
@@ -80,10 +82,10 @@ def read_verified(path: Path) -> bytes:
 
 
 def newest_good(folder: Path, log: Callable[[str], None]) -> tuple[Path, bytes] | None:
-    """Return the newest checkpoint that verifies and its bytes, or None if there is no checkpoint at all.
+    """Return the newest checkpoint that verifies and its bytes, or None if there is no checkpoint.
 
-    Damaged checkpoints are logged. Raises StorageError if there are checkpoints and none verifies: a silent fresh start
-    could discard a month of training.
+    Damaged checkpoints are logged. Raises StorageError if there are checkpoints and none verifies:
+    a silent fresh start could discard a month of training.
     """
     paths = listed(folder)
     for path in paths:
@@ -100,7 +102,7 @@ def newest_good(folder: Path, log: Callable[[str], None]) -> tuple[Path, bytes] 
 
 
 def decode(data: bytes, origin: Path | str) -> dict[str, Any]:
-    """Return the contents of verified bytes. Raises StorageError if they are not a checkpoint of this format."""
+    """Return the contents of verified bytes. Raises StorageError for any other format."""
     try:
         contents = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises half a dozen kinds for what is not its own
@@ -112,7 +114,7 @@ def decode(data: bytes, origin: Path | str) -> dict[str, Any]:
 
 
 def read_model(path: Path) -> dict[str, Any]:
-    """Return the verified contents of a checkpoint that has a model. Raises StorageError if it has none."""
+    """Return the contents of a checkpoint. Raises StorageError if it is damaged or has no model."""
     contents = decode(read_verified(path), path)
     for part, kinds in _MODEL_PARTS.items():
         if part not in contents or not isinstance(contents[part], kinds):
@@ -136,14 +138,14 @@ def eval_model(contents: dict[str, Any], options: Model) -> nn.Module:
         model.load_state_dict(eval_weights(contents))
     except RuntimeError as error:
         raise StorageError(
-            f"the weights of the checkpoint are not those of a {options.arch} with {len(contents['classes'])} classes, as"
-            f" its configuration says ({' '.join(str(error).split())[:120]} …): use another checkpoint"
+            f"the weights of the checkpoint are not those of a {options.arch} with {len(contents['classes'])} classes,"
+            f" as its configuration says ({' '.join(str(error).split())[:120]} …): use another checkpoint"
         ) from None
     return model
 
 
 def copy_to_host(value: Any) -> Any:
-    """Return a copy of a nested state, with each tensor copied to CPU memory that nothing else uses."""
+    """Return a copy of a nested state whose tensors are in CPU memory and share no storage."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
@@ -154,7 +156,10 @@ def copy_to_host(value: Any) -> Any:
 
 
 def find(path: Path) -> Path:
-    """Return the checkpoint that RUN_DIR or CHECKPOINT names: in a folder the newest. Raises StorageError if there is none."""
+    """Return the path of a checkpoint: `path` itself, or the newest in a run's folder.
+
+    Raises StorageError if there is none.
+    """
     try:
         path.stat()
         if not path.is_dir():
@@ -225,14 +230,15 @@ class Checkpoints:
             self._prune(best_step)
         except (OSError, RuntimeError) as error:
             self._failures += 1
-            self._log(
-                f"checkpoint of step {step} was not saved: {_reason(error)} ({self._failures} of {MAX_FAILURES} in a row);"
-                " training continues"
-            )
+            failures = f"{self._failures} of {MAX_FAILURES} in a row"
+            self._log(f"checkpoint of step {step} was not saved: {_reason(error)} ({failures}); training continues")
             temporary.unlink(missing_ok=True)
 
     def _prune(self, best_step: int | None) -> None:
-        """Delete all but the newest `keep` and the best. Of two with the same step the newer stays: it was evaluated."""
+        """Delete all but the newest `keep` and the best.
+
+        Of two with the same step the newer stays: it was saved after the evaluation.
+        """
         kept: list[int] = []
         for path in listed(self._folder):
             step = step_of(path)
@@ -245,7 +251,7 @@ class Checkpoints:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the system's error message: torch.save raises a RuntimeError about the file's position on top of it."""
+    """Return the system's message: torch.save raises an error about the file's position instead."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__context__

@@ -1,4 +1,4 @@
-"""A run described in Markdown, from its folder alone: what it is, whether and how it ended, how to repeat it."""
+"""The description of a run in Markdown: what it is, how it ended, how to repeat it."""
 
 import json
 
@@ -15,10 +15,11 @@ def describe_run(folder: RunFolder, config: Config) -> str:
     receipt = json.loads(Receipt(folder).text())
     plan, starts, evaluations = receipt["plan"], receipt["starts"], receipt["evaluations"]
     world = plan["world"]
+    processes = "1 process" if world == 1 else f"{world} processes"
     lines = [
-        f"**{config.recipe}**: {config.model.arch} on {plan['train_images']:,} images of {plan['num_classes']:,} classes"
-        f" ({config.data.source}), {plan['last_step']:,} steps of {plan['global_batch']:,} images on"
-        f" {'1 process' if world == 1 else f'{world} processes'}, {config.train.precision}.",
+        f"**{config.recipe}**: {config.model.arch} on {plan['train_images']:,} images of {plan['num_classes']:,}"
+        f" classes ({config.data.source}), {plan['last_step']:,} steps of {plan['global_batch']:,} images on"
+        f" {processes}, {config.train.precision}.",
         "",
         _status(folder, len(starts)),
     ]

@@ -1,7 +1,8 @@
-"""Figures of a run, drawn from its folder alone: for `report/`, and for MLflow after each evaluation.
+"""Figures of a run, drawn from its folder alone, for `report/` and for MLflow.
 
-Promise: training never draws. matplotlib is imported inside the functions, which run in a process beside the training
-(MLflow's sender) or after it (`pipeline report`). A figure that cannot be drawn does not keep the others from being drawn.
+Promise: training never draws. matplotlib is imported inside the functions, which run in a process
+beside the training (MLflow's sender) or after it (`pipeline report`). A figure that cannot be drawn
+does not keep the others from being drawn.
 """
 
 from collections import defaultdict
@@ -80,13 +81,13 @@ def draw_augmentation(path: Path, report: Path) -> None:
 
 
 def draw_evaluation(name: str, saved: Path, path: Path) -> None:
-    """Draw the figure `name` of the evaluation in the file `saved`. Raises ValueError if the file is damaged."""
+    """Draw the figure `name` of the evaluation in `saved`. Raises ValueError if that is damaged."""
     step = predictions.step_of_evaluation(saved)
     OF_EVALUATION[name](path, predictions.load_evaluation(saved), f"step {step:,}")
 
 
 def draw_confusion(path: Path, evaluation: KeptEvaluation, title: str) -> None:
-    """Draw the confusion matrix, each row divided by the images of its class; of many classes the most confused ones."""
+    """Draw the confusion matrix as shares of each class; of many classes the most confused ones."""
     num_classes = len(evaluation.classes)
     count = _PARTIAL_MATRIX if num_classes > _FULL_MATRIX else num_classes
     shown = evaluation.predictions.confused(num_classes, count)
@@ -140,7 +141,7 @@ OF_EVALUATION: dict[str, Callable[[Path, KeptEvaluation, str], None]] = {
     "classes": draw_classes,
     "mistakes": draw_mistakes,
 }
-"""The figures of one evaluation, by name. Arguments: the file to write, the evaluation, the title's end."""
+"""The figures of one evaluation: name -> function of (file to write, evaluation, end of title)."""
 
 
 def _figure(width: float, height: float) -> Any:

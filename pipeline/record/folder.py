@@ -1,7 +1,8 @@
 """A run's folder: the paths in it, its lock, and how earlier files are set aside for a fresh start.
 
-Promise: one run at a time writes here. The lock is a POSIX record lock: the kernel drops it when its holder dies, however
-that happens, and forked loader workers do not inherit it. This module does not import torch.
+Promise: one run at a time writes here. The lock is a POSIX record lock: the kernel drops it when
+its holder dies, however that happens, and forked loader workers do not inherit it. This module does
+not import torch.
 """
 
 import errno
@@ -19,7 +20,7 @@ _LOCK_PATIENCE_S = 2.0  # a holder that was just killed needs a moment to disapp
 
 
 def lock_file(path: Path, descriptor: int, patience_s: float) -> bool:
-    """Lock the open file of a run's folder; return False if another process holds it for `patience_s` seconds.
+    """Lock an open file; return False if another process holds it for `patience_s` seconds.
 
     Raises RequestError if its file system has no locks.
     """
@@ -27,8 +28,8 @@ def lock_file(path: Path, descriptor: int, patience_s: float) -> bool:
         return lock(descriptor, patience_s)
     except OSError as error:
         raise RequestError(
-            f"run.dir={path.parent} cannot be locked: {error.strerror}: give a folder on a file system with working locks"
-            " (NFS 4, CephFS, Lustre, a local disk)"
+            f"run.dir={path.parent} cannot be locked: {error.strerror}: give a folder on a file system with working"
+            " locks (NFS 4, CephFS, Lustre, a local disk)"
         ) from None
 
 
@@ -59,10 +60,8 @@ class RunFolder:
 
     def way_on(self) -> str:
         """Return what the user can do after a start that failed permanently."""
-        if self.has_checkpoints():
-            remedy = f"resume with run.resume={self.path}"
-        else:
-            remedy = "start again with run.resume=never"
+        resume = f"resume with run.resume={self.path}"
+        remedy = resume if self.has_checkpoints() else "start again with run.resume=never"
         return f"change the request or, once the cause is removed, {remedy}"
 
     def check_writable(self) -> None:
@@ -82,8 +81,8 @@ class RunFolder:
     def hold(self) -> None:
         """Take the lock, for as long as this process lives.
 
-        Raises TemporaryError, which names the holder, if another process holds it, and the error of `unwritable` if the
-        folder cannot be written.
+        Raises TemporaryError, which names the holder, if another process holds it, and the error of
+        `unwritable` if the folder cannot be written.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -110,7 +109,7 @@ class RunFolder:
             self._held = None
 
     def is_held(self) -> bool:
-        """Return True if another process holds the lock now; always False on a file system without locks."""
+        """Return True if another process holds the lock, False also if there are no locks here."""
         try:
             descriptor = os.open(self._lock, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
@@ -123,7 +122,7 @@ class RunFolder:
             os.close(descriptor)
 
     def set_aside(self) -> Path | None:
-        """Move an earlier run's files into a new folder in this one, and return that; None if there are no such files."""
+        """Move an earlier run's files into a new subfolder; return that, or None without files."""
         try:
             old = [
                 entry
@@ -141,7 +140,7 @@ class RunFolder:
             raise self.unwritable(error) from None
 
     def set_aside_checkpoints(self, paths: list[Path]) -> Path:
-        """Move checkpoints into a new folder in this one, and return that. Raises OSError."""
+        """Move checkpoints into a new subfolder, and return that. Raises OSError."""
         aside = self._new_aside()
         for path in paths:
             os.rename(path, aside / path.name)
@@ -153,7 +152,7 @@ class RunFolder:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def unwritable(self, error: OSError) -> RunError:
-        """Return the error to raise when a write here failed: StorageError if the disk is full, otherwise RequestError."""
+        """Return the error of a failed write: StorageError for a full disk, else RequestError."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return StorageError(
                 f"run.dir={self.path} cannot be written: {error.strerror}: make room, or give another folder with"

@@ -1,9 +1,10 @@
 """The journal of a run, `journal.jsonl`: metrics and events, one JSON object per line.
 
-Promise: tracking never slows training. Logging appends one line to a local file; the sender process reads it from there and
-passes it on to MLflow. Each metric is written once: steps that are trained again after a restart are not logged again, the
-first row counts. A line that a crash left incomplete is cut off at the next start. Rows that do not fit on a full disk are
-kept in memory and written once there is room.
+Promise: tracking never slows training. Logging appends one line to a local file; the sender process
+reads it from there and passes it on to MLflow. Each metric is written once: steps that are trained
+again after a restart are not logged again, the first row counts. A line that a crash left
+incomplete is cut off at the next start. Rows that do not fit on a full disk are kept in memory and
+written once there is room.
 
 Rows: {"time": ms, "step": n, "metrics": {key: value}}, and events {"time": ms, "event": name, …}.
 """
@@ -19,7 +20,7 @@ from typing import Any
 
 
 def read(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield (row, offset after it) for each complete line from byte `start` on. An incomplete last line is left out."""
+    """Yield (row, offset after it) for each complete line from byte `start` on."""
     try:
         with open(path, "rb") as file:
             file.seek(start)
@@ -47,10 +48,13 @@ def final_status(path: Path) -> str | None:
 
 
 class JsonLines:
-    """A JSON Lines file to append to. Lines that do not fit on a full disk are kept, and written once there is room."""
+    """A JSON Lines file to append to.
+
+    Lines that do not fit on a full disk are kept, and written once there is room.
+    """
 
     def __init__(self, path: Path, end: int) -> None:
-        """Open the file and cut it off at byte `end`: what follows is incomplete, or a restart writes it again."""
+        """Open the file and cut it off at byte `end`: the rest is incomplete or out of date."""
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         os.ftruncate(self._file, end)
         self._pending = b""
@@ -62,7 +66,7 @@ class JsonLines:
     def append(self, row: dict[str, Any]) -> OSError | None:
         """Write a row, or return the error if not everything could be written now.
 
-        The last line may then be incomplete for a while; `read` leaves it out until it is complete.
+        The last line may then be incomplete for a while; `read` leaves it out.
         """
         self._pending += json.dumps(row).encode() + b"\n"
         try:

@@ -1,7 +1,8 @@
-"""The data of a run's figures: each evaluation's predictions, and a few images as the model saw them.
+"""The data of a run's figures: predictions of each evaluation, a few images as the model saw them.
 
-Promise: figures are drawn from the run's folder alone, anywhere and at any time, without the data, the model or torch. The
-files are in `report/data/`. They hold only numbers and text, and each is complete or absent.
+Promise: figures are drawn from the run's folder alone, anywhere and at any time, without the data,
+the model or torch. The files are in `report/data/`. They hold only numbers and text, and each is
+complete or absent.
 """
 
 import io
@@ -34,33 +35,33 @@ class Predictions:
 
     @property
     def _is_mistake(self) -> NDArray[np.bool_]:
-        """A mask, [N], of the images that have a label and were predicted to be of another class."""
+        """A mask, [N], of the images that have a label and another predicted class."""
         mistakes: NDArray[np.bool_] = (
             (self.labels >= 0) & (self.predicted != NO_PREDICTION) & (self.labels != self.predicted)
         )
         return mistakes
 
     def mistakes(self, count: int) -> NDArray[np.int64]:
-        """Return the ids of up to `count` images with wrong predictions, the most confident first."""
+        """Return the ids of the `count` most confident wrong predictions, the worst first."""
         wrong = np.flatnonzero(self._is_mistake)
         worst: NDArray[np.int64] = wrong[np.argsort(-self.confidence[wrong], kind="stable")][:count]
         return worst
 
     def right(self, num_classes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the number of correctly predicted images and of all images of each class, [classes] both."""
+        """Return how many images of each class are predicted correctly, and how many it has."""
         decoded = self.labels >= 0
         correct = self.labels[decoded & (self.labels == self.predicted)]
         return np.bincount(correct, minlength=num_classes), np.bincount(self.labels[decoded], minlength=num_classes)
 
     def confused(self, num_classes: int, count: int) -> NDArray[np.int64]:
-        """Return the `count` classes with the most mistakes, as label or as prediction, in ascending order."""
+        """Return the `count` classes most often mistaken for or predicted for others, ascending."""
         wrong = self._is_mistake
         mistakes = np.bincount(self.labels[wrong], minlength=num_classes)
         mistakes += np.bincount(self.predicted[wrong], minlength=num_classes)
         return np.sort(np.argsort(-mistakes, kind="stable")[:count])
 
     def confusion(self, classes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the confusion matrix, [K, K], of K classes in ascending order: label by row, prediction by column."""
+        """Return the confusion matrix, [K, K], of K ascending classes: label by prediction."""
         among = np.isin(self.labels, classes) & np.isin(self.predicted, classes)
         rows, columns = (np.searchsorted(classes, values[among]) for values in (self.labels, self.predicted))
         size = len(classes)

@@ -1,4 +1,4 @@
-"""The provenance of a run: commit, image, packages, machine. Facts for the journal and the receipt; no run reads them."""
+"""The provenance of a run: commit, image, packages, machine. No run depends on these facts."""
 
 import getpass
 import os
@@ -63,9 +63,10 @@ def _user() -> str | None:
 
 
 def _commit() -> str | None:
-    """Return the commit of this package's checkout, with `-dirty` if files of the package differ from it.
+    """Return the commit of this package's checkout, with `-dirty` if the package was changed.
 
-    Return None if it is in no repository, or in one that does not track it: an environment inside another project, say.
+    Return None if it is in no repository, or in one that does not track it: an environment inside
+    another project, say.
     """
     package = Path(__file__).parents[1]
     try:

@@ -1,12 +1,13 @@
-"""The receipt: what a run's weights follow from and what they were, in one file that `pipeline verify` repeats.
+"""The receipt: what a run's weights follow from and what they were, for `pipeline verify`.
 
-Promise: `receipt.json` is complete at any instant, and a run that was killed and resumed has the rows of an undisturbed run,
-each once. It is derived from config.yaml, plan.json and the journal alone, so it need not survive a kill: the next start
-updates it, and MLflow's sender, which writes nothing here, derives it again. A start at step n removes the rows after step n,
-which training discards too, so the remaining rows are those that led to these weights.
+Promise: `receipt.json` is complete at any instant, and a run that was killed and resumed has the
+rows of an undisturbed run, each once. It is derived from config.yaml, plan.json and the journal
+alone, so it need not survive a kill: the next start updates it, and MLflow's sender, which writes
+nothing here, derives it again. A start at step n removes the rows after step n, which training
+discards too, so the remaining rows are those that led to these weights.
 
-There is a row per evaluation. A digest of all weights costs 0.05 s per 100 MiB on rank 0 while the other ranks wait: little
-beside an evaluation, too much for each step.
+There is a row per evaluation. A digest of all weights costs 0.05 s per 100 MiB on rank 0 while the
+other ranks wait: little beside an evaluation, too much for each step.
 """
 
 import json
@@ -44,7 +45,7 @@ class Receipt:
         self._done: str | None = None
 
     def write(self, log: Callable[[str], None]) -> None:
-        """Update the file. An error (a full disk, a damaged file) is logged and does not stop training."""
+        """Update the file. An error (a full disk, a damaged file) is logged; training continues."""
         try:
             atomic_write(self._folder.receipt, self.text().encode())
         except (OSError, ValueError, RunError) as error:

@@ -1,9 +1,10 @@
-"""The sender: the process `pipeline sync --follow`, which rank 0 starts beside training to feed MLflow.
+"""The sender: the process `pipeline sync --follow`, which feeds MLflow while rank 0 trains.
 
-It is a process of its own, so it does not share an interpreter lock with training, live and late delivery are the same code,
-and when rank 0 is killed a process is left to write FAILED. Two pipes connect them. On its standard input, a word from rank 0
-means that training is over and rank 0 waits; the end of the pipe without that word means that rank 0 is dead. On its standard
-output the sender writes one line: whether it reached the server.
+It is a process of its own, so it does not share an interpreter lock with training, live and late
+delivery are the same code, and when rank 0 is killed a process is left to write FAILED. Two pipes
+connect them. On its standard input, a word from rank 0 means that training is over and rank 0
+waits; the end of the pipe without that word means that rank 0 is dead. On its standard output the
+sender writes one line: whether it reached the server.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from pipeline.record.folder import RunFolder
 from pipeline.supervision import process_stat
 
 READY = "ready"
-# the end of the pipe is not enough: it would not come while a loader worker, forked from rank 0, holds the pipe open
+# not just the end of the pipe: a loader worker, forked from rank 0, may still hold the pipe open
 TRAINING_DONE = b"over\n"
 _READY_TIMEOUT_S = 60
 _FINISH_TIMEOUT_S = (
@@ -50,7 +51,7 @@ class Sender:
             )
 
     def wait_ready(self) -> None:
-        """Return when the sender has reached the server. Raises RequestError if its first attempt fails."""
+        """Return when the server was reached. Raises RequestError if the first attempt failed."""
         assert self._process.stdout is not None
         answer = ""
         if select.select([self._process.stdout], [], [], _READY_TIMEOUT_S)[0]:
@@ -60,8 +61,8 @@ class Sender:
         self.finish(lambda line: None)
         raise RequestError(
             f"track.required=true and MLflow at {without_password(self._uri)} cannot be reached"
-            f" ({answer or f'no answer, see {self._folder.sync_log}'}): start it, correct track.uri, or train without it"
-            " with track.required=false"
+            f" ({answer or f'no answer, see {self._folder.sync_log}'}): start it, correct track.uri, or train without"
+            " it, with track.required=false"
         )
 
     def cpu_seconds(self) -> float:

@@ -1,4 +1,4 @@
-"""Output for people, on standard error: one live line on a terminal, plain lines with the time in a log, a summary.
+"""Output for people, on standard error: a live line on a terminal, lines with the time in a log.
 
 Standard output is for results. Only a terminal gets colour, unless NO_COLOR (no-color.org) is set.
 """
@@ -65,7 +65,7 @@ class Terminal:
 
 
 class NullTerminal(Terminal):
-    """No output: on other ranks, and on all ranks with --quiet. The command line prints errors even then."""
+    """No output: on other ranks, and with --quiet. The command line still prints errors."""
 
     def log(self, text: str) -> None:
         pass

@@ -6,10 +6,10 @@ from pipeline.record.journal import JsonLines, read
 
 
 class Trace:
-    """The writer of a row per update: the global batch's sample ids, and a digest of its pixels and labels."""
+    """The writer of a row per update: sample ids, and a digest of the batch's pixels and labels."""
 
     def __init__(self, path: Path, step: int) -> None:
-        """Open the file to continue after `step`: rows of later updates are cut off, since a restart writes them again."""
+        """Open the file and cut off the rows after `step`: these updates are made again."""
         end = 0
         for row, after in read(path):
             if row.get("step", 0) > step:

@@ -1,1 +1,1 @@
-"""Everything that talks to MLflow. Only this package imports mlflow, and only inside functions (an import takes seconds)."""
+"""The link to MLflow. Only this package imports mlflow, inside functions: it takes seconds."""

@@ -1,7 +1,7 @@
 """The connection to an MLflow server: credentials, request timeouts, and errors as one line.
 
-A password in the tracking URI reaches mlflow through the environment, never in the URI itself, so that no message, file or
-tag of mlflow can contain it.
+A password in the tracking URI reaches mlflow through the environment, never in the URI itself, so
+that no message, file or tag of mlflow can contain it.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ LOCAL_SCHEMES = ("", "file")
 
 
 def split_uri(uri: str) -> tuple[str, dict[str, str]]:
-    """Return the URI without its user and password, and the environment variables that give these to mlflow."""
+    """Return the URI without user and password, and the variables that give these to mlflow."""
     address, user, password = split_credentials(uri)
     if not uri.startswith("http") or not password:
         return uri, {}
@@ -40,7 +40,7 @@ def request_timeout(seconds: int) -> Iterator[None]:
 
 
 def check_artifact_host(artifact_uri: str, tracking_uri: str) -> None:
-    """Raise RequestError if the files are on another host than the server: mlflow would send it the server's password."""
+    """Raise RequestError if files are on another host, to which mlflow would send the password."""
     from mlflow.utils.credentials import get_default_host_creds
 
     store, server = urlsplit(artifact_uri), urlsplit(tracking_uri)
@@ -57,12 +57,13 @@ def check_artifact_host(artifact_uri: str, tracking_uri: str) -> None:
 
 def not_installed(error: ModuleNotFoundError) -> RequestError:
     return RequestError(
-        f"tracking needs a Python package that is not installed ({error.name}): pip install mlflow, or set track.uri=none"
+        f"tracking needs a Python package that is not installed ({error.name}): pip install mlflow, or set"
+        " track.uri=none"
     )
 
 
 def root_cause(error: BaseException) -> str:
-    """Return the first error of a chain as one line: mlflow wraps a refused connection in three layers."""
+    """Return a chain's first error as one line: mlflow wraps a refused connection three times."""
     while error.__context__ is not None:
         error = error.__context__
     return " ".join(without_password(str(error)).split())[:300] or type(error).__name__

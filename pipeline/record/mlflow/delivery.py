@@ -1,8 +1,9 @@
 """Delivery of one run's journal to one MLflow server.
 
-Promise: every metric arrives exactly once. A metric is sent as its journal row states it, time stamp included, and MLflow's
-SQL stores drop a metric that is equal in key, step, value and time stamp. So whatever is sent twice, after a crash between
-sending it and noting that it was sent, arrives once. `mlflow.json` notes for each server how much of the journal it has.
+Promise: every metric arrives exactly once. A metric is sent as its journal row states it, time
+stamp included, and MLflow's SQL stores drop a metric that is equal in key, step, value and time
+stamp. So whatever is sent twice, after a crash between sending it and noting that it was sent,
+arrives once. `mlflow.json` notes for each server how much of the journal it has.
 """
 
 import contextlib
@@ -146,7 +147,10 @@ class Delivery:
         return RunTag("mlflow.note.content", describe_run(self._folder, self._config))
 
     def _send_dataset(self, run: MlflowRun, digest: str) -> None:
-        """Log the data as an input of the run. MLflow takes 36 characters of its digest; the tag `data` has them all."""
+        """Log the data as an input of the run.
+
+        MLflow takes 36 characters of its digest; the tag `data` has them all.
+        """
         from mlflow.entities import Dataset, DatasetInput, InputTag
         from mlflow.exceptions import MlflowException
 
@@ -179,7 +183,7 @@ class Delivery:
 
 @contextlib.contextmanager
 def _postponed_if_it_fails() -> Iterator[None]:
-    """Let metrics pass while the store for files fails: files are sent again when the run has ended."""
+    """Log an error instead of raising it: files that fail now must not hold back the metrics."""
     try:
         yield
     except Exception as error:
@@ -187,7 +191,7 @@ def _postponed_if_it_fails() -> Iterator[None]:
 
 
 def _split_journal(journal: Path, start: int) -> Iterator[tuple[list[Any], dict[str, Any] | None, int]]:
-    """Yield (metrics, event after them or None, offset after both) for each request, from byte `start` on."""
+    """Yield (metrics, event after them or None, offset after both), from byte `start` on."""
     from mlflow.entities import Metric
 
     metrics: list[Any] = []

@@ -1,8 +1,9 @@
 """The weights of an exported program (torch's `.pt2` archive), read as plain bytes.
 
-Promise: nothing in the archive runs. `torch.export.load` unpickles parts of it without any restriction, so it is not used
-here: the archive is a zip file with the raw bytes of each tensor and a JSON table that says which bytes are which tensor.
-Names, shapes and types must be those of a model that this program builds itself.
+Promise: nothing in the archive runs. `torch.export.load` unpickles parts of it without any
+restriction, so it is not used here: the archive is a zip file with the raw bytes of each tensor and
+a JSON table that says which bytes are which tensor. Names, shapes and types must be those of a
+model that this program builds itself.
 """
 
 import json
@@ -26,8 +27,8 @@ _DTYPE_CODES = {torch.float32: 7, torch.int64: 5}
 def read_weights(path: Path, prefix: str, expected: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors that the archive holds as `prefix` + name, for each name in `expected`.
 
-    expected: only shapes and types are compared. Raises StorageError if the file is not such an archive, or if a tensor is
-    missing, unexpected, or of another shape or type.
+    expected: only shapes and types are compared. Raises StorageError if the file is not such an
+    archive, or if a tensor is missing, unexpected, or of another shape or type.
     """
     try:
         with zipfile.ZipFile(path) as archive:

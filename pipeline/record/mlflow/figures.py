@@ -10,7 +10,7 @@ from pipeline.record.predictions import saved_evaluations, step_of_evaluation
 
 
 def send_figures(run: MlflowRun, report: Path) -> None:
-    """Draw and send the figures that the server lacks, for each evaluation that was saved in `report`."""
+    """Draw and send the figures of the evaluations in `report`, unless the server has them."""
     sent = [Path(image.path).name for image in run.client.list_artifacts(run.run_id, "images")]
     for evaluation in saved_evaluations(report):
         step = step_of_evaluation(evaluation)

@@ -1,4 +1,4 @@
-"""The best model of a finished run: exported from its checkpoint, logged to MLflow, and registered under a name."""
+"""The best model of a finished run: exported from its checkpoint, logged and registered."""
 
 import tempfile
 from pathlib import Path
@@ -14,9 +14,9 @@ _STEP_TAG = "pipeline.step"
 
 
 def send_model(run: MlflowRun, folder: RunFolder, config: Config, checkpoint: Path, step: int) -> str | None:
-    """Log the model of a checkpoint, unless the server has it. Return its id, or None if it cannot be exported.
+    """Send the model of a checkpoint, unless the server has it, and return its id.
 
-    A model that cannot be exported is logged as such: the run is complete without it.
+    Returns None and logs the reason if it cannot be exported: the run is complete without it.
     """
     from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric
 
@@ -53,9 +53,10 @@ def send_model(run: MlflowRun, folder: RunFolder, config: Config, checkpoint: Pa
 
 
 def export_model(checkpoint: Path, config: Config, destination: Path) -> Any:
-    """Export a checkpoint's model to the folder `destination`, and return MLflow's description of it (an MLmodel).
+    """Export a checkpoint's model to the folder `destination`, and return its MLmodel.
 
-    The exported model takes pixels, [B, 3, H, W] float32 of 0..255, and returns probabilities, [B, classes].
+    The exported model takes pixels, [B, 3, H, W] float32 of 0..255, and returns probabilities, [B,
+    classes].
     """
     import mlflow.pytorch
     import numpy as np
@@ -73,7 +74,7 @@ def export_model(checkpoint: Path, config: Config, destination: Path) -> Any:
     example = np.zeros((2, 3, size, size), np.float32)  # a batch of one would fix the batch size
     with torch.inference_mode():
         probabilities = served(torch.from_numpy(example)).numpy()
-    # with the configuration, whoever loads the model can preprocess as validation does, without the checkpoint
+    # the configuration says how to preprocess images as validation does
     description = Model(metadata={"config": contents["config"], "classes": contents["classes"]})
     mlflow.pytorch.save_model(
         served,
@@ -88,7 +89,7 @@ def export_model(checkpoint: Path, config: Config, destination: Path) -> Any:
 
 
 def register_model(run: MlflowRun, target: str, model_id: str) -> None:
-    """Register a logged model once under NAME, and set its alias if there is one. target: NAME or NAME@ALIAS."""
+    """Register a logged model, unless it is, and set its alias. target: NAME or NAME@ALIAS."""
     from mlflow.exceptions import MlflowException
 
     name, _, alias = target.partition("@")

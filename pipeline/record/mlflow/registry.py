@@ -1,7 +1,8 @@
 """A logged model, read from MLflow.
 
-Promise: nothing in it runs. So mlflow's own loaders are not used: they unpickle and import what a model contains. The
-configuration and the classes come from the MLmodel file, and the weights from the exported program as plain bytes.
+Promise: nothing in it runs. So mlflow's own loaders are not used: they unpickle and import what a
+model contains. The configuration and the classes come from the MLmodel file, and the weights from
+the exported program as plain bytes.
 """
 
 import os
@@ -27,7 +28,10 @@ from pipeline.record.mlflow.connection import (
 )
 
 _SCHEMES = (*LOCAL_SCHEMES, "mlflow-artifacts", "s3", "gs", "wasbs", "abfss")
-"""Where a model's files may be. With other schemes mlflow connects to hosts that the registry names, or uses other keys."""
+"""Where a model's files may be.
+
+With other schemes mlflow connects to hosts that the registry names, or uses other keys.
+"""
 _MAX_MLMODEL_BYTES = 4 << 20
 _SERVER_ERRORS = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "IO_ERROR")
 
@@ -35,8 +39,9 @@ _SERVER_ERRORS = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EX
 def fetch_model(uri: str) -> dict[str, Any]:
     """Return a logged model as a checkpoint holds one: config, classes, model (its weights).
 
-    uri: models:/NAME@ALIAS, models:/NAME/VERSION or models:/m-… . Raises RequestError if it is not there or was not logged
-    by this pipeline, StorageError if it is damaged, TemporaryError if the server cannot be reached.
+    uri: models:/NAME@ALIAS, models:/NAME/VERSION or models:/m-… . Raises RequestError if it is not
+    there or was not logged by this pipeline, StorageError if it is damaged, TemporaryError if the
+    server cannot be reached.
     """
     database = Path("runs/mlflow.db")
     named = os.environ.get("MLFLOW_TRACKING_URI")
@@ -75,13 +80,13 @@ def fetch_model(uri: str) -> dict[str, Any]:
 
 
 def _fetch_file(artifacts: str, name: str, limit: int, scratch: Path) -> Path:
-    """Return the path of a model's file of at most `limit` bytes: a local file itself, otherwise a copy in `scratch`."""
+    """Return the path of a model's file of at most `limit` bytes; a remote one is downloaded."""
     import mlflow
     from mlflow.utils.file_utils import local_file_uri_to_path
 
     missing = RequestError(
-        f"the model at {without_password(artifacts)} has no {name} that this pipeline wrote (a file of at most {limit:,}"
-        " bytes): log it again with 'pipeline sync RUN_DIR'"
+        f"the model at {without_password(artifacts)} has no {name} that this pipeline wrote (a file of at most"
+        f" {limit:,} bytes): log it again with 'pipeline sync RUN_DIR'"
     )
     if urlsplit(artifacts).scheme in LOCAL_SCHEMES:
         path = Path(local_file_uri_to_path(artifacts)) / name

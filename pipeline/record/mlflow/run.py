@@ -1,10 +1,10 @@
 """One run on an MLflow server: found by a tag, or created.
 
-Promise: one MLflow run per training, across restarts and servers. The tag `pipeline.run` holds the id in the first row of
-the journal, and a run with that tag is searched for before one is created.
+Promise: one MLflow run per training, across restarts and servers. The tag `pipeline.run` holds the
+id in the first row of the journal, and a run with that tag is searched for before one is created.
 
-MLflow creates the tables of a new database one by one, in seconds, and cannot open a database whose creation was killed. So
-a local database is created under a temporary name.
+MLflow creates the tables of a new database one by one, in seconds, and cannot open a database whose
+creation was killed. So a local database is created under a temporary name.
 """
 
 import contextlib
@@ -38,10 +38,11 @@ class MlflowRun:
 
 
 def open_run(folder: RunFolder, config: Config, uri: str) -> MlflowRun:
-    """Find the run on the server, or create it, and send its configuration. uri: without a password.
+    """Find the run on the server, or create it, and send its configuration.
 
-    Raises RequestError if the folder has no journal or the server would send a password elsewhere, TemporaryError if the
-    server does not answer as MLflow does, and whatever mlflow raises.
+    uri: without a password. Raises RequestError if the folder has no journal or a password would be
+    sent elsewhere, TemporaryError if the server does not answer as MLflow does, and whatever mlflow
+    raises.
     """
     from mlflow import MlflowClient
 
@@ -109,7 +110,7 @@ def _flatten(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _create_database(path: Path, run: str) -> None:
-    """Have MLflow create its tables in a temporary file, then link it to `path`, unless another run was faster."""
+    """Have MLflow create its tables in a temporary file, and link it to `path` if that is free."""
     from mlflow import MlflowClient
 
     path.parent.mkdir(parents=True, exist_ok=True)

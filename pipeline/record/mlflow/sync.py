@@ -1,7 +1,9 @@
-"""`pipeline sync`: sends a run to MLflow, from its journal alone. With --follow, the sender process beside a training run.
+"""`pipeline sync`: sends a run to MLflow, from its journal alone.
 
-A request that fails costs seconds and nothing else. It is retried while training runs, and once more at its end; `pipeline
-sync RUN_DIR` delivers whatever is left.
+With --follow it is the sender process beside a training run.
+
+A request that fails costs seconds and nothing else. It is retried while training runs, and once
+more at its end; `pipeline sync RUN_DIR` delivers whatever is left.
 """
 
 import contextlib
@@ -27,10 +29,11 @@ _TRAINER_DONE_S = 7  # the trainer waits no longer than this for a server that d
 
 
 def sync(path: Path, *, follow: bool) -> None:
-    """Send the run in the folder `path` to the server that the environment names, otherwise to the run's own.
+    """Send the run in the folder `path` to the server in the environment, otherwise to its own.
 
-    follow: send until standard input says that training is over and the last row is sent. Raises RequestError if `path` is
-    not a run's folder, TemporaryError if the server does not accept everything.
+    follow: send until standard input says that training is over and the last row is sent. Raises
+    RequestError if `path` is not a run's folder, TemporaryError if the server does not accept
+    everything.
     """
     folder = RunFolder(path)
     try:
@@ -106,11 +109,12 @@ def _follow(delivery: Delivery, folder: RunFolder, training_over: threading.Even
 
 
 def _watch_trainer(delivery: Delivery) -> threading.Event:
-    """Return an event that is set when the trainer is done or dead, and limit how long this process lives after that.
+    """Return an event that is set when the trainer is done or dead; end this process soon after.
 
-    A killed trainer leaves no process behind for longer than a few seconds, and a trainer that waits for this process does
-    not wait for a server that does not answer. The limit is enforced with `os._exit` in a thread, since the main thread may
-    hang in a request. The thread starts before mlflow is imported, which takes seconds.
+    A killed trainer leaves no process behind for longer than a few seconds, and a trainer that
+    waits for this process does not wait for a server that does not answer. The limit is enforced
+    with `os._exit` in a thread, since the main thread may hang in a request. The thread starts
+    before mlflow is imported, which takes seconds.
     """
     training_over = threading.Event()
 
@@ -132,7 +136,10 @@ def _watch_trainer(delivery: Delivery) -> threading.Event:
 
 
 def _lock_sending(folder: RunFolder) -> None:
-    """Take the lock of the run's only sender, after the previous sender's last seconds. Raises TemporaryError if it is held."""
+    """Take the lock that a run's only sender holds. Raises TemporaryError if it stays held.
+
+    The wait is longer than a sender lives after its trainer was killed.
+    """
     lock = folder.path / "mlflow.lock"
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
