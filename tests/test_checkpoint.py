@@ -15,6 +15,7 @@ from harness import SMALL, Job, kill, pipeline, read_rows
 
 from pipeline.config.load import load
 from pipeline.errors import RequestError, StorageError
+from pipeline.record import checkpoint
 from pipeline.record.checkpoint import Checkpoints, decode, listed, newest_good, read_verified, step_of
 from pipeline.record.folder import RunFolder
 from pipeline.train.resume import Found, find
@@ -138,7 +139,7 @@ def test_a_checkpoint_that_cannot_be_looked_at_is_one_error(tmp_path: Path, monk
     def refuse(folder: Path) -> list[Path]:
         raise PermissionError(errno.EACCES, "Permission denied", str(folder))
 
-    monkeypatch.setattr(f"pipeline.record.checkpoint.{listed.__name__}", refuse)
+    monkeypatch.setattr(checkpoint, listed.__name__, refuse)
     with pytest.raises(RequestError, match=f"run.dir={tmp_path} cannot be .*Permission denied"):
         going_on("auto")
 

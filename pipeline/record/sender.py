@@ -72,7 +72,7 @@ class Sender:
 
     def finish(self, log: Callable[[str], None]) -> bool:
         """Let the process deliver the rest and end; return True if everything was delivered."""
-        log("sending what MLflow does not have yet ...")  # a model's export takes seconds
+        log("sending what the tracking server does not have yet ...")  # a model's export takes seconds
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already: its exit code says how
             os.write(self._process.stdin.fileno(), TRAINING_DONE)
