@@ -81,8 +81,8 @@ class RunFolder:
     def hold(self) -> None:
         """Take the lock, for as long as this process lives.
 
-        Raises TemporaryError, which names the holder, if another process holds it, and the error of
-        `unwritable` if the folder cannot be written.
+        Raises TemporaryError, which names the holder, if another process holds it; RequestError or
+        StorageError if the folder cannot be written.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
