@@ -57,21 +57,18 @@ class JsonLines:
         """Open the file and cut it off at byte `end`: the rest is incomplete or out of date."""
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         os.ftruncate(self._file, end)
-        self._pending = b""
-
-    @property
-    def has_pending(self) -> bool:
-        return bool(self._pending)
+        self.pending = b""
+        """What did not fit on the disk yet."""
 
     def append(self, row: dict[str, Any]) -> OSError | None:
         """Write a row, or return the error if not everything could be written now.
 
         The last line may then be incomplete for a while; `read` leaves it out.
         """
-        self._pending += json.dumps(row).encode() + b"\n"
+        self.pending += json.dumps(row).encode() + b"\n"
         try:
-            while self._pending:
-                self._pending = self._pending[os.write(self._file, self._pending) :]
+            while self.pending:
+                self.pending = self.pending[os.write(self._file, self.pending) :]
         except OSError as error:
             return error
         return None
@@ -111,9 +108,9 @@ class Journal:
         self._append({"time": _now_ms(), "event": name, **fields})
 
     def _append(self, row: dict[str, Any]) -> None:
-        was_logged = self._lines.has_pending
+        is_known = bool(self._lines.pending)
         error = self._lines.append(row)
-        if error and not was_logged:
+        if error and not is_known:
             self._log(f"journal could not be written: {error.strerror}; its rows are kept until it can")
 
 

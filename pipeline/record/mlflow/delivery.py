@@ -20,15 +20,7 @@ from pipeline.files import atomic_write
 from pipeline.record.description import describe_run
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
-from pipeline.record.mlflow.connection import (
-    FILE_TIMEOUT_S,
-    TIMEOUT_VARIABLE,
-    log,
-    not_installed,
-    request_timeout,
-    root_cause,
-    split_uri,
-)
+from pipeline.record.mlflow import connection
 from pipeline.record.mlflow.figures import send_figures
 from pipeline.record.mlflow.model import register_model, send_model
 from pipeline.record.mlflow.run import MlflowRun, open_run
@@ -67,7 +59,7 @@ class Delivery:
     def __init__(self, folder: RunFolder, config: Config, uri: str, timeout_s: int) -> None:
         self._folder = folder
         self._config = config
-        self._uri, credentials = split_uri(uri)
+        self._uri, credentials = connection.split_uri(uri)
         self._progress = Progress(folder.delivered, self._uri)
         self._run: MlflowRun | None = None
         self._offset = 0
@@ -76,7 +68,7 @@ class Delivery:
         self.imported = threading.Event()
         """Set once mlflow is imported, which takes seconds."""
         os.environ |= credentials | {
-            TIMEOUT_VARIABLE: str(timeout_s),
+            connection.TIMEOUT_VARIABLE: str(timeout_s),
             "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # our own loop retries; mlflow's would block for minutes
             "MLFLOW_DISABLE_TELEMETRY": "true",
             "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
@@ -88,7 +80,7 @@ class Delivery:
         try:
             import mlflow
         except ModuleNotFoundError as error:
-            raise not_installed(error) from None
+            raise connection.not_installed(error) from None
 
         mlflow.set_tracking_uri(self._uri)
         self.imported.set()
@@ -135,7 +127,7 @@ class Delivery:
             case "ended":
                 run.client.set_terminated(run.run_id, event["status"], event["time"])
                 run.client.log_batch(run.run_id, tags=[self._description()])
-                with request_timeout(FILE_TIMEOUT_S):
+                with connection.request_timeout(connection.FILE_TIMEOUT_S):
                     self._send_files(run)
                     if event["status"] == "FINISHED" and event["best"]:
                         self._send_best_model(run, event["best"])
@@ -147,10 +139,7 @@ class Delivery:
         return RunTag("mlflow.note.content", describe_run(self._folder, self._config))
 
     def _send_dataset(self, run: MlflowRun, digest: str) -> None:
-        """Log the data as an input of the run.
-
-        MLflow takes 36 characters of its digest; the tag `data` has them all.
-        """
+        """Log the data as an input of the run."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
         from mlflow.exceptions import MlflowException
 
@@ -159,11 +148,11 @@ class Delivery:
         plan = json.loads(self._folder.plan.read_text())
         profile = json.dumps({name: plan[name] for name in ("train_images", "val_images", "num_classes")})
         name = Path(options.root or options.source).name or options.source
-        dataset = Dataset(name, digest[:36], options.source, source, profile=profile)
+        dataset = Dataset(name, digest[:36], options.source, source, profile=profile)  # MLflow takes 36 characters
         inputs = [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])]
         try:
             run.client.log_inputs(run.run_id, inputs)
-        except MlflowException:  # between the server's search for it and its insertion another run may have added it
+        except MlflowException:  # another run may have added the same data at the same moment
             run.client.log_inputs(run.run_id, inputs)
 
     def _send_files(self, run: MlflowRun) -> None:
@@ -187,7 +176,7 @@ def _postponed_if_it_fails() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        log(f"files will be sent when the run has ended: {root_cause(error)}")
+        connection.log(f"files will be sent when the run has ended: {connection.root_cause(error)}")
 
 
 def _split_journal(journal: Path, start: int) -> Iterator[tuple[list[Any], dict[str, Any] | None, int]]:

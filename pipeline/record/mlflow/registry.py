@@ -17,17 +17,9 @@ import yaml
 from pipeline.config.credentials import without_password
 from pipeline.config.load import from_yaml
 from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
-from pipeline.record.mlflow.connection import (
-    FILE_TIMEOUT_S,
-    LOCAL_SCHEMES,
-    TIMEOUT_VARIABLE,
-    check_artifact_host,
-    not_installed,
-    root_cause,
-    split_uri,
-)
+from pipeline.record.mlflow import connection
 
-_SCHEMES = (*LOCAL_SCHEMES, "mlflow-artifacts", "s3", "gs", "wasbs", "abfss")
+_SCHEMES = (*connection.LOCAL_SCHEMES, "mlflow-artifacts", "s3", "gs", "wasbs", "abfss")
 """Where a model's files may be.
 
 With other schemes mlflow connects to hosts that the registry names, or uses other keys.
@@ -47,10 +39,10 @@ def fetch_model(uri: str) -> dict[str, Any]:
     named = os.environ.get("MLFLOW_TRACKING_URI")
     if not named and not database.exists():
         raise RequestError(f"{uri} names a model in MLflow, and there is no {database} here: set MLFLOW_TRACKING_URI")
-    tracking_uri, credentials = split_uri(named or f"sqlite:///{database}")
+    tracking_uri, credentials = connection.split_uri(named or f"sqlite:///{database}")
     os.environ |= credentials | {"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # mlflow's default of 7 takes minutes
-    os.environ.setdefault(TIMEOUT_VARIABLE, str(FILE_TIMEOUT_S))
+    os.environ.setdefault(connection.TIMEOUT_VARIABLE, str(connection.FILE_TIMEOUT_S))
     try:
         import mlflow
         from mlflow.store.artifact.models_artifact_repo import ModelsArtifactRepository
@@ -59,8 +51,8 @@ def fetch_model(uri: str) -> dict[str, Any]:
         artifacts = ModelsArtifactRepository.get_underlying_uri(uri)
         if not artifacts:
             raise ValueError("it answers, but not as MLflow does")
-        check_artifact_host(artifacts, tracking_uri)
-        if urlsplit(artifacts).scheme not in (_SCHEMES if named else LOCAL_SCHEMES):
+        connection.check_artifact_host(artifacts, tracking_uri)
+        if urlsplit(artifacts).scheme not in (_SCHEMES if named else connection.LOCAL_SCHEMES):
             allowed = ", ".join(filter(None, _SCHEMES)) if named else f"files on this machine (with {database})"
             raise RequestError(f"{uri} is at {without_password(artifacts)}: models are read only from {allowed}")
         with tempfile.TemporaryDirectory() as scratch:
@@ -70,13 +62,15 @@ def fetch_model(uri: str) -> dict[str, Any]:
     except RunError:
         raise
     except ModuleNotFoundError as error:
-        raise not_installed(error) from None
+        raise connection.not_installed(error) from None
     except Exception as error:  # mlflow passes on errors of the network, of a database, of a file system
         if getattr(error, "error_code", "INTERNAL_ERROR") not in _SERVER_ERRORS:
             kind: type[RunError] = RequestError
         else:
             kind = TemporaryError if tracking_uri.startswith("http") else StorageError
-        raise kind(f"{uri} cannot be read from {without_password(tracking_uri)}: {root_cause(error)}") from None
+        raise kind(
+            f"{uri} cannot be read from {without_password(tracking_uri)}: {connection.root_cause(error)}"
+        ) from None
 
 
 def _fetch_file(artifacts: str, name: str, limit: int, scratch: Path) -> Path:
@@ -88,7 +82,7 @@ def _fetch_file(artifacts: str, name: str, limit: int, scratch: Path) -> Path:
         f"the model at {without_password(artifacts)} has no {name} that this pipeline wrote (a file of at most"
         f" {limit:,} bytes): log it again with 'pipeline sync RUN_DIR'"
     )
-    if urlsplit(artifacts).scheme in LOCAL_SCHEMES:
+    if urlsplit(artifacts).scheme in connection.LOCAL_SCHEMES:
         path = Path(local_file_uri_to_path(artifacts)) / name
     else:
         folder, _, filename = f"{artifacts.rstrip('/')}/{name}".rpartition("/")

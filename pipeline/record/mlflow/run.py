@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.config.credentials import without_password
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, TemporaryError
 from pipeline.record.folder import RunFolder
@@ -63,7 +64,7 @@ def open_run(folder: RunFolder, config: Config, uri: str) -> MlflowRun:
         tags = {_RUN_TAG: created["run"]}
         run = client.create_run(experiment_id, created["time"], tags, folder.path.absolute().name)
     if not run.info.run_id:
-        raise TemporaryError("it answers, but not as MLflow does")
+        raise TemporaryError(f"{without_password(uri)} answers, but not as MLflow does")
     check_artifact_host(run.info.artifact_uri, uri)
     _send_config(client, run, config)
     return MlflowRun(client, run.info.run_id, experiment_id)
