@@ -162,7 +162,7 @@ class RunFolder:
 
     def _not_writable(self, why: str) -> RequestError:
         return RequestError(
-            f"run.dir={self.path} cannot be written: {why}: give a folder that can, with run.dir=FOLDER"
+            f"run.dir={self.path} cannot be written: {why}: give a folder that can be written, with run.dir=FOLDER"
         )
 
     def _new_aside(self) -> Path:
