@@ -183,7 +183,7 @@ ROWS = [
     Advice(4, ON, "resume with run.resume=runs/done", f"{ON} run.resume=runs/done", repair, spoil),
     Advice(4, "run.dir=runs/bad", "start again with run.resume=never", "run.dir=runs/bad run.resume=never", repair, spoil),
     Advice(4, ON, "restore one from a copy", ON, restore, damage),
-    Advice(4, ON, "start anew with run.resume=never", f"{ON} run.resume=never", before=damage),
+    Advice(4, ON, "start again with run.resume=never", f"{ON} run.resume=never", before=damage),
     Advice(75, "run.dir=runs/held", "wait for it, stop it", f"run.dir=runs/held {LONG}",
            stop_holder, hold),
     Advice(75, "run.dir=runs/held", "another run.dir", "run.dir=runs/other", before=hold),

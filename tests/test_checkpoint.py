@@ -15,6 +15,7 @@ from harness import SMALL, Job, kill, pipeline, read_rows
 
 from pipeline.config.load import load
 from pipeline.errors import RequestError, StorageError
+from pipeline.record import checkpoint
 from pipeline.record.checkpoint import Checkpoints, decode, listed, newest_good, read_verified, step_of
 from pipeline.record.folder import RunFolder
 from pipeline.train.resume import Found, find
@@ -27,7 +28,7 @@ def contents(step: int) -> dict[str, Any]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Checkpoints of steps 1 and 2."""
-    writer = Checkpoints(tmp_path, keep=2, report=pytest.fail)
+    writer = Checkpoints(tmp_path, keep=2, log=pytest.fail)
     for step in (1, 2):
         writer.save(contents(step), step, None)
     writer.wait()
@@ -85,7 +86,7 @@ def test_a_malicious_file_is_not_executed(tmp_path: Path) -> None:
 
 
 def test_the_newest_and_the_best_are_kept_and_nothing_else(tmp_path: Path) -> None:
-    writer = Checkpoints(tmp_path, keep=2, report=pytest.fail)
+    writer = Checkpoints(tmp_path, keep=2, log=pytest.fail)
     for step in range(1, 8):
         writer.save(contents(step), step, best_step=min(step, 3))
     writer.wait()
@@ -96,7 +97,7 @@ def test_the_newest_and_the_best_are_kept_and_nothing_else(tmp_path: Path) -> No
 def test_a_file_has_its_name_once_it_is_on_the_disk_and_older_ones_go_after_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = Checkpoints(tmp_path, keep=1, report=pytest.fail)
+    writer = Checkpoints(tmp_path, keep=1, log=pytest.fail)
     writer.save(contents(1), 1, None)
     writer.wait()
     done = []
@@ -120,7 +121,7 @@ def test_a_file_has_its_name_once_it_is_on_the_disk_and_older_ones_go_after_that
 
 def test_the_copy_is_not_changed_by_the_next_step(tmp_path: Path) -> None:
     state = contents(1)
-    writer = Checkpoints(tmp_path, keep=2, report=pytest.fail)
+    writer = Checkpoints(tmp_path, keep=2, log=pytest.fail)
     writer.save(state, 1, None)
     state["model"]["weight"].zero_()
     writer.wait()
@@ -138,7 +139,7 @@ def test_a_checkpoint_that_cannot_be_looked_at_is_one_error(tmp_path: Path, monk
     def refuse(folder: Path) -> list[Path]:
         raise PermissionError(errno.EACCES, "Permission denied", str(folder))
 
-    monkeypatch.setattr("pipeline.record.checkpoint.listed", refuse)
+    monkeypatch.setattr(checkpoint, listed.__name__, refuse)
     with pytest.raises(RequestError, match=f"run.dir={tmp_path} cannot be .*Permission denied"):
         going_on("auto")
 
@@ -146,7 +147,7 @@ def test_a_checkpoint_that_cannot_be_looked_at_is_one_error(tmp_path: Path, monk
 @pytest.mark.fault("C1")
 def test_a_full_disk_costs_no_step_and_is_said(tmp_path: Path) -> None:
     said: list[str] = []
-    writer = Checkpoints(tmp_path / "gone", keep=2, report=said.append)
+    writer = Checkpoints(tmp_path / "gone", keep=2, log=said.append)
     for step in range(1, 6):
         assert not writer.exhausted
         writer.save(contents(step), step, None)

@@ -196,7 +196,7 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(trained: Job, tmp_path: Pa
     path = trained.checkpoints()[-1]
     renamed = tmp_path / "model.pt"
     shutil.copy(path, renamed)
-    assert "give it its name back" in pipeline("evaluate", str(renamed)).error
+    assert "rename it to its original name" in pipeline("evaluate", str(renamed)).error
     damaged = tmp_path / path.name
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

@@ -118,7 +118,7 @@ def test_a_run_folder_that_cannot_be_written_is_refused(
     folder = {"a regular file": tmp_path / "file" / "run", "proc": Path("/proc/run")}[place]
     line = train(tmp_path, without_torch, "digits", f"data.root={digits}", f"run.dir={folder}")
     assert line.startswith(f"run.dir={folder} cannot be written: ")
-    assert line.endswith("give a folder that can, with run.dir=FOLDER")
+    assert line.endswith("give a folder that can be written, with run.dir=FOLDER")
 
 
 LONG = "x" * 300

@@ -41,8 +41,8 @@ from pipeline.preflight.tracker import check_server_answers
 from pipeline.record import checkpoint
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
-from pipeline.record.mlflow import Follower
-from pipeline.record.program import read_weights
+from pipeline.record.mlflow.exported_program import read_weights
+from pipeline.record.mlflow.model import export_model
 from pipeline.train import pretrained
 
 ROOT = Path(__file__).parents[1]
@@ -69,10 +69,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory, run_dir: Path) -> Path:  # 
     folder = tmp_path_factory.mktemp("logged")
     path = checkpoint.find(run_dir)
     config = from_yaml(checkpoint.decode(path.read_bytes(), path)["config"], "test")
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"):
-            patch.setenv(name, "5")  # and back again
-        description = Follower(RunFolder(run_dir), config, "sqlite://", 5)._export(path, folder / "model")
+    description = export_model(path, config, folder / "model")
     description.save(folder / "model" / "MLmodel")
     return folder / "model"
 
@@ -332,7 +329,7 @@ def test_a_registry_that_is_broken_or_away_is_one_line(
     assert code == {"nobody there": 75, "not MLflow": 75}.get(trouble, 4)
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("pipeline: ")]
     assert len(said) == 1
-    assert "models:/digits@best cannot be had from" in said[0]
+    assert "models:/digits@best cannot be read from" in said[0]
 
 
 def test_an_archive_of_a_program_gives_its_tensors_or_is_refused(logged: Path, tmp_path: Path) -> None:

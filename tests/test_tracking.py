@@ -55,8 +55,9 @@ from pipeline.data.sources import open_source
 from pipeline.group import Group
 from pipeline.model.architectures import build
 from pipeline.record import checkpoint, provenance
-from pipeline.record.journal import Journal, Trace, read
+from pipeline.record.journal import Journal, read
 from pipeline.record.predictions import KeptEvaluation, Predictions, save_evaluation
+from pipeline.record.trace import Trace
 from pipeline.train import pretrained
 from pipeline.world import World
 

@@ -202,7 +202,7 @@ def _add_sync(commands: Commands) -> None:
 
 
 def _sync(options: argparse.Namespace) -> str:
-    from pipeline.record.mlflow import sync
+    from pipeline.record.mlflow.sync import sync
 
     sync(options.run_dir, follow=options.follow)
     return f"everything in {options.run_dir} has been sent to MLflow"

@@ -145,7 +145,7 @@ def _size(name: str) -> int:
 
 def _load_classifier(target: str) -> Classifier:
     if target.startswith(REGISTRY):
-        from pipeline.record.mlflow import fetch_model
+        from pipeline.record.mlflow.registry import fetch_model
 
         contents = fetch_model(target)
     else:

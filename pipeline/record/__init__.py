@@ -1,1 +1,1 @@
-"""What a run leaves behind: checkpoints, the journal and what MLflow gets from it, the trace, the line on a terminal."""
+"""The records of a run: checkpoints, journal, trace, receipt, figures, terminal output, MLflow."""

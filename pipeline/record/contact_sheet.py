@@ -1,6 +1,6 @@
-"""A picture of pictures: tiles in rows, each with a line below it. The only drawing that `predict` and reports share.
+"""A contact sheet: images in a grid, each with a caption below it.
 
-matplotlib is imported where something is drawn: it takes a second, and no training process needs it.
+matplotlib is imported inside the function: it takes a second, and no training process needs it.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ class Tile(NamedTuple):
 
 
 def draw_sheet(path: Path, tiles: list[Tile], title: str = "") -> None:
-    """Writes the tiles, in order, as a PNG file. OSError where it cannot be written."""
+    """Write the tiles, row by row, as a PNG file. Raises OSError if it cannot be written."""
     from matplotlib.figure import Figure
 
     columns = min(_COLUMNS, len(tiles))
@@ -28,10 +28,11 @@ def draw_sheet(path: Path, tiles: list[Tile], title: str = "") -> None:
     figure = Figure((columns * _TILE_INCHES, rows * (_TILE_INCHES + 0.35) + 0.4), layout="constrained")
     if title:
         figure.suptitle(title, fontsize=9)
-    for at, axes in enumerate(figure.subplots(rows, columns, squeeze=False).flat):
+    cells = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes in cells:
         axes.axis("off")
-        if at < len(tiles):
-            axes.imshow(tiles[at].pixels.transpose(1, 2, 0))
-            place = {"transform": axes.transAxes, "ha": "center", "va": "top"}
-            axes.text(0.5, -0.04, tiles[at].caption, fontsize=6, parse_math=False, **place)
+    for axes, tile in zip(cells, tiles, strict=False):
+        axes.imshow(tile.pixels.transpose(1, 2, 0))
+        below = {"transform": axes.transAxes, "ha": "center", "va": "top"}
+        axes.text(0.5, -0.04, tile.caption, fontsize=6, parse_math=False, **below)
     figure.savefig(path, dpi=120)

@@ -1,11 +1,13 @@
-"""A run as pictures, from its folder alone: `report/` for people without a server, and what MLflow shows an epoch.
+"""Figures of a run, drawn from its folder alone, for `report/` and for MLflow.
 
-Promise: training never draws. matplotlib is imported where something is drawn, in a process beside the training (MLflow's
-sender) or after it (`pipeline report`), and a picture that cannot be made keeps no other back.
+Promise: training never draws. matplotlib is imported inside the functions, which run in a process
+beside the training (MLflow's sender) or after it (`pipeline report`). A figure that cannot be drawn
+does not keep the others from being drawn.
 """
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,40 +24,39 @@ _CURVES = (
     ("top-1", ("train/top1", "val/top1")),
     ("learning rate", ("train/lr",)),
 )
-_NAMED = 30  # classes whose names an axis has room for
-_NAMES: dict[str, Any] = {"fontsize": 7, "parse_math": False}  # a class may be called $5
-_WORST = 40  # classes shown, where there are more
-_WHOLE = 1000  # classes that are all in one picture of confusion: it takes 75 bytes a pair of them beside the training
-_CONFUSED = 200  # classes in it, where there are more
+_MAX_NAMES = 30  # classes whose names fit on an axis
+_NAME_STYLE: dict[str, Any] = {"fontsize": 7, "parse_math": False}  # a class may be called $5
+_MAX_BARS = 40  # classes in the bar chart
+_FULL_MATRIX = (
+    1000  # classes up to which the whole confusion matrix is drawn: a cell takes 75 bytes beside the training
+)
+_PARTIAL_MATRIX = 200  # classes in the matrix if there are more
 
 
 def draw_report(folder: RunFolder, log: Callable[[str], None]) -> list[Path]:
-    """Draws all there is to draw into `report/`; the files."""
+    """Draw every figure that the folder has data for into `report/`, and return the files."""
     report = folder.report
     report.mkdir(exist_ok=True)
-    steps = sorted((report / "data").glob("step-*.npz"))
-    wanted: dict[str, Callable[[Path], None]] = {"curves.png": lambda path: draw_curves(path, folder.journal)}
+    draws: dict[str, Callable[[Path], None]] = {"curves": partial(draw_curves, journal=folder.journal)}
     if (report / "data" / predictions.AUGMENTED).exists():
-        wanted["augmentation.png"] = lambda path: draw_augmentation(path, report)
-    if steps:
-        wanted |= {f"{name}.png": of_evaluation(draw, steps[-1]) for name, draw in OF_EVALUATION.items()}
-    drawn = []
-    for name, draw in wanted.items():
+        draws["augmentation"] = partial(draw_augmentation, report=report)
+    evaluations = predictions.saved_evaluations(report)
+    if evaluations:
+        draws |= {name: partial(draw_evaluation, name, evaluations[-1]) for name in OF_EVALUATION}
+    paths = []
+    for name, draw in draws.items():
+        path = report / f"{name}.png"
         try:
-            draw(report / name)
-            drawn.append(report / name)
+            draw(path)
         except (OSError, ValueError, KeyError) as error:
-            log(f"{name} cannot be drawn: {error}")
-    return [path for path in drawn if path.exists()]
-
-
-def of_evaluation(draw: Callable[[Path, KeptEvaluation, str], None], kept: Path) -> Callable[[Path], None]:
-    """`draw` for the evaluation in the file `kept`."""
-    return lambda path: draw(path, predictions.load_evaluation(kept), f"step {int(kept.stem.removeprefix('step-')):,}")
+            log(f"{path.name} cannot be drawn: {error}")
+        else:
+            paths.append(path)
+    return [path for path in paths if path.exists()]
 
 
 def draw_curves(path: Path, journal: Path) -> None:
-    """Loss, top-1 and learning rate over the steps."""
+    """Draw loss, top-1 accuracy and learning rate by step."""
     points: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for row, _ in read(journal):
         for key, value in row.get("metrics", {}).items():
@@ -67,67 +68,72 @@ def draw_curves(path: Path, journal: Path) -> None:
         axes.grid(alpha=0.3)
         for key in keys:
             if points[key]:
-                axes.plot(*zip(*points[key], strict=True), marker="." if key[:3] == "val" else "", label=key)
+                axes.plot(*zip(*points[key], strict=True), marker="." if key.startswith("val/") else "", label=key)
         if any(points[key] for key in keys):
             axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)
 
 
-def draw_confusion(path: Path, judged: KeptEvaluation, title: str) -> None:
-    """Shares of each class's images, by what they were taken for; of many the classes that are confused most."""
-    num_classes = len(judged.classes)
-    shown = judged.answers.confused(num_classes, _CONFUSED if num_classes > _WHOLE else num_classes)
-    _, images = judged.answers.right(num_classes)
-    shares = judged.answers.confusion(shown) / np.maximum(1, images[shown, None])
+def draw_augmentation(path: Path, report: Path) -> None:
+    """Draw the first training images as augmentation changed them."""
+    pixels, captions = predictions.load_augmented(report)
+    draw_sheet(path, list(map(Tile, pixels, captions)), "the first training images, as the model sees them")
+
+
+def draw_evaluation(name: str, saved: Path, path: Path) -> None:
+    """Draw the figure `name` of the evaluation in `saved`. Raises ValueError if that is damaged."""
+    step = predictions.step_of_evaluation(saved)
+    OF_EVALUATION[name](path, predictions.load_evaluation(saved), f"step {step:,}")
+
+
+def draw_confusion(path: Path, evaluation: KeptEvaluation, title: str) -> None:
+    """Draw the confusion matrix as shares of each class; of many classes the most confused ones."""
+    num_classes = len(evaluation.classes)
+    count = _PARTIAL_MATRIX if num_classes > _FULL_MATRIX else num_classes
+    shown = evaluation.predictions.confused(num_classes, count)
+    _, images = evaluation.predictions.right(num_classes)
+    shares = evaluation.predictions.confusion(shown) / np.maximum(1, images[shown, None])
     figure = _figure(6, 5.5)
     axes = figure.subplots()
     figure.colorbar(axes.imshow(shares, cmap="Blues", vmin=0, vmax=1), label="share of the class")
-    some = f" of the worst {len(shown)} of {num_classes:,} classes" if len(shown) < num_classes else ""
-    axes.set_title(f"confusion{some}, {title}", fontsize=10)
-    axes.set_xlabel("taken for")
-    axes.set_ylabel("is")
-    if num_classes <= _NAMED or len(shown) < num_classes:
-        places = range(0, len(shown), -(-len(shown) // _NAMED))
-        names = [judged.classes[shown[place]] for place in places]
-        axes.set_xticks(places, names, rotation=90, **_NAMES)
-        axes.set_yticks(places, names, **_NAMES)
+    is_partial = len(shown) < num_classes
+    part = f" of the worst {len(shown)} of {num_classes:,} classes" if is_partial else ""
+    axes.set_title(f"confusion{part}, {title}", fontsize=10)
+    axes.set_xlabel("predicted class")
+    axes.set_ylabel("true class")
+    if num_classes <= _MAX_NAMES or is_partial:
+        ticks = range(0, len(shown), -(-len(shown) // _MAX_NAMES))
+        names = [evaluation.classes[shown[tick]] for tick in ticks]
+        axes.set_xticks(ticks, names, rotation=90, **_NAME_STYLE)
+        axes.set_yticks(ticks, names, **_NAME_STYLE)
     figure.savefig(path, dpi=120)
 
 
-def draw_classes(path: Path, judged: KeptEvaluation, title: str) -> None:
-    """Accuracy of each class; of many the worst."""
-    right, images = judged.answers.right(len(judged.classes))
-    accuracy = right / np.maximum(1, images)
-    order = np.argsort(accuracy, kind="stable")[:_WORST][::-1]
+def draw_classes(path: Path, evaluation: KeptEvaluation, title: str) -> None:
+    """Draw the accuracy of each class; of many classes the worst ones."""
+    correct, images = evaluation.predictions.right(len(evaluation.classes))
+    accuracy = correct / np.maximum(1, images)
+    order = np.argsort(accuracy, kind="stable")[:_MAX_BARS][::-1]
     figure = _figure(6, 0.6 + 0.2 * len(order))
     axes = figure.subplots()
     axes.barh(range(len(order)), accuracy[order])
-    axes.set_yticks(range(len(order)), [judged.classes[label] for label in order], **_NAMES)
+    axes.set_yticks(range(len(order)), [evaluation.classes[label] for label in order], **_NAME_STYLE)
     axes.set_xlim(0, 1)
-    some = f"the worst {len(order)} of {len(accuracy):,} classes" if len(order) < len(accuracy) else "each class"
-    axes.set_title(f"top-1 of {some}, {title}", fontsize=10)
+    part = f"the worst {len(order)} of {len(accuracy):,} classes" if len(order) < len(accuracy) else "each class"
+    axes.set_title(f"top-1 of {part}, {title}", fontsize=10)
     figure.savefig(path, dpi=120)
 
 
-def draw_mistakes(path: Path, judged: KeptEvaluation, title: str) -> None:
-    """The most confident mistakes; nothing where there is none."""
-    if len(judged.shown):
-        said = judged.answers
-        tiles = [
-            Tile(
-                pixels,
-                f"{judged.classes[said.predicted[image]]} {said.confidence[image]:.2f}\n"
-                f"is {judged.classes[said.labels[image]]}",
-            )
-            for image, pixels in zip(judged.shown, judged.pixels, strict=True)
-        ]
-        draw_sheet(path, tiles, f"most confident mistakes, {title}")
-
-
-def draw_augmentation(path: Path, report: Path) -> None:
-    """What augmentation makes of the first images of training."""
-    pixels, captions = predictions.load_augmented(report)
-    draw_sheet(path, list(map(Tile, pixels, captions)), "the first images of training, as the model sees them")
+def draw_mistakes(path: Path, evaluation: KeptEvaluation, title: str) -> None:
+    """Draw the most confident mistakes, or write no file if there are none."""
+    if not len(evaluation.shown):
+        return
+    classes, all_images = evaluation.classes, evaluation.predictions
+    tiles = []
+    for image, pixels in zip(evaluation.shown, evaluation.pixels, strict=True):
+        predicted, label = classes[all_images.predicted[image]], classes[all_images.labels[image]]
+        tiles.append(Tile(pixels, f"{predicted} {all_images.confidence[image]:.2f}\nis {label}"))
+    draw_sheet(path, tiles, f"most confident mistakes, {title}")
 
 
 OF_EVALUATION: dict[str, Callable[[Path, KeptEvaluation, str], None]] = {
@@ -135,7 +141,7 @@ OF_EVALUATION: dict[str, Callable[[Path, KeptEvaluation, str], None]] = {
     "classes": draw_classes,
     "mistakes": draw_mistakes,
 }
-"""Pictures of one evaluation, by name."""
+"""The figures of one evaluation: name -> function of (file to write, evaluation, end of title)."""
 
 
 def _figure(width: float, height: float) -> Any:

@@ -1,7 +1,8 @@
-"""A run's folder: where things lie in it, who holds it, and what makes room for a fresh start.
+"""A run's folder: the paths in it, its lock, and how earlier files are set aside for a fresh start.
 
-Promise: one run at a time writes here. The lock is a POSIX record lock, which the kernel drops at its holder's death,
-however it dies, and which forked loader workers do not inherit. No torch in here.
+Promise: one run at a time writes here. The lock is a POSIX record lock: the kernel drops it when
+its holder dies, however that happens, and forked loader workers do not inherit it. This module does
+not import torch.
 """
 
 import errno
@@ -14,12 +15,12 @@ from pathlib import Path
 from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
 from pipeline.files import lock
 
-_STAYS = ("lock", "mlflow.lock", "index")  # in a fresh start: who works here, and what the data is
-_LOCK_PATIENCE_S = 2.0  # a holder that was just killed needs a moment to be gone
+_KEPT_AT_FRESH_START = ("lock", "mlflow.lock", "index")  # locks that are held, and the index of the data
+_LOCK_PATIENCE_S = 2.0  # a holder that was just killed needs a moment to disappear
 
 
 def lock_file(path: Path, descriptor: int, patience_s: float) -> bool:
-    """Lock the open file of a run's folder; return False if another process holds it for `patience_s` seconds.
+    """Lock an open file; return False if another process holds it for `patience_s` seconds.
 
     Raises RequestError if its file system has no locks.
     """
@@ -27,12 +28,14 @@ def lock_file(path: Path, descriptor: int, patience_s: float) -> bool:
         return lock(descriptor, patience_s)
     except OSError as error:
         raise RequestError(
-            f"run.dir={path.parent} cannot be locked: {error.strerror}: give a folder on a file system with working locks"
-            " (NFS 4, CephFS, Lustre, a local disk)"
+            f"run.dir={path.parent} cannot be locked: {error.strerror}: give a folder on a file system with working"
+            " locks (NFS 4, CephFS, Lustre, a local disk)"
         ) from None
 
 
 class RunFolder:
+    """The paths of a run's folder, and its lock."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.yaml"
@@ -41,41 +44,46 @@ class RunFolder:
         self.trace = path / "trace.jsonl"
         self.checkpoints = path / "checkpoints"
         self.receipt = path / "receipt.json"
-        self.tracker = path / "mlflow.json"
+        self.delivered = path / "mlflow.json"
         self.sync_log = path / "sync.log"
         self.report = path / "report"
         self._lock = path / "lock"
         self._held: int | None = None
 
     def place(self) -> Path:
-        """The folder, or of those above it the nearest that is there."""
+        """Return the folder, or its nearest ancestor that exists."""
         return next(place for place in (self.path, *self.path.absolute().parents) if os.path.exists(place))
 
     def has_checkpoints(self) -> bool:
-        """Return whether there is a file named like a checkpoint, verified or not."""
+        """Return True if there is a file named like a checkpoint, verified or not."""
         return os.path.isdir(self.checkpoints) and any(self.checkpoints.glob("step-*.pt"))
 
     def way_on(self) -> str:
-        """Return what to do after a start that failed for good, as advice for the user."""
-        remedy = (
-            f"resume with run.resume={self.path}" if self.has_checkpoints() else "start again with run.resume=never"
-        )
-        return f"change the request or, once the cause is gone, {remedy}"
+        """Return what the user can do after a start that failed permanently."""
+        resume = f"resume with run.resume={self.path}"
+        remedy = resume if self.has_checkpoints() else "start again with run.resume=never"
+        return f"change the request or, once the cause is removed, {remedy}"
 
     def check_writable(self) -> None:
-        """RequestError if nothing can be written here; makes nothing."""
+        """Raise RequestError if nothing can be written here. Creates nothing."""
         try:
             self.path.stat()
         except (FileNotFoundError, NotADirectoryError):
-            pass  # what is above it says whether it can be made
+            pass  # what exists above it says whether it can be created
         except OSError as error:
             raise self.unwritable(error) from None
         place = self.place()
-        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-            raise self._refusal("a file is in its way" if not place.is_dir() else f"{place} is read-only")
+        if not place.is_dir():
+            raise self._not_writable("a file is in its way")
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise self._not_writable(f"{place} is read-only")
 
     def hold(self) -> None:
-        """Take the lock, for as long as this process lives. TemporaryError names the holder if there is one."""
+        """Take the lock, for as long as this process lives.
+
+        Raises TemporaryError, which names the holder, if another process holds it; RequestError or
+        StorageError if the folder cannot be written.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)
@@ -101,7 +109,7 @@ class RunFolder:
             self._held = None
 
     def is_held(self) -> bool:
-        """Whether another process holds the lock now: nobody can, where there are no locks."""
+        """Return True if another process holds the lock, False also if there are no locks here."""
         try:
             descriptor = os.open(self._lock, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
@@ -114,9 +122,13 @@ class RunFolder:
             os.close(descriptor)
 
     def set_aside(self) -> Path | None:
-        """Move what an earlier run left into a folder of its own, for a fresh start: nothing is ever overwritten."""
+        """Move an earlier run's files into a new subfolder; return that, or None without files."""
         try:
-            old = [entry for entry in self.path.iterdir() if entry.name not in _STAYS and entry.name[:7] != "before-"]
+            old = [
+                entry
+                for entry in self.path.iterdir()
+                if entry.name not in _KEPT_AT_FRESH_START and not entry.name.startswith("before-")
+            ]
             if not any(entry.name != "checkpoints" or any(entry.iterdir()) for entry in old):
                 return None
             aside = self._new_aside()
@@ -128,29 +140,29 @@ class RunFolder:
             raise self.unwritable(error) from None
 
     def set_aside_checkpoints(self, paths: list[Path]) -> Path:
-        """Move checkpoints away that a return to an earlier one has made untrue."""
+        """Move checkpoints into a new subfolder, and return that. Raises OSError."""
         aside = self._new_aside()
         for path in paths:
             os.rename(path, aside / path.name)
         return aside
 
     def remove_temporary(self) -> None:
-        """Remove what a killed writer left half done."""
+        """Remove the temporary files of a writer that was killed."""
         for path in self.checkpoints.glob(".*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def unwritable(self, error: OSError) -> RunError:
-        """What a start ends with that cannot write here: a full disk is no wrong request."""
+        """Return the error of a failed write: StorageError for a full disk, else RequestError."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return StorageError(
                 f"run.dir={self.path} cannot be written: {error.strerror}: make room, or give another folder with"
                 " run.dir=FOLDER"
             )
-        return self._refusal(error.strerror or "unknown error")
+        return self._not_writable(error.strerror or "unknown error")
 
-    def _refusal(self, why: str) -> RequestError:
+    def _not_writable(self, why: str) -> RequestError:
         return RequestError(
-            f"run.dir={self.path} cannot be written: {why}: give a folder that can, with run.dir=FOLDER"
+            f"run.dir={self.path} cannot be written: {why}: give a folder that can be written, with run.dir=FOLDER"
         )
 
     def _new_aside(self) -> Path:

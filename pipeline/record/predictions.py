@@ -1,7 +1,8 @@
-"""What a run's folder keeps for its pictures: each evaluation's answers, and a few images as the model saw them.
+"""The data of a run's figures: predictions of each evaluation, a few images as the model saw them.
 
-Promise: `report/` and MLflow's pictures are made from the run's folder alone, wherever and whenever, without the data, the
-model or torch. Files lie in `report/data/`; numbers and text alone are in them, whole or not at all.
+Promise: figures are drawn from the run's folder alone, anywhere and at any time, without the data,
+the model or torch. The files are in `report/data/`. They hold only numbers and text, and each is
+complete or absent.
 """
 
 import io
@@ -18,60 +19,60 @@ from pipeline.files import atomic_write
 
 AUGMENTED = "augmented.npz"
 NO_PREDICTION = -1
-"""The class that is predicted for an image whose logits are not finite."""
+"""The predicted class of an image whose logits are not finite."""
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """Of the model of one step to all N validation images."""
+    """The predictions of one model for all N validation images."""
 
     labels: NDArray[np.int32]
     """[N]; -1 for an image that cannot be decoded."""
     predicted: NDArray[np.int32]
-    """[N]: the likeliest class, or NO_ANSWER."""
+    """[N]: the most probable class, or NO_PREDICTION."""
     confidence: NDArray[np.float32]
     """[N]: its probability."""
 
     @property
-    def _is_mistaken(self) -> NDArray[np.bool_]:
-        """Return a mask, [N], of the images that have a label and were given another class."""
-        mistaken: NDArray[np.bool_] = (
+    def _is_mistake(self) -> NDArray[np.bool_]:
+        """A mask, [N], of the images that have a label and another predicted class."""
+        mistakes: NDArray[np.bool_] = (
             (self.labels >= 0) & (self.predicted != NO_PREDICTION) & (self.labels != self.predicted)
         )
-        return mistaken
+        return mistakes
 
     def mistakes(self, count: int) -> NDArray[np.int64]:
-        """Ids of the images that were mistaken with the most confidence, the worst first."""
-        wrong = np.flatnonzero(self._is_mistaken)
+        """Return the ids of the `count` most confident wrong predictions, the worst first."""
+        wrong = np.flatnonzero(self._is_mistake)
         worst: NDArray[np.int64] = wrong[np.argsort(-self.confidence[wrong], kind="stable")][:count]
         return worst
 
     def right(self, num_classes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """[classes] both: images of each class that were taken for it, and all of its images."""
-        good = self.labels[self.labels >= 0]
-        hit = good[good == self.predicted[self.labels >= 0]]
-        return np.bincount(hit, minlength=num_classes), np.bincount(good, minlength=num_classes)
+        """Return how many images of each class are predicted correctly, and how many it has."""
+        decoded = self.labels >= 0
+        correct = self.labels[decoded & (self.labels == self.predicted)]
+        return np.bincount(correct, minlength=num_classes), np.bincount(self.labels[decoded], minlength=num_classes)
 
     def confused(self, num_classes: int, count: int) -> NDArray[np.int64]:
-        """[count]: the classes with the most images mistaken, for another or another for them, in ascending order."""
-        wrong = self._is_mistaken
-        mistaken = np.bincount(self.labels[wrong], minlength=num_classes)
-        mistaken += np.bincount(self.predicted[wrong], minlength=num_classes)
-        return np.sort(np.argsort(-mistaken, kind="stable")[:count])
+        """Return the `count` classes most often mistaken for or predicted for others, ascending."""
+        wrong = self._is_mistake
+        mistakes = np.bincount(self.labels[wrong], minlength=num_classes)
+        mistakes += np.bincount(self.predicted[wrong], minlength=num_classes)
+        return np.sort(np.argsort(-mistakes, kind="stable")[:count])
 
     def confusion(self, classes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """[K, K] of K classes in ascending order: images of the row's that were taken for the column's."""
+        """Return the confusion matrix, [K, K], of K ascending classes: label by prediction."""
         among = np.isin(self.labels, classes) & np.isin(self.predicted, classes)
-        rows, columns = (np.searchsorted(classes, of[among]) for of in (self.labels, self.predicted))
+        rows, columns = (np.searchsorted(classes, values[among]) for values in (self.labels, self.predicted))
         size = len(classes)
         return np.bincount(rows * size + columns, minlength=size**2).reshape(size, size)
 
 
 @dataclass(frozen=True)
 class KeptEvaluation:
-    """An evaluation as it is kept."""
+    """One evaluation, with all that its figures need."""
 
-    answers: Predictions
+    predictions: Predictions
     classes: list[str]
     shown: NDArray[np.int64]
     """[K]: ids of the mistakes that are shown."""
@@ -83,32 +84,44 @@ def evaluation_file(report: Path, step: int) -> Path:
     return report / "data" / f"step-{step:08d}.npz"
 
 
-def save_evaluation(report: Path, step: int, judged: KeptEvaluation) -> None:
-    """OSError where it cannot be written."""
-    _save(
-        evaluation_file(report, step),
-        {**asdict(judged.answers), "classes": np.array(judged.classes), "shown": judged.shown, "pixels": judged.pixels},
-    )
+def step_of_evaluation(path: Path) -> int:
+    return int(path.stem.removeprefix("step-"))
+
+
+def saved_evaluations(report: Path) -> list[Path]:
+    """Return the files of all saved evaluations, in the order of their steps."""
+    return sorted((report / "data").glob("step-*.npz"))
+
+
+def save_evaluation(report: Path, step: int, evaluation: KeptEvaluation) -> None:
+    """Save an evaluation. Raises OSError if it cannot be written."""
+    arrays = {
+        **asdict(evaluation.predictions),
+        "classes": np.array(evaluation.classes),
+        "shown": evaluation.shown,
+        "pixels": evaluation.pixels,
+    }
+    _save(evaluation_file(report, step), arrays)
 
 
 def load_evaluation(path: Path) -> KeptEvaluation:
-    """ValueError where it cannot be read."""
+    """Return a saved evaluation. Raises ValueError if it cannot be read."""
     try:
-        with np.load(path, allow_pickle=False) as kept:
-            answers = Predictions(kept["labels"], kept["predicted"], kept["confidence"])
-            return KeptEvaluation(answers, kept["classes"].tolist(), kept["shown"], kept["pixels"])
+        with np.load(path, allow_pickle=False) as saved:
+            predictions = Predictions(saved["labels"], saved["predicted"], saved["confidence"])
+            return KeptEvaluation(predictions, saved["classes"].tolist(), saved["shown"], saved["pixels"])
     except (OSError, KeyError, EOFError, BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path.name} is damaged ({error}): remove it, the next evaluation makes another") from None
+        raise ValueError(f"{path.name} is damaged ({error}): remove it, the next evaluation saves another") from None
 
 
 def save_augmented(report: Path, pixels: NDArray[np.uint8], captions: list[str]) -> None:
-    """The first images of training as augmentation makes them. pixels: [K, 3, H, W]."""
+    """Save the first training images as augmentation changed them. pixels: [K, 3, H, W]."""
     _save(report / "data" / AUGMENTED, {"pixels": pixels, "captions": np.array(captions)})
 
 
 def load_augmented(report: Path) -> tuple[NDArray[np.uint8], list[str]]:
-    with np.load(report / "data" / AUGMENTED, allow_pickle=False) as kept:
-        return kept["pixels"], kept["captions"].tolist()
+    with np.load(report / "data" / AUGMENTED, allow_pickle=False) as saved:
+        return saved["pixels"], saved["captions"].tolist()
 
 
 def _save(path: Path, arrays: dict[str, Any]) -> None:

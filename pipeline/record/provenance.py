@@ -1,4 +1,4 @@
-"""Where a run comes from: commit, image, packages, machine. Facts for the journal and the receipt; no run reads them."""
+"""The provenance of a run: commit, image, packages, machine. No run depends on these facts."""
 
 import getpass
 import os
@@ -13,14 +13,14 @@ from pipeline.device import driver_version
 
 
 def provenance(recipe: str, device: torch.device) -> dict[str, str]:
-    """What is known, by the names that MLflow's UI knows where it has any."""
+    """Return the facts that are known, by the names that MLflow's UI uses where it has one."""
     facts = {
         "mlflow.source.name": f"pipeline train {recipe}",
         "mlflow.source.type": "LOCAL",
         "mlflow.user": _user(),
-        "mlflow.source.git.commit": _given("PIPELINE_COMMIT") or _commit(),
-        "mlflow.docker.image.uri": _given("PIPELINE_IMAGE"),
-        "mlflow.docker.image.id": _given("PIPELINE_IMAGE_ID"),
+        "mlflow.source.git.commit": _build_argument("PIPELINE_COMMIT") or _commit(),
+        "mlflow.docker.image.uri": _build_argument("PIPELINE_IMAGE"),
+        "mlflow.docker.image.id": _build_argument("PIPELINE_IMAGE_ID"),
         "version": _version(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -43,8 +43,8 @@ def _gpu(device: torch.device) -> dict[str, str | None]:
     }
 
 
-def _given(name: str) -> str | None:
-    """What an image was built with; `unknown` is what its builder did not say."""
+def _build_argument(name: str) -> str | None:
+    """Return a build argument of the container image, or None if it was not given (`unknown`)."""
     return os.environ.get(name, "").replace("unknown", "") or None
 
 
@@ -58,14 +58,15 @@ def _version() -> str | None:
 def _user() -> str | None:
     try:
         return getpass.getuser()
-    except (OSError, KeyError):  # a number without a name, as in a container
+    except (OSError, KeyError):  # a user id without a name, as in a container
         return None
 
 
 def _commit() -> str | None:
-    """Return the commit of this package's own checkout, with `-dirty` if files of the package differ from it.
+    """Return the commit of this package's checkout, with `-dirty` if the package was changed.
 
-    None if it lies in no repository, or in one that does not track it, as an environment inside another project does.
+    Return None if it is in no repository, or in one that does not track it: an environment inside
+    another project, say.
     """
     package = Path(__file__).parents[1]
     try:
@@ -76,8 +77,8 @@ def _commit() -> str | None:
         return None
 
 
-def _git(folder: Path, *words: str) -> str:
-    command = ["git", "-C", str(folder), *words]
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
 
 

@@ -1,13 +1,13 @@
-"""The receipt: what a run's weights follow from, and what they were, in one file that `pipeline verify` repeats.
+"""The receipt: what a run's weights follow from and what they were, for `pipeline verify`.
 
-Promise: `receipt.json` is whole at any instant, and a run that was killed and went on has the rows of one that nobody
-touched, each once. Why that holds: it is derived, from config.yaml, plan.json and the journal alone, so nobody has to keep
-it through a kill: it is brought up to date at the next start, and whoever wants it without writing (MLflow's sender) makes
-it for himself. A start at step n strikes out what came after n, as the training itself does: what is left is the way that
-led to these weights.
+Promise: `receipt.json` is complete at any instant, and a run that was killed and resumed has the
+rows of an undisturbed run, each once. It is derived from config.yaml, plan.json and the journal
+alone, so it need not survive a kill: the next start updates it, and MLflow's sender, which writes
+nothing here, derives it again. A start at step n removes the rows after step n, which training
+discards too, so the remaining rows are those that led to these weights.
 
-There is a row an evaluation. A digest of all weights costs 0.05 s per 100 MiB on rank 0, while the others wait: nothing
-beside an evaluation, too much for each step.
+There is a row per evaluation. A digest of all weights costs 0.05 s per 100 MiB on rank 0 while the
+other ranks wait: little beside an evaluation, too much for each step.
 """
 
 import json
@@ -22,7 +22,7 @@ from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
 
 FORMAT = 1
-# MLflow's names, which the journal's facts bear, and ours
+# the names of facts in the journal, which are MLflow's, and in the receipt
 _NAMES = {
     "mlflow.source.git.commit": "commit",
     "mlflow.docker.image.uri": "image",
@@ -31,6 +31,8 @@ _NAMES = {
 
 
 class Receipt:
+    """The receipt of one run, derived from the journal rows that were read so far."""
+
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._offset = 0
@@ -43,16 +45,16 @@ class Receipt:
         self._done: str | None = None
 
     def write(self, log: Callable[[str], None]) -> None:
-        """Bring the file up to date. What is in the way, a full disk or a damaged file, costs training nothing."""
+        """Update the file. An error (a full disk, a damaged file) is logged; training continues."""
         try:
             atomic_write(self._folder.receipt, self.text().encode())
         except (OSError, ValueError, RunError) as error:
             log(f"receipt could not be written: {error}; the next evaluation or start tries again")
 
     def text(self) -> str:
-        """What the file says, or should say, now."""
+        """Return the contents of an up-to-date file."""
         for row, after in read(self._folder.journal, self._offset):
-            self._take(row)
+            self._add(row)
             self._offset = after
         config = from_yaml(self._folder.config.read_text(), str(self._folder.config))
         contents = {
@@ -67,27 +69,29 @@ class Receipt:
         }
         return json.dumps(contents, indent=1) + "\n"
 
-    def _take(self, row: dict[str, Any]) -> None:
-        """Fold one row of the journal in."""
-        if "train/loss" in row.get("metrics", {}):  # its steps only grow: the first row of a step stands
-            self._loss_steps.append(row["step"])
-            self._losses.append(row["metrics"]["train/loss"])
-        match row.get("event"):
+    def _add(self, journal_row: dict[str, Any]) -> None:
+        if "train/loss" in journal_row.get("metrics", {}):  # in ascending order: the journal has each step once
+            self._loss_steps.append(journal_row["step"])
+            self._losses.append(journal_row["metrics"]["train/loss"])
+        match journal_row.get("event"):
             case "created":
-                self._run = row["run"]
+                self._run = journal_row["run"]
             case "started":
-                step = row["step"]
-                self._starts = [start for start in self._starts if start["step"] < step]
-                self._evaluations = {at: kept for at, kept in self._evaluations.items() if at <= step}
-                self._done = None
-                facts = {_NAMES.get(name, name): value for name, value in row["tags"].items()}
-                self._data = facts.pop("data", None)
-                own = {name: value for name, value in facts.items() if not name.startswith("mlflow.")}
-                self._starts.append({"step": step, **own})
+                self._add_start(journal_row["step"], journal_row["tags"])
             case "evaluated":
-                reported = bisect_right(self._loss_steps, row["step"])
-                loss = {"train_loss": self._losses[reported - 1]} if reported else {}
-                account = {name: value for name, value in row.items() if name not in ("time", "event")}
-                self._evaluations[row["step"]] = account | loss
-            case "ended" if row.get("status") == "FINISHED":
-                self._done = row["line"]
+                rows = bisect_right(self._loss_steps, journal_row["step"])
+                loss = {"train_loss": self._losses[rows - 1]} if rows else {}
+                result = {name: value for name, value in journal_row.items() if name not in ("time", "event")}
+                self._evaluations[journal_row["step"]] = result | loss
+            case "ended" if journal_row.get("status") == "FINISHED":
+                self._done = journal_row["line"]
+
+    def _add_start(self, step: int, tags: dict[str, Any]) -> None:
+        """Add a start at `step`, and remove what a run that was killed had done after it."""
+        self._starts = [start for start in self._starts if start["step"] < step]
+        self._evaluations = {at: row for at, row in self._evaluations.items() if at <= step}
+        self._done = None
+        facts = {_NAMES.get(name, name): value for name, value in tags.items()}
+        self._data = facts.pop("data", None)
+        facts = {name: value for name, value in facts.items() if not name.startswith("mlflow.")}
+        self._starts.append({"step": step, **facts})

@@ -1,9 +1,10 @@
-"""The sender's leash: starts `pipeline sync --follow` beside a run and lets it go.
+"""The sender: the process `pipeline sync --follow`, which feeds MLflow while rank 0 trains.
 
-The sender is a process of its own: it shares no interpreter lock with training, live and late delivery are one piece of
-code, and when rank 0 is killed somebody is left to write FAILED. Two pipes bind them. Its standard input is held by
-rank 0: a word there means that training is over and rank 0 waits, its end without that word that rank 0 is dead. Its
-standard output answers once: whether the server was reached. `NoSender` is for a run that keeps to its journal.
+It is a process of its own, so it does not share an interpreter lock with training, live and late
+delivery are the same code, and when rank 0 is killed a process is left to write FAILED. Two pipes
+connect them. On its standard input, a word from rank 0 means that training is over and rank 0
+waits; the end of the pipe without that word means that rank 0 is dead. On its standard output the
+sender writes one line: whether it reached the server.
 """
 
 import contextlib
@@ -21,30 +22,22 @@ from pipeline.record.folder import RunFolder
 from pipeline.supervision import process_stat
 
 READY = "ready"
-# said, because the end of the pipe alone would not come while a loader worker, forked from rank 0, still holds it
-OVER = b"over\n"
-_WAIT_READY_S = 60
-_WAIT_FINISH_S = 120  # a model may be on its way to a server that answers; one that does not is given up in seconds
+# not just the end of the pipe: a loader worker, forked from rank 0, may still hold the pipe open
+TRAINING_DONE = b"over\n"
+_READY_TIMEOUT_S = 60
+_FINISH_TIMEOUT_S = (
+    120  # for sending a model; the sender itself gives up on a server that does not answer within seconds
+)
 
 
-class NullSender:
-    def wait_ready(self) -> None:
-        """Return when the tracker is reached; RequestError if it is not at the first attempt."""
+class Sender:
+    """Starts and stops the sender process."""
 
-    def finish(self, log: Callable[[str], None]) -> bool:
-        """Let it deliver the rest; whether everything arrived."""
-        return True
-
-    def cpu_seconds(self) -> float:
-        """What it has taken of a CPU so far."""
-        return 0
-
-
-class Sender(NullSender):
     def __init__(self, folder: RunFolder, uri: str) -> None:
         self._uri = uri
         self._folder = folder
-        environment = {**os.environ, "PIPELINE_TRACK_URI": uri, "CUDA_VISIBLE_DEVICES": ""}  # not argv: ps shows that
+        # the URI is not an argument, since ps shows those
+        environment = {**os.environ, "PIPELINE_TRACK_URI": uri, "CUDA_VISIBLE_DEVICES": ""}
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             environment.pop(name, None)
         with open(folder.sync_log, "ab") as log:
@@ -54,43 +47,64 @@ class Sender(NullSender):
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=environment,
-                start_new_session=True,  # out of reach of a launcher's signals to the group: it leaves by its pipe
+                start_new_session=True,  # a launcher's signals to the process group do not reach it: the pipe ends it
             )
 
     def wait_ready(self) -> None:
+        """Return when the server was reached. Raises RequestError if the first attempt failed."""
         assert self._process.stdout is not None
-        answer = b""
-        if select.select([self._process.stdout], [], [], _WAIT_READY_S)[0]:
-            answer = self._process.stdout.readline()
-        said = answer.decode(errors="replace").strip()
-        if said == READY:
+        answer = ""
+        if select.select([self._process.stdout], [], [], _READY_TIMEOUT_S)[0]:
+            answer = self._process.stdout.readline().decode(errors="replace").strip()
+        if answer == READY:
             return
         self.finish(lambda line: None)
         raise RequestError(
             f"track.required=true and MLflow at {without_password(self._uri)} cannot be reached"
-            f" ({said or f'no answer, see {self._folder.sync_log}'}): start it, correct track.uri, or train without"
-            " with track.required=false"
+            f" ({answer or f'no answer, see {self._folder.sync_log}'}): start it, correct track.uri, or train without"
+            " it, with track.required=false"
         )
 
     def cpu_seconds(self) -> float:
+        """Return the CPU time that the process has used."""
         user, system = process_stat(self._process.pid)[11:13]
         return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
     def finish(self, log: Callable[[str], None]) -> bool:
-        log("sending what the tracker lacks ...")  # a model's export takes seconds
+        """Let the process deliver the rest and end; return True if everything was delivered."""
+        log("sending what the tracking server does not have yet ...")  # a model's export takes seconds
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has left before us: the code says how
-            os.write(self._process.stdin.fileno(), OVER)
+        with contextlib.suppress(BrokenPipeError):  # it has ended already: its exit code says how
+            os.write(self._process.stdin.fileno(), TRAINING_DONE)
         try:
-            return self._process.wait(_WAIT_FINISH_S) == 0
+            return self._process.wait(_FINISH_TIMEOUT_S) == 0
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
             return False
 
 
+class NullSender(Sender):
+    """No sender process: on other ranks, and for a run that is recorded in its journal only."""
+
+    def __init__(self) -> None:
+        pass
+
+    def wait_ready(self) -> None:
+        pass
+
+    def cpu_seconds(self) -> float:
+        return 0
+
+    def finish(self, log: Callable[[str], None]) -> bool:
+        return True
+
+
 def tracking_uri(config: Config, folder: RunFolder) -> str | None:
-    """Where the run in `folder` is sent: None for the journal alone. RequestError for a place that MLflow cannot open."""
+    """Return the URI of the MLflow server that gets the run, or None for the journal only.
+
+    Raises RequestError if MLflow cannot open a database beside the folder.
+    """
     if config.track.uri == "none":
         return None
     if config.track.uri != "auto":
@@ -98,7 +112,7 @@ def tracking_uri(config: Config, folder: RunFolder) -> str | None:
     if os.environ.get("MLFLOW_TRACKING_URI"):
         return os.environ["MLFLOW_TRACKING_URI"]
     database = str(folder.path.absolute().parent / "mlflow.db")
-    if re.search(r"\?|%[0-9a-fA-F]{2}", database):  # MLflow decodes an address, and SQLAlchemy cuts it at the ?
+    if re.search(r"\?|%[0-9a-fA-F]{2}", database):  # MLflow decodes the URI, and SQLAlchemy cuts it at the ?
         raise RequestError(
             f"MLflow cannot open {database}, because of a ? or % in the path: give another run.dir, name a server with"
             " track.uri, or set track.uri=none"
@@ -106,6 +120,7 @@ def tracking_uri(config: Config, folder: RunFolder) -> str | None:
     return f"sqlite:///{database}"
 
 
-def start(config: Config, folder: RunFolder) -> NullSender:
+def start(config: Config, folder: RunFolder) -> Sender:
+    """Start the sender of a run. Raises OSError if the process cannot be started."""
     uri = tracking_uri(config, folder)
     return Sender(folder, uri) if uri else NullSender()

@@ -80,7 +80,7 @@ def freeze(model: nn.Module, names: str) -> str:
 
 def _read(arch: str, init: str) -> dict[str, Tensor]:
     if init.startswith(REGISTRY):
-        from pipeline.record.mlflow import fetch_model
+        from pipeline.record.mlflow.registry import fetch_model
 
         return checkpoint.eval_weights(fetch_model(init))
     if os.path.exists(init):

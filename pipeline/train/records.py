@@ -17,11 +17,12 @@ from pipeline.plan import Plan
 from pipeline.record import sender
 from pipeline.record.checkpoint import Checkpoints
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import Journal, Trace
+from pipeline.record.journal import Journal
 from pipeline.record.provenance import provenance
 from pipeline.record.receipt import Receipt
-from pipeline.record.sender import NullSender
+from pipeline.record.sender import NullSender, Sender
 from pipeline.record.terminal import Terminal
+from pipeline.record.trace import Trace
 from pipeline.supervision import launch_id
 from pipeline.train.evaluate import EvalResult
 from pipeline.train.resume import prepare_folder
@@ -78,7 +79,7 @@ class Records:
         if self._samples:
             self._samples.save_augmented(plan)
         try:
-            self._sender = sender.start(config, folder)
+            self._sender: Sender = sender.start(config, folder)
         except OSError as error:
             log(f"MLflow's sender could not be started: {error.strerror}; 'pipeline sync' sends the journal later")
             self._sender = NullSender()

@@ -18,7 +18,7 @@ from faults.ledger import Notes
 from pipeline.errors import RequestError
 from pipeline.record.checkpoint import read_verified, step_of
 from pipeline.record.folder import RunFolder
-from pipeline.record.mlflow import _take_turn
+from pipeline.record.mlflow.sync import _lock_sending
 
 
 def job(folder: Path, digits: Path, *more: str, nproc: int = 1, **env: str) -> Job:
@@ -132,7 +132,7 @@ def test_a_file_system_without_locks_is_held_by_nobody_and_refused(
 
     monkeypatch.setattr(fcntl, "lockf", lockf)
     folder = RunFolder(tmp_path)
-    for hold in (folder.hold, partial(_take_turn, folder)):
+    for hold in (folder.hold, partial(_lock_sending, folder)):
         with pytest.raises(RequestError, match=f"run.dir={tmp_path} cannot be locked: {os.strerror(code)}: .* locks"):
             hold()
     assert not folder.is_held()

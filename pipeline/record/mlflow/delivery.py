@@ -1,0 +1,199 @@
+"""Delivery of one run's journal to one MLflow server.
+
+Promise: every metric arrives exactly once. A metric is sent as its journal row states it, time
+stamp included, and MLflow's SQL stores drop a metric that is equal in key, step, value and time
+stamp. So whatever is sent twice, after a crash between sending it and noting that it was sent,
+arrives once. `mlflow.json` notes for each server how much of the journal it has.
+"""
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.credentials import without_password
+from pipeline.config.schema import Config
+from pipeline.files import atomic_write
+from pipeline.record.description import describe_run
+from pipeline.record.folder import RunFolder
+from pipeline.record.journal import read
+from pipeline.record.mlflow import connection
+from pipeline.record.mlflow.figures import send_figures
+from pipeline.record.mlflow.model import register_model, send_model
+from pipeline.record.mlflow.run import MlflowRun, open_run
+from pipeline.record.receipt import Receipt
+
+_MAX_METRICS = 1000  # MLflow's limit for one request
+
+
+class Progress:
+    """How much of the journal one server has: its entry in `mlflow.json`."""
+
+    def __init__(self, file: Path, uri: str) -> None:
+        self._file = file
+        self._server = without_password(uri)  # the URI of a database still has its password
+
+    def load(self, run: MlflowRun) -> int:
+        """Return how many bytes of the journal were delivered to `run`."""
+        saved = self._servers().get(self._server, {})
+        return saved["offset"] if saved.get("run_id") == run.run_id else 0
+
+    def save(self, run: MlflowRun, offset: int) -> None:
+        entry = {"run_id": run.run_id, "experiment_id": run.experiment_id, "offset": offset}
+        atomic_write(self._file, json.dumps({**self._servers(), self._server: entry}, indent=1).encode())
+
+    def _servers(self) -> dict[str, dict[str, Any]]:
+        try:
+            servers: dict[str, dict[str, Any]] = json.loads(self._file.read_text())
+            return servers
+        except (OSError, ValueError):
+            return {}
+
+
+class Delivery:
+    """Sends what the journal holds and the server lacks."""
+
+    def __init__(self, folder: RunFolder, config: Config, uri: str, timeout_s: int) -> None:
+        self._folder = folder
+        self._config = config
+        self._uri, credentials = connection.split_uri(uri)
+        self._progress = Progress(folder.delivered, self._uri)
+        self._run: MlflowRun | None = None
+        self._offset = 0
+        self.is_reachable = not uri.startswith("http")  # a local database is, even while its slow creation runs
+        """Whether the server accepted the last request."""
+        self.imported = threading.Event()
+        """Set once mlflow is imported, which takes seconds."""
+        os.environ |= credentials | {
+            connection.TIMEOUT_VARIABLE: str(timeout_s),
+            "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # our own loop retries; mlflow's would block for minutes
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+            "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+            "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+        }
+
+    def import_mlflow(self) -> None:
+        """Import mlflow, which takes seconds. Raises RequestError if it is not installed."""
+        try:
+            import mlflow
+        except ModuleNotFoundError as error:
+            raise connection.not_installed(error) from None
+
+        mlflow.set_tracking_uri(self._uri)
+        self.imported.set()
+
+    def deliver(self) -> None:
+        """Send what the journal holds and the server lacks. Raises whatever mlflow raises."""
+        try:
+            if self._run is None:
+                self._run = open_run(self._folder, self._config, self._uri)
+                self._offset = self._progress.load(self._run)
+            self.is_reachable = True
+            for metrics, event, end in _split_journal(self._folder.journal, self._offset):
+                if metrics:
+                    self._run.client.log_batch(self._run.run_id, metrics=metrics)
+                if event:
+                    self._send_event(self._run, event)
+                self._offset = end
+                self._progress.save(self._run, self._offset)
+        except Exception:
+            self.is_reachable = False
+            self._run = None  # searched for again: the server may come back without the run
+            raise
+
+    def mark_failed(self) -> None:
+        """Set the run's status to FAILED: training was killed. Its last journal row says when."""
+        assert self._run is not None
+        last = max((row["time"] for row, _ in read(self._folder.journal)), default=None)
+        self._run.client.set_terminated(self._run.run_id, "FAILED", last)
+
+    def _send_event(self, run: MlflowRun, event: dict[str, Any]) -> None:
+        from mlflow.entities import RunTag
+
+        match event["event"]:
+            case "started":
+                tags = [RunTag(key, str(value)) for key, value in event["tags"].items()]
+                run.client.update_run(run.run_id, status="RUNNING")
+                run.client.log_batch(run.run_id, tags=[*tags, self._description()])
+                self._send_dataset(run, event["tags"]["data"])
+                with _postponed_if_it_fails():
+                    self._send_files(run)
+            case "evaluated":
+                with _postponed_if_it_fails():
+                    send_figures(run, self._folder.report)
+            case "ended":
+                run.client.set_terminated(run.run_id, event["status"], event["time"])
+                run.client.log_batch(run.run_id, tags=[self._description()])
+                with connection.request_timeout(connection.FILE_TIMEOUT_S):
+                    self._send_files(run)
+                    if event["status"] == "FINISHED" and event["best"]:
+                        self._send_best_model(run, event["best"])
+                    send_figures(run, self._folder.report)
+
+    def _description(self) -> Any:
+        from mlflow.entities import RunTag
+
+        return RunTag("mlflow.note.content", describe_run(self._folder, self._config))
+
+    def _send_dataset(self, run: MlflowRun, digest: str) -> None:
+        """Log the data as an input of the run."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+        from mlflow.exceptions import MlflowException
+
+        options = self._config.data
+        source = json.dumps({"source": options.source, "root": options.root})
+        plan = json.loads(self._folder.plan.read_text())
+        profile = json.dumps({name: plan[name] for name in ("train_images", "val_images", "num_classes")})
+        name = Path(options.root or options.source).name or options.source
+        dataset = Dataset(name, digest[:36], options.source, source, profile=profile)  # MLflow takes 36 characters
+        inputs = [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])]
+        try:
+            run.client.log_inputs(run.run_id, inputs)
+        except MlflowException:  # another run may have added the same data at the same moment
+            run.client.log_inputs(run.run_id, inputs)
+
+    def _send_files(self, run: MlflowRun) -> None:
+        for path in (self._folder.config, self._folder.plan, self._folder.journal):
+            if path.exists():
+                run.client.log_artifact(run.run_id, str(path))
+        for path in sorted(self._folder.report.glob("*.png")):
+            run.client.log_artifact(run.run_id, str(path), self._folder.report.name)
+        # made here: the trainer may not have written the file yet, or may never do so
+        run.client.log_text(run.run_id, Receipt(self._folder).text(), self._folder.receipt.name)
+
+    def _send_best_model(self, run: MlflowRun, best: dict[str, Any]) -> None:
+        model_id = send_model(run, self._folder, self._config, self._folder.checkpoints / best["file"], best["step"])
+        if model_id and self._config.track.register_:
+            register_model(run, self._config.track.register_, model_id)
+
+
+@contextlib.contextmanager
+def _postponed_if_it_fails() -> Iterator[None]:
+    """Log an error instead of raising it: files that fail now must not hold back the metrics."""
+    try:
+        yield
+    except Exception as error:
+        connection.log(f"files will be sent when the run has ended: {connection.root_cause(error)}")
+
+
+def _split_journal(journal: Path, start: int) -> Iterator[tuple[list[Any], dict[str, Any] | None, int]]:
+    """Yield (metrics, event after them or None, offset after both), from byte `start` on."""
+    from mlflow.entities import Metric
+
+    metrics: list[Any] = []
+    end = start
+    for row, after in read(journal, start):
+        new = [Metric(key, value, row["time"], row["step"]) for key, value in row.get("metrics", {}).items()]
+        if len(metrics) + len(new) > _MAX_METRICS:
+            yield metrics, None, end
+            metrics = []
+        metrics += new
+        end = after
+        if "event" in row:
+            yield metrics, row, end
+            metrics = []
+    if metrics:
+        yield metrics, None, end

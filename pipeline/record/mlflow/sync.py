@@ -1,0 +1,151 @@
+"""`pipeline sync`: sends a run to MLflow, from its journal alone.
+
+With --follow it is the sender process beside a training run.
+
+A request that fails costs seconds and nothing else. It is retried while training runs, and once
+more at its end; `pipeline sync RUN_DIR` delivers whatever is left.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from pathlib import Path
+
+from pipeline.config.credentials import without_password
+from pipeline.config.load import from_yaml
+from pipeline.config.schema import Config
+from pipeline.errors import RequestError, RunError, TemporaryError
+from pipeline.record.folder import RunFolder, lock_file
+from pipeline.record.journal import final_status
+from pipeline.record.mlflow.connection import FILE_TIMEOUT_S, REQUEST_TIMEOUT_S, log, root_cause
+from pipeline.record.mlflow.delivery import Delivery
+from pipeline.record.sender import READY, TRAINING_DONE, tracking_uri
+
+_POLL_S = 0.5
+_MAX_PAUSE_S = 30
+_TRAINER_KILLED_S = 4  # FAILED is sent by then, or at the next train or sync
+_TRAINER_DONE_S = 7  # the trainer waits no longer than this for a server that does not answer
+
+
+def sync(path: Path, *, follow: bool) -> None:
+    """Send the run in the folder `path` to the server in the environment, otherwise to its own.
+
+    follow: send until standard input says that training is over and the last row is sent. Raises
+    RequestError if `path` is not a run's folder, TemporaryError if the server does not accept
+    everything.
+    """
+    folder = RunFolder(path)
+    try:
+        config = from_yaml(folder.config.read_text(errors="replace"), str(folder.config))
+    except OSError as error:
+        raise RequestError(f"{path} is not a run's folder: {folder.config.name}: {error.strerror}") from None
+    named = os.environ.get("PIPELINE_TRACK_URI") or os.environ.get("MLFLOW_TRACKING_URI")
+    uri = named or tracking_uri(config, folder)
+    if uri is None:
+        raise RequestError(f"the run in {path} has track.uri=none: name a server with MLFLOW_TRACKING_URI")
+    if follow:
+        _sync_beside_training(folder, config, uri)
+    else:
+        _sync_once(folder, config, uri)
+
+
+def _sync_once(folder: RunFolder, config: Config, uri: str) -> None:
+    _lock_sending(folder)
+    delivery = Delivery(folder, config, uri, FILE_TIMEOUT_S)
+    delivery.import_mlflow()
+    try:
+        delivery.deliver()
+        if not final_status(folder.journal) and not folder.is_held():
+            delivery.mark_failed()
+    except RunError:
+        raise
+    except Exception as error:
+        raise TemporaryError(
+            f"MLflow at {without_password(uri)} did not take everything: {root_cause(error)}"
+        ) from error
+
+
+def _sync_beside_training(folder: RunFolder, config: Config, uri: str) -> None:
+    delivery = Delivery(folder, config, uri, REQUEST_TIMEOUT_S)
+    training_over = _watch_trainer(delivery)
+    answer = os.dup(1)
+    os.dup2(2, 1)  # once the trainer is dead, whatever mlflow prints to the pipe would end this process
+    _lock_sending(folder)
+    os.nice(10)  # training has priority
+    delivery.import_mlflow()
+    _follow(delivery, folder, training_over, answer)
+
+
+def _follow(delivery: Delivery, folder: RunFolder, training_over: threading.Event, answer: int) -> None:
+    """Deliver until training is over, and write to the pipe `answer` how the first attempt went.
+
+    Raises TemporaryError if the last attempt failed.
+    """
+    failure: Exception | None = None
+    has_answered, pause = False, _POLL_S
+    while True:
+        is_last = training_over.is_set()  # read before delivering, so that every row written until then is delivered
+        try:
+            delivery.deliver()
+            if is_last and not final_status(folder.journal):
+                delivery.mark_failed()
+            if failure is not None:
+                log("MLflow accepts requests again")
+            failure, pause = None, _POLL_S
+        except Exception as error:  # no failure of a tracker may reach training
+            if failure is None:
+                log(f"MLflow does not accept requests: {root_cause(error)}")
+            failure, pause = error, min(_MAX_PAUSE_S, pause * 2)
+        if not has_answered:
+            has_answered = True
+            with contextlib.suppress(OSError):  # the trainer may be gone
+                os.write(answer, f"{READY if failure is None else root_cause(failure)}\n".encode())
+        if is_last:
+            break
+        training_over.wait(pause)
+    if failure is not None:
+        raise TemporaryError(f"MLflow did not take everything: {root_cause(failure)}; the journal keeps it")
+
+
+def _watch_trainer(delivery: Delivery) -> threading.Event:
+    """Return an event that is set when the trainer is done or dead; end this process soon after.
+
+    A killed trainer leaves no process behind for longer than a few seconds, and a trainer that
+    waits for this process does not wait for a server that does not answer. The limit is enforced
+    with `os._exit` in a thread, since the main thread may hang in a request. The thread starts
+    before mlflow is imported, which takes seconds.
+    """
+    training_over = threading.Event()
+
+    def watch() -> None:
+        word = os.read(0, len(TRAINING_DONE))
+        training_over.set()
+        if word == TRAINING_DONE:
+            delivery.imported.wait()
+            time.sleep(_TRAINER_DONE_S)
+            while delivery.is_reachable:
+                time.sleep(_POLL_S)
+        else:
+            time.sleep(_TRAINER_KILLED_S)
+        log("gave up: the journal keeps what was not delivered")
+        os._exit(TemporaryError.code)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return training_over
+
+
+def _lock_sending(folder: RunFolder) -> None:
+    """Take the lock that a run's only sender holds. Raises TemporaryError if it stays held.
+
+    The wait is longer than a sender lives after its trainer was killed.
+    """
+    lock = folder.path / "mlflow.lock"
+    try:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise folder.unwritable(error) from None
+    if not lock_file(lock, descriptor, 3 * _TRAINER_KILLED_S):
+        raise TemporaryError(
+            f"{folder.path} is being sent by another process, which will deliver everything: wait for it"
+        )
