@@ -26,7 +26,7 @@ from pipeline.world import World
 T = TypeVar("T")
 
 
-class Pending(Protocol):
+class Work(Protocol):
     """An asynchronous collective; torch's handle is `torch.distributed.Work`."""
 
     def wait(self) -> object: ...
@@ -45,7 +45,7 @@ class Group:
         self.device = device
         self.hosts = [socket.gethostname()]
         """The host name of each rank."""
-        self.pids_here: list[int] = []
+        self.local_peer_pids: list[int] = []
         """The process ids of the other ranks on this machine."""
 
     @property
@@ -68,7 +68,7 @@ class Group:
         """Return the sum over the ranks, on the CPU. counts: any shape, int64."""
         return counts.to("cpu", copy=True)
 
-    def all_reduce_async(self, counts: Tensor) -> Pending:
+    def all_reduce_async(self, counts: Tensor) -> Work:
         """Start to replace `counts` (int64, on the device) by its sum over the ranks, in place."""
         return _CompletedWork()
 
@@ -97,7 +97,7 @@ class Group:
         """Run `work`, which may take longer on one rank than the others' collectives wait."""
         return work()
 
-    def finish(self) -> None:
+    def shutdown(self) -> None:
         """Wait for all ranks, then destroy the process group."""
 
 
@@ -119,7 +119,7 @@ class ProcessGroup(Group):
         ranks = self.all_gather((socket.gethostname(), os.getpid()))
         self.hosts = [host for host, _ in ranks]
         this_host, this_pid = ranks[self.rank]
-        self.pids_here = [pid for host, pid in ranks if host == this_host and pid != this_pid]
+        self.local_peer_pids = [pid for host, pid in ranks if host == this_host and pid != this_pid]
 
     def any_rank(self, *flags: bool) -> tuple[bool, ...]:
         raised = torch.tensor(flags, dtype=torch.uint8)
@@ -132,8 +132,8 @@ class ProcessGroup(Group):
         dist.all_reduce(total)
         return total
 
-    def all_reduce_async(self, counts: Tensor) -> Pending:
-        work: Pending = dist.all_reduce(counts, async_op=True)
+    def all_reduce_async(self, counts: Tensor) -> Work:
+        work: Work = dist.all_reduce(counts, async_op=True)
         return work
 
     def all_gather(self, item: Any) -> list[Any]:
@@ -171,7 +171,7 @@ class ProcessGroup(Group):
                 futures.wait([task], timeout=1)
             return task.result()
 
-    def finish(self) -> None:
+    def shutdown(self) -> None:
         # After the first rank exits, a launcher kills the others, and rank 0 may still be saving.
         self.any_rank(False)
         dist.destroy_process_group()

@@ -75,7 +75,7 @@ class Plan(Resources):
     gamma: float
     evaluate_every: int
     checkpoint_every: int
-    report_every: int
+    log_every: int
     watch_every: int
     """0: never."""
     image_size: int
@@ -87,7 +87,7 @@ class Plan(Resources):
     eval_size: int
     repeats: int
     compiles: bool
-    why_compiled: str
+    compile_reason: str
     """The reason for compiling the model, or for not compiling it."""
 
     def epoch(self, step: int) -> int:
@@ -145,14 +145,14 @@ class Plan(Resources):
     def saves_at(self, step: int) -> bool:
         return step > 0 and (step % self.checkpoint_every == 0 or step >= self.last_step)
 
-    def reports_at(self, step: int) -> bool:
-        return step % self.report_every == 0 or step == self.last_step
+    def logs_at(self, step: int) -> bool:
+        return step % self.log_every == 0 or step == self.last_step
 
     def watches_at(self, step: int) -> bool:
         return self.watch_every > 0 and step % self.watch_every == 0
 
     @property
-    def batches_ahead_bytes(self) -> int:
+    def prefetch_bytes(self) -> int:
         """Return the bytes of /dev/shm for the batches (uint8 pixels) that a node's workers hold.
 
         Each process has the prefetched batches, one in use and one just received, for training and
@@ -175,7 +175,7 @@ class Plan(Resources):
         left_out = self.train_images % self.global_batch
         epochs = self.last_step / self.steps_per_epoch
         total = f" of {self.total_steps:,}" if self.last_step < self.total_steps else ""
-        shared_memory = _mib(self.batches_ahead_bytes)
+        shared_memory = _mib(self.prefetch_bytes)
         growth = repeats = warmup = ""
         if self.first_size < self.image_size:
             growth = f", {self.first_size} px up to epoch {self.grows_from:g}, growing until {self.grows_until:g}"
@@ -199,7 +199,7 @@ class Plan(Resources):
             f" ({left_out:,} images left out, others each epoch)",
             "steps": f"{self.last_step:,}{total} ({epochs:.4g} epochs)",
             "images": f"{self.image_size} px{growth}{repeats}; {self.eval_size} px in validation",
-            "compiled": ("yes: " if self.compiles else "no: ") + self.why_compiled,
+            "compiled": ("yes: " if self.compiles else "no: ") + self.compile_reason,
             "learning rate": f"{self.peak_lr:.6g} at {self.global_batch} images a batch, {self.schedule}{warmup}",
             "validation": f"every {self.evaluate_every:,} steps, {math.ceil(self.val_images / self.eval_batch):,}"
             f" batches of {self.eval_batch}, each image once",
@@ -249,7 +249,7 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
     length = _length(config, data, passes=world.size * accumulate)
     warmup_steps, cooldown_steps = _warmup_and_cooldown(config, length)
     first_size, grows_from, grows_until = _growth(config, length)
-    compiles, why_compiled = _compilation(config, world)
+    compiles, compile_reason = _compilation(config, world)
     plan = Plan(
         **vars(share_resources(config, world)),
         global_batch=global_batch,
@@ -271,7 +271,7 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
         gamma=config.schedule.gamma,
         evaluate_every=length.interval(config.evaluate.every),
         checkpoint_every=length.interval(config.checkpoint.every),
-        report_every=length.interval(config.track.every),
+        log_every=length.interval(config.track.every),
         watch_every=length.interval(config.run.watch) if config.run.watch else 0,
         image_size=size,
         first_size=first_size,
@@ -279,7 +279,7 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
         grows_until=grows_until,
         repeats=config.augment.repeats,
         compiles=compiles,
-        why_compiled=why_compiled,
+        compile_reason=compile_reason,
         eval_size=config.evaluate.size or size,
     )
     if config.mixes and micro_batch % 2:
@@ -287,7 +287,7 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
             f"augment.mixup and augment.cutmix mix pairs, and a pass has {micro_batch} images: choose a batch.global"
             " that gives each pass an even number"
         )
-    needed = plan.batches_ahead_bytes
+    needed = plan.prefetch_bytes
     if world.shared_memory is not None and needed > world.shared_memory:
         raise RequestError(
             f"loader workers hold {_mib(needed)} of batches ready and /dev/shm has"

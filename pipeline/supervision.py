@@ -35,7 +35,7 @@ def stop_restarts() -> None:
         os.kill(os.getppid(), signal.SIGTERM)
 
 
-def report_to_agent(line: str, *, is_echo: bool) -> None:
+def report_to_agent(line: str, *, is_secondary: bool) -> None:
     """Tell the torchrun agent why this rank failed.
 
     The agent shows the error with the earliest timestamp, in whole seconds. So a secondary failure,
@@ -43,13 +43,13 @@ def report_to_agent(line: str, *, is_echo: bool) -> None:
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        timestamp = int(time.time()) + (2 if is_echo else 0)
+        timestamp = int(time.time()) + (2 if is_secondary else 0)
         details = {"py_callstack": line, "timestamp": str(timestamp)}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))
 
 
-def kill_stopped(pids: list[int]) -> None:
+def kill_stopped_peers(pids: list[int]) -> None:
     """Send SIGKILL to stopped local ranks (SIGSTOP): the agent would wait 30 s for each of them."""
     for pid in pids:
         with contextlib.suppress(OSError, IndexError):

@@ -16,7 +16,7 @@ from pipeline.data.sources import open_source
 from pipeline.guards.signals import StopRequest
 from pipeline.parallel import strategy
 from pipeline.plan import DataSize, make_plan
-from pipeline.record.checkpoint import Checkpoints
+from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
 from pipeline.telemetry.timing import ENTRIES, Entry, Seconds, StepTimer, advise
@@ -30,9 +30,9 @@ SLOW: dict[Entry, tuple[Any, str, float, int]] = {
     "data": (TrainBatches, "__getitem__", 0.05, STEPS),
     "forward_backward": (strategy, "classification_loss", 0.1, STEPS),
     "optimizer": (SGD, "step", 0.15, STEPS),
-    "tracking": (Journal, Journal.report.__name__, 0.07, STEPS + 1),  # and one of the validation
+    "tracking": (Journal, Journal.log_metrics.__name__, 0.07, STEPS + 1),  # and one of the validation
     "validation": (Evaluator, "evaluate", 0.9, 1),
-    "checkpoint": (Checkpoints, "save", 1.2, 1),
+    "checkpoint": (CheckpointWriter, "save", 1.2, 1),
 }
 
 

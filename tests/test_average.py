@@ -48,7 +48,7 @@ def test_a_model_without_statistics_has_nothing_to_average() -> None:
     try:
         group.all_reduce_mean([])
     finally:
-        group.finish()
+        group.shutdown()
 
 
 @pytest.mark.full

@@ -73,12 +73,12 @@ def test_a_loop_without_its_loader_is_fed_what_is_on_the_device(name: str, monke
 class Tracker:
     """One that has sent all."""
 
-    def wait_ready(self) -> None: ...
+    def wait_until_ready(self) -> None: ...
 
     def cpu_seconds(self) -> float:
         return 0.0
 
-    def finish(self, log: object) -> bool:
+    def close(self, log: object) -> bool:
         return True
 
 
@@ -102,7 +102,7 @@ class FakeSuite(gpu._Suite):
             run = next(Path(word.removeprefix("run.dir=")) for word in arguments if word.startswith("run.dir="))
             run.mkdir(parents=True)
             metrics = {"system/one/gpu_peak_mib": 2048.0, "system/two/gpu_peak_mib": 3072.0, "time/images_per_s": 800.0}
-            Journal(run / "journal.jsonl", lambda _: None).report(4, metrics)
+            Journal(run / "journal.jsonl", lambda _: None).log_metrics(4, metrics)
         return self.outputs.pop(0)
 
 

@@ -16,7 +16,14 @@ from harness import SMALL, Job, kill, pipeline, read_rows
 from pipeline.config.load import load
 from pipeline.errors import RequestError, StorageError
 from pipeline.record import checkpoint
-from pipeline.record.checkpoint import Checkpoints, decode, listed, newest_good, read_verified, step_of
+from pipeline.record.checkpoint import (
+    CheckpointWriter,
+    decode,
+    list_checkpoints,
+    newest_verified,
+    read_verified,
+    step_of,
+)
 from pipeline.record.folder import RunFolder
 from pipeline.train.resume import Found, find
 
@@ -28,7 +35,7 @@ def contents(step: int) -> dict[str, Any]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Checkpoints of steps 1 and 2."""
-    writer = Checkpoints(tmp_path, keep=2, log=pytest.fail)
+    writer = CheckpointWriter(tmp_path, keep=2, log=pytest.fail)
     for step in (1, 2):
         writer.save(contents(step), step, None)
     writer.wait()
@@ -38,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.fault("C2")
 def test_every_damage_is_noticed_named_and_passed_over(folder: Path, notes: Notes, pytestconfig: pytest.Config) -> None:
     many, pages = (200, 100) if pytestconfig.getoption("--faults") == "long" else (50, 5)
-    path = listed(folder)[0]
+    path = list_checkpoints(folder)[0]
     whole = path.read_bytes()
     draw = random.Random(7)
     damages = [whole[: draw.randrange(len(whole))] for _ in range(many)] + [b""]
@@ -51,7 +58,7 @@ def test_every_damage_is_noticed_named_and_passed_over(folder: Path, notes: Note
     for damaged in damages:
         path.write_bytes(damaged)
         said: list[str] = []
-        found = newest_good(folder, said.append)
+        found = newest_verified(folder, said.append)
         assert found
         assert step_of(found[0]) == 1
         assert len(said) == 1
@@ -59,18 +66,18 @@ def test_every_damage_is_noticed_named_and_passed_over(folder: Path, notes: Note
     path.unlink()
     path.mkdir()
     said = []
-    assert newest_good(folder, said.append)
+    assert newest_verified(folder, said.append)
     assert "Is a directory" in said[0]
     notes.note("C2", times=len(damages) + 1)
 
 
 @pytest.mark.fault("C2")
 def test_none_that_verifies_is_no_fresh_start(folder: Path) -> None:
-    for path in listed(folder):
+    for path in list_checkpoints(folder):
         path.write_bytes(b"x")
     with pytest.raises(StorageError, match="none of the 2 checkpoints"):
-        newest_good(folder, lambda _: None)
-    assert newest_good(folder / "nowhere", pytest.fail) is None
+        newest_verified(folder, lambda _: None)
+    assert newest_verified(folder / "nowhere", pytest.fail) is None
 
 
 @pytest.mark.fault("H2")
@@ -86,18 +93,18 @@ def test_a_malicious_file_is_not_executed(tmp_path: Path) -> None:
 
 
 def test_the_newest_and_the_best_are_kept_and_nothing_else(tmp_path: Path) -> None:
-    writer = Checkpoints(tmp_path, keep=2, log=pytest.fail)
+    writer = CheckpointWriter(tmp_path, keep=2, log=pytest.fail)
     for step in range(1, 8):
         writer.save(contents(step), step, best_step=min(step, 3))
     writer.wait()
-    assert [step_of(path) for path in listed(tmp_path)] == [7, 6, 3]
+    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [7, 6, 3]
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 def test_a_file_has_its_name_once_it_is_on_the_disk_and_older_ones_go_after_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = Checkpoints(tmp_path, keep=1, log=pytest.fail)
+    writer = CheckpointWriter(tmp_path, keep=1, log=pytest.fail)
     writer.save(contents(1), 1, None)
     writer.wait()
     done = []
@@ -121,11 +128,11 @@ def test_a_file_has_its_name_once_it_is_on_the_disk_and_older_ones_go_after_that
 
 def test_the_copy_is_not_changed_by_the_next_step(tmp_path: Path) -> None:
     state = contents(1)
-    writer = Checkpoints(tmp_path, keep=2, log=pytest.fail)
+    writer = CheckpointWriter(tmp_path, keep=2, log=pytest.fail)
     writer.save(state, 1, None)
     state["model"]["weight"].zero_()
     writer.wait()
-    (path,) = listed(tmp_path)
+    (path,) = list_checkpoints(tmp_path)
     assert decode(read_verified(path), path)["model"]["weight"][0, 0] == 1
 
 
@@ -139,7 +146,7 @@ def test_a_checkpoint_that_cannot_be_looked_at_is_one_error(tmp_path: Path, monk
     def refuse(folder: Path) -> list[Path]:
         raise PermissionError(errno.EACCES, "Permission denied", str(folder))
 
-    monkeypatch.setattr(checkpoint, listed.__name__, refuse)
+    monkeypatch.setattr(checkpoint, list_checkpoints.__name__, refuse)
     with pytest.raises(RequestError, match=f"run.dir={tmp_path} cannot be .*Permission denied"):
         going_on("auto")
 
@@ -147,18 +154,18 @@ def test_a_checkpoint_that_cannot_be_looked_at_is_one_error(tmp_path: Path, monk
 @pytest.mark.fault("C1")
 def test_a_full_disk_costs_no_step_and_is_said(tmp_path: Path) -> None:
     said: list[str] = []
-    writer = Checkpoints(tmp_path / "gone", keep=2, log=said.append)
+    writer = CheckpointWriter(tmp_path / "gone", keep=2, log=said.append)
     for step in range(1, 6):
-        assert not writer.exhausted
+        assert not writer.should_give_up
         writer.save(contents(step), step, None)
     writer.wait()
-    assert writer.exhausted
+    assert writer.should_give_up
     assert len(said) == 5
     (tmp_path / "gone").mkdir()
     writer.save(contents(6), 6, None)
     writer.wait()
-    assert not writer.exhausted
-    assert [step_of(path) for path in listed(tmp_path / "gone")] == [6]
+    assert not writer.should_give_up
+    assert [step_of(path) for path in list_checkpoints(tmp_path / "gone")] == [6]
 
 
 @pytest.fixture(scope="module")

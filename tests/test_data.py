@@ -24,13 +24,13 @@ from streams import joined, prepare, stream
 from pipeline.config.load import load
 from pipeline.data import checksums, manifest
 from pipeline.data.access import OutageError, UnreadableError, show
-from pipeline.data.augment import centre
+from pipeline.data.augment import center_crop
 from pipeline.data.batch import NO_LABEL
 from pipeline.data.images import BadImageError, decode
 from pipeline.data.index import MISSING, Index, Split
 from pipeline.data.loader import EvalBatches, TrainBatches, batches
 from pipeline.data.manifest import open_index, scan, scan_validation
-from pipeline.data.sources import of_index, open_source
+from pipeline.data.sources import open_source, source_from_index
 from pipeline.errors import RequestError
 from pipeline.operate.pack import pack as make_pack
 
@@ -156,7 +156,9 @@ def test_a_change_of_size_is_seen_where_sizes_are_checked(tmp_path: Path, folder
     (folder / "train/dog/2.png").write_bytes(b"x")  # in place: no folder's time changes
     assert open_index(folder, 0.1, tmp_path, check_sizes=False).digest == before.digest
     assert open_index(folder, 0.1, tmp_path, check_sizes=True).digest != before.digest
-    assert manifest.remembered(folder, tmp_path, before.digest) is not None  # so that a resume can say what changed
+    assert (
+        manifest.find_cached_index(folder, tmp_path, before.digest) is not None
+    )  # so that a resume can say what changed
 
 
 def test_a_damaged_cache_is_passed_over(tmp_path: Path, folder: Path) -> None:
@@ -201,7 +203,7 @@ def test_names_need_not_be_utf_8(tmp_path: Path) -> None:
     assert open_index(root, 0.1, tmp_path, check_sizes=True).digest == index.digest
     assert names(index.train) == [b"train/c\xff/\xfe.png", b"train/d/1 \n2.png"]
     assert index.classes == ("c\\xff", "d")
-    images = of_index(root, index).train
+    images = source_from_index(root, index).train
     assert [images.name(i) for i in range(2)] == ["train/c\\xff/\\xfe.png", "train/d/1 \\n2.png"]
     assert all(decode(images.read(i)).shape == (3, 8, 8) for i in range(2))
 
@@ -209,7 +211,7 @@ def test_names_need_not_be_utf_8(tmp_path: Path) -> None:
 @pytest.mark.fault("E6")
 def test_an_index_of_200000_images_is_small() -> None:
     entries = [(b"train/n%08d/n%08d_%d.JPEG" % (i % 1000, i % 1000, i), 110_000 + i, i % 1000) for i in range(200_000)]
-    split = Split.of(entries)
+    split = Split.from_entries(entries)
     assert sum(array.nbytes for array in vars(split).values()) < 20_000_000
     assert all(isinstance(array, np.ndarray) and not array.dtype.hasobject for array in vars(split).values())
     assert split.name(199_999) == max(entries)[0]
@@ -272,8 +274,8 @@ def test_a_class_without_an_image_to_train_is_refused_by_name(tmp_path: Path) ->
     # an earlier version's index of such a folder
     config = load("digits", ["data.source=folder", f"data.root={root}", f"run.dir={tmp_path / 'run'}"])
     index = scan(root, 0.1)
-    lacking = Split.of([entry for entry in entries(index.train) if entry[2] != 7])
-    manifest.store(replace(index, train=lacking), root / manifest.CACHE)
+    lacking = Split.from_entries([entry for entry in entries(index.train) if entry[2] != 7])
+    manifest.save_index(replace(index, train=lacking), root / manifest.CACHE)
     assert "has no image to train of class class 07" in refused(lambda: open_source(config))
 
 
@@ -548,7 +550,7 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
     (folder / "train/cat/large.png").touch()
     os.truncate(folder / "train/cat/large.png", 1 << 40)
     index = scan(folder, 0.1)
-    images = of_index(folder, index).train
+    images = source_from_index(folder, index).train
     (folder / "train/cat/grew.png").write_bytes(picture() + b"x")
     ids = {name.rpartition(b"/")[2]: i for i, name in enumerate(names(index.train))}
     for name, reason in {b"dangling.png": "No such file or directory", b"folder.png": "Is a directory",
@@ -575,7 +577,7 @@ def test_a_file_that_cannot_be_read_beside_nothing_else_that_can_is_no_defect(
     root = fill(tmp_path / "images", "train/cat/1.png", "train/dog/1.png", "val/cat/1.png", "val/dog/1.png")
     (root / "train/cat/1.png").unlink()
     (root / "train/cat/1.png").symlink_to(store / "2.png")
-    images = of_index(root, scan(root, 0.1)).train
+    images = source_from_index(root, scan(root, 0.1)).train
     assert images.read(0)
     take_away(root)
     with pytest.raises(OutageError, match="No such file or directory"):
@@ -585,7 +587,7 @@ def test_a_file_that_cannot_be_read_beside_nothing_else_that_can_is_no_defect(
 def test_an_input_output_error_is_no_defect_of_the_image(folder: Path) -> None:
     (folder / "train/cat/1.png").unlink()
     (folder / "train/cat/1.png").symlink_to("/proc/self/mem")  # it opens, and a read at 0 gives EIO
-    images = of_index(folder, scan(folder, 0.1)).train
+    images = source_from_index(folder, scan(folder, 0.1)).train
     with pytest.raises(
         OutageError, match=r"^the data is out of reach \(.*/train/cat/1.png: Input/output error\): give the same"
     ):
@@ -641,7 +643,7 @@ def test_a_strip_is_judged_by_its_middle(shape: tuple[int, int]) -> None:
     pixels = torch.zeros((3, *shape), dtype=torch.uint8)
     pixels.view(3, -1)[:, 5_000] = 200
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    seen = centre(pixels, 224, 256)
+    seen = center_crop(pixels, 224, 256)
     assert (seen.shape, seen.dtype) == ((3, 224, 224), torch.uint8)
     assert seen.max() > 100
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 * 1024  # KiB; resized whole it is 2 GB

@@ -18,7 +18,7 @@ from pipeline.cli.main import main
 from pipeline.config.load import load
 from pipeline.data.manifest import scan
 from pipeline.group import Group
-from pipeline.record.checkpoint import Checkpoints, decode, read_verified, weights_digest
+from pipeline.record.checkpoint import CheckpointWriter, decode, read_verified, weights_digest
 from pipeline.record.predictions import NO_PREDICTION
 from pipeline.train.evaluate import EvalResult, Evaluator
 from pipeline.train.state import MAX_LOSS, Evaluation
@@ -138,11 +138,11 @@ def test_images_whose_logits_are_not_finite_are_counted_and_wrong(digits: Path, 
     assert f"the logits of {2 * batches} of {found.images} images are not finite" in (found.warning or "")
     assert (answers.predicted == NO_PREDICTION).sum() == found.not_finite
     assert answers.confidence.min() >= 0
-    right, all_images = answers.right(10)
+    right, all_images = answers.count_correct(10)
     assert (right.sum(), all_images.sum()) == (found.correct1, found.images), "the pictures show what is counted"
     assert found.correct1 <= finite.correct1
-    assert NO_PREDICTION not in answers.predicted[answers.mistakes(1000)]
-    assert len(answers.confused(10, 10)) == 10
+    assert NO_PREDICTION not in answers.predicted[answers.most_confident_mistakes(1000)]
+    assert len(answers.most_confused_classes(10, 10)) == 10
 
 
 def test_no_loss_is_too_large_for_the_sum(digits: Path) -> None:
@@ -224,7 +224,7 @@ def learnt(tmp_path_factory: pytest.TempPathFactory, plain: Path) -> Path:
         "model": get_model(config.model.arch, num_classes=10).state_dict(), "average": None, "config": config.to_yaml(),
         "classes": [str(label) for label in range(10)], "step": 7, "epoch": 1, "data": scan(plain, 0.1).digest,
     }  # fmt: skip
-    writer = Checkpoints(folder / "checkpoints", 1, pytest.fail)
+    writer = CheckpointWriter(folder / "checkpoints", 1, pytest.fail)
     writer.save(contents, 7, None)
     writer.wait()
     return folder
@@ -310,7 +310,7 @@ def test_a_checkpoint_that_does_not_fit_itself_is_one_line(
     change: dict[str, object], says: str
 ) -> None:  # fmt: skip
     (path,) = (learnt / "checkpoints").iterdir()
-    writer = Checkpoints(tmp_path, 1, pytest.fail)
+    writer = CheckpointWriter(tmp_path, 1, pytest.fail)
     writer.save({**decode(read_verified(path), path), **change}, 7, None)
     writer.wait()
     image = next((digits / "val/3").iterdir())

@@ -45,8 +45,8 @@ def entries(count: int) -> list[tuple[bytes, int, int]]:
 @pytest.mark.parametrize("count", [50_000, pytest.param(IMAGENET, marks=pytest.mark.long)])
 def test_a_worker_stays_as_small_as_it_is(tmp_path: Path, count: int) -> None:
     path = tmp_path / "index"
-    split = Split.of(entries(count))
-    path.write_bytes(Index(split, Split.of(entries(1000)), ("a", "b"), None, {}, 0.1).to_bytes())
+    split = Split.from_entries(entries(count))
+    path.write_bytes(Index(split, Split.from_entries(entries(1000)), ("a", "b"), None, {}, 0.1).to_bytes())
     done = subprocess.run(
         [sys.executable, "-c", EPOCHS, str(path), str(count)], capture_output=True, text=True, check=True
     )

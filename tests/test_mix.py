@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from pipeline.config.load import load
 from pipeline.config.schema import Augment
-from pipeline.data.mix import draw_mix, mixed, own_shares, partners
+from pipeline.data.mix import draw_mix, mix_images, own_label_weights, swap_partners
 from pipeline.errors import RequestError
 from pipeline.plan import DataSize, make_plan
 from pipeline.world import World
@@ -19,9 +19,9 @@ def images(count: int) -> torch.Tensor:
 
 def test_mixup_is_the_shares_of_both() -> None:
     mix = draw_mix(Augment(mixup=0.4), 1, 7, 0, 64)
-    shares = own_shares(mix, 32, 48)
-    seen, numbers = mixed(images(64), mix), torch.arange(64.0)
-    expected = shares * numbers + (1 - shares) * partners(numbers)
+    shares = own_label_weights(mix, 32, 48)
+    seen, numbers = mix_images(images(64), mix), torch.arange(64.0)
+    expected = shares * numbers + (1 - shares) * swap_partners(numbers)
     torch.testing.assert_close(seen, expected.view(-1, 1, 1, 1).expand_as(seen))
     assert torch.equal(shares[0::2], shares[1::2]), "both of a pair share the draw"
     assert 0.3 < float(shares.mean()) < 0.7
@@ -29,10 +29,10 @@ def test_mixup_is_the_shares_of_both() -> None:
 
 def test_cutmix_tells_the_share_of_the_pixels_that_are_there() -> None:
     mix = draw_mix(Augment(cutmix=1.0), 1, 7, 0, 64)
-    seen, numbers = mixed(images(64), mix), torch.arange(64.0)
+    seen, numbers = mix_images(images(64), mix), torch.arange(64.0)
     own = (seen == numbers.view(-1, 1, 1, 1)).float().mean((1, 2, 3))
-    torch.testing.assert_close(own_shares(mix, 32, 48), own)
-    assert ((seen == numbers.view(-1, 1, 1, 1)) | (seen == partners(numbers).view(-1, 1, 1, 1))).all()
+    torch.testing.assert_close(own_label_weights(mix, 32, 48), own)
+    assert ((seen == numbers.view(-1, 1, 1, 1)) | (seen == swap_partners(numbers).view(-1, 1, 1, 1))).all()
     assert float(own.std()) > 0.1
 
 
@@ -52,12 +52,12 @@ def test_what_is_drawn_is_addressed_by_the_place_in_the_global_batch() -> None:
 
 def test_the_loss_of_a_mix_is_that_of_its_soft_target() -> None:
     mix = draw_mix(Augment(mixup=0.4, cutmix=1.0), 1, 7, 0, 16)
-    own, labels = own_shares(mix, 32, 48), torch.arange(16) % 10
+    own, labels = own_label_weights(mix, 32, 48), torch.arange(16) % 10
     logits = torch.randn(16, 10, generator=torch.Generator().manual_seed(0))
     one_hot = functional.one_hot(labels, 10).float()
-    soft = own[:, None] * one_hot + (1 - own[:, None]) * partners(one_hot)
+    soft = own[:, None] * one_hot + (1 - own[:, None]) * swap_partners(one_hot)
     two = own * functional.cross_entropy(logits, labels, reduction="none", label_smoothing=0.1)
-    two += (1 - own) * functional.cross_entropy(logits, partners(labels), reduction="none", label_smoothing=0.1)
+    two += (1 - own) * functional.cross_entropy(logits, swap_partners(labels), reduction="none", label_smoothing=0.1)
     torch.testing.assert_close(two.mean(), functional.cross_entropy(logits, soft, label_smoothing=0.1))
 
 

@@ -21,8 +21,8 @@ from pipeline.config.load import load
 from pipeline.config.schema import Model
 from pipeline.errors import RequestError
 from pipeline.group import ProcessGroup
-from pipeline.model.architectures import build, skeleton
-from pipeline.model.partition import Part, cut, drop
+from pipeline.model.architectures import build, meta_model
+from pipeline.model.partition import StageModule, remove_layers, split_into_stages
 from pipeline.parallel.dataparallel import AutocastModel
 from pipeline.parallel.fsdp import FSDPStrategy, blocks
 from pipeline.plan import DataSize, Plan, make_plan, memory_row
@@ -175,17 +175,17 @@ def test_the_stages_one_after_another_are_the_model(arch: str) -> None:
     torch.manual_seed(0)
     whole = SMALL_ONES[arch]().eval()
     images = torch.randn(2, 3, 64, 64)
-    stages = cut(whole, arch, 3, 64)
+    stages = split_into_stages(whole, arch, 3, 64)
     with torch.no_grad():
         x = images
         for links in stages:
-            x = Part(whole, links)(x)
+            x = StageModule(whole, links)(x)
         assert torch.equal(x, whole(images))
     found: list[str] = []
     for stage in range(3):
         part = copy.deepcopy(whole)
         for other in {0, 1, 2} - {stage}:
-            drop(part, stages[other])
+            remove_layers(part, stages[other])
         assert any(True for _ in part.parameters())
         found += part.state_dict()
     assert sorted(found) == sorted(whole.state_dict()), "each weight is in one stage"
@@ -195,9 +195,9 @@ def test_the_stages_one_after_another_are_the_model(arch: str) -> None:
 def test_what_stages_send_each_other_can_be_sent(arch: str) -> None:
     whole = SMALL_ONES[arch]().to(memory_format=torch.channels_last)
     x = torch.randn(2, 3, 64, 64).to(memory_format=torch.channels_last)
-    for links in cut(whole, arch, 3, 64):
+    for links in split_into_stages(whole, arch, 3, 64):
         x = x.detach().requires_grad_()
-        answer = Part(whole, links)(x)
+        answer = StageModule(whole, links)(x)
         (gradient,) = torch.autograd.grad(answer.square().sum(), x)  # as torch.distributed.pipelining asks for it
         assert answer.is_contiguous()
         assert gradient.is_contiguous()
@@ -205,9 +205,9 @@ def test_what_stages_send_each_other_can_be_sent(arch: str) -> None:
 
 
 def test_stages_cost_about_the_same() -> None:
-    model = skeleton(Model(arch="resnet50"), 1000)
+    model = meta_model(Model(arch="resnet50"), 1000)
     blocks_of = [sum(name.startswith("layer") for link in links for name in link.owns)
-                 for links in cut(model, "resnet50", 4, 224)]  # fmt: skip
+                 for links in split_into_stages(model, "resnet50", 4, 224)]  # fmt: skip
     assert blocks_of == [4, 4, 4, 4]
 
 
@@ -218,13 +218,13 @@ def test_stages_cost_about_the_same() -> None:
 )  # fmt: skip
 def test_what_cannot_be_cut_is_refused_by_name(arch: str, count: int, line: str) -> None:
     with pytest.raises(RequestError) as refusal:
-        cut(skeleton(Model(arch=arch), 10), arch, count, 64)
+        split_into_stages(meta_model(Model(arch=arch), 10), arch, count, 64)
     assert line in str(refusal.value)
 
 
 @pytest.mark.parametrize("arch", ["resnet50", "vit_b_32", "convnext_tiny", "swin_t", "mobilenet_v3_small"])
 def test_what_is_sliced_together_is_a_small_part_that_is_called_whole(arch: str) -> None:
-    model = skeleton(Model(arch=arch), 1000)
+    model = meta_model(Model(arch=arch), 1000)
     found = list(blocks(model))
     total = sum(one.numel() for one in model.parameters())
     inside = [sum(one.numel() for one in block.parameters()) for block in found]
@@ -247,7 +247,7 @@ def test_a_model_in_slices_can_be_validated_before_it_is_trained() -> None:
             strategy.forward(images).sum().backward()  # type: ignore[no-untyped-call]
         assert all(one.grad is not None for one in strategy.model.parameters())
     finally:
-        group.finish()
+        group.shutdown()
 
 
 def test_processes_started_by_hand_must_know_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:

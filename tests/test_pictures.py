@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from pipeline.cli.main import main
-from pipeline.record.figures import OF_EVALUATION
-from pipeline.record.predictions import KeptEvaluation, Predictions, load_evaluation, save_augmented, save_evaluation
+from pipeline.record.figures import EVALUATION_FIGURES
+from pipeline.record.predictions import Predictions, SavedEvaluation, load_evaluation, save_augmented, save_evaluation
 
 CLASSES = ["$5", "$10", "naïve cat"]
 
@@ -26,19 +26,19 @@ def answers() -> Predictions:
 
 def test_mistakes_come_by_confidence_and_confusion_counts_each_image_once() -> None:
     said = answers()
-    assert said.mistakes(3).tolist() == [3, 4, 6], (
+    assert said.most_confident_mistakes(3).tolist() == [3, 4, 6], (
         "the most confident first, equals in order; what is bad is no mistake"
     )
-    assert said.confusion(np.arange(3)).tolist() == [[1, 0, 1], [1, 0, 1], [0, 1, 1]]
-    assert said.confused(3, 2).tolist() == [1, 2], "class 0: mistaken once, another for it once"
-    assert said.confusion(np.array([1, 2])).tolist() == [[0, 1], [1, 1]]
-    assert [numbers.tolist() for numbers in said.right(3)] == [[1, 0, 1], [2, 2, 2]]
+    assert said.confusion_matrix(np.arange(3)).tolist() == [[1, 0, 1], [1, 0, 1], [0, 1, 1]]
+    assert said.most_confused_classes(3, 2).tolist() == [1, 2], "class 0: mistaken once, another for it once"
+    assert said.confusion_matrix(np.array([1, 2])).tolist() == [[0, 1], [1, 1]]
+    assert [numbers.tolist() for numbers in said.count_correct(3)] == [[1, 0, 1], [2, 2, 2]]
 
 
 def test_twenty_thousand_classes_are_drawn_in_little_memory(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     labels, predicted = draw.integers(0, 20_000, (2, 100_000), np.int32)
-    judged = KeptEvaluation(
+    judged = SavedEvaluation(
         Predictions(labels, predicted, np.ones(100_000, np.float32)), [f"class {label}" for label in range(20_000)],
         np.empty(0, np.int64), np.empty((0, 3, 8, 8), np.uint8),
     )  # fmt: skip
@@ -47,7 +47,7 @@ def test_twenty_thousand_classes_are_drawn_in_little_memory(tmp_path: Path) -> N
     resource.setrlimit(resource.RLIMIT_DATA, ((data_kib << 10) + (256 << 20), limits[1]))  # all pairs are 3 GiB
     try:
         for name in ("confusion", "classes"):
-            OF_EVALUATION[name](tmp_path / f"{name}.png", judged, "step 1")
+            EVALUATION_FIGURES[name](tmp_path / f"{name}.png", judged, "step 1")
             assert (tmp_path / f"{name}.png").exists()
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, limits)
@@ -56,11 +56,11 @@ def test_twenty_thousand_classes_are_drawn_in_little_memory(tmp_path: Path) -> N
 def test_the_folder_alone_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report, said = tmp_path / "report", answers()
     pixels = np.zeros((2, 3, 8, 8), np.uint8)
-    save_evaluation(report, 12, KeptEvaluation(said, CLASSES, said.mistakes(2), pixels))
+    save_evaluation(report, 12, SavedEvaluation(said, CLASSES, said.most_confident_mistakes(2), pixels))
     save_augmented(report, pixels, CLASSES[:2])
     kept = load_evaluation(report / "data" / "step-00000012.npz")
     assert kept.classes == CLASSES
-    assert kept.shown.tolist() == [3, 4]
+    assert kept.mistakes.tolist() == [3, 4]
     rows = [{"time": 1, "step": step, "metrics": {"train/loss": 1 / step, "val/top1": 0.5}} for step in (1, 2, 3)]
     (tmp_path / "journal.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["report", str(tmp_path)]) == 0

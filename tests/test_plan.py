@@ -67,7 +67,7 @@ def test_durations_become_steps() -> None:
     made = plan("batch.global=48", "train.epochs=10", "schedule.warmup=5 %", "evaluate.every=2 epochs",
                 "checkpoint.every=7 steps", "track.every=0.5 epochs")  # fmt: skip
     assert (made.steps_per_epoch, made.total_steps) == (29, 290)
-    assert (made.warmup_steps, made.evaluate_every, made.checkpoint_every, made.report_every) == (14, 58, 7, 14)
+    assert (made.warmup_steps, made.evaluate_every, made.checkpoint_every, made.log_every) == (14, 58, 7, 14)
 
 
 def test_what_is_due_is_due_at_its_steps_and_at_the_last() -> None:
@@ -75,7 +75,7 @@ def test_what_is_due_is_due_at_its_steps_and_at_the_last() -> None:
     steps = range(21)
     assert [step for step in steps if made.evaluates_at(step)] == [6, 12, 18, 20]
     assert [step for step in steps if made.saves_at(step)] == [8, 16, 20]
-    assert [step for step in steps if made.reports_at(step) and step] == [9, 18, 20]
+    assert [step for step in steps if made.logs_at(step) and step] == [9, 18, 20]
 
 
 def test_max_steps_stops_and_moves_no_schedule() -> None:
@@ -218,11 +218,11 @@ def test_batches_that_do_not_fit_into_shared_memory_are_refused() -> None:
         return make_plan(config, place, DIGITS)
 
     # 4 processes × (2 workers × 3 ahead + one used + one come) × 3 × 224² bytes × (64 images to train + 64 to evaluate)
-    assert shared(10_000).batches_ahead_bytes == 4 * 8 * 3 * 224 * 224 * 128
+    assert shared(10_000).prefetch_bytes == 4 * 8 * 3 * 224 * 224 * 128
     with pytest.raises(RequestError, match=r"hold 588.0 MiB of batches ready and /dev/shm has 64.0 MiB: enlarge it"):
         shared(64)
     config = config.model_copy(update={"data": config.data.model_copy(update={"workers": 0})})
-    assert shared(64).batches_ahead_bytes == 0
+    assert shared(64).prefetch_bytes == 0
 
 
 def test_affinity_limits_the_cpus() -> None:

@@ -12,7 +12,7 @@ from torchvision.transforms.functional import normalize, resize
 from pipeline.cli.main import main
 from pipeline.config.load import load
 from pipeline.data.images import decode
-from pipeline.record.checkpoint import Checkpoints
+from pipeline.record.checkpoint import CheckpointWriter
 
 ARCH = "shufflenet_v2_x0_5"
 CLASSES = [f"digit {label}" for label in range(10)]
@@ -31,7 +31,7 @@ def saved(folder: Path, scale: float = 1) -> Path:
     config = load("digits", [f"model.arch={ARCH}", "run.device=cpu", "data.workers=0"])
     model = get_model(ARCH, num_classes=10)
     model.fc.weight.data.mul_(scale)
-    writer = Checkpoints(folder / "checkpoints", 1, pytest.fail)
+    writer = CheckpointWriter(folder / "checkpoints", 1, pytest.fail)
     contents = {"model": model.state_dict(), "average": None, "config": config.to_yaml(), "classes": CLASSES}
     writer.save(contents, 7, None)
     writer.wait()

@@ -10,7 +10,7 @@ from harness import Job, Result, environment, pipeline
 from pipeline.cli.main import main
 from pipeline.config.schema import Model
 from pipeline.errors import RequestError
-from pipeline.model.architectures import try_out
+from pipeline.model.architectures import check_shapes
 
 
 @pytest.fixture(scope="session")
@@ -286,10 +286,10 @@ def test_under_torchrun_a_wrong_request_is_said_once_and_nobody_is_waited_for(tm
 )  # fmt: skip
 def test_shapes_that_a_network_cannot_take_are_refused(arch: str, batch: int, size: int, reason: str | None) -> None:
     if reason is None:
-        try_out(Model(arch=arch), 10, batch, size, size)
+        check_shapes(Model(arch=arch), 10, batch, size, size)
     else:
         with pytest.raises(RequestError, match=f"{arch} cannot take passes of {batch} .*{reason}.*augment.size"):
-            try_out(Model(arch=arch), 10, batch, size, size)
+            check_shapes(Model(arch=arch), 10, batch, size, size)
 
 
 @pytest.mark.full

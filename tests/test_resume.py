@@ -15,7 +15,7 @@ from harness import environment
 from pipeline import errors
 from pipeline.config.load import load
 from pipeline.errors import NotFiniteError, RequestError, StorageError, TemporaryError
-from pipeline.operate.launch import _restarted
+from pipeline.operate.launch import _config_after_restart
 from pipeline.record.checkpoint import step_of
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
@@ -75,11 +75,11 @@ def test_a_restart_resumes_from_the_same_checkpoint_until_the_run_has_one_of_its
     run.checkpoints.mkdir(parents=True)
 
     def resumes_from(word: str) -> str:
-        return _restarted(load("digits", [f"run.dir={run.path}", f"run.resume={word}"])).run.resume
+        return _config_after_restart(load("digits", [f"run.dir={run.path}", f"run.resume={word}"])).run.resume
 
     named, (checkpoint,) = str(place.path / "runs/done"), place.checkpoints()
     assert resumes_from(named) == named, "this launch has trained nothing yet"
-    Journal(run.journal, pytest.fail).event("started", launch="launch", checkpoint=checkpoint.name)
+    Journal(run.journal, pytest.fail).log_event("started", launch="launch", checkpoint=checkpoint.name)
     later = checkpoint.with_name(checkpoint.name.replace("-00000001.", "-00000002."))
     shutil.copy(checkpoint, later)
     assert resumes_from(named) == str(checkpoint), "the folder has a newer one by now, the run has saved nothing yet"

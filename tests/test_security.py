@@ -36,7 +36,7 @@ from pipeline.config.schema import Model
 from pipeline.data import manifest
 from pipeline.deploy.k8s import Request, render
 from pipeline.errors import StorageError, TemporaryError
-from pipeline.model.architectures import published_weights, skeleton
+from pipeline.model.architectures import meta_model, pretrained_weights
 from pipeline.preflight.tracker import check_server_answers
 from pipeline.record import checkpoint
 from pipeline.record.folder import RunFolder
@@ -237,7 +237,7 @@ def test_a_logged_model_answers_as_its_checkpoint_and_gives_its_weights(
         said.append(capsys.readouterr().out)
     assert said[0] == said[1]
     options = Model(arch=ARCH, init=uri)
-    read = pretrained.read(options, skeleton(options, len(CLASSES)))
+    read = pretrained.read(options, meta_model(options, len(CLASSES)))
     path = checkpoint.find(run_dir)
     weights = checkpoint.decode(path.read_bytes(), path)["model"]
     assert checkpoint.weights_digest(read) == checkpoint.weights_digest(weights)
@@ -308,7 +308,7 @@ def test_a_run_is_not_sent_where_an_experiment_would_take_the_password(
     (tmp_path / "config.yaml").write_text(load("digits", ["track.experiment=trap"]).to_yaml())
     (tmp_path / "plan.json").write_text("{}")
     journal = Journal(tmp_path / "journal.jsonl", pytest.fail)
-    journal.report(1, {"loss": 1.0})
+    journal.log_metrics(1, {"loss": 1.0})
     with stranger() as (uri, seen):
         client(inside).create_experiment("trap", f"{uri}/api/2.0/mlflow-artifacts/artifacts/x")
         assert main(["sync", str(tmp_path)]) == 2
@@ -333,7 +333,7 @@ def test_a_registry_that_is_broken_or_away_is_one_line(
 
 
 def test_an_archive_of_a_program_gives_its_tensors_or_is_refused(logged: Path, tmp_path: Path) -> None:
-    expected = skeleton(Model(arch=ARCH), len(CLASSES)).state_dict()
+    expected = meta_model(Model(arch=ARCH), len(CLASSES)).state_dict()
     good = logged / "data/model.pt2"
     assert read_weights(good, "model.", expected).keys() == expected.keys()
     changes: dict[str, tuple[bytes, bytes]] = {
@@ -371,14 +371,14 @@ def rewrite(good: Path, to: Path, change: Callable[[bytes], bytes], kind: int = 
 
 @pytest.mark.fault("J5")
 def test_published_weights_in_the_cache_run_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = published_weights("resnet18")["IMAGENET1K_V1"]
+    weights = pretrained_weights("resnet18")["IMAGENET1K_V1"]
     folder = tmp_path / "hub" / "checkpoints"
     folder.mkdir(parents=True)
     torch.save({"conv1.weight": Payload(tmp_path / "executed")}, folder / Path(weights.url).name)
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "hub"))
     options = Model(arch="resnet18", init="IMAGENET1K_V1")
     with pytest.raises(StorageError, match=r"its file in torch's cache \(TORCH_HOME\) is not one of weights"):
-        pretrained.read(options, skeleton(options, 10))
+        pretrained.read(options, meta_model(options, 10))
     assert not (tmp_path / "executed").exists()
 
 
@@ -393,12 +393,12 @@ def test_an_index_that_came_with_the_data_names_nothing_outside_it(name: str, di
     names = [(true.val.name(i), int(true.val.sizes[i]), int(true.val.labels[i])) for i in range(len(true.val))]
     names[0] = (name.encode(), 7, 0)
     folders = {key: (root / key).stat().st_mtime_ns for key in true.folders}
-    false = dataclasses.replace(true, val=manifest.Split.of(names), folders=folders)
-    manifest.store(false, root / manifest.CACHE)
+    false = dataclasses.replace(true, val=manifest.Split.from_entries(names), folders=folders)
+    manifest.save_index(false, root / manifest.CACHE)
     opened = manifest.open_index(root, 0.1, tmp_path / "spare", check_sizes=False)
     assert opened.digest == true.digest
     false = dataclasses.replace(true, val=dataclasses.replace(true.val, labels=true.val.labels + 7), folders=folders)
-    manifest.store(false, root / manifest.CACHE)
+    manifest.save_index(false, root / manifest.CACHE)
     assert manifest.open_index(root, 0.1, tmp_path / "spare", check_sizes=False).digest == true.digest
 
 

@@ -33,10 +33,10 @@ def test_on_a_terminal_progress_is_one_line_that_is_overwritten(monkeypatch: pyt
 
 def test_the_summary_has_colour_on_a_terminal_and_none_with_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
     tty = terminal_of(monkeypatch)
-    make_terminal(is_main=True).summarise({"best": "top-1 0.98"})
+    make_terminal(is_main=True).log_summary({"best": "top-1 0.98"})
     assert "\x1b[1mbest\x1b[0m" in tty.getvalue()
     monkeypatch.setenv("NO_COLOR", "1")
-    make_terminal(is_main=True).summarise({"report": "runs/x/report"})
+    make_terminal(is_main=True).log_summary({"report": "runs/x/report"})
     assert tty.getvalue().endswith("  report  runs/x/report\n")
 
 
@@ -44,7 +44,7 @@ def test_elsewhere_lines_are_plain_and_few(capsys: pytest.CaptureFixture[str]) -
     terminal = make_terminal(is_main=True)
     for step in range(100):
         terminal.progress(f"step {step}")
-    terminal.summarise({"best": "top-1 0.98"})
+    terminal.log_summary({"best": "top-1 0.98"})
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2, "a line every ten seconds"
     assert not [line for line in lines if "\x1b" in line or "\r" in line]
@@ -58,5 +58,5 @@ def test_quiet_ranks_and_those_that_are_not_the_main_one_say_nothing(
         terminal.log("line")
         terminal.show("table")
         terminal.progress("step 1")
-        terminal.summarise({"best": "top-1 0.98"})
+        terminal.log_summary({"best": "top-1 0.98"})
     assert capsys.readouterr().err == ""

@@ -56,7 +56,7 @@ from pipeline.group import Group
 from pipeline.model.architectures import build
 from pipeline.record import checkpoint, provenance
 from pipeline.record.journal import Journal, read
-from pipeline.record.predictions import KeptEvaluation, Predictions, save_evaluation
+from pipeline.record.predictions import Predictions, SavedEvaluation, save_evaluation
 from pipeline.record.trace import Trace
 from pipeline.train import pretrained
 from pipeline.world import World
@@ -465,7 +465,7 @@ def test_a_picture_that_cannot_be_drawn_keeps_nothing_else_back(
     run = trained["none"].job
     run = Job(Path(shutil.copytree(run.folder, tmp_path / "run")), run.arguments)
     one, nothing = np.zeros(1, np.int32), np.empty(0, np.int64)
-    judged = KeptEvaluation(
+    judged = SavedEvaluation(
         Predictions(one + 1, one, one.astype(np.float32)), ["0"], nothing, np.empty((0, 3, 8, 8), np.uint8)
     )
     save_evaluation(run.folder / "report", 8, judged)
@@ -545,8 +545,8 @@ def test_a_torn_line_is_cut_off_and_no_point_is_written_twice(tmp_path: Path) ->
     path = tmp_path / "journal.jsonl"
     journal = Journal(path, pytest.fail)
     for step in range(1, 4):
-        journal.report(step, {"loss": 1 / step, "bad": float("nan")})
-    journal.report(3, {"loss": 9.0, "top1": 0.5})
+        journal.log_metrics(step, {"loss": 1 / step, "bad": float("nan")})
+    journal.log_metrics(3, {"loss": 9.0, "top1": 0.5})
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"time": 1, "step": 4, "metr')
     assert b"".join(json.dumps(row).encode() + b"\n" for row, _ in read(path)) == whole
@@ -555,7 +555,7 @@ def test_a_torn_line_is_cut_off_and_no_point_is_written_twice(tmp_path: Path) ->
     assert path.read_bytes() == whole
     assert again.run_id == journal.run_id
     for step in range(2, 6):
-        again.report(step, {"loss": 7.0})
+        again.log_metrics(step, {"loss": 7.0})
     assert [(row["step"], row["metrics"]) for row in read_rows(path) if "step" in row] == [
         (1, {"loss": 1.0}), (2, {"loss": 0.5}), (3, {"loss": 1 / 3}), (3, {"top1": 0.5}),
         (4, {"loss": 7.0}), (5, {"loss": 7.0}),
@@ -567,16 +567,16 @@ def test_rows_that_a_full_disk_refuses_are_written_once_there_is_room(small_disk
     journal, trace = Journal(small_disk / "journal.jsonl", complaints.append), Trace(small_disk / "trace.jsonl", 0)
     (small_disk / "filler").write_bytes(bytes(48 << 10))  # two pages of sixteen are left beside the two files
     for step in range(1, 101):
-        journal.report(step, {"loss": step / 7})
-        trace.update(step, 0, list(range(50)), "0" * 64)
+        journal.log_metrics(step, {"loss": step / 7})
+        trace.append(step, 0, list(range(50)), "0" * 64)
         seen = read_rows(small_disk / "journal.jsonl")
         assert [row["step"] for row in seen if "step" in row] == list(range(1, len(seen)))
     assert len(read_rows(small_disk / "trace.jsonl")) < 100
     assert len(complaints) == 1
     assert "No space left" in complaints[0]
     (small_disk / "filler").unlink()
-    journal.event("ended")
-    trace.update(101, 0, [], "")
+    journal.log_event("ended")
+    trace.append(101, 0, [], "")
     assert [row["step"] for row in read_rows(small_disk / "journal.jsonl")[1:-1]] == list(range(1, 101))
     assert [row["step"] for row in read_rows(small_disk / "trace.jsonl")] == list(range(1, 102))
     assert len(complaints) == 1

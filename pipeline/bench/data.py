@@ -35,7 +35,7 @@ from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.data import manifest
 from pipeline.data.access import check_folder
-from pipeline.data.augment import draw
+from pipeline.data.augment import draw_crop
 from pipeline.data.images import decode
 from pipeline.data.loader import TrainBatches, batches
 from pipeline.data.order import Order
@@ -251,7 +251,7 @@ def _pixel_diff(root: Path, dataset: TrainBatches, config: Config) -> float:
     for sample, pixels in zip(batch.ids.tolist()[:_COMPARED_IMAGES], batch.images, strict=False):
         with Image.open(root / dataset.images.name(sample)) as file:
             image = file.convert("RGB")
-        (top, left, height, width), is_flipped = draw(
+        (top, left, height, width), is_flipped = draw_crop(
             image.height, image.width, config.augment, config.run.seed, (0, sample, 0)
         )
         expected = np.asarray(transforms.functional.resized_crop(image, top, left, height, width, [_SIZE, _SIZE]))

@@ -124,8 +124,8 @@ def bench_track(overrides: list[str], rounds: int, steps: int, *, as_json: bool)
         atomic_write(folder.config, config.to_yaml().encode())
         journal = Journal(folder.journal, lambda _: None)
         tracker = sender.start(config, folder)
-        tracker.wait_ready()
-        silent = replace(plan, report_every=plan.last_step)
+        tracker.wait_until_ready()
+        silent = replace(plan, log_every=plan.last_step)
         timer = make_timer(group.device)
         reference = Row("reference", timed(_our_loop, config, silent, group, source, repeat(batch), None))
         tracked = Row(
@@ -134,12 +134,12 @@ def bench_track(overrides: list[str], rounds: int, steps: int, *, as_json: bool)
         before = tracker.cpu_seconds()
         interleave([reference, tracked], rounds)
         sender_seconds = tracker.cpu_seconds() - before
-        if not tracker.finish(lambda _: None):
+        if not tracker.close(lambda _: None):
             raise TemporaryError("MLflow did not receive every row, so the result would be wrong: try again")
     seconds_per_step = timer.seconds["tracking"] / (rounds + 1) / steps
     sender_share = sender_seconds / sum(plan.global_batch * steps / speed for speed in tracked.speeds)
     tracked.remark = f"{1000 * seconds_per_step:.2f} ms per step in the loop, {sender_share:.1%} of a CPU in the sender"
-    details = f"metrics every {plan.report_every} steps, {group.device}"
+    details = f"metrics every {plan.log_every} steps, {group.device}"
     return show(_title(config, plan, details, rounds, steps), [reference, tracked], as_json=as_json)
 
 
@@ -170,7 +170,7 @@ def bench_comm(overrides: list[str], rounds: int, steps: int, *, as_json: bool) 
             )
             rows.append(Row(name, loop, rows[0] if rows else None))
         interleave(rows, rounds)
-    group.finish()
+    group.shutdown()
     details = f"{place.size} processes, {exact.exact.shards} shards, {device}"
     return show(_title(config, plan, details, rounds, steps), rows, as_json=as_json)
 
@@ -294,5 +294,5 @@ class JournalOnly(NullRecords):
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
 
-    def metrics(self, step: int, metrics: dict[str, float]) -> None:
-        self._journal.report(step, metrics)
+    def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
+        self._journal.log_metrics(step, metrics)

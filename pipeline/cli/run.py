@@ -121,12 +121,12 @@ def _add_plan(commands: Commands) -> None:
 
 def _plan(options: argparse.Namespace) -> str:
     from pipeline.config.load import load
-    from pipeline.data.sources import size_of
+    from pipeline.data.sources import data_size
     from pipeline.plan import make_plan, memory_row
 
     config = load(options.recipe, options.overrides)
     this_machine = world.World(cpus=machine.available_cpus(), has_gpu=machine.has_gpu())
-    plan = make_plan(config, this_machine.resized(options.world, options.nodes), size_of(config))
+    plan = make_plan(config, this_machine.resized(options.world, options.nodes), data_size(config))
 
     from pipeline.model.architectures import count_parameters  # imports torch: last, so that errors come at once
 

@@ -24,7 +24,7 @@ from pydantic import (
 
 from pipeline.config.credentials import without_password
 
-REGISTRY = "models:/"
+MODEL_URI_PREFIX = "models:/"
 """Prefix of a model's URI in MLflow's registry."""
 
 Unit = Literal["epochs", "steps", "%"]

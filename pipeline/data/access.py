@@ -51,7 +51,7 @@ def classify(path: bytes, error: OSError) -> UnreadableError | OutageError:
     It is the file's own defect if its folder can be listed and the file still cannot be opened. An
     unmounted volume leaves no folder, or an empty one.
     """
-    if not is_outage(error) and holds_something(os.path.dirname(os.path.realpath(path))):
+    if not is_outage(error) and is_non_empty_folder(os.path.dirname(os.path.realpath(path))):
         try:
             open(path, "rb", buffering=0).close()  # the storage may be back by now
         except OSError as again:
@@ -60,7 +60,7 @@ def classify(path: bytes, error: OSError) -> UnreadableError | OutageError:
     return outage(path, error)
 
 
-def holds_something(folder: bytes | Path) -> bool:
+def is_non_empty_folder(folder: bytes | Path) -> bool:
     """Return whether the folder exists, can be listed and is not empty."""
     try:
         with os.scandir(folder) as entries:

@@ -38,8 +38,8 @@ def augment(picture: Picture, options: Augment, size: int, seed: int, key: Sampl
 
     Raises BadImageError if the crop cannot be decoded.
     """
-    box, is_flipped = draw(picture.height, picture.width, options, seed, key)
-    crop = resized(picture.region(*box), size, size)
+    box, is_flipped = draw_crop(picture.height, picture.width, options, seed, key)
+    crop = resize_image(picture.region(*box), size, size)
     crop = crop.flip(-1) if is_flipped else crop
     chosen = _transforms(options)
     if not chosen:
@@ -66,7 +66,7 @@ def _transforms(options: Augment) -> tuple[Callable[[Tensor], Tensor], ...]:
     return tuple(chosen)
 
 
-def draw(
+def draw_crop(
     height: int, width: int, options: Augment, seed: int, key: tuple[int, int, int]
 ) -> tuple[tuple[int, int, int, int], bool]:
     """Draw the crop of a sample: return (top, left, height, width), and whether it is flipped.
@@ -85,7 +85,7 @@ def _address(key: tuple[int, int, int]) -> tuple[int, ...]:
     return (epoch, sample, view) if view else (epoch, sample)
 
 
-def centre(pixels: Tensor, size: int, resize: int) -> Tensor:
+def center_crop(pixels: Tensor, size: int, resize: int) -> Tensor:
     """Resize the shorter side to `resize` and return the central square, [3, size, size] uint8.
 
     pixels: [3, H, W] uint8. A `resize` below `size` counts as `size`.
@@ -94,7 +94,7 @@ def centre(pixels: Tensor, size: int, resize: int) -> Tensor:
     pixels = _central(pixels, min(pixels.shape[1], longest), min(pixels.shape[2], longest))
     height, width = pixels.shape[1:]
     scale = max(resize, size) / min(height, width)
-    pixels = resized(pixels, max(size, round(height * scale)), max(size, round(width * scale)))
+    pixels = resize_image(pixels, max(size, round(height * scale)), max(size, round(width * scale)))
     return _central(pixels, size, size)
 
 
@@ -131,7 +131,7 @@ def _crop_box(height: int, width: int, options: Augment, draws: list[float]) -> 
     return (height - h) // 2, (width - w) // 2, h, w
 
 
-def resized(pixels: Tensor, height: int, width: int) -> Tensor:
+def resize_image(pixels: Tensor, height: int, width: int) -> Tensor:
     """Return `pixels` [3, H, W] uint8 resized to [3, height, width], bilinear with antialiasing."""
     if pixels.shape[1:] == (height, width):
         return pixels

@@ -201,4 +201,6 @@ def _split(entries: list[tuple[str, int, int, int]]) -> Split:
     """Return the split of (name, bytes, label, offset) entries, in any order."""
     entries = sorted(entries)
     places = np.array([(0, offset, 0) for _, _, _, offset in entries], np.int64).ravel()
-    return replace(Split.of([(name.encode(), size, label) for name, size, label, _ in entries]), places=places)
+    return replace(
+        Split.from_entries([(name.encode(), size, label) for name, size, label, _ in entries]), places=places
+    )

@@ -88,7 +88,7 @@ class Split:
         return True
 
     @classmethod
-    def of(cls, entries: list[tuple[bytes, int, int]], sums: dict[bytes, bytes] | None = None) -> "Split":
+    def from_entries(cls, entries: list[tuple[bytes, int, int]], sums: dict[bytes, bytes] | None = None) -> "Split":
         """Return the split of (name, size, label) entries; sample ids follow the sorted names."""
         entries = sorted(entries)
         all_sums = b"" if sums is None else b"".join(sums.get(name, bytes(32)) for name, _, _ in entries)

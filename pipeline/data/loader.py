@@ -31,10 +31,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from pipeline.config.schema import Config
 from pipeline.data.access import OutageError, UnreadableError
-from pipeline.data.augment import SampleKey, augment, centre, evaluation_geometry
+from pipeline.data.augment import SampleKey, augment, center_crop, evaluation_geometry
 from pipeline.data.batch import NO_LABEL, Batch, Defect
 from pipeline.data.images import BadImageError, Picture, decode
-from pipeline.data.mix import WIDTH, draw_mix
+from pipeline.data.mix import MIX_COLUMNS, draw_mix
 from pipeline.data.order import Order
 from pipeline.data.shared_memory import Allocate, SharedBatches, SlotDataset, exit_worker
 from pipeline.data.sources import Images
@@ -176,7 +176,7 @@ class EvalBatches(SlotDataset):
         outage = None
         for row, sample in enumerate(ids.tolist()):
             try:
-                pixels[row] = centre(decode(self._reader.read(sample)), size, resize)
+                pixels[row] = center_crop(decode(self._reader.read(sample)), size, resize)
                 labels[row] = self.images.label(sample)
             except (BadImageError, UnreadableError) as error:
                 pixels[row] = 0
@@ -185,7 +185,7 @@ class EvalBatches(SlotDataset):
                 outage = error
                 break
         digests = torch.empty((0, 32), dtype=torch.uint8)
-        return Batch(pixels, labels, ids, digests, torch.empty((0, WIDTH)), defects, outage)
+        return Batch(pixels, labels, ids, digests, torch.empty((0, MIX_COLUMNS)), defects, outage)
 
 
 def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, *, pin: bool) -> Iterator[Batch]:

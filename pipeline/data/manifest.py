@@ -45,11 +45,11 @@ def open_index(root: Path, val_split: float, spare: Path, *, check_sizes: bool) 
         if cached.val_split == val_split and _is_current(cached, root, check_sizes):
             return cached
     index = scan(root, val_split)
-    store(index, root / CACHE, spare)
+    save_index(index, root / CACHE, spare)
     return index
 
 
-def store(index: Index, *folders: Path) -> None:
+def save_index(index: Index, *folders: Path) -> None:
     """Save the index in the first of the folders that can be written. If none can, log why."""
     data = index.to_bytes()
     failures = []
@@ -67,7 +67,7 @@ def store(index: Index, *folders: Path) -> None:
     )
 
 
-def remembered(root: Path, spare: Path, digest: str) -> Index | None:
+def find_cached_index(root: Path, spare: Path, digest: str) -> Index | None:
     """Return the index that had this digest if it is still cached, to say what changed since."""
     return next((index for index in _cached(root, spare) if index.digest == digest), None)
 
@@ -138,8 +138,8 @@ def scan(root: Path, val_split: float) -> Index:
     if len(classes) < 2:
         raise RequestError(f"data.root={root} holds one class folder, {show(classes[0])}/: at least two are needed")
     index = Index(
-        Split.of(entries["train"], sums),
-        Split.of(entries["val"], sums),
+        Split.from_entries(entries["train"], sums),
+        Split.from_entries(entries["val"], sums),
         tuple(show(name) for name in classes),
         sums_digest,
         folders,
@@ -187,7 +187,7 @@ def scan_validation(root: Path, classes: tuple[str, ...], held_out: float) -> Sp
         raise _unreadable(root, error) from None
     if not entries:
         raise RequestError(f"data.root={root} holds no image to evaluate the model on")
-    return Split.of(entries)
+    return Split.from_entries(entries)
 
 
 def _unreadable(root: Path, error: OSError) -> RunError:

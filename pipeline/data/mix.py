@@ -19,7 +19,7 @@ from torch import Tensor
 from pipeline.config.schema import Augment
 from pipeline.randomness import derive
 
-WIDTH = 5
+MIX_COLUMNS = 5
 """Columns of a row: the partner's weight, and its box (top, left, bottom, right), each in 0..1."""
 
 
@@ -30,8 +30,8 @@ def draw_mix(options: Augment, seed: int, step: int, first: int, count: int) -> 
     """
     kinds = [kind for kind, alpha in (("mixup", options.mixup), ("cutmix", options.cutmix)) if alpha]
     if not kinds:
-        return torch.empty((0, WIDTH))
-    rows = np.empty((count, WIDTH), np.float32)
+        return torch.empty((0, MIX_COLUMNS))
+    rows = np.empty((count, MIX_COLUMNS), np.float32)
     for row in range(0, count, 2):
         draw = np.random.Generator(np.random.PCG64(derive(seed, "mix", step, (first + row) // 2)))
         if kinds[int(draw.integers(len(kinds)))] == "mixup":
@@ -43,19 +43,19 @@ def draw_mix(options: Augment, seed: int, step: int, first: int, count: int) -> 
     return torch.from_numpy(rows)
 
 
-def partners(tensor: Tensor) -> Tensor:
+def swap_partners(tensor: Tensor) -> Tensor:
     """Return `tensor` with the rows of each pair swapped: row i is that of i's partner."""
     return tensor.view(-1, 2, *tensor.shape[1:]).flip(1).flatten(0, 1)
 
 
-def mixed(images: Tensor, mix: Tensor) -> Tensor:
+def mix_images(images: Tensor, mix: Tensor) -> Tensor:
     """Return the mixed images, [B, 3, H, W] float. mix: [B, 5] on the same device."""
     rows, columns = _box_masks(mix, *images.shape[2:])
     weight = mix[:, 0, None, None, None] * rows[:, None, :, None] * columns[:, None, None, :]
-    return images.lerp(partners(images), weight.to(images.dtype))
+    return images.lerp(swap_partners(images), weight.to(images.dtype))
 
 
-def own_shares(mix: Tensor, height: int, width: int) -> Tensor:
+def own_label_weights(mix: Tensor, height: int, width: int) -> Tensor:
     """Return the weight of each image's own label, [B], by the pixels that its partner covers."""
     rows, columns = _box_masks(mix, height, width)
     return 1 - mix[:, 0] * rows.float().mean(1) * columns.float().mean(1)

@@ -111,7 +111,7 @@ def data_root(config: Config) -> Path:
     return Path(config.data.root or DIGITS_ROOT)
 
 
-def size_of(config: Config) -> DataSize:
+def data_size(config: Config) -> DataSize:
     """Return the size of the data, also if the digits are not made yet."""
     if config.data.source == "digits" and _is_absent(data_root(config)):
         return DIGITS_SIZE
@@ -133,7 +133,7 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
         _ensure_digits(config, root)
         index = open_index(root, config.data.val_split, config.run_dir / "index", check_sizes=check_sizes)
     check_train_classes(index, root)  # an earlier version may have cached an index with such a class
-    return of_index(root, index)
+    return source_from_index(root, index)
 
 
 def open_validation(
@@ -158,7 +158,7 @@ def open_validation(
     root = data_root(config)
     if config.data.source == "pack":
         index = pack.open_index(root)
-        source = of_index(root, replace(index, val=_relabel_validation(index, classes), classes=classes))
+        source = source_from_index(root, replace(index, val=_relabel_validation(index, classes), classes=classes))
         return source, f"the {len(source.val):,} held-out images of the pack {root}"
     _ensure_digits(config, root)
     held_out = 1.0
@@ -179,7 +179,7 @@ def open_validation(
             " (it is not the data of the training; data.val_split=SHARE would hold a share out)"
         )
     split = scan_validation(root, classes, held_out)
-    source = of_index(root, Index(Split.of([]), split, classes))
+    source = source_from_index(root, Index(Split.from_entries([]), split, classes))
     return source, description.format(count=f"{len(split):,}", root=root)
 
 
@@ -226,7 +226,7 @@ def _is_absent(root: Path) -> bool:
     return False
 
 
-def of_index(root: Path, index: Index) -> Source:
+def source_from_index(root: Path, index: Index) -> Source:
     """Return the images that `index` lists: of a pack if it holds places, else of a folder."""
     train: Images
     val: Images

@@ -31,13 +31,13 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def try_out(options: Model, num_classes: int, batch: int, size: int, eval_size: int) -> None:
+def check_shapes(options: Model, num_classes: int, batch: int, size: int, eval_size: int) -> None:
     """Try a training and an evaluation pass on the meta device, which computes only shapes.
 
     Raises RequestError if torchvision does not have the model, or if the images or the batch are
     too small for it.
     """
-    model = skeleton(options, num_classes)
+    model = meta_model(options, num_classes)
     with torch.device("meta"), torch.no_grad():
         for key, images, side in (("augment.size", batch, size), ("evaluate.size", 2, eval_size)):
             model.train(key == "augment.size")
@@ -51,7 +51,7 @@ def try_out(options: Model, num_classes: int, batch: int, size: int, eval_size: 
                 ) from None
 
 
-def published_weights(arch: str) -> dict[str, Any]:
+def pretrained_weights(arch: str) -> dict[str, Any]:
     """Return torchvision's pretrained weights of an architecture, by name."""
     return {} if arch in _OWN_MODELS else dict(torchvision.models.get_model_weights(arch).__members__)
 
@@ -74,10 +74,10 @@ def build(options: Model, num_classes: int) -> nn.Module:
 
 def count_parameters(options: Model, num_classes: int) -> int:
     """Return the number of parameters of the model, without allocating them."""
-    return sum(param.numel() for param in skeleton(options, num_classes).parameters())
+    return sum(param.numel() for param in meta_model(options, num_classes).parameters())
 
 
-def skeleton(options: Model, num_classes: int) -> nn.Module:
+def meta_model(options: Model, num_classes: int) -> nn.Module:
     """Return the model on the meta device: shapes without values."""
     try:
         with torch.device("meta"):
@@ -113,7 +113,7 @@ class Normalise:
         return images.to(torch.float32, memory_format=self._format).sub_(self._mean).mul_(self._scale)
 
 
-class Served(nn.Module):
+class ExportedModel(nn.Module):
     """The model for export, with normalisation and softmax."""
 
     def __init__(self, model: nn.Module) -> None:

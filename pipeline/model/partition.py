@@ -20,7 +20,7 @@ from torchvision import models
 
 from pipeline.config.schema import Model
 from pipeline.errors import RequestError
-from pipeline.model.architectures import skeleton
+from pipeline.model.architectures import meta_model
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ _LAYERS: dict[type[nn.Module], tuple[str | Layer, ...]] = {
 }  # fmt: skip
 
 
-class Part(nn.Module):
+class StageModule(nn.Module):
     """A stage: some layers of a model, with their inputs and outputs contiguous."""
 
     def __init__(self, model: nn.Module, layers: list[Layer]) -> None:
@@ -83,12 +83,12 @@ class Part(nn.Module):
         return _contiguous(x)
 
 
-def try_to_cut(options: Model, num_classes: int, count: int, size: int) -> None:
+def check_stages(options: Model, num_classes: int, count: int, size: int) -> None:
     """Raise RequestError if the model cannot be split into `count` stages; allocates no weights."""
-    cut(skeleton(options, num_classes), options.arch, count, size)
+    split_into_stages(meta_model(options, num_classes), options.arch, count, size)
 
 
-def cut(model: nn.Module, arch: str, count: int, size: int) -> list[list[Layer]]:
+def split_into_stages(model: nn.Module, arch: str, count: int, size: int) -> list[list[Layer]]:
     """Return the layers of `count` stages with the smallest possible maximum of FLOPs.
 
     size: side of the images, in pixels. Raises RequestError if the model cannot be split so.
@@ -105,7 +105,7 @@ def cut(model: nn.Module, arch: str, count: int, size: int) -> list[list[Layer]]
     ]
 
 
-def drop(model: nn.Module, layers: list[Layer]) -> None:
+def remove_layers(model: nn.Module, layers: list[Layer]) -> None:
     """Remove the weights of `layers` from the model, in place."""
     modules = dict(model.named_modules())
     for name in [name for layer in layers for name in layer.owns]:
@@ -158,7 +158,7 @@ def _flops(model: nn.Module, units: list[list[Layer]], size: int) -> list[int]:
     with torch.no_grad():
         for unit in units:
             with FlopCounterMode(display=False) as counter:
-                x = Part(model, unit).eval()(x)
+                x = StageModule(model, unit).eval()(x)
             flops.append(counter.get_total_flops())
     model.train(was_training)
     return flops

@@ -121,7 +121,7 @@ def check(root: Path, val_split: float, *, write_sums: bool) -> str:
         raise RequestError(f"{root} is read-only: --write-sums needs to write {checksums.SUMS} there")
     index = manifest.scan(root, val_split)
     # a file fixed in place changes no folder's time: training would use an older cached index
-    manifest.store(index, root / manifest.CACHE)
+    manifest.save_index(index, root / manifest.CACHE)
     has_sums = (root / checksums.SUMS).exists() and not write_sums
     defects = dict(checksums.check_sums(root, index)) if has_sums else {}
     for name, defect in _undecodable(root, index):
@@ -163,7 +163,7 @@ def _undecodable(root: Path, index: Index) -> Iterator[tuple[str, str]]:
     from pipeline.data.images import BadImageError, decode
     from pipeline.machine import available_cpus
 
-    source = sources.of_index(root, index)
+    source = sources.source_from_index(root, index)
 
     def defect(images: sources.Images, i: int) -> str | None:
         try:

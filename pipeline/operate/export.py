@@ -42,7 +42,7 @@ def export(target: Path, format_name: str, out: Path | None, overrides: list[str
         )
 
     from pipeline.config.load import from_yaml, refuse_another_model
-    from pipeline.model.architectures import Served
+    from pipeline.model.architectures import ExportedModel
     from pipeline.record import checkpoint
 
     source = checkpoint.find(target)
@@ -52,7 +52,7 @@ def export(target: Path, format_name: str, out: Path | None, overrides: list[str
     refuse_another_model(trained, config, str(source))
     model = checkpoint.eval_model(contents, config.model)
     pixels, description = _comparison_images(config, contents, trained, overrides)
-    served = Served(model).eval()
+    served = ExportedModel(model).eval()
 
     folder = source.absolute().parent
     run = folder.parent if folder.name == "checkpoints" else folder
@@ -146,7 +146,7 @@ def _write_onnx(served: "nn.Module", pixels: "Tensor", path: Path) -> Predictor:
 def _write_safetensors(model: "nn.Module", config: "Config", contents: dict[str, Any], path: Path) -> Predictor:
     from safetensors.torch import load_file, save_file
 
-    from pipeline.model.architectures import Served, build
+    from pipeline.model.architectures import ExportedModel, build
 
     metadata = {
         "arch": config.model.arch,
@@ -157,4 +157,4 @@ def _write_safetensors(model: "nn.Module", config: "Config", contents: dict[str,
     save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path, metadata)
     loaded = build(config.model, len(contents["classes"]))
     loaded.load_state_dict(load_file(path))
-    return Served(loaded).eval()
+    return ExportedModel(loaded).eval()

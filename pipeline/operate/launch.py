@@ -48,7 +48,7 @@ def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopReques
         return start_processes(nproc, ["train", recipe, *overrides])
     prepare = None
     if here.is_main:
-        config = _restarted(config)
+        config = _config_after_restart(config)
         source, plan = check_request(config, here, folder)
         folder.hold()
         if config.run.resume == "never":
@@ -84,7 +84,7 @@ def _prepare(config: Config, folder: RunFolder, source: Source, plan: Plan) -> "
     return Prepared(source, found, request.check_model_builds(config, plan, is_resumed=found is not None))
 
 
-def _restarted(config: Config) -> Config:
+def _config_after_restart(config: Config) -> Config:
     """Return the configuration, with run.resume changed if the launcher has restarted the run.
 
     run.resume applies to the launcher's first start. A restart resumes from what the run has saved

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from pipeline.data import jpeg_restarts, manifest, sources
 from pipeline.data.access import UnreadableError, check_folder
-from pipeline.data.augment import resized
+from pipeline.data.augment import resize_image
 from pipeline.data.images import BadImageError, Picture, decode
 from pipeline.data.index import MISSING, Index, Split
 from pipeline.data.pack import FORMAT, INDEX, SUMMARY, Level, open_index, read_summary, shard_name
@@ -86,7 +86,7 @@ def pack(root: Path, out: Path, level: str, val_split: float) -> str:
     """Pack the image folder `root` into `out`, or resume that. Return a line about the pack."""
     Level.parse(level)  # refuse a wrong level before a long scan
     check_folder(root, str(root), "name an image folder")
-    return pack_source(sources.of_index(root, manifest.scan(root, val_split)), out, level)
+    return pack_source(sources.source_from_index(root, manifest.scan(root, val_split)), out, level)
 
 
 def pack_source(source: Source, out: Path, level_text: str) -> str:
@@ -323,9 +323,9 @@ def _downscale(pixels: Tensor, scale: float) -> Tensor:
     if scale >= 1:
         return pixels
     height, width = (max(1, round(side * scale)) for side in pixels.shape[1:])
-    return resized(pixels, height, width)
+    return resize_image(pixels, height, width)
 
 
 def _mean_difference(before: Tensor, after: Tensor) -> float:
-    first, second = (resized(pixels, _COMPARED, _COMPARED).float() for pixels in (before, after))
+    first, second = (resize_image(pixels, _COMPARED, _COMPARED).float() for pixels in (before, after))
     return float((first - second).abs().mean())

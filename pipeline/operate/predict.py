@@ -20,7 +20,7 @@ from torch import nn
 
 from pipeline import world
 from pipeline.config.load import from_yaml
-from pipeline.config.schema import REGISTRY, Config
+from pipeline.config.schema import MODEL_URI_PREFIX, Config
 from pipeline.data.batch import NO_LABEL, Batch
 from pipeline.data.index import MISSING, Split
 from pipeline.data.loader import EvalBatches, batches
@@ -28,10 +28,10 @@ from pipeline.data.manifest import EXTENSIONS
 from pipeline.data.sources import FolderImages
 from pipeline.device import choose_device
 from pipeline.errors import NotFiniteError, RequestError, StorageError
-from pipeline.model.architectures import Served
+from pipeline.model.architectures import ExportedModel
 from pipeline.plan import share_resources
 from pipeline.record import checkpoint
-from pipeline.record.contact_sheet import Tile, draw_sheet
+from pipeline.record.contact_sheet import Tile, draw_contact_sheet
 from pipeline.record.terminal import Terminal
 
 _TOP_K = 5
@@ -91,7 +91,7 @@ def predict(target: str, paths: list[str], *, as_json: bool, sheet: Path | None)
         raise StorageError(f"{image}: {defect}{others}")
     if sheet:
         try:
-            draw_sheet(sheet, tiles, target)
+            draw_contact_sheet(sheet, tiles, target)
         except (OSError, ValueError) as error:
             raise RequestError(f"--sheet {sheet} cannot be written ({error}): give a file that ends in .png") from None
     return _json(predictions, bad) if as_json else _table(predictions)
@@ -133,7 +133,7 @@ def _list_images(paths: list[str]) -> Split:
             names.add(path)
     if not names:
         raise RequestError(f"no image in {', '.join(paths)}: give image files, or folders with images")
-    return Split.of([(os.fsencode(name), _size(name), 0) for name in names])
+    return Split.from_entries([(os.fsencode(name), _size(name), 0) for name in names])
 
 
 def _size(name: str) -> int:
@@ -144,7 +144,7 @@ def _size(name: str) -> int:
 
 
 def _load_classifier(target: str) -> Classifier:
-    if target.startswith(REGISTRY):
+    if target.startswith(MODEL_URI_PREFIX):
         from pipeline.record.mlflow.registry import fetch_model
 
         contents = fetch_model(target)
@@ -152,7 +152,7 @@ def _load_classifier(target: str) -> Classifier:
         contents = checkpoint.read_model(checkpoint.find(Path(target)))
     config = from_yaml(contents["config"], target, _MACHINE_OVERRIDES)
     model = checkpoint.eval_model(contents, config.model)
-    return Classifier(Served(model).eval(), config, contents["classes"])
+    return Classifier(ExportedModel(model).eval(), config, contents["classes"])
 
 
 def _json(predictions: list[Prediction], bad: dict[str, str]) -> str:

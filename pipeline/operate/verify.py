@@ -192,8 +192,10 @@ def _compare(receipt: dict[str, Any], new_receipt: dict[str, Any], folder: RunFo
         digest = f", weights={compared[-1]['weights']}" if compared else ""
         return f"identical: {counts} up to step {max([*(row['step'] for row in compared), *steps])}{digest}"
     if tensor_difference is None and steps:
-        listed = ", ".join(map(str, steps))
-        tensor_difference = f"the checkpoints of steps {listed} are identical, so the receipt does not belong to them"
+        list_checkpoints = ", ".join(map(str, steps))
+        tensor_difference = (
+            f"the checkpoints of steps {list_checkpoints} are identical, so the receipt does not belong to them"
+        )
     elif tensor_difference is None:
         tensor_difference = "no step has a checkpoint in both runs, so no tensor can be named"
     parts = [row_difference] if row_difference else []
@@ -203,9 +205,9 @@ def _compare(receipt: dict[str, Any], new_receipt: dict[str, Any], folder: RunFo
 
 def _checkpoints(folder: RunFolder) -> dict[int, Path]:
     """Return the checkpoints by step: the newest if there are several of one step."""
-    from pipeline.record.checkpoint import listed, step_of
+    from pipeline.record.checkpoint import list_checkpoints, step_of
 
-    return {step_of(path): path for path in reversed(listed(folder.checkpoints))}
+    return {step_of(path): path for path in reversed(list_checkpoints(folder.checkpoints))}
 
 
 def _first_difference(old_path: Path, new_path: Path) -> str | None:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config.schema import Config
-from pipeline.group import Group, Pending
+from pipeline.group import Group, Work
 from pipeline.parallel.strategy import Strategy
 from pipeline.plan import Plan
 
@@ -78,7 +78,7 @@ class ExactStrategy(Strategy):
         self._buffers_before: list[Tensor] = []
         size = sum(buffer.numel() for buffer in self._averaged)
         self._statistics = torch.zeros(size, dtype=torch.int64, device=group.device)
-        self._pending: list[Pending] = []
+        self._pending: list[Work] = []
         self._is_last_pass = False
         self._overflow = torch.zeros((), dtype=torch.bool, device=group.device)
         self._smallest = torch.full((), torch.inf, device=group.device)

@@ -33,7 +33,7 @@ from pipeline.config.schema import Config
 from pipeline.group import Group
 from pipeline.model.architectures import parameter_groups
 from pipeline.model.loss import Targets, classification_loss
-from pipeline.model.partition import Part, cut, drop
+from pipeline.model.partition import StageModule, remove_layers, split_into_stages
 from pipeline.parallel.strategy import Strategy, autocast, map_tensors
 from pipeline.plan import Plan
 
@@ -57,10 +57,10 @@ class StagesStrategy(Strategy):
         self._dp_group = _join_one_of([ranks[stage :: plan.stages] for stage in range(plan.stages)], timeout)
         self._state_names = list(model.state_dict())
         self._names = _optimizer_names(model)
-        parts = cut(model, config.model.arch, plan.stages, plan.image_size)
+        parts = split_into_stages(model, config.model.arch, plan.stages, plan.image_size)
         self._links = parts.pop(self._stage)
         for links in parts:
-            drop(model, links)
+            remove_layers(model, links)
         self._local_names = _optimizer_names(model)
         self._autocast = partial(autocast, group.device, config.train.precision)
         part = _AutocastStage(model, self._links)
@@ -95,7 +95,7 @@ class StagesStrategy(Strategy):
 
     def make_predictor(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
         # each process's batch is one micro-batch, and all have one size
-        schedule = ScheduleGPipe(self._pipeline(Part(model, self._links)), self._count)
+        schedule = ScheduleGPipe(self._pipeline(StageModule(model, self._links)), self._count)
 
         def predict(pixels: Tensor) -> Tensor:
             padded = pixels.new_zeros((self._eval_batch, *pixels.shape[1:]))
@@ -142,7 +142,7 @@ class StagesStrategy(Strategy):
                 local[key] = full and {name: tensor for name, tensor in full.items() if name in names}
         return local
 
-    def _pipeline(self, part: Part) -> PipelineStage:
+    def _pipeline(self, part: StageModule) -> PipelineStage:
         return PipelineStage(part, self._stage, self._count, self.group.device, group=self._pp_group)
 
     def _run_schedule(self, schedule: Any, images: Tensor, share: int, rows: Tensor | None = None) -> Tensor:
@@ -186,7 +186,7 @@ class StagesStrategy(Strategy):
             gradient.copy_(mean.view(gradient.shape))
 
 
-class _AutocastStage(Part):
+class _AutocastStage(StageModule):
     """A stage whose forward pass runs in the precision of training."""
 
     autocast: Callable[[], AbstractContextManager[None]] = nullcontext

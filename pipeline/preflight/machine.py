@@ -47,7 +47,7 @@ def check_memory(plan: Plan) -> str:
     """Check that memory is enough for the processes, their workers and the batches in /dev/shm."""
     available = machine.available_memory()
     workers = plan.workers * plan.local_world
-    needed = plan.local_world * _PROCESS_BYTES + workers * _WORKER_BYTES + plan.batches_ahead_bytes
+    needed = plan.local_world * _PROCESS_BYTES + workers * _WORKER_BYTES + plan.prefetch_bytes
     if available is None:
         return f"about {needed / _GIB:.1f} GiB needed"
     if needed > available:
@@ -68,12 +68,12 @@ def check_shared_memory_exists(plan: Plan, here: World) -> str:
         )
     if here.shared_memory is None:
         return "not needed without loader workers"
-    return f"{plan.batches_ahead_bytes / _MIB:,.1f} of {here.shared_memory / _MIB:,.0f} MiB needed"
+    return f"{plan.prefetch_bytes / _MIB:,.1f} of {here.shared_memory / _MIB:,.0f} MiB needed"
 
 
 def check_disk_speed(folder: RunFolder) -> str:
     """Check that the disk of run.dir stores 8 MiB, synced, at an acceptable speed."""
-    place = folder.place()
+    place = folder.nearest_existing()
     probe = place / f".doctor-{uuid.uuid4().hex}"
     start = time.perf_counter()
     try:
@@ -100,7 +100,7 @@ def check_run_folder_is_shared(folder: RunFolder, here: World) -> str:
     """Check that run.dir is on a file system that all machines of the job can mount."""
     if here.size == here.local_size:
         return "one machine: run.dir need not be shared"
-    place = folder.place()
+    place = folder.nearest_existing()
     kind = _file_system(place)
     if kind in _LOCAL_FILE_SYSTEMS:
         raise TemporaryError(
@@ -119,7 +119,7 @@ def check_disk_space(config: Config, plan: Plan, folder: RunFolder) -> str:
     checkpoint_bytes = 4 * copies * count_parameters(config.model, plan.num_classes)
     present = sum(path.stat().st_size for path in folder.checkpoints.glob("step-*.pt"))
     needed = max(0, (config.checkpoint.keep + 2) * checkpoint_bytes - present)
-    free = shutil.disk_usage(folder.place()).free
+    free = shutil.disk_usage(folder.nearest_existing()).free
     if needed > free:
         raise StorageError(
             f"{config.checkpoint.keep} checkpoints, the best and one being written need {needed / _GIB:.2f} GiB more,"

@@ -18,7 +18,7 @@ from pipeline import errors, machine
 from pipeline.config.load import from_yaml, refuse_changes
 from pipeline.config.schema import Config
 from pipeline.data import sources
-from pipeline.data.access import holds_something
+from pipeline.data.access import is_non_empty_folder
 from pipeline.data.sources import Source
 from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.plan import Plan, request_digest
@@ -45,7 +45,10 @@ def check_previous_start_did_not_fail(config: Config, here: World, folder: RunFo
     """Raise the error of the previous start of this request if it failed permanently."""
     failure = errors.load_failure(folder.path, request_digest(config, here))
     if failure and config.run.resume == "auto":
-        print(f"the previous start of this request failed with the error below: {folder.way_on()}", file=sys.stderr)
+        print(
+            f"the previous start of this request failed with the error below: {folder.advice_after_failure()}",
+            file=sys.stderr,
+        )
         raise failure
     return "previous start did not fail"
 
@@ -66,7 +69,7 @@ def open_data(config: Config, folder: RunFolder) -> Source:
     an earlier start of this run had it.
     """
     root = config.data.root
-    if root is not None and not holds_something(Path(root)) and folder.has_checkpoints():
+    if root is not None and not is_non_empty_folder(Path(root)) and folder.has_checkpoints():
         before = _previous_config(folder)
         if before and before.data.source == config.data.source != "digits" and before.data.root == root:
             raise TemporaryError(
@@ -100,16 +103,16 @@ def check_model_builds(config: Config, plan: Plan, *, is_resumed: bool) -> "dict
     Returns the initial weights if model.init names some. A resumed run does not need them: its
     weights are in the checkpoint.
     """
-    from pipeline.model.architectures import skeleton, try_out
-    from pipeline.model.partition import try_to_cut
+    from pipeline.model.architectures import check_shapes, meta_model
+    from pipeline.model.partition import check_stages
     from pipeline.train import pretrained
 
-    try_out(config.model, plan.num_classes, plan.bn_batch, plan.first_size, plan.eval_size)
-    model = skeleton(config.model, plan.num_classes)
+    check_shapes(config.model, plan.num_classes, plan.bn_batch, plan.first_size, plan.eval_size)
+    model = meta_model(config.model, plan.num_classes)
     if config.model.freeze:
         pretrained.freeze(model, config.model.freeze)
     if plan.stages > 1:
-        try_to_cut(config.model, plan.num_classes, plan.stages, plan.image_size)
+        check_stages(config.model, plan.num_classes, plan.stages, plan.image_size)
     if config.model.init and not is_resumed:
         return pretrained.read(config.model, model)
     return None

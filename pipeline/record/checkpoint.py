@@ -60,7 +60,7 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
-def listed(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Return all paths in `folder` that are named like a checkpoint, newest first, unverified."""
     found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
     return sorted(found, key=lambda path: (step_of(path), path.stat().st_mtime_ns), reverse=True)
@@ -81,13 +81,13 @@ def read_verified(path: Path) -> bytes:
     return data
 
 
-def newest_good(folder: Path, log: Callable[[str], None]) -> tuple[Path, bytes] | None:
+def newest_verified(folder: Path, log: Callable[[str], None]) -> tuple[Path, bytes] | None:
     """Return the newest checkpoint that verifies and its bytes, or None if there is no checkpoint.
 
     Damaged checkpoints are logged. Raises StorageError if there are checkpoints and none verifies:
     a silent fresh start could discard a month of training.
     """
-    paths = listed(folder)
+    paths = list_checkpoints(folder)
     for path in paths:
         try:
             return path, read_verified(path)
@@ -164,7 +164,7 @@ def find(path: Path) -> Path:
         path.stat()
         if not path.is_dir():
             return path
-        paths = listed(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+        paths = list_checkpoints(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
     except (FileNotFoundError, NotADirectoryError):
         raise StorageError(f"{path} does not exist: give a run's folder or a file step-….pt") from None
     except OSError as error:
@@ -179,7 +179,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors if tensor.is_floating_point())
 
 
-class Checkpoints:
+class CheckpointWriter:
     """The writer of one run's checkpoints, on rank 0."""
 
     def __init__(self, folder: Path, keep: int, log: Callable[[str], None]) -> None:
@@ -202,12 +202,12 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
 
-    def of_step(self, step: int) -> Path | None:
+    def path_of_step(self, step: int) -> Path | None:
         """Return the checkpoint of that step, or None."""
-        return next((path for path in listed(self._folder) if step_of(path) == step), None)
+        return next((path for path in list_checkpoints(self._folder) if step_of(path) == step), None)
 
     @property
-    def exhausted(self) -> bool:
+    def should_give_up(self) -> bool:
         """True if MAX_FAILURES saves in a row have failed, so that the run should end."""
         return self._failures >= MAX_FAILURES
 
@@ -240,7 +240,7 @@ class Checkpoints:
         Of two with the same step the newer stays: it was saved after the evaluation.
         """
         kept: list[int] = []
-        for path in listed(self._folder):
+        for path in list_checkpoints(self._folder):
             step = step_of(path)
             if path.is_dir():  # not written by this class
                 continue

@@ -19,7 +19,7 @@ class Tile(NamedTuple):
     caption: str
 
 
-def draw_sheet(path: Path, tiles: list[Tile], title: str = "") -> None:
+def draw_contact_sheet(path: Path, tiles: list[Tile], title: str = "") -> None:
     """Write the tiles, row by row, as a PNG file. Raises OSError if it cannot be written."""
     from matplotlib.figure import Figure
 

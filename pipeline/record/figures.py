@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from pipeline.record import predictions
-from pipeline.record.contact_sheet import Tile, draw_sheet
+from pipeline.record.contact_sheet import Tile, draw_contact_sheet
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
-from pipeline.record.predictions import KeptEvaluation
+from pipeline.record.predictions import SavedEvaluation
 
 _CURVES = (
     ("loss", ("train/loss", "val/loss")),
@@ -38,11 +38,11 @@ def draw_report(folder: RunFolder, log: Callable[[str], None]) -> list[Path]:
     report = folder.report
     report.mkdir(exist_ok=True)
     draws: dict[str, Callable[[Path], None]] = {"curves": partial(draw_curves, journal=folder.journal)}
-    if (report / "data" / predictions.AUGMENTED).exists():
+    if (report / "data" / predictions.AUGMENTED_FILE).exists():
         draws["augmentation"] = partial(draw_augmentation, report=report)
     evaluations = predictions.saved_evaluations(report)
     if evaluations:
-        draws |= {name: partial(draw_evaluation, name, evaluations[-1]) for name in OF_EVALUATION}
+        draws |= {name: partial(draw_evaluation, name, evaluations[-1]) for name in EVALUATION_FIGURES}
     paths = []
     for name, draw in draws.items():
         path = report / f"{name}.png"
@@ -77,22 +77,22 @@ def draw_curves(path: Path, journal: Path) -> None:
 def draw_augmentation(path: Path, report: Path) -> None:
     """Draw the first training images as augmentation changed them."""
     pixels, captions = predictions.load_augmented(report)
-    draw_sheet(path, list(map(Tile, pixels, captions)), "the first training images, as the model sees them")
+    draw_contact_sheet(path, list(map(Tile, pixels, captions)), "the first training images, as the model sees them")
 
 
 def draw_evaluation(name: str, saved: Path, path: Path) -> None:
     """Draw the figure `name` of the evaluation in `saved`. Raises ValueError if that is damaged."""
     step = predictions.step_of_evaluation(saved)
-    OF_EVALUATION[name](path, predictions.load_evaluation(saved), f"step {step:,}")
+    EVALUATION_FIGURES[name](path, predictions.load_evaluation(saved), f"step {step:,}")
 
 
-def draw_confusion(path: Path, evaluation: KeptEvaluation, title: str) -> None:
+def draw_confusion(path: Path, evaluation: SavedEvaluation, title: str) -> None:
     """Draw the confusion matrix as shares of each class; of many classes the most confused ones."""
     num_classes = len(evaluation.classes)
     count = _PARTIAL_MATRIX if num_classes > _FULL_MATRIX else num_classes
-    shown = evaluation.predictions.confused(num_classes, count)
-    _, images = evaluation.predictions.right(num_classes)
-    shares = evaluation.predictions.confusion(shown) / np.maximum(1, images[shown, None])
+    shown = evaluation.predictions.most_confused_classes(num_classes, count)
+    _, images = evaluation.predictions.count_correct(num_classes)
+    shares = evaluation.predictions.confusion_matrix(shown) / np.maximum(1, images[shown, None])
     figure = _figure(6, 5.5)
     axes = figure.subplots()
     figure.colorbar(axes.imshow(shares, cmap="Blues", vmin=0, vmax=1), label="share of the class")
@@ -109,9 +109,9 @@ def draw_confusion(path: Path, evaluation: KeptEvaluation, title: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def draw_classes(path: Path, evaluation: KeptEvaluation, title: str) -> None:
+def draw_classes(path: Path, evaluation: SavedEvaluation, title: str) -> None:
     """Draw the accuracy of each class; of many classes the worst ones."""
-    correct, images = evaluation.predictions.right(len(evaluation.classes))
+    correct, images = evaluation.predictions.count_correct(len(evaluation.classes))
     accuracy = correct / np.maximum(1, images)
     order = np.argsort(accuracy, kind="stable")[:_MAX_BARS][::-1]
     figure = _figure(6, 0.6 + 0.2 * len(order))
@@ -124,19 +124,19 @@ def draw_classes(path: Path, evaluation: KeptEvaluation, title: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def draw_mistakes(path: Path, evaluation: KeptEvaluation, title: str) -> None:
+def draw_mistakes(path: Path, evaluation: SavedEvaluation, title: str) -> None:
     """Draw the most confident mistakes, or write no file if there are none."""
-    if not len(evaluation.shown):
+    if not len(evaluation.mistakes):
         return
     classes, all_images = evaluation.classes, evaluation.predictions
     tiles = []
-    for image, pixels in zip(evaluation.shown, evaluation.pixels, strict=True):
+    for image, pixels in zip(evaluation.mistakes, evaluation.pixels, strict=True):
         predicted, label = classes[all_images.predicted[image]], classes[all_images.labels[image]]
         tiles.append(Tile(pixels, f"{predicted} {all_images.confidence[image]:.2f}\nis {label}"))
-    draw_sheet(path, tiles, f"most confident mistakes, {title}")
+    draw_contact_sheet(path, tiles, f"most confident mistakes, {title}")
 
 
-OF_EVALUATION: dict[str, Callable[[Path, KeptEvaluation, str], None]] = {
+EVALUATION_FIGURES: dict[str, Callable[[Path, SavedEvaluation, str], None]] = {
     "confusion": draw_confusion,
     "classes": draw_classes,
     "mistakes": draw_mistakes,

@@ -50,7 +50,7 @@ class RunFolder:
         self._lock = path / "lock"
         self._held: int | None = None
 
-    def place(self) -> Path:
+    def nearest_existing(self) -> Path:
         """Return the folder, or its nearest ancestor that exists."""
         return next(place for place in (self.path, *self.path.absolute().parents) if os.path.exists(place))
 
@@ -58,7 +58,7 @@ class RunFolder:
         """Return True if there is a file named like a checkpoint, verified or not."""
         return os.path.isdir(self.checkpoints) and any(self.checkpoints.glob("step-*.pt"))
 
-    def way_on(self) -> str:
+    def advice_after_failure(self) -> str:
         """Return what the user can do after a start that failed permanently."""
         resume = f"resume with run.resume={self.path}"
         remedy = resume if self.has_checkpoints() else "start again with run.resume=never"
@@ -71,8 +71,8 @@ class RunFolder:
         except (FileNotFoundError, NotADirectoryError):
             pass  # what exists above it says whether it can be created
         except OSError as error:
-            raise self.unwritable(error) from None
-        place = self.place()
+            raise self.write_error(error) from None
+        place = self.nearest_existing()
         if not place.is_dir():
             raise self._not_writable("a file is in its way")
         if not os.access(place, os.W_OK | os.X_OK):
@@ -98,7 +98,7 @@ class RunFolder:
             os.write(self._held, own.encode())
         except OSError as error:
             self.release()
-            raise self.unwritable(error) from None
+            raise self.write_error(error) from None
         except RunError:
             self.release()
             raise
@@ -137,7 +137,7 @@ class RunFolder:
             self.checkpoints.mkdir()
             return aside
         except OSError as error:
-            raise self.unwritable(error) from None
+            raise self.write_error(error) from None
 
     def set_aside_checkpoints(self, paths: list[Path]) -> Path:
         """Move checkpoints into a new subfolder, and return that. Raises OSError."""
@@ -146,12 +146,12 @@ class RunFolder:
             os.rename(path, aside / path.name)
         return aside
 
-    def remove_temporary(self) -> None:
+    def remove_temporary_files(self) -> None:
         """Remove the temporary files of a writer that was killed."""
         for path in self.checkpoints.glob(".*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    def unwritable(self, error: OSError) -> RunError:
+    def write_error(self, error: OSError) -> RunError:
         """Return the error of a failed write: StorageError for a full disk, else RequestError."""
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return StorageError(

@@ -91,9 +91,9 @@ class Journal:
         self._lines = JsonLines(path, end)
         if not self.run_id:
             self.run_id = uuid.uuid4().hex
-            self.event("created", run=self.run_id)
+            self.log_event("created", run=self.run_id)
 
-    def report(self, step: int, metrics: dict[str, float]) -> None:
+    def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Write the finite metrics of `step` that no row has yet."""
         new = {
             key: value
@@ -104,7 +104,7 @@ class Journal:
             self._last_steps.update(dict.fromkeys(new, step))
             self._append({"time": _now_ms(), "step": step, "metrics": new})
 
-    def event(self, name: str, **fields: Any) -> None:
+    def log_event(self, name: str, **fields: Any) -> None:
         self._append({"time": _now_ms(), "event": name, **fields})
 
     def _append(self, row: dict[str, Any]) -> None:

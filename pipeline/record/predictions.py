@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pipeline.files import atomic_write
 
-AUGMENTED = "augmented.npz"
+AUGMENTED_FILE = "augmented.npz"
 NO_PREDICTION = -1
 """The predicted class of an image whose logits are not finite."""
 
@@ -41,26 +41,26 @@ class Predictions:
         )
         return mistakes
 
-    def mistakes(self, count: int) -> NDArray[np.int64]:
+    def most_confident_mistakes(self, count: int) -> NDArray[np.int64]:
         """Return the ids of the `count` most confident wrong predictions, the worst first."""
         wrong = np.flatnonzero(self._is_mistake)
         worst: NDArray[np.int64] = wrong[np.argsort(-self.confidence[wrong], kind="stable")][:count]
         return worst
 
-    def right(self, num_classes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def count_correct(self, num_classes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return how many images of each class are predicted correctly, and how many it has."""
         decoded = self.labels >= 0
         correct = self.labels[decoded & (self.labels == self.predicted)]
         return np.bincount(correct, minlength=num_classes), np.bincount(self.labels[decoded], minlength=num_classes)
 
-    def confused(self, num_classes: int, count: int) -> NDArray[np.int64]:
+    def most_confused_classes(self, num_classes: int, count: int) -> NDArray[np.int64]:
         """Return the `count` classes most often mistaken for or predicted for others, ascending."""
         wrong = self._is_mistake
         mistakes = np.bincount(self.labels[wrong], minlength=num_classes)
         mistakes += np.bincount(self.predicted[wrong], minlength=num_classes)
         return np.sort(np.argsort(-mistakes, kind="stable")[:count])
 
-    def confusion(self, classes: NDArray[np.int64]) -> NDArray[np.int64]:
+    def confusion_matrix(self, classes: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the confusion matrix, [K, K], of K ascending classes: label by prediction."""
         among = np.isin(self.labels, classes) & np.isin(self.predicted, classes)
         rows, columns = (np.searchsorted(classes, values[among]) for values in (self.labels, self.predicted))
@@ -69,12 +69,12 @@ class Predictions:
 
 
 @dataclass(frozen=True)
-class KeptEvaluation:
+class SavedEvaluation:
     """One evaluation, with all that its figures need."""
 
     predictions: Predictions
     classes: list[str]
-    shown: NDArray[np.int64]
+    mistakes: NDArray[np.int64]
     """[K]: ids of the mistakes that are shown."""
     pixels: NDArray[np.uint8]
     """[K, 3, H, W]: those images."""
@@ -93,34 +93,34 @@ def saved_evaluations(report: Path) -> list[Path]:
     return sorted((report / "data").glob("step-*.npz"))
 
 
-def save_evaluation(report: Path, step: int, evaluation: KeptEvaluation) -> None:
+def save_evaluation(report: Path, step: int, evaluation: SavedEvaluation) -> None:
     """Save an evaluation. Raises OSError if it cannot be written."""
     arrays = {
         **asdict(evaluation.predictions),
         "classes": np.array(evaluation.classes),
-        "shown": evaluation.shown,
+        "shown": evaluation.mistakes,
         "pixels": evaluation.pixels,
     }
     _save(evaluation_file(report, step), arrays)
 
 
-def load_evaluation(path: Path) -> KeptEvaluation:
+def load_evaluation(path: Path) -> SavedEvaluation:
     """Return a saved evaluation. Raises ValueError if it cannot be read."""
     try:
         with np.load(path, allow_pickle=False) as saved:
             predictions = Predictions(saved["labels"], saved["predicted"], saved["confidence"])
-            return KeptEvaluation(predictions, saved["classes"].tolist(), saved["shown"], saved["pixels"])
+            return SavedEvaluation(predictions, saved["classes"].tolist(), saved["shown"], saved["pixels"])
     except (OSError, KeyError, EOFError, BadZipFile, zlib.error) as error:
         raise ValueError(f"{path.name} is damaged ({error}): remove it, the next evaluation saves another") from None
 
 
 def save_augmented(report: Path, pixels: NDArray[np.uint8], captions: list[str]) -> None:
     """Save the first training images as augmentation changed them. pixels: [K, 3, H, W]."""
-    _save(report / "data" / AUGMENTED, {"pixels": pixels, "captions": np.array(captions)})
+    _save(report / "data" / AUGMENTED_FILE, {"pixels": pixels, "captions": np.array(captions)})
 
 
 def load_augmented(report: Path) -> tuple[NDArray[np.uint8], list[str]]:
-    with np.load(report / "data" / AUGMENTED, allow_pickle=False) as saved:
+    with np.load(report / "data" / AUGMENTED_FILE, allow_pickle=False) as saved:
         return saved["pixels"], saved["captions"].tolist()
 
 

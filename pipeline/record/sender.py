@@ -50,7 +50,7 @@ class Sender:
                 start_new_session=True,  # a launcher's signals to the process group do not reach it: the pipe ends it
             )
 
-    def wait_ready(self) -> None:
+    def wait_until_ready(self) -> None:
         """Return when the server was reached. Raises RequestError if the first attempt failed."""
         assert self._process.stdout is not None
         answer = ""
@@ -58,7 +58,7 @@ class Sender:
             answer = self._process.stdout.readline().decode(errors="replace").strip()
         if answer == READY:
             return
-        self.finish(lambda line: None)
+        self.close(lambda line: None)
         raise RequestError(
             f"track.required=true and MLflow at {without_password(self._uri)} cannot be reached"
             f" ({answer or f'no answer, see {self._folder.sync_log}'}): start it, correct track.uri, or train without"
@@ -70,7 +70,7 @@ class Sender:
         user, system = process_stat(self._process.pid)[11:13]
         return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
-    def finish(self, log: Callable[[str], None]) -> bool:
+    def close(self, log: Callable[[str], None]) -> bool:
         """Let the process deliver the rest and end; return True if everything was delivered."""
         log("sending what the tracking server does not have yet ...")  # a model's export takes seconds
         assert self._process.stdin is not None
@@ -90,13 +90,13 @@ class NullSender(Sender):
     def __init__(self) -> None:
         pass
 
-    def wait_ready(self) -> None:
+    def wait_until_ready(self) -> None:
         pass
 
     def cpu_seconds(self) -> float:
         return 0
 
-    def finish(self, log: Callable[[str], None]) -> bool:
+    def close(self, log: Callable[[str], None]) -> bool:
         return True
 
 

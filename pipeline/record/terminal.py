@@ -35,14 +35,14 @@ class Terminal:
         """Print lines without the time."""
         print(text, file=sys.stderr, flush=True)
 
-    def summarise(self, rows: dict[str, str]) -> None:
+    def log_summary(self, rows: dict[str, str]) -> None:
         """Print a table of names and values."""
         width = max(map(len, rows))
         for name, text in rows.items():
             padded = f"{name:<{width}}"
             self.log(f"  {f'{_BOLD}{padded}{_PLAIN}' if self._has_colour else padded}  {text}")
 
-    def log_defects(self, images: Images, defects: list[tuple[int, str]]) -> None:
+    def log_bad_images(self, images: Images, defects: list[tuple[int, str]]) -> None:
         """Name each validation image that could not be decoded. defects: (sample id, reason)."""
         for sample, defect in defects:
             self.log(f"bad image {images.name(sample)}: {defect}; it counts as a wrong prediction")
@@ -81,7 +81,7 @@ def make_terminal(*, is_main: bool) -> Terminal:
     return Terminal() if is_main and not os.environ.get(QUIET) else NullTerminal()
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return a duration such as `1 h 02 min`, `3 min 20 s` or `12 s`."""
     total = round(seconds)
     if total >= 3600:

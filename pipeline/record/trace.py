@@ -17,6 +17,6 @@ class Trace:
             end = after
         self._lines = JsonLines(path, end)
 
-    def update(self, step: int, epoch: int, ids: list[int], batch_sha256: str) -> None:
+    def append(self, step: int, epoch: int, ids: list[int], batch_sha256: str) -> None:
         # an error is not logged: the journal is on the same disk and logs its own
         self._lines.append({"step": step, "epoch": epoch, "ids": ids, "batch_sha256": batch_sha256})

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.config.schema import Config, Model
-from pipeline.model.architectures import skeleton
+from pipeline.model.architectures import meta_model
 
 # dense bf16 and fp16 in FLOP/s, from NVIDIA's data sheets; the first name that is part of the
 # device's own name
@@ -56,7 +56,7 @@ def make_mfu_meter(config: Config, num_classes: int, devices: int, device: torch
 
 def flops_per_image(options: Model, num_classes: int, size: int) -> int:
     """Return the FLOPs of one image of `size` × `size` px in training, forward and backward."""
-    model = skeleton(options, num_classes).train()
+    model = meta_model(options, num_classes).train()
     images = torch.empty((2, 3, size, size), device="meta")  # two: batch norm refuses one value a channel
     with FlopCounterMode(display=False) as counter:
         model(images).sum().backward()

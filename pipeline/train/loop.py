@@ -64,8 +64,8 @@ def evaluate(trainer: Trainer) -> Evaluation | None:
     result = trainer.evaluator.evaluate(step, trainer.asked_to_stop)
     if result is None:
         return None
-    trainer.terminal.log_defects(trainer.evaluator.images, result.defects)
-    trainer.records.evaluated(result)
+    trainer.terminal.log_bad_images(trainer.evaluator.images, result.defects)
+    trainer.records.keep_predictions(result)
     return result.evaluation
 
 

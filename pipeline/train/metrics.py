@@ -16,7 +16,7 @@ import torch
 from pipeline.group import Group
 from pipeline.guards.stragglers import StragglerWatch
 from pipeline.plan import Plan
-from pipeline.record.terminal import Terminal, duration
+from pipeline.record.terminal import Terminal, format_duration
 from pipeline.supervision import process_stat
 from pipeline.telemetry.mfu import MfuMeter
 from pipeline.telemetry.timing import ENTRIES, Entry, Seconds, StepTimer, advise, describe
@@ -67,7 +67,7 @@ class Metrics:
         if self._is_first_step:
             self._is_first_step = False
             self._terminal.log(f"first step done {_seconds_since_start():.1f} s after the start")
-        if not self._plan.reports_at(state.step):
+        if not self._plan.logs_at(state.step):
             return
         step = state.confirmed_step
         totals = state.totals.cpu()  # waits for the device, so its remaining work is in the time
@@ -91,13 +91,13 @@ class Metrics:
             **self._mfu.metrics(images_per_s, self._plan.size(step - 1)),
             **_by_machine(self._group.hosts, rest[len(times) :]),
         }
-        self._records.metrics(step, metrics)
+        self._records.log_metrics(step, metrics)
         left = (self._plan.last_step - step) * elapsed / self._steps
         epochs = math.ceil(self._plan.last_step / self._plan.steps_per_epoch)
         self._terminal.progress(
             f"epoch {self._plan.epoch(step - 1) + 1}/{epochs}  step {step:,}/{self._plan.last_step:,}"
             f"  loss {metrics['train/loss']:.4f}  lr {learning_rate:.3g}  {images_per_s:,.0f} images/s"
-            f"  data {waited:.0%}  {duration(left)} left"
+            f"  data {waited:.0%}  {format_duration(left)} left"
         )
         self.restart_window()
 
@@ -117,8 +117,8 @@ class Metrics:
             "val/loss": evaluation.loss,
             "val/images": float(evaluation.images),
         }
-        self._records.metrics(evaluation.step, metrics)
-        self._records.receipt(row)
+        self._records.log_metrics(evaluation.step, metrics)
+        self._records.log_evaluation(row)
         self.restart_window()
 
     def end_of_epoch(self, state: TrainState) -> None:
@@ -133,13 +133,13 @@ class Metrics:
         mean: Seconds = dict(zip(ENTRIES, (total / self._group.size / 1e6).tolist(), strict=True))
         self._spent = {entry: self._spent[entry] + mean[entry] for entry in ENTRIES}
         metrics = {f"time/{entry}_s": seconds for entry, seconds in mean.items()}
-        self._records.metrics(state.step, {"time/epoch_s": sum(mean.values()), **metrics})
+        self._records.log_metrics(state.step, {"time/epoch_s": sum(mean.values()), **metrics})
         advice = advise(mean, plan, self._group.world.cpus)
         if advice and advice[0] not in self._advised:
             self._advised.add(advice[0])
             self._terminal.log(advice[1])
         if state.step >= plan.last_step:
-            self._terminal.log(f"{duration(sum(self._spent.values()))} since the start: {describe(self._spent)}")
+            self._terminal.log(f"{format_duration(sum(self._spent.values()))} since the start: {describe(self._spent)}")
 
     def _machine(self, elapsed: float) -> torch.Tensor:
         """Return [processes, 3] int64, in this rank's row: KiB, CPU ‰, KiB of GPU memory."""

@@ -16,10 +16,10 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from pipeline.config.help import nearest
-from pipeline.config.schema import REGISTRY, Model
+from pipeline.config.schema import MODEL_URI_PREFIX, Model
 from pipeline.errors import RequestError, StorageError, TemporaryError
 from pipeline.group import Group
-from pipeline.model.architectures import published_weights
+from pipeline.model.architectures import pretrained_weights
 from pipeline.record import checkpoint
 
 
@@ -79,7 +79,7 @@ def freeze(model: nn.Module, names: str) -> str:
 
 
 def _read(arch: str, init: str) -> dict[str, Tensor]:
-    if init.startswith(REGISTRY):
+    if init.startswith(MODEL_URI_PREFIX):
         from pipeline.record.mlflow.registry import fetch_model
 
         return checkpoint.eval_weights(fetch_model(init))
@@ -89,7 +89,7 @@ def _read(arch: str, init: str) -> dict[str, Tensor]:
         except StorageError as error:
             raise RequestError(f"model.init={init} is not allowed: {error}") from None
         return checkpoint.eval_weights(checkpoint.read_model(path))
-    names = published_weights(arch)
+    names = pretrained_weights(arch)
     if init not in names:
         raise RequestError(
             f"model.init={init} is neither a file or folder here, nor models:/NAME@ALIAS, nor one of torchvision's"

@@ -15,7 +15,7 @@ from pipeline.errors import RunError
 from pipeline.files import atomic_write
 from pipeline.plan import Plan
 from pipeline.record import sender
-from pipeline.record.checkpoint import Checkpoints
+from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
 from pipeline.record.provenance import provenance
@@ -52,7 +52,7 @@ class Records:
             "config": config.to_yaml(), "data": source.digest, "classes": list(source.classes), "world": plan.world,
         }  # fmt: skip
         self._journal = Journal(folder.journal, log)
-        self._checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep, log)
+        self._checkpoints = CheckpointWriter(folder.checkpoints, config.checkpoint.keep, log)
         self._trace = Trace(folder.trace, state.step) if config.run.trace else None
         facts = {
             "recipe": config.recipe,
@@ -63,7 +63,7 @@ class Records:
             "data": source.digest,
             **provenance(config.recipe, state.strategy.group.device),
         }
-        self._journal.event(
+        self._journal.log_event(
             "started",
             step=state.step,
             resumed=used is not None,
@@ -72,7 +72,7 @@ class Records:
             tags=facts,
         )
         if evaluated:  # a checkpoint is synced and the journal is not: a machine may have lost this row
-            self._journal.event("evaluated", **evaluated)
+            self._journal.log_event("evaluated", **evaluated)
         self._receipt = Receipt(folder)
         self._receipt.write(log)
         self._samples = Samples(folder.report, source, config, state.step, log) if config.track.report else None
@@ -87,30 +87,30 @@ class Records:
     def tracker_error(self) -> RunError | None:
         """Return the error of a tracker that is not reached at the first attempt, or None."""
         try:
-            self._sender.wait_ready()
+            self._sender.wait_until_ready()
         except RunError as error:
             return error
         return None
 
-    def metrics(self, step: int, metrics: dict[str, float]) -> None:
+    def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Record the metrics of a step."""
-        self._journal.report(step, metrics)
+        self._journal.log_metrics(step, metrics)
 
-    def event(self, name: str, **fields: Any) -> None:
+    def log_event(self, name: str, **fields: Any) -> None:
         """Record an event."""
-        self._journal.event(name, **fields)
+        self._journal.log_event(name, **fields)
 
-    def receipt(self, row: dict[str, Any]) -> None:
+    def log_evaluation(self, row: dict[str, Any]) -> None:
         """Record an evaluated model in journal and receipt."""
-        self._journal.event("evaluated", **row)
+        self._journal.log_event("evaluated", **row)
         self._receipt.write(self._terminal.log)
 
-    def trace(self, step: int, epoch: int, ids: list[int], batch_sha256: str) -> None:
+    def log_samples(self, step: int, epoch: int, ids: list[int], batch_sha256: str) -> None:
         """Record which samples an update used."""
         if self._trace:
-            self._trace.update(step, epoch, ids, batch_sha256)
+            self._trace.append(step, epoch, ids, batch_sha256)
 
-    def evaluated(self, result: EvalResult) -> None:
+    def keep_predictions(self, result: EvalResult) -> None:
         """Keep the predictions of an evaluation for the report."""
         if self._samples:
             self._samples.save_evaluation(result)
@@ -126,7 +126,7 @@ class Records:
     @property
     def gave_up_saving(self) -> bool:
         """So many saves have failed in a row that the run must end."""
-        return self._checkpoints.exhausted
+        return self._checkpoints.should_give_up
 
     @property
     def last_save_failed(self) -> bool:
@@ -134,14 +134,14 @@ class Records:
 
     def lacks_checkpoint(self, step: int) -> bool:
         """Return True if the folder has no checkpoint of `step`."""
-        return self._checkpoints.of_step(step) is None
+        return self._checkpoints.path_of_step(step) is None
 
     def finish(self, state: TrainState, line: str) -> None:
         """Draw the report, record the end of a finished run, and log a summary."""
         if self._samples:
             self._samples.draw_report(self._folder)
         self.end(state, "FINISHED", line)
-        self._terminal.summarise(self._summary(state))
+        self._terminal.log_summary(self._summary(state))
 
     def end(self, state: TrainState, status: str, line: str) -> None:
         """Record the end of a run, and give the sender time to deliver it.
@@ -150,15 +150,15 @@ class Records:
         """
         log = self._terminal.log
         self._checkpoints.wait()
-        self._journal.event("ended", status=status, step=state.step, line=line, best=self._best_file(state))
+        self._journal.log_event("ended", status=status, step=state.step, line=line, best=self._best_file(state))
         self._receipt.write(log)
-        if not self._sender.finish(log):
+        if not self._sender.close(log):
             log("MLflow did not take everything: the journal keeps it, 'pipeline sync' with this run's folder sends it")
 
     def crash(self, step: int) -> None:
         """Record that this process crashed at `step`, without waiting for anybody."""
         self._checkpoints.wait()
-        self._journal.event("ended", status="FAILED", step=step, line="crashed")
+        self._journal.log_event("ended", status="FAILED", step=step, line="crashed")
 
     def _summary(self, state: TrainState) -> dict[str, str]:
         best, file = state.best, self._best_file(state)
@@ -175,7 +175,7 @@ class Records:
         return rows
 
     def _best_file(self, state: TrainState) -> dict[str, Any] | None:
-        path = self._checkpoints.of_step(state.best.step) if state.best else None
+        path = self._checkpoints.path_of_step(state.best.step) if state.best else None
         return {"step": state.best.step, "file": path.name} if state.best and path else None
 
 
@@ -191,19 +191,19 @@ class NullRecords(Records):
     def tracker_error(self) -> None:
         return None
 
-    def metrics(self, step: int, metrics: dict[str, float]) -> None:
+    def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         pass
 
-    def event(self, name: str, **fields: Any) -> None:
+    def log_event(self, name: str, **fields: Any) -> None:
         pass
 
-    def receipt(self, row: dict[str, Any]) -> None:
+    def log_evaluation(self, row: dict[str, Any]) -> None:
         pass
 
-    def trace(self, step: int, epoch: int, ids: list[int], batch_sha256: str) -> None:
+    def log_samples(self, step: int, epoch: int, ids: list[int], batch_sha256: str) -> None:
         pass
 
-    def evaluated(self, result: EvalResult) -> None:
+    def keep_predictions(self, result: EvalResult) -> None:
         pass
 
     def save(self, state: dict[str, Any], epoch: int, step: int, best_step: int | None) -> None:
@@ -242,7 +242,7 @@ def open_records(
         try:
             records = Records(config, plan, state, folder, source, used, evaluated, terminal)
         except OSError as reason:
-            error = folder.unwritable(reason)
+            error = folder.write_error(reason)
     group.raise_together(error)
     if config.track.required:
         group.raise_together(group.run_long_task(records.tracker_error))

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.config.load import from_yaml, refuse_changes
 from pipeline.config.schema import Config
-from pipeline.data.manifest import remembered
+from pipeline.data.manifest import find_cached_index
 from pipeline.data.sources import Source, data_root
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import atomic_write
@@ -48,11 +48,11 @@ def find(config: Config, folder: RunFolder, source: Source, log: Callable[[str],
         return None
     try:
         if config.run.resume == "auto":
-            verified = checkpoint.newest_good(folder.checkpoints, log)
+            verified = checkpoint.newest_verified(folder.checkpoints, log)
         else:
             verified = _named(config.run.resume, log)
     except OSError as error:
-        raise folder.unwritable(error) from None
+        raise folder.write_error(error) from None
     if verified is None:
         return None
     path, data = verified
@@ -67,7 +67,7 @@ def at_restart(named: str, used: str, folder: RunFolder) -> str:
     That is auto once the run has saved a checkpoint itself, and the same file until then: a folder
     may have newer ones.
     """
-    own = checkpoint.listed(folder.checkpoints)
+    own = checkpoint.list_checkpoints(folder.checkpoints)
     if own and own[0].name != used and checkpoint.step_of(own[0]) >= checkpoint.step_of(Path(used)):
         return "auto"
     places = (Path(named) / used, Path(named) / "checkpoints" / used)
@@ -79,17 +79,18 @@ def prepare_folder(used: Path | None, best_step: int | None, folder: RunFolder, 
 
     Raises OSError if the folder cannot be written.
     """
-    folder.remove_temporary()
+    folder.remove_temporary_files()
     if used is None:
         return
     # newer checkpoints are damaged, or no longer true once training resumes from here
-    newer = [path for path in checkpoint.listed(folder.checkpoints) if _is_newer(path, used)]
+    newer = [path for path in checkpoint.list_checkpoints(folder.checkpoints) if _is_newer(path, used)]
     if newer:
         plural = "s" if len(newer) > 1 else ""
         log(f"{len(newer)} newer checkpoint{plural} set aside in {folder.set_aside_checkpoints(newer)}")
     log(f"resuming from {used}")
     best = next(
-        (path for path in (used, *checkpoint.listed(used.parent)) if checkpoint.step_of(path) == best_step), None
+        (path for path in (used, *checkpoint.list_checkpoints(used.parent)) if checkpoint.step_of(path) == best_step),
+        None,
     )
     if best and not (folder.checkpoints / best.name).exists():
         try:
@@ -123,7 +124,7 @@ def what_changed(config: Config, source: Source, before: str, spare: Path) -> st
     """Return how the data differs from that with digest `before`, if its index is cached."""
     if source.index is None:
         return "the synthetic source has another size"
-    index = remembered(data_root(config), spare, before)
+    index = find_cached_index(data_root(config), spare, before)
     if index is None:
         return f"its digest is {source.digest[:16]}, not {before[:16]}"
     lines = list(index.differences(source.index))
@@ -148,7 +149,7 @@ def _named(text: str, log: Callable[[str], None]) -> tuple[Path, bytes]:
     except StorageError as error:
         raise RequestError(f"run.resume={text} is not allowed: auto | never | a checkpoint ({error})") from None
     if Path(text).is_dir():
-        newest = checkpoint.newest_good(path.parent, log)
+        newest = checkpoint.newest_verified(path.parent, log)
         assert newest is not None
         return newest
     return path, checkpoint.read_verified(path)

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from pipeline.config.schema import Config
 from pipeline.data.access import OutageError, UnreadableError
-from pipeline.data.augment import centre, evaluation_geometry, resized
+from pipeline.data.augment import center_crop, evaluation_geometry, resize_image
 from pipeline.data.images import BadImageError, decode
 from pipeline.data.loader import TrainBatches
-from pipeline.data.mix import mixed
+from pipeline.data.mix import mix_images
 from pipeline.data.sources import Source
 from pipeline.plan import Plan
 from pipeline.record import predictions
 from pipeline.record.folder import RunFolder
-from pipeline.record.predictions import KeptEvaluation
+from pipeline.record.predictions import SavedEvaluation
 from pipeline.train.evaluate import EvalResult
 
 _COUNT = 16
@@ -46,7 +46,7 @@ class Samples:
 
     def save_augmented(self, plan: Plan) -> None:
         """Keep the first training images as the model sees them, once a run."""
-        if (self._report / "data" / predictions.AUGMENTED).exists():
+        if (self._report / "data" / predictions.AUGMENTED_FILE).exists():
             return
         few = replace(plan, micro_batch=min(_COUNT, plan.micro_batch), accumulate=1)
         batch = TrainBatches(self._source.train, self._config, few, 0)[0]
@@ -54,24 +54,24 @@ class Samples:
             return self._log(f"no picture of the augmentation: {batch.outage}")
         images = batch.images
         if len(batch.mix):
-            images = mixed(images.float(), batch.mix).round().to(torch.uint8)
+            images = mix_images(images.float(), batch.mix).round().to(torch.uint8)
         captions = [self._source.classes[label] for label in batch.labels.tolist()]
         self._keep(lambda: predictions.save_augmented(self._report, _small(images).numpy(), captions))
 
     def save_evaluation(self, result: EvalResult) -> None:
         """Keep the predictions of an evaluation, and the images of its most confident mistakes."""
         size, resize = evaluation_geometry(self._config.evaluate, self._config.augment)
-        mistakes = result.predictions.mistakes(_COUNT)
+        mistakes = result.predictions.most_confident_mistakes(_COUNT)
         images = torch.zeros((len(mistakes), 3, size, size), dtype=torch.uint8)
         for row, image in enumerate(mistakes.tolist()):
             try:
-                images[row] = centre(decode(self._source.val.read(image)), size, resize)
+                images[row] = center_crop(decode(self._source.val.read(image)), size, resize)
             except (BadImageError, UnreadableError) as error:  # changed since the evaluation
                 self._log(f"{self._source.val.name(image)} cannot be shown: {error}")
             except OutageError as outage:  # training notices by itself, and waits
                 self._log(f"the most confident mistakes cannot be shown: {outage}")
                 break
-        kept = KeptEvaluation(result.predictions, list(self._source.classes), mistakes, _small(images).numpy())
+        kept = SavedEvaluation(result.predictions, list(self._source.classes), mistakes, _small(images).numpy())
         self._keep(lambda: predictions.save_evaluation(self._report, result.evaluation.step, kept))
 
     def draw_report(self, folder: RunFolder) -> None:
@@ -98,4 +98,4 @@ class Samples:
 def _small(images: Tensor) -> Tensor:
     """Return the images, [K, 3, S, S] uint8, with at most _MAX_SIDE pixels a side."""
     side = min(images.shape[2], _MAX_SIDE)
-    return torch.stack([resized(image, side, side) for image in images]) if len(images) else images
+    return torch.stack([resize_image(image, side, side) for image in images]) if len(images) else images

@@ -23,7 +23,7 @@ from pipeline.config.schema import Config
 from pipeline.data.batch import format_sample_ids
 from pipeline.data.index import Index
 from pipeline.data.loader import LoaderError, TrainBatches, batches
-from pipeline.data.sources import Source, data_root, of_index, open_source
+from pipeline.data.sources import Source, data_root, open_source, source_from_index
 from pipeline.data.transfer import to_device
 from pipeline.device import choose_device
 from pipeline.errors import RequestError, RunError, TemporaryError
@@ -40,7 +40,7 @@ from pipeline.record.folder import RunFolder
 from pipeline.record.journal import final_status
 from pipeline.record.receipt import Receipt
 from pipeline.record.terminal import Terminal, make_terminal
-from pipeline.supervision import kill_stopped, report_to_agent, stop_restarts
+from pipeline.supervision import kill_stopped_peers, report_to_agent, stop_restarts
 from pipeline.telemetry.profiler import make_profiler
 from pipeline.telemetry.timing import StepTimer, make_timer
 from pipeline.train.evaluate import Evaluator
@@ -94,14 +94,14 @@ def run_training(
         watchdog.stop()
         with _saving_failure(folder, request, terminal):
             group.run_long_task(partial(_end, trainer, error))
-            group.finish()
+            group.shutdown()
             raise
     except Exception as error:
         _crash(trainer, traceback.format_exc(), errors.CRASH, is_secondary=groups.is_peer_failure(error))
     watchdog.stop()
     line = _done_line(plan.epoch(state.step), evaluation, state.weights_digest())
     group.run_long_task(partial(trainer.records.finish, state, line))
-    group.finish()
+    group.shutdown()
     return line
 
 
@@ -114,10 +114,10 @@ def run_evaluation(config: Config, world: World, contents: dict[str, Any], sourc
     evaluator = Evaluator(model, source.val, config, share_resources(config, world), group)
     result = evaluator.evaluate(contents["step"], lambda: False)
     assert result is not None
-    terminal.log_defects(source.val, result.defects)
+    terminal.log_bad_images(source.val, result.defects)
     if result.evaluation.warning:
         terminal.log(result.evaluation.warning)
-    group.finish()
+    group.shutdown()
     return _done_line(contents["epoch"], result.evaluation, weights_digest(eval_weights(contents)))
 
 
@@ -194,7 +194,7 @@ def _saving_failure(folder: RunFolder, request: str, terminal: Terminal) -> Iter
     except RunError as error:
         errors.save_failure(folder.path, error, request)
         if error.code in errors.PERMANENT:
-            terminal.log(f"with run.resume=auto this request now fails at once: {folder.way_on()}")
+            terminal.log(f"with run.resume=auto this request now fails at once: {folder.advice_after_failure()}")
         raise
 
 
@@ -213,7 +213,7 @@ def _share_source(config: Config, group: Group, source: Source | None) -> Source
     if config.data.source == "synthetic":
         return source or open_source(config)
     data = group.broadcast_bytes(source.index.to_bytes() if source and source.index else None)
-    return source or of_index(data_root(config), Index.from_bytes(data))
+    return source or source_from_index(data_root(config), Index.from_bytes(data))
 
 
 def _agree_on_plan(config: Config, group: Group, source: Source) -> Plan:
@@ -227,7 +227,7 @@ def _agree_on_plan(config: Config, group: Group, source: Source) -> Plan:
     assert plan is not None
     (is_compiler_missing,) = group.any_rank(not plan.compiles)
     if is_compiler_missing and plan.compiles:
-        plan = replace(plan, compiles=False, why_compiled="another machine of the job cannot")
+        plan = replace(plan, compiles=False, compile_reason="another machine of the job cannot")
     return plan
 
 
@@ -298,7 +298,7 @@ def _warm_up(config: Config, plan: Plan, strategy: Strategy, timer: StepTimer) -
 def _end(trainer: Trainer, error: RunError) -> None:
     """Tell the launcher and the tracker why there is no result."""
     if error.code == errors.CRASH:
-        report_to_agent(str(error), is_echo=not trainer.group.is_main)
+        report_to_agent(str(error), is_secondary=not trainer.group.is_main)
     status = "KILLED" if isinstance(error, TemporaryError) else "FAILED"
     trainer.records.end(trainer.state, status, str(error))
 
@@ -313,8 +313,8 @@ def _crash(trainer: Trainer, report: str, code: int, *, is_secondary: bool = Fal
     ids = [sample for batch in trainer.batches_in_use for sample in batch.ids.tolist()]
     line = f"rank {group.rank} failed at step {step + 1} ({format_sample_ids(ids)}): {report.splitlines()[-1]}"
     print(f"{report}\npipeline: {line}", file=sys.stderr, flush=True)
-    report_to_agent(line, is_echo=is_secondary)
-    kill_stopped(group.pids_here)
+    report_to_agent(line, is_secondary=is_secondary)
+    kill_stopped_peers(group.local_peer_pids)
     trainer.records.crash(step)
     if code in errors.PERMANENT:
         stop_restarts()

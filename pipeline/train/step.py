@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeline.config.schema import Config
 from pipeline.data.batch import Batch
-from pipeline.data.mix import WIDTH, mixed, own_shares, partners
+from pipeline.data.mix import MIX_COLUMNS, mix_images, own_label_weights, swap_partners
 from pipeline.errors import StorageError
 from pipeline.model.architectures import Normalise
 from pipeline.model.ema import update_ema
@@ -117,7 +117,7 @@ def warm_up(strategy: Strategy, normalise: Normalise, timer: StepTimer, plan: Pl
     labels = torch.zeros(plan.micro_batch, dtype=torch.int64, device=device)
 
     def backward() -> None:
-        _run_pass(strategy, normalise, timer, plan.accumulate - 1, blank, labels, torch.empty((0, WIDTH)))
+        _run_pass(strategy, normalise, timer, plan.accumulate - 1, blank, labels, torch.empty((0, MIX_COLUMNS)))
 
     strategy.warm_up(backward)
     strategy.model.zero_grad()
@@ -138,8 +138,8 @@ def _run_pass(
         mix = mix.to(pixels.device, non_blocking=True)
     targets = Targets(labels)
     if len(mix):
-        pixels = mixed(pixels, mix)
-        targets = Targets(labels, partners(labels), own_shares(mix, *pixels.shape[2:]))
+        pixels = mix_images(pixels, mix)
+        targets = Targets(labels, swap_partners(labels), own_label_weights(mix, *pixels.shape[2:]))
     return strategy.forward_backward(micro, pixels, targets)
 
 
@@ -149,7 +149,9 @@ def _trace_update(trainer: Trainer, used: list[Batch]) -> None:
     parts = trainer.group.all_gather([(batch.ids.tolist(), batch.digests.numpy().tobytes()) for batch in used])
     passes = [ids_and_digests for part in parts for ids_and_digests in part]
     digest = hashlib.sha256(b"".join(digests for _, digests in passes)).hexdigest()
-    trainer.records.trace(step, trainer.plan.epoch(step - 1), [sample for ids, _ in passes for sample in ids], digest)
+    trainer.records.log_samples(
+        step, trainer.plan.epoch(step - 1), [sample for ids, _ in passes for sample in ids], digest
+    )
 
 
 def _record_defects(trainer: Trainer, used: list[Batch]) -> None:
@@ -163,7 +165,7 @@ def _record_defects(trainer: Trainer, used: list[Batch]) -> None:
             if sample not in known:
                 known[sample] = reason
                 trainer.terminal.log(f"bad image {images.name(sample)}: {reason}; another image takes its place")
-                trainer.records.event("bad image", id=sample, file=images.name(sample), defect=reason)
+                trainer.records.log_event("bad image", id=sample, file=images.name(sample), defect=reason)
     _check_defects(trainer.config, trainer.plan, len(known))
 
 

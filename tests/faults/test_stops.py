@@ -9,7 +9,7 @@ import pytest
 from harness import SMALL, Job, children, command_line, kill, pipeline, read_rows
 
 from faults.ledger import Notes
-from pipeline.record.checkpoint import newest_good, step_of
+from pipeline.record.checkpoint import newest_verified, step_of
 
 PHASES = ("first batch", "training", "save", "validation")
 EPOCH = 29  # steps
@@ -44,7 +44,7 @@ def test_sigterm_to_one_rank_saves_that_step_and_exits_75(
         assert seconds <= 10, phase
         notes.note("B1", seconds=seconds)
         run.wait_gone(1)
-        found = newest_good(run.folder / "checkpoints", lambda line: pytest.fail(line))
+        found = newest_verified(run.folder / "checkpoints", lambda line: pytest.fail(line))
         assert found, phase
         saved = step_of(found[0])
         assert saved == run.step(), "the step that was made last is the one that is saved"

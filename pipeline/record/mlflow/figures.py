@@ -3,7 +3,7 @@
 import tempfile
 from pathlib import Path
 
-from pipeline.record.figures import OF_EVALUATION, draw_evaluation
+from pipeline.record.figures import EVALUATION_FIGURES, draw_evaluation
 from pipeline.record.mlflow.connection import log, root_cause
 from pipeline.record.mlflow.run import MlflowRun
 from pipeline.record.predictions import saved_evaluations, step_of_evaluation
@@ -14,7 +14,7 @@ def send_figures(run: MlflowRun, report: Path) -> None:
     sent = [Path(image.path).name for image in run.client.list_artifacts(run.run_id, "images")]
     for evaluation in saved_evaluations(report):
         step = step_of_evaluation(evaluation)
-        for name in OF_EVALUATION:
+        for name in EVALUATION_FIGURES:
             if not any(image.startswith(f"{name}+step+{step}+") for image in sent):
                 _send_figure(run, name, evaluation, step)
 

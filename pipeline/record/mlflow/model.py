@@ -64,12 +64,12 @@ def export_model(checkpoint: Path, config: Config, destination: Path) -> Any:
     from mlflow.models import Model, infer_signature
 
     from pipeline.data.augment import evaluation_geometry
-    from pipeline.model.architectures import Served
+    from pipeline.model.architectures import ExportedModel
     from pipeline.record.checkpoint import decode, eval_model, read_verified
 
     contents = decode(read_verified(checkpoint), checkpoint)
     # in train mode the export would keep dropout and update batch norm's statistics
-    served = Served(eval_model(contents, config.model)).eval()
+    served = ExportedModel(eval_model(contents, config.model)).eval()
     size, _ = evaluation_geometry(config.evaluate, config.augment)
     example = np.zeros((2, 3, size, size), np.float32)  # a batch of one would fix the batch size
     with torch.inference_mode():

@@ -121,12 +121,12 @@ def _parse_mlmodel(uri: str, text: str) -> dict[str, Any]:
 
 def _read_weights(uri: str, contents: dict[str, Any], artifacts: str, scratch: Path) -> dict[str, Any]:
     """Return the weights of the model that the configuration names, and no others."""
-    from pipeline.model.architectures import skeleton
+    from pipeline.model.architectures import meta_model
     from pipeline.record.mlflow.exported_program import MAX_BYTES, read_weights
 
     options = from_yaml(contents["config"], uri).model
     if not options.arch.isidentifier():
         raise RequestError(f"{uri} has model.arch={options.arch}: models from MLflow must be torchvision models")
-    expected = skeleton(options, len(contents["classes"])).state_dict()
+    expected = meta_model(options, len(contents["classes"])).state_dict()
     program = _fetch_file(artifacts, "data/model.pt2", MAX_BYTES, scratch)
     return {"model": read_weights(program, "model.", expected), "average": None}  # `Served` names its model `model`

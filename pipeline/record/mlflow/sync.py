@@ -144,7 +144,7 @@ def _lock_sending(folder: RunFolder) -> None:
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise folder.unwritable(error) from None
+        raise folder.write_error(error) from None
     if not lock_file(lock, descriptor, 3 * _TRAINER_KILLED_S):
         raise TemporaryError(
             f"{folder.path} is being sent by another process, which will deliver everything: wait for it"
