@@ -1,8 +1,9 @@
-"""Train image classifiers with PyTorch DDP: it resumes with the same samples and bit-identical weights.
+"""Train image classifiers with PyTorch DDP, and resume with bit-identical weights.
 
-The rooms, from top to bottom. Each imports only from itself and from those below it (tests/test_layout.py checks this):
-__main__, cli, bench, deploy, operate, preflight, train, guards, telemetry, record, data, parallel, model, plan, group,
-device, config, supervision, world, machine, randomness, errors, files.
+The rooms, from top to bottom. Each imports only from itself and from those below it, which
+tests/test_layout.py checks: __main__, cli, bench, deploy, operate, preflight, train, guards,
+telemetry, record, data, parallel, model, plan, group, device, config, supervision, world, machine,
+randomness, errors, files.
 """
 
 __version__ = "0.1.0"

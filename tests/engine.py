@@ -23,7 +23,10 @@ def docker(*arguments: str, timeout: float = 600, check: bool = True, cwd: Path 
 
 
 def build_images() -> None:
-    """Both, by compose; BASE_IMAGE in the environment names another base. Skips where there is no engine."""
+    """Both, by compose; BASE_IMAGE in the environment names another base.
+
+    Skips where there is no engine.
+    """
     if not shutil.which("docker") or "Server Version" not in docker("info", check=False):
         pytest.skip("no Docker engine answers here")
     if not re.search(r"version v?[2-9]", docker("compose", "version", check=False)):

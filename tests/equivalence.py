@@ -1,8 +1,9 @@
 """The equivalence certificate: one job of 20 steps started and spread in every way, and how far its weights come apart.
 
-`make equivalence` writes docs/equivalence.md; tests/test_equivalence.py holds every row within its tolerance. All rows
-but two make the same passes, of 24 images in the same order, so that batch norm sees the same: what is then left is the
-order in which float32 adds. A tolerance of 0 means the same bits.
+`make equivalence` writes docs/equivalence.md; tests/test_equivalence.py holds every row within its
+tolerance. All rows but two make the same passes, of 24 images in the same order, so that batch norm
+sees the same: what is then left is the order in which float32 adds. A tolerance of 0 means the same
+bits.
 """
 
 import argparse
@@ -19,7 +20,8 @@ from pipeline.data.sources import make_digits
 from pipeline.record.checkpoint import decode, find, read_verified
 
 STEPS = 20
-# a low rate: at the recipe's own, 20 steps make 1e-2 of the last bit of a sum, and nothing could be told from it
+# a low rate: at the recipe's own, 20 steps make 1e-2 of the last bit of a sum, and nothing could be
+# told from it
 JOB = (
     *SMALL, "batch.global=96", "optimizer.lr=1e-4", "train.clip=1", "train.ema=0.9", f"train.max_steps={STEPS}",
     f"evaluate.every={STEPS} steps",
@@ -135,8 +137,8 @@ def table(found: list[Outcome]) -> str:
         row, words = one.row, f"`{one.row.words}`"
         start = row.start or ("--nproc" if row.processes > 1 else "")
         lines.append(
-            f"| {row.name} | {words} | {row.processes}{f', {start}' * bool(start)} | {row.against} | {one.difference:.2g}"
-            f" | {row.tolerance:g} | {row.why} |"
+            f"| {row.name} | {words} | {row.processes}{f', {start}' * bool(start)} | {row.against} |"
+            f" {one.difference:.2g} | {row.tolerance:g} | {row.why} |"
         )
     return "\n".join(lines) + "\n"
 

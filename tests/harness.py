@@ -21,7 +21,8 @@ DONE = re.compile(
 SHARING = 2 if "PYTEST_XDIST_WORKER" in os.environ else 1
 """Tests that share the machine: so many times the promised seconds are allowed."""
 
-# small and quick, but with all that makes exactness hard: batch norm, momentum, a schedule, augmentation
+# small and quick, but with all that makes exactness hard: batch norm, momentum, a schedule,
+# augmentation
 SMALL = (
     "model.arch=shufflenet_v2_x0_5", "batch.global=48", "run.device=cpu", "run.deterministic=true", "run.trace=true",
     "track.uri=none", "track.every=3 steps", "track.report=false",

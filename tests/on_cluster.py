@@ -1,7 +1,8 @@
 """The manifests on a real cluster: `make cluster-test`, with kubectl alone. Not run by `make test`.
 
-Renders into a namespace of its own, trains the digits once undisturbed, then once for each fault, and compares the digests:
-a worker's pod deleted, pod 0 deleted, a rank killed inside its pod, a node drained. Removes the namespace at the end.
+Renders into a namespace of its own, trains the digits once undisturbed, then once for each fault,
+and compares the digests: a worker's pod deleted, pod 0 deleted, a rank killed inside its pod, a
+node drained. Removes the namespace at the end.
 
     make cluster-test KUBECONFIG=… IMAGE=… MLFLOW_IMAGE=… RENDER="--cpu --single-node"
 """

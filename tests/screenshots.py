@@ -1,7 +1,8 @@
 """Pictures of a run in MLflow's pages, as a browser shows them: `make screenshots` writes docs/images.
 
-The run is the digits recipe on two "nodes", two torchrun agents that see a host name of their own each, sent to a real
-server while it trains. A page is taken once it has the words that it is to show, and has stopped changing.
+The run is the digits recipe on two "nodes", two torchrun agents that see a host name of their own
+each, sent to a real server while it trains. A page is taken once it has the words that it is to
+show, and has stopped changing.
 """
 
 import argparse

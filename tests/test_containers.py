@@ -207,7 +207,8 @@ def test_a_container_can_do_no_more_than_it_must(project: Project) -> None:
 def test_the_image_has_what_torch_compile_wants(project: Project) -> None:
     compiling = (
         "echo '#include <Python.h>' | gcc -shared -fPIC -x c"
-        " -I $(python -c 'import sysconfig; print(sysconfig.get_path(\"include\"))') -o /tmp/launcher.so - && echo compiled"
+        " -I $(python -c 'import sysconfig; print(sysconfig.get_path(\"include\"))') -o /tmp/launcher.so - && echo"
+        " compiled"
     )
     run = ("run", "--rm", "--no-deps", "--entrypoint", "sh", "trainer", "-c", compiling)
     assert "compiled" in project.compose(*run)

@@ -709,6 +709,6 @@ def test_a_run_names_each_bad_image_once_and_ends_above_the_limit(tmp_path: Path
     above = pipeline("train", *words, f"run.dir={tmp_path / 'above'}", "data.max_bad=0.09")
     assert above.code == 4
     assert above.error == (
-        "8 of 80 training images cannot be decoded, more than data.max_bad=0.09 allows (7): raise data.max_bad to go on"
+        "8 of 80 training images cannot be decoded, more than data.max_bad=0.09 allows (7): raise data.max_bad to train"
         " without them, or fix the files that 'pipeline data check' names and start again with run.resume=never"
     )

@@ -176,7 +176,7 @@ def test_a_devkit_that_is_larger_than_it_says_is_refused(archives: Path, tmp_pat
 def test_what_leads_out_of_a_fetched_archive_is_not_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """torchvision's own downloader, with an archive whose sum is the expected one."""
+    """Torchvision's own downloader, with an archive whose sum is the expected one."""
     archive = tmp_path / "deep/.imagenette.download/imagenette2.tgz"
     archive.parent.mkdir(parents=True)
     with tarfile.open(archive, "w:gz") as file:

@@ -79,7 +79,8 @@ def test_a_start_from_the_cache_takes_no_second(tmp_path: Path, count: int, monk
 
 
 def test_a_rank_never_looks_for_garbage_in_what_it_has_imported(tmp_path: Path, digits: Path) -> None:
-    # what is frozen is neither gone through in mid-training nor copied page by page into a loader worker
+    # what is frozen is neither gone through in mid-training nor copied page by page into a loader
+    # worker
     said = "gc.isenabled(), gc.get_freeze_count() > 100_000, file=sys.stderr"
     (tmp_path / "sitecustomize.py").write_text(f"import atexit, gc, sys\natexit.register(lambda: print({said}))\n")
     words = (

@@ -67,6 +67,22 @@ def test_no_modules_import_each_other() -> None:
     TopologicalSorter({module: inside(module) - {module} for module in FILES}).prepare()  # CycleError names the circle
 
 
+def test_the_path_from_the_data_to_the_weights_can_be_followed() -> None:
+    """docs/design.md names at most 12 stops; each exists, and an earlier one names it."""
+    design = (HOUSE.parent / "docs/design.md").read_text()
+    stops = re.findall(r"^\d+\. `(pipeline/[\w/]+\.py)` `([\w.]+)`", design, flags=re.MULTILINE)
+    assert 8 < len(stops) <= 12
+    bodies = []
+    for file, name in stops:
+        node: ast.AST = ast.parse((HOUSE.parent / file).read_text())
+        for part in name.split("."):
+            node = next(inner for inner in ast.walk(node) if getattr(inner, "name", None) == part)
+        bodies.append(ast.unparse(node))
+    for number, (_, name) in enumerate(stops[1:], 1):
+        last = name.rpartition(".")[2]
+        assert any(last in body for body in bodies[:number]), f"nothing before it calls {name}"
+
+
 def test_mlflow_and_docker_stay_in_their_modules() -> None:
     assert importers("mlflow") <= {module for module in FILES if module.startswith("pipeline.record.mlflow")}
     assert importers("docker") <= {"pipeline.deploy.rehearse"}

@@ -85,7 +85,8 @@ def test_max_steps_stops_and_moves_no_schedule() -> None:
     assert plan("train.max_steps=1000").last_step == 168
 
 
-# digits in batches of 96: 14 steps an epoch, 168 in 12 epochs, one of warm-up; the full rate is 0.0375
+# digits in batches of 96: 14 steps an epoch, 168 in 12 epochs, one of warm-up; the full rate is
+# 0.0375
 @pytest.mark.parametrize(
     ("schedule", "rates"),
     [("cosine", {14: 0.0375, 91: 0.01875, 168: 0.0}),
@@ -120,7 +121,8 @@ def test_the_rate_is_finite_where_warm_up_is_all_there_is() -> None:
 
 
 def test_images_grow_between_epochs_as_in_ffcv() -> None:
-    # FFCV's get_resolution with rn50_88_epochs.yaml: 160 px up to epoch 65, 192 px from 76 on, multiples of 32 between
+    # FFCV's get_resolution with rn50_88_epochs.yaml: 160 px up to epoch 65, 192 px from 76 on,
+    # multiples of 32 between
     words = ("augment.size=192", "augment.first_size=160", "augment.growth=[65 epochs, 76 epochs]", "train.epochs=88")
     made = plan(*words, data=IMAGENET)
     sizes = [made.size(epoch * made.steps_per_epoch) for epoch in range(88)]
@@ -174,12 +176,12 @@ def test_a_compiler_and_headers_are_looked_for(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.fault("F4")
 def test_a_remainder_is_refused_with_the_nearest_that_work() -> None:
     assert refused("batch.global=100", size=3) == (
-        "batch.global=100 does not divide by 3 processes × batch.accumulate=1 = 3: the nearest batch.global that works is"
-        " 99 or 102; worlds that work are 1, 2, 4, 5, 10, 20"
+        "batch.global=100 does not divide by 3 processes × batch.accumulate=1 = 3: the nearest batch.global that works"
+        " is 99 or 102; worlds that work are 1, 2, 4, 5, 10, 20"
     )
     assert refused("batch.global=96", "batch.accumulate=5", size=2) == (
-        "batch.global=96 does not divide by 2 processes × batch.accumulate=5 = 10: the nearest batch.global that works is"
-        " 90 or 100"
+        "batch.global=96 does not divide by 2 processes × batch.accumulate=5 = 10: the nearest batch.global that works"
+        " is 90 or 100"
     )
     assert refused("batch.global=2", size=4).endswith("that works is 4; worlds that work are 1, 2")
 
@@ -203,7 +205,8 @@ def test_data_smaller_than_one_batch_is_refused_with_the_largest_that_works() ->
 
 def test_a_warm_up_longer_than_training_is_refused() -> None:
     assert refused("schedule.warmup=13 epochs") == (
-        "schedule.warmup=13 epochs is 182 steps, longer than the whole training of 168 steps (12 epochs): make it shorter"
+        "schedule.warmup=13 epochs is 182 steps, longer than the whole training of 168 steps (12 epochs): make it"
+        " shorter"
     )
 
 
@@ -217,7 +220,8 @@ def test_batches_that_do_not_fit_into_shared_memory_are_refused() -> None:
         place = World(size=4, local_size=4, cpus=8, shared_memory=megabytes << 20)
         return make_plan(config, place, DIGITS)
 
-    # 4 processes × (2 workers × 3 ahead + one used + one come) × 3 × 224² bytes × (64 images to train + 64 to evaluate)
+    # 4 processes × (2 workers × 3 ahead + one used + one come) × 3 × 224² bytes × (64 images to
+    # train + 64 to evaluate)
     assert shared(10_000).prefetch_bytes == 4 * 8 * 3 * 224 * 224 * 128
     with pytest.raises(RequestError, match=r"hold 588.0 MiB of batches ready and /dev/shm has 64.0 MiB: enlarge it"):
         shared(64)

@@ -76,8 +76,8 @@ def test_a_batch_that_does_not_divide_is_refused_before_processes_start(
     words = ["digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}", "--nproc", "5"]
     result = pipeline("train", *words, cwd=tmp_path, PYTHONPATH=str(without_torch))
     assert refused(result) == (
-        "batch.global=96 does not divide by 5 processes × batch.accumulate=1 = 5: the nearest batch.global that works is"
-        " 95 or 100; worlds that work are 1, 2, 3, 4, 6, 8"
+        "batch.global=96 does not divide by 5 processes × batch.accumulate=1 = 5: the nearest batch.global that works"
+        " is 95 or 100; worlds that work are 1, 2, 3, 4, 6, 8"
     )
     assert result.seconds < 5  # about 0.7 s on an idle machine
 
@@ -92,7 +92,7 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path, digits: Path, withou
 
 def test_data_that_is_not_there_is_refused(tmp_path: Path, without_torch: Path) -> None:
     line = train(tmp_path, without_torch, "digits", "data.source=folder", "data.root=nowhere")
-    assert line.startswith("data.root=nowhere is not a folder: give one with train/ and val/ in it")
+    assert line.startswith("data.root=nowhere is not a folder: give a folder with train/ and val/ in it")
     line = train(tmp_path, without_torch, "digits", "data.source=folder")
     assert line == "data.root is missing: data.source=folder needs data.root=FOLDER, a folder with train/ and val/"
 
@@ -122,7 +122,10 @@ def test_a_run_folder_that_cannot_be_written_is_refused(
 
 
 LONG = "x" * 300
-"""A name that no file system takes: looked at, it is an error and not merely absent. For root, too."""
+"""A name that no file system takes: looked at, it is an error and not merely absent.
+
+For root, too.
+"""
 
 
 @pytest.mark.parametrize(
@@ -256,8 +259,8 @@ def test_a_launcher_inside_a_launcher_is_refused(tmp_path: Path, without_torch: 
 
 
 def test_under_torchrun_a_wrong_request_is_said_once_and_nobody_is_waited_for(tmp_path: Path, digits: Path) -> None:
-    # found by one a machine before there is a group, by rank 0 twice (before it asks whose the first weights are), and by
-    # all of a group at once
+    # found by one a machine before there is a group, by rank 0 twice (before it asks whose the
+    # first weights are), and by all of a group at once
     wrong = {
         "train.epoch=3": "train.epochs",
         "batch.global=97": "does not divide by 2 processes",

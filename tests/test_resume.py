@@ -167,7 +167,7 @@ def test_what_is_found_when_the_model_is_compiled_is_left_for_the_next_start(pla
     words = ("run.dir=runs/compiled", "model.arch=squeezenet1_1", "train.compile=on")
     code, said = place.train(*words, **fails)
     assert code == 2, said
-    assert "squeezenet1_1 cannot be compiled: train.compile=off trains without" in said
+    assert "squeezenet1_1 cannot be compiled: train with train.compile=off" in said
     assert "start again with run.resume=never" in said
     for again in (place.doctor, place.train):
         code, said = again(*words)

@@ -377,7 +377,7 @@ def test_published_weights_in_the_cache_run_nothing(tmp_path: Path, monkeypatch:
     torch.save({"conv1.weight": Payload(tmp_path / "executed")}, folder / Path(weights.url).name)
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "hub"))
     options = Model(arch="resnet18", init="IMAGENET1K_V1")
-    with pytest.raises(StorageError, match=r"its file in torch's cache \(TORCH_HOME\) is not one of weights"):
+    with pytest.raises(StorageError, match=r"its file in torch's cache \(TORCH_HOME\) holds no weights"):
         pretrained.read(options, meta_model(options, 10))
     assert not (tmp_path / "executed").exists()
 

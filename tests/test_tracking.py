@@ -61,7 +61,8 @@ from pipeline.record.trace import Trace
 from pipeline.train import pretrained
 from pipeline.world import World
 
-# what each shows beyond the others: nobody there, an answer that is an error, no answer; the rest with --full
+# what each shows beyond the others: nobody there, an answer that is an error, no answer; the rest
+# with --full
 QUICK = ("absent", "500", "silent")
 TROUBLES = (*QUICK, "401", "malformed")
 CASES = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.full) for kind in TROUBLES]

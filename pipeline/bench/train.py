@@ -276,8 +276,8 @@ def _our_loop(
     state = TrainState.build(strategy, make_loss_guard(strategy, timer), config)
     trainer = Trainer.build(
         config, plan, state, source, JournalOnly(journal) if journal else NullRecords(), NullTerminal(), timer=timer,
-        watchdog=Watchdog(config.run.timeout, Path(os.devnull), group.rank), stop=StopRequest(), profiler=NullProfiler(),
-        is_saved=False,
+        watchdog=Watchdog(config.run.timeout, Path(os.devnull), group.rank), stop=StopRequest(),
+        profiler=NullProfiler(), is_saved=False,
     )  # fmt: skip
     batches = TimedBatches(stream, timer)
 

@@ -145,8 +145,8 @@ class Run(Section):
         Absent,
         _read_as(Duration(100, "steps"), *_UNSET),
     ] = Duration(100, "steps")
-    """How often the processes compare their weights, in addition to before each evaluation and
-    save. If they differ, the run ends and names the rank. none: never compare."""
+    """Interval at which the processes compare their weights, in addition to before each evaluation
+    and save. If they differ, the run ends and names the rank. none: never compare."""
     timeout: Annotated[float, Field(ge=1, le=86400)] = 300
     """Seconds that a process waits for the others in a collective before it fails. If the data is
     out of reach, the run waits half as long for it."""
@@ -344,7 +344,7 @@ class Train(Section):
 
 class Evaluate(Section):
     every: Interval = Duration(1, "epochs")
-    """How often to evaluate on all validation images. The run always ends with an evaluation."""
+    """Interval between evaluations on all validation images. The run always ends with one."""
     batch: Annotated[int, Field(ge=1, le=1 << 20)] = 64
     """Images per forward pass. The batches are the same at any world size."""
     resize: Annotated[Annotated[int, Field(ge=8, le=4096)] | None, Absent] = None
@@ -356,7 +356,7 @@ class Evaluate(Section):
 
 class Checkpoint(Section):
     every: Interval = Duration(1, "epochs")
-    """How often to save a checkpoint, in addition to the end of the run and a signal to stop."""
+    """Interval between checkpoints. The run also saves at its end and at a signal to stop."""
     keep: Annotated[int, Field(ge=1, le=10_000)] = 2
     """Number of newest checkpoints to keep, in addition to the best one."""
 
@@ -388,7 +388,7 @@ class Track(Section):
     required: bool = False
     """Refuse to start (exit code 2) if MLflow cannot be reached."""
     every: Interval = Duration(20, "steps")
-    """How often to log training metrics, summed over the processes."""
+    """Interval between logs of training metrics, which are summed over the processes."""
     report: bool = True
     """Keep the predictions of each evaluation in report/data, and draw report/ when the run is
     done."""
@@ -403,7 +403,7 @@ class Config(Section):
     recipe: Text
     """Name of the recipe. Default: the name of its file."""
     parallel: Literal["ddp", "dataparallel", "fsdp", "stages"] = "ddp"
-    """How several GPUs or processes share the training. ddp: each process has the whole model
+    """Strategy by which GPUs or processes share the training. ddp: each process has the whole model
     (DistributedDataParallel; not used for one process); dataparallel: one process uses all GPUs of
     the machine; fsdp: each process has a slice of every weight; stages: each process has some of
     the layers."""

@@ -50,7 +50,7 @@ class Picture:
     data: bytes | Tensor
     """A file to decode, or pixels [3, H, W]."""
     frame: jpeg.Frame | None = None
-    """Of a JPEG whose header is well-formed."""
+    """The header of a JPEG, if it is well-formed."""
 
     @classmethod
     def open(cls, data: bytes | NDArray[np.uint8]) -> "Picture":

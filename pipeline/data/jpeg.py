@@ -29,7 +29,7 @@ _MARKERS = np.resize(np.arange(0xD0, 0xD8, dtype=np.uint8), 1 << 16)
 
 
 class Frame(NamedTuple):
-    """What is needed of a JPEG's header."""
+    """The parts of a JPEG's header that are needed."""
 
     height: int
     width: int

@@ -184,7 +184,7 @@ class _Scan:
     steps: list[tuple[list[int], list[int], list[int]]]
     """For each block of an MCU, see `_dc_steps` and `_ac_steps`."""
     rows: int
-    """Of MCUs."""
+    """Rows of MCUs."""
     across: int
     """MCUs in a row."""
 

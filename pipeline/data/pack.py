@@ -37,7 +37,7 @@ _NPY_MAGIC = b"\x93NUMPY"
 
 @dataclass(frozen=True)
 class Level:
-    """How images are stored in a pack."""
+    """The form in which a pack stores images."""
 
     text: str
     max_side: int | None = None
@@ -75,7 +75,7 @@ class PackImages(SplitImages):
     split_name: str
     split: Split
     _descriptors: dict[int, int] = field(default_factory=dict, compare=False)
-    """Of the shards that were read so far."""
+    """Shard number -> descriptor, of the shards read so far."""
 
     def __reduce__(self) -> tuple[Any, ...]:  # a process that is not forked has none of these descriptors
         return PackImages, (self.root, self.split_name, self.split)

@@ -52,7 +52,7 @@ class Source:
     train: Images
     val: Images
     index: Index | None = None
-    """Of a folder or pack. Rank 0 sends it, so all ranks agree whatever their file systems list."""
+    """The index of a folder or pack. Rank 0 sends it: file systems may list differently."""
 
 
 @dataclass(frozen=True)

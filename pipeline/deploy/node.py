@@ -16,7 +16,7 @@ COMMAND = ("torchrun", "-m", "pipeline", "train")
 SHUTDOWN_TIMEOUT_S = 90
 """Longer than a step and a save, shorter than the grace period of a container."""
 MAX_RESTARTS = 20
-"""How often torchrun restarts the ranks while their nodes stay alive."""
+"""Restarts of the ranks by torchrun while their nodes stay alive."""
 
 
 def max_replacements(nodes: int) -> int:

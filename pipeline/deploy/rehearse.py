@@ -43,7 +43,7 @@ class Fault:
     node: int
     step: int
     seconds: float | None = None
-    """How long the node loses its network; None: it is killed."""
+    """Seconds without a network; None: the node is killed."""
 
     def __str__(self) -> str:
         if self.seconds is None:

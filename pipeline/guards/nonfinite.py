@@ -22,7 +22,7 @@ from pipeline.telemetry.timing import StepTimer
 
 @dataclass
 class _Checked:
-    """What the error of a step needs to say."""
+    """The facts that the error of a step names."""
 
     step: int
     loss: Tensor

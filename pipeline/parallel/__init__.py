@@ -1,4 +1,4 @@
-"""How the processes of a run share the work.
+"""Strategies by which the processes of a run share the work.
 
 The model does not know, and the loop sees only `Strategy`.
 """

@@ -24,7 +24,7 @@ class Strategy:
     can_skip_update = True
     """The device can skip an update by itself (`guards.nonfinite`)."""
     notice: str | None = None
-    """What a user who chose this strategy should know."""
+    """A line that a user who chose this strategy should read."""
 
     def __init__(self, config: Config, plan: Plan, model: nn.Module, group: Group) -> None:
         self.model = model

@@ -58,7 +58,7 @@ class JsonLines:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         os.ftruncate(self._file, end)
         self.pending = b""
-        """What did not fit on the disk yet."""
+        """Bytes that the disk has not taken yet."""
 
     def append(self, row: dict[str, Any]) -> OSError | None:
         """Write a row, or return the error if not everything could be written now.

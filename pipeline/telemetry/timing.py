@@ -1,4 +1,4 @@
-"""Where the time goes: every moment of training is charged to exactly one entry.
+"""Time accounting: every moment of training is charged to exactly one entry.
 
 Promise: the entries sum to the wall time. Why it holds: a timer always charges exactly one entry,
 and switches from entry to entry; what has no name is `other`. A switch costs less than a

@@ -1,4 +1,4 @@
-"""What rank 0 keeps for the report: predictions, and images as the model saw them.
+"""Data that rank 0 keeps for the report: predictions, and images as the model saw them.
 
 Another process draws it.
 

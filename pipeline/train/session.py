@@ -58,7 +58,7 @@ _MARGIN_S = 10
 
 @dataclass(frozen=True)
 class Prepared:
-    """What rank 0 finds and checks before the group forms."""
+    """The findings of rank 0 before the group forms."""
 
     source: Source
     found: Found | None

@@ -25,7 +25,7 @@ from pipeline.train.state import TrainState
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """What a process trains with. The state changes, the parts stay."""
+    """The parts with which a process trains. The state changes, the parts stay."""
 
     config: Config
     plan: Plan
@@ -41,7 +41,7 @@ class Trainer:
     profiler: Profiler
     metrics: Metrics
     records: Records
-    """What rank 0 writes; a null object in the other processes."""
+    """The files that rank 0 writes; a null object in the other processes."""
     terminal: Terminal
     is_saved: bool
     """The state is that of a checkpoint in this run's folder."""

@@ -1,7 +1,8 @@
 """One training on several processes, hurt alike wherever it runs: as processes, in network namespaces, in containers.
 
-A test sees the interface of `Cluster`. What is lost comes back as its place brings it back: a person gives the same command
-again, the Job controller (played by `pods`) or `pipeline rehearse` replaces a node.
+A test sees the interface of `Cluster`. What is lost comes back as its place brings it back: a
+person gives the same command again, the Job controller (played by `pods`) or `pipeline rehearse`
+replaces a node.
 """
 
 import os
@@ -82,7 +83,8 @@ class Cluster(ABC):
             gone_on = [
                 row["step"] for row in read_rows(self.run.folder / "journal.jsonl") if row.get("event") == "started"
             ]
-            # one interval, and the steps made while the last save was written, or while the blow was being dealt
+            # one interval, and the steps made while the last save was written, or while the blow
+            # was being dealt
             assert before - gone_on[-1] <= 2 * EVERY, f"{what}: from step {before} back to {gone_on[-1]}"
             self.wait_for_step(gone_on[-1] + 1)
         return time.monotonic() - at
@@ -196,7 +198,10 @@ class Namespaces(Cluster):
 
 
 class Containers(Cluster):
-    """`pipeline rehearse`: a container a node. What it writes is read where the engine keeps the volume."""
+    """`pipeline rehearse`: a container a node.
+
+    What it writes is read where the engine keeps the volume.
+    """
 
     kinds: ClassVar = {"one rank": "A1", "node 0": "G3", "another node": "G3", "cut": "G1"}
 

@@ -1,7 +1,9 @@
-"""Takes each guard out of a copy of this tree: some test must fail, or nothing holds that guard. `make guards`.
+"""Takes each guard out of a copy of this tree: some test must fail, or nothing holds that guard.
 
-A guard is a line of the program whose absence no run shows until the day it is needed. The tests named beside it are run
-without it, and are expected to fail by an assertion of theirs.
+`make guards`.
+
+A guard is a line of the program whose absence no run shows until the day it is needed. The tests
+named beside it are run without it, and are expected to fail by an assertion of theirs.
 """
 
 import os

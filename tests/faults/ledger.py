@@ -1,9 +1,10 @@
 """Counts what was injected and what came out, and writes the report.
 
-A test says by the mark `fault` which rows it injects and how often it does so by default: `fault("A1", ci=3, long=20)` is
-once in `make test`, 3 times with `--faults ci`, 20 times with `--faults long`, each with a seed of its own that its name
-shows (`--seed N` starts with another). Each result is a line of the ledger; a long run that was broken off and started
-again on the same code leaves out what has passed. The report is made from the ledger alone.
+A test says by the mark `fault` which rows it injects and how often it does so by default:
+`fault("A1", ci=3, long=20)` is once in `make test`, 3 times with `--faults ci`, 20 times with
+`--faults long`, each with a seed of its own that its name shows (`--seed N` starts with another).
+Each result is a line of the ledger; a long run that was broken off and started again on the same
+code leaves out what has passed. The report is made from the ledger alone.
 """
 
 import json
@@ -144,8 +145,8 @@ def _report(results: list[dict[str, Any]]) -> str:
             "# Faults",
             "",
             f"Made from the ledger of {modes}, {days}, commit {commits}, on {_machine()}. *Identical*: the digest"
-            " of the weights, each line of the trace and each reported figure equal those of the run that nobody touched."
-            " *As promised*: so many of so many. *Took*: until training made progress again, or until all had left.",
+            " of the weights, each line of the trace and each reported figure equal those of the run that nobody"
+            " touched. *As promised*: so many of so many. *Took*: until training made progress again, or until all had left.",
             "",
             "| row | injected | promised | as promised | took (median) | by |",
             "| --- | --- | --- | --- | --- | --- |",

@@ -1,7 +1,8 @@
 """The pods of a rendered Job as processes, each in a network namespace of its own, looked after as the Job controller does.
 
-What runs is read from the manifests: each container's command, its environment, the names of the pods, which exit codes
-end the Job and how many failures it outlives. What is not a cluster's is said in `Pods._container`.
+What runs is read from the manifests: each container's command, its environment, the names of the
+pods, which exit codes end the Job and how many failures it outlives. What is not a cluster's is
+said in `Pods._container`.
 """
 
 import contextlib
@@ -192,7 +193,10 @@ class Pods:
         self._ended.put((pod, container["name"], code if code >= 0 else 128 - code))
 
     def _container(self, pod: int, container: Document, log: Any) -> subprocess.Popen[bytes]:
-        """A container's process. Not as in a cluster: this machine's Python for the image, a folder for each mount."""
+        """A container's process.
+
+        Not as in a cluster: this machine's Python for the image, a folder for each mount.
+        """
         mounts = {"/recipe": self.folder / "recipe", "/runs": self.folder / "runs"}
         words = []
         for word in container["command"]:

@@ -1,4 +1,7 @@
-"""The rows of the fault matrix: what is injected and what is promised. How often, the tests say (mark `fault`)."""
+"""The rows of the fault matrix: what is injected and what is promised.
+
+How often, the tests say (mark `fault`).
+"""
 
 from dataclasses import dataclass
 

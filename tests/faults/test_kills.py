@@ -1,4 +1,7 @@
-"""Kill it anywhere: the same bits, the same samples, the same history. One body for processes, namespaces, containers."""
+"""Kill it anywhere: the same bits, the same samples, the same history.
+
+One body for processes, namespaces, containers.
+"""
 
 import random
 import signal
@@ -136,7 +139,8 @@ def test_resumed_with_other_numbers_of_processes_the_samples_are_the_same(tmp_pa
     words = ["digits", f"data.root={digits}", *SMALL]
     first = Job(tmp_path / "first", [*words, "train.epochs=1"])
     assert first.run().code == 0
-    # fine-tuning: a batch norm that learns sees in each process its own part alone, which moves the loss by up to 7 %
+    # fine-tuning: a batch norm that learns sees in each process its own part alone, which moves the
+    # loss by up to 7 %
     words += [f"model.init={first.folder}", "model.freeze=backbone"]
     words += ["train.epochs=4", "checkpoint.every=7 steps", "data.workers=2"]
     whole = Job(tmp_path / "whole", words, nproc=2)

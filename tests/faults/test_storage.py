@@ -117,8 +117,8 @@ def test_a_start_on_a_full_disk_is_one_line_and_exit_4_at_all(small_disk: Path, 
     words = job(small_disk / "run", digits).arguments
     result = pipeline("train", *words, f"run.dir={small_disk / 'run'}", "--nproc", "2", timeout=100)
     assert result.error == (
-        f"run.dir={small_disk / 'run'} cannot be written: No space left on device: make room, or give another folder with"
-        " run.dir=FOLDER"
+        f"run.dir={small_disk / 'run'} cannot be written: No space left on device: make room, or give another folder"
+        " with run.dir=FOLDER"
     )
     assert result.code == 4
 

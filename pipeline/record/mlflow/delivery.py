@@ -30,7 +30,7 @@ _MAX_METRICS = 1000  # MLflow's limit for one request
 
 
 class Progress:
-    """How much of the journal one server has: its entry in `mlflow.json`."""
+    """The part of the journal that one server has: its entry in `mlflow.json`."""
 
     def __init__(self, file: Path, uri: str) -> None:
         self._file = file
@@ -64,7 +64,7 @@ class Delivery:
         self._run: MlflowRun | None = None
         self._offset = 0
         self.is_reachable = not uri.startswith("http")  # a local database is, even while its slow creation runs
-        """Whether the server accepted the last request."""
+        """The server accepted the last request."""
         self.imported = threading.Event()
         """Set once mlflow is imported, which takes seconds."""
         os.environ |= credentials | {

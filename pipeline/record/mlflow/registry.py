@@ -20,7 +20,7 @@ from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
 from pipeline.record.mlflow import connection
 
 _SCHEMES = (*connection.LOCAL_SCHEMES, "mlflow-artifacts", "s3", "gs", "wasbs", "abfss")
-"""Where a model's files may be.
+"""Places of a model's files that are allowed.
 
 With other schemes mlflow connects to hosts that the registry names, or uses other keys.
 """

@@ -73,7 +73,7 @@ def test_beside_a_frozen_backbone_the_head_alone_is_trained(
 @pytest.mark.parametrize(
     ("names", "line"),
     [("layer5", "has no module 'layer5'; did you mean layer"),
-     ("conv1,bn1,layer1,layer2,layer3,layer4,fc", "leaves nothing to train: leave the head out, fc"),
+     ("conv1,bn1,layer1,layer2,layer3,layer4,fc", "leaves nothing to train: do not freeze the head, fc"),
      (" , ", "has no module ''")],
 )  # fmt: skip
 def test_what_cannot_be_frozen_is_refused(names: str, line: str) -> None:

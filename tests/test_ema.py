@@ -1,5 +1,7 @@
-"""A moving average of the weights is what is judged, digested and served; a resumption does not disturb it. Batch norm's
-running statistics are, where that is asked for, the mean over the processes."""
+"""A moving average of the weights is what is judged, digested and served; a resumption does not
+disturb it. Batch norm's running statistics are, where that is asked for, the mean over the
+processes.
+"""
 
 from pathlib import Path
 

@@ -25,7 +25,10 @@ class Run:
         self.batch = TrainBatches(self.trainer.train_images, self.trainer.config, self.trainer.plan, 0)[0]
 
     def step(self, *, poisoned: bool = False) -> bool:
-        """Make one step. Return True if its check found a bad loss, in which case there is no update."""
+        """Make one step.
+
+        Return True if its check found a bad loss, in which case there is no update.
+        """
         loss, used = forward_backward(self.trainer, iter([self.batch]))
         loss = loss * torch.nan if poisoned else loss  # its gradients are finite: the flag alone can stop the update
         is_bad = self.state.loss_guard.check(self.state.step + 1, loss, used)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from harness import read_rows
-from test_watch import inject, job
+from test_ranks import inject, job
 from torch.optim import SGD
 
 from pipeline.config.load import load

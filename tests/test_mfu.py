@@ -9,7 +9,8 @@ from pipeline.telemetry.mfu import MfuMeter, flops_per_image, make_mfu_meter
 
 
 def test_a_resnet50_at_224_px_is_three_passes_of_its_published_work() -> None:
-    # torchvision documents 4.089 GFLOPS of multiply-adds forward; backward is twice that, less the first layer's input
+    # torchvision documents 4.089 GFLOPS of multiply-adds forward; backward is twice that, less the
+    # first layer's input
     flops = flops_per_image(Model(arch="resnet50"), 1000, 224)
     assert flops == pytest.approx(3 * 2 * 4.089e9, rel=0.02)
 
