@@ -36,14 +36,14 @@ GUARDS = (
     ),
     Guard(
         "lock of the run folder",
-        "pipeline/record/folder.py",
-        "            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n            return True",
-        "            return True",
+        "pipeline/files.py",
+        "            acquire(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
+        "",
         ("tests/faults/test_stops.py::test_a_second_start_leaves_with_75_and_names_the_holder",),
     ),
     Guard(
         "death with the parent",
-        "pipeline/world.py",
+        "pipeline/supervision.py",
         "    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)\n",
         "",
         ("tests/faults/test_kills.py::test_killed_processes_end_with_the_same_bits[seed=0-2]",),
@@ -51,8 +51,8 @@ GUARDS = (
     Guard(
         "loader workers ignore SIGTERM",
         "pipeline/data/loader.py",
-        "        signal.signal(signal.SIGTERM, signal.SIG_IGN)\n",
-        "        signal.signal(signal.SIGTERM, signal.SIG_DFL)\n",
+        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n",
+        "    signal.signal(signal.SIGTERM, signal.SIG_DFL)\n",
         ("tests/faults/test_stops.py::test_loader_workers_leave_signals_to_their_group_to_the_rank",),
     ),
     Guard(
