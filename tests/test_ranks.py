@@ -109,7 +109,7 @@ def test_slow_is_said_after_two_reports_and_again_only_after_a_recovery() -> Non
 
     def report(*times: int) -> int:
         before = len(said)
-        watch.report([1000 * time for time in times], 1)
+        watch.log_slow_rank([1000 * time for time in times], 1)
         return len(said) - before
 
     assert [report(10, 10, 16), report(10, 10, 10), report(10, 10, 16)] == [0, 0, 0], "once is no habit"

@@ -135,10 +135,10 @@ import gc, sys
 from pipeline.cli.main import main
 from pipeline.train import resume, session
 train = session.train
-def looked_at(*arguments):
+def looked_at(*arguments, **options):
     gc.unfreeze()
     print([type(one).__name__ for one in gc.get_objects() if isinstance(one, (resume.Found, session.Prepared))], flush=True)
-    return train(*arguments)
+    return train(*arguments, **options)
 session.train = looked_at
 sys.exit(main({["train", "digits", *SMALL, "run.dir=runs/done", "train.max_steps=2"]}))
 """

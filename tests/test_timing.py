@@ -132,12 +132,20 @@ def test_epochs_in_a_row_leave_no_moment_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("workers", "spent", "says"),
     [
-        (4, {"data": 41, "forward_backward": 59}, "waiting for data 41%: 7 workers would do (data.workers=7), or pack"),
-        (4, {"data": 90, "forward_backward": 10}, "40 workers would do and the CPUs are 8: take a machine with more"),
-        (0, {"data": 60, "forward_backward": 40}, "waiting for data 60%: 2 workers would do (data.workers=2)"),
+        (
+            4,
+            {"data": 41, "forward_backward": 59},
+            "waiting for data 41%: 7 workers would be enough (data.workers=7), or pack",
+        ),
+        (
+            4,
+            {"data": 90, "forward_backward": 10},
+            "40 workers would be enough but this machine has 8 CPUs: use a larger one",
+        ),
+        (0, {"data": 60, "forward_backward": 40}, "waiting for data 60%: 2 workers would be enough (data.workers=2)"),
         (4, {"communication": 50, "forward_backward": 50}, "waiting for the other processes 50%: raise batch.global"),
         (4, {"checkpoint": 20, "forward_backward": 80}, "saving 20%: raise checkpoint.every"),
-        (4, {"tracking": 3, "forward_backward": 97}, "reporting 3%: raise track.every"),
+        (4, {"tracking": 3, "forward_backward": 97}, "logging metrics 3%: raise track.every"),
     ],
 )
 def test_the_advice_names_the_largest_entry_and_a_number(workers: int, spent: Seconds, says: str) -> None:

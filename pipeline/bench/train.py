@@ -277,7 +277,7 @@ def _our_loop(
     trainer = Trainer.build(
         config, plan, state, source, JournalOnly(journal) if journal else NullRecords(), NullTerminal(), timer=timer,
         watchdog=Watchdog(config.run.timeout, Path(os.devnull), group.rank), stop=StopRequest(),
-        profiler=NullProfiler(), is_saved=False,
+        profiler=NullProfiler(),
     )  # fmt: skip
     batches = TimedBatches(stream, timer)
 

@@ -8,7 +8,6 @@ says that either may be right. The run then ends as a crash does (exit 1): hardw
 broken, not the request. The earlier checkpoints are good, so a launcher may restart the run.
 """
 
-import socket
 from collections import Counter
 
 import torch
@@ -38,8 +37,7 @@ class DivergenceWatch:
         tensors, group = self._strategy.replicated_tensors(), self._strategy.group
         sums = group.all_gather(torch.stack([bit_sum(tensor) for tensor in tensors.values()]).tolist())
         if any(other != sums[0] for other in sums):
-            hosts = group.all_gather(socket.gethostname())
-            raise DivergedError(_describe(list(tensors), sums, hosts, step, self._equal_at))
+            raise DivergedError(_describe(list(tensors), sums, group.hosts, step, self._equal_at))
         self._equal_at = step
 
 

@@ -26,9 +26,9 @@ def fit_passes(
 ) -> Plan:
     """Return the plan with as many passes a step as the memory needs.
 
-    try_pass: runs a pass of so many images in this process; raises torch.OutOfMemoryError if they
-    are too many. Raises RequestError if no pass fits, or if more passes would change the bits of a
-    deterministic run.
+    try_pass: runs a pass of the given number of images in this process; raises
+    torch.OutOfMemoryError if they are too many. Raises RequestError if no pass fits, or if more
+    passes would change the bits of a deterministic run.
     """
     images, unit = plan.process_batch, 2 if config.mixes else 1  # mixing needs pairs
     for accumulate in range(plan.accumulate, images // unit + 1, plan.accumulate):

@@ -23,12 +23,12 @@ class StopRequest:
         for number in _SIGNALS:
             signal.signal(number, self._set_flag)
 
-    def asked(self) -> bool:
+    def is_set(self) -> bool:
         """Return True if a signal has arrived."""
         return self._asked
 
     @contextmanager
-    def obeyed_at_once(self) -> Iterator[None]:
+    def exit_on_signal(self) -> Iterator[None]:
         """End the process at a signal: native code that waits for peers reads no flag.
 
         No step has been made, so nothing is lost. Raises TemporaryError if a signal arrived
@@ -38,7 +38,7 @@ class StopRequest:
             yield
 
     @contextmanager
-    def raised(self) -> Iterator[None]:
+    def raise_on_signal(self) -> Iterator[None]:
         """Raise TemporaryError at a signal, in code that changes nothing and may take long."""
 
         def stop(number: int, frame: object) -> None:

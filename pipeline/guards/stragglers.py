@@ -1,6 +1,6 @@
 """The straggler watch: a process that the others wait for is named.
 
-A process's own time runs from the begin of a step until its gradients are computed: data, forward
+A process's own time runs from the start of a step until its gradients are computed: data, forward
 and backward, without the wait for the other processes' gradients. On a GPU two events on its stream
 measure it. The watch exchanges nothing by itself: the times travel in the sum that a report makes
 anyway.
@@ -50,7 +50,7 @@ class StragglerWatch:
         times[self._group.rank] = round(1e6 * seconds)
         return times
 
-    def report(self, times: list[int], steps: int) -> dict[str, float]:
+    def log_slow_rank(self, times: list[int], steps: int) -> dict[str, float]:
         """Log a slow rank, and return metrics. times: microseconds of each rank for `steps`."""
         slowest = max(range(len(times)), key=lambda rank: times[rank])
         others = median(spent for rank, spent in enumerate(times) if rank != slowest)
@@ -97,7 +97,7 @@ class NullStragglerWatch(StragglerWatch):
     def pop_times(self) -> Tensor:
         return torch.zeros(0, dtype=torch.int64)
 
-    def report(self, times: list[int], steps: int) -> dict[str, float]:
+    def log_slow_rank(self, times: list[int], steps: int) -> dict[str, float]:
         return {}
 
 

@@ -1,6 +1,6 @@
 """The watchdog ends a hang: a process without progress writes its threads' stacks and exits.
 
-Promise: no process waits for ever, for a peer, a device, a disk or a loader worker. Why it holds: a
+Promise: no process waits forever, for a peer, a device, a disk or a loader worker. Why it holds: a
 thread of its own counts the seconds since the last progress; `os._exit` waits for nothing, and the
 disk that the stacks are written to cannot delay it. It counts seconds itself instead of reading a
 clock, so that a machine that slept, or a job that was paused as a whole, does not look like a hang.

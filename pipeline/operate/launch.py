@@ -98,9 +98,9 @@ def _config_after_restart(config: Config) -> Config:
         return config
     resume, used = "auto", starts[-1].get("checkpoint")
     if config.run.resume not in ("auto", "never") and used:
-        from pipeline.train.resume import at_restart
+        from pipeline.train.resume import resume_value_at_restart
 
-        resume = at_restart(config.run.resume, used, folder)
+        resume = resume_value_at_restart(config.run.resume, used, folder)
     return config.model_copy(update={"run": config.run.model_copy(update={"resume": resume})})
 
 

@@ -128,9 +128,9 @@ def _refuse_what_cannot_repeat(receipt: dict[str, Any], config: Config, run_dir:
         raise machine.no_gpu_error()
     source = sources.open_source(config)
     if source.digest != receipt["data"]:
-        from pipeline.train.resume import what_changed
+        from pipeline.train.resume import describe_data_change
 
-        changed = what_changed(config, source, receipt["data"], run_dir / "index")
+        changed = describe_data_change(config, source, receipt["data"], run_dir / "index")
         raise RequestError(f"the data differs from that of the run in {run_dir}: {changed}; restore it")
 
 

@@ -1,8 +1,8 @@
 """DistributedDataParallel: whole models, whose gradients are averaged during the backward pass.
 
 Exact resumption needs two choices. DDP rebuilds its gradient buckets after the first backward pass,
-and other buckets give other sums from 3 processes on: a discarded, synchronised pass before the
-state is loaded gives a resumed run the buckets of an uninterrupted one. And buffers are not
+and other buckets give other sums from 3 processes on: a discarded, synchronised pass at the
+start gives a resumed run the buckets of an uninterrupted one. And buffers are not
 broadcast in every pass but shared when they matter, before an evaluation or a save: training itself
 never reads running statistics.
 
@@ -51,9 +51,9 @@ class DDPStrategy(Strategy):
         self._run_model = self._compiled(self._ddp)
 
     def gradient_sync(self, micro: int) -> AbstractContextManager[None]:
-        return nullcontext() if micro == self.loss_divisor - 1 else self._ddp.no_sync()
+        return nullcontext() if micro == self._passes - 1 else self._ddp.no_sync()
 
-    def warm_up(self, backward: Callable[[], None]) -> None:
+    def warm_up(self, backward: Callable[[], object]) -> None:
         backward()  # DDP rebuilds its buckets at the next forward pass, in the order in which gradients arrived
 
     def average_buffers(self, model: nn.Module) -> None:

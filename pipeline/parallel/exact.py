@@ -7,7 +7,7 @@ and its own batch norm. What shards exchange are integers, whose sum is the same
 any grouping: gradients in units of 2^-fraction_bits, running statistics in units of 2^-36.
 
 - Batch norm sees its shard, as under DDP it sees its process's pass. Each shard starts from the
-  running statistics at the begin of the step; the new ones are the mean over all shards. A counter
+  running statistics at the start of the step; the new ones are the mean over all shards. A counter
   (`num_batches_tracked`) counts one shard a step.
 - Range: a shard's gradient must stay below 2^(62 - fraction_bits) / shards, so that no sum can
   overflow. A larger gradient, or one that is not finite, is noticed before the update
@@ -57,8 +57,8 @@ class ExactStrategy(Strategy):
 
     def __init__(self, config: Config, plan: Plan, model: nn.Module, group: Group) -> None:
         super().__init__(config, plan, model, group)
-        self.loss_divisor = 1  # the sum over all shards is divided by their number
-        self._passes, self._shards = plan.accumulate, config.exact.shards
+        self._loss_divisor = 1  # the sum over all shards is divided by their number
+        self._shards = config.exact.shards
         self._bits = config.exact.fraction_bits
         self._max_gradient = 2.0 ** (_INT64_BITS - self._bits) / self._shards
         self._max_buffer = 2.0 ** (_INT64_BITS - _BUFFER_BITS) / self._shards

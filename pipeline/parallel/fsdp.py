@@ -58,7 +58,7 @@ class FSDPStrategy(Strategy):
     @contextmanager
     def gradient_sync(self, micro: int) -> Iterator[None]:
         assert isinstance(self.model, FSDPModule)
-        self.model.set_requires_gradient_sync(micro == self.loss_divisor - 1)
+        self.model.set_requires_gradient_sync(micro == self._passes - 1)
         yield
 
     def on_gradients_computed(self, callback: Callable[[], None]) -> None:

@@ -78,7 +78,7 @@ class StagesStrategy(Strategy):
         self._targets = _map_targets(targets, lambda tensor: self._collect(tensor, self._count - 1))
         rows = torch.arange(self._count * len(pixels), device=pixels.device)
         logits = self._run_schedule(self._schedule, images, len(pixels), rows)
-        if micro == self.loss_divisor - 1 and self._copies > 1:
+        if micro == self._passes - 1 and self._copies > 1:
             self._average_gradients()
         with torch.no_grad(), self._autocast():
             return classification_loss(logits, targets, self._options), logits

@@ -32,8 +32,8 @@ class Strategy:
         self.group = group
         self.scaler = torch.amp.GradScaler(group.device.type, enabled=config.train.precision == "fp16")
         """Scales the loss of fp16; elsewhere it does nothing."""
-        self.loss_divisor = plan.accumulate
-        """Divides the loss of a pass, so that a step's gradient is that of its mean loss."""
+        self._passes = plan.accumulate
+        self._loss_divisor = plan.accumulate  # so that a step's gradient is that of its mean loss
         self._options = config.train
         self._compiles = plan.compiles
         self._num_sizes = len(plan.sizes)
@@ -50,7 +50,7 @@ class Strategy:
             with autocast(self.group.device, self._options.precision):
                 logits = self.forward(pixels)
                 loss = classification_loss(logits, targets, self._options)
-            scaled: Tensor = self.scaler.scale(loss / self.loss_divisor)
+            scaled: Tensor = self.scaler.scale(loss / self._loss_divisor)
             scaled.backward()  # type: ignore[no-untyped-call]
         return loss.detach(), logits.detach()
 
@@ -64,7 +64,7 @@ class Strategy:
         return nullcontext()
 
     def on_gradients_computed(self, callback: Callable[[], None]) -> None:
-        """Call `callback` in each backward pass, once the rest only waits for other processes."""
+        """Call `callback` in each backward pass, once this process has its last gradient."""
         first = next(parameter for parameter in self.model.parameters() if parameter.requires_grad)
         # gradients arrive from the last layer to the first
         first.register_post_accumulate_grad_hook(lambda _: callback())  # type: ignore[no-untyped-call]
@@ -81,10 +81,10 @@ class Strategy:
         """Return a line for the user on how precisely gradients were summed so far, or None."""
         return None
 
-    def warm_up(self, backward: Callable[[], None]) -> None:
+    def warm_up(self, backward: Callable[[], object]) -> None:
         """Run `backward`, a discarded pass, if the first pass of a process differs from later ones.
 
-        The state is loaded afterwards, so nothing of the pass stays.
+        The caller restores weights and buffers afterwards, so nothing of the pass remains.
         """
         if self._compiles:
             backward()

@@ -28,7 +28,7 @@ class MfuMeter:
         self._flops: dict[int, int] = {}
 
     def metrics(self, images_per_s: float, size: int) -> dict[str, float]:
-        """Return the metrics of a job that trains so many images of `size` × `size` px a second."""
+        """Return the metrics of a job at `images_per_s` images of `size` × `size` px."""
         if size not in self._flops:
             self._flops[size] = flops_per_image(self._options, self._num_classes, size)
         return {"time/mfu": images_per_s * self._flops[size] / self._peak}
@@ -45,7 +45,7 @@ class NullMfuMeter(MfuMeter):
 
 
 def make_mfu_meter(config: Config, num_classes: int, devices: int, device: torch.device) -> MfuMeter:
-    """Return the meter of a job on so many devices, all like this one."""
+    """Return the meter of a job on `devices` devices like this one."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     peak = next((peak for part, peak in _PEAKS if part in name), None)
     share = _SHARE_OF_PEAK.get(config.train.precision)

@@ -1,7 +1,7 @@
 """A few steps under torch's profiler, for a trace viewer (Perfetto, chrome://tracing).
 
 torch.profiler records rank 0 between two steps, and the trace is written to the run's `report/`,
-compressed. Recorded steps are slower, and their reports are not marked: choose a window between two
+compressed. Recorded steps are slower, and their metrics are not marked: choose a window between two
 reports, and after the first steps, in which kernels are chosen and compiled.
 """
 

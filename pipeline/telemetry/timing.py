@@ -139,7 +139,7 @@ class TimedBatches:
 
 
 def describe(spent: Seconds) -> str:
-    """Return the entries with their shares in percent, the largest first; below 0.5 % none."""
+    """Return the entries with their shares, the largest first, without those below 0.5 %."""
     total = max(1e-9, sum(spent.values()))
     shares = sorted(((seconds / total, entry) for entry, seconds in spent.items()), reverse=True)
     return ", ".join(f"{entry.replace('_', ' and ')} {share:.0%}" for share, entry in shares if share >= 0.005)
@@ -158,7 +158,7 @@ def advise(spent: Seconds, plan: Plan, cpus: int) -> tuple[Entry, str] | None:
         case "data":
             what, remedy = "waiting for data", f"{_workers(spent, plan, cpus)}, or pack the data (pipeline data pack)"
         case "copy":
-            what, remedy = "copying to the device", "check the machine's PCIe link and what else uses its memory"
+            what, remedy = "converting the images on the device", "check what else uses the GPU"
         case "communication":
             what = "waiting for the other processes"
             remedy = (
@@ -169,7 +169,7 @@ def advise(spent: Seconds, plan: Plan, cpus: int) -> tuple[Entry, str] | None:
         case "checkpoint":
             what, remedy = "saving", "raise checkpoint.every, or put run.dir on a faster disk"
         case _:
-            what, remedy = "reporting", "raise track.every, or put run.dir on a faster disk"
+            what, remedy = "logging metrics", "raise track.every, or put run.dir on a faster disk"
     return largest, f"{what} {above[largest]:.0%}: {remedy}"
 
 
@@ -178,7 +178,7 @@ def _workers(spent: Seconds, plan: Plan, cpus: int) -> str:
     others = max(1e-9, sum(spent[entry] for entry in (*_ON_DEVICE, "tracking", "other")))
     busy = plan.workers_per_node * (others + spent["data"]) if plan.workers else spent["data"] * plan.local_world
     needed = max(plan.workers_per_node + 1, math.ceil(busy / others))
-    enough = f"{needed} worker{'s' if needed > 1 else ''} would do"
+    enough = f"{needed} worker{'s' if needed > 1 else ''} would be enough"
     if needed <= cpus:
         return f"{enough} (data.workers={needed})"
-    return f"{enough} and the CPUs are {cpus}: take a machine with more"
+    return f"{enough} but this machine has {cpus} CPUs: use a larger one"

@@ -2,7 +2,8 @@
 
 Why it is exact: batches are cut from the whole set in index order, so their contents do not depend
 on which process evaluates them. Process r evaluates batches r, r + world, …. The results are
-integers (correct answers, losses in 2^-20), whose sum is the same in any order. Nothing is padded.
+integers (correct per_image, losses in 2^-20), whose sum is the same in any order. Nothing is
+padded.
 
 NaN and infinity have no integer. An image whose logits are not finite is counted: it is a wrong
 answer, and it is in no sum. The loss of one image counts at most `MAX_LOSS`, so no sum can
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.config.schema import Config
+from pipeline.data.augment import evaluation_geometry
 from pipeline.data.batch import NO_LABEL, Batch
 from pipeline.data.loader import EvalBatches, batches
 from pipeline.data.sources import Images
@@ -63,7 +65,7 @@ class Evaluator:
         self._resources = resources
         self._group = group
         self._normalise = Normalise(group.device, channels_last=config.model.channels_last)
-        self._size = config.evaluate.size or config.augment.size
+        self._size = evaluation_geometry(config.evaluate, config.augment)[0]
 
     def evaluate(self, step: int, asked_to_stop: Callable[[], bool]) -> EvalResult | None:
         """Return the model's result, or None in all processes if one is asked to stop.
@@ -76,7 +78,7 @@ class Evaluator:
         counts = torch.zeros(5, dtype=torch.int64, device=device)
         # each image's label + 1, predicted class and confidence: one process sets them, so their
         # sum is what it set
-        answers = torch.zeros((3, len(self.images)), dtype=torch.int64, device=device)
+        per_image = torch.zeros((3, len(self.images)), dtype=torch.int64, device=device)
         defects: list[tuple[int, str]] = []
         in_training = [module for module in self._model.modules() if module.training]  # frozen modules are not
         self._model.eval()
@@ -85,7 +87,7 @@ class Evaluator:
                 for _ in range(-(-len(self._data) // group.size)):
                     batch = next(loaded, None)
                     if batch is not None:
-                        counts += self._count(batch, answers)
+                        counts += self._count(batch, per_image)
                         defects += batch.defects
                     elif self._predict:  # the other processes need this one's part of the model
                         self._predict(torch.empty((0, 3, self._size, self._size), device=device))
@@ -101,7 +103,7 @@ class Evaluator:
         images, correct1, correct5, loss_sum, not_finite = group.all_reduce(counts).tolist()
         all_defects = sorted(defect for part in group.all_gather(defects) for defect in part)
         evaluation = Evaluation(step, images, len(self.images), correct1, correct5, loss_sum, not_finite)
-        labels, predicted, confidence = group.all_reduce(answers).numpy()
+        labels, predicted, confidence = group.all_reduce(per_image).numpy()
         predictions = Predictions(
             (labels - 1).astype(np.int32),
             predicted.astype(np.int32),
@@ -109,13 +111,13 @@ class Evaluator:
         )
         return EvalResult(evaluation, predictions, all_defects)
 
-    def _count(self, batch: Batch, answers: Tensor) -> Tensor:
-        """Evaluate a batch, and set its columns of `answers`, [3, images].
+    def _count(self, batch: Batch, per_image: Tensor) -> Tensor:
+        """Evaluate a batch, and set its columns of `per_image`, [3, images].
 
         Return [images, correct, correct within five, loss in 2^-20, images with logits not finite]
         int64 on the device.
         """
-        labels = batch.labels.to(self._group.device, non_blocking=True)
+        labels = batch.labels
         logits: Tensor = (self._predict or self._model)(self._normalise(batch.images)).float()
         finite = logits.isfinite().all(1)
         top5 = logits.topk(min(5, logits.shape[1]), 1).indices
@@ -123,7 +125,7 @@ class Evaluator:
         predicted = top5[:, 0].where(finite, NO_PREDICTION)
         confidence = logits.softmax(1).amax(1).where(finite, 0).double().mul(_CONFIDENCE_UNIT).to(torch.int64)
         first = int(batch.ids[0])
-        answers[:, first : first + len(labels)] = torch.stack([labels + 1, predicted, confidence])
+        per_image[:, first : first + len(labels)] = torch.stack([labels + 1, predicted, confidence])
         losses = functional.cross_entropy(logits, labels, ignore_index=NO_LABEL, reduction="none")
         too_large = finite & ~(losses <= MAX_LOSS)
         summed = labels.where(finite & ~too_large, NO_LABEL)

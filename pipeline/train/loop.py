@@ -9,15 +9,18 @@ from collections.abc import Iterator
 
 from pipeline.data.batch import Batch
 from pipeline.errors import NotFiniteError, StorageError, TemporaryError
-from pipeline.record.checkpoint import all_finite
+from pipeline.record.checkpoint import MAX_FAILURES, all_finite
 from pipeline.telemetry.timing import TimedBatches
 from pipeline.train.state import Evaluation
 from pipeline.train.step import update_once
 from pipeline.train.trainer import Trainer
 
 
-def train(trainer: Trainer, batches: Iterator[Batch]) -> Evaluation:
+def train(trainer: Trainer, batches: Iterator[Batch], *, is_saved: bool) -> Evaluation:
     """Train to the plan's last step. Return the evaluation of the last step's model.
+
+    is_saved: False if the state comes from a checkpoint in another folder, so that it must be saved
+    here too.
 
     Raises TemporaryError, after a save, if a process was asked to stop, and what `update_once` and
     `save` raise: in all processes together.
@@ -25,7 +28,8 @@ def train(trainer: Trainer, batches: Iterator[Batch]) -> Evaluation:
     state, plan, timer, metrics = trainer.state, trainer.plan, trainer.timer, trainer.metrics
     batches = TimedBatches(batches, timer)
     first_step = state.step
-    is_stopping, saved = False, (state.step, state.is_evaluated) if trainer.is_saved else None
+    saved = (state.step, state.is_evaluated) if is_saved else None
+    is_stopping = False
     trainer.profiler.at_step(state.step)
     while True:
         is_best = False
@@ -82,7 +86,7 @@ def save(trainer: Trainer, *, is_last: bool) -> None:
     if state.ema is not None:
         trainer.strategy.average_buffers(state.ema)
     records.wait_for_save()
-    best = state.best.step if state.best else None
+    best = state.best_step
     not_finite, gave_up, best_is_lost = group.any_rank(
         not all_finite(state.model.state_dict().values()),
         records.gave_up_saving,
@@ -91,7 +95,7 @@ def save(trainer: Trainer, *, is_last: bool) -> None:
     if not_finite:
         raise NotFiniteError(f"weights are not finite at step {step}: not saved; the earlier checkpoints are good")
     if gave_up:
-        raise StorageError(f"no checkpoint could be saved five times in a row, step {step} is lost: free disk space")
+        raise StorageError(f"{MAX_FAILURES} saves in a row failed, step {step} is lost: free disk space")
     if best_is_lost:
         trainer.terminal.log(
             f"the checkpoint of the best model, step {best:,}, is not in the run's folder: the best is chosen again"
@@ -102,7 +106,7 @@ def save(trainer: Trainer, *, is_last: bool) -> None:
     if warning:
         trainer.terminal.log(warning)
     contents = state.to_dict(group.all_reduce(state.totals))
-    records.save(contents, trainer.plan.epoch(step), step, state.best.step if state.best else None)
+    records.save(contents, trainer.plan.epoch(step), step, state.best_step)
     if is_last:
         records.wait_for_save()
     (failed,) = group.any_rank(is_last and records.last_save_failed)

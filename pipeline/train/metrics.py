@@ -25,7 +25,7 @@ from pipeline.train.state import LOSS_UNIT, TrainState
 
 
 class Metrics:
-    """All processes take part in the sums; rank 0 writes."""
+    """Computes and logs the metrics of training. All processes call it together; rank 0 writes."""
 
     def __init__(
         self,
@@ -48,11 +48,7 @@ class Metrics:
         self._has_new_steps = False
         self._spent: Seconds = dict.fromkeys(ENTRIES, 0.0)
         self._advised: set[Entry] = set()
-        self.start()
-
-    def start(self) -> None:
-        """Leave out the time before now: it was not training."""
-        self._timer.pop()
+        self._timer.pop()  # the time before this is not training
         self.restart_window()
 
     def restart_window(self) -> None:
@@ -87,7 +83,7 @@ class Metrics:
             "time/images_per_s": images_per_s,
             "time/step_ms": 1000 * elapsed / self._steps,
             "time/waiting_for_data": waited,
-            **self._stragglers.report(rest[: len(times)], self._steps),
+            **self._stragglers.log_slow_rank(rest[: len(times)], self._steps),
             **self._mfu.metrics(images_per_s, self._plan.size(step - 1)),
             **_by_machine(self._group.hosts, rest[len(times) :]),
         }

@@ -31,18 +31,18 @@ from pipeline.train.state import TrainState
 
 
 class Records:
+    """The records of one start of a run. All methods are cheap, except those that wait."""
+
     def __init__(
-        self, config: Config, plan: Plan, state: TrainState, folder: RunFolder, source: Source, used: Path | None,
-        evaluated: dict[str, Any] | None, terminal: Terminal,
+        self, config: Config, plan: Plan, state: TrainState, folder: RunFolder, source: Source,
+        resumed_from: Path | None, evaluated: dict[str, Any] | None, terminal: Terminal,
     ) -> None:  # fmt: skip
         """Open everything and record the start. Raises OSError if the folder cannot be written.
 
-        used: the checkpoint that the run resumes from. evaluated: its receipt row, if its model is
-        evaluated.
+        resumed_from: the checkpoint. evaluated: its receipt row, if its model is evaluated.
         """
         log = terminal.log
-        best = state.best.step if state.best else None
-        prepare_folder(used, best, folder, log)
+        prepare_folder(resumed_from, state.best_step, folder, log)
         errors.clear_failure(folder.path)
         atomic_write(folder.config, config.to_yaml().encode())
         atomic_write(folder.plan, json.dumps(plan.to_dict(), indent=1).encode())
@@ -66,8 +66,8 @@ class Records:
         self._journal.log_event(
             "started",
             step=state.step,
-            resumed=used is not None,
-            checkpoint=used.name if used else None,
+            resumed=resumed_from is not None,
+            checkpoint=resumed_from.name if resumed_from else None,
             launch=launch_id(),
             tags=facts,
         )
@@ -84,8 +84,8 @@ class Records:
             log(f"MLflow's sender could not be started: {error.strerror}; 'pipeline sync' sends the journal later")
             self._sender = NullSender()
 
-    def tracker_error(self) -> RunError | None:
-        """Return the error of a tracker that is not reached at the first attempt, or None."""
+    def wait_for_tracker(self) -> RunError | None:
+        """Return None once MLflow is reached, or the error if it is not at the first attempt."""
         try:
             self._sender.wait_until_ready()
         except RunError as error:
@@ -105,7 +105,7 @@ class Records:
         self._journal.log_event("evaluated", **row)
         self._receipt.write(self._terminal.log)
 
-    def log_samples(self, step: int, epoch: int, ids: list[int], batch_sha256: str) -> None:
+    def log_sample_ids(self, step: int, epoch: int, ids: list[int], batch_sha256: str) -> None:
         """Record which samples an update used."""
         if self._trace:
             self._trace.append(step, epoch, ids, batch_sha256)
@@ -125,7 +125,7 @@ class Records:
 
     @property
     def gave_up_saving(self) -> bool:
-        """So many saves have failed in a row that the run must end."""
+        """True if MAX_FAILURES saves in a row have failed, so that the run must end."""
         return self._checkpoints.should_give_up
 
     @property
@@ -156,7 +156,7 @@ class Records:
             log("MLflow did not take everything: the journal keeps it, 'pipeline sync' with this run's folder sends it")
 
     def crash(self, step: int) -> None:
-        """Record that this process crashed at `step`, without waiting for anybody."""
+        """Record a crash at `step`, once a checkpoint that is being written is complete."""
         self._checkpoints.wait()
         self._journal.log_event("ended", status="FAILED", step=step, line="crashed")
 
@@ -188,7 +188,7 @@ class NullRecords(Records):
     def __init__(self) -> None:
         pass
 
-    def tracker_error(self) -> None:
+    def wait_for_tracker(self) -> None:
         return None
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
@@ -200,7 +200,7 @@ class NullRecords(Records):
     def log_evaluation(self, row: dict[str, Any]) -> None:
         pass
 
-    def log_samples(self, step: int, epoch: int, ids: list[int], batch_sha256: str) -> None:
+    def log_sample_ids(self, step: int, epoch: int, ids: list[int], batch_sha256: str) -> None:
         pass
 
     def keep_predictions(self, result: EvalResult) -> None:
@@ -226,7 +226,7 @@ class NullRecords(Records):
 
 
 def open_records(
-    config: Config, plan: Plan, state: TrainState, folder: RunFolder, source: Source, used: Path | None,
+    config: Config, plan: Plan, state: TrainState, folder: RunFolder, source: Source, resumed_from: Path | None,
     terminal: Terminal,
 ) -> Records:  # fmt: skip
     """Return this process's records. All processes call this together, and raise together.
@@ -240,10 +240,10 @@ def open_records(
     error: RunError | None = None
     if group.is_main:
         try:
-            records = Records(config, plan, state, folder, source, used, evaluated, terminal)
+            records = Records(config, plan, state, folder, source, resumed_from, evaluated, terminal)
         except OSError as reason:
             error = folder.write_error(reason)
     group.raise_together(error)
     if config.track.required:
-        group.raise_together(group.run_long_task(records.tracker_error))
+        group.raise_together(group.run_long_task(records.wait_for_tracker))
     return records

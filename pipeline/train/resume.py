@@ -61,7 +61,7 @@ def find(config: Config, folder: RunFolder, source: Source, log: Callable[[str],
     return Found(path, data, contents)
 
 
-def at_restart(named: str, used: str, folder: RunFolder) -> str:
+def resume_value_at_restart(named: str, used: str, folder: RunFolder) -> str:
     """Return run.resume for the restart of a run that resumed from file `used` of path `named`.
 
     That is auto once the run has saved a checkpoint itself, and the same file until then: a folder
@@ -99,7 +99,7 @@ def prepare_folder(used: Path | None, best_step: int | None, folder: RunFolder, 
             log(f"the best model is not copied: {defect}")
 
 
-def share(found: Found | None, group: Group) -> dict[str, Any] | None:
+def broadcast_contents(found: Found | None, group: Group) -> dict[str, Any] | None:
     """Return in every process the contents of the checkpoint that rank 0 found, or None."""
     data = group.broadcast_bytes((found.data if found else b"") if group.is_main else None)
     if not data:
@@ -120,11 +120,11 @@ def resume(
     state.load_dict(contents, is_main=group.is_main)
 
 
-def what_changed(config: Config, source: Source, before: str, spare: Path) -> str:
+def describe_data_change(config: Config, source: Source, before: str, fallback_cache: Path) -> str:
     """Return how the data differs from that with digest `before`, if its index is cached."""
     if source.index is None:
         return "the synthetic source has another size"
-    index = find_cached_index(data_root(config), spare, before)
+    index = find_cached_index(data_root(config), fallback_cache, before)
     if index is None:
         return f"its digest is {source.digest[:16]}, not {before[:16]}"
     lines = list(index.differences(source.index))
@@ -135,7 +135,7 @@ def _refuse_others(contents: dict[str, Any], config: Config, source: Source) -> 
     """Raise RequestError if a checkpoint is of another configuration or of other data."""
     refuse_changes(from_yaml(contents["config"], "the checkpoint's configuration"), config)
     if contents["data"] != source.digest:
-        changed = what_changed(config, source, contents["data"], config.run_dir / "index")
+        changed = describe_data_change(config, source, contents["data"], config.run_dir / "index")
         raise RequestError(
             f"the data is not that of the checkpoint at step {contents['step']}: {changed}; restore it, or start again"
             " with run.resume=never"

@@ -47,7 +47,7 @@ from pipeline.train.evaluate import Evaluator
 from pipeline.train.loop import train
 from pipeline.train.pretrained import freeze, load_pretrained
 from pipeline.train.records import NullRecords, Records, open_records
-from pipeline.train.resume import Found, resume, share
+from pipeline.train.resume import Found, broadcast_contents, resume
 from pipeline.train.state import Evaluation, TrainState
 from pipeline.train.step import warm_up
 from pipeline.train.trainer import Trainer
@@ -78,14 +78,16 @@ def run_training(
     """
     terminal = make_terminal(is_main=world.is_main)
     request = request_digest(config, world)
-    trainer, source = _set_up(config, world, folder, prepare, stop, terminal)
+    trainer, is_saved = _set_up(config, world, folder, prepare, stop, terminal)
     plan, state, group, watchdog = trainer.plan, trainer.state, trainer.group, trainer.watchdog
-    data = TrainBatches(source.train, config, plan, group.rank)
+    data = TrainBatches(trainer.train_images, config, plan, group.rank)
     positions = range(state.step * plan.accumulate, max(state.step, plan.last_step) * plan.accumulate)
     watchdog.beat()
     try:
         evaluation = train(
-            trainer, to_device(batches(data, positions, plan, pin=group.device.type == "cuda"), group.device)
+            trainer,
+            to_device(batches(data, positions, plan, pin=group.device.type == "cuda"), group.device),
+            is_saved=is_saved,
         )
     except LoaderError as error:
         errors.save_failure(folder.path, error, request)
@@ -109,7 +111,7 @@ def run_evaluation(config: Config, world: World, contents: dict[str, Any], sourc
     """Validate a checkpoint's contents as one process of `world`, and return the result line."""
     terminal = make_terminal(is_main=world.is_main)
     group = _join(config, world)
-    source = _share_source(config, group, source)
+    source = _broadcast_source(config, group, source)
     model = eval_model(contents, config.model).to(group.device)
     evaluator = Evaluator(model, source.val, config, share_resources(config, world), group)
     result = evaluator.evaluate(contents["step"], lambda: False)
@@ -128,8 +130,10 @@ def _set_up(
     prepare: Callable[[], Prepared] | None,
     stop: StopRequest,
     terminal: Terminal,
-) -> tuple[Trainer, Source]:
+) -> tuple[Trainer, bool]:
     """Join the group, build all parts, load the state and open the records.
+
+    Return the trainer, and False if its state comes from a checkpoint in another folder.
 
     The checkpoint's bytes and contents are local here, so that training does not keep them in
     memory.
@@ -142,36 +146,38 @@ def _set_up(
     if prepare:
         watchdog = new_watchdog()
         watchdog.start()
-        with stop.raised():
+        with stop.raise_on_signal():
             prepared = prepare()
         watchdog.stop()
     found = prepared.found if prepared else None
     weights = prepared.weights if prepared else None
     with _saving_failure(folder, request_digest(config, world), terminal):
-        with stop.obeyed_at_once():
+        with stop.exit_on_signal():
             group = _join(config, world)
         watchdog = new_watchdog()
         watchdog.start()
-        source = _share_source(config, group, prepared.source if prepared else None)
+        source = _broadcast_source(config, group, prepared.source if prepared else None)
         plan = _agree_on_plan(config, group, source)
-        contents = share(found, group)
+        contents = broadcast_contents(found, group)
         timer = make_timer(group.device)
         plan, state = _build(config, plan, group, weights, timer, watchdog, terminal, is_resumed=contents is not None)
         watchdog.beat()
         profiler = make_profiler(config, folder.report, group, terminal.log)
         if contents:
             resume(state, contents, config, group, terminal.log)
-        used = found.path if found else None
-        (is_moved,) = group.any_rank(used is not None and used.parent.resolve() != folder.checkpoints.resolve())
+        resumed_from = found.path if found else None
+        (is_moved,) = group.any_rank(
+            resumed_from is not None and resumed_from.parent.resolve() != folder.checkpoints.resolve()
+        )
     if _is_finished(plan, state, folder, terminal):
         records: Records = NullRecords()
     else:
-        records = open_records(config, plan, state, folder, source, used, terminal)
+        records = open_records(config, plan, state, folder, source, resumed_from, terminal)
     trainer = Trainer.build(
         config, plan, state, source, records, terminal,
-        timer=timer, watchdog=watchdog, stop=stop, profiler=profiler, is_saved=not is_moved,
+        timer=timer, watchdog=watchdog, stop=stop, profiler=profiler,
     )  # fmt: skip
-    return trainer, source
+    return trainer, not is_moved
 
 
 def _is_finished(plan: Plan, state: TrainState, folder: RunFolder, terminal: Terminal) -> bool:
@@ -208,7 +214,7 @@ def _join(config: Config, world: World) -> Group:
     return groups.start(config, world, choose_device(config, world))
 
 
-def _share_source(config: Config, group: Group, source: Source | None) -> Source:
+def _broadcast_source(config: Config, group: Group, source: Source | None) -> Source:
     """Return a source with rank 0's index, in every process: file systems may list differently."""
     if config.data.source == "synthetic":
         return source or open_source(config)
@@ -227,7 +233,7 @@ def _agree_on_plan(config: Config, group: Group, source: Source) -> Plan:
     assert plan is not None
     (is_compiler_missing,) = group.any_rank(not plan.compiles)
     if is_compiler_missing and plan.compiles:
-        plan = replace(plan, compiles=False, compile_reason="another machine of the job cannot")
+        plan = replace(plan, compiles=False, compile_reason="another machine of the job cannot compile")
     return plan
 
 
@@ -268,7 +274,7 @@ def _build(
     if group.size > 1:
         strategy.on_gradients_computed(partial(timer.switch_to, "communication"))
     state = TrainState.build(strategy, make_loss_guard(strategy, timer), config)
-    first_weights = copy_to_host(model.state_dict())
+    first_weights = copy_to_host(model.state_dict())  # the warm-up pass changes the running statistics
     if plan.compiles:
         watchdog.expect_compilation()
     _warm_up(config, plan, strategy, timer)
@@ -303,16 +309,16 @@ def _end(trainer: Trainer, error: RunError) -> None:
     trainer.records.end(trainer.state, status, str(error))
 
 
-def _crash(trainer: Trainer, report: str, code: int, *, is_secondary: bool = False) -> NoReturn:
+def _crash(trainer: Trainer, traceback_text: str, code: int, *, is_secondary: bool = False) -> NoReturn:
     """Exit at once: the other processes cannot continue either, and must not be waited for.
 
-    report: a traceback, or one line. is_secondary: another process failed first.
+    traceback_text: or one line. is_secondary: another process failed first.
     """
     trainer.watchdog.stop()
     group, step = trainer.group, trainer.state.step
-    ids = [sample for batch in trainer.batches_in_use for sample in batch.ids.tolist()]
-    line = f"rank {group.rank} failed at step {step + 1} ({format_sample_ids(ids)}): {report.splitlines()[-1]}"
-    print(f"{report}\npipeline: {line}", file=sys.stderr, flush=True)
+    ids = [sample for batch in trainer.current_batches for sample in batch.ids.tolist()]
+    line = f"rank {group.rank} failed at step {step + 1} ({format_sample_ids(ids)}): {traceback_text.splitlines()[-1]}"
+    print(f"{traceback_text}\npipeline: {line}", file=sys.stderr, flush=True)
     report_to_agent(line, is_secondary=is_secondary)
     kill_stopped_peers(group.local_peer_pids)
     trainer.records.crash(step)

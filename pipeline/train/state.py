@@ -1,4 +1,4 @@
-"""All that must survive a restart, in one place.
+"""The training state: what a checkpoint holds, with the strategy and loss guard that it needs.
 
 Promise: a run that loads this state at step n continues exactly as the run that saved it would
 have. It is small because order, augmentation, dropout and the learning rate are functions of the
@@ -37,7 +37,7 @@ class Evaluation:
     loss_sum: int
     """In units of 2^-20."""
     not_finite: int = 0
-    """Images whose logits are not finite: wrong answers, and in no sum.
+    """Images whose logits are not finite: wrong predictions, and in no sum.
 
     Absent in checkpoints of version 0.1.
     """
@@ -61,17 +61,18 @@ class Evaluation:
         if not self.not_finite:
             return None
         return (
-            f"the logits of {self.not_finite} of {self.images} images are not finite: they count as wrong answers, the"
-            " loss is nan, and this model is never the best; lower optimizer.lr or set train.clip"
+            f"the logits of {self.not_finite} of {self.images} images are not finite: they count as wrong predictions,"
+            " the loss is nan, and this model is never the best; lower optimizer.lr or set train.clip"
         )
 
 
 @dataclass
 class TrainState:
+    """All that a run continues from."""
+
     strategy: Strategy
-    """Spreads the rest over the processes; a checkpoint holds the whole."""
+    """Shards or replicates this state; a checkpoint holds the complete state."""
     loss_guard: LossGuard
-    model: nn.Module
     optimizer: torch.optim.Optimizer
     ema: nn.Module | None
     """The moving average of the weights, or None."""
@@ -90,7 +91,15 @@ class TrainState:
         """Return the state before the first step."""
         ema = strategy.make_ema() if config.train.ema is not None else None
         totals = torch.zeros(3, dtype=torch.int64, device=strategy.group.device)
-        return cls(strategy, loss_guard, strategy.model, make_optimizer(strategy.model, config), ema, totals)
+        return cls(strategy, loss_guard, make_optimizer(strategy.model, config), ema, totals)
+
+    @property
+    def model(self) -> nn.Module:
+        return self.strategy.model
+
+    @property
+    def best_step(self) -> int | None:
+        return self.best.step if self.best else None
 
     @property
     def confirmed_step(self) -> int:
@@ -111,7 +120,7 @@ class TrainState:
         """The last evaluation was of this step's model."""
         return self.evaluation is not None and self.evaluation.step == self.step
 
-    def count(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+    def add_to_totals(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Add a pass to the totals. loss: [] mean, logits: [B, classes], labels: [B]."""
         images = len(labels)
         self.totals[0] += (loss.double().clamp(max=MAX_LOSS) * (images * LOSS_UNIT)).round().to(torch.int64)
@@ -159,7 +168,7 @@ class TrainState:
     def load_dict(self, contents: dict[str, Any], *, is_main: bool) -> None:
         """Load what `to_dict` returned.
 
-        Rank 0 alone takes over the totals, so that the next sum counts them once.
+        Rank 0 alone loads the totals, so that the next sum counts them once.
         """
         states = self.strategy.local_state({key: contents[key] for key in ("model", "average", "optimizer")})
         self.model.load_state_dict(states["model"])

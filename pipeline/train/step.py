@@ -40,14 +40,14 @@ def update_once(trainer: Trainer, batches: Iterator[Batch]) -> bool:
     with timer.charge("communication"):
         is_stopping, is_bad, has_defects, has_outage = group.any_rank(
             trainer.asked_to_stop(),
-            trainer.state.loss_guard.check(state.step + 1, loss, used),
+            state.loss_guard.check(state.step + 1, loss, used),
             any(batch.defects for batch in used),
             any(batch.outage for batch in used),
         )
     if has_outage:  # nothing is saved: batch norm has counted images that are none
         group.raise_together(next((batch.outage for batch in used if batch.outage), None))
     if is_bad:
-        raise trainer.state.loss_guard.error()
+        raise state.loss_guard.error()
     if has_defects:
         _record_defects(trainer, used)
     with timer.charge("optimizer"):
@@ -69,24 +69,23 @@ def forward_backward(trainer: Trainer, batches: Iterator[Batch]) -> tuple[Tensor
     state, strategy, passes = trainer.state, trainer.strategy, trainer.plan.accumulate
     device = strategy.group.device
     loss_sum = torch.zeros((), device=device)
-    used = trainer.batches_in_use
+    used = trainer.current_batches
     used.clear()
     for micro in range(passes):
         batch = next(batches)
         used.append(batch)
         seed_network(trainer.config.run.seed, "network", state.step, strategy.group.rank * passes + micro)
-        labels = batch.labels.to(device, non_blocking=True)
         with trainer.timer.charge("forward_backward"):
-            loss, logits = _run_pass(strategy, trainer.normalise, trainer.timer, micro, batch.images, labels, batch.mix)
-        state.count(loss, logits, labels)
+            loss, logits = _run_pass(strategy, trainer.normalise, trainer.timer, micro, batch)
+        state.add_to_totals(loss, logits, batch.labels)
         loss_sum += loss
-    return loss_sum, list(used)
+    return loss_sum, list(used)  # a copy: the loss guard keeps it for one more step
 
 
 def apply_gradients(trainer: Trainer) -> None:
     """Update the weights at this step's learning rate; the state is then one step further."""
     state, config, scaler = trainer.state, trainer.config, trainer.strategy.scaler
-    skip = trainer.state.loss_guard.skip
+    skip = state.loss_guard.skip
     if skip is not None and scaler.is_enabled():  # the scaler skips the update for a gradient that is NaN
         first = next(parameter.grad for parameter in state.model.parameters() if parameter.grad is not None)
         first.masked_fill_(skip > 0, torch.nan)
@@ -110,36 +109,30 @@ def apply_gradients(trainer: Trainer) -> None:
 def warm_up(strategy: Strategy, normalise: Normalise, timer: StepTimer, plan: Plan) -> None:
     """Run one discarded pass on blank images if the strategy needs one.
 
-    The state is loaded after this.
+    The caller restores weights and buffers afterwards.
     """
-    device, size = strategy.group.device, plan.first_size
-    blank = torch.zeros((plan.micro_batch, 3, size, size), dtype=torch.uint8)
-    labels = torch.zeros(plan.micro_batch, dtype=torch.int64, device=device)
-
-    def backward() -> None:
-        _run_pass(strategy, normalise, timer, plan.accumulate - 1, blank, labels, torch.empty((0, MIX_COLUMNS)))
-
-    strategy.warm_up(backward)
+    shape = (plan.micro_batch, 3, plan.first_size, plan.first_size)
+    labels = torch.zeros(plan.micro_batch, dtype=torch.int64, device=strategy.group.device)
+    none = torch.empty((0, MIX_COLUMNS))
+    blank = Batch(torch.zeros(shape, dtype=torch.uint8), labels, ids=labels, digests=none, mix=none, defects=[])
+    strategy.warm_up(lambda: _run_pass(strategy, normalise, timer, plan.accumulate - 1, blank))
     strategy.model.zero_grad()
 
 
 def _run_pass(
-    strategy: Strategy, normalise: Normalise, timer: StepTimer, micro: int, images: Tensor, labels: Tensor, mix: Tensor
+    strategy: Strategy, normalise: Normalise, timer: StepTimer, micro: int, batch: Batch
 ) -> tuple[Tensor, Tensor]:
     """Run one pass, which leaves its gradients for the update.
 
-    Return its mean loss and logits, [B, classes].
-
-    images: [B, 3, H, W] uint8, labels: [B] int64 on the device, mix: [B, 5], or [0, 5] for images
-    that are not mixed.
+    Return its mean loss and logits, [B, classes]. batch: labels and mix are on the device.
     """
     with timer.charge("copy"):
-        pixels = normalise(images)
-        mix = mix.to(pixels.device, non_blocking=True)
-    targets = Targets(labels)
-    if len(mix):
-        pixels = mix_images(pixels, mix)
-        targets = Targets(labels, swap_partners(labels), own_label_weights(mix, *pixels.shape[2:]))
+        pixels = normalise(batch.images)
+    targets = Targets(batch.labels)
+    if len(batch.mix):
+        pixels = mix_images(pixels, batch.mix)
+        own = own_label_weights(batch.mix, *pixels.shape[2:])
+        targets = Targets(batch.labels, swap_partners(batch.labels), own)
     return strategy.forward_backward(micro, pixels, targets)
 
 
@@ -149,7 +142,7 @@ def _trace_update(trainer: Trainer, used: list[Batch]) -> None:
     parts = trainer.group.all_gather([(batch.ids.tolist(), batch.digests.numpy().tobytes()) for batch in used])
     passes = [ids_and_digests for part in parts for ids_and_digests in part]
     digest = hashlib.sha256(b"".join(digests for _, digests in passes)).hexdigest()
-    trainer.records.log_samples(
+    trainer.records.log_sample_ids(
         step, trainer.plan.epoch(step - 1), [sample for ids, _ in passes for sample in ids], digest
     )
 

@@ -43,9 +43,7 @@ class Trainer:
     records: Records
     """The files that rank 0 writes; a null object in the other processes."""
     terminal: Terminal
-    is_saved: bool
-    """The state is that of a checkpoint in this run's folder."""
-    batches_in_use: list[Batch] = field(default_factory=list)
+    current_batches: list[Batch] = field(default_factory=list)
     """Those of the current step, which an error names."""
 
     @classmethod
@@ -62,7 +60,6 @@ class Trainer:
         watchdog: Watchdog,
         stop: StopRequest,
         profiler: Profiler,
-        is_saved: bool,
     ) -> "Trainer":
         """Return a trainer with the parts that follow from these."""
         strategy, group = state.strategy, state.strategy.group
@@ -85,7 +82,6 @@ class Trainer:
             metrics=Metrics(plan, group, timer, stragglers, mfu, records, terminal),
             records=records,
             terminal=terminal,
-            is_saved=is_saved,
         )
 
     @property
@@ -97,9 +93,6 @@ class Trainer:
         return self.state.strategy.group
 
     def asked_to_stop(self) -> bool:
-        """Return True if a signal asked this process to stop.
-
-        Called once a step and once a validation batch: progress.
-        """
+        """Report progress to the watchdog. Return True if a signal asked to stop."""
         self.watchdog.beat()
-        return self.stop.asked()
+        return self.stop.is_set()

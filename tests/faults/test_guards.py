@@ -1,6 +1,7 @@
 """The guards that `make guards` takes out one by one are where it looks for them."""
 
 import pytest
+
 from faults.guards import GUARDS, ROOT, Guard
 
 

@@ -78,7 +78,7 @@ def test_a_full_disk_is_outlived_if_room_comes_and_ends_the_run_if_not(
     run = job(small_disk / "run", digits)
     result = run.run()
     assert result.code == 4
-    assert "five times in a row" in result.error
+    assert "5 saves in a row failed" in result.error
     assert result.err.count("No space left on device") == 5, "one warning a failed save"
     assert [step_of(path) for path in run.checkpoints()] == [3, 6]
     assert all(read_verified(path) for path in run.checkpoints())
