@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -64,8 +64,8 @@ class Request:
     """Folder of this machine that is mounted read-only as /data in the nodes."""
     runs: str | None = None
     """Docker volume for /runs in the nodes, which is kept; None: one that is removed at the end."""
-    faults: tuple[Fault, ...] = ()
-    env: tuple[str, ...] = ()
+    faults: Sequence[Fault] = ()
+    env: Sequence[str] = ()
     """Additional variables of the nodes, as NAME=VALUE."""
 
 
