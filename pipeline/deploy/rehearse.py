@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from pipeline import errors
 from pipeline.config.load import load
@@ -78,12 +78,13 @@ def rehearse(request: Request) -> str | int:
     node_settings.check_resume_is_auto(config)
     for fault in request.faults:
         if fault.node >= request.num_nodes:
-            raise RequestError(
-                f"node {fault.node} does not exist: with --nodes {request.num_nodes} the nodes are 0 to"
-                f" {request.num_nodes - 1}"
-            )
-    with _connect_to_docker() as client, _interrupt_on_signals(), _open_cluster(client, request, config) as cluster:
-        return cluster.run(list(request.faults))
+            nodes = request.num_nodes
+            raise RequestError(f"node {fault.node} does not exist: with --nodes {nodes} the nodes are 0 to {nodes - 1}")
+    with _connect_to_docker() as client:
+        for number in (signal.SIGTERM, signal.SIGINT):  # SIGINT, too: shells ignore it in background jobs
+            signal.signal(number, signal.default_int_handler)
+        with _open_cluster(client, request, config) as cluster:
+            return cluster.run()
 
 
 class Cluster:
@@ -102,12 +103,12 @@ class Cluster:
         self._create_lock = threading.Lock()
         self._closed = False
 
-    def run(self, faults: list[Fault]) -> str | int:
+    def run(self) -> str | int:
         """Run all nodes with the faults, replacing those that fail; return as `rehearse` does."""
         self._create_network()
         for node in range(self._request.num_nodes):
             self._start_node(node)
-        faults = sorted(faults, key=lambda fault: fault.step)
+        faults = sorted(self._request.faults, key=lambda fault: fault.step)
         codes: dict[int, int] = {}
         replaced, limit = 0, node_settings.max_replacements(self._request.num_nodes)
         while len(codes) < self._request.num_nodes:
@@ -160,9 +161,8 @@ class Cluster:
         temporary.reload()
         subnet = temporary.attrs["IPAM"]["Config"][0]["Subnet"]
         temporary.remove()
-        self._network = self._client.networks.create(
-            self._name, ipam=IPAMConfig(pool_configs=[IPAMPool(subnet=subnet)]), **settings
-        )
+        ipam = IPAMConfig(pool_configs=[IPAMPool(subnet=subnet)])
+        self._network = self._client.networks.create(self._name, ipam=ipam, **settings)
 
     def _start_node(self, node: int) -> None:
         threading.Thread(target=self._run_node, args=(node,), daemon=True).start()
@@ -194,9 +194,8 @@ class Cluster:
         if code != OK:
             for line in lines[:-1]:
                 _log(line, f"node {node} preflight | ")
-            raise errors.from_exit_code(code)(
-                lines[-1].removeprefix("pipeline: ") if lines else f"the preflight of node {node} exited with {code}"
-            )
+            last = lines[-1] if lines else f"the preflight of node {node} exited with {code}"
+            raise errors.from_exit_code(code)(last.removeprefix("pipeline: "))
 
     def _create_container(self, name: str, node: int, command: list[str]) -> "Container":
         """Create a container of a node, as restricted as a pod under Pod Security `restricted`."""
@@ -210,34 +209,20 @@ class Cluster:
             path = Path(request.recipe).resolve()
             volumes[str(path)] = {"bind": f"/recipe/{path.name}", "mode": "ro"}
         gpus = [str(node * request.gpus + i) for i in range(request.gpus)]
-        host, _, domain = node_settings.host_name(node).partition(".")
+        host_name = node_settings.host_name(node)
+        host, _, domain = host_name.partition(".")
         with self._create_lock:
             if self._closed:
                 raise InterruptedError("the rehearsal is over")
             return self._client.containers.create(
-                self._image,
-                name=name,
-                labels={LABEL: self._name},
-                entrypoint=command,
-                command=self._arguments(),
-                environment=self._environment(),
-                hostname=host,
-                domainname=domain,
-                network=self._name,
-                networking_config={
-                    self._name: self._client.api.create_endpoint_config(aliases=[node_settings.host_name(node)])
-                },
+                self._image, name=name, labels={LABEL: self._name}, entrypoint=command, command=self._arguments(),
+                environment=self._environment(), hostname=host, domainname=domain, network=self._name,
+                networking_config={self._name: self._client.api.create_endpoint_config(aliases=[host_name])},
                 device_requests=[DeviceRequest(device_ids=gpus, capabilities=[["gpu"]])] if gpus else None,
-                volumes=volumes,
-                read_only=True,
-                tmpfs={"/tmp": "size=8g"},
-                mem_limit=f"{node_settings.memory_gib(request.gpus, request.nproc)}g",
-                pids_limit=32768,
-                cap_drop=["ALL"],
-                security_opt=["no-new-privileges:true"],
-                shm_size="1g",
-                init=True,
-            )
+                volumes=volumes, read_only=True, tmpfs={"/tmp": "size=8g"}, shm_size="1g",
+                mem_limit=f"{node_settings.memory_gib(request.gpus, request.nproc)}g", pids_limit=32768,
+                cap_drop=["ALL"], security_opt=["no-new-privileges:true"], init=True,
+            )  # fmt: skip
 
     def _environment(self) -> dict[str, str]:
         digests = self._image.attrs.get("RepoDigests") or []
@@ -350,39 +335,17 @@ def _remove_all(client: "DockerClient", name: str) -> None:
 @contextlib.contextmanager
 def _connect_to_docker() -> Iterator["DockerClient"]:
     """Connect to the engine of DOCKER_HOST or of this machine. Raises RequestError if none."""
-    try:
-        import docker
-    except ImportError:
-        raise RequestError("a rehearsal needs the Python package 'docker': pip install docker") from None
+    import docker
+
     try:
         client = docker.from_env(timeout=_API_TIMEOUT_S)
         client.ping()
     except docker.errors.DockerException as error:
-        raise RequestError(
-            f"no Docker engine answers ({_reason(error)}): start it, or set DOCKER_HOST to its address"
-        ) from None
+        causes = ("Permission denied", "No such file or directory", "Connection refused")
+        cause = next((cause for cause in causes if cause in str(error)), str(error))
+        raise RequestError(f"no Docker engine answers ({cause}): start it, or set DOCKER_HOST to its address") from None
     with contextlib.closing(client):
         yield client
-
-
-def _reason(error: BaseException) -> str:
-    """Return the cause in a long message of the Docker client, or the whole message."""
-    for cause in ("Permission denied", "No such file or directory", "Connection refused"):
-        if cause in str(error):
-            return cause
-    return str(error)
-
-
-@contextlib.contextmanager
-def _interrupt_on_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGINT raise KeyboardInterrupt; shells ignore SIGINT in background jobs."""
-
-    def interrupt(number: int, frame: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, interrupt)
-    yield
 
 
 def _is_file(recipe: str) -> bool:

@@ -159,15 +159,10 @@ def start_processes(nproc: int, arguments: list[str]) -> int:
     # one line says why a run ended; the agent's own report would bury it
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",  # the host name may not resolve, for example in a container without a network
-        max_restarts=0,
-    )
+        min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id=uuid.uuid4().hex, max_restarts=0, rdzv_backend="c10d",
+        # not the host name, which may not resolve, for example in a container without a network
+        rdzv_endpoint="localhost:0", local_addr="localhost",
+    )  # fmt: skip
     try:
         elastic_launch(config, sys.executable)("-m", "pipeline", *arguments)
     except ChildFailedError as failure:
