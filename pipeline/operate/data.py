@@ -143,13 +143,11 @@ def _check_pack(root: Path, *, write_sums: bool) -> str:
         raise RequestError(f"{root} is a pack, which has its sums in {pack.SUMMARY}: leave --write-sums out")
     index, summary = pack.open_index(root), pack.read_summary(root)
     manifest.check_train_classes(index, root)
-    defects = dict(pack.changed_shards(root, summary))
-    defects |= dict(_undecodable(root, index))
+    defects = dict(pack.changed_shards(root, summary)) | dict(_undecodable(root, index))
     _log_defects(defects)
     if defects:
-        raise StorageError(
-            f"{len(defects)} defects in the pack {root}: copy it again, or fix the source and pack it again"
-        )
+        remedy = "copy it again, or fix the source and pack it again"
+        raise StorageError(f"{len(defects)} defects in the pack {root}: {remedy}")
     return f"{root} is good: a {summary['level']} pack of {index.size.describe()}, digest {index.digest[:16]}"
 
 

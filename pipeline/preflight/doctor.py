@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from pipeline import errors, world
@@ -57,14 +58,9 @@ class _Report:
 
 
 def examine(
-    recipe: str,
-    overrides: list[str],
-    num_processes: int | None,
-    num_nodes: int | None,
-    *,
-    as_json: bool,
-    with_sanity: bool = False,
-) -> str | int:
+    recipe: str, overrides: list[str], num_processes: int | None, num_nodes: int | None, *, as_json: bool,
+    with_sanity: bool,
+) -> str | int:  # fmt: skip
     """Run all checks and print a line for each; raise the error that a start here would end with.
 
     Changes nothing, except that it makes the digits if they are missing. It takes no lock, so it
@@ -75,7 +71,6 @@ def examine(
     processes = num_processes or nodes * _size_from_environment("PET_NPROC_PER_NODE")
     here = world.from_environment().resized(processes, nodes)
     is_node = "PET_NPROC_PER_NODE" in os.environ  # set in every node of a job
-    endpoint = os.environ.get("PET_RDZV_ENDPOINT")  # set if the job has several nodes
     report = _Report()
     config = report.run("recipe", lambda: load(recipe, overrides), lambda config: config.recipe)
     if config:
@@ -89,16 +84,13 @@ def examine(
             plan = report.run("plan", lambda: make_plan(config, here, source.size), lambda plan: f"\n{plan.table()}")
             resume = report.run("resume", lambda: _check_resume(config, folder, source), lambda resume: resume.line)
         if plan and resume:
-            report.run(
-                "model",
-                lambda: request.check_model_builds(config, plan, is_resumed=resume.is_resumed),
-                lambda _: config.model.arch,
-            )
+            check = partial(request.check_model_builds, config, plan, is_resumed=resume.is_resumed)
+            report.run("model", check, lambda _: config.model.arch)
         report.run("GPUs", lambda: request.check_gpus_are_supported(config, here))
-        if endpoint:
+        if endpoint := os.environ.get("PET_RDZV_ENDPOINT"):  # set if the job has several nodes
             report.run("names", lambda: request.check_names_resolve(endpoint))
-        answer = report.run(
-            "MLflow", lambda: _check_tracker(config, folder, is_node=is_node), fatal=config.track.required
+        reply = report.run(
+            "MLflow", partial(_check_tracker, config, folder, is_node=is_node), fatal=config.track.required
         )
         if not is_node:
             report.run("CPUs", lambda: machine.check_cpu_per_process(here), fatal=False)
@@ -111,7 +103,7 @@ def examine(
             report.run("disk space", lambda: machine.check_disk_space(config, plan, folder))
             report.run("decoding", lambda: machine.check_images_decode(source), fatal=False)
             report.run("all-reduce", lambda: machine.check_all_reduce(config, here), fatal=False)
-            if answer is not None:
+            if reply is not None:
                 report.run("artifacts", lambda: tracker.check_server_stores_files(config, folder), fatal=False)
         if with_sanity and report.error is None and source and plan:
             from pipeline.preflight.sanity import SanityChecks
@@ -163,7 +155,6 @@ def _describe(size: DataSize) -> str:
 def _size_from_environment(name: str) -> int:
     text = os.environ.get(name, "1")
     if not text.isdecimal() or int(text) < 1:
-        raise RequestError(
-            f"{name}={text!r} in the environment is not a whole number of at least 1: give --world and --nodes"
-        )
+        problem = f"{name}={text!r} in the environment is not a whole number of at least 1"
+        raise RequestError(f"{problem}: give --world and --nodes")
     return int(text)

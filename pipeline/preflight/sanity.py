@@ -79,7 +79,7 @@ class SanityChecks:
 
         def batch(step: int) -> tuple[Tensor, Tensor]:
             images, labels = self._batch(step)
-            return images, _shuffled(labels, rng)
+            return images, labels[torch.randperm(len(labels), generator=rng).to(labels.device)]
 
         self._train(model, batch)
         correct, labels = self._evaluate(model)
@@ -134,7 +134,3 @@ def _readable(batch: Batch) -> Batch:
     if batch.outage:
         raise batch.outage
     return batch
-
-
-def _shuffled(labels: Tensor, rng: torch.Generator) -> Tensor:
-    return labels[torch.randperm(len(labels), generator=rng).to(labels.device)]
