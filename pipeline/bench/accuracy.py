@@ -37,10 +37,9 @@ def bench_top1(recipe: str, overrides: list[str], seeds: int) -> str:
     Raises RequestError if the recipe does not train on an image folder, or fails.
     """
     config = load(recipe, overrides)
-    if config.data.source not in ("folder", "digits"):
-        raise RequestError(
-            f"data.source={config.data.source}: the plain loop reads only image folders; use folder or digits"
-        )
+    kind = config.data.source
+    if kind not in ("folder", "digits"):
+        raise RequestError(f"data.source={kind}: the plain loop reads only image folders; use folder or digits")
     device = torch.device("cuda" if torch.cuda.is_available() and config.run.device != "cpu" else "cpu")
     torch.set_num_threads(machine.available_cpus())
     lines, top1s = [], []

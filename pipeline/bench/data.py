@@ -226,10 +226,8 @@ def _install(environment: Path, package: str) -> Path:
         ours = sysconfig.get_path("purelib")
         (Path(sysconfig.get_path("purelib", vars={"base": str(environment)})) / "ours.pth").write_text(f"{ours}\n")
     print(f"installing {package} in {environment} ...", file=sys.stderr, flush=True)
-    done = subprocess.run(
-        [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", package],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", package]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "ERROR" in line or "error" in line]
         raise TurnError(f"cannot be installed: {(errors or ['pip failed'])[-1][:150]}")

@@ -108,11 +108,11 @@ class _Suite:
         except subprocess.TimeoutExpired:
             self.rows.append(_Row(title, remark="not finished: no time left"))
             return None
-        if done.returncode:
-            last_line = (done.stderr.strip().splitlines() or ["no error message"])[-1]
-            self.rows.append(_Row(title, remark=f"exit {done.returncode}: {last_line[:120]}"))
-            return None
-        return done.stdout
+        if not done.returncode:
+            return done.stdout
+        last_line = (done.stderr.strip().splitlines() or ["no error message"])[-1]
+        self.rows.append(_Row(title, remark=f"exit {done.returncode}: {last_line[:120]}"))
+        return None
 
 
 def bench_gpu(images: Path | None, overrides: list[str], batch: int) -> str:

@@ -49,10 +49,8 @@ def _add_data(subjects: Commands) -> None:
     add("--images", type=path, required=True, metavar="DIR", help="an image folder, preferably of photos")
     add("--rounds", type=positive_int, default=7, metavar="N", help="interleaved rounds (default 7)")
     add("--steps", type=positive_int, default=8, metavar="N", help="batches per round (default 8)")
-    add(
-        "--peers", nargs="?", type=path, const=Path("build/peers"), metavar="ENV",
-        help="also compare other data loaders, which pip installs in the virtual environment ENV (default build/peers)",
-    )  # fmt: skip
+    help = "also compare other data loaders, which pip installs in the virtual environment ENV (default build/peers)"
+    add("--peers", nargs="?", type=path, const=Path("build/peers"), metavar="ENV", help=help)
     add("--write", type=path, metavar="FOLDER", help="also write benchmarks.md and a plot to FOLDER, as in docs/")
     add("--json", action="store_true", help="print JSON")
 
@@ -60,9 +58,8 @@ def _add_data(subjects: Commands) -> None:
 def _data(options: argparse.Namespace) -> str:
     from pipeline.bench import data
 
-    return data.bench_data(
-        options.images, options.rounds, options.steps, peers=options.peers, write=options.write, as_json=options.json
-    )
+    size = options.images, options.rounds, options.steps
+    return data.bench_data(*size, peers=options.peers, write=options.write, as_json=options.json)
 
 
 def _add_gpu(subjects: Commands) -> None:

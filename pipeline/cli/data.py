@@ -101,7 +101,5 @@ def _check(options: argparse.Namespace) -> str:
 
 
 def _add_val_split(parser: Parser) -> None:
-    parser.add_argument(
-        "--val-split", type=float, default=0.1, metavar="SHARE",
-        help="share of the images to hold out if the folder has no val/, as data.val_split (default 0.1)",
-    )  # fmt: skip
+    help = "share of the images to hold out if the folder has no val/, as data.val_split (default 0.1)"
+    parser.add_argument("--val-split", type=float, default=0.1, metavar="SHARE", help=help)

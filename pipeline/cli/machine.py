@@ -30,17 +30,14 @@ def _add_doctor(commands: Commands) -> None:
     )  # fmt: skip
     add = parser.add_argument
     add_recipe(parser, "name or path (default digits)", nargs="?", default="digits")
-    add(
-        "--world", type=positive_int, metavar="N",
-        help="processes in the whole job (default: PET_NNODES × PET_NPROC_PER_NODE from the environment, or 1)",
-    )  # fmt: skip
+    help = "processes in the whole job (default: PET_NNODES × PET_NPROC_PER_NODE from the environment, or 1)"
+    add("--world", type=positive_int, metavar="N", help=help)
     add("--nodes", type=positive_int, metavar="M", help="machines in the whole job (default: PET_NNODES, or 1)")
     add("--json", action="store_true", help="print JSON")
-    add(
-        "--sanity", action="store_true",
-        help="also train briefly on your data and check that the initial loss is about ln(classes), that one batch"
-        " overfits, and that shuffled labels give chance accuracy",
-    )  # fmt: skip
+    checks = (
+        "the initial loss is about ln(classes), that one batch overfits, and that shuffled labels give chance accuracy"
+    )
+    add("--sanity", action="store_true", help=f"also train briefly on your data and check that {checks}")
 
 
 def _doctor(options: argparse.Namespace) -> str | int:
@@ -65,18 +62,12 @@ def _add_rehearse(commands: Commands) -> None:
     add("--image", default="ddp-pipeline", help="image to run (default ddp-pipeline)")
     add("--data", type=path, metavar="FOLDER", help="folder to mount read-only as /data")
     add("--runs", metavar="VOLUME", help="Docker volume for /runs, which is kept (default: a temporary one)")
-    add(
-        "--kill", type=_kill, action="append", default=[], metavar="NODE@STEP",
-        help="kill a node (SIGKILL) once this step is logged; may be repeated",
-    )  # fmt: skip
-    add(
-        "--cut", type=_cut, action="append", default=[], metavar="NODE@STEP:SECONDS",
-        help="cut a node's network for this long once this step is logged; may be repeated",
-    )  # fmt: skip
-    add(
-        "--env", type=_variable, action="append", default=[], metavar="NAME=VALUE",
-        help="set an environment variable in the containers; may be repeated",
-    )  # fmt: skip
+    for flag, kind, metavar, help in (
+        ("--kill", _kill, "NODE@STEP", "kill a node (SIGKILL) once this step is logged"),
+        ("--cut", _cut, "NODE@STEP:SECONDS", "cut a node's network for this long once this step is logged"),
+        ("--env", _variable, "NAME=VALUE", "set an environment variable in the containers"),
+    ):
+        add(flag, type=kind, action="append", default=[], metavar=metavar, help=f"{help}; may be repeated")
 
 
 def _variable(text: str) -> str:
@@ -115,10 +106,8 @@ def _add_render(actions: Commands) -> None:
     add("--nproc", type=positive_int, metavar="M", help="with --cpu: processes per pod (default 1)")
     add("--image", type=_word, help="training image, in a registry that the nodes can pull from; best by digest")
     add("--mlflow-image", type=_word, metavar="IMAGE", help="MLflow image, likewise")
-    add(
-        "--mlflow-auth", action="store_true",
-        help="have MLflow ask for a password, which is in your Secrets mlflow-auth and mlflow-credentials",
-    )  # fmt: skip
+    help = "have MLflow ask for a password, which is in your Secrets mlflow-auth and mlflow-credentials"
+    add("--mlflow-auth", action="store_true", help=help)
     add("--pull-secret", type=_word, metavar="NAME", help="Secret with the registry's credentials")
     add("--namespace", type=_word, metavar="NAME", help="namespace of all objects (default ddp-pipeline)")
     add("--storage-class", type=_word, metavar="NAME", help="one with ReadWriteMany (default: the cluster's default)")

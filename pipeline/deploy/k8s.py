@@ -66,10 +66,8 @@ def render(request: Request) -> dict[str, str]:
     except (yaml.YAMLError, RequestError):
         config_in_pod = None
     if config_in_pod != config:
-        raise RequestError(
-            f"recipe {request.recipe} changes when it is embedded in a ConfigMap: start its lines without indentation,"
-            " and use plain letters in its name"
-        )
+        remedy = "start its lines without indentation, and use plain letters in its name"
+        raise RequestError(f"recipe {request.recipe} changes when it is embedded in a ConfigMap: {remedy}")
     return manifests
 
 

@@ -18,17 +18,19 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import docker
+from docker import DockerClient
+from docker.errors import APIError, DockerException, ImageNotFound
+from docker.models.containers import Container
+from docker.types import DeviceRequest, IPAMConfig, IPAMPool
 
 from pipeline import errors
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.deploy import node as node_settings
 from pipeline.errors import CRASH, OK, RequestError, TemporaryError
-
-if TYPE_CHECKING:
-    from docker import DockerClient
-    from docker.models.containers import Container
 
 LABEL = "ddp-pipeline.rehearsal"
 _POLL_S = 0.5
@@ -80,7 +82,7 @@ def rehearse(request: Request) -> str | int:
         if fault.node >= request.num_nodes:
             nodes = request.num_nodes
             raise RequestError(f"node {fault.node} does not exist: with --nodes {nodes} the nodes are 0 to {nodes - 1}")
-    with _connect_to_docker() as client:
+    with contextlib.closing(_connect_to_docker()) as client:
         for number in (signal.SIGTERM, signal.SIGINT):  # SIGINT, too: shells ignore it in background jobs
             signal.signal(number, signal.default_int_handler)
         with _open_cluster(client, request, config) as cluster:
@@ -90,7 +92,7 @@ def rehearse(request: Request) -> str | int:
 class Cluster:
     """The nodes of one rehearsal, each in a container with a thread that runs it."""
 
-    def __init__(self, client: "DockerClient", request: Request, config: Config, name: str, image: Any) -> None:
+    def __init__(self, client: DockerClient, request: Request, config: Config, name: str, image: Any) -> None:
         self._client, self._request, self._config, self._name, self._image = client, request, config, name, image
         self._nodes: dict[int, Container] = {}
         self._addresses: dict[int, str] = {}
@@ -154,8 +156,6 @@ class Cluster:
         Docker lets a container ask for an address only in such a network, and a node must get its
         own address again when it is reconnected. A temporary network finds a subnet that is free.
         """
-        from docker.types import IPAMConfig, IPAMPool
-
         settings: dict[str, Any] = {"labels": {LABEL: self._name}, "driver": "bridge"}
         temporary = self._client.networks.create(self._name, **settings)
         temporary.reload()
@@ -197,10 +197,8 @@ class Cluster:
             last = lines[-1] if lines else f"the preflight of node {node} exited with {code}"
             raise errors.from_exit_code(code)(last.removeprefix("pipeline: "))
 
-    def _create_container(self, name: str, node: int, command: list[str]) -> "Container":
+    def _create_container(self, name: str, node: int, command: list[str]) -> Container:
         """Create a container of a node, as restricted as a pod under Pod Security `restricted`."""
-        from docker.types import DeviceRequest
-
         request = self._request
         volumes = {request.runs or self._name: {"bind": "/runs", "mode": "rw"}}
         if request.data:
@@ -259,8 +257,6 @@ class Cluster:
         return 0
 
     def _inject(self, fault: Fault) -> None:
-        from docker.errors import APIError
-
         _log(f"step {fault.step}: {fault}")
         container = self._nodes[fault.node]
         try:
@@ -274,8 +270,6 @@ class Cluster:
 
     def _reconnect_nodes(self) -> None:
         """Reconnect the nodes that have been disconnected for long enough."""
-        from docker.errors import APIError
-
         for node, reconnect_time in list(self._reconnect_times.items()):
             if time.monotonic() >= reconnect_time:
                 del self._reconnect_times[node]
@@ -286,17 +280,13 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def _open_cluster(client: "DockerClient", request: Request, config: Config) -> Iterator[Cluster]:
+def _open_cluster(client: DockerClient, request: Request, config: Config) -> Iterator[Cluster]:
     """Create a cluster and its volume; at the end remove everything with the cluster's label."""
-    from docker.errors import APIError, ImageNotFound
-
     try:
         image = client.images.get(request.image)
     except ImageNotFound:
-        raise RequestError(
-            f"image {request.image!r} is not on this machine: build it with 'docker compose build trainer', or name"
-            " another with --image"
-        ) from None
+        remedy = "build it with 'docker compose build trainer', or name another with --image"
+        raise RequestError(f"image {request.image!r} is not on this machine: {remedy}") from None
     name = f"rehearsal-{uuid.uuid4().hex[:8]}"
     cluster = Cluster(client, request, config, name, image)
     try:
@@ -312,10 +302,8 @@ def _open_cluster(client: "DockerClient", request: Request, config: Config) -> I
         _remove_all(client, name)
 
 
-def _remove_all(client: "DockerClient", name: str) -> None:
+def _remove_all(client: DockerClient, name: str) -> None:
     """Remove all of a rehearsal. Raises APIError if a container stays for a minute."""
-    from docker.errors import APIError
-
     labelled = {"label": f"{LABEL}={name}"}
     deadline = time.monotonic() + _API_TIMEOUT_S
     while containers := client.containers.list(all=True, filters=labelled, ignore_removed=True):
@@ -332,20 +320,16 @@ def _remove_all(client: "DockerClient", name: str) -> None:
         volume.remove(force=True)
 
 
-@contextlib.contextmanager
-def _connect_to_docker() -> Iterator["DockerClient"]:
+def _connect_to_docker() -> DockerClient:
     """Connect to the engine of DOCKER_HOST or of this machine. Raises RequestError if none."""
-    import docker
-
     try:
         client = docker.from_env(timeout=_API_TIMEOUT_S)
         client.ping()
-    except docker.errors.DockerException as error:
+        return client
+    except DockerException as error:
         causes = ("Permission denied", "No such file or directory", "Connection refused")
         cause = next((cause for cause in causes if cause in str(error)), str(error))
         raise RequestError(f"no Docker engine answers ({cause}): start it, or set DOCKER_HOST to its address") from None
-    with contextlib.closing(client):
-        yield client
 
 
 def _is_file(recipe: str) -> bool:

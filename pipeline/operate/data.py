@@ -35,16 +35,15 @@ def import_imagenet(archives: Path, out: Path, level: str | None) -> str:
     """
     from pipeline.data import imagenet
 
-    if level:
-        pack.Level.parse(level)  # a wrong level must not be found after the archives are read
+    pack_level = pack.Level.parse(level) if level else None  # before the archives are read
     check_folder(archives, str(archives), f"name the folder that holds {imagenet.TRAIN}")
     source = imagenet.open_archives(archives)
     assert source.index
     manifest.check_train_classes(source.index, archives)
-    if level:
+    if pack_level:
         from pipeline.operate.pack import pack_source
 
-        return pack_source(source, out, level)
+        return pack_source(source, out, pack_level)
     total, done = source.size.train_images + source.size.val_images, 0
     try:
         for written in _unpack(source, out):

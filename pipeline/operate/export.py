@@ -29,14 +29,14 @@ Predictor = Callable[["Tensor"], "Tensor"]
 """[B, 3, H, W] float32 of 0..255 -> [B, classes] probabilities."""
 
 
-def export(target: Path, format_name: str, out: Path | None, overrides: list[str]) -> str:
+def export(target: Path, kind: str, out: Path | None, overrides: list[str]) -> str:
     """Run `pipeline export`; return the file's path and its largest difference from the model.
 
     Raises RequestError if a library of the format is not installed.
     """
-    missing = [name for name in _LIBRARIES[format_name] if importlib.util.find_spec(name) is None]
+    missing = [name for name in _LIBRARIES[kind] if importlib.util.find_spec(name) is None]
     if missing:
-        problem = f"--to {format_name} needs {' and '.join(missing)}, not part of the lock file"
+        problem = f"--to {kind} needs {' and '.join(missing)}, not part of the lock file"
         raise RequestError(f"{problem}: pip install {' '.join(missing)}")
 
     from pipeline.config.load import from_yaml, refuse_another_model
@@ -54,19 +54,17 @@ def export(target: Path, format_name: str, out: Path | None, overrides: list[str
 
     folder = source.absolute().parent
     run = folder.parent if folder.name == "checkpoints" else folder
-    path = out or run / "export" / f"{source.name.split('.')[0]}.{_SUFFIXES[format_name]}"
+    path = out or run / "export" / f"{source.name.split('.')[0]}.{_SUFFIXES[kind]}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:
-            if format_name == "safetensors":
+            if kind == "safetensors":
                 loaded = _write_safetensors(model, config, contents, temporary)
             else:
-                loaded = (_write_onnx if format_name == "onnx" else _write_torch_export)(served, pixels, temporary)
+                loaded = (_write_onnx if kind == "onnx" else _write_torch_export)(served, pixels, temporary)
             difference = _largest_difference(served, loaded, pixels)
             if not difference <= _TOLERANCE:  # also true for NaN
-                problem = (
-                    f"probabilities of the {format_name} model differ from the original's by up to {difference:.1e}"
-                )
+                problem = f"probabilities of the {kind} model differ from the original's by up to {difference:.1e}"
                 raise StorageError(f"{problem}: nothing was written; try another format")
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}") from None

@@ -82,17 +82,16 @@ class Encoded(NamedTuple):
     """Mean absolute difference of the pixels to the source, of 255."""
 
 
-def pack(root: Path, out: Path, level: str, val_split: float) -> str:
+def pack(root: Path, out: Path, level_text: str, val_split: float) -> str:
     """Pack the image folder `root` into `out`, or resume that. Return a line about the pack."""
-    Level.parse(level)  # refuse a wrong level before a long scan
+    level = Level.parse(level_text)  # refuse a wrong level before a long scan
     check_folder(root, str(root), "name an image folder")
     return pack_source(sources.source_from_index(root, manifest.scan(root, val_split)), out, level)
 
 
-def pack_source(source: Source, out: Path, level_text: str) -> str:
+def pack_source(source: Source, out: Path, level: Level) -> str:
     """Pack any source that has an index, as `pack` does."""
     assert source.index
-    level = Level.parse(level_text)
     request = {"format": FORMAT, "level": level.text, "source": source.digest}
     with _locked(out, request):
         if (out / SUMMARY).exists():

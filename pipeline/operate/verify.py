@@ -66,10 +66,8 @@ def _read_receipt(folder: RunFolder) -> dict[str, Any]:
         receipt = json.loads(folder.receipt.read_text())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise RequestError(
-            f"{folder.path} has no readable receipt ({reason}): give a run's folder; the run's own 'pipeline train'"
-            " command writes its receipt"
-        ) from None
+        remedy = "give a run's folder; the run's own 'pipeline train' command writes its receipt"
+        raise RequestError(f"{folder.path} has no readable receipt ({reason}): {remedy}") from None
     if not isinstance(receipt, dict) or receipt.get("format") != FORMAT or not _is_complete(receipt):
         problem = f"is not a receipt of format {FORMAT}, the only one that this version reads"
         raise RequestError(f"{folder.receipt} {problem}")
@@ -106,10 +104,9 @@ def _repetition_config(receipt: dict[str, Any], run_dir: Path, repeated: RunFold
 
 def _refuse_what_cannot_repeat(receipt: dict[str, Any], config: Config, run_dir: Path) -> None:
     if not config.is_deterministic:
-        raise RequestError(
-            f"the run in {run_dir} is not deterministic (run.deterministic=false and run.exact=false), so its weights"
-            " differ each time: train with run.deterministic=true to verify"
-        )
+        problem = f"the run in {run_dir} is not deterministic (run.deterministic=false and run.exact=false)"
+        remedy = "train with run.deterministic=true to verify"
+        raise RequestError(f"{problem}, so its weights differ each time: {remedy}")
     first, *later = receipt["starts"]
     if first["step"] > 0:
         place = f"at step {first['step']}, from another run's checkpoint"
@@ -118,10 +115,8 @@ def _refuse_what_cannot_repeat(receipt: dict[str, Any], config: Config, run_dir:
         for start in later:
             if start.get(name) != first.get(name):
                 hint = "; with run.exact=true the number of processes may change" if name == "world" else ""
-                raise RequestError(
-                    f"the run in {run_dir} cannot be repeated in one piece: {name} changed from {first.get(name)} to"
-                    f" {start.get(name)} at step {start['step']}{hint}"
-                )
+                change = f"{name} changed from {first.get(name)} to {start.get(name)} at step {start['step']}"
+                raise RequestError(f"the run in {run_dir} cannot be repeated in one piece: {change}{hint}")
     if config.run.device == "cuda" and not machine.has_gpu():
         raise machine.no_gpu_error()
     source = sources.open_source(config)

@@ -89,7 +89,7 @@ def examine(
         report.run("GPUs", lambda: request.check_gpus_are_supported(config, here))
         if endpoint := os.environ.get("PET_RDZV_ENDPOINT"):  # set if the job has several nodes
             report.run("names", lambda: request.check_names_resolve(endpoint))
-        reply = report.run(
+        answer = report.run(
             "MLflow", partial(_check_tracker, config, folder, is_node=is_node), fatal=config.track.required
         )
         if not is_node:
@@ -103,7 +103,7 @@ def examine(
             report.run("disk space", lambda: machine.check_disk_space(config, plan, folder))
             report.run("decoding", lambda: machine.check_images_decode(source), fatal=False)
             report.run("all-reduce", lambda: machine.check_all_reduce(config, here), fatal=False)
-            if reply is not None:
+            if answer is not None:
                 report.run("artifacts", lambda: tracker.check_server_stores_files(config, folder), fatal=False)
         if with_sanity and report.error is None and source and plan:
             from pipeline.preflight.sanity import SanityChecks

@@ -59,10 +59,9 @@ def check_memory(plan: Plan) -> str:
 def check_shared_memory_exists(plan: Plan, here: World) -> str:
     """Check that /dev/shm exists if loader workers need it; the plan checks its size."""
     if plan.workers and here.shared_memory is None:
-        raise RequestError(
-            "/dev/shm does not exist, and loader workers pass their batches through it: mount a tmpfs on it (Docker's"
-            " --shm-size, in Kubernetes an emptyDir of medium Memory), or set data.workers=0"
-        )
+        remedy = "mount a tmpfs on it (Docker's --shm-size, in Kubernetes an emptyDir of medium Memory)"
+        problem = "/dev/shm does not exist, and loader workers pass their batches through it"
+        raise RequestError(f"{problem}: {remedy}, or set data.workers=0")
     if here.shared_memory is None:
         return "not needed without loader workers"
     return f"{plan.prefetch_bytes / _MIB:,.1f} of {here.shared_memory / _MIB:,.0f} MiB needed"
@@ -94,11 +93,10 @@ def check_run_folder_is_shared(folder: RunFolder, here: World) -> str:
     place = folder.nearest_existing()
     kind = _file_system(place)
     if kind in _LOCAL_FILE_SYSTEMS:
-        raise TemporaryError(
-            f"run.dir is on {kind} at {place}, which only this machine can see; if rank 0 restarts on another machine,"
-            " it finds no checkpoint: use a volume that all nodes mount (NFS, ReadWriteMany), unless all are on one"
-            " machine"
-        )
+        problem = f"run.dir is on {kind} at {place}, which only this machine can see"
+        result = "if rank 0 restarts on another machine, it finds no checkpoint"
+        remedy = "use a volume that all nodes mount (NFS, ReadWriteMany), unless all are on one machine"
+        raise TemporaryError(f"{problem}; {result}: {remedy}")
     return f"{place} is on {kind}"
 
 

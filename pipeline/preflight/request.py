@@ -70,10 +70,8 @@ def open_data(config: Config, folder: RunFolder) -> Source:
     if root is not None and not is_non_empty_folder(Path(root)) and folder.has_checkpoints():
         before = _previous_config(folder)
         if before and before.data.source == config.data.source != "digits" and before.data.root == root:
-            raise TemporaryError(
-                f"data.root={root} is missing or empty, and the run in {folder.path} was trained on it: restore it, or"
-                " give its new location with data.root=FOLDER"
-            )
+            problem = f"data.root={root} is missing or empty, and the run in {folder.path} was trained on it"
+            raise TemporaryError(f"{problem}: restore it, or give its new location with data.root=FOLDER")
     return sources.open_source(config, check_sizes=folder.has_checkpoints())
 
 
@@ -130,10 +128,9 @@ def check_names_resolve(endpoint: str) -> str:
                 addresses[name] = socket.gethostbyname(name)
             except OSError as error:
                 if time.monotonic() > deadline:
-                    raise TemporaryError(
-                        f"the host name {name} does not resolve after {_NAMES_TIMEOUT_S} s ({error.strerror}): look at"
-                        " the Service (publishNotReadyAddresses, selector) and at the pod's subdomain"
-                    ) from None
+                    problem = f"the host name {name} does not resolve after {_NAMES_TIMEOUT_S} s ({error.strerror})"
+                    remedy = "look at the Service (publishNotReadyAddresses, selector) and at the pod's subdomain"
+                    raise TemporaryError(f"{problem}: {remedy}") from None
                 time.sleep(1)
     return ", ".join(f"{name} is {address}" for name, address in addresses.items())
 
