@@ -91,8 +91,6 @@ def _train_plain(root: Path, seconds: float, seed: int, device: torch.device) ->
             optimizer.step()
     model.eval()
     with torch.inference_mode():
-        correct = sum(
-            int((model(images.to(device)).argmax(1) == labels.to(device)).sum())
-            for images, labels in DataLoader(val, _BATCH, num_workers=workers)
-        )
-    return correct / len(val)
+        batches = DataLoader(val, _BATCH, num_workers=workers)
+        correct = [model(images.to(device)).argmax(1) == labels.to(device) for images, labels in batches]
+    return int(torch.cat(correct).sum()) / len(val)

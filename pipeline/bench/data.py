@@ -21,6 +21,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from subprocess import PIPE
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -159,10 +160,8 @@ def _our_turn(dataset: Dataset[Any], plan: Plan, steps: int) -> Callable[[], flo
 
 
 def _reference_turn(root: Path, batch: int, steps: int) -> Callable[[], float]:
-    augment = transforms.Compose([
-        transforms.RandomResizedCrop(_SIZE), transforms.RandomHorizontalFlip(), transforms.ToTensor(),
-        transforms.Normalize(MEAN, STD),
-    ])  # fmt: skip
+    crop, flip = transforms.RandomResizedCrop(_SIZE), transforms.RandomHorizontalFlip()
+    augment = transforms.Compose([crop, flip, transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
     dataset = torchvision.datasets.ImageFolder(str(root / "train"), augment)
     endless = RandomSampler(dataset, num_samples=10**12)
     loader = DataLoader(dataset, batch, sampler=endless, num_workers=_WORKERS)
@@ -188,12 +187,10 @@ def _start_peer(
     """
     python = _install(environment, _PEERS[name])
     log = folder.with_suffix(".log")
-    arguments = [root / "train", folder, batch, _SIZE, _WORKERS]
-    with open(log, "wb") as log_file:
-        process = subprocess.Popen(
-            [python, "-P", Path(__file__).with_name("peers.py"), name, *map(str, arguments)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log_file, text=True, bufsize=1,
-        )  # fmt: skip
+    arguments = [Path(__file__).with_name("peers.py"), name, root / "train", folder, batch, _SIZE, _WORKERS]
+    command = [str(python), "-P", *map(str, arguments)]
+    with open(log, "wb") as errors:
+        process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=errors, text=True, bufsize=1)
     stack.callback(process.wait)
     stack.callback(process.kill)
     requests, replies = process.stdin, process.stdout

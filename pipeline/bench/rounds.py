@@ -99,13 +99,11 @@ def interleave(rows: list[Row], rounds: int, *, show_progress: bool = False) -> 
 
 def figures(row: Row) -> dict[str, object]:
     """Return a row of `bench … --json`."""
-    values: dict[str, object] = {
-        "name": row.name,
-        "images_per_s": round(median(row.speeds), 1) if row.speeds else None,
-        "ratio": round(median(row.ratios), 4) if row.speeds else None,
-        "pixel_diff": row.pixel_diff,
-    }
-    return values | ({"note": row.failure} if row.failure else {})
+    speed = ratio = None
+    if row.speeds:
+        speed, ratio = round(median(row.speeds), 1), round(median(row.ratios), 4)
+    note = {"note": row.failure} if row.failure else {}
+    return {"name": row.name, "images_per_s": speed, "ratio": ratio, "pixel_diff": row.pixel_diff, **note}
 
 
 def table(title: str, rows: list[Row]) -> str:

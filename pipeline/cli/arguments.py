@@ -23,11 +23,11 @@ Handler: TypeAlias = Callable[[argparse.Namespace], str | int]
 
 
 def add_command(
-    commands: Commands, name: str, run: Handler, help: str, description: str = "", **settings: Any
+    commands: Commands, name: str, run: Handler, help: str, description: str = "", **options: Any
 ) -> Parser:
     """Add a command that `run` handles. Without a description, its help line takes that place."""
     description = description or f"{help[0].upper()}{help[1:]}."
-    parser = commands.add_parser(name, help=help, description=description, **settings)
+    parser = commands.add_parser(name, help=help, description=description, **options)
     parser.set_defaults(run=run)
     return parser
 

@@ -107,8 +107,7 @@ def _comm(options: argparse.Namespace) -> str | int:
     from pipeline.operate import launch
 
     if options.nproc and options.nproc > 1:
-        flags = ["--rounds", str(options.rounds), "--steps", str(options.steps)]
-        if options.json:
-            flags.append("--json")
+        json = ["--json"] if options.json else []
+        flags = ["--rounds", str(options.rounds), "--steps", str(options.steps), *json]
         return launch.start_processes(options.nproc, ["bench", "comm", *options.overrides, *flags])
     return _compare_loops(options)

@@ -3,7 +3,6 @@
 import argparse
 import os
 import re
-from dataclasses import fields
 
 from pipeline.cli.arguments import Commands, add_command, add_recipe, matching, path, positive_int
 from pipeline.errors import RequestError
@@ -44,7 +43,7 @@ def _doctor(options: argparse.Namespace) -> str | int:
     from pipeline.preflight import doctor
 
     sizes = options.world, options.nodes
-    return doctor.examine(options.recipe, options.overrides, *sizes, as_json=options.json, with_sanity=options.sanity)
+    return doctor.examine(options.recipe, options.overrides, *sizes, as_json=options.json, sanity=options.sanity)
 
 
 def _add_rehearse(commands: Commands) -> None:
@@ -121,8 +120,8 @@ def _add_render(actions: Commands) -> None:
 def _render(options: argparse.Namespace) -> str:
     from pipeline.deploy.k8s import Request, render, write
 
-    given = {field.name: getattr(options, field.name) for field in fields(Request) if hasattr(options, field.name)}
-    manifests = render(Request(**{**given, "overrides": tuple(options.overrides)}))
+    given = {name: value for name, value in vars(options).items() if name not in ("run", "out")}
+    manifests = render(Request(**given))
     if options.out is None:
         return "---\n".join(manifests.values()).rstrip()
     write(manifests, options.out)

@@ -90,9 +90,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     key=value words may come before and after the flags, which argparse alone does not allow.
     """
-    parser = Parser(
-        prog="pipeline", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="pipeline", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=formatter)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for module in (run, data, machine, bench):
         module.add_commands(commands)

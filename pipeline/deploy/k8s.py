@@ -7,6 +7,7 @@ are applied.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +26,7 @@ _GRACE_PERIOD_S = node.SHUTDOWN_TIMEOUT_S + 30
 @dataclass(frozen=True, kw_only=True)
 class Request:
     recipe: str = "digits"
-    overrides: tuple[str, ...] = ()
+    overrides: Sequence[str] = ()
     nodes: int = 2
     gpus: int = 1
     """GPUs of a node, one process each; 0: train on the CPU."""
@@ -88,19 +89,13 @@ def _values(request: Request) -> dict[str, object]:
     arguments = ["/recipe/recipe.yaml", *request.overrides, "run.dir=$(RUN_DIR)"]
     return {
         **vars(request),
-        "job": node.JOB,
-        "host": node.host_name(0),
-        "environment": node.environment(request.nodes, processes),
-        "run": name,
-        "recipe": text.rstrip(),
-        "access": access,
+        "job": node.JOB, "host": node.host_name(0), "environment": node.environment(request.nodes, processes),
+        "run": name, "recipe": text.rstrip(), "access": access,
         "claims": [("data", access, "300Gi"), ("runs", access, "50Gi"), ("mlflow", "ReadWriteOnce", "20Gi")],
         "cpus": str(request.cpus or (8 if request.gpus else 2) * processes),
         "memory": request.memory or f"{node.memory_gib(request.gpus, request.nproc)}Gi",
         "shm": request.shm or f"{(8 if request.gpus else 1) * processes}Gi",
         "spread": request.nodes > 1 and not request.single_node,
-        "backoff_limit": node.max_replacements(request.nodes),
-        "grace_period": _GRACE_PERIOD_S,
-        "command": ", ".join(node.COMMAND),
-        "arguments": ", ".join(json.dumps(argument) for argument in arguments),
-    }
+        "backoff_limit": node.max_replacements(request.nodes), "grace_period": _GRACE_PERIOD_S,
+        "command": ", ".join(node.COMMAND), "arguments": ", ".join(json.dumps(argument) for argument in arguments),
+    }  # fmt: skip

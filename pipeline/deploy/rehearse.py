@@ -144,12 +144,6 @@ class Cluster:
         with self._create_lock:
             self._closed = True
 
-    def _arguments(self) -> list[str]:
-        """Return the arguments of `pipeline train` and `pipeline doctor` in a node."""
-        recipe = self._request.recipe
-        recipe_in_node = f"/recipe/{Path(recipe).name}" if _is_file(recipe) else recipe
-        return [recipe_in_node, *self._request.overrides, f"run.dir={self._config.run_dir}"]
-
     def _create_network(self) -> None:
         """Create a network with an explicit subnet.
 
@@ -199,13 +193,14 @@ class Cluster:
 
     def _create_container(self, name: str, node: int, command: list[str]) -> Container:
         """Create a container of a node, as restricted as a pod under Pod Security `restricted`."""
-        request = self._request
+        request, recipe = self._request, self._request.recipe
         volumes = {request.runs or self._name: {"bind": "/runs", "mode": "rw"}}
         if request.data:
             volumes[str(request.data.resolve())] = {"bind": "/data", "mode": "ro"}
-        if _is_file(request.recipe):
-            path = Path(request.recipe).resolve()
-            volumes[str(path)] = {"bind": f"/recipe/{path.name}", "mode": "ro"}
+        if Path(recipe).suffix in (".yaml", ".yml"):
+            recipe = f"/recipe/{Path(recipe).name}"
+            volumes[str(Path(request.recipe).resolve())] = {"bind": recipe, "mode": "ro"}
+        arguments = [recipe, *request.overrides, f"run.dir={self._config.run_dir}"]
         gpus = [str(node * request.gpus + i) for i in range(request.gpus)]
         host_name = node_settings.host_name(node)
         host, _, domain = host_name.partition(".")
@@ -213,7 +208,7 @@ class Cluster:
             if self._closed:
                 raise InterruptedError("the rehearsal is over")
             return self._client.containers.create(
-                self._image, name=name, labels={LABEL: self._name}, entrypoint=command, command=self._arguments(),
+                self._image, name=name, labels={LABEL: self._name}, entrypoint=command, command=arguments,
                 environment=self._environment(), hostname=host, domainname=domain, network=self._name,
                 networking_config={self._name: self._client.api.create_endpoint_config(aliases=[host_name])},
                 device_requests=[DeviceRequest(device_ids=gpus, capabilities=[["gpu"]])] if gpus else None,
@@ -330,10 +325,6 @@ def _connect_to_docker() -> DockerClient:
         causes = ("Permission denied", "No such file or directory", "Connection refused")
         cause = next((cause for cause in causes if cause in str(error)), str(error))
         raise RequestError(f"no Docker engine answers ({cause}): start it, or set DOCKER_HOST to its address") from None
-
-
-def _is_file(recipe: str) -> bool:
-    return Path(recipe).suffix in (".yaml", ".yml")
 
 
 _log_lock = threading.Lock()

@@ -78,9 +78,10 @@ def check_request(config: Config, here: World, folder: RunFolder) -> tuple[Sourc
 
 def _prepare(config: Config, folder: RunFolder, source: Source, plan: Plan) -> "Prepared":
     """Run the checks that need torch; return what they loaded."""
+    from pipeline.train.resume import find
     from pipeline.train.session import Prepared
 
-    found = request.find_checkpoint(config, folder, source, make_terminal(is_main=True).log)
+    found = find(config, folder, source, make_terminal(is_main=True).log)
     return Prepared(source, found, request.check_model_builds(config, plan, is_resumed=found is not None))
 
 

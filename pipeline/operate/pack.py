@@ -248,16 +248,13 @@ def _write_index_and_summary(out: Path, request: dict[str, Any], source: Index, 
     bad = [image for metadata in made for image in metadata["bad"]]
     compared = max(1, len(index.train) + len(index.val) - len(bad))
     summary = {
-        **request,
-        "index": index.digest,
-        "images": {"train": len(index.train), "val": len(index.val)},
+        **request, "index": index.digest, "images": {"train": len(index.train), "val": len(index.val)},
         "source_bytes": sum(int(split.sizes.clip(0).sum()) for split in (source.train, source.val)),
         "bytes": sum(int(split.sizes.clip(0).sum()) for split in (index.train, index.val)),
         "unchanged": sum(metadata["unchanged"] for metadata in made),
-        "difference": round(sum(metadata["difference"] for metadata in made) / compared, 4),
-        "bad": bad,
+        "difference": round(sum(metadata["difference"] for metadata in made) / compared, 4), "bad": bad,
         "shards": [{key: metadata[key] for key in ("name", "images", "bytes", "sha256")} for metadata in made],
-    }
+    }  # fmt: skip
     atomic_write(out / SUMMARY, json.dumps(summary, indent=1).encode() + b"\n")
 
 

@@ -89,17 +89,13 @@ def _is_complete(receipt: dict[str, Any]) -> bool:
 
 def _repetition_config(receipt: dict[str, Any], run_dir: Path, repeated: RunFolder) -> Config:
     """Return the run's configuration, in the folder of the repetition and without a tracker."""
-    changes = {
-        "run.dir": repeated.path,
-        "run.resume": "auto",
-        "run.device": receipt["starts"][-1].get("device_type", "auto"),
-        "run.threads": receipt["plan"]["threads"],
-        "track.uri": "none",
-        "track.report": "false",
-        "track.required": "false",
-    }
+    device, threads = receipt["starts"][-1].get("device_type", "auto"), receipt["plan"]["threads"]
+    changes = [
+        f"run.dir={repeated.path}", "run.resume=auto", f"run.device={device}", f"run.threads={threads}",
+        "track.uri=none", "track.report=false", "track.required=false",
+    ]  # fmt: skip
     text = yaml.safe_dump(receipt["config"], allow_unicode=True)
-    return from_yaml(text, f"the receipt of {run_dir}", [f"{key}={value}" for key, value in changes.items()])
+    return from_yaml(text, f"the receipt of {run_dir}", changes)
 
 
 def _refuse_what_cannot_repeat(receipt: dict[str, Any], config: Config, run_dir: Path) -> None:

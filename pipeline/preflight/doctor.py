@@ -19,7 +19,7 @@ from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.data.sources import Source
 from pipeline.errors import RequestError, RunError, TemporaryError
-from pipeline.plan import DataSize, make_plan
+from pipeline.plan import make_plan
 from pipeline.preflight import machine, request, tracker
 from pipeline.record.folder import RunFolder
 
@@ -58,9 +58,8 @@ class _Report:
 
 
 def examine(
-    recipe: str, overrides: list[str], num_processes: int | None, num_nodes: int | None, *, as_json: bool,
-    with_sanity: bool,
-) -> str | int:  # fmt: skip
+    recipe: str, overrides: list[str], num_processes: int | None, num_nodes: int | None, *, as_json: bool, sanity: bool
+) -> str | int:
     """Run all checks and print a line for each; raise the error that a start here would end with.
 
     Changes nothing, except that it makes the digits if they are missing. It takes no lock, so it
@@ -78,7 +77,7 @@ def examine(
         report.run("run folder", lambda: request.check_run_folder_is_writable(config, folder))
         report.run("last start", lambda: request.check_previous_start_did_not_fail(config, here, folder))
         report.run("device", lambda: request.check_device_exists(config, here))
-        source = report.run("data", lambda: request.open_data(config, folder), lambda source: _describe(source.size))
+        source = report.run("data", lambda: request.open_data(config, folder), lambda source: source.size.describe())
         plan, resume = None, None
         if source:
             plan = report.run("plan", lambda: make_plan(config, here, source.size), lambda plan: f"\n{plan.table()}")
@@ -105,13 +104,13 @@ def examine(
             report.run("all-reduce", lambda: machine.check_all_reduce(config, here), fatal=False)
             if answer is not None:
                 report.run("artifacts", lambda: tracker.check_server_stores_files(config, folder), fatal=False)
-        if with_sanity and report.error is None and source and plan:
+        if sanity and report.error is None and source and plan:
             from pipeline.preflight.sanity import SanityChecks
 
-            sanity = SanityChecks(config, plan, source, here)
-            report.run("initial loss", sanity.check_initial_loss, fatal=False)
-            report.run("one batch", sanity.check_one_batch_overfits, fatal=False)
-            report.run("shuffled", sanity.check_shuffled_labels_give_chance, fatal=False)
+            checks = SanityChecks(config, plan, source, here)
+            report.run("initial loss", checks.check_initial_loss, fatal=False)
+            report.run("one batch", checks.check_one_batch_overfits, fatal=False)
+            report.run("shuffled", checks.check_shuffled_labels_give_chance, fatal=False)
     if as_json:
         print(json.dumps({"findings": [asdict(finding) for finding in report.findings]}))
     else:
@@ -133,7 +132,9 @@ def _check_resume(config: Config, folder: RunFolder, source: Source) -> _Resume:
     request.check_config_is_compatible(config, folder)
     if folder.is_held():
         return _Resume("config is compatible with the run in training now", is_resumed=True)
-    found = request.find_checkpoint(config, folder, source, lambda line: print(line, file=sys.stderr))
+    from pipeline.train.resume import find  # imports torch
+
+    found = find(config, folder, source, lambda line: print(line, file=sys.stderr))
     if found is None:
         return _Resume("a fresh start", is_resumed=False)
     return _Resume(f"config is compatible with the existing run; resumes from {found.path}", is_resumed=True)
@@ -146,10 +147,6 @@ def _check_tracker(config: Config, folder: RunFolder, *, is_node: bool) -> str:
         if config.track.required and not is_node:  # a node is retried: its server may still be starting
             raise RequestError(f"track.required=true, and {error}") from None
         raise
-
-
-def _describe(size: DataSize) -> str:
-    return f"{size.train_images:,} images to train, {size.val_images:,} held out, {size.num_classes:,} classes"
 
 
 def _size_from_environment(name: str) -> int:

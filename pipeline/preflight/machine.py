@@ -149,7 +149,7 @@ def check_all_reduce(config: Config, here: World) -> str:
     count = here.local_size if nccl else 2
     try:
         with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
-            spawn(_all_reduce, (count, folder, nccl), nprocs=count)  # type: ignore[no-untyped-call]
+            spawn(_all_reduce, (count, folder, backend), nprocs=count)  # type: ignore[no-untyped-call]
             seconds = float(Path(folder, "seconds").read_text())
     except Exception as error:
         problem = f"all-reduce of {count} processes failed over {backend} ({str(error).strip().splitlines()[-1]})"
@@ -158,14 +158,13 @@ def check_all_reduce(config: Config, here: World) -> str:
     return f"{count} processes, {4 * _ALL_REDUCE_FLOATS / seconds / 1e9:.1f} GB/s over {backend}"
 
 
-def _all_reduce(rank: int, count: int, folder: str, nccl: bool) -> None:
+def _all_reduce(rank: int, count: int, folder: str, backend: str) -> None:
     """Time an all-reduce of `count` processes that meet in `folder`; rank 0 writes the seconds."""
     import torch
     from torch import distributed as dist
 
-    device = torch.device("cuda", rank) if nccl else torch.device("cpu")
-    backend = "nccl" if nccl else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count)
+    device = torch.device("cuda", rank) if backend == "NCCL" else torch.device("cpu")
+    dist.init_process_group(backend.lower(), init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count)
     tensor = torch.ones(_ALL_REDUCE_FLOATS, device=device)
     dist.all_reduce(tensor)  # the first call opens the connections
     start = time.perf_counter()

@@ -1,16 +1,14 @@
 """Checks of a request: a start runs them in order, `doctor` runs all and reports each.
 
 A check returns a line for the user or what it loaded, or raises the RunError that a start would end
-with. The checks of
-checkpoint, model and GPUs import torch and come last; no other check needs torch. None communicates
-with other ranks: a node that replaces a lost one is checked while the others train. None changes
-anything, except that `open_data` makes the digits if they are missing.
+with. The checks of model and GPUs, and `train.resume.find` before them, import torch and come last.
+None communicates with other ranks: a node that replaces a lost one is checked while the others
+train. None changes anything, except that `open_data` makes the digits if they are missing.
 """
 
 import socket
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,8 +26,6 @@ from pipeline.world import World
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from pipeline.train.resume import Found
 
 _NAMES_TIMEOUT_S = 60
 
@@ -79,18 +75,8 @@ def check_config_is_compatible(config: Config, folder: RunFolder) -> None:
     """Check that no key that a resumed run must keep has changed."""
     if folder.has_checkpoints() and config.run.resume == "auto":
         before = _previous_config(folder)
-        if before:  # otherwise `find_checkpoint` compares with the configuration in the checkpoint
+        if before:  # otherwise `train.resume.find` compares with the configuration in the checkpoint
             refuse_changes(before, config)
-
-
-def find_checkpoint(config: Config, folder: RunFolder, source: Source, log: Callable[[str], None]) -> "Found | None":
-    """Return the verified checkpoint to resume from, or None for a fresh start.
-
-    Raises RunError if it does not verify, or is of another configuration or other data.
-    """
-    from pipeline.train.resume import find
-
-    return find(config, folder, source, log)
 
 
 def check_model_builds(config: Config, plan: Plan, *, is_resumed: bool) -> "dict[str, Tensor] | None":
