@@ -17,10 +17,8 @@ def add_commands(commands: Commands) -> None:
     _add_loop_arguments(add_command(subjects, "train", _compare_loops, help), steps=8)
     help = "tracking: our training loop with journal and MLflow against the same loop without"
     _add_loop_arguments(add_command(subjects, "track", _compare_loops, help), steps=20)
-    _add_data(subjects)
-    _add_gpu(subjects)
-    _add_top1(subjects)
-    _add_comm(subjects)
+    for add in (_add_data, _add_gpu, _add_top1, _add_comm):
+        add(subjects)
 
 
 def _add_loop_arguments(parser: Parser, steps: int) -> None:

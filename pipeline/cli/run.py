@@ -13,9 +13,7 @@ _TARGET_HELP = "a run's folder (its last checkpoint) or a checkpoint file"
 
 
 def add_commands(commands: Commands) -> None:
-    for add in (
-        _add_train, _add_evaluate, _add_predict, _add_plan, _add_verify, _add_report, _add_export, _add_sync,
-    ):  # fmt: skip
+    for add in (_add_train, _add_evaluate, _add_predict, _add_plan, _add_verify, _add_report, _add_export, _add_sync):
         add(commands)
 
 

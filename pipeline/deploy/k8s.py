@@ -20,7 +20,6 @@ from pipeline.deploy import node
 from pipeline.errors import RequestError
 
 _TEMPLATES = Path(__file__).parent / "manifests"
-_GRACE_PERIOD_S = node.SHUTDOWN_TIMEOUT_S + 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +95,6 @@ def _values(request: Request) -> dict[str, object]:
         "memory": request.memory or f"{node.memory_gib(request.gpus, request.nproc)}Gi",
         "shm": request.shm or f"{(8 if request.gpus else 1) * processes}Gi",
         "spread": request.nodes > 1 and not request.single_node,
-        "backoff_limit": node.max_replacements(request.nodes), "grace_period": _GRACE_PERIOD_S,
+        "backoff_limit": node.max_replacements(request.nodes), "grace_period": node.SHUTDOWN_TIMEOUT_S + 30,
         "command": ", ".join(node.COMMAND), "arguments": ", ".join(json.dumps(argument) for argument in arguments),
     }  # fmt: skip

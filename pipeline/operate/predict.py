@@ -114,14 +114,8 @@ def _list_images(paths: list[str]) -> Split:
             names |= {os.path.join(folder, name) for name in files if os.fsencode(name).lower().endswith(EXTENSIONS)}
     if not names:
         raise RequestError(f"no image in {', '.join(paths)}: give image files, or folders with images")
-    return Split.from_entries([(os.fsencode(name), _size(name), 0) for name in names])
-
-
-def _size(name: str) -> int:
-    try:
-        return os.stat(name).st_size
-    except OSError:
-        return MISSING
+    sizes = {name: os.path.getsize(name) if os.path.exists(name) else MISSING for name in names}
+    return Split.from_entries([(os.fsencode(name), size, 0) for name, size in sizes.items()])
 
 
 def _read_model(target: str) -> dict[str, Any]:

@@ -83,14 +83,12 @@ def examine(
             plan = report.run("plan", lambda: make_plan(config, here, source.size), lambda plan: f"\n{plan.table()}")
             resume = report.run("resume", lambda: _check_resume(config, folder, source), lambda resume: resume.line)
         if plan and resume:
-            check = partial(request.check_model_builds, config, plan, is_resumed=resume.is_resumed)
-            report.run("model", check, lambda _: config.model.arch)
+            build = partial(request.check_model_builds, config, plan, is_resumed=resume.is_resumed)
+            report.run("model", build, lambda _: config.model.arch)
         report.run("GPUs", lambda: request.check_gpus_are_supported(config, here))
         if endpoint := os.environ.get("PET_RDZV_ENDPOINT"):  # set if the job has several nodes
             report.run("names", lambda: request.check_names_resolve(endpoint))
-        answer = report.run(
-            "MLflow", partial(_check_tracker, config, folder, is_node=is_node), fatal=config.track.required
-        )
+        answer = report.run("MLflow", lambda: _check_tracker(config, folder, is_node), fatal=config.track.required)
         if not is_node:
             report.run("CPUs", lambda: machine.check_cpu_per_process(here), fatal=False)
             report.run("docker", machine.check_docker, fatal=False)
@@ -140,7 +138,7 @@ def _check_resume(config: Config, folder: RunFolder, source: Source) -> _Resume:
     return _Resume(f"config is compatible with the existing run; resumes from {found.path}", is_resumed=True)
 
 
-def _check_tracker(config: Config, folder: RunFolder, *, is_node: bool) -> str:
+def _check_tracker(config: Config, folder: RunFolder, is_node: bool) -> str:
     try:
         return tracker.check_server_answers(config, folder)
     except TemporaryError as error:

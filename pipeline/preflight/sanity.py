@@ -40,9 +40,7 @@ class SanityChecks:
     """The three checks. Each returns a line for the user, or raises RequestError."""
 
     def __init__(self, config: Config, plan: Plan, source: Source, here: World) -> None:
-        self._config = config
-        self._source = source
-        self._classes = plan.num_classes
+        self._config, self._source, self._classes = config, source, plan.num_classes
         self._chance_loss = math.log(plan.num_classes)
         self._device = choose_device(config, here)
         self._normalise = Normalise(self._device, channels_last=config.model.channels_last)
