@@ -58,9 +58,9 @@ def test_a_loop_without_its_loader_is_fed_what_is_on_the_device(name: str, monke
 
     monkeypatch.setattr(bench_train, "to_device", brought)
     monkeypatch.setattr(bench_train, "batches", lambda *_, **__: iter(()))  # the loader's own row
-    monkeypatch.setattr(bench_train, "_plain_update", lambda config, plan, group, batch: fed.append(batch))
+    monkeypatch.setattr(bench_train, "_plain_step", lambda config, plan, group, batch: fed.append(batch))
     monkeypatch.setattr(
-        bench_train, "_our_loop", lambda config, plan, group, source, stream, *_: fed.extend(islice(stream, 1))
+        bench_train, "_our_step", lambda config, plan, group, source, stream, *_: fed.extend(islice(stream, 1))
     )
     monkeypatch.setattr(bench_train, "interleave", lambda rows, _: [row.speeds.append(1.0) for row in rows])
     monkeypatch.setattr(bench_train.randomness, "configure_torch", lambda **_: None)

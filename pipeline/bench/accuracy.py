@@ -37,29 +37,20 @@ def bench_top1(recipe: str, overrides: list[str], seeds: int) -> str:
     Raises RequestError if the recipe does not train on an image folder, or fails.
     """
     config = load(recipe, overrides)
-    if config.data.source not in ("folder", "digits"):
-        raise RequestError(
-            f"data.source={config.data.source}: the plain loop reads only image folders; use folder or digits"
-        )
+    kind = config.data.source
+    if kind not in ("folder", "digits"):
+        raise RequestError(f"data.source={kind}: the plain loop reads only image folders; use folder or digits")
     device = torch.device("cuda" if torch.cuda.is_available() and config.run.device != "cpu" else "cpu")
     torch.set_num_threads(machine.available_cpus())
-    lines, recipe_top1s, plain_top1s = [], [], []
+    lines, top1s = [], []
     for seed in range(seeds):
         seconds, recipe_top1 = _train_recipe(recipe, [*overrides, f"run.seed={seed}", "track.uri=none"])
         plain_top1 = _train_plain(data_root(config), seconds, seed, device)
-        recipe_top1s.append(recipe_top1)
-        plain_top1s.append(plain_top1)
+        top1s.append((recipe_top1, plain_top1))
         lines.append(f"seed {seed}, {seconds:.0f} s: {recipe} {recipe_top1:.4f}, plain ResNet-18 {plain_top1:.4f}")
         print(lines[-1], file=sys.stderr, flush=True)
-    lines.append(
-        f"mean top-1 in the same time: {recipe} {_mean_and_range(recipe_top1s)},"
-        f" plain ResNet-18 {_mean_and_range(plain_top1s)}"
-    )
-    return "\n".join(lines)
-
-
-def _mean_and_range(values: list[float]) -> str:
-    return f"{mean(values):.4f} ({min(values):.4f} to {max(values):.4f})"
+    ours, plain = (f"{mean(own):.4f} ({min(own):.4f} to {max(own):.4f})" for own in zip(*top1s, strict=True))
+    return "\n".join([*lines, f"mean top-1 in the same time: {recipe} {ours}, plain ResNet-18 {plain}"])
 
 
 def _train_recipe(recipe: str, overrides: list[str]) -> tuple[float, float]:
@@ -79,10 +70,8 @@ def _train_plain(root: Path, seconds: float, seed: int, device: torch.device) ->
     torch.manual_seed(seed)
     resize = transforms.Resize((_SIZE, _SIZE), antialias=True)
     augment = [transforms.RandomCrop(_SIZE, padding=4), transforms.RandomHorizontalFlip()]
-    to_tensor = [
-        transforms.ToImage(), transforms.ToDtype(torch.float32),
-        transforms.Normalize(list(MEAN), list(STD)),
-    ]  # fmt: skip
+    normalise = transforms.Normalize(list(MEAN), list(STD))
+    to_tensor = [transforms.ToImage(), transforms.ToDtype(torch.float32), normalise]
     train = datasets.ImageFolder(str(root / "train"), transforms.Compose([resize, *augment, *to_tensor]))
     val = datasets.ImageFolder(str(root / "val"), transforms.Compose([resize, *to_tensor]))
     workers = machine.available_cpus()
@@ -102,8 +91,6 @@ def _train_plain(root: Path, seconds: float, seed: int, device: torch.device) ->
             optimizer.step()
     model.eval()
     with torch.inference_mode():
-        correct = sum(
-            int((model(images.to(device)).argmax(1) == labels.to(device)).sum())
-            for images, labels in DataLoader(val, _BATCH, num_workers=workers)
-        )
-    return correct / len(val)
+        batches = DataLoader(val, _BATCH, num_workers=workers)
+        correct = [model(images.to(device)).argmax(1) == labels.to(device) for images, labels in batches]
+    return int(torch.cat(correct).sum()) / len(val)

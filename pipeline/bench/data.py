@@ -17,10 +17,11 @@ import sysconfig
 import time
 import venv
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from subprocess import PIPE
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -74,17 +75,17 @@ def bench_data(images: Path, rounds: int, steps: int, *, peers: Path | None, wri
         rows, limit = _our_rows(Path(scratch), root, batch, steps)
         if peers:
             for name in _PEERS:
-                row = stack.enter_context(_peer_row(name, peers, root, Path(scratch) / name, batch, steps))
-                row.reference = rows[0]
+                row = Row(name, None, rows[0], pixel_diff=None)
                 rows.append(row)
+                try:
+                    row.turn, row.pixel_diff = _start_peer(name, peers, root, Path(scratch) / name, batch, steps, stack)
+                except TurnError as error:
+                    row.failure = str(error)
         interleave([*rows, limit], rounds, show_progress=True)
     for row in rows:
         row.remark = "" if row.pixel_diff is None else f"pixels {row.pixel_diff:.2f}"
-    text = table(
-        f"{num_images:,} images, {_WORKERS} workers, batch {batch}, {_SIZE} px;"
-        f" {rounds} interleaved rounds of {steps} batches",
-        [*rows, limit],
-    )
+    title = f"{num_images:,} images, {_WORKERS} workers, batch {batch}, {_SIZE} px"
+    text = table(f"{title}; {rounds} interleaved rounds of {steps} batches", [*rows, limit])
     if write:
         command = f"pipeline bench data --images {images.name} --rounds {rounds} --steps {steps}"
         _write_page(write, f"{command} --peers" if peers else command, text, [*rows, limit])
@@ -114,12 +115,10 @@ def _our_rows(folder: Path, root: Path, batch: int, steps: int) -> tuple[list[Ro
     """Return the reference and our loader on files and packs, and their limit: decoding alone."""
     reference = Row("reference", _reference_turn(root, batch, steps))
     rows = [reference]
-    for name, level in (("plain", None), ("lossless", "lossless"), ("lossy", _LOSSY)):
-        source_root = root
-        if level:
-            source_root = folder / name
-            pack.pack(root, source_root, level, 0.1)
-        config, plan, source = _open("pack" if level else "folder", source_root, batch)
+    for level, name in (("lossless", "lossless"), (_LOSSY, "lossy")):
+        pack.pack(root, folder / name, level, 0.1)
+    for name, kind in (("plain", "folder"), ("lossless", "pack"), ("lossy", "pack")):
+        config, plan, source = _open(kind, folder / name if kind == "pack" else root, batch)
         dataset = TrainBatches(source.train, config, plan, 0)
         turn = _our_turn(dataset, plan, steps)
         rows.append(Row(name, turn, reference, _pixel_diff(root, dataset, config)))
@@ -161,10 +160,8 @@ def _our_turn(dataset: Dataset[Any], plan: Plan, steps: int) -> Callable[[], flo
 
 
 def _reference_turn(root: Path, batch: int, steps: int) -> Callable[[], float]:
-    augment = transforms.Compose([
-        transforms.RandomResizedCrop(_SIZE), transforms.RandomHorizontalFlip(), transforms.ToTensor(),
-        transforms.Normalize(MEAN, STD),
-    ])  # fmt: skip
+    crop, flip = transforms.RandomResizedCrop(_SIZE), transforms.RandomHorizontalFlip()
+    augment = transforms.Compose([crop, flip, transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
     dataset = torchvision.datasets.ImageFolder(str(root / "train"), augment)
     endless = RandomSampler(dataset, num_samples=10**12)
     loader = DataLoader(dataset, batch, sampler=endless, num_workers=_WORKERS)
@@ -181,21 +178,21 @@ def _time_batches(stream: Iterator[Any], steps: int) -> float:
     return time.perf_counter() - start
 
 
-@contextmanager
-def _peer_row(name: str, environment: Path, root: Path, folder: Path, batch: int, steps: int) -> Iterator[Row]:
-    """Start another loader in its own process; yield its row, with the reason if it fails."""
-    try:
-        python = _install(environment, _PEERS[name])
-    except TurnError as error:
-        yield Row(name, None, pixel_diff=None, failure=str(error))
-        return
+def _start_peer(
+    name: str, environment: Path, root: Path, folder: Path, batch: int, steps: int, stack: ExitStack
+) -> tuple[Callable[[], float], float]:
+    """Start another loader in a process that `stack` ends; return its turn and its pixel_diff.
+
+    Raises TurnError.
+    """
+    python = _install(environment, _PEERS[name])
     log = folder.with_suffix(".log")
-    arguments = [root / "train", folder, batch, _SIZE, _WORKERS]
-    with open(log, "wb") as log_file:
-        process = subprocess.Popen(
-            [python, "-P", Path(__file__).with_name("peers.py"), name, *map(str, arguments)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log_file, text=True, bufsize=1,
-        )  # fmt: skip
+    arguments = [Path(__file__).with_name("peers.py"), name, root / "train", folder, batch, _SIZE, _WORKERS]
+    command = [str(python), "-P", *map(str, arguments)]
+    with open(log, "wb") as errors:
+        process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=errors, text=True, bufsize=1)
+    stack.callback(process.wait)
+    stack.callback(process.kill)
     requests, replies = process.stdin, process.stdout
     assert requests
     assert replies
@@ -212,15 +209,7 @@ def _peer_row(name: str, environment: Path, root: Path, folder: Path, batch: int
             requests.write(f"{_WARM_UP} {steps}\n")
         return batch * steps / float(receive())
 
-    try:
-        try:
-            row = Row(name, turn, pixel_diff=receive()["pixel_diff"])
-        except TurnError as error:
-            row = Row(name, None, pixel_diff=None, failure=str(error))
-        yield row
-    finally:
-        process.kill()
-        process.wait()
+    return turn, receive()["pixel_diff"]
 
 
 def _install(environment: Path, package: str) -> Path:
@@ -234,10 +223,8 @@ def _install(environment: Path, package: str) -> Path:
         ours = sysconfig.get_path("purelib")
         (Path(sysconfig.get_path("purelib", vars={"base": str(environment)})) / "ours.pth").write_text(f"{ours}\n")
     print(f"installing {package} in {environment} ...", file=sys.stderr, flush=True)
-    done = subprocess.run(
-        [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", package],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", package]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "ERROR" in line or "error" in line]
         raise TurnError(f"cannot be installed: {(errors or ['pip failed'])[-1][:150]}")
@@ -251,10 +238,9 @@ def _pixel_diff(root: Path, dataset: TrainBatches, config: Config) -> float:
     for sample, pixels in zip(batch.ids.tolist()[:_COMPARED_IMAGES], batch.images, strict=False):
         with Image.open(root / dataset.images.name(sample)) as file:
             image = file.convert("RGB")
-        (top, left, height, width), is_flipped = draw_crop(
-            image.height, image.width, config.augment, config.run.seed, (0, sample, 0)
-        )
-        expected = np.asarray(transforms.functional.resized_crop(image, top, left, height, width, [_SIZE, _SIZE]))
+        address = 0, sample, 0
+        crop, is_flipped = draw_crop(image.height, image.width, config.augment, config.run.seed, address)
+        expected = np.asarray(transforms.functional.resized_crop(image, *crop, [_SIZE, _SIZE]))
         if is_flipped:
             expected = expected[:, ::-1]
         differences.append(np.abs(pixels.permute(1, 2, 0).numpy().astype(int) - expected).mean())
@@ -263,12 +249,11 @@ def _pixel_diff(root: Path, dataset: TrainBatches, config: Config) -> float:
 
 def _write_page(folder: Path, command: str, text: str, rows: list[Row]) -> None:
     """Write benchmarks.md and a plot of the medians and ranges."""
-    import matplotlib
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
     rows = [row for row in reversed(rows) if row.speeds]
-    figure, axes = pyplot.subplots(figsize=(8, 0.5 * len(rows) + 1), layout="constrained")
+    figure = Figure(figsize=(8, 0.5 * len(rows) + 1), layout="constrained")
+    axes = figure.subplots()
     medians = [median(row.speeds) for row in rows]
     below = [median(row.speeds) - min(row.speeds) for row in rows]
     above = [max(row.speeds) - median(row.speeds) for row in rows]

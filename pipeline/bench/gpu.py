@@ -78,23 +78,21 @@ class _Suite:
             digests.append(output.splitlines()[-1].rpartition("sha256:")[2])
             for event, _ in journal.read(run / "journal.jsonl"):
                 metrics |= event.get("metrics", {})
-        remarks = []
+        remarks = [f"identical weights: {digests[0][:8]}"] if times > 1 else []
         if len(set(digests)) > 1:
-            remarks.append(f"weights differ: {' '.join(digest[:8] for digest in digests)}")
-        elif times > 1:
-            remarks.append(f"identical weights: {digests[0][:8]}")
-        peak = max((value for name, value in metrics.items() if name.endswith("/gpu_peak_mib")), default=None)
-        if peak is not None:
-            remarks.append(f"{peak / 1024:.1f} GiB")
-        self.rows.append(
-            _Row(title, metrics.get("time/images_per_s"), mfu=metrics.get("time/mfu"), remark="  ".join(remarks))
-        )
+            remarks = [f"weights differ: {' '.join(digest[:8] for digest in digests)}"]
+        peaks = [value for name, value in metrics.items() if name.endswith("/gpu_peak_mib")]
+        if peaks:
+            remarks.append(f"{max(peaks) / 1024:.1f} GiB")
+        speed, mfu = metrics.get("time/images_per_s"), metrics.get("time/mfu")
+        self.rows.append(_Row(title, speed, mfu=mfu, remark="  ".join(remarks)))
 
     def table(self) -> str:
         lines = [f"{'part':<38} {'images/s':>10} {'ms/step':>10} {'ratio':>7} {'MFU':>7}"]
         for row in self.rows:
-            speed = f"{row.images_per_s:,.0f}" if row.images_per_s else "–"
-            step = f"{1000 * self._batch / row.images_per_s:,.1f}" if row.images_per_s else "–"
+            speed = step = "–"
+            if row.images_per_s:
+                speed, step = f"{row.images_per_s:,.0f}", f"{1000 * self._batch / row.images_per_s:,.1f}"
             ratio = f"{row.ratio:.3f}" if row.ratio is not None else "–"
             mfu = f"{row.mfu:.1%}" if row.mfu is not None else "–"
             lines.append(f"{row.name:<38} {speed:>10} {step:>10} {ratio:>7} {mfu:>7}  {row.remark}".rstrip())
@@ -110,11 +108,11 @@ class _Suite:
         except subprocess.TimeoutExpired:
             self.rows.append(_Row(title, remark="not finished: no time left"))
             return None
-        if done.returncode:
-            last_line = (done.stderr.strip().splitlines() or ["no error message"])[-1]
-            self.rows.append(_Row(title, remark=f"exit {done.returncode}: {last_line[:120]}"))
-            return None
-        return done.stdout
+        if not done.returncode:
+            return done.stdout
+        last_line = (done.stderr.strip().splitlines() or ["no error message"])[-1]
+        self.rows.append(_Row(title, remark=f"exit {done.returncode}: {last_line[:120]}"))
+        return None
 
 
 def bench_gpu(images: Path | None, overrides: list[str], batch: int) -> str:
@@ -138,8 +136,6 @@ def bench_gpu(images: Path | None, overrides: list[str], batch: int) -> str:
             images = folder / "images"
             make_synthetic(images, 1024, 10, 400)
         suite.compare_loops("from JPEGs", "data.source=folder", f"data.root={images}", "train.compile=off", rounds=2)
-        device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-        title = (
-            f"{device_name}, torch {torch.__version__}, {config.model.arch}, {config.augment.size} px, batch {batch}"
-        )
-        return f"{title}\n{suite.table()}"
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    title = f"{name}, torch {torch.__version__}, {config.model.arch}, {config.augment.size} px, batch {batch}"
+    return f"{title}\n{suite.table()}"

@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,38 +52,35 @@ def timm(files: list[Path], folder: Path, batch: int, size: int, workers: int) -
     return fetch, lambda data: _pillow_resize(data, size)
 
 
-def _dali(antialias: bool) -> Callable[..., tuple[Fetch, Resize]]:
-    def build(files: list[Path], folder: Path, batch: int, size: int, workers: int) -> tuple[Fetch, Resize]:
-        from nvidia.dali import fn, pipeline_def, types
+def dali(antialias: bool, files: list[Path], folder: Path, batch: int, size: int, workers: int) -> tuple[Fetch, Resize]:
+    from nvidia.dali import fn, pipeline_def, types
 
-        @pipeline_def(batch_size=batch, num_threads=workers, device_id=None)  # type: ignore[untyped-decorator]
-        def crops() -> Any:
-            data, labels = fn.readers.file(files=[str(file) for file in files], random_shuffle=True)
-            pixels = fn.decoders.image_random_crop(data, random_aspect_ratio=[3 / 4, 4 / 3], random_area=[0.08, 1])
-            pixels = fn.resize(pixels, size=[size, size], interp_type=types.INTERP_LINEAR, antialias=antialias)
-            return fn.flip(pixels, horizontal=fn.random.coin_flip()), labels
+    @pipeline_def(batch_size=batch, num_threads=workers, device_id=None)  # type: ignore[untyped-decorator]
+    def crops() -> Any:
+        data, labels = fn.readers.file(files=[str(file) for file in files], random_shuffle=True)
+        pixels = fn.decoders.image_random_crop(data, random_aspect_ratio=[3 / 4, 4 / 3], random_area=[0.08, 1])
+        pixels = fn.resize(pixels, size=[size, size], interp_type=types.INTERP_LINEAR, antialias=antialias)
+        return fn.flip(pixels, horizontal=fn.random.coin_flip()), labels
 
-        @pipeline_def(batch_size=1, num_threads=1, device_id=None)  # type: ignore[untyped-decorator]
-        def whole() -> Any:
-            pixels = fn.decoders.image(fn.external_source(name="data", dtype=types.UINT8, ndim=1))
-            return fn.resize(pixels, size=[size, size], interp_type=types.INTERP_LINEAR, antialias=antialias)
+    @pipeline_def(batch_size=1, num_threads=1, device_id=None)  # type: ignore[untyped-decorator]
+    def whole() -> Any:
+        pixels = fn.decoders.image(fn.external_source(name="data", dtype=types.UINT8, ndim=1))
+        return fn.resize(pixels, size=[size, size], interp_type=types.INTERP_LINEAR, antialias=antialias)
 
-        resizer = whole(prefetch_queue_depth=1, exec_async=False, exec_pipelined=False)  # no prefetching
-        resizer.build()
+    resizer = whole(prefetch_queue_depth=1, exec_async=False, exec_pipelined=False)  # no prefetching
+    resizer.build()
 
-        def resize(data: bytes) -> Any:
-            resizer.feed_input("data", [np.frombuffer(data, np.uint8)])
-            return np.asarray(resizer.run()[0].at(0))
+    def resize(data: bytes) -> Any:
+        resizer.feed_input("data", [np.frombuffer(data, np.uint8)])
+        return np.asarray(resizer.run()[0].at(0))
 
-        def fetch() -> Iterator[Any]:
-            loader = crops()
-            loader.build()
-            while True:
-                yield loader.run()[0].as_array()
+    def fetch() -> Iterator[Any]:
+        loader = crops()
+        loader.build()
+        while True:
+            yield loader.run()[0].as_array()
 
-        return fetch, resize
-
-    return build
+    return fetch, resize
 
 
 def _torchvision(size: int) -> tuple[Callable[[bytes], Any], Resize]:
@@ -162,9 +160,8 @@ def ffcv(files: list[Path], folder: Path, batch: int, size: int, workers: int) -
     def fetch() -> Iterator[Any]:
         image = [RandomResizedCropRGBImageDecoder((size, size)), RandomHorizontalFlip(), ToTensor()]
         pipelines = {"image": image, "label": None}
-        loader = Loader(
-            str(folder / "beton"), batch, workers, order=OrderOption.RANDOM, pipelines=pipelines, drop_last=True
-        )
+        order = OrderOption.RANDOM
+        loader = Loader(str(folder / "beton"), batch, workers, order=order, pipelines=pipelines, drop_last=True)
         while True:
             yield from loader
 
@@ -177,8 +174,8 @@ def _pillow_resize(data: bytes, size: int) -> Any:
 
 
 PEERS: dict[str, Callable[..., tuple[Fetch, Resize]]] = {
-    "timm": timm, "dali": _dali(True), "dali-linear": _dali(False), "webdataset": webdataset, "streaming": streaming,
-    "ffcv": ffcv,
+    "timm": timm, "dali": partial(dali, True), "dali-linear": partial(dali, False), "webdataset": webdataset,
+    "streaming": streaming, "ffcv": ffcv,
 }  # fmt: skip
 
 
@@ -188,10 +185,8 @@ def main(name: str, images: str, folder_name: str, *numbers: str) -> None:
     folder.mkdir(parents=True)
     files = sorted(path for path in Path(images).rglob("*") if path.is_file())
     fetch, resize = PEERS[name](files, folder, batch, size, workers)
-    differences = []
-    for file in files[:64]:
-        data = file.read_bytes()
-        differences.append(np.abs(np.asarray(resize(data)).astype(float) - _pillow_resize(data, size)).mean())
+    samples = [file.read_bytes() for file in files[:64]]
+    differences = [np.abs(resize(data).astype(float) - _pillow_resize(data, size)).mean() for data in samples]
     print(json.dumps({"pixel_diff": round(float(np.mean(differences)), 3)}), flush=True)
     for line in sys.stdin:
         warm_up, steps = map(int, line.split())

@@ -48,20 +48,15 @@ class Loop:
     """A training loop, called to run one turn, and the GPU memory that it takes."""
 
     def __init__(
-        self,
-        device: torch.device,
-        images: int,
-        steps: int,
-        build: Callable[..., Callable[[int], None]],
-        *arguments: Any,
+        self, device: torch.device, images: int, steps: int, build: Callable[..., Callable[[], object]], *arguments: Any
     ) -> None:
-        """Build the loop: `build(*arguments)` returns the function that runs a number of steps.
+        """Build the loop: `build(*arguments)` returns the function that runs a step.
 
         A turn has `steps` steps of `images` images.
         """
         self._device, self._images, self._steps = device, images, steps
         before = self._allocated()
-        self._run = build(*arguments)
+        self._run_step = build(*arguments)
         self.resident_bytes = self._allocated() - before
         """Weights and optimizer state."""
         self.step_bytes = 0
@@ -74,7 +69,8 @@ class Loop:
         if is_cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
         start = time.perf_counter()
-        self._run(self._steps)
+        for _ in range(self._steps):
+            self._run_step()
         if is_cuda:
             torch.cuda.synchronize(self._device)
             self.step_bytes = torch.cuda.max_memory_allocated(self._device) - before
@@ -103,25 +99,21 @@ def interleave(rows: list[Row], rounds: int, *, show_progress: bool = False) -> 
 
 def figures(row: Row) -> dict[str, object]:
     """Return a row of `bench … --json`."""
-    values: dict[str, object] = {
-        "name": row.name,
-        "images_per_s": round(median(row.speeds), 1) if row.speeds else None,
-        "ratio": round(median(row.ratios), 4) if row.speeds else None,
-        "pixel_diff": row.pixel_diff,
-    }
-    return values | ({"note": row.failure} if row.failure else {})
+    speed = ratio = None
+    if row.speeds:
+        speed, ratio = round(median(row.speeds), 1), round(median(row.ratios), 4)
+    note = {"note": row.failure} if row.failure else {}
+    return {"name": row.name, "images_per_s": speed, "ratio": ratio, "pixel_diff": row.pixel_diff, **note}
 
 
 def table(title: str, rows: list[Row]) -> str:
     lines = [f"{title}, medians"]
     for row in rows:
-        speed = ""
+        parts = [row.remark, row.failure]
         if row.speeds:
-            speed = (
-                f"{median(row.speeds):>10,.1f} images/s   ratio {median(row.ratios):.3f}"
-                f" ({min(row.ratios):.3f} to {max(row.ratios):.3f})"
-            )
-        lines.append(f"  {row.name:<20} " + "   ".join(filter(None, (speed, row.remark, row.failure))))
+            span = f"{min(row.ratios):.3f} to {max(row.ratios):.3f}"
+            parts.insert(0, f"{median(row.speeds):>10,.1f} images/s   ratio {median(row.ratios):.3f} ({span})")
+        lines.append(f"  {row.name:<20} " + "   ".join(filter(None, parts)))
     return "\n".join(lines)
 
 

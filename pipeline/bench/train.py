@@ -69,32 +69,29 @@ def bench_train(overrides: list[str], rounds: int, steps: int, *, as_json: bool)
     compiled reference, and its own ratio to the eager reference.
     """
     config = load("digits", [*_DEFAULTS, *overrides])
-    plan, group, source = _prepare(config)
+    plan, group, source = _prepare(config, deterministic=config.is_deterministic)
     device, data = group.device, TrainBatches(source.train, config, plan, group.rank)
     batch = _batch_on_device(data, device)
     timed = partial(Loop, device, plan.global_batch, steps)
-    variants = {"": replace(plan, compiles=False)}
-    if plan.compiles:
-        variants["-compiled"] = plan
     rows: list[Row] = []
     loops: list[Loop] = []
     reference = None
     with TemporaryDirectory() as folder:
-        for suffix, variant in variants.items():
+        for compiles in (False, True) if plan.compiles else (False,):
+            variant, suffix = replace(plan, compiles=compiles), "-compiled" if compiles else ""
             named = {
-                "reference": timed(_minimal_loop, config, variant, group, batch),
-                "torchvision": timed(_torchvision_loop, config, variant, group, batch),
+                "reference": timed(_plain_step, config, variant, group, batch),
+                "torchvision": timed(_torchvision_step, config, variant, group, batch),
             }
             loaded = to_device(batches(data, range(10**6), plan, pin=device.type == "cuda"), device)
             for name, stream in (("plain", repeat(batch)), ("loaded", loaded)):
-                journal = Journal(Path(folder) / f"{name}{suffix}.jsonl", lambda _: None)
-                named[name] = timed(_our_loop, config, variant, group, source, stream, journal)
+                journal = Path(folder) / f"{name}{suffix}.jsonl"
+                named[name] = timed(_our_step, config, variant, group, source, stream, journal)
             for name, loop in named.items():
-                row = Row(f"{name}{suffix}", loop, reference)
-                if name == "reference":
-                    reference = row
-                rows.append(row)
+                rows.append(Row(f"{name}{suffix}", loop, reference))
                 loops.append(loop)
+                if name == "reference":
+                    reference = rows[-1]
         interleave(rows, rounds)
     efficiency = make_mfu_meter(config, plan.num_classes, plan.world, device)
     for row, loop in zip(rows, loops, strict=True):
@@ -115,22 +112,20 @@ def bench_track(overrides: list[str], rounds: int, steps: int, *, as_json: bool)
     Raises TemporaryError if MLflow lacks a row.
     """
     config = load("digits", [*_DEFAULTS, "track.uri=auto", "track.required=true", "track.experiment=bench", *overrides])
-    plan, group, source = _prepare(config)
+    plan, group, source = _prepare(config, deterministic=config.is_deterministic)
     batch = _batch_on_device(TrainBatches(source.train, config, plan, group.rank), group.device)
     timed = partial(Loop, group.device, plan.global_batch, steps)
     with TemporaryDirectory() as scratch:
         folder = RunFolder(Path(scratch) / "bench")
         folder.path.mkdir()
         atomic_write(folder.config, config.to_yaml().encode())
-        journal = Journal(folder.journal, lambda _: None)
-        tracker = sender.start(config, folder)
-        tracker.wait_until_ready()
         silent = replace(plan, log_every=plan.last_step)
         timer = make_timer(group.device)
-        reference = Row("reference", timed(_our_loop, config, silent, group, source, repeat(batch), None))
-        tracked = Row(
-            "tracked", timed(_our_loop, config, plan, group, source, repeat(batch), journal, timer), reference
-        )
+        reference = Row("reference", timed(_our_step, config, silent, group, source, repeat(batch)))
+        loop = timed(_our_step, config, plan, group, source, repeat(batch), folder.journal, timer)
+        tracked = Row("tracked", loop, reference)
+        tracker = sender.start(config, folder)  # after the loop has made the journal
+        tracker.wait_until_ready()
         before = tracker.cpu_seconds()
         interleave([reference, tracked], rounds)
         sender_seconds = tracker.cpu_seconds() - before
@@ -150,41 +145,32 @@ def bench_comm(overrides: list[str], rounds: int, steps: int, *, as_json: bool) 
     DistributedDataParallel (one process exchanges nothing). `exact` is exact mode, which makes more
     and smaller passes and also sends more.
     """
+    words = [*_DEFAULTS, "exact.shards=16", *overrides]
+    config, exact = load("digits", [*words, "run.exact=false"]), load("digits", [*words, "run.exact=true"])
+    _, group, source = _prepare(config, deterministic=False)
     place = from_environment()
-    config = load("digits", [*_DEFAULTS, "exact.shards=16", *overrides, "run.exact=false"])
-    exact = load("digits", [*_DEFAULTS, "exact.shards=16", *overrides, "run.exact=true"])
-    randomness.configure_torch(
-        deterministic=False, precision=config.train.precision, threads=max(1, place.cpus // place.local_size)
-    )
-    device = choose_device(config, place)
-    group = groups.start(config, place, device)
-    source = open_source(config)
     rows: list[Row] = []
     with TemporaryDirectory() as folder:
         for name, variant in (("reference", config), ("exact", exact)):
             plan = make_plan(variant, place, source.size)
-            batch = _batch_on_device(TrainBatches(source.train, variant, plan, group.rank), device)
-            journal = Journal(Path(folder) / f"{name}.jsonl", lambda _: None)
-            loop = Loop(
-                device, plan.global_batch, steps, _our_loop, variant, plan, group, source, repeat(batch), journal
-            )
+            batch = _batch_on_device(TrainBatches(source.train, variant, plan, group.rank), group.device)
+            parts = variant, plan, group, source, repeat(batch), Path(folder) / f"{name}.jsonl"
+            loop = Loop(group.device, plan.global_batch, steps, _our_step, *parts)
             rows.append(Row(name, loop, rows[0] if rows else None))
         interleave(rows, rounds)
     group.shutdown()
-    details = f"{place.size} processes, {exact.exact.shards} shards, {device}"
+    details = f"{place.size} processes, {exact.exact.shards} shards, {group.device}"
     return show(_title(config, plan, details, rounds, steps), rows, as_json=as_json)
 
 
-def _prepare(config: Config) -> tuple[Plan, Group, Source]:
-    """Configure torch for one process; return its plan, group and source."""
+def _prepare(config: Config, *, deterministic: bool) -> tuple[Plan, Group, Source]:
+    """Configure torch for this process; return its plan, group and source."""
     place = from_environment()
-    randomness.configure_torch(
-        deterministic=config.is_deterministic, precision=config.train.precision, threads=place.cpus
-    )
+    threads = max(1, place.cpus // place.local_size)
+    randomness.configure_torch(deterministic=deterministic, precision=config.train.precision, threads=threads)
     group = groups.start(config, place, choose_device(config, place))
     source = open_source(config)
-    plan = make_plan(config, place, source.size)
-    return plan, group, source
+    return make_plan(config, place, source.size), group, source
 
 
 def _batch_on_device(data: TrainBatches, device: torch.device) -> Batch:
@@ -207,39 +193,28 @@ def _title(config: Config, plan: Plan, details: str, rounds: int, steps: int) ->
     return f"{model}, {details}; {rounds} interleaved rounds of {steps} steps"
 
 
-def _minimal_loop(config: Config, plan: Plan, group: Group, batch: Batch) -> Callable[[int], None]:
-    update = _plain_update(config, plan, group, batch)
-
-    def run(steps: int) -> None:
-        for _ in range(steps):
-            update()
-
-    return run
-
-
-def _torchvision_loop(config: Config, plan: Plan, group: Group, batch: Batch) -> Callable[[int], None]:
-    """Return the minimal loop with what torchvision's reference adds to each step.
+def _torchvision_step(config: Config, plan: Plan, group: Group, batch: Batch) -> Callable[[], None]:
+    """Return the minimal step with what torchvision's reference adds to it.
 
     `train_one_epoch` in references/classification/train.py reads loss and accuracies from the
     device at once.
     """
-    update = _plain_update(config, plan, group, batch)
+    update = _plain_step(config, plan, group, batch)
     labels = batch.labels.to(group.device)
     sums = [0.0, 0.0, 0.0]
 
-    def run(steps: int) -> None:
-        for _ in range(steps):
-            loss, logits = update()
-            with torch.inference_mode():
-                correct = logits.topk(min(5, logits.shape[1])).indices.t() == labels
-                percent = [correct[:k].flatten().sum(dtype=torch.float32) * (100 / len(labels)) for k in (1, 5)]
-            for i, metric in enumerate([loss, *percent]):
-                sums[i] += metric.item()
+    def run_step() -> None:
+        loss, logits = update()
+        with torch.inference_mode():
+            correct = logits.topk(min(5, logits.shape[1])).indices.t() == labels
+            percent = [correct[:k].flatten().sum(dtype=torch.float32) * (100 / len(labels)) for k in (1, 5)]
+        for i, metric in enumerate([loss, *percent]):
+            sums[i] += metric.item()
 
-    return run
+    return run_step
 
 
-def _plain_update(config: Config, plan: Plan, group: Group, batch: Batch) -> Callable[[], tuple[Tensor, Tensor]]:
+def _plain_step(config: Config, plan: Plan, group: Group, batch: Batch) -> Callable[[], tuple[Tensor, Tensor]]:
     """Return a function that makes forward, backward and update, and returns loss and logits."""
     device = group.device
     model = build(config.model, plan.num_classes).to(device)
@@ -260,16 +235,11 @@ def _plain_update(config: Config, plan: Plan, group: Group, batch: Batch) -> Cal
     return update
 
 
-def _our_loop(
-    config: Config,
-    plan: Plan,
-    group: Group,
-    source: Source,
-    stream: Iterator[Batch],
-    journal: Journal | None,
+def _our_step(
+    config: Config, plan: Plan, group: Group, source: Source, stream: Iterator[Batch], journal: Path | None = None,
     timer: StepTimer | None = None,
-) -> Callable[[int], None]:
-    """Return a function that makes so many updates, each by the loop's own `update_once`."""
+) -> Callable[[], object]:  # fmt: skip
+    """Return a function that makes one update, by the loop's own `update_once`."""
     model: nn.Module = build(config.model, plan.num_classes).to(group.device)
     strategy = choose_strategy(config, plan, model, group)
     timer = timer or make_timer(group.device)
@@ -279,20 +249,14 @@ def _our_loop(
         watchdog=Watchdog(config.run.timeout, Path(os.devnull), group.rank), stop=StopRequest(),
         profiler=NullProfiler(),
     )  # fmt: skip
-    batches = TimedBatches(stream, timer)
-
-    def run(steps: int) -> None:
-        for _ in range(steps):
-            update_once(trainer, batches)
-
-    return run
+    return partial(update_once, trainer, TimedBatches(stream, timer))
 
 
 class JournalOnly(NullRecords):
     """Records that write metrics to a journal, and nothing else."""
 
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
+    def __init__(self, path: Path) -> None:
+        self._journal = Journal(path, lambda _: None)
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         self._journal.log_metrics(step, metrics)

@@ -23,25 +23,26 @@ Handler: TypeAlias = Callable[[argparse.Namespace], str | int]
 
 
 def add_command(
-    commands: Commands, name: str, run: Handler, help: str, description: str = "", **settings: Any
+    commands: Commands, name: str, run: Handler, help: str, description: str = "", **options: Any
 ) -> Parser:
     """Add a command that `run` handles. Without a description, its help line takes that place."""
     description = description or f"{help[0].upper()}{help[1:]}."
-    parser = commands.add_parser(name, help=help, description=description, **settings)
+    parser = commands.add_parser(name, help=help, description=description, **options)
     parser.set_defaults(run=run)
     return parser
 
 
-def add_recipe(parser: Parser) -> None:
-    parser.add_argument("recipe", type=path_or_uri, metavar="RECIPE", help="name or path of a recipe")
-    add_overrides(parser)
+_KEYS_HELP = "'pipeline train --help' lists the keys"
 
 
-def add_overrides(parser: Parser) -> None:
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value",
-        help="set a key of the recipe, for example train.epochs=10; 'pipeline train --help' lists the keys",
-    )  # fmt: skip
+def add_recipe(parser: Parser, help: str = "name or path of a recipe", keys: str = _KEYS_HELP, **settings: Any) -> None:
+    parser.add_argument("recipe", type=path_or_uri, metavar="RECIPE", help=help, **settings)
+    add_overrides(parser, keys)
+
+
+def add_overrides(parser: Parser, keys: str = _KEYS_HELP) -> None:
+    help = f"set a key of the recipe, for example train.epochs=10; {keys}"
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help)
 
 
 def path_or_uri(text: str) -> str:
@@ -64,20 +65,12 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
-def word(text: str) -> str:
-    if not re.fullmatch(r"[\w./:@-]+", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a name: use letters, digits and . / : @ - _")
-    return text
+def matching(pattern: str, expected: str) -> Callable[[str], str]:
+    """Return the type of an argument that matches a pattern; errors call it `expected`."""
 
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text, re.ASCII):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
+        return text
 
-def memory_quantity(text: str) -> str:
-    if not re.fullmatch(r"[1-9]\d*[MGT]i", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{text!r} is not an amount of memory, such as 512Mi or 64Gi")
-    return text
-
-
-def variable(text: str) -> str:
-    name, equals, _ = text.partition("=")
-    if not name or not equals:
-        raise argparse.ArgumentTypeError(f"{name!r} is not NAME=VALUE")  # the value may be a secret
-    return text
+    return check

@@ -12,39 +12,28 @@ def add_commands(commands: Commands) -> None:
         description="Measure speed, always against a stated reference. What is compared takes turns, round after round,"
         " so that other load on the machine affects all alike. The result is the median ratio of the rounds.",
     )  # fmt: skip
-    subjects = bench.add_subparsers(metavar="SUBJECT", required=True)
-    _add_train(subjects)
-    _add_track(subjects)
-    _add_data(subjects)
-    _add_gpu(subjects)
-    _add_top1(subjects)
-    _add_comm(subjects)
+    subjects = bench.add_subparsers(metavar="SUBJECT", dest="subject", required=True)
+    help = "training loop: ours against a minimal torch loop with the same model and batch"
+    _add_loop_arguments(add_command(subjects, "train", _compare_loops, help), steps=8)
+    help = "tracking: our training loop with journal and MLflow against the same loop without"
+    _add_loop_arguments(add_command(subjects, "track", _compare_loops, help), steps=20)
+    for add in (_add_data, _add_gpu, _add_top1, _add_comm):
+        add(subjects)
 
 
-def _add_train(subjects: Commands) -> None:
-    parser = add_command(
-        subjects, "train", _train, "training loop: ours against a minimal torch loop with the same model and batch"
-    )
-    _add_loop_arguments(parser, steps=8)
+def _add_loop_arguments(parser: Parser, steps: int) -> None:
+    add_overrides(parser)
+    add = parser.add_argument
+    add("--rounds", type=positive_int, default=7, metavar="N", help="interleaved rounds (default 7)")
+    add("--steps", type=positive_int, default=steps, metavar="N", help=f"steps per round (default {steps})")
+    add("--json", action="store_true", help="print JSON")
 
 
-def _train(options: argparse.Namespace) -> str:
-    from pipeline.bench import train
+def _compare_loops(options: argparse.Namespace) -> str:
+    from pipeline.bench.train import bench_comm, bench_track, bench_train
 
-    return train.bench_train(options.overrides, options.rounds, options.steps, as_json=options.json)
-
-
-def _add_track(subjects: Commands) -> None:
-    parser = add_command(
-        subjects, "track", _track, "tracking: our training loop with journal and MLflow against the same loop without"
-    )
-    _add_loop_arguments(parser, steps=20)
-
-
-def _track(options: argparse.Namespace) -> str:
-    from pipeline.bench import train
-
-    return train.bench_track(options.overrides, options.rounds, options.steps, as_json=options.json)
+    run = {"train": bench_train, "track": bench_track, "comm": bench_comm}[options.subject]
+    return run(options.overrides, options.rounds, options.steps, as_json=options.json)
 
 
 def _add_data(subjects: Commands) -> None:
@@ -58,10 +47,8 @@ def _add_data(subjects: Commands) -> None:
     add("--images", type=path, required=True, metavar="DIR", help="an image folder, preferably of photos")
     add("--rounds", type=positive_int, default=7, metavar="N", help="interleaved rounds (default 7)")
     add("--steps", type=positive_int, default=8, metavar="N", help="batches per round (default 8)")
-    add(
-        "--peers", nargs="?", type=path, const=Path("build/peers"), metavar="ENV",
-        help="also compare other data loaders, which pip installs in the virtual environment ENV (default build/peers)",
-    )  # fmt: skip
+    help = "also compare other data loaders, which pip installs in the virtual environment ENV (default build/peers)"
+    add("--peers", nargs="?", type=path, const=Path("build/peers"), metavar="ENV", help=help)
     add("--write", type=path, metavar="FOLDER", help="also write benchmarks.md and a plot to FOLDER, as in docs/")
     add("--json", action="store_true", help="print JSON")
 
@@ -69,9 +56,8 @@ def _add_data(subjects: Commands) -> None:
 def _data(options: argparse.Namespace) -> str:
     from pipeline.bench import data
 
-    return data.bench_data(
-        options.images, options.rounds, options.steps, peers=options.peers, write=options.write, as_json=options.json
-    )
+    size = options.images, options.rounds, options.steps
+    return data.bench_data(*size, peers=options.peers, write=options.write, as_json=options.json)
 
 
 def _add_gpu(subjects: Commands) -> None:
@@ -109,28 +95,17 @@ def _top1(options: argparse.Namespace) -> str:
 
 
 def _add_comm(subjects: Commands) -> None:
-    parser = add_command(
-        subjects, "comm", _comm, "gradient exchange: exact mode against DDP, in the same group of processes"
-    )
+    help = "gradient exchange: exact mode against DDP, in the same group of processes"
+    parser = add_command(subjects, "comm", _comm, help)
     parser.add_argument("--nproc", type=positive_int, metavar="N", help="start N processes on this machine")
     _add_loop_arguments(parser, steps=8)
 
 
 def _comm(options: argparse.Namespace) -> str | int:
-    from pipeline.bench import train
     from pipeline.operate import launch
 
     if options.nproc and options.nproc > 1:
-        flags = ["--rounds", str(options.rounds), "--steps", str(options.steps)]
-        if options.json:
-            flags.append("--json")
+        json = ["--json"] if options.json else []
+        flags = ["--rounds", str(options.rounds), "--steps", str(options.steps), *json]
         return launch.start_processes(options.nproc, ["bench", "comm", *options.overrides, *flags])
-    return train.bench_comm(options.overrides, options.rounds, options.steps, as_json=options.json)
-
-
-def _add_loop_arguments(parser: Parser, steps: int) -> None:
-    add_overrides(parser)
-    add = parser.add_argument
-    add("--rounds", type=positive_int, default=7, metavar="N", help="interleaved rounds (default 7)")
-    add("--steps", type=positive_int, default=steps, metavar="N", help=f"steps per round (default {steps})")
-    add("--json", action="store_true", help="print JSON")
+    return _compare_loops(options)

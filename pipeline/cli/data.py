@@ -6,21 +6,16 @@ from pipeline.cli.arguments import Commands, Parser, add_command, path, path_or_
 
 
 def add_commands(commands: Commands) -> None:
-    data = commands.add_parser(
-        "data", help="make, download, import, pack or check a data set",
-        description="Make, download, import, pack or check a data set.",
-    )  # fmt: skip
+    help = "make, download, import, pack or check a data set"
+    data = commands.add_parser("data", help=help, description=f"{help.capitalize()}.")
     actions = data.add_subparsers(metavar="ACTION", required=True)
-    _add_make(actions)
-    _add_get(actions)
-    _add_import(actions)
-    _add_pack(actions)
-    _add_check(actions)
+    for add in (_add_make, _add_get, _add_import, _add_pack, _add_check):
+        add(actions)
 
 
 def _add_make(actions: Commands) -> None:
-    parser = add_command(actions, "make", _make, "write the built-in digits, or synthetic images, as an image folder")
-    add = parser.add_argument
+    help = "write the built-in digits, or synthetic images, as an image folder"
+    add = add_command(actions, "make", _make, help).add_argument
     add("kind", choices=("digits", "synthetic"), help="which images")
     add("out", nargs="?", type=path_or_uri, metavar="OUT", help="folder to make (default data/<kind>)")
     add("--images", type=positive_int, default=1000, metavar="N", help="synthetic: training images (default 1000)")
@@ -106,7 +101,5 @@ def _check(options: argparse.Namespace) -> str:
 
 
 def _add_val_split(parser: Parser) -> None:
-    parser.add_argument(
-        "--val-split", type=float, default=0.1, metavar="SHARE",
-        help="share of the images to hold out if the folder has no val/, as data.val_split (default 0.1)",
-    )  # fmt: skip
+    help = "share of the images to hold out if the folder has no val/, as data.val_split (default 0.1)"
+    parser.add_argument("--val-split", type=float, default=0.1, metavar="SHARE", help=help)

@@ -3,29 +3,21 @@
 import argparse
 import os
 import re
-from dataclasses import fields
 
-from pipeline.cli.arguments import (
-    Commands,
-    add_command,
-    add_overrides,
-    add_recipe,
-    memory_quantity,
-    path,
-    path_or_uri,
-    positive_int,
-    variable,
-    word,
-)
+from pipeline.cli.arguments import Commands, add_command, add_recipe, matching, path, positive_int
 from pipeline.errors import RequestError
+
+_word = matching(r"[\w./:@-]+", "a name: use letters, digits and . / : @ - _")
+_memory = matching(r"[1-9]\d*[MGT]i", "an amount of memory, such as 512Mi or 64Gi")
+_kill = matching(r"\d+@\d+", "NODE@STEP, such as 1@40")
+_cut = matching(r"\d+@\d+:\d+(\.\d+)?", "NODE@STEP:SECONDS, such as 1@40:5")
 
 
 def add_commands(commands: Commands) -> None:
     _add_doctor(commands)
     _add_rehearse(commands)
-    k8s = commands.add_parser(
-        "k8s", help="write Kubernetes manifests", description="Write Kubernetes manifests for a training job."
-    )
+    description = "Write Kubernetes manifests for a training job."
+    k8s = commands.add_parser("k8s", help="write Kubernetes manifests", description=description)
     _add_render(k8s.add_subparsers(metavar="ACTION", required=True))
 
 
@@ -36,28 +28,22 @@ def _add_doctor(commands: Commands) -> None:
         " per check, with a remedy if it fails. Exit 0 if the recipe can run.",
     )  # fmt: skip
     add = parser.add_argument
-    add("recipe", nargs="?", type=path_or_uri, default="digits", metavar="RECIPE", help="name or path (default digits)")
-    add_overrides(parser)
-    add(
-        "--world", type=positive_int, metavar="N",
-        help="processes in the whole job (default: PET_NNODES × PET_NPROC_PER_NODE from the environment, or 1)",
-    )  # fmt: skip
+    add_recipe(parser, "name or path (default digits)", nargs="?", default="digits")
+    help = "processes in the whole job (default: PET_NNODES × PET_NPROC_PER_NODE from the environment, or 1)"
+    add("--world", type=positive_int, metavar="N", help=help)
     add("--nodes", type=positive_int, metavar="M", help="machines in the whole job (default: PET_NNODES, or 1)")
     add("--json", action="store_true", help="print JSON")
-    add(
-        "--sanity", action="store_true",
-        help="also train briefly on your data and check that the initial loss is about ln(classes), that one batch"
-        " overfits, and that shuffled labels give chance accuracy",
-    )  # fmt: skip
+    checks = (
+        "the initial loss is about ln(classes), that one batch overfits, and that shuffled labels give chance accuracy"
+    )
+    add("--sanity", action="store_true", help=f"also train briefly on your data and check that {checks}")
 
 
 def _doctor(options: argparse.Namespace) -> str | int:
     from pipeline.preflight import doctor
 
-    return doctor.examine(
-        options.recipe, options.overrides, options.world, options.nodes,
-        as_json=options.json, with_sanity=options.sanity,
-    )  # fmt: skip
+    sizes = options.world, options.nodes
+    return doctor.examine(options.recipe, options.overrides, *sizes, as_json=options.json, sanity=options.sanity)
 
 
 def _add_rehearse(commands: Commands) -> None:
@@ -75,32 +61,19 @@ def _add_rehearse(commands: Commands) -> None:
     add("--image", default="ddp-pipeline", help="image to run (default ddp-pipeline)")
     add("--data", type=path, metavar="FOLDER", help="folder to mount read-only as /data")
     add("--runs", metavar="VOLUME", help="Docker volume for /runs, which is kept (default: a temporary one)")
-    add(
-        "--kill", type=_kill, action="append", default=[], metavar="NODE@STEP",
-        help="kill a node (SIGKILL) once this step is logged; may be repeated",
-    )  # fmt: skip
-    add(
-        "--cut", type=_cut, action="append", default=[], metavar="NODE@STEP:SECONDS",
-        help="cut a node's network for this long once this step is logged; may be repeated",
-    )  # fmt: skip
-    add(
-        "--env", type=variable, action="append", default=[], metavar="NAME=VALUE",
-        help="set an environment variable in the containers; may be repeated",
-    )  # fmt: skip
+    for flag, kind, metavar, help in (
+        ("--kill", _kill, "NODE@STEP", "kill a node (SIGKILL) once this step is logged"),
+        ("--cut", _cut, "NODE@STEP:SECONDS", "cut a node's network for this long once this step is logged"),
+        ("--env", _variable, "NAME=VALUE", "set an environment variable in the containers"),
+    ):
+        add(flag, type=kind, action="append", default=[], metavar=metavar, help=f"{help}; may be repeated")
 
 
-def _kill(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)@(\d+)", text, re.ASCII)
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NODE@STEP, such as 1@40")
-    return int(match[1]), int(match[2])
-
-
-def _cut(text: str) -> tuple[int, int, float]:
-    match = re.fullmatch(r"(\d+)@(\d+):(\d+(?:\.\d+)?)", text, re.ASCII)
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NODE@STEP:SECONDS, such as 1@40:5")
-    return int(match[1]), int(match[2]), float(match[3])
+def _variable(text: str) -> str:
+    name, equals, _ = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{name!r} is not NAME=VALUE")  # the value may be a secret
+    return text
 
 
 def _rehearse(options: argparse.Namespace) -> str | int:
@@ -108,12 +81,14 @@ def _rehearse(options: argparse.Namespace) -> str | int:
 
     if options.data and not os.path.isdir(options.data):
         raise RequestError(f"--data {options.data} is not a folder")
-    request = Request(
+    faults = []
+    for fault in (*options.kill, *options.cut):
+        node, step, *seconds = re.split("[@:]", fault)
+        faults.append(Fault(int(node), int(step), *map(float, seconds)))
+    return rehearse(Request(
         recipe=options.recipe, overrides=options.overrides, num_nodes=options.nodes, nproc=options.nproc,
-        gpus=options.gpus, image=options.image, data=options.data, runs=options.runs, env=tuple(options.env),
-        faults=tuple(Fault(*fault) for fault in (*options.kill, *options.cut)),
-    )  # fmt: skip
-    return rehearse(request)
+        gpus=options.gpus, image=options.image, data=options.data, runs=options.runs, env=options.env, faults=faults,
+    ))  # fmt: skip
 
 
 def _add_render(actions: Commands) -> None:
@@ -123,33 +98,30 @@ def _add_render(actions: Commands) -> None:
         argument_default=argparse.SUPPRESS,  # the defaults are those of deploy.k8s.Request
     )  # fmt: skip
     add = parser.add_argument
-    add("recipe", nargs="?", type=path_or_uri, metavar="RECIPE", help="name or path (default digits)")
-    add_overrides(parser)
+    add_recipe(parser, "name or path (default digits)", nargs="?")
     add("--nodes", type=positive_int, metavar="N", help="number of pods (default 2)")
     add("--gpus", type=positive_int, metavar="G", help="GPUs per pod, with one process each (default 1)")
     add("--cpu", action="store_const", const=0, dest="gpus", help="train on the CPU, without GPUs")
     add("--nproc", type=positive_int, metavar="M", help="with --cpu: processes per pod (default 1)")
-    add("--image", type=word, help="training image, in a registry that the nodes can pull from; best by digest")
-    add("--mlflow-image", type=word, metavar="IMAGE", help="MLflow image, likewise")
-    add(
-        "--mlflow-auth", action="store_true",
-        help="have MLflow ask for a password, which is in your Secrets mlflow-auth and mlflow-credentials",
-    )  # fmt: skip
-    add("--pull-secret", type=word, metavar="NAME", help="Secret with the registry's credentials")
-    add("--namespace", type=word, metavar="NAME", help="namespace of all objects (default ddp-pipeline)")
-    add("--storage-class", type=word, metavar="NAME", help="one with ReadWriteMany (default: the cluster's default)")
+    add("--image", type=_word, help="training image, in a registry that the nodes can pull from; best by digest")
+    add("--mlflow-image", type=_word, metavar="IMAGE", help="MLflow image, likewise")
+    help = "have MLflow ask for a password, which is in your Secrets mlflow-auth and mlflow-credentials"
+    add("--mlflow-auth", action="store_true", help=help)
+    add("--pull-secret", type=_word, metavar="NAME", help="Secret with the registry's credentials")
+    add("--namespace", type=_word, metavar="NAME", help="namespace of all objects (default ddp-pipeline)")
+    add("--storage-class", type=_word, metavar="NAME", help="one with ReadWriteMany (default: the cluster's default)")
     add("--single-node", action="store_true", help="all pods run on one machine (kind, minikube): use ReadWriteOnce")
     add("--cpus", type=positive_int, metavar="C", help="CPUs per pod (default 8 per GPU, or 2 per process on CPU)")
-    add("--memory", type=memory_quantity, help="memory per pod (default 24Gi per GPU, or 4Gi per process on CPU)")
-    add("--shm", type=memory_quantity, help="part of it for /dev/shm (default 8Gi per GPU, or 1Gi per process on CPU)")
+    add("--memory", type=_memory, help="memory per pod (default 24Gi per GPU, or 4Gi per process on CPU)")
+    add("--shm", type=_memory, help="part of it for /dev/shm (default 8Gi per GPU, or 1Gi per process on CPU)")
     add("--out", type=path, default=None, metavar="FOLDER", help="write one file per manifest to this folder")
 
 
 def _render(options: argparse.Namespace) -> str:
     from pipeline.deploy.k8s import Request, render, write
 
-    given = {field.name: getattr(options, field.name) for field in fields(Request) if hasattr(options, field.name)}
-    manifests = render(Request(**{**given, "overrides": tuple(options.overrides)}))
+    given = {name: value for name, value in vars(options).items() if name not in ("run", "out")}
+    manifests = render(Request(**given))
     if options.out is None:
         return "---\n".join(manifests.values()).rstrip()
     write(manifests, options.out)

@@ -90,20 +90,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     key=value words may come before and after the flags, which argparse alone does not allow.
     """
-    parser = _make_parser()
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="pipeline", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=formatter)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for module in (run, data, machine, bench):
+        module.add_commands(commands)
     options, rest = parser.parse_known_args(arguments)
     if rest and hasattr(options, "overrides") and not any(word.startswith("-") for word in rest):
         options.overrides = options.overrides + rest
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return options
-
-
-def _make_parser() -> Parser:
-    parser = Parser(
-        prog="pipeline", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (run, data, machine, bench):
-        module.add_commands(commands)
-    return parser

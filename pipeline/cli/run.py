@@ -13,14 +13,8 @@ _TARGET_HELP = "a run's folder (its last checkpoint) or a checkpoint file"
 
 
 def add_commands(commands: Commands) -> None:
-    _add_train(commands)
-    _add_evaluate(commands)
-    _add_predict(commands)
-    _add_plan(commands)
-    _add_verify(commands)
-    _add_report(commands)
-    _add_export(commands)
-    _add_sync(commands)
+    for add in (_add_train, _add_evaluate, _add_predict, _add_plan, _add_verify, _add_report, _add_export, _add_sync):
+        add(commands)
 
 
 class _HelpWithKeys(argparse.Action):
@@ -40,16 +34,11 @@ def _add_train(commands: Commands) -> None:
         " this process joins the group; otherwise it trains alone, or starts N processes with --nproc N.",
         add_help=False,
     )  # fmt: skip
-    parser.add_argument("-h", "--help", nargs=0, action=_HelpWithKeys, help="show this help and every key, and exit")
-    parser.add_argument(
-        "recipe", type=path_or_uri, metavar="RECIPE", help="name of a recipe in pipeline/recipes/, or a YAML file"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value",
-        help="set a key of the recipe, for example train.epochs=10; the keys are listed below",
-    )  # fmt: skip
-    parser.add_argument("--nproc", type=positive_int, metavar="N", help="start N processes on this machine")
-    parser.add_argument("--quiet", action="store_true", help="print only errors and the last line")
+    add = parser.add_argument
+    add("-h", "--help", nargs=0, action=_HelpWithKeys, help="show this help and every key, and exit")
+    add_recipe(parser, "name of a recipe in pipeline/recipes/, or a YAML file", "the keys are listed below")
+    add("--nproc", type=positive_int, metavar="N", help="start N processes on this machine")
+    add("--quiet", action="store_true", help="print only errors and the last line")
 
 
 def _train(options: argparse.Namespace) -> str | int:
@@ -65,7 +54,6 @@ def _train(options: argparse.Namespace) -> str | int:
 
     if options.quiet:
         os.environ[QUIET] = "1"
-
     return launch.train(options.recipe, options.overrides, options.nproc, stop)
 
 
@@ -93,12 +81,11 @@ def _add_predict(commands: Commands) -> None:
         " checkpoint, or of MLflow's model registry (at MLFLOW_TRACKING_URI, or else in runs/mlflow.db). Images that"
         " cannot be decoded are named and skipped.",
     )  # fmt: skip
-    parser.add_argument(
-        "target", type=path_or_uri, metavar="CHECKPOINT|RUN_DIR|models:/NAME@ALIAS", help="the model to use"
-    )
-    parser.add_argument("images", nargs="+", type=path_or_uri, metavar="IMAGE", help="image files, or folders of them")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--sheet", type=path, metavar="FILE.png", help="also draw the first 64 with their labels")
+    add = parser.add_argument
+    add("target", type=path_or_uri, metavar="CHECKPOINT|RUN_DIR|models:/NAME@ALIAS", help="the model to use")
+    add("images", nargs="+", type=path_or_uri, metavar="IMAGE", help="image files, or folders of them")
+    add("--json", action="store_true", help="print JSON")
+    add("--sheet", type=path, metavar="FILE.png", help="also draw the first 64 with their labels")
 
 
 def _predict(options: argparse.Namespace) -> str:
@@ -175,12 +162,11 @@ def _add_export(commands: Commands) -> None:
         "Write the model of a checkpoint, or of a run's last checkpoint, to export/ in the run's folder."
         " torch.export and onnx map pixels from 0 to 255 to probabilities; safetensors holds only the weights.",
     )  # fmt: skip
-    parser.add_argument("target", type=path, metavar="RUN_DIR|CHECKPOINT", help=_TARGET_HELP)
+    add = parser.add_argument
+    add("target", type=path, metavar="RUN_DIR|CHECKPOINT", help=_TARGET_HELP)
     add_overrides(parser)
-    parser.add_argument(
-        "--to", required=True, choices=("torch.export", "onnx", "safetensors"), help="format of the exported file"
-    )
-    parser.add_argument("--out", type=path, metavar="FILE", help="write to this file instead")
+    add("--to", required=True, choices=("torch.export", "onnx", "safetensors"), help="format of the exported file")
+    add("--out", type=path, metavar="FILE", help="write to this file instead")
 
 
 def _export(options: argparse.Namespace) -> str:
@@ -195,10 +181,9 @@ def _add_sync(commands: Commands) -> None:
         "Send to MLflow what it does not have yet of the run in RUN_DIR, after its server could not be reached."
         " MLFLOW_TRACKING_URI names the server; otherwise it is the run's own (track.uri).",
     )  # fmt: skip
-    parser.add_argument("run_dir", type=path, metavar="RUN_DIR", help="the run's folder")
-    parser.add_argument(
-        "--follow", action="store_true", help="keep sending until standard input ends; training runs use this"
-    )
+    add = parser.add_argument
+    add("run_dir", type=path, metavar="RUN_DIR", help="the run's folder")
+    add("--follow", action="store_true", help="keep sending until standard input ends; training runs use this")
 
 
 def _sync(options: argparse.Namespace) -> str:

@@ -7,26 +7,25 @@ are applied.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from pipeline import __version__
 from pipeline.config.load import from_yaml, load, recipe_text
-from pipeline.config.schema import Config
 from pipeline.deploy import node
 from pipeline.errors import RequestError
 
 _TEMPLATES = Path(__file__).parent / "manifests"
-_GRACE_PERIOD_S = node.SHUTDOWN_TIMEOUT_S + 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     recipe: str = "digits"
-    overrides: tuple[str, ...] = ()
+    overrides: Sequence[str] = ()
     nodes: int = 2
     gpus: int = 1
     """GPUs of a node, one process each; 0: train on the CPU."""
@@ -56,12 +55,19 @@ def render(request: Request) -> dict[str, str]:
     overrides = [*request.overrides, "run.dir=/runs"]  # in a pod run.dir comes from the ConfigMap
     config = load(request.recipe, overrides)
     node.check_resume_is_auto(config)
-    manifests = dict(_render_templates(request))
-    if _config_in_pod(manifests["10-config.yaml"], overrides) != config:
-        raise RequestError(
-            f"recipe {request.recipe} changes when it is embedded in a ConfigMap: start its lines without indentation,"
-            " and use plain letters in its name"
-        )
+    templates = Environment(loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True)
+    templates.filters["quoted"] = json.dumps
+    values = _values(request)
+    names = sorted(path.name for path in _TEMPLATES.glob("*.yaml"))
+    manifests = {name: templates.get_template(name).render(values) for name in names}
+    config_map = "10-config.yaml"
+    try:
+        config_in_pod = from_yaml(yaml.safe_load(manifests[config_map])["data"]["recipe.yaml"], config_map, overrides)
+    except (yaml.YAMLError, RequestError):
+        config_in_pod = None
+    if config_in_pod != config:
+        remedy = "start its lines without indentation, and use plain letters in its name"
+        raise RequestError(f"recipe {request.recipe} changes when it is embedded in a ConfigMap: {remedy}")
     return manifests
 
 
@@ -74,55 +80,21 @@ def write(manifests: dict[str, str], folder: Path) -> None:
         raise RequestError(f"{folder} cannot be written: {error.strerror}: give --out a folder that can") from None
 
 
-def _config_in_pod(manifest: str, overrides: list[str]) -> Config | None:
-    """Return the configuration that pods read from the ConfigMap, or None if it is invalid."""
-    try:
-        return from_yaml(yaml.safe_load(manifest)["data"]["recipe.yaml"], "10-config.yaml", overrides)
-    except (yaml.YAMLError, RequestError):
-        return None
-
-
-def _render_templates(request: Request) -> Iterator[tuple[str, str]]:
-    try:
-        from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    except ImportError:
-        raise RequestError("rendering needs the Python package 'jinja2': pip install jinja2") from None
-
-    templates = Environment(loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True)
-    templates.filters["quoted"] = json.dumps
-    values = _values(request)
-    for path in sorted(_TEMPLATES.glob("*.yaml")):
-        yield path.name, templates.get_template(path.name).render(values)
-
-
 def _values(request: Request) -> dict[str, object]:
-    """Return the variables of the templates."""
+    """Return the variables of the templates: the request's fields, and what follows from them."""
     name, text = recipe_text(request.recipe)
     processes = request.gpus or request.nproc
     access = "ReadWriteOnce" if request.single_node else "ReadWriteMany"
     arguments = ["/recipe/recipe.yaml", *request.overrides, "run.dir=$(RUN_DIR)"]
     return {
-        "namespace": request.namespace,
-        "job": node.JOB,
-        "host": node.host_name(0),
-        "environment": node.environment(request.nodes, processes),
-        "run": name,
-        "recipe": text.rstrip(),
-        "access": access,
+        **vars(request),
+        "job": node.JOB, "host": node.host_name(0), "environment": node.environment(request.nodes, processes),
+        "run": name, "recipe": text.rstrip(), "access": access,
         "claims": [("data", access, "300Gi"), ("runs", access, "50Gi"), ("mlflow", "ReadWriteOnce", "20Gi")],
-        "storage_class": request.storage_class,
-        "image": request.image,
-        "mlflow_image": request.mlflow_image,
-        "mlflow_auth": request.mlflow_auth,
-        "pull_secret": request.pull_secret,
-        "nodes": request.nodes,
-        "gpus": request.gpus,
         "cpus": str(request.cpus or (8 if request.gpus else 2) * processes),
         "memory": request.memory or f"{node.memory_gib(request.gpus, request.nproc)}Gi",
         "shm": request.shm or f"{(8 if request.gpus else 1) * processes}Gi",
         "spread": request.nodes > 1 and not request.single_node,
-        "backoff_limit": node.max_replacements(request.nodes),
-        "grace_period": _GRACE_PERIOD_S,
-        "command": ", ".join(node.COMMAND),
-        "arguments": ", ".join(json.dumps(argument) for argument in arguments),
-    }
+        "backoff_limit": node.max_replacements(request.nodes), "grace_period": node.SHUTDOWN_TIMEOUT_S + 30,
+        "command": ", ".join(node.COMMAND), "arguments": ", ".join(json.dumps(argument) for argument in arguments),
+    }  # fmt: skip

@@ -37,11 +37,9 @@ def host_name(node: int) -> str:
 def check_resume_is_auto(config: Config) -> None:
     """Raise RequestError for a `run.resume` that would apply again to every replaced node."""
     if config.run.resume != "auto":
-        raise RequestError(
-            f"run.resume={config.run.resume} would apply again to each node that replaces a lost one, but that node"
-            " must resume the run itself: leave it out; for a new run, give another run.dir (RUN_DIR in"
-            " 10-config.yaml)"
-        )
+        problem = f"run.resume={config.run.resume} would apply again to each node that replaces a lost one"
+        remedy = "leave it out; for a new run, give another run.dir (RUN_DIR in 10-config.yaml)"
+        raise RequestError(f"{problem}, but that node must resume the run itself: {remedy}")
 
 
 def environment(nodes: int, nproc: int | str) -> dict[str, str]:

@@ -15,20 +15,22 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
+
+import docker
+from docker import DockerClient
+from docker.errors import APIError, DockerException, ImageNotFound
+from docker.models.containers import Container
+from docker.types import DeviceRequest, IPAMConfig, IPAMPool
 
 from pipeline import errors
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.deploy import node as node_settings
 from pipeline.errors import CRASH, OK, RequestError, TemporaryError
-
-if TYPE_CHECKING:
-    from docker import DockerClient
-    from docker.models.containers import Container
 
 LABEL = "ddp-pipeline.rehearsal"
 _POLL_S = 0.5
@@ -64,8 +66,8 @@ class Request:
     """Folder of this machine that is mounted read-only as /data in the nodes."""
     runs: str | None = None
     """Docker volume for /runs in the nodes, which is kept; None: one that is removed at the end."""
-    faults: tuple[Fault, ...] = ()
-    env: tuple[str, ...] = ()
+    faults: Sequence[Fault] = ()
+    env: Sequence[str] = ()
     """Additional variables of the nodes, as NAME=VALUE."""
 
 
@@ -78,18 +80,19 @@ def rehearse(request: Request) -> str | int:
     node_settings.check_resume_is_auto(config)
     for fault in request.faults:
         if fault.node >= request.num_nodes:
-            raise RequestError(
-                f"node {fault.node} does not exist: with --nodes {request.num_nodes} the nodes are 0 to"
-                f" {request.num_nodes - 1}"
-            )
-    with _connect_to_docker() as client, _interrupt_on_signals(), _open_cluster(client, request, config) as cluster:
-        return cluster.run(list(request.faults))
+            nodes = request.num_nodes
+            raise RequestError(f"node {fault.node} does not exist: with --nodes {nodes} the nodes are 0 to {nodes - 1}")
+    with contextlib.closing(_connect_to_docker()) as client:
+        for number in (signal.SIGTERM, signal.SIGINT):  # SIGINT, too: shells ignore it in background jobs
+            signal.signal(number, signal.default_int_handler)
+        with _open_cluster(client, request, config) as cluster:
+            return cluster.run()
 
 
 class Cluster:
     """The nodes of one rehearsal, each in a container with a thread that runs it."""
 
-    def __init__(self, client: "DockerClient", request: Request, config: Config, name: str, image: Any) -> None:
+    def __init__(self, client: DockerClient, request: Request, config: Config, name: str, image: Any) -> None:
         self._client, self._request, self._config, self._name, self._image = client, request, config, name, image
         self._nodes: dict[int, Container] = {}
         self._addresses: dict[int, str] = {}
@@ -102,12 +105,12 @@ class Cluster:
         self._create_lock = threading.Lock()
         self._closed = False
 
-    def run(self, faults: list[Fault]) -> str | int:
+    def run(self) -> str | int:
         """Run all nodes with the faults, replacing those that fail; return as `rehearse` does."""
         self._create_network()
         for node in range(self._request.num_nodes):
             self._start_node(node)
-        faults = sorted(faults, key=lambda fault: fault.step)
+        faults = sorted(self._request.faults, key=lambda fault: fault.step)
         codes: dict[int, int] = {}
         replaced, limit = 0, node_settings.max_replacements(self._request.num_nodes)
         while len(codes) < self._request.num_nodes:
@@ -141,28 +144,19 @@ class Cluster:
         with self._create_lock:
             self._closed = True
 
-    def _arguments(self) -> list[str]:
-        """Return the arguments of `pipeline train` and `pipeline doctor` in a node."""
-        recipe = self._request.recipe
-        recipe_in_node = f"/recipe/{Path(recipe).name}" if _is_file(recipe) else recipe
-        return [recipe_in_node, *self._request.overrides, f"run.dir={self._config.run_dir}"]
-
     def _create_network(self) -> None:
         """Create a network with an explicit subnet.
 
         Docker lets a container ask for an address only in such a network, and a node must get its
         own address again when it is reconnected. A temporary network finds a subnet that is free.
         """
-        from docker.types import IPAMConfig, IPAMPool
-
         settings: dict[str, Any] = {"labels": {LABEL: self._name}, "driver": "bridge"}
         temporary = self._client.networks.create(self._name, **settings)
         temporary.reload()
         subnet = temporary.attrs["IPAM"]["Config"][0]["Subnet"]
         temporary.remove()
-        self._network = self._client.networks.create(
-            self._name, ipam=IPAMConfig(pool_configs=[IPAMPool(subnet=subnet)]), **settings
-        )
+        ipam = IPAMConfig(pool_configs=[IPAMPool(subnet=subnet)])
+        self._network = self._client.networks.create(self._name, ipam=ipam, **settings)
 
     def _start_node(self, node: int) -> None:
         threading.Thread(target=self._run_node, args=(node,), daemon=True).start()
@@ -194,50 +188,34 @@ class Cluster:
         if code != OK:
             for line in lines[:-1]:
                 _log(line, f"node {node} preflight | ")
-            raise errors.from_exit_code(code)(
-                lines[-1].removeprefix("pipeline: ") if lines else f"the preflight of node {node} exited with {code}"
-            )
+            last = lines[-1] if lines else f"the preflight of node {node} exited with {code}"
+            raise errors.from_exit_code(code)(last.removeprefix("pipeline: "))
 
-    def _create_container(self, name: str, node: int, command: list[str]) -> "Container":
+    def _create_container(self, name: str, node: int, command: list[str]) -> Container:
         """Create a container of a node, as restricted as a pod under Pod Security `restricted`."""
-        from docker.types import DeviceRequest
-
-        request = self._request
+        request, recipe = self._request, self._request.recipe
         volumes = {request.runs or self._name: {"bind": "/runs", "mode": "rw"}}
         if request.data:
             volumes[str(request.data.resolve())] = {"bind": "/data", "mode": "ro"}
-        if _is_file(request.recipe):
-            path = Path(request.recipe).resolve()
-            volumes[str(path)] = {"bind": f"/recipe/{path.name}", "mode": "ro"}
+        if Path(recipe).suffix in (".yaml", ".yml"):
+            recipe = f"/recipe/{Path(recipe).name}"
+            volumes[str(Path(request.recipe).resolve())] = {"bind": recipe, "mode": "ro"}
+        arguments = [recipe, *request.overrides, f"run.dir={self._config.run_dir}"]
         gpus = [str(node * request.gpus + i) for i in range(request.gpus)]
-        host, _, domain = node_settings.host_name(node).partition(".")
+        host_name = node_settings.host_name(node)
+        host, _, domain = host_name.partition(".")
         with self._create_lock:
             if self._closed:
                 raise InterruptedError("the rehearsal is over")
             return self._client.containers.create(
-                self._image,
-                name=name,
-                labels={LABEL: self._name},
-                entrypoint=command,
-                command=self._arguments(),
-                environment=self._environment(),
-                hostname=host,
-                domainname=domain,
-                network=self._name,
-                networking_config={
-                    self._name: self._client.api.create_endpoint_config(aliases=[node_settings.host_name(node)])
-                },
+                self._image, name=name, labels={LABEL: self._name}, entrypoint=command, command=arguments,
+                environment=self._environment(), hostname=host, domainname=domain, network=self._name,
+                networking_config={self._name: self._client.api.create_endpoint_config(aliases=[host_name])},
                 device_requests=[DeviceRequest(device_ids=gpus, capabilities=[["gpu"]])] if gpus else None,
-                volumes=volumes,
-                read_only=True,
-                tmpfs={"/tmp": "size=8g"},
-                mem_limit=f"{node_settings.memory_gib(request.gpus, request.nproc)}g",
-                pids_limit=32768,
-                cap_drop=["ALL"],
-                security_opt=["no-new-privileges:true"],
-                shm_size="1g",
-                init=True,
-            )
+                volumes=volumes, read_only=True, tmpfs={"/tmp": "size=8g"}, shm_size="1g",
+                mem_limit=f"{node_settings.memory_gib(request.gpus, request.nproc)}g", pids_limit=32768,
+                cap_drop=["ALL"], security_opt=["no-new-privileges:true"], init=True,
+            )  # fmt: skip
 
     def _environment(self) -> dict[str, str]:
         digests = self._image.attrs.get("RepoDigests") or []
@@ -274,8 +252,6 @@ class Cluster:
         return 0
 
     def _inject(self, fault: Fault) -> None:
-        from docker.errors import APIError
-
         _log(f"step {fault.step}: {fault}")
         container = self._nodes[fault.node]
         try:
@@ -289,8 +265,6 @@ class Cluster:
 
     def _reconnect_nodes(self) -> None:
         """Reconnect the nodes that have been disconnected for long enough."""
-        from docker.errors import APIError
-
         for node, reconnect_time in list(self._reconnect_times.items()):
             if time.monotonic() >= reconnect_time:
                 del self._reconnect_times[node]
@@ -301,17 +275,13 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def _open_cluster(client: "DockerClient", request: Request, config: Config) -> Iterator[Cluster]:
+def _open_cluster(client: DockerClient, request: Request, config: Config) -> Iterator[Cluster]:
     """Create a cluster and its volume; at the end remove everything with the cluster's label."""
-    from docker.errors import APIError, ImageNotFound
-
     try:
         image = client.images.get(request.image)
     except ImageNotFound:
-        raise RequestError(
-            f"image {request.image!r} is not on this machine: build it with 'docker compose build trainer', or name"
-            " another with --image"
-        ) from None
+        remedy = "build it with 'docker compose build trainer', or name another with --image"
+        raise RequestError(f"image {request.image!r} is not on this machine: {remedy}") from None
     name = f"rehearsal-{uuid.uuid4().hex[:8]}"
     cluster = Cluster(client, request, config, name, image)
     try:
@@ -327,10 +297,8 @@ def _open_cluster(client: "DockerClient", request: Request, config: Config) -> I
         _remove_all(client, name)
 
 
-def _remove_all(client: "DockerClient", name: str) -> None:
+def _remove_all(client: DockerClient, name: str) -> None:
     """Remove all of a rehearsal. Raises APIError if a container stays for a minute."""
-    from docker.errors import APIError
-
     labelled = {"label": f"{LABEL}={name}"}
     deadline = time.monotonic() + _API_TIMEOUT_S
     while containers := client.containers.list(all=True, filters=labelled, ignore_removed=True):
@@ -347,46 +315,16 @@ def _remove_all(client: "DockerClient", name: str) -> None:
         volume.remove(force=True)
 
 
-@contextlib.contextmanager
-def _connect_to_docker() -> Iterator["DockerClient"]:
+def _connect_to_docker() -> DockerClient:
     """Connect to the engine of DOCKER_HOST or of this machine. Raises RequestError if none."""
-    try:
-        import docker
-    except ImportError:
-        raise RequestError("a rehearsal needs the Python package 'docker': pip install docker") from None
     try:
         client = docker.from_env(timeout=_API_TIMEOUT_S)
         client.ping()
-    except docker.errors.DockerException as error:
-        raise RequestError(
-            f"no Docker engine answers ({_reason(error)}): start it, or set DOCKER_HOST to its address"
-        ) from None
-    with contextlib.closing(client):
-        yield client
-
-
-def _reason(error: BaseException) -> str:
-    """Return the cause in a long message of the Docker client, or the whole message."""
-    for cause in ("Permission denied", "No such file or directory", "Connection refused"):
-        if cause in str(error):
-            return cause
-    return str(error)
-
-
-@contextlib.contextmanager
-def _interrupt_on_signals() -> Iterator[None]:
-    """Make SIGTERM and SIGINT raise KeyboardInterrupt; shells ignore SIGINT in background jobs."""
-
-    def interrupt(number: int, frame: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, interrupt)
-    yield
-
-
-def _is_file(recipe: str) -> bool:
-    return Path(recipe).suffix in (".yaml", ".yml")
+        return client
+    except DockerException as error:
+        causes = ("Permission denied", "No such file or directory", "Connection refused")
+        cause = next((cause for cause in causes if cause in str(error)), str(error))
+        raise RequestError(f"no Docker engine answers ({cause}): start it, or set DOCKER_HOST to its address") from None
 
 
 _log_lock = threading.Lock()

@@ -35,16 +35,15 @@ def import_imagenet(archives: Path, out: Path, level: str | None) -> str:
     """
     from pipeline.data import imagenet
 
-    if level:
-        pack.Level.parse(level)  # a wrong level must not be found after the archives are read
+    pack_level = pack.Level.parse(level) if level else None  # before the archives are read
     check_folder(archives, str(archives), f"name the folder that holds {imagenet.TRAIN}")
     source = imagenet.open_archives(archives)
     assert source.index
     manifest.check_train_classes(source.index, archives)
-    if level:
+    if pack_level:
         from pipeline.operate.pack import pack_source
 
-        return pack_source(source, out, level)
+        return pack_source(source, out, pack_level)
     total, done = source.size.train_images + source.size.val_images, 0
     try:
         for written in _unpack(source, out):
@@ -143,13 +142,11 @@ def _check_pack(root: Path, *, write_sums: bool) -> str:
         raise RequestError(f"{root} is a pack, which has its sums in {pack.SUMMARY}: leave --write-sums out")
     index, summary = pack.open_index(root), pack.read_summary(root)
     manifest.check_train_classes(index, root)
-    defects = dict(pack.changed_shards(root, summary))
-    defects |= dict(_undecodable(root, index))
+    defects = dict(pack.changed_shards(root, summary)) | dict(_undecodable(root, index))
     _log_defects(defects)
     if defects:
-        raise StorageError(
-            f"{len(defects)} defects in the pack {root}: copy it again, or fix the source and pack it again"
-        )
+        remedy = "copy it again, or fix the source and pack it again"
+        raise StorageError(f"{len(defects)} defects in the pack {root}: {remedy}")
     return f"{root} is good: a {summary['level']} pack of {index.size.describe()}, digest {index.digest[:16]}"
 
 

@@ -29,17 +29,15 @@ Predictor = Callable[["Tensor"], "Tensor"]
 """[B, 3, H, W] float32 of 0..255 -> [B, classes] probabilities."""
 
 
-def export(target: Path, format_name: str, out: Path | None, overrides: list[str]) -> str:
+def export(target: Path, kind: str, out: Path | None, overrides: list[str]) -> str:
     """Run `pipeline export`; return the file's path and its largest difference from the model.
 
     Raises RequestError if a library of the format is not installed.
     """
-    missing = [name for name in _LIBRARIES[format_name] if importlib.util.find_spec(name) is None]
+    missing = [name for name in _LIBRARIES[kind] if importlib.util.find_spec(name) is None]
     if missing:
-        raise RequestError(
-            f"--to {format_name} needs {' and '.join(missing)}, not part of the lock file: pip install"
-            f" {' '.join(missing)}"
-        )
+        problem = f"--to {kind} needs {' and '.join(missing)}, not part of the lock file"
+        raise RequestError(f"{problem}: pip install {' '.join(missing)}")
 
     from pipeline.config.load import from_yaml, refuse_another_model
     from pipeline.model.architectures import ExportedModel
@@ -56,28 +54,22 @@ def export(target: Path, format_name: str, out: Path | None, overrides: list[str
 
     folder = source.absolute().parent
     run = folder.parent if folder.name == "checkpoints" else folder
-    path = out or run / "export" / f"{source.name.split('.')[0]}.{_SUFFIXES[format_name]}"
+    path = out or run / "export" / f"{source.name.split('.')[0]}.{_SUFFIXES[kind]}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:
-            if format_name == "safetensors":
+            if kind == "safetensors":
                 loaded = _write_safetensors(model, config, contents, temporary)
-            elif format_name == "onnx":
-                loaded = _write_onnx(served, pixels, temporary)
             else:
-                loaded = _write_torch_export(served, pixels, temporary)
+                loaded = (_write_onnx if kind == "onnx" else _write_torch_export)(served, pixels, temporary)
             difference = _largest_difference(served, loaded, pixels)
             if not difference <= _TOLERANCE:  # also true for NaN
-                raise StorageError(
-                    f"probabilities of the {format_name} model differ from the original's by up to {difference:.1e}:"
-                    " nothing was written; try another format"
-                )
+                problem = f"probabilities of the {kind} model differ from the original's by up to {difference:.1e}"
+                raise StorageError(f"{problem}: nothing was written; try another format")
     except OSError as error:
         raise StorageError(f"{path} cannot be written: {error.strerror}") from None
-    return (
-        f"{path}: the model of step {contents['step']}; on {description}, in one batch and one by one, no probability"
-        f" differs by more than {difference:.1e}"
-    )
+    limit = f"no probability differs by more than {difference:.1e}"
+    return f"{path}: the model of step {contents['step']}; on {description}, in one batch and one by one, {limit}"
 
 
 def _comparison_images(
@@ -149,11 +141,9 @@ def _write_safetensors(model: "nn.Module", config: "Config", contents: dict[str,
     from pipeline.model.architectures import ExportedModel, build
 
     metadata = {
-        "arch": config.model.arch,
-        "classes": json.dumps(contents["classes"]),
-        "step": str(contents["step"]),
+        "arch": config.model.arch, "classes": json.dumps(contents["classes"]), "step": str(contents["step"]),
         "pixels": "RGB of 0 to 255, minus the mean and divided by the deviation of ImageNet",
-    }
+    }  # fmt: skip
     save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path, metadata)
     loaded = build(config.model, len(contents["classes"]))
     loaded.load_state_dict(load_file(path))

@@ -78,9 +78,10 @@ def check_request(config: Config, here: World, folder: RunFolder) -> tuple[Sourc
 
 def _prepare(config: Config, folder: RunFolder, source: Source, plan: Plan) -> "Prepared":
     """Run the checks that need torch; return what they loaded."""
+    from pipeline.train.resume import find
     from pipeline.train.session import Prepared
 
-    found = request.find_checkpoint(config, folder, source, make_terminal(is_main=True).log)
+    found = find(config, folder, source, make_terminal(is_main=True).log)
     return Prepared(source, found, request.check_model_builds(config, plan, is_resumed=found is not None))
 
 
@@ -159,15 +160,10 @@ def start_processes(nproc: int, arguments: list[str]) -> int:
     # one line says why a run ended; the agent's own report would bury it
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",  # the host name may not resolve, for example in a container without a network
-        max_restarts=0,
-    )
+        min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id=uuid.uuid4().hex, max_restarts=0, rdzv_backend="c10d",
+        # not the host name, which may not resolve, for example in a container without a network
+        rdzv_endpoint="localhost:0", local_addr="localhost",
+    )  # fmt: skip
     try:
         elastic_launch(config, sys.executable)("-m", "pipeline", *arguments)
     except ChildFailedError as failure:

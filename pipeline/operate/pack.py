@@ -82,17 +82,16 @@ class Encoded(NamedTuple):
     """Mean absolute difference of the pixels to the source, of 255."""
 
 
-def pack(root: Path, out: Path, level: str, val_split: float) -> str:
+def pack(root: Path, out: Path, level_text: str, val_split: float) -> str:
     """Pack the image folder `root` into `out`, or resume that. Return a line about the pack."""
-    Level.parse(level)  # refuse a wrong level before a long scan
+    level = Level.parse(level_text)  # refuse a wrong level before a long scan
     check_folder(root, str(root), "name an image folder")
     return pack_source(sources.source_from_index(root, manifest.scan(root, val_split)), out, level)
 
 
-def pack_source(source: Source, out: Path, level_text: str) -> str:
+def pack_source(source: Source, out: Path, level: Level) -> str:
     """Pack any source that has an index, as `pack` does."""
     assert source.index
-    level = Level.parse(level_text)
     request = {"format": FORMAT, "level": level.text, "source": source.digest}
     with _locked(out, request):
         if (out / SUMMARY).exists():
@@ -122,10 +121,8 @@ def _locked(out: Path, request: dict[str, Any]) -> Iterator[None]:
             if previous_path.exists():
                 previous = _read_json(previous_path)
                 if {key: previous.get(key) for key in request} != request:
-                    raise RequestError(
-                        f"{out} holds a pack of another source or level ({previous.get('level')}): remove it, or name"
-                        " another folder"
-                    )
+                    held = f"{out} holds a pack of another source or level ({previous.get('level')})"
+                    raise RequestError(f"{held}: remove it, or name another folder")
             elif any(path.name not in (_LOCK, temporary_sibling(out / _REQUEST).name) for path in out.iterdir()):
                 raise RequestError(f"{out} is not empty and holds no pack: name another folder")
             else:
@@ -173,9 +170,8 @@ def _make_shards(source: Source, level: Level, out: Path, shards: list[Shard]) -
             done += future.result()
             print(f"{done:,} of {total:,} images packed", file=sys.stderr, flush=True)
     except BrokenProcessPool:
-        raise StorageError(
-            f"{out}: a packing process was killed: check the free memory, then give the same command again"
-        ) from None
+        remedy = "check the free memory, then give the same command again"
+        raise StorageError(f"{out}: a packing process was killed: {remedy}") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -197,14 +193,11 @@ def _make_shard(shard: Shard) -> int:
     assert source.index
     images, split = (source.train, source.index.train) if shard.split == "train" else (source.val, source.index.val)
     sizes, places, bad, unchanged, difference, sha256 = [], [], [], 0, 0.0, hashlib.sha256()
-    offset = 0
     with replacing(out / shard.name) as temporary, open(temporary, "wb") as file:
 
         def write(data: bytes) -> None:
-            nonlocal offset
             file.write(data)
             sha256.update(data)
-            offset += len(data)
 
         # a bad image keeps its place in the index, so that sample ids are those of the folder
         for i in range(shard.first, shard.last):
@@ -217,24 +210,23 @@ def _make_shard(shard: Shard) -> int:
                 continue
             assert isinstance(data, bytes)
             try:
-                encoded = encode(data, level)
-                data = encoded.data
-                difference += encoded.difference
-                if encoded.is_unchanged:
-                    unchanged += 1
+                data, is_unchanged, image_difference = encode(data, level)
+                difference += image_difference
+                unchanged += int(is_unchanged)
             except BadImageError as error:
                 bad.append([images.name(i), str(error)])
             member = tarfile.TarInfo(os.fsdecode(split.name(i)) + (".npy" if level.raw else ""))
             member.size = len(data)
             write(member.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
             sizes.append(len(data))
-            places.append((shard.number, offset, zlib.crc32(data)))
+            places.append((shard.number, file.tell(), zlib.crc32(data)))
             write(data + bytes(-len(data) % _BLOCK))
         write(bytes(2 * _BLOCK))
+        total = file.tell()
         file.flush()
         os.fsync(file.fileno())
     metadata = {
-        "name": shard.name, "images": len(shard), "bytes": offset, "sha256": sha256.hexdigest(), "bad": bad,
+        "name": shard.name, "images": len(shard), "bytes": total, "sha256": sha256.hexdigest(), "bad": bad,
         "unchanged": unchanged, "difference": difference, "sizes": sizes, "places": places,
     }  # fmt: skip
     atomic_write(out / shard.metadata_name, json.dumps(metadata).encode())
@@ -256,16 +248,13 @@ def _write_index_and_summary(out: Path, request: dict[str, Any], source: Index, 
     bad = [image for metadata in made for image in metadata["bad"]]
     compared = max(1, len(index.train) + len(index.val) - len(bad))
     summary = {
-        **request,
-        "index": index.digest,
-        "images": {"train": len(index.train), "val": len(index.val)},
+        **request, "index": index.digest, "images": {"train": len(index.train), "val": len(index.val)},
         "source_bytes": sum(int(split.sizes.clip(0).sum()) for split in (source.train, source.val)),
         "bytes": sum(int(split.sizes.clip(0).sum()) for split in (index.train, index.val)),
         "unchanged": sum(metadata["unchanged"] for metadata in made),
-        "difference": round(sum(metadata["difference"] for metadata in made) / compared, 4),
-        "bad": bad,
+        "difference": round(sum(metadata["difference"] for metadata in made) / compared, 4), "bad": bad,
         "shards": [{key: metadata[key] for key in ("name", "images", "bytes", "sha256")} for metadata in made],
-    }
+    }  # fmt: skip
     atomic_write(out / SUMMARY, json.dumps(summary, indent=1).encode() + b"\n")
 
 
@@ -310,12 +299,12 @@ def _with_restarts(data: bytes, pixels: Tensor) -> bytes:
         picture = Picture.open(made)
         top, left = picture.height // 3, picture.width // 3
         height, width = -(-picture.height // 3), -(-picture.width // 3)
-        is_proved = torch.equal(decode(made), pixels) and torch.equal(
-            picture.region(top, left, height, width), pixels[:, top : top + height, left : left + width]
-        )
+        region = pixels[:, top : top + height, left : left + width]
+        if torch.equal(decode(made), pixels) and torch.equal(picture.region(top, left, height, width), region):
+            return made
     except BadImageError:
-        return data
-    return made if is_proved else data
+        pass
+    return data
 
 
 def _downscale(pixels: Tensor, scale: float) -> Tensor:

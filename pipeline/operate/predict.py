@@ -11,16 +11,15 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
 
 from pipeline import world
 from pipeline.config.load import from_yaml
-from pipeline.config.schema import MODEL_URI_PREFIX, Config
+from pipeline.config.schema import MODEL_URI_PREFIX
 from pipeline.data.batch import NO_LABEL, Batch
 from pipeline.data.index import MISSING, Split
 from pipeline.data.loader import EvalBatches, batches
@@ -42,19 +41,6 @@ TopClasses = list[tuple[str, float]]
 """(class, probability), the most probable first."""
 
 
-@dataclass(frozen=True)
-class Classifier:
-    model: nn.Module
-    """[B, 3, H, W] float32 of 0..255 -> [B, classes] probabilities."""
-    config: Config
-    classes: list[str]
-
-
-class Prediction(NamedTuple):
-    image: str
-    top: TopClasses
-
-
 def predict(target: str, paths: list[str], *, as_json: bool, sheet: Path | None) -> str:
     """Run `pipeline predict`; return the predictions as a table, or as JSON.
 
@@ -62,13 +48,13 @@ def predict(target: str, paths: list[str], *, as_json: bool, sheet: Path | None)
     infinite.
     """
     images = FolderImages(Path(), _list_images(paths))
-    classifier = _load_classifier(target)
+    contents = _read_model(target)
     terminal = Terminal()
-    predictions: list[Prediction] = []
+    predictions: list[tuple[str, TopClasses]] = []
     tiles: list[Tile] = []
     bad: dict[str, str] = {}
     has_bad_logits = False
-    for batch, tops in _classify(classifier, images):
+    for batch, tops in _classify(contents, target, images):
         bad |= {images.name(sample): defect for sample, defect in batch.defects}
         for sample, label, pixels, top in zip(batch.ids.tolist(), batch.labels, batch.images, tops, strict=True):
             if label == NO_LABEL:
@@ -77,7 +63,7 @@ def predict(target: str, paths: list[str], *, as_json: bool, sheet: Path | None)
                 bad[images.name(sample)] = "the model's logits for it are not finite"
                 has_bad_logits = True
                 continue
-            predictions.append(Prediction(images.name(sample), top))
+            predictions.append((images.name(sample), top))
             if sheet and len(tiles) < _SHEET_TILES:
                 tiles.append(Tile(pixels.numpy(), f"{top[0][0]} {top[0][1]:.2f}"))
         terminal.progress(f"{len(predictions) + len(bad):,} of {len(images):,} images")
@@ -97,11 +83,11 @@ def predict(target: str, paths: list[str], *, as_json: bool, sheet: Path | None)
     return _json(predictions, bad) if as_json else _table(predictions)
 
 
-def _classify(classifier: Classifier, images: FolderImages) -> Iterator[tuple[Batch, list[TopClasses]]]:
-    """Yield each batch with the most probable classes of its images."""
-    config, here = classifier.config, world.from_environment()
-    device = choose_device(config, here)
-    model = classifier.model.to(device)
+def _classify(contents: dict[str, Any], target: str, images: FolderImages) -> Iterator[tuple[Batch, list[TopClasses]]]:
+    """Yield each batch with the most probable classes of its images, by the model `contents`."""
+    config, here = from_yaml(contents["config"], target, _MACHINE_OVERRIDES), world.from_environment()
+    device, classes = choose_device(config, here), contents["classes"]
+    model = ExportedModel(checkpoint.eval_model(contents, config.model)).eval().to(device)
     data = EvalBatches(images, config)
     resources = share_resources(config, here)
     # a single batch needs no worker: making it in this process is faster
@@ -110,9 +96,9 @@ def _classify(classifier: Classifier, images: FolderImages) -> Iterator[tuple[Ba
         for batch in batches(data, range(len(data)), resources, pin=device.type == "cuda"):
             if batch.outage:
                 raise batch.outage
-            probabilities, labels = model(batch.images.to(device).float()).topk(min(_TOP_K, len(classifier.classes)))
+            probabilities, labels = model(batch.images.to(device).float()).topk(min(_TOP_K, len(classes)))
             tops = [
-                [(classifier.classes[label], probability) for label, probability in zip(*row, strict=True)]
+                [(classes[label], probability) for label, probability in zip(*row, strict=True)]
                 for row in zip(labels.tolist(), probabilities.tolist(), strict=True)
             ]
             yield batch, tops
@@ -122,52 +108,35 @@ def _list_images(paths: list[str]) -> Split:
     """Return the given files, and the images in the given folders, as a split with one class."""
     names: set[str] = set()
     for path in paths:
-        if os.path.isdir(path):
-            names |= {
-                os.path.join(folder, name)
-                for folder, _, files in os.walk(path)
-                for name in files
-                if os.fsencode(name).lower().endswith(EXTENSIONS)
-            }
-        else:
+        if not os.path.isdir(path):
             names.add(path)
+        for folder, _, files in os.walk(path):
+            names |= {os.path.join(folder, name) for name in files if os.fsencode(name).lower().endswith(EXTENSIONS)}
     if not names:
         raise RequestError(f"no image in {', '.join(paths)}: give image files, or folders with images")
-    return Split.from_entries([(os.fsencode(name), _size(name), 0) for name in names])
+    sizes = {name: os.path.getsize(name) if os.path.exists(name) else MISSING for name in names}
+    return Split.from_entries([(os.fsencode(name), size, 0) for name, size in sizes.items()])
 
 
-def _size(name: str) -> int:
-    try:
-        return os.stat(name).st_size
-    except OSError:
-        return MISSING
-
-
-def _load_classifier(target: str) -> Classifier:
+def _read_model(target: str) -> dict[str, Any]:
+    """Return the contents of a checkpoint, or of a model in MLflow's registry."""
     if target.startswith(MODEL_URI_PREFIX):
         from pipeline.record.mlflow.registry import fetch_model
 
-        contents = fetch_model(target)
-    else:
-        contents = checkpoint.read_model(checkpoint.find(Path(target)))
-    config = from_yaml(contents["config"], target, _MACHINE_OVERRIDES)
-    model = checkpoint.eval_model(contents, config.model)
-    return Classifier(ExportedModel(model).eval(), config, contents["classes"])
+        return fetch_model(target)
+    return checkpoint.read_model(checkpoint.find(Path(target)))
 
 
-def _json(predictions: list[Prediction], bad: dict[str, str]) -> str:
-    return json.dumps(
-        {
-            "predictions": [
-                {"image": image, "top": [{"class": name, "probability": probability} for name, probability in top]}
-                for image, top in predictions
-            ],
-            "bad": [{"image": image, "defect": defect} for image, defect in bad.items()],
-        }
-    )
+def _json(predictions: list[tuple[str, TopClasses]], bad: dict[str, str]) -> str:
+    rows = [
+        {"image": image, "top": [{"class": name, "probability": probability} for name, probability in top]}
+        for image, top in predictions
+    ]
+    defects = [{"image": image, "defect": defect} for image, defect in bad.items()]
+    return json.dumps({"predictions": rows, "bad": defects})
 
 
-def _table(predictions: list[Prediction]) -> str:
+def _table(predictions: list[tuple[str, TopClasses]]) -> str:
     image_width = max(len(image) for image, _ in predictions)
     class_width = max(len(name) for _, top in predictions for name, _ in top)
     return "\n".join(

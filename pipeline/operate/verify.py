@@ -66,14 +66,11 @@ def _read_receipt(folder: RunFolder) -> dict[str, Any]:
         receipt = json.loads(folder.receipt.read_text())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise RequestError(
-            f"{folder.path} has no readable receipt ({reason}): give a run's folder; the run's own 'pipeline train'"
-            " command writes its receipt"
-        ) from None
+        remedy = "give a run's folder; the run's own 'pipeline train' command writes its receipt"
+        raise RequestError(f"{folder.path} has no readable receipt ({reason}): {remedy}") from None
     if not isinstance(receipt, dict) or receipt.get("format") != FORMAT or not _is_complete(receipt):
-        raise RequestError(
-            f"{folder.receipt} is not a receipt of format {FORMAT}, the only one that this version reads"
-        )
+        problem = f"is not a receipt of format {FORMAT}, the only one that this version reads"
+        raise RequestError(f"{folder.receipt} {problem}")
     return receipt
 
 
@@ -92,38 +89,30 @@ def _is_complete(receipt: dict[str, Any]) -> bool:
 
 def _repetition_config(receipt: dict[str, Any], run_dir: Path, repeated: RunFolder) -> Config:
     """Return the run's configuration, in the folder of the repetition and without a tracker."""
-    changes = {
-        "run.dir": repeated.path,
-        "run.resume": "auto",
-        "run.device": receipt["starts"][-1].get("device_type", "auto"),
-        "run.threads": receipt["plan"]["threads"],
-        "track.uri": "none",
-        "track.report": "false",
-        "track.required": "false",
-    }
+    device, threads = receipt["starts"][-1].get("device_type", "auto"), receipt["plan"]["threads"]
+    changes = [
+        f"run.dir={repeated.path}", "run.resume=auto", f"run.device={device}", f"run.threads={threads}",
+        "track.uri=none", "track.report=false", "track.required=false",
+    ]  # fmt: skip
     text = yaml.safe_dump(receipt["config"], allow_unicode=True)
-    return from_yaml(text, f"the receipt of {run_dir}", [f"{key}={value}" for key, value in changes.items()])
+    return from_yaml(text, f"the receipt of {run_dir}", changes)
 
 
 def _refuse_what_cannot_repeat(receipt: dict[str, Any], config: Config, run_dir: Path) -> None:
     if not config.is_deterministic:
-        raise RequestError(
-            f"the run in {run_dir} is not deterministic (run.deterministic=false and run.exact=false), so its weights"
-            " differ each time: train with run.deterministic=true to verify"
-        )
+        problem = f"the run in {run_dir} is not deterministic (run.deterministic=false and run.exact=false)"
+        remedy = "train with run.deterministic=true to verify"
+        raise RequestError(f"{problem}, so its weights differ each time: {remedy}")
     first, *later = receipt["starts"]
     if first["step"] > 0:
-        raise RequestError(
-            f"the run in {run_dir} started at step {first['step']}, from another run's checkpoint: verify that run"
-        )
+        place = f"at step {first['step']}, from another run's checkpoint"
+        raise RequestError(f"the run in {run_dir} started {place}: verify that run")
     for name in ("epochs",) if config.run.exact else ("world", "epochs"):
         for start in later:
             if start.get(name) != first.get(name):
                 hint = "; with run.exact=true the number of processes may change" if name == "world" else ""
-                raise RequestError(
-                    f"the run in {run_dir} cannot be repeated in one piece: {name} changed from {first.get(name)} to"
-                    f" {start.get(name)} at step {start['step']}{hint}"
-                )
+                change = f"{name} changed from {first.get(name)} to {start.get(name)} at step {start['step']}"
+                raise RequestError(f"the run in {run_dir} cannot be repeated in one piece: {change}{hint}")
     if config.run.device == "cuda" and not machine.has_gpu():
         raise machine.no_gpu_error()
     source = sources.open_source(config)
@@ -139,25 +128,22 @@ def _last_comparable_step(receipt: dict[str, Any], folder: RunFolder, steps: int
     known = {row["step"] for row in receipt["evaluations"]} | {
         int(path.name.split(".")[0].removeprefix("step-")) for path in folder.checkpoints.glob("step-*.pt")
     }
+    run = folder.path
     if not known:
-        raise RequestError(
-            f"the run in {folder.path} has neither an evaluation nor a checkpoint: there is nothing to compare"
-        )
+        raise RequestError(f"the run in {run} has neither an evaluation nor a checkpoint: there is nothing to compare")
     comparable = [step for step in known if steps is None or step <= steps]
     if not comparable:
-        raise RequestError(
-            f"--steps {steps} is too small: the first evaluation or checkpoint in {folder.path} is of step"
-            f" {min(known)}; give that or more"
-        )
+        first = f"the first evaluation or checkpoint in {run} is of step {min(known)}"
+        raise RequestError(f"--steps {steps} is too small: {first}; give that or more")
     return max(comparable)
 
 
 def _repeat(config: Config, processes: int, recipe: Path) -> None:
     """Train the repetition with `pipeline train`. Raises RunError if it fails."""
     recipe.write_text(config.to_yaml())
-    arguments = ["train", str(recipe), *(["--nproc", str(processes)] if processes > 1 else [])]
+    command = [sys.executable, "-m", "pipeline", "train", str(recipe)]
     code = subprocess.run(
-        [sys.executable, "-m", "pipeline", *arguments],
+        [*command, "--nproc", str(processes)] if processes > 1 else command,
         stdout=subprocess.DEVNULL,  # standard output of verify is its own result line only
         # safe: torch is not imported yet, so this process has no other threads
         preexec_fn=partial(supervision.die_with_parent, os.getpid()),
@@ -172,34 +158,29 @@ def _compare(receipt: dict[str, Any], new_receipt: dict[str, Any], folder: RunFo
     """Compare both runs; return "identical: …", or exit code 1 after printing "differs: …"."""
     new_rows = {row["step"]: row for row in new_receipt["evaluations"]}
     compared = [row for row in receipt["evaluations"] if row["step"] in new_rows]
-    row_difference = next(
-        (
-            f"at step {row['step']} {name} is {row[name]} in the receipt and {new_rows[row['step']][name]} now"
-            for row in compared
-            for name in _COMPARED
-            if row[name] != new_rows[row["step"]][name]
-        ),
-        None,
-    )
+    row_differences = [
+        f"at step {row['step']} {name} is {row[name]} in the receipt and {new_rows[row['step']][name]} now"
+        for row in compared
+        for name in _COMPARED
+        if row[name] != new_rows[row["step"]][name]
+    ]
     old, new = _checkpoints(folder), _checkpoints(repeated)
     steps = sorted(old.keys() & new.keys())
     differences = ((step, _first_difference(old[step], new[step])) for step in steps)
     tensor_difference = next(
         (f"at step {step} the first tensor to differ is {found}" for step, found in differences if found), None
     )
-    if row_difference is None and tensor_difference is None:
+    if not row_differences and tensor_difference is None:
         counts = f"{_count(compared, 'evaluation')} and {_count(steps, 'checkpoint')}"
         digest = f", weights={compared[-1]['weights']}" if compared else ""
         return f"identical: {counts} up to step {max([*(row['step'] for row in compared), *steps])}{digest}"
+    same = f"the checkpoints of steps {', '.join(map(str, steps))} are identical"
     if tensor_difference is None and steps:
-        list_checkpoints = ", ".join(map(str, steps))
-        tensor_difference = (
-            f"the checkpoints of steps {list_checkpoints} are identical, so the receipt does not belong to them"
-        )
+        tensor_difference = f"{same}, so the receipt does not belong to them"
     elif tensor_difference is None:
         tensor_difference = "no step has a checkpoint in both runs, so no tensor can be named"
-    parts = [row_difference] if row_difference else []
-    print(f"differs: {'; '.join([*parts, tensor_difference, _causes(receipt, new_receipt)])}", flush=True)
+    parts = [*row_differences[:1], tensor_difference, _causes(receipt, new_receipt)]
+    print(f"differs: {'; '.join(parts)}", flush=True)
     return errors.CRASH
 
 

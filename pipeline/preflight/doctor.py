@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from pipeline import errors, world
@@ -18,7 +19,7 @@ from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.data.sources import Source
 from pipeline.errors import RequestError, RunError, TemporaryError
-from pipeline.plan import DataSize, make_plan
+from pipeline.plan import make_plan
 from pipeline.preflight import machine, request, tracker
 from pipeline.record.folder import RunFolder
 
@@ -57,13 +58,7 @@ class _Report:
 
 
 def examine(
-    recipe: str,
-    overrides: list[str],
-    num_processes: int | None,
-    num_nodes: int | None,
-    *,
-    as_json: bool,
-    with_sanity: bool = False,
+    recipe: str, overrides: list[str], num_processes: int | None, num_nodes: int | None, *, as_json: bool, sanity: bool
 ) -> str | int:
     """Run all checks and print a line for each; raise the error that a start here would end with.
 
@@ -75,7 +70,6 @@ def examine(
     processes = num_processes or nodes * _size_from_environment("PET_NPROC_PER_NODE")
     here = world.from_environment().resized(processes, nodes)
     is_node = "PET_NPROC_PER_NODE" in os.environ  # set in every node of a job
-    endpoint = os.environ.get("PET_RDZV_ENDPOINT")  # set if the job has several nodes
     report = _Report()
     config = report.run("recipe", lambda: load(recipe, overrides), lambda config: config.recipe)
     if config:
@@ -83,23 +77,18 @@ def examine(
         report.run("run folder", lambda: request.check_run_folder_is_writable(config, folder))
         report.run("last start", lambda: request.check_previous_start_did_not_fail(config, here, folder))
         report.run("device", lambda: request.check_device_exists(config, here))
-        source = report.run("data", lambda: request.open_data(config, folder), lambda source: _describe(source.size))
+        source = report.run("data", lambda: request.open_data(config, folder), lambda source: source.size.describe())
         plan, resume = None, None
         if source:
             plan = report.run("plan", lambda: make_plan(config, here, source.size), lambda plan: f"\n{plan.table()}")
             resume = report.run("resume", lambda: _check_resume(config, folder, source), lambda resume: resume.line)
         if plan and resume:
-            report.run(
-                "model",
-                lambda: request.check_model_builds(config, plan, is_resumed=resume.is_resumed),
-                lambda _: config.model.arch,
-            )
+            build = partial(request.check_model_builds, config, plan, is_resumed=resume.is_resumed)
+            report.run("model", build, lambda _: config.model.arch)
         report.run("GPUs", lambda: request.check_gpus_are_supported(config, here))
-        if endpoint:
+        if endpoint := os.environ.get("PET_RDZV_ENDPOINT"):  # set if the job has several nodes
             report.run("names", lambda: request.check_names_resolve(endpoint))
-        answer = report.run(
-            "MLflow", lambda: _check_tracker(config, folder, is_node=is_node), fatal=config.track.required
-        )
+        answer = report.run("MLflow", lambda: _check_tracker(config, folder, is_node), fatal=config.track.required)
         if not is_node:
             report.run("CPUs", lambda: machine.check_cpu_per_process(here), fatal=False)
             report.run("docker", machine.check_docker, fatal=False)
@@ -113,13 +102,13 @@ def examine(
             report.run("all-reduce", lambda: machine.check_all_reduce(config, here), fatal=False)
             if answer is not None:
                 report.run("artifacts", lambda: tracker.check_server_stores_files(config, folder), fatal=False)
-        if with_sanity and report.error is None and source and plan:
+        if sanity and report.error is None and source and plan:
             from pipeline.preflight.sanity import SanityChecks
 
-            sanity = SanityChecks(config, plan, source, here)
-            report.run("initial loss", sanity.check_initial_loss, fatal=False)
-            report.run("one batch", sanity.check_one_batch_overfits, fatal=False)
-            report.run("shuffled", sanity.check_shuffled_labels_give_chance, fatal=False)
+            checks = SanityChecks(config, plan, source, here)
+            report.run("initial loss", checks.check_initial_loss, fatal=False)
+            report.run("one batch", checks.check_one_batch_overfits, fatal=False)
+            report.run("shuffled", checks.check_shuffled_labels_give_chance, fatal=False)
     if as_json:
         print(json.dumps({"findings": [asdict(finding) for finding in report.findings]}))
     else:
@@ -141,13 +130,15 @@ def _check_resume(config: Config, folder: RunFolder, source: Source) -> _Resume:
     request.check_config_is_compatible(config, folder)
     if folder.is_held():
         return _Resume("config is compatible with the run in training now", is_resumed=True)
-    found = request.find_checkpoint(config, folder, source, lambda line: print(line, file=sys.stderr))
+    from pipeline.train.resume import find  # imports torch
+
+    found = find(config, folder, source, lambda line: print(line, file=sys.stderr))
     if found is None:
         return _Resume("a fresh start", is_resumed=False)
     return _Resume(f"config is compatible with the existing run; resumes from {found.path}", is_resumed=True)
 
 
-def _check_tracker(config: Config, folder: RunFolder, *, is_node: bool) -> str:
+def _check_tracker(config: Config, folder: RunFolder, is_node: bool) -> str:
     try:
         return tracker.check_server_answers(config, folder)
     except TemporaryError as error:
@@ -156,14 +147,9 @@ def _check_tracker(config: Config, folder: RunFolder, *, is_node: bool) -> str:
         raise
 
 
-def _describe(size: DataSize) -> str:
-    return f"{size.train_images:,} images to train, {size.val_images:,} held out, {size.num_classes:,} classes"
-
-
 def _size_from_environment(name: str) -> int:
     text = os.environ.get(name, "1")
     if not text.isdecimal() or int(text) < 1:
-        raise RequestError(
-            f"{name}={text!r} in the environment is not a whole number of at least 1: give --world and --nodes"
-        )
+        problem = f"{name}={text!r} in the environment is not a whole number of at least 1"
+        raise RequestError(f"{problem}: give --world and --nodes")
     return int(text)

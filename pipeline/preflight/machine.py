@@ -5,13 +5,13 @@ takes a second or two, and removes what it writes. Some import torch. None commu
 on other machines.
 """
 
+import errno
 import os
 import shutil
 import socket
 import subprocess
 import tempfile
 import time
-import uuid
 from pathlib import Path
 
 from pipeline import machine
@@ -36,36 +36,32 @@ _LOCAL_FILE_SYSTEMS = ("ext4", "ext3", "xfs", "btrfs", "zfs", "overlay", "tmpfs"
 def check_cpu_per_process(here: World) -> str:
     """Check that there is at least one CPU for each process."""
     if here.cpus < here.local_size:
-        raise RequestError(
-            f"{here.local_size} processes share {here.cpus} CPUs: start fewer, or give the container more (its quota"
-            " and affinity count, not the host's number)"
-        )
+        remedy = "start fewer, or give the container more (its quota and affinity count, not the host's number)"
+        raise RequestError(f"{here.local_size} processes share {here.cpus} CPUs: {remedy}")
     return f"{here.cpus} available, {here.local_size} needed"
 
 
 def check_memory(plan: Plan) -> str:
     """Check that memory is enough for the processes, their workers and the batches in /dev/shm."""
-    available = machine.available_memory()
+    limit = machine.available_memory()
     workers = plan.workers * plan.local_world
-    needed = plan.local_world * _PROCESS_BYTES + workers * _WORKER_BYTES + plan.prefetch_bytes
-    if available is None:
-        return f"about {needed / _GIB:.1f} GiB needed"
+    needed = (plan.local_world * _PROCESS_BYTES + workers * _WORKER_BYTES + plan.prefetch_bytes) / _GIB
+    if limit is None:
+        return f"about {needed:.1f} GiB needed"
+    available = limit / _GIB
     if needed > available:
-        raise RequestError(
-            f"{plan.local_world} processes and {workers} loader workers need about {needed / _GIB:.1f} GiB, but only"
-            f" {available / _GIB:.1f} GiB are available: give the container more, or lower data.workers, data.prefetch"
-            " or evaluate.batch"
-        )
-    return f"about {needed / _GIB:.1f} of {available / _GIB:.1f} GiB needed"
+        problem = f"{plan.local_world} processes and {workers} loader workers need about {needed:.1f} GiB"
+        remedy = "give the container more, or lower data.workers, data.prefetch or evaluate.batch"
+        raise RequestError(f"{problem}, but only {available:.1f} GiB are available: {remedy}")
+    return f"about {needed:.1f} of {available:.1f} GiB needed"
 
 
 def check_shared_memory_exists(plan: Plan, here: World) -> str:
     """Check that /dev/shm exists if loader workers need it; the plan checks its size."""
     if plan.workers and here.shared_memory is None:
-        raise RequestError(
-            "/dev/shm does not exist, and loader workers pass their batches through it: mount a tmpfs on it (Docker's"
-            " --shm-size, in Kubernetes an emptyDir of medium Memory), or set data.workers=0"
-        )
+        remedy = "mount a tmpfs on it (Docker's --shm-size, in Kubernetes an emptyDir of medium Memory)"
+        problem = "/dev/shm does not exist, and loader workers pass their batches through it"
+        raise RequestError(f"{problem}: {remedy}, or set data.workers=0")
     if here.shared_memory is None:
         return "not needed without loader workers"
     return f"{plan.prefetch_bytes / _MIB:,.1f} of {here.shared_memory / _MIB:,.0f} MiB needed"
@@ -74,25 +70,19 @@ def check_shared_memory_exists(plan: Plan, here: World) -> str:
 def check_disk_speed(folder: RunFolder) -> str:
     """Check that the disk of run.dir stores 8 MiB, synced, at an acceptable speed."""
     place = folder.nearest_existing()
-    probe = place / f".doctor-{uuid.uuid4().hex}"
     start = time.perf_counter()
     try:
-        with open(probe, "wb") as file:
+        with tempfile.NamedTemporaryFile(prefix=".doctor-", dir=place) as file:
             file.write(os.urandom(_WRITE_BYTES))
             file.flush()
             os.fsync(file.fileno())
+            rate = _WRITE_BYTES / _MIB / (time.perf_counter() - start)
     except OSError as error:
-        raise StorageError(
-            f"8 MiB cannot be written to {place} ({error.strerror}): make room, or give another run.dir"
-        ) from None
-    finally:
-        probe.unlink(missing_ok=True)
-    rate = _WRITE_BYTES / _MIB / (time.perf_counter() - start)
+        problem = f"8 MiB cannot be written to {place} ({error.strerror})"
+        raise StorageError(f"{problem}: make room, or give another run.dir") from None
     if rate < _SLOW_MIB_S:
-        raise TemporaryError(
-            f"{place} is written at {rate:.1f} MiB/s with sync, and each save waits for the one before: use a faster"
-            " disk, or raise checkpoint.every"
-        )
+        problem = f"{place} is written at {rate:.1f} MiB/s with sync, and each save waits for the one before"
+        raise TemporaryError(f"{problem}: use a faster disk, or raise checkpoint.every")
     return f"{place} is written at {rate:,.0f} MiB/s with sync"
 
 
@@ -103,11 +93,10 @@ def check_run_folder_is_shared(folder: RunFolder, here: World) -> str:
     place = folder.nearest_existing()
     kind = _file_system(place)
     if kind in _LOCAL_FILE_SYSTEMS:
-        raise TemporaryError(
-            f"run.dir is on {kind} at {place}, which only this machine can see; if rank 0 restarts on another machine,"
-            " it finds no checkpoint: use a volume that all nodes mount (NFS, ReadWriteMany), unless all are on one"
-            " machine"
-        )
+        problem = f"run.dir is on {kind} at {place}, which only this machine can see"
+        result = "if rank 0 restarts on another machine, it finds no checkpoint"
+        remedy = "use a volume that all nodes mount (NFS, ReadWriteMany), unless all are on one machine"
+        raise TemporaryError(f"{problem}; {result}: {remedy}")
     return f"{place} is on {kind}"
 
 
@@ -118,14 +107,14 @@ def check_disk_space(config: Config, plan: Plan, folder: RunFolder) -> str:
     copies = 1 + config.optimizer.moments + (1 if config.train.ema is not None else 0)
     checkpoint_bytes = 4 * copies * count_parameters(config.model, plan.num_classes)
     present = sum(path.stat().st_size for path in folder.checkpoints.glob("step-*.pt"))
-    needed = max(0, (config.checkpoint.keep + 2) * checkpoint_bytes - present)
-    free = shutil.disk_usage(folder.nearest_existing()).free
+    keep = config.checkpoint.keep
+    needed = max(0, (keep + 2) * checkpoint_bytes - present) / _GIB
+    free = shutil.disk_usage(folder.nearest_existing()).free / _GIB
     if needed > free:
-        raise StorageError(
-            f"{config.checkpoint.keep} checkpoints, the best and one being written need {needed / _GIB:.2f} GiB more,"
-            f" but only {free / _GIB:.2f} GiB are free: make room, give another run.dir, or lower checkpoint.keep"
-        )
-    return f"{needed / _GIB:.2f} GiB needed for checkpoints, {free / _GIB:,.0f} GiB free"
+        problem = f"{keep} checkpoints, the best and one being written need {needed:.2f} GiB more"
+        remedy = "make room, give another run.dir, or lower checkpoint.keep"
+        raise StorageError(f"{problem}, but only {free:.2f} GiB are free: {remedy}")
+    return f"{needed:.2f} GiB needed for checkpoints, {free:,.0f} GiB free"
 
 
 def check_images_decode(source: Source) -> str:
@@ -133,7 +122,7 @@ def check_images_decode(source: Source) -> str:
     from pipeline.data.access import UnreadableError
     from pipeline.data.images import BadImageError, decode
 
-    defects: dict[str, str] = {}
+    defects: list[str] = []
     start = time.perf_counter()
     for images in (source.train, source.val):
         count = min(_SAMPLES, len(images))
@@ -141,13 +130,10 @@ def check_images_decode(source: Source) -> str:
             try:
                 decode(images.read(sample))
             except (BadImageError, UnreadableError) as error:
-                defects[images.name(sample)] = str(error)
+                defects.append(f"{images.name(sample)} ({error})")
     if defects:
-        name, defect = next(iter(defects.items()))
-        raise StorageError(
-            f"{len(defects)} of {2 * _SAMPLES} sampled images cannot be decoded, the first is {name} ({defect}): list"
-            " all with 'pipeline data check'"
-        )
+        problem = f"{len(defects)} of {2 * _SAMPLES} sampled images cannot be decoded, the first is {defects[0]}"
+        raise StorageError(f"{problem}: list all with 'pipeline data check'")
     return f"{_SAMPLES} images of each split, {1000 * (time.perf_counter() - start) / 2 / _SAMPLES:.1f} ms each"
 
 
@@ -163,25 +149,22 @@ def check_all_reduce(config: Config, here: World) -> str:
     count = here.local_size if nccl else 2
     try:
         with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
-            spawn(_all_reduce, (count, folder, nccl), nprocs=count)  # type: ignore[no-untyped-call]
+            spawn(_all_reduce, (count, folder, backend), nprocs=count)  # type: ignore[no-untyped-call]
             seconds = float(Path(folder, "seconds").read_text())
     except Exception as error:
-        last = str(error).strip().splitlines()[-1]
-        raise TemporaryError(
-            f"all-reduce of {count} processes failed over {backend} ({last}): look at the driver, at NCCL_DEBUG=INFO"
-            " and at the loopback interface"
-        ) from None
+        problem = f"all-reduce of {count} processes failed over {backend} ({str(error).strip().splitlines()[-1]})"
+        remedy = "look at the driver, at NCCL_DEBUG=INFO and at the loopback interface"
+        raise TemporaryError(f"{problem}: {remedy}") from None
     return f"{count} processes, {4 * _ALL_REDUCE_FLOATS / seconds / 1e9:.1f} GB/s over {backend}"
 
 
-def _all_reduce(rank: int, count: int, folder: str, nccl: bool) -> None:
+def _all_reduce(rank: int, count: int, folder: str, backend: str) -> None:
     """Time an all-reduce of `count` processes that meet in `folder`; rank 0 writes the seconds."""
     import torch
     from torch import distributed as dist
 
-    device = torch.device("cuda", rank) if nccl else torch.device("cpu")
-    backend = "nccl" if nccl else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count)
+    device = torch.device("cuda", rank) if backend == "NCCL" else torch.device("cpu")
+    dist.init_process_group(backend.lower(), init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count)
     tensor = torch.ones(_ALL_REDUCE_FLOATS, device=device)
     dist.all_reduce(tensor)  # the first call opens the connections
     start = time.perf_counter()
@@ -209,13 +192,7 @@ def check_docker() -> str:
 def _has_listener(address: str) -> bool:
     """Return True if a process listens on the Unix socket, even if it refuses this user."""
     with socket.socket(socket.AF_UNIX) as connection:
-        try:
-            connection.connect(address)
-        except (FileNotFoundError, ConnectionRefusedError):
-            return False
-        except OSError:
-            return True
-    return True
+        return connection.connect_ex(address) not in (errno.ENOENT, errno.ECONNREFUSED)
 
 
 def _output(command: list[str]) -> str | None:

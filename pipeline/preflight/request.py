@@ -1,16 +1,14 @@
 """Checks of a request: a start runs them in order, `doctor` runs all and reports each.
 
 A check returns a line for the user or what it loaded, or raises the RunError that a start would end
-with. The checks of
-checkpoint, model and GPUs import torch and come last; no other check needs torch. None communicates
-with other ranks: a node that replaces a lost one is checked while the others train. None changes
-anything, except that `open_data` makes the digits if they are missing.
+with. The checks of model and GPUs, and `train.resume.find` before them, import torch and come last.
+None communicates with other ranks: a node that replaces a lost one is checked while the others
+train. None changes anything, except that `open_data` makes the digits if they are missing.
 """
 
 import socket
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,8 +27,6 @@ from pipeline.world import World
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pipeline.train.resume import Found
-
 _NAMES_TIMEOUT_S = 60
 
 
@@ -45,10 +41,8 @@ def check_previous_start_did_not_fail(config: Config, here: World, folder: RunFo
     """Raise the error of the previous start of this request if it failed permanently."""
     failure = errors.load_failure(folder.path, request_digest(config, here))
     if failure and config.run.resume == "auto":
-        print(
-            f"the previous start of this request failed with the error below: {folder.advice_after_failure()}",
-            file=sys.stderr,
-        )
+        advice = folder.advice_after_failure()
+        print(f"the previous start of this request failed with the error below: {advice}", file=sys.stderr)
         raise failure
     return "previous start did not fail"
 
@@ -72,10 +66,8 @@ def open_data(config: Config, folder: RunFolder) -> Source:
     if root is not None and not is_non_empty_folder(Path(root)) and folder.has_checkpoints():
         before = _previous_config(folder)
         if before and before.data.source == config.data.source != "digits" and before.data.root == root:
-            raise TemporaryError(
-                f"data.root={root} is missing or empty, and the run in {folder.path} was trained on it: restore it, or"
-                " give its new location with data.root=FOLDER"
-            )
+            problem = f"data.root={root} is missing or empty, and the run in {folder.path} was trained on it"
+            raise TemporaryError(f"{problem}: restore it, or give its new location with data.root=FOLDER")
     return sources.open_source(config, check_sizes=folder.has_checkpoints())
 
 
@@ -83,18 +75,8 @@ def check_config_is_compatible(config: Config, folder: RunFolder) -> None:
     """Check that no key that a resumed run must keep has changed."""
     if folder.has_checkpoints() and config.run.resume == "auto":
         before = _previous_config(folder)
-        if before:  # otherwise `find_checkpoint` compares with the configuration in the checkpoint
+        if before:  # otherwise `train.resume.find` compares with the configuration in the checkpoint
             refuse_changes(before, config)
-
-
-def find_checkpoint(config: Config, folder: RunFolder, source: Source, log: Callable[[str], None]) -> "Found | None":
-    """Return the verified checkpoint to resume from, or None for a fresh start.
-
-    Raises RunError if it does not verify, or is of another configuration or other data.
-    """
-    from pipeline.train.resume import find
-
-    return find(config, folder, source, log)
 
 
 def check_model_builds(config: Config, plan: Plan, *, is_resumed: bool) -> "dict[str, Tensor] | None":
@@ -132,10 +114,9 @@ def check_names_resolve(endpoint: str) -> str:
                 addresses[name] = socket.gethostbyname(name)
             except OSError as error:
                 if time.monotonic() > deadline:
-                    raise TemporaryError(
-                        f"the host name {name} does not resolve after {_NAMES_TIMEOUT_S} s ({error.strerror}): look at"
-                        " the Service (publishNotReadyAddresses, selector) and at the pod's subdomain"
-                    ) from None
+                    problem = f"the host name {name} does not resolve after {_NAMES_TIMEOUT_S} s ({error.strerror})"
+                    remedy = "look at the Service (publishNotReadyAddresses, selector) and at the pod's subdomain"
+                    raise TemporaryError(f"{problem}: {remedy}") from None
                 time.sleep(1)
     return ", ".join(f"{name} is {address}" for name, address in addresses.items())
 

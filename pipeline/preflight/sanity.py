@@ -40,9 +40,7 @@ class SanityChecks:
     """The three checks. Each returns a line for the user, or raises RequestError."""
 
     def __init__(self, config: Config, plan: Plan, source: Source, here: World) -> None:
-        self._config = config
-        self._source = source
-        self._classes = plan.num_classes
+        self._config, self._source, self._classes = config, source, plan.num_classes
         self._chance_loss = math.log(plan.num_classes)
         self._device = choose_device(config, here)
         self._normalise = Normalise(self._device, channels_last=config.model.channels_last)
@@ -55,10 +53,9 @@ class SanityChecks:
         with torch.no_grad():
             loss = float(functional.cross_entropy(model(images), labels))
         if not 0.5 * self._chance_loss < loss < 2 * self._chance_loss + 1:
-            raise RequestError(
-                f"the initial loss is {loss:.2f}, but a random guess among {self._classes:,} classes has"
-                f" {self._chance_loss:.2f}: look at model.init, at the last layer and at the labels"
-            )
+            chance = f"a random guess among {self._classes:,} classes has {self._chance_loss:.2f}"
+            remedy = "look at model.init, at the last layer and at the labels"
+            raise RequestError(f"the initial loss is {loss:.2f}, but {chance}: {remedy}")
         return f"{loss:.2f}; a random guess has {self._chance_loss:.2f}"
 
     def check_one_batch_overfits(self) -> str:
@@ -66,11 +63,11 @@ class SanityChecks:
         model, (images, labels) = self._build_model(), self._batch(0)
         first, last = self._train(model, lambda _: (images, labels))
         if not last <= _OVERFIT_LOSS * self._chance_loss:  # also true for NaN
-            raise RequestError(
-                f"the model does not overfit {len(labels)} images in {_STEPS} steps, loss {first:.2f} -> {last:.2f}:"
-                " lower augment.* (report/augmentation.png of a run shows what is left of the images), then look at"
-                " the labels"
+            problem = (
+                f"the model does not overfit {len(labels)} images in {_STEPS} steps, loss {first:.2f} -> {last:.2f}"
             )
+            remedy = "lower augment.* (report/augmentation.png of a run shows what is left of the images)"
+            raise RequestError(f"{problem}: {remedy}, then look at the labels")
         return f"the model overfits {len(labels)} images: loss {first:.2f} -> {last:.2f}"
 
     def check_shuffled_labels_give_chance(self) -> str:
@@ -79,7 +76,7 @@ class SanityChecks:
 
         def batch(step: int) -> tuple[Tensor, Tensor]:
             images, labels = self._batch(step)
-            return images, _shuffled(labels, rng)
+            return images, labels[torch.randperm(len(labels), generator=rng).to(labels.device)]
 
         self._train(model, batch)
         correct, labels = self._evaluate(model)
@@ -87,11 +84,11 @@ class SanityChecks:
         chance = float(labels.bincount().max()) / total  # accuracy of always answering the most frequent class
         limit = chance + _SIGMAS * math.sqrt(chance * (1 - chance) / total)
         if correct / total > limit:
-            raise RequestError(
-                f"trained on shuffled labels, the model classifies {correct} of {total} validation images correctly,"
-                f" above chance ({chance:.1%}), so something other than the picture reveals the label: look for images"
-                " that are in both splits"
+            problem = (
+                f"trained on shuffled labels, the model classifies {correct} of {total} validation images correctly"
             )
+            reason = f"above chance ({chance:.1%}), so something other than the picture reveals the label"
+            raise RequestError(f"{problem}, {reason}: look for images that are in both splits")
         return f"{correct} of {total} validation images correct; chance is {chance:.0%}"
 
     def _build_model(self) -> nn.Module:
@@ -134,7 +131,3 @@ def _readable(batch: Batch) -> Batch:
     if batch.outage:
         raise batch.outage
     return batch
-
-
-def _shuffled(labels: Tensor, rng: torch.Generator) -> Tensor:
-    return labels[torch.randperm(len(labels), generator=rng).to(labels.device)]

@@ -60,18 +60,14 @@ def check_server_stores_files(config: Config, folder: RunFolder) -> str:
             with _open(uri, path, method, body) as answer:
                 returned = answer.read()
             if method == "GET" and returned != content:
-                raise TemporaryError(
-                    f"MLflow returned {len(returned)} bytes that are not the file it was sent: look for a proxy in"
-                    " between"
-                )
+                problem = f"MLflow returned {len(returned)} bytes that are not the file it was sent"
+                raise TemporaryError(f"{problem}: look for a proxy in between")
     except urllib.error.HTTPError as error:
         if error.code in (404, 503):
-            return (
-                "the server does not store files (--no-serve-artifacts): the run writes to the artifact store directly"
-            )
-        raise TemporaryError(
-            f"MLflow answers {error.code} to an upload: check that the server can write to its --artifacts-destination"
-        ) from None
+            without = "the server does not store files (--no-serve-artifacts)"
+            return f"{without}: the run writes to the artifact store directly"
+        remedy = "check that the server can write to its --artifacts-destination"
+        raise TemporaryError(f"MLflow answers {error.code} to an upload: {remedy}") from None
     except OSError as error:
         raise TemporaryError(f"an upload to MLflow failed ({error}): look at the server's log") from None
     return "the server stores a file and returns it"
