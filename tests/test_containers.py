@@ -325,7 +325,7 @@ def test_a_port_that_is_taken_is_named(project: Project) -> None:
 
 @pytest.fixture(scope="module")
 def two_processes(images: None) -> str:
-    """Train with two processes in one container; return the `done` line that two nodes must match."""
+    """Train with two processes in one container; return the `done` line, as two nodes must."""
     output = docker(
         "run", "--rm", "--shm-size", "256m", "--read-only", "--tmpfs", "/tmp", "ddp-pipeline", "train", "digits",
         "--nproc", "2", *REHEARSED,

@@ -9,13 +9,13 @@ from pipeline.machine import missing_to_compile
 
 
 @pytest.mark.full
-def test_every_row_of_the_certificate_is_within_its_tolerance(tmp_path: Path, digits: Path) -> None:
+def test_every_row_of_the_table_is_within_its_tolerance(tmp_path: Path, digits: Path) -> None:
     assert not _out_of_tolerance(ROWS, tmp_path, digits)
 
 
 @pytest.mark.full
 @pytest.mark.skipif(bool(missing_to_compile()), reason=f"torch.compile needs {missing_to_compile()}")
-def test_what_is_compiled_is_too(tmp_path: Path, digits: Path) -> None:
+def test_compiled_models_are_within_their_tolerance(tmp_path: Path, digits: Path) -> None:
     assert not _out_of_tolerance(COMPILED, tmp_path, digits)
 
 
