@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--render", default="", help="further options of `pipeline k8s render`")
     given = parser.parse_args()
     faults: dict[str, Callable[[], None] | None] = {
-        "undisturbed": None,
+        "no-fault": None,
         "worker-deleted": lambda: print(kubectl("delete", pod(1), "--wait=false").strip()),
         "node-0-deleted": lambda: print(kubectl("delete", pod(0), "--wait=false").strip()),
         "rank-killed": kill_rank,
@@ -127,7 +127,7 @@ def main() -> None:
             print(f"  {lines[name]}", flush=True)
     finally:
         kubectl("delete", "namespace", NAMESPACE, "--ignore-not-found", timeout=600)
-    different = [name for name, line in lines.items() if line != lines["undisturbed"]]
+    different = [name for name, line in lines.items() if line != lines["no-fault"]]
     sys.exit(f"the weights differ from the run without faults: {', '.join(different)}" if different else 0)
 
 
