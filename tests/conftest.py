@@ -1,4 +1,4 @@
-"""Shared by all tests: a folder of digits, made once."""
+"""Options, the choice of tests, and the fixtures that all tests share."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-os.environ["OMP_NUM_THREADS"] = "1"  # tests run side by side: torch's threads would wait for each other's cores
+os.environ["OMP_NUM_THREADS"] = "1"  # tests run at the same time: torch's threads would compete for cores
 sys.path.insert(0, str(Path(__file__).parent))
 from engine import build_images
 from forked import Forked, Place
@@ -19,36 +19,29 @@ pytest_plugins = ["faults.ledger"]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--full", action="store_true", help="also the tests that repeat a promise at more sizes, as CI does"
+        "--full", action="store_true", help="also run the tests that repeat a promise at more sizes, as CI does"
     )
-    parser.addoption("--engine", action="store_true", help="the tests that build and run containers, and those alone")
+    parser.addoption("--engine", action="store_true", help="run only the tests that build and run containers")
     parser.addoption("--outage", type=int, default=8, help="seconds that the MLflow server is away (long: 20)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked `full` or `engine`, unless asked for: `make test` holds every promise at least once.
+    """Deselect tests marked `full`, `long` or `engine` unless an option asks for them.
 
-    Of several workers one has a whole file, for its fixtures' sake; the longest files come first.
+    `make test` still tests every promise at least once. Each xdist worker runs whole files, so that
+    their fixtures are made once; the longest files come first.
     """
-    longest = {
-        "test_kills": 0,
-        "test_tracking": 1,
-        "test_equivalence": 2,
-        "test_parallel": 3,
-        "test_checkpoint": 4,
-        "test_parts": 5,
-    }
-    items.sort(key=lambda item: longest.get(item.path.stem, len(longest)))
-    wants_engine = config.getoption("--engine")
-    left_out = [
+    longest = ["test_kills", "test_tracking", "test_equivalence", "test_parallel", "test_checkpoint", "test_parts"]
+    items.sort(key=lambda item: longest.index(item.path.stem) if item.path.stem in longest else len(longest))
+    deselected = [
         item
         for item in items
-        if bool(item.get_closest_marker("engine")) != wants_engine
+        if bool(item.get_closest_marker("engine")) != config.getoption("--engine")
         or (item.get_closest_marker("full") and not _is_full(config))
         or (item.get_closest_marker("long") and config.getoption("--faults") != "long")
     ]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = [item for item in items if item not in deselected]
 
 
 def _is_full(config: pytest.Config) -> bool:
@@ -67,7 +60,7 @@ def outage(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The digits as an image folder."""
+    """Make the digits as an image folder, once for all tests."""
     from pipeline.data.sources import make_digits
 
     root = tmp_path_factory.mktemp("data") / "digits"
@@ -89,20 +82,20 @@ def made_place(tmp_path_factory: pytest.TempPathFactory, forked: Forked) -> Plac
 
 @pytest.fixture
 def place(made_place: Place, tmp_path: Path) -> Place:
-    """A copy of a folder with images and a finished run, for small runs in it."""
+    """Return a copy of a folder with images and a finished run, for small runs in it."""
     shutil.copytree(made_place.path, tmp_path / "place")
     return Place(tmp_path / "place", made_place.forked)
 
 
 @pytest.fixture(scope="session")
 def images() -> None:
-    """Both images, built from this checkout."""
+    """Build both container images from this checkout."""
     build_images()
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB, to be mounted anew with another size."""
+    """Mount a file system of 64 KiB, which a test can remount with another size."""
     path = tmp_path / "disk"
     path.mkdir()
     mounted = subprocess.run(

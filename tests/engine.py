@@ -1,4 +1,4 @@
-"""A real Docker engine: its command, and the images that are built once for all tests."""
+"""Run `docker` commands, and build the images once for all tests."""
 
 import os
 import re
@@ -14,6 +14,7 @@ REVISION = "0123abc"
 
 
 def docker(*arguments: str, timeout: float = 600, check: bool = True, cwd: Path = ROOT, **env: str) -> str:
+    """Run a docker command; return its standard output and standard error together."""
     done = subprocess.run(
         ["docker", *arguments], cwd=cwd, env=os.environ | env, timeout=timeout, text=True, check=False,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -23,9 +24,9 @@ def docker(*arguments: str, timeout: float = 600, check: bool = True, cwd: Path 
 
 
 def build_images() -> None:
-    """Both, by compose; BASE_IMAGE in the environment names another base.
+    """Build both images with Compose, or skip the test if no Docker engine answers.
 
-    Skips where there is no engine.
+    BASE_IMAGE in the environment selects another base image.
     """
     if not shutil.which("docker") or "Server Version" not in docker("info", check=False):
         pytest.skip("no Docker engine answers here")

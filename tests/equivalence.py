@@ -1,9 +1,9 @@
-"""The equivalence certificate: one job of 20 steps started and spread in every way, and how far its weights come apart.
+"""Train one job of 20 steps with every launcher and parallel mode, and compare the weights.
 
-`make equivalence` writes docs/equivalence.md; tests/test_equivalence.py holds every row within its
-tolerance. All rows but two make the same passes, of 24 images in the same order, so that batch norm
-sees the same: what is then left is the order in which float32 adds. A tolerance of 0 means the same
-bits.
+`make equivalence` writes docs/equivalence.md; tests/test_equivalence.py checks the tolerance of
+every row. All rows except two make the same passes of 24 images in the same order, so that batch
+norm has the same inputs; only the order of float32 additions differs. A tolerance of 0 means
+bit-identical weights.
 """
 
 import argparse
@@ -20,16 +20,16 @@ from pipeline.data.sources import make_digits
 from pipeline.record.checkpoint import decode, find, read_verified
 
 STEPS = 20
-# a low rate: at the recipe's own, 20 steps make 1e-2 of the last bit of a sum, and nothing could be
-# told from it
+# A low LR: with the recipe's LR, 20 steps amplify one rounding error to 1e-2, which hides real
+# differences.
 JOB = (
     *SMALL, "batch.global=96", "optimizer.lr=1e-4", "train.clip=1", "train.ema=0.9", f"train.max_steps={STEPS}",
     f"evaluate.every={STEPS} steps",
 )  # fmt: skip
 ROUNDING = 2e-5
-"""20 steps carry the last bit of a sum to less; another function, as of the rows of other passes, to seven times more."""
+"""Rounding errors after 20 steps are smaller; other batch norm inputs give 7 times more."""
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-"""Of batch norm, which no step of training reads: under DDP each process has its own."""
+"""Batch norm's buffers, which training never reads; with DDP each process has its own."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Row:
     words: str
     processes: int = 1
     start: str = ""
-    """How the processes are started, where not by --nproc."""
+    """The launcher, if it is not --nproc."""
     against: str = "one process"
     tolerance: float = 0
     why: str = "the same arithmetic"
@@ -47,33 +47,35 @@ class Row:
 ROWS = (
     Row("one process", "batch.accumulate=4"),
     Row("one process, again", "batch.accumulate=4", why="deterministic"),
-    Row("dataparallel", "batch.accumulate=4 parallel=dataparallel", why="a pass-through on a CPU"),
+    Row("dataparallel", "batch.accumulate=4 parallel=dataparallel", why="does nothing on a CPU"),
     Row("2 processes", "batch.accumulate=2", 2, tolerance=ROUNDING, why="two processes' sums are added"),
     Row("torchrun", "batch.accumulate=2", 2, "torchrun", "2 processes"),
     Row("two nodes", "batch.accumulate=2", 2, "two nodes", "2 processes", why="two torchrun agents on one machine"),
     Row("spawned", "batch.accumulate=2", 2, "spawned", "2 processes", why="torch.multiprocessing.spawn, tcp://"),
-    Row("by hand", "batch.accumulate=2", 2, "by hand", "2 processes", why="RANK and WORLD_SIZE given, tcp://"),
+    Row("by hand", "batch.accumulate=2", 2, "by hand", "2 processes", why="RANK and WORLD_SIZE set, tcp://"),
     Row("4 processes", "batch.accumulate=1", 4, tolerance=ROUNDING, why="four processes' sums are added"),
-    Row("accumulation 2", "batch.accumulate=2", tolerance=1e-3, why="batch norm sees 48 images, not 24: another function"),
-    Row("accumulation 1", "batch.accumulate=1", tolerance=1e-3, why="batch norm sees 96 images, not 24: another function"),
+    Row("accumulation 2", "batch.accumulate=2", tolerance=1e-3, why="batch norm over 48 images, not 24"),
+    Row("accumulation 1", "batch.accumulate=1", tolerance=1e-3, why="batch norm over 96 images, not 24"),
     Row("exact", "run.exact=true exact.shards=4", tolerance=ROUNDING, why="gradients are rounded to 2^-44, then added"),
-    Row("exact, 2 processes", "run.exact=true exact.shards=4", 2, against="exact", why="integers add in any order"),
-    Row("fsdp, 2 processes", "parallel=fsdp batch.accumulate=2", 2, tolerance=ROUNDING, why="slices and norms are added"),
+    Row("exact, 2 processes", "run.exact=true exact.shards=4", 2, against="exact", why="integer sums have no order"),
+    Row("fsdp, 2 processes", "parallel=fsdp batch.accumulate=2", 2, tolerance=ROUNDING,
+        why="sums and norms of slices are added"),
     Row("fsdp, again", "parallel=fsdp batch.accumulate=2", 2, against="fsdp, 2 processes", why="deterministic"),
-    Row("fsdp, 4 processes", "parallel=fsdp batch.accumulate=1", 4, tolerance=ROUNDING, why="slices and norms are added"),
+    Row("fsdp, 4 processes", "parallel=fsdp batch.accumulate=1", 4, tolerance=ROUNDING,
+        why="sums and norms of slices are added"),
     Row("2 stages", "parallel=stages stages.micro_batches=4", 2, tolerance=ROUNDING,
-        why="the gradient's norm is added up stage by stage"),
+        why="the gradient norms of the stages are added"),
     Row("2 stages, again", "parallel=stages stages.micro_batches=4", 2, against="2 stages", why="deterministic"),
     Row("2 stages, gpipe", "parallel=stages stages.micro_batches=4 stages.schedule=gpipe", 2, against="2 stages",
-        why="each stage goes backward in the same order"),
+        why="each stage has the same order of backward passes"),
     Row("2 stages, 2 copies", "parallel=stages stages.micro_batches=2", 4, tolerance=ROUNDING,
         why="two copies' sums are added"),
 )  # fmt: skip
-# of another model, since the ShuffleNet's channels, shuffled, take a CPU's compiler minutes
+# Another model: torch.compile takes minutes for ShuffleNet's channel shuffle on a CPU.
 COMPILED = (
     Row("ResNet-18", "model.arch=resnet18 batch.accumulate=4", against="ResNet-18"),
     Row("ResNet-18, compiled", "model.arch=resnet18 batch.accumulate=4 train.compile=on", against="ResNet-18",
-        tolerance=ROUNDING, why="fused kernels round elsewhere"),
+        tolerance=ROUNDING, why="fused kernels round differently"),
 )  # fmt: skip
 
 
@@ -81,14 +83,15 @@ COMPILED = (
 class Outcome:
     row: Row
     difference: float
-    """The largest, of any weight after the last step."""
+    """Largest absolute difference of any weight after the last step."""
 
     @property
-    def holds(self) -> bool:
+    def is_within_tolerance(self) -> bool:
         return self.difference <= self.row.tolerance
 
 
 def outcomes(rows: tuple[Row, ...], folder: Path, digits: Path) -> Iterator[Outcome]:
+    """Train each row's job and compare its weights with those of the row it names."""
     weights: dict[str, dict[str, torch.Tensor]] = {}
     for row in rows:
         weights[row.name] = _train(row, folder / row.name.replace(" ", "-").replace(",", ""), digits)
@@ -96,15 +99,11 @@ def outcomes(rows: tuple[Row, ...], folder: Path, digits: Path) -> Iterator[Outc
 
 
 def _train(row: Row, folder: Path, digits: Path) -> dict[str, torch.Tensor]:
-    job = Job(
-        folder,
-        ["digits", f"data.root={digits}", *JOB, *row.words.split()],
-        nproc=row.processes,
-        by_torchrun=row.start == "torchrun",
-    )
-    other_ways = {"two nodes": two_nodes, "spawned": spawned, "by hand": by_hand}
-    # compiling takes a busy CPU minutes
-    done = (other_ways[row.start](job) if row.start in other_ways else job.start().wait(900)).done
+    words = ["digits", f"data.root={digits}", *JOB, *row.words.split()]
+    job = Job(folder, words, nproc=row.processes, by_torchrun=row.start == "torchrun")
+    launchers = {"two nodes": two_nodes, "spawned": spawned, "by hand": by_hand}
+    # Compilation can take minutes on a busy CPU.
+    done = (launchers[row.start](job) if row.start in launchers else job.start().wait(900)).done
     assert done["step"] == str(STEPS)
     path = find(folder)
     contents = decode(read_verified(path), path)
@@ -125,36 +124,37 @@ def table(found: list[Outcome]) -> str:
     lines = [
         "# Equivalence",
         "",
-        f"The digits, {STEPS} steps of 96 images, a ShuffleNet (or a ResNet-18) with batch norm, momentum, clipping and a",
-        f"moving average, on a CPU with torch {torch.__version__}, deterministic. Largest difference of any weight, or of",
-        "its average, after the last step, from the run named; 0 is the same bits. Made by `make equivalence`;",
-        "`tests/test_equivalence.py` holds every row within its tolerance.",
+        f"The digits, {STEPS} steps of 96 images, a ShuffleNet (or a ResNet-18) with batch norm, momentum, gradient",
+        f"clipping and EMA, on a CPU with torch {torch.__version__}, deterministic. The table has the largest",
+        "difference of any weight or EMA weight after the last step from the run named; 0 means bit-identical.",
+        "Made by `make equivalence`; `tests/test_equivalence.py` checks every tolerance.",
         "",
-        "| run | with | processes | compared with | largest difference | tolerance | because |",
+        "| run | with | processes | compared with | largest difference | tolerance | reason |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for one in found:
-        row, words = one.row, f"`{one.row.words}`"
+    for outcome in found:
+        row = outcome.row
         start = row.start or ("--nproc" if row.processes > 1 else "")
+        processes = f"{row.processes}, {start}" if start else str(row.processes)
         lines.append(
-            f"| {row.name} | {words} | {row.processes}{f', {start}' * bool(start)} | {row.against} |"
-            f" {one.difference:.2g} | {row.tolerance:g} | {row.why} |"
+            f"| {row.name} | `{row.words}` | {processes} | {row.against} |"
+            f" {outcome.difference:.2g} | {row.tolerance:g} | {row.why} |"
         )
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Write the certificate; exit 1 if a row is out of its tolerance.")
+    parser = argparse.ArgumentParser(description="Write the table; exit 1 if a row exceeds its tolerance.")
     parser.add_argument("out", type=Path)
     out = parser.parse_args().out
     found = []
     with tempfile.TemporaryDirectory(prefix="equivalence-") as scratch:
         make_digits(Path(scratch) / "digits")
-        for one in outcomes(ROWS + COMPILED, Path(scratch), Path(scratch) / "digits"):
-            found.append(one)
-            print(f"{one.row.name:<20} {one.difference:.2g}", flush=True)
+        for outcome in outcomes(ROWS + COMPILED, Path(scratch), Path(scratch) / "digits"):
+            found.append(outcome)
+            print(f"{outcome.row.name:<20} {outcome.difference:.2g}", flush=True)
     out.write_text(table(found))
-    return int(not all(one.holds for one in found))
+    return int(not all(outcome.is_within_tolerance for outcome in found))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Commands in processes forked from one that has torch imported, so that a start takes milliseconds, and small runs."""
+"""Run commands in forks of a process that has imported torch: a start takes milliseconds."""
 
 import json
 import os
@@ -21,7 +21,7 @@ SMALL = (
 
 
 class Forked:
-    """Runs commands one after another, each in a fresh process."""
+    """Runs commands one after another, each in a new process."""
 
     def __init__(self) -> None:
         self._server = subprocess.Popen(
@@ -47,12 +47,12 @@ class Forked:
 
 @dataclass
 class Place:
-    """A folder with the image folder `images` (4 classes, 16 images to train, 4 to validate) and the run `runs/done`."""
+    """A folder with `images` (4 classes, 16 training and 4 validation images) and `runs/done`."""
 
     path: Path
     forked: Forked
     holder: subprocess.Popen[bytes] | None = None
-    """Another process that trains in it."""
+    """Another process that trains in this folder and holds its lock."""
 
     @classmethod
     def make(cls, path: Path, forked: Forked) -> "Place":
@@ -62,7 +62,7 @@ class Place:
         return place
 
     def train(self, *words: str, **env: str) -> tuple[int, str]:
-        """Exit code and standard error of `train digits` with the small settings, then these words."""
+        """Run `train digits` with the small settings and `words`; return (exit code, stderr)."""
         result = self.forked("train", "digits", *SMALL, *words, cwd=self.path, **env)
         assert "Traceback" not in result.err, result.err
         return result.code, result.err
@@ -73,7 +73,7 @@ class Place:
         return result.code, result.err
 
     def run(self, *words: str) -> str:
-        """Standard output of another command, which succeeds."""
+        """Run a command that must succeed; return its standard output."""
         result = self.forked(*words, cwd=self.path)
         assert result.code == 0, result.err
         return result.out
@@ -82,14 +82,14 @@ class Place:
         return sorted((self.path / "runs" / run / "checkpoints").glob("step-*.pt"))
 
     def events(self, run: str, name: str) -> list[dict[str, Any]]:
-        """Rows of the journal of a run with this event."""
+        """Return the journal rows of a run that have this event."""
         return [row for row in read_rows(self.path / "runs" / run / "journal.jsonl") if row.get("event") == name]
 
 
 def _serve() -> None:
     import pipeline.operate.launch
     import pipeline.preflight.doctor
-    import pipeline.train.session  # noqa: F401 — what every command would import
+    import pipeline.train.session  # noqa: F401 (import torch and ours once, before the forks)
 
     for line in sys.stdin:
         child = os.fork()

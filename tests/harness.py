@@ -1,4 +1,4 @@
-"""Real runs for tests: processes started as a user starts them, watched through what they write, killed by signals."""
+"""Start real runs for tests as a user starts them, watch the files they write, and kill them."""
 
 import contextlib
 import json
@@ -19,10 +19,10 @@ DONE = re.compile(
 )
 
 SHARING = 2 if "PYTEST_XDIST_WORKER" in os.environ else 1
-"""Tests that share the machine: so many times the promised seconds are allowed."""
+"""Factor on time limits: 2 if another test runs on this machine at the same time."""
 
-# small and quick, but with all that makes exactness hard: batch norm, momentum, a schedule,
-# augmentation
+# Small and fast, with all that makes bit-identical results hard: batch norm, momentum, an LR
+# schedule, augmentation.
 SMALL = (
     "model.arch=shufflenet_v2_x0_5", "batch.global=48", "run.device=cpu", "run.deterministic=true", "run.trace=true",
     "track.uri=none", "track.every=3 steps", "track.report=false",
@@ -31,6 +31,8 @@ SMALL = (
 
 @dataclass
 class Result:
+    """Exit code, standard output, standard error and duration of a command."""
+
     code: int
     out: str
     err: str
@@ -38,14 +40,14 @@ class Result:
 
     @property
     def done(self) -> dict[str, str]:
-        """The fields of the last line of standard output; fails if it is not a `done` line."""
+        """Return the fields of the `done` line; fail if standard output does not end with one."""
         match = DONE.match(self.out.splitlines()[-1]) if self.out else None
         assert match, f"no done line (exit {self.code}): {self.out!r}\n{self.err[-3000:]}"
         return match.groupdict()
 
     @property
     def error(self) -> str:
-        """The one line of an error; fails if there is a traceback."""
+        """Return the only error line; fail if there is a traceback."""
         assert "Traceback" not in self.err, self.err
         lines = [line for line in self.err.splitlines() if line.startswith("pipeline: ")]
         assert len(lines) == 1, self.err
@@ -53,12 +55,13 @@ class Result:
 
 
 def environment(**extra: str) -> dict[str, str]:
+    """Return this process's environment without MLflow's and our variables, plus `extra`."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(("MLFLOW_", "PIPELINE_"))}
     return env | extra
 
 
 def pipeline(*arguments: str, cwd: Path | None = None, timeout: float = 300, **env: str) -> Result:
-    """Run a command to its end."""
+    """Run a command and wait for its end."""
     start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "pipeline", *arguments],
@@ -68,36 +71,37 @@ def pipeline(*arguments: str, cwd: Path | None = None, timeout: float = 300, **e
 
 
 def torchrun(nproc: int, *options: str) -> list[str]:
+    """Return a torchrun command up to the pipeline's own arguments."""
     agent = [sys.executable, "-m", "torch.distributed.run", *(options or ("--standalone",))]
     return [*agent, "--nproc-per-node", str(nproc), "-m", "pipeline"]
 
 
 def free_port() -> int:
-    """Nobody's at the moment."""
+    """Return a TCP port that nothing uses at the moment."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
-def side_by_side(commands: list[list[str]], places: list[dict[str, str]]) -> Result:
-    """Commands that form one group, each with its variables: what all of them said, once all have ended well."""
+def run_together(commands: list[list[str]], environments: list[dict[str, str]]) -> Result:
+    """Run the commands of one process group at once; return their joined output and worst code."""
     start = time.monotonic()
     processes = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**place))
-        for command, place in zip(commands, places, strict=True)
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(**env))
+        for command, env in zip(commands, environments, strict=True)
     ]
     try:
-        answers = [process.communicate(timeout=600) for process in processes]
+        outputs = [process.communicate(timeout=600) for process in processes]
     finally:
         for process in processes:
             process.kill()
     codes = [process.returncode for process in processes]
-    out, err = ("".join(texts) for texts in zip(*answers, strict=True))
+    out, err = ("".join(texts) for texts in zip(*outputs, strict=True))
     return Result(max(map(abs, codes)), out, err, time.monotonic() - start)
 
 
 @dataclass
 class Job:
-    """A training in a folder, started, watched, hurt and started again."""
+    """A training run that a test starts, watches, kills and starts again."""
 
     folder: Path
     arguments: list[str]
@@ -111,6 +115,7 @@ class Job:
         return ["train", *self.arguments, f"run.dir={self.folder}"]
 
     def start(self) -> "Job":
+        """Start the training; its output goes to FOLDER.out and FOLDER.err."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         if self.by_torchrun:
             command = [*torchrun(self.nproc), *self.train_words()]
@@ -118,28 +123,27 @@ class Job:
             processes = ["--nproc", str(self.nproc)] if self.nproc > 1 else []
             command = [sys.executable, "-m", "pipeline", *self.train_words(), *processes]
         self.started = time.monotonic()
-        self._starts = self._count_starts()
-        self._out = open(self.folder.with_suffix(".out"), "w+")  # noqa: SIM115 — lives as long as the process
-        self._err = open(self.folder.with_suffix(".err"), "w+")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            command, stdout=self._out, stderr=self._err, text=True, env=environment(**self.env), start_new_session=True
-        )
+        self.starts_before = len(self.starts())
+        with open(self.folder.with_suffix(".out"), "w") as out, open(self.folder.with_suffix(".err"), "w") as err:
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=err, text=True, env=environment(**self.env), start_new_session=True
+            )
         return self
 
     def wait(self, timeout: float = 240) -> Result:
+        """Return the result of the process; fail with the stacks in the log after `timeout` s."""
         assert self.process
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            self._show_stacks()
+            self._dump_stacks()
             self.clean()
             raise AssertionError(f"still running after {timeout} s: {self.log()[-20000:]}") from None
         seconds = time.monotonic() - self.started
-        self._out.seek(0)
-        return Result(code, self._out.read(), self.log(), seconds)
+        return Result(code, self.output(), self.log(), seconds)
 
-    def _show_stacks(self) -> None:
-        """Have the ranks and their workers say in the log where they hang."""
+    def _dump_stacks(self) -> None:
+        """Make the ranks and their loader workers write their stacks to the log."""
         for rank in self.ranks():
             for pid in (rank, *children(rank)):
                 if " sync " not in command_line(pid):
@@ -149,27 +153,37 @@ class Job:
     def run(self) -> Result:
         return self.start().wait()
 
+    def output(self) -> str:
+        """Return the standard output of the last start, which is its `done` line."""
+        return self.folder.with_suffix(".out").read_text()
+
     def log(self) -> str:
         return self.folder.with_suffix(".err").read_text()
 
+    def trace(self) -> list[dict[str, Any]]:
+        """Return the rows of trace.jsonl: one for each training step."""
+        return read_rows(self.folder / "trace.jsonl")
+
+    def starts(self) -> list[dict[str, Any]]:
+        """Return a journal row for each time that training started or resumed."""
+        return [row for row in read_rows(self.folder / "journal.jsonl") if row.get("event") == "started"]
+
     def step(self) -> int:
-        """The last step that the trace says was made."""
-        rows = read_rows(self.folder / "trace.jsonl")
-        return rows[-1]["step"] if rows else 0
+        """Return the last step in the trace, 0 before the first."""
+        trace = self.trace()
+        return trace[-1]["step"] if trace else 0
 
     def wait_for_step(self, step: int, timeout: float = 120) -> int:
-        """Wait until this start, not one before it, has made the step."""
+        """Wait until this start, not an earlier one, has made the step."""
         self.wait_for_start(timeout)
         return self.wait_until(lambda: self.step() if self.step() >= step else 0, f"step {step}", timeout)
 
     def wait_for_start(self, timeout: float = 120) -> None:
-        """Wait until this start has loaded its state and is about to train."""
-        self.wait_until(lambda: self._count_starts() > self._starts, "start", timeout)
-
-    def _count_starts(self) -> int:
-        return sum(row.get("event") == "started" for row in read_rows(self.folder / "journal.jsonl"))
+        """Wait until this start has loaded its state and begins to train."""
+        self.wait_until(lambda: len(self.starts()) > self.starts_before, "start", timeout)
 
     def wait_until(self, condition: Any, what: str, timeout: float = 120, pause: float = 0.005) -> Any:
+        """Return the condition's first true value; fail if the process ends or at the timeout."""
         assert self.process
         end = time.monotonic() + timeout
         while time.monotonic() < end:
@@ -178,16 +192,16 @@ class Job:
                 return found
             assert self.process.poll() is None, f"ended with {self.process.poll()} before {what}: {self.log()[-3000:]}"
             time.sleep(pause)
-        self._show_stacks()
+        self._dump_stacks()
         raise AssertionError(f"no {what} in {timeout} s: {self.log()[-20000:]}")
 
-    def saving(self) -> bool:
-        """Whether a checkpoint is being written right now."""
+    def is_saving(self) -> bool:
+        """Return True while a checkpoint is being written."""
         folder = self.folder / "checkpoints"
         return folder.is_dir() and any(name.startswith(".") for name in os.listdir(folder))
 
     def ranks(self) -> list[int]:
-        """Process ids of the ranks, in rank order."""
+        """Return the process ids of the ranks, in rank order."""
         assert self.process
         if self.nproc == 1 and not self.by_torchrun:
             return [self.process.pid]
@@ -199,11 +213,11 @@ class Job:
         return [found[rank] for rank in sorted(found)]
 
     def processes(self) -> list[int]:
-        """Everything alive that belongs to this run: launcher, ranks, loader workers, sender."""
+        """Return all living processes of this run: launcher, ranks, loader workers, sender."""
         return [pid for pid in all_processes() if str(self.folder) in command_line(pid)]
 
     def wait_gone(self, seconds: float) -> None:
-        """Fails if anything of this run is alive after `seconds`; after twice as long where two tests share the machine."""
+        """Fail if a process of this run is alive after `seconds` (times SHARING)."""
         end = time.monotonic() + seconds * SHARING
         while self.processes():
             if time.monotonic() > end:
@@ -215,11 +229,12 @@ class Job:
         self.process.wait(5)
 
     def clean(self) -> None:
+        """Kill all processes of this run."""
         for pid in self.processes():
             kill(pid, signal.SIGKILL)
 
     def journal(self, *prefixes: str) -> list[tuple[int, str, float]]:
-        """(step, key, value) of each point whose key begins so, in the order written."""
+        """Return (step, key, value) of each metric whose key has a prefix, in the order written."""
         return [
             (row["step"], key, value)
             for row in read_rows(self.folder / "journal.jsonl")
@@ -232,31 +247,28 @@ class Job:
 
 
 def two_nodes(job: Job, hosts: tuple[str, ...] = ()) -> Result:
-    """The job on two "nodes", whose names may be given: a torchrun agent each, with half of its processes."""
+    """Run the job with two torchrun agents, each with half of the processes and its host name."""
     rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1")
     agent = torchrun(job.nproc // 2, "--nnodes=2", *rendezvous)
-    places = [on_host(host) for host in hosts] or [[], []]
-    return side_by_side([[*place, *agent, *job.train_words()] for place in places], [job.env] * 2)
+    prefixes = [on_host(host) for host in hosts] or [[], []]
+    return run_together([[*prefix, *agent, *job.train_words()] for prefix in prefixes], [job.env] * 2)
 
 
 def on_host(name: str) -> list[str]:
-    """What starts a command as if on a machine of that name; needs a system that gives its users namespaces."""
+    """Return a command prefix that sets the host name; needs unprivileged user namespaces."""
     return ["unshare", "--user", "--map-root-user", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', name]
 
 
 def by_hand(job: Job) -> Result:
-    """The job's processes started one by one, each told its place and where to meet."""
-    place = {
-        "WORLD_SIZE": str(job.nproc),
-        "LOCAL_WORLD_SIZE": str(job.nproc),
-        "INIT_METHOD": f"tcp://127.0.0.1:{free_port()}",
-    }
-    ranks = [{**job.env, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(job.nproc)]
-    return side_by_side([[sys.executable, "-m", "pipeline", *job.train_words()]] * job.nproc, ranks)
+    """Run the job's processes without a launcher; variables tell each its rank and the address."""
+    size, address = str(job.nproc), f"tcp://127.0.0.1:{free_port()}"
+    group = {**job.env, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "INIT_METHOD": address}
+    ranks = [{**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(job.nproc)]
+    return run_together([[sys.executable, "-m", "pipeline", *job.train_words()]] * job.nproc, ranks)
 
 
 def spawned(job: Job) -> Result:
-    """The job's processes started by torch.multiprocessing.spawn, as a program of one's own would."""
+    """Run the job's processes with torch.multiprocessing.spawn, as a user's own program can."""
     program = f"""\
 import os, sys
 import torch.multiprocessing
@@ -273,30 +285,30 @@ if __name__ == "__main__":
     path = job.folder.with_suffix(".py")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(program)
-    return side_by_side([[sys.executable, str(path), *job.train_words()]], [job.env])
+    return run_together([[sys.executable, str(path), *job.train_words()]], [job.env])
 
 
 def assert_resumes(folder: Path, words: list[str], stop_at: int, nproc: int = 2) -> Job:
-    """A run that was stopped at a step and gone on with ends as the one in one piece, which is returned."""
-    whole = Job(folder / "whole", words, nproc=nproc)
-    expected = whole.run().done
-    parts = Job(folder / "parts", [*words, f"train.max_steps={stop_at}"], nproc=nproc)
-    assert parts.run().done["step"] == str(stop_at)
-    parts.arguments.pop()
-    assert parts.run().done == expected
-    assert read_rows(parts.folder / "trace.jsonl") == read_rows(whole.folder / "trace.jsonl")
-    return whole
+    """Assert that a run stopped at a step resumes to the same end; return the uninterrupted run."""
+    uninterrupted = Job(folder / "uninterrupted", words, nproc=nproc)
+    expected = uninterrupted.run().done
+    resumed = Job(folder / "resumed", [*words, f"train.max_steps={stop_at}"], nproc=nproc)
+    assert resumed.run().done["step"] == str(stop_at)
+    resumed.arguments.pop()
+    assert resumed.run().done == expected
+    assert resumed.trace() == uninterrupted.trace()
+    return uninterrupted
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Whole lines of a JSON-lines file."""
+    """Return the complete lines of a JSON-lines file, which may not exist yet."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
 
 
 def assert_each_sample_once(trace: list[dict[str, Any]], global_batch: int) -> None:
-    """Each (epoch, sample id) once, each step once and in order."""
+    """Assert that the trace has each (epoch, sample id) once, and each step once and in order."""
     assert [row["step"] for row in trace] == list(range(1, len(trace) + 1))
     seen = [(row["epoch"], sample) for row in trace for sample in row["ids"]]
     assert len(seen) == len(set(seen)) == global_batch * len(trace)
@@ -312,7 +324,7 @@ def all_processes() -> list[int]:
 
 
 def command_line(pid: int) -> str:
-    """Empty for a process that is gone or a zombie."""
+    """Return a process's command line; "" if it has ended or is a zombie."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
@@ -320,6 +332,7 @@ def command_line(pid: int) -> str:
 
 
 def children(pid: int) -> list[int]:
+    """Return the living children of a process."""
     found = []
     for other in all_processes():
         try:
@@ -332,6 +345,7 @@ def children(pid: int) -> list[int]:
 
 
 def variable(pid: int, name: str) -> str | None:
+    """Return a variable of a process's environment; None if it has none or has ended."""
     try:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:

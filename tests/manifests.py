@@ -1,4 +1,4 @@
-"""Rules that hold between the fields of the manifests, and between them and the program, which no schema knows."""
+"""Check the manifests by schema and by rules between fields that no schema can express."""
 
 import re
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ _UNITS = {"Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
 def problems(documents: list[Document]) -> list[str]:
-    """What is wrong with a set of manifests, a line each."""
+    """Return the rules that a set of manifests breaks, one line for each."""
     return [f"{d.get('kind')}: {line}" for d in documents for line in _schema(d)] or [
         *_rules(documents),
         *(line for d in documents for line in _restricted(d)),
@@ -21,7 +21,7 @@ def problems(documents: list[Document]) -> list[str]:
 
 
 def problems_alone(document: Document) -> list[str]:
-    """What is wrong with one of them, as far as it says so itself."""
+    """Return the rules that a single manifest breaks."""
     return [*_schema(document)] or [*_restricted(document)]
 
 
@@ -67,11 +67,11 @@ def _rules(documents: list[Document]) -> Iterator[str]:
         yield "the pods' subdomain is the Service"
     nodes = config.get("PET_NNODES", "1")
     if not nodes == str(spec.get("completions")) == str(spec.get("parallelism")):
-        yield "the nodes of the rendezvous are completions and parallelism"
+        yield "the rendezvous has as many nodes as the Job has completions and parallel pods"
     if spec.get("completionMode") != "Indexed":
         yield "pods keep their names"
     yield from _rendezvous(job, config, nodes)
-    yield from _endings(spec, pod, config)
+    yield from _failures(spec, pod, config)
     yield from _pods(documents, job, config)
 
 
@@ -80,18 +80,18 @@ def _rendezvous(job: Document, config: dict[str, str], nodes: str) -> Iterator[s
         return
     name = job["metadata"]["name"]
     if config.get("PET_RDZV_ENDPOINT", "").split(":")[0] != f"{name}-0.{pod_of(job).get('subdomain')}":
-        yield "the rendezvous is at node 0, by the name that its pod has"
+        yield "the rendezvous is at node 0, by its pod's name"
     if config.get("PET_RDZV_BACKEND") != "c10d" or config.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
-        yield "a lost node comes back: c10d with a store of its own"
+        yield "a lost node can rejoin: c10d with a store that torchrun does not share"
     if int(config.get("PET_MAX_RESTARTS", "0")) < 1:
-        yield "a lost node costs no pod: the others restart their ranks"
+        yield "after the loss of a node the other pods restart their ranks"
 
 
-def _endings(spec: Document, pod: Document, config: dict[str, str]) -> Iterator[str]:
+def _failures(spec: Document, pod: Document, config: dict[str, str]) -> Iterator[str]:
     if pod.get("restartPolicy") != "Never":
-        yield "podFailurePolicy wants restartPolicy Never"
+        yield "podFailurePolicy needs restartPolicy Never"
     if spec.get("podReplacementPolicy") != "Failed":
-        yield "a pod is replaced when it is gone, not while it goes"
+        yield "a pod is replaced after it has ended, not while it terminates"
     rules = spec.get("podFailurePolicy", {}).get("rules", [])
     fails = [rule["onExitCodes"] for rule in rules if rule["action"] == "FailJob"]
     names = {container["name"] for container in pod.get("initContainers", [])}
@@ -99,67 +99,67 @@ def _endings(spec: Document, pod: Document, config: dict[str, str]) -> Iterator[
         rule.get("operator") == "In" and set(rule["values"]) == {2, 3, 4} and rule.get("containerName") in names
         for rule in fails
     ):
-        yield "what no retry mends (2, 3, 4 of the preflight) fails the Job"
+        yield "a permanent failure (exit code 2, 3 or 4 of the preflight) fails the Job"
     ignored = [c["type"] for rule in rules if rule["action"] == "Ignore" for c in rule.get("onPodConditions", [])]
     if "DisruptionTarget" not in ignored:
         yield "a drain or a preemption does not count"
     if spec.get("backoffLimit", 6) < 2 * spec.get("completions", 1):
-        yield "the back-off outlives the loss of node 0, which ends every pod"
+        yield "the backoff limit tolerates the loss of node 0, which ends every pod"
     shutdown = int(config.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
     if pod.get("terminationGracePeriodSeconds", 30) <= shutdown:
-        yield "the grace is longer than torchrun's shutdown time-out"
+        yield "the grace period is longer than torchrun's shutdown timeout"
     if shutdown < 60:
-        yield "torchrun's shutdown time-out covers a step and a save"
+        yield "torchrun's shutdown timeout covers a step and a save"
 
 
 def _pods(documents: list[Document], job: Document, config: dict[str, str]) -> Iterator[str]:
     pod, server = pod_of(job), one(documents, "Deployment", "mlflow")
     if len({container["image"] for container in containers(pod)}) != 1:
-        yield "preflight and trainer are one image"
+        yield "preflight and trainer use the same image"
     words = [container["command"][2 if container["name"] == "preflight" else 4 :] for container in containers(pod)]
     if words[0] != words[-1]:
-        yield "what the preflight looks at is what is trained"
+        yield "preflight and trainer have the same request"
     shm = next((v for v in pod["volumes"] if v.get("emptyDir", {}).get("medium") == "Memory"), None)
     mounts = {m["name"]: m["mountPath"] for m in pod["containers"][0]["volumeMounts"]}
     limits = pod["containers"][0]["resources"]["limits"]
     if not shm or mounts.get(shm["name"]) != "/dev/shm":
-        yield "/dev/shm is memory of the pod's own"
+        yield "/dev/shm is a memory volume of the pod"
     elif bytes_of(shm["emptyDir"]["sizeLimit"]) * 2 > bytes_of(limits["memory"]):
         yield "/dev/shm leaves memory for the training"
     gpus = limits.get("nvidia.com/gpu")
     if gpus is not None and str(gpus) != config["PET_NPROC_PER_NODE"]:
-        yield "a process for each GPU"
+        yield "one process for each GPU"
     host = config["MLFLOW_TRACKING_URI"].removeprefix("http://")
     (flag, allowed, *more) = server["spec"]["template"]["spec"]["containers"][0]["args"]
     if flag != "--allowed-hosts" or host not in allowed.split(","):
-        yield "MLflow lets in whom the trainers call, port included"
+        yield "MLflow allows the host name and port that the trainers call"
     service = one(documents, "Service", "mlflow")
     if host != f"{service['metadata']['name']}:{service['spec']['ports'][0]['port']}":
         yield "the trainers call MLflow's Service"
     if server["spec"]["strategy"]["type"] != "Recreate" or server["spec"]["replicas"] != 1:
         yield "SQLite has one writer"
-    probes = server["spec"]["template"]["spec"]["containers"][0]
-    given = {source["secretRef"]["name"] for source in probes.get("envFrom", []) if "secretRef" in source}
-    asks = more == ["--app-name", "basic-auth"]
-    if asks != ("mlflow-auth" in given) or (more and not asks):
-        yield "a server that asks for a password has one, from its Secret"
+    container = server["spec"]["template"]["spec"]["containers"][0]
+    secrets = {source["secretRef"]["name"] for source in container.get("envFrom", []) if "secretRef" in source}
+    has_auth = more == ["--app-name", "basic-auth"]
+    if has_auth != ("mlflow-auth" in secrets) or (more and not has_auth):
+        yield "a server with basic authentication has a password from its Secret"
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
-        call = str(probes[kind])
-        if "/api/2.0/mlflow/experiments/search" not in call or (asks and "Authorization" not in call):
-            yield "a probe is a call that a trainer makes"
-    if probes["startupProbe"]["periodSeconds"] * probes["startupProbe"]["failureThreshold"] < 60:
-        yield "the start-up probe covers a cold start"
+        probe = str(container[kind])
+        if "/api/2.0/mlflow/experiments/search" not in probe or (has_auth and "Authorization" not in probe):
+            yield "a probe makes a call that a trainer makes"
+    if container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"] < 60:
+        yield "the startup probe covers a cold start"
     claims = {d["metadata"]["name"] for d in documents if d["kind"] == "PersistentVolumeClaim"}
-    for each in (pod, pod_of(server)):
-        if each.get("enableServiceLinks") is not False:
+    for spec in (pod, pod_of(server)):
+        if spec.get("enableServiceLinks") is not False:
             yield "no Service injects MLFLOW_PORT"
-        if each.get("automountServiceAccountToken") is not False:
-            yield "no token of the cluster in a pod"
+        if spec.get("automountServiceAccountToken") is not False:
+            yield "no service account token in a pod"
         if (
-            not {v["persistentVolumeClaim"]["claimName"] for v in each["volumes"] if "persistentVolumeClaim" in v}
+            not {v["persistentVolumeClaim"]["claimName"] for v in spec["volumes"] if "persistentVolumeClaim" in v}
             <= claims
         ):
-            yield "every claim is there"
+            yield "every claim exists"
     yield from _network(documents, job, server)
 
 
@@ -167,31 +167,30 @@ def _network(documents: list[Document], job: Document, server: Document) -> Iter
     policies = {d["metadata"]["name"]: d["spec"] for d in documents if d["kind"] == "NetworkPolicy"}
     trainer, mlflow = policies.get("trainer"), policies.get("mlflow")
     if not trainer or not mlflow:
-        yield "trainers and MLflow have their policies"
+        yield "trainers and MLflow have network policies"
         return
-    everybody = [spec for spec in policies.values() if spec["podSelector"] == {}]
+    for_all_pods = [spec for spec in policies.values() if spec["podSelector"] == {}]
     if not any({*spec["policyTypes"]} == {"Ingress", "Egress"} and spec.keys() == {"podSelector", "policyTypes"}
-               for spec in everybody):  # fmt: skip
-        yield "who has no policy hears and reaches nobody"
+               for spec in for_all_pods):  # fmt: skip
+        yield "a pod without another policy has no traffic in or out"
     labels = job["spec"]["template"]["metadata"]["labels"]
     if any("ports" in rule for rule in trainer["ingress"]) or not all(
         peer["podSelector"]["matchLabels"].items() <= labels.items()
         for rule in trainer["ingress"] for peer in rule["from"]
     ):  # fmt: skip
-        yield "trainers hear trainers, on all ports, and nobody else"
-    names = [rule for rule in trainer["egress"] if any(port["port"] == 53 for port in rule.get("ports", []))]
-    if not names or any("to" in rule for rule in names) or {p["protocol"] for p in names[0]["ports"]} != {"UDP", "TCP"}:
-        yield "names resolve: port 53, both protocols, to anywhere"
+        yield "trainers accept traffic from trainers, on all ports, and from no other pod"
+    dns = [rule for rule in trainer["egress"] if any(port["port"] == 53 for port in rule.get("ports", []))]
+    if not dns or any("to" in rule for rule in dns) or {p["protocol"] for p in dns[0]["ports"]} != {"UDP", "TCP"}:
+        yield "DNS is allowed: port 53, both protocols, to anywhere"
     to_mlflow = [rule for rule in trainer["egress"] if any(port["port"] == 5000 for port in rule.get("ports", []))]
-    there = server["spec"]["template"]["metadata"]["labels"]
-    if not any(
-        peer["podSelector"]["matchLabels"].items() <= there.items() for rule in to_mlflow for peer in rule.get("to", [])
-    ):
-        yield "trainers reach MLflow"
+    peers = [peer["podSelector"]["matchLabels"] for rule in to_mlflow for peer in rule.get("to", [])]
+    server_labels = server["spec"]["template"]["metadata"]["labels"].items()
+    if not any(peer.items() <= server_labels for peer in peers):
+        yield "trainers can call MLflow"
 
 
 def _restricted(document: Document) -> Iterator[str]:
-    """Pod Security `restricted`, field by field, and read-only root file systems, which it does not ask for."""
+    """Yield what breaks Pod Security `restricted`, and writable root file systems, too."""
     if document["kind"] == "Namespace":
         if document["metadata"]["labels"].get("pod-security.kubernetes.io/enforce") != "restricted":
             yield "the namespace enforces Pod Security restricted"
@@ -205,18 +204,18 @@ def _restricted(document: Document) -> Iterator[str]:
     if any(set(volume) & {"hostPath"} for volume in pod["volumes"]):
         yield "no path of the host"
     if any("sizeLimit" not in volume["emptyDir"] for volume in pod["volumes"] if "emptyDir" in volume):
-        yield "a scratch volume ends somewhere"
+        yield "a scratch volume has a size limit"
     if context.get("runAsNonRoot") is not True or context.get("runAsUser", 0) == 0:
         yield "no root"
     if context.get("seccompProfile", {}).get("type") != "RuntimeDefault":
         yield "the default seccomp profile"
     for container in containers(pod):
-        own = container.get("securityContext", {})
-        if own.get("allowPrivilegeEscalation") is not False or own.get("privileged"):
+        security = container.get("securityContext", {})
+        if security.get("allowPrivilegeEscalation") is not False or security.get("privileged"):
             yield f"{container['name']}: no new privileges"
-        if own.get("capabilities") != {"drop": ["ALL"]}:
+        if security.get("capabilities") != {"drop": ["ALL"]}:
             yield f"{container['name']}: no capabilities"
-        if own.get("readOnlyRootFilesystem") is not True:
+        if security.get("readOnlyRootFilesystem") is not True:
             yield f"{container['name']}: a read-only root file system"
         if any(port.get("hostPort") for port in container.get("ports", [])):
             yield f"{container['name']}: no port of the host"

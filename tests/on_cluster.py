@@ -1,8 +1,8 @@
-"""The manifests on a real cluster: `make cluster-test`, with kubectl alone. Not run by `make test`.
+"""Test the manifests on a real cluster with kubectl: `make cluster-test`. `make test` does not.
 
-Renders into a namespace of its own, trains the digits once undisturbed, then once for each fault,
-and compares the digests: a worker's pod deleted, pod 0 deleted, a rank killed inside its pod, a
-node drained. Removes the namespace at the end.
+Renders the manifests into a separate namespace, trains the digits once without faults and once with
+each fault: a worker's pod deleted, pod 0 deleted, a rank killed inside its pod, a node drained.
+Compares the digests of the weights and removes the namespace at the end.
 
     make cluster-test KUBECONFIG=… IMAGE=… MLFLOW_IMAGE=… RENDER="--cpu --single-node"
 """
@@ -47,7 +47,7 @@ def pod(index: int) -> str:
 
 
 def step() -> int:
-    """The last step that node 0 has reported."""
+    """Return the last step in the journal of node 0, 0 if it cannot be read."""
     name = pod(0)
     text = name and kubectl("exec", name, "--", "sh", "-c", "tail -n 1 $RUN_DIR/journal.jsonl", check=False)
     try:
@@ -57,7 +57,7 @@ def step() -> int:
 
 
 def train(folder: Path, fault: Callable[[], None] | None) -> str:
-    """Apply, hurt, wait: the training's last line."""
+    """Apply the manifests, inject the fault and wait for the end; return the `done` line."""
     kubectl("delete", "job", "trainer", "--ignore-not-found", "--wait")
     kubectl("apply", "--filename", str(folder))
     if fault:
@@ -74,11 +74,11 @@ def train(folder: Path, fault: Callable[[], None] | None) -> str:
         for line in kubectl("logs", name, "--container", "trainer", check=False).splitlines():
             if line.startswith("done "):
                 return line
-    sys.exit("no pod has said a done line")
+    sys.exit("no pod has printed a done line")
 
 
 def ask_mlflow() -> None:
-    """From a trainer's pod, through the Service and the network policy."""
+    """Call MLflow from a trainer's pod, through the Service and the network policy."""
     code = (
         "import urllib.request as http\n"
         "print(http.urlopen('http://mlflow:5000/api/2.0/mlflow/experiments/search?max_results=9').read().decode())"
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--render", default="", help="further options of `pipeline k8s render`")
     given = parser.parse_args()
     faults: dict[str, Callable[[], None] | None] = {
-        "undisturbed": None,
+        "no-fault": None,
         "worker-deleted": lambda: print(kubectl("delete", pod(1), "--wait=false").strip()),
         "node-0-deleted": lambda: print(kubectl("delete", pod(0), "--wait=false").strip()),
         "rank-killed": kill_rank,
@@ -127,8 +127,8 @@ def main() -> None:
             print(f"  {lines[name]}", flush=True)
     finally:
         kubectl("delete", "namespace", NAMESPACE, "--ignore-not-found", timeout=600)
-    different = [name for name, line in lines.items() if line != lines["undisturbed"]]
-    sys.exit(f"other weights than undisturbed: {', '.join(different)}" if different else 0)
+    different = [name for name, line in lines.items() if line != lines["no-fault"]]
+    sys.exit(f"the weights differ from the run without faults: {', '.join(different)}" if different else 0)
 
 
 if __name__ == "__main__":

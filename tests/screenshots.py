@@ -1,8 +1,7 @@
-"""Pictures of a run in MLflow's pages, as a browser shows them: `make screenshots` writes docs/images.
+"""Take screenshots of a run in MLflow's pages: `make screenshots` writes docs/images.
 
-The run is the digits recipe on two "nodes", two torchrun agents that see a host name of their own
-each, sent to a real server while it trains. A page is taken once it has the words that it is to
-show, and has stopped changing.
+The run trains the digits recipe on two "nodes", which are two torchrun agents with different host
+names, and sends its data to a real MLflow server.
 """
 
 import argparse
@@ -24,21 +23,21 @@ PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 HOSTS = ("node-0", "node-1")
 WIDTH = 1400
 ASSISTANT = "Close"
-"""A panel that MLflow opens beside each page, and what closes it."""
-LARGEST = 200_000
-"""Bytes of a picture."""
+"""The button that closes the assistant panel, which MLflow opens on each page."""
+MAX_BYTES = 200_000
+"""Largest size of a screenshot."""
 
 
 @dataclass(frozen=True)
 class Page:
     name: str
     path: str
-    """Of the experiment, with the run and the model to be filled in."""
+    """Path below the experiment, with placeholders for run and model."""
     shows: tuple[str, ...]
-    """Words that are there once it is complete."""
+    """Texts that the complete page shows."""
     height: int
     clicks: tuple[str, ...] = ()
-    """What is clicked on first, by its words."""
+    """Texts of the elements to click on first."""
 
 
 PAGES = (
@@ -56,12 +55,12 @@ def train(folder: Path, server: Server) -> Job:
     words = ["digits", data, f"track.uri={server.uri}", "track.register=digits@best", "train.epochs=6", "run.threads=1"]
     job = Job(folder / "runs" / "digits", words, nproc=2)
     print(two_nodes(job, HOSTS).done, flush=True)
-    sent = pipeline("sync", str(job.folder))  # what a busy machine had no time for
+    sent = pipeline("sync", str(job.folder))  # the rest that the sender has not sent yet
     assert sent.code == 0, sent.err
     return job
 
 
-def take_all(browser: Browser, server: Server, job: Job, out: Path) -> None:
+def capture_all(browser: Browser, server: Server, job: Job, out: Path) -> None:
     run = server.run_of(job)
     (model,) = run.outputs.model_outputs
     (data_set,) = run.inputs.dataset_inputs
@@ -72,32 +71,34 @@ def take_all(browser: Browser, server: Server, job: Job, out: Path) -> None:
     }
     for page in PAGES:
         path, clicks = page.path.format(**names), (word.format(**names) for word in page.clicks)
-        # without the ending MLflow opens its view of traces
+        # Without the query MLflow opens its view of traces.
         url = f"{server.uri}/#/experiments/{run.info.experiment_id}/{path}?workflowType=machine_learning"
-        picture = browser.take(url, WIDTH, page.height, (ASSISTANT, *clicks), page.shows)
-        print(f"{page.name:<10} {write(picture, out / f'{page.name}.png'):,} bytes", flush=True)
+        screenshot = browser.capture(url, WIDTH, page.height, (ASSISTANT, *clicks), page.shows)
+        print(f"{page.name:<10} {write(screenshot, out / f'{page.name}.png'):,} bytes", flush=True)
 
 
-def write(picture: bytes, path: Path) -> int:
-    """The picture in 256 colours, which pages have hardly more of; its bytes."""
-    reduced = Image.open(io.BytesIO(picture)).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+def write(screenshot: bytes, path: Path) -> int:
+    """Write the screenshot with 256 colours, which is enough for these pages; return its bytes."""
+    reduced = Image.open(io.BytesIO(screenshot)).convert("RGB").quantize(256, dither=Image.Dither.NONE)
     reduced.save(path, optimize=True)
     size = path.stat().st_size
-    if size > LARGEST:
-        raise RuntimeError(f"{path} has {size:,} bytes, more than {LARGEST:,}: make the page lower")
+    if size > MAX_BYTES:
+        raise RuntimeError(f"{path} has {size:,} bytes, more than {MAX_BYTES:,}: reduce the page's height")
     return size
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Train the digits on two nodes and take MLflow's pages of the run.")
+    parser = argparse.ArgumentParser(
+        description="Train the digits on two nodes and take screenshots of the run in MLflow."
+    )
     parser.add_argument("out", type=Path)
     out = parser.parse_args().out
     program = next(filter(None, map(shutil.which, PROGRAMS)), None)
     if program is None:
-        print(f"none of {', '.join(PROGRAMS)} is here: install Chromium", file=sys.stderr)
+        print(f"none of {', '.join(PROGRAMS)} is installed: install Chromium", file=sys.stderr)
         return 2
     if subprocess.run([*on_host(HOSTS[0]), "true"], capture_output=True, check=False).returncode:
-        print("this system gives its users no namespaces, so two nodes cannot be told apart", file=sys.stderr)
+        print("two host names need unprivileged user namespaces, which are not available here", file=sys.stderr)
         return 2
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="screenshots-") as scratch, contextlib.ExitStack() as running:
@@ -106,7 +107,7 @@ def main() -> int:
         job = train(Path(scratch), server.wait_ready())
         browser = Browser(program, Path(scratch) / "profile")
         running.callback(browser.close)
-        take_all(browser, server, job, out)
+        capture_all(browser, server, job, out)
     return 0
 
 

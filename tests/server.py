@@ -1,4 +1,4 @@
-"""A real MLflow server, for tests and pictures: started, killed, asked what it holds."""
+"""Start and kill a real MLflow server, and read what it has stored."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from mlflow.entities import Run
 
 
 class Server:
-    """A real MLflow server that can be killed and started again on the same port and database."""
+    """A real MLflow server that can be killed and restarted on the same port and database."""
 
     def __init__(self, folder: Path, *more: str, **env: str) -> None:
         self.folder = folder
@@ -29,7 +29,9 @@ class Server:
                  "--workers", "1", "--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db",
                  "--artifacts-destination", str(self.folder / "artifacts"), *self.more],
                 stdout=log, stderr=log, start_new_session=True, cwd=self.folder,
-                env=environment(MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false", MLFLOW_DISABLE_TELEMETRY="true", **self.env),
+                env=environment(
+                    MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false", MLFLOW_DISABLE_TELEMETRY="true", **self.env
+                ),
             )  # fmt: skip
         return self
 
@@ -48,7 +50,7 @@ class Server:
         self.process.wait()
 
     def run_of(self, job: Job) -> Run:
-        """The one MLflow run of a training: there is no second."""
+        """Return the MLflow run of a training; fail if there is not exactly one."""
         found = self.runs(job)
         assert len(found) == 1, found
         return found[0]
@@ -62,6 +64,7 @@ class Server:
         return max(point.step for point in self.client.get_metric_history(self.run_of(job).info.run_id, "train/loss"))
 
     def points(self, run: Run) -> list[tuple[int, str, float, int]]:
+        """Return (step, key, value, timestamp) of all metrics of a run, sorted."""
         return sorted(
             (point.step, key, point.value, point.timestamp)
             for key in run.data.metrics

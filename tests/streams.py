@@ -1,7 +1,8 @@
-"""The data stream of a whole group, made in one process: the ranks one after another."""
+"""Make the data stream of all ranks in one process, one rank after another."""
 
 import hashlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,19 +32,20 @@ from pipeline.world import World
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """What one update sees."""
+    """The samples of one optimizer step, over all ranks and accumulation passes."""
 
     ids: tuple[int, ...]
     labels: tuple[int, ...]
     pixels: str
-    """Digest over all pixels."""
+    """Digest of all pixels."""
     trace: str
-    """Digest over the digests of its samples, as trace.jsonl has it."""
+    """Digest of the samples' digests, as in trace.jsonl."""
     mix: str
-    """Digest over how its images are mixed."""
+    """Digest of the mixing parameters (MixUp and CutMix)."""
 
 
 def prepare(root: Path, world: int, *overrides: str) -> tuple[Config, Plan, Source]:
+    """Return configuration, plan and data source of the digits recipe for `world` processes."""
     config = load("digits", [f"data.root={root}", "batch.global=48", "run.trace=true", *overrides])
     source = open_source(config)
     return config, make_plan(config, World(size=world, local_size=world, cpus=2), source.size), source
@@ -63,25 +65,30 @@ def make_trainer(root: Path, *overrides: str) -> Trainer:
 
 
 def stream(root: Path, steps: range, *overrides: str, world: int = 1) -> tuple[list[GlobalBatch], set[tuple[int, str]]]:
-    """The global batches of `steps`, and every defect that any process met."""
+    """Return the global batches of `steps` and all image defects that any rank found."""
     config, plan, source = prepare(root, world, *overrides)
     positions = range(steps.start * plan.accumulate, steps.stop * plan.accumulate)
     ranks = []
     for rank in range(world):
         ranks.append(list(batches(TrainBatches(source.train, config, plan, rank), positions, plan, pin=False)))
         assert len(ranks[-1]) == len(positions)
-    made = []
+    global_batches = []
     for step in range(len(steps)):
-        passes = [one for rank in ranks for one in rank[step * plan.accumulate : (step + 1) * plan.accumulate]]
-        made.append(joined(passes))
-    return made, {defect for rank in ranks for one in rank for defect in one.defects}
+        passes = slice(step * plan.accumulate, (step + 1) * plan.accumulate)
+        global_batches.append(joined([batch for rank in ranks for batch in rank[passes]]))
+    return global_batches, {defect for rank in ranks for batch in rank for defect in batch.defects}
 
 
 def joined(passes: list[Batch]) -> GlobalBatch:
+    """Join the batches of all ranks and passes into one global batch."""
+
+    def digest(tensors: Iterator[torch.Tensor]) -> str:
+        return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
+
     return GlobalBatch(
-        ids=tuple(sample for one in passes for sample in one.ids.tolist()),
-        labels=tuple(label for one in passes for label in one.labels.tolist()),
-        pixels=hashlib.sha256(b"".join(one.images.numpy().tobytes() for one in passes)).hexdigest(),
-        mix=hashlib.sha256(b"".join(one.mix.numpy().tobytes() for one in passes)).hexdigest(),
-        trace=hashlib.sha256(b"".join(one.digests.numpy().tobytes() for one in passes)).hexdigest(),
+        ids=tuple(sample for batch in passes for sample in batch.ids.tolist()),
+        labels=tuple(label for batch in passes for label in batch.labels.tolist()),
+        pixels=digest(batch.images for batch in passes),
+        mix=digest(batch.mix for batch in passes),
+        trace=digest(batch.digests for batch in passes),
     )

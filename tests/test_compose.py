@@ -1,4 +1,4 @@
-"""Dockerfile and compose files, looked at without an engine."""
+"""Check the Dockerfile and the compose files without a Docker engine."""
 
 import re
 import shutil
@@ -19,10 +19,10 @@ BIN = Path(sys.executable).parent
 
 
 class Loader(yaml.SafeLoader):
-    """Knows the one tag that compose adds to YAML: a value taken away again."""
+    """A YAML loader that knows Compose's tag `!reset`, which removes a value."""
 
 
-Loader.add_constructor("!reset", lambda loader, found: None)
+Loader.add_constructor("!reset", lambda loader, node: None)
 
 
 def service(name: str, file: str = "docker-compose.yml") -> dict[str, Any]:
@@ -30,15 +30,15 @@ def service(name: str, file: str = "docker-compose.yml") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_the_compose_files_are_what_the_specification_says(path: Path, tmp_path: Path) -> None:
-    plain = tmp_path / path.name  # the checker knows no tags
+def test_the_compose_files_follow_the_specification(path: Path, tmp_path: Path) -> None:
+    plain = tmp_path / path.name  # check-jsonschema does not know the tag
     plain.write_text(re.sub(r"\n *\w+: !reset null", "", path.read_text()))
     command = [BIN / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", plain]
     checked = subprocess.run(command, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_the_dockerfile_has_nothing_that_hadolint_would_change() -> None:
+def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
     hadolint = shutil.which("hadolint", path=BIN)
     assert hadolint, "make setup installs it"
     checked = subprocess.run([hadolint, ROOT / "Dockerfile"], capture_output=True, text=True, check=False)
@@ -46,12 +46,12 @@ def test_the_dockerfile_has_nothing_that_hadolint_would_change() -> None:
 
 
 @pytest.mark.parametrize("name", ["mlflow", "trainer", "postgres"])
-def test_a_service_can_do_no_more_than_it_must(name: str) -> None:
+def test_a_service_has_minimal_privileges(name: str) -> None:
     found = service(name, "docker-compose.postgres.yml" if name == "postgres" else "docker-compose.yml")
     assert found["read_only"] is True
     assert found["cap_drop"] == ["ALL"]
     assert set(found.get("cap_add", [])) <= {"CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID"}
-    assert not found.get("cap_add") or name == "postgres", "whose image begins as root"
+    assert not found.get("cap_add") or name == "postgres", "only postgres's image starts as root"
     assert found["mem_limit"]
     assert found["pids_limit"]
     assert all("size=" in place for place in found["tmpfs"] if place.startswith("/tmp"))
@@ -68,22 +68,20 @@ def test_the_trainer_has_the_environment_of_a_single_node() -> None:
     assert int(found["stop_grace_period"].removesuffix("s")) > node.SHUTDOWN_TIMEOUT_S
 
 
-def test_every_variable_has_its_line_in_the_example() -> None:
+def test_every_variable_is_in_the_example_env_file() -> None:
     used = {name for path in FILES for name in re.findall(r"\$\{(\w+)", path.read_text())}
-    told = set(re.findall(r"^#(\w+)=", (ROOT / ".env.example").read_text(), re.MULTILINE))
-    assert used <= told
+    explained = set(re.findall(r"^#(\w+)=", (ROOT / ".env.example").read_text(), re.MULTILINE))
+    assert used <= explained
 
 
-def test_versions_and_images_stand_alike_wherever_they_stand() -> None:
+def test_versions_and_base_images_agree_in_all_files() -> None:
     dockerfile = (ROOT / "Dockerfile").read_text()
     assert f"ARG VERSION={pipeline.__version__}\n" in dockerfile
-    bases = set(
-        re.findall(r"nvidia/cuda:[\w.-]+", "".join(path.read_text() for path in (*FILES, ROOT / ".env.example")))
-    )
-    assert bases == set(re.findall(r"nvidia/cuda:[\w.-]+", dockerfile))
+    texts = "".join(path.read_text() for path in (*FILES, ROOT / ".env.example"))
+    assert set(re.findall(r"nvidia/cuda:[\w.-]+", texts)) == set(re.findall(r"nvidia/cuda:[\w.-]+", dockerfile))
 
 
-def test_whatever_pip_installs_is_pinned_and_hashed() -> None:
+def test_everything_that_pip_installs_is_pinned_and_hashed() -> None:
     dockerfile = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
     installs = re.findall(r"pip install (.*)", dockerfile)
     assert len(installs) == 4
@@ -91,15 +89,15 @@ def test_whatever_pip_installs_is_pinned_and_hashed() -> None:
     locks = set(re.findall(r"source=(requirements[\w-]*\.lock)", dockerfile))
     for name in locks:
         text = (ROOT / name).read_text()
-        assert "://" not in text, "no address of an index"
+        assert "://" not in text, "no URL of a package index"
         assert all("--hash=sha256:" in package for package in re.split(r"\n(?=\w)", text.strip())), name
         assert f"!{name}" in (ROOT / ".dockerignore").read_text()
     pinned = [(ROOT / name).read_text() for name in ("requirements.lock", "requirements-build.lock")]
     assert len({re.search(r"^setuptools==\S+", text, re.MULTILINE)[0] for text in pinned}) == 1  # type: ignore[index]
 
 
-def test_the_overlays_go_together() -> None:
-    """Each of them changes the server's command and not the other's part of it."""
+def test_the_overlays_can_be_combined() -> None:
+    """Each overlay changes its own part of the server's command line."""
     postgres, auth = (service("mlflow", f"docker-compose.{name}.yml") for name in ("postgres", "auth"))
     assert "command" not in postgres
     assert "--backend-store-uri=postgresql+psycopg2://mlflow@postgres/mlflow" in postgres["entrypoint"]

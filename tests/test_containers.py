@@ -1,4 +1,4 @@
-"""The images and compose on a real Docker engine: what a stranger's `docker compose up` does, and what it survives."""
+"""The images and `docker compose up` on a real Docker engine: training, faults and security."""
 
 import contextlib
 import http.client
@@ -26,34 +26,36 @@ from harness import DONE, free_port, pipeline
 pytestmark = pytest.mark.engine
 
 CANARY = "CANARY-5e0c2f"
-IN_A_LAYER = "one line for each ending that is not a crash"
+TEXT_IN_LAYER = "one line for each ending that is not a crash"
+"""A text in a layer of the trainer's image, which shows that the search for CANARY works."""
 IMAGES = ("ddp-pipeline", "ddp-pipeline-mlflow")
 EXACT = "run.deterministic=true checkpoint.every=10steps track.every=2steps"
 
 
 @dataclass
 class Project:
-    """One compose project, with volumes and a port of its own."""
+    """A compose project with its own volumes and port."""
 
     name: str
     port: int
     env: dict[str, str] = field(default_factory=dict)
 
     def compose(self, *arguments: str, check: bool = True, **env: str) -> str:
-        every = {"MLFLOW_PORT": str(self.port), "NPROC": "2", "SHM_SIZE": "256mb", **self.env, **env}
-        return docker("compose", "-p", self.name, *CPU, *arguments, check=check, **every)
+        variables = {"MLFLOW_PORT": str(self.port), "NPROC": "2", "SHM_SIZE": "256mb", **self.env, **env}
+        return docker("compose", "-p", self.name, *CPU, *arguments, check=check, **variables)
 
     def container(self, service: str) -> str:
         return self.compose("ps", "--all", "--quiet", service).strip()
 
     def wait(self, timeout: float = 300) -> int:
-        """The trainer's exit code, once it has ended."""
+        """Wait for the trainer's end; return its exit code."""
         return int(docker("wait", self.container("trainer"), timeout=timeout).strip())
 
     def logs(self, service: str) -> str:
         return docker("logs", self.container(service))
 
     def done(self) -> dict[str, str]:
+        """Return the fields of the trainer's `done` line."""
         lines = [line for line in self.logs("trainer").splitlines() if line.startswith("done ")]
         assert lines, self.logs("trainer")[-3000:]
         match = DONE.match(lines[-1])
@@ -61,11 +63,11 @@ class Project:
         return match.groupdict()
 
     def read(self, path: str) -> str:
-        """A file of the volume of runs; empty if it is not there."""
+        """Return a file of the runs volume; the error of `cat` if it does not exist."""
         return docker("exec", self.container("trainer"), "cat", path, check=False)
 
     def step(self, run: str) -> int:
-        """The last step that the running trainer's journal reports."""
+        """Return the last step in the journal of the running trainer."""
         rows = re.findall(r'"step": (\d+), "metrics"', self.read(f"/runs/{run}/journal.jsonl"))
         return int(rows[-1]) if rows else 0
 
@@ -81,33 +83,28 @@ Popen = subprocess.Popen[bytes]
 
 @pytest.fixture(scope="module")
 def layers(images: None) -> Iterator[tuple[Popen, Popen]]:
-    """Looks for the secret in all layers of the images, and for what is in one; beside other tests: it takes a minute."""
-    words = ["--regexp", CANARY, "--regexp", IN_A_LAYER]
+    """Search all layers of the images for the secret, in the background: it takes a minute."""
+    search = ["grep", "--only-matching", "--fixed-strings", "--text", "--regexp", CANARY, "--regexp", TEXT_IN_LAYER]
     with (
         subprocess.Popen(["docker", "save", *IMAGES], stdout=subprocess.PIPE) as saving,
-        subprocess.Popen(
-            ["grep", "--only-matching", "--fixed-strings", "--text", *words],
-            stdin=saving.stdout,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as looking,
+        subprocess.Popen(search, stdin=saving.stdout, stdout=subprocess.PIPE, text=True) as searching,
     ):
-        yield saving, looking
+        yield saving, searching
         saving.kill()
-        looking.kill()
+        searching.kill()
 
 
 @pytest.fixture(scope="module")
 def project(images: None, layers: tuple[Popen, Popen]) -> Iterator[Project]:
-    """A project in which the digits were trained, by the one command of the README."""
-    found = Project("pipeline-test", free_port(), {"MLFLOW_TRACKING_PASSWORD": CANARY, "REVISION": REVISION})
-    found.compose("down", "--volumes", "--timeout", "0")
+    """Train the digits with the command of the README and return the compose project."""
+    project = Project("pipeline-test", free_port(), {"MLFLOW_TRACKING_PASSWORD": CANARY, "REVISION": REVISION})
+    project.compose("down", "--volumes", "--timeout", "0")
     try:
-        found.compose("up", "--detach", OVERRIDES=EXACT)
-        assert found.wait() == 0, found.logs("trainer")
-        yield found
+        project.compose("up", "--detach", OVERRIDES=EXACT)
+        assert project.wait() == 0, project.logs("trainer")
+        yield project
     finally:
-        found.compose("down", "--volumes", "--timeout", "0")
+        project.compose("down", "--volumes", "--timeout", "0")
 
 
 @pytest.fixture(scope="module")
@@ -130,18 +127,15 @@ def test_up_trains_the_digits_and_mlflow_has_the_run(
     assert run.data.tags["mlflow.docker.image.uri"] == "ddp-pipeline"
     assert run.data.tags["mlflow.source.git.commit"] == REVISION
     assert run.data.tags["version"] == metadata.version("ddp-pipeline")
-    assert {file.path for file in client.list_artifacts(run.info.run_id)} >= {
-        "config.yaml",
-        "plan.json",
-        "journal.jsonl",
-    }
-    there = Path(client.download_artifacts(run.info.run_id, "journal.jsonl", str(tmp_path)))
-    assert there.read_text() == project.compose(
+    artifacts = {file.path for file in client.list_artifacts(run.info.run_id)}
+    assert artifacts >= {"config.yaml", "plan.json", "journal.jsonl"}
+    journal = Path(client.download_artifacts(run.info.run_id, "journal.jsonl", str(tmp_path)))
+    assert journal.read_text() == project.compose(
         "run", "--rm", "--no-deps", "--entrypoint", "cat", "trainer", "/runs/digits/journal.jsonl"
     )
 
 
-def test_killed_and_up_again_it_is_one_run_with_the_same_weights(project: Project, expected: dict[str, str]) -> None:
+def test_a_killed_trainer_resumes_as_one_run_with_the_same_weights(project: Project, expected: dict[str, str]) -> None:
     import mlflow
 
     env = {"RUN": "killed", "OVERRIDES": EXACT}
@@ -151,7 +145,7 @@ def test_killed_and_up_again_it_is_one_run_with_the_same_weights(project: Projec
     assert project.wait() == 137
     project.compose("up", "--detach", **env)
     project.wait_for(lambda: project.step("killed") >= 60, "step 60")
-    project.compose("kill", "mlflow")  # whose death costs nothing either
+    project.compose("kill", "mlflow")  # must not affect the training
     assert project.wait() == 0, project.logs("trainer")
     assert project.done() == expected
     assert "resuming from" in project.logs("trainer")
@@ -159,7 +153,9 @@ def test_killed_and_up_again_it_is_one_run_with_the_same_weights(project: Projec
     project.compose("run", "--rm", "--entrypoint", "pipeline", "trainer", "sync", "/runs/killed", **env)
     client = mlflow.MlflowClient(f"http://127.0.0.1:{project.port}")
     runs = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
-    assert [run.info.status for run in runs] == ["FINISHED", "FINISHED"], "one for each training, not for each start"
+    assert [run.info.status for run in runs] == ["FINISHED", "FINISHED"], (
+        "one run for each training, not for each start"
+    )
     points = [(point.step, point.value) for point in client.get_metric_history(runs[0].info.run_id, "train/loss")]
     assert sorted(points) == sorted(
         (point.step, point.value) for point in client.get_metric_history(runs[1].info.run_id, "train/loss")
@@ -167,7 +163,7 @@ def test_killed_and_up_again_it_is_one_run_with_the_same_weights(project: Projec
 
 
 @pytest.mark.fault("B3", ci=1, long=20)
-def test_stopped_it_has_saved_that_step(project: Project, seed: int) -> None:
+def test_docker_stop_saves_the_last_step(project: Project, seed: int) -> None:
     run = f"stopped-{seed}"
     env = {
         "RUN": run,
@@ -180,15 +176,15 @@ def test_stopped_it_has_saved_that_step(project: Project, seed: int) -> None:
     project.compose("stop", "trainer")
     assert time.monotonic() - started < 20
     assert project.wait() not in (0, 137)
-    look = ["run", "--rm", "--no-deps", "--entrypoint", "sh", "trainer", "-c"]
-    left = project.compose(*look, f"ls /runs/{run}/checkpoints | tail -n 1; tail -n 1 /runs/{run}/trace.jsonl")
-    saved, made = re.findall(r"step-(\d{8})\.", left), re.findall(r'"step": (\d+)', left)
-    assert int(saved[-1]) == int(made[-1])
-    assert f"step {int(made[-1])} is saved" in project.logs("trainer")
+    shell = ["run", "--rm", "--no-deps", "--entrypoint", "sh", "trainer", "-c"]
+    output = project.compose(*shell, f"ls /runs/{run}/checkpoints | tail -n 1; tail -n 1 /runs/{run}/trace.jsonl")
+    saved, trained = re.findall(r"step-(\d{8})\.", output), re.findall(r'"step": (\d+)', output)
+    assert int(saved[-1]) == int(trained[-1])
+    assert f"step {int(trained[-1])} is saved" in project.logs("trainer")
 
 
 @pytest.mark.fault("H4", "C3")
-def test_a_container_can_do_no_more_than_it_must(project: Project) -> None:
+def test_a_container_has_minimal_privileges(project: Project) -> None:
     for service in ("trainer", "mlflow"):
         found = json.loads(docker("inspect", project.container(service)))[0]
         assert found["Config"]["User"] == "10001:10001"
@@ -204,7 +200,7 @@ def test_a_container_can_do_no_more_than_it_must(project: Project) -> None:
     assert "Read-only file system" in write
 
 
-def test_the_image_has_what_torch_compile_wants(project: Project) -> None:
+def test_the_image_has_the_prerequisites_of_torch_compile(project: Project) -> None:
     compiling = (
         "echo '#include <Python.h>' | gcc -shared -fPIC -x c"
         " -I $(python -c 'import sysconfig; print(sysconfig.get_path(\"include\"))') -o /tmp/launcher.so - && echo"
@@ -215,37 +211,27 @@ def test_the_image_has_what_torch_compile_wants(project: Project) -> None:
 
 
 @pytest.mark.fault("H3")
-def test_a_secret_in_the_environment_is_found_nowhere(
+def test_a_secret_in_the_environment_is_in_no_log_file_or_layer(
     project: Project, expected: dict[str, str], layers: tuple[Popen, Popen]
 ) -> None:
-    told = docker("inspect", project.container("trainer"))
-    assert CANARY in told, "the trainer has it"
+    assert CANARY in docker("inspect", project.container("trainer")), "the trainer's environment has it"
     assert CANARY not in project.logs("trainer") + project.logs("mlflow")
+    options = ("--recursive", "--files-with-matches", "--text")
     for service, folder in (("trainer", "/runs"), ("mlflow", "/mlflow")):
-        look = (
-            "run",
-            "--rm",
-            "--no-deps",
-            "--entrypoint",
-            "grep",
-            service,
-            "--recursive",
-            "--files-with-matches",
-            "--text",
-        )
-        assert CANARY not in project.compose(*look, "no-such-word", folder, check=False)
-        assert project.compose(*look, CANARY, folder, check=False).strip() == ""
+        grep = ("run", "--rm", "--no-deps", "--entrypoint", "grep", service, *options)
+        assert CANARY not in project.compose(*grep, "no-such-word", folder, check=False)
+        assert project.compose(*grep, CANARY, folder, check=False).strip() == ""
     for image in IMAGES:
         assert CANARY not in docker("history", "--no-trunc", image) + docker("inspect", image)
-    saving, looking = layers
-    assert set(looking.communicate()[0].split("\n")) == {IN_A_LAYER, ""}
+    saving, searching = layers
+    assert set(searching.communicate()[0].split("\n")) == {TEXT_IN_LAYER, ""}
     assert saving.wait() == 0
 
 
 @pytest.mark.fault("H5")
-def test_mlflow_is_on_loopback_and_the_compose_network_alone(project: Project) -> None:
+def test_mlflow_listens_only_on_loopback_and_the_compose_network(project: Project) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outward:
-        outward.connect(("192.0.2.1", 9))  # sends nothing; tells which address of ours is used
+        outward.connect(("192.0.2.1", 9))  # sends nothing, but selects the address of our outer interface
         address = outward.getsockname()[0]
     assert not address.startswith("127.")
     with socket.create_connection(("127.0.0.1", project.port), timeout=5):
@@ -265,17 +251,17 @@ def test_mlflow_is_on_loopback_and_the_compose_network_alone(project: Project) -
         ("PUT", "/api/2.0/mlflow-artifacts/artifacts/%2e%2e/%2e%2e/mlflow/planted"),
     ],
 )
-def test_a_path_that_leads_out_of_the_artifacts_is_refused(project: Project, method: str, path: str) -> None:
+def test_a_path_outside_the_artifacts_is_refused(project: Project, method: str, path: str) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", project.port, timeout=20)
     connection.request(method, path, b"planted" if method == "PUT" else None)
-    answer = connection.getresponse()
-    assert answer.status in (400, 403, 404, 405), answer.status
-    assert b"root:" not in answer.read()
+    response = connection.getresponse()
+    assert response.status in (400, 403, 404, 405), response.status
+    assert b"root:" not in response.read()
     planted = project.compose("exec", "mlflow", "find", "/mlflow", "-name", "planted")
     assert planted.strip() == ""
 
 
-def test_a_name_that_is_not_listed_is_refused(project: Project) -> None:
+def test_a_host_name_that_is_not_allowed_is_refused(project: Project) -> None:
     request = urllib.request.Request(
         f"http://127.0.0.1:{project.port}/ajax-api/2.0/mlflow/experiments/search?max_results=1"
     )
@@ -285,7 +271,7 @@ def test_a_name_that_is_not_listed_is_refused(project: Project) -> None:
     assert refused.value.code == 403
 
 
-def test_a_change_of_the_code_builds_no_packages_anew(images: None, tmp_path: Path) -> None:
+def test_a_change_of_the_code_reuses_the_cached_packages(images: None, tmp_path: Path) -> None:
     for name in ("Dockerfile", ".dockerignore", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     for path in ROOT.glob("requirements*.lock"):
@@ -295,10 +281,10 @@ def test_a_change_of_the_code_builds_no_packages_anew(images: None, tmp_path: Pa
         file.write("# changed\n")
     base = ["--build-arg", f"BASE_IMAGE={os.environ['BASE_IMAGE']}"] if "BASE_IMAGE" in os.environ else []
     started = time.monotonic()
-    said = docker("build", "--progress", "plain", "--tag", "ddp-pipeline:changed", *base, str(tmp_path))
+    log = docker("build", "--progress", "plain", "--tag", "ddp-pipeline:changed", *base, str(tmp_path))
     print(f"built in {time.monotonic() - started:.0f} s")
-    steps = re.split(r"\n(?=#\d+ \[)", said)
-    assert all("CACHED" in step for step in steps if "pip install --require-hashes" in step), said[-3000:]
+    steps = re.split(r"\n(?=#\d+ \[)", log)
+    assert all("CACHED" in step for step in steps if "pip install --require-hashes" in step), log[-3000:]
     docker("image", "rm", "ddp-pipeline:changed")
 
 
@@ -312,50 +298,51 @@ def test_a_change_of_the_code_builds_no_packages_anew(images: None, tmp_path: Pa
         ({"SHM_SIZE": "1mb", "OVERRIDES": "run.dir=/runs/other"}, "/dev/shm has 1.0 MiB"),
     ],
 )
-def test_a_wrong_request_is_one_clear_line(project: Project, env: dict[str, str], says: str) -> None:
-    said = project.compose("run", "--rm", "--no-deps", "trainer", check=False, RUN="wrong", **env)
-    assert sum(says in line for line in said.splitlines()) == 1, said
+def test_a_wrong_request_prints_one_clear_line(project: Project, env: dict[str, str], says: str) -> None:
+    output = project.compose("run", "--rm", "--no-deps", "trainer", check=False, RUN="wrong", **env)
+    assert sum(says in line for line in output.splitlines()) == 1, output
 
 
-def test_without_a_gpu_the_plain_file_says_so(images: None) -> None:
+def test_without_a_gpu_the_default_compose_file_reports_the_missing_driver(images: None) -> None:
     if Path("/dev/nvidia0").exists():
         pytest.skip("this machine has a GPU")
-    said = docker("compose", "-p", "pipeline-gpu", "run", "--rm", "--no-deps", "trainer", check=False)
+    output = docker("compose", "-p", "pipeline-gpu", "run", "--rm", "--no-deps", "trainer", check=False)
     docker("compose", "-p", "pipeline-gpu", "down", "--volumes", check=False)
-    assert 'could not select device driver "nvidia"' in said
+    assert 'could not select device driver "nvidia"' in output
     readme = (ROOT / "README.md").read_text()
-    assert 'could not select device driver "nvidia"' in readme, "foreseen"
+    assert 'could not select device driver "nvidia"' in readme, "the README explains this error"
 
 
 def test_a_port_that_is_taken_is_named(project: Project) -> None:
+    compose = ("compose", "-p", "pipeline-port", *CPU)
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = str(taken.getsockname()[1])
-        said = docker("compose", "-p", "pipeline-port", *CPU, "up", "--detach", "mlflow", check=False, MLFLOW_PORT=port)
-        docker("compose", "-p", "pipeline-port", *CPU, "down", "--volumes", check=False)
-    assert "address already in use" in said
-    assert port in said
+        output = docker(*compose, "up", "--detach", "mlflow", check=False, MLFLOW_PORT=port)
+        docker(*compose, "down", "--volumes", check=False)
+    assert "address already in use" in output
+    assert port in output
 
 
 @pytest.fixture(scope="module")
 def two_processes(images: None) -> str:
-    """What two processes of one container end with: the bits that two nodes must end with."""
-    said = docker(
+    """Train with two processes in one container; return the `done` line, as two nodes must."""
+    output = docker(
         "run", "--rm", "--shm-size", "256m", "--read-only", "--tmpfs", "/tmp", "ddp-pipeline", "train", "digits",
         "--nproc", "2", *REHEARSED,
     )  # fmt: skip
-    return next(line for line in said.splitlines() if line.startswith("done "))
+    return next(line for line in output.splitlines() if line.startswith("done "))
 
 
 REHEARSED = ("run.deterministic=true", "track.uri=none", "train.max_steps=60", "checkpoint.every=10 steps",
              "track.every=2 steps")  # fmt: skip
 
 
-EACH_ALONE = ("", "--kill 1@25", "--kill 0@25", "--cut 1@25:5")
+SINGLE_FAULTS = ("", "--kill 1@25", "--kill 0@25", "--cut 1@25:5")
 
 
 @pytest.mark.parametrize(
     "faults",
-    ["--kill 1@15 --cut 1@30:5 --kill 0@45", *(pytest.param(one, marks=pytest.mark.long) for one in EACH_ALONE)],
+    ["--kill 1@15 --cut 1@30:5 --kill 0@45", *(pytest.param(fault, marks=pytest.mark.long) for fault in SINGLE_FAULTS)],
 )
 def test_a_rehearsal_ends_with_the_same_weights(two_processes: str, faults: str) -> None:
     result = pipeline("rehearse", "digits", "--nodes", "2", *faults.split(), *REHEARSED, timeout=600)
@@ -365,19 +352,19 @@ def test_a_rehearsal_ends_with_the_same_weights(two_processes: str, faults: str)
     _assert_nothing_is_left(result.err)
 
 
-def test_a_rehearsal_that_is_interrupted_leaves_nothing(images: None) -> None:
+def test_an_interrupted_rehearsal_removes_everything_it_made(images: None) -> None:
     command = [sys.executable, "-m", "pipeline", "rehearse", "digits", "--nodes", "2", *REHEARSED]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr
-        said = ""
+        log = ""
         for line in process.stderr:
-            said += line
+            log += line
             if "first step done" in line:
                 break
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
     assert process.returncode == 75
-    _assert_nothing_is_left(said)
+    _assert_nothing_is_left(log)
 
 
 @pytest.mark.parametrize(
@@ -391,15 +378,15 @@ def test_a_rehearsal_that_is_interrupted_leaves_nothing(images: None) -> None:
         (("batch.global=97",), "batch.global=97 does not divide by 2 processes"),
     ],
 )
-def test_a_wrong_rehearsal_is_one_line(images: None, words: tuple[str, ...], says: str) -> None:
+def test_a_wrong_rehearsal_request_prints_one_line(images: None, words: tuple[str, ...], says: str) -> None:
     result = pipeline("rehearse", "digits", "--nodes", "2", *words)
     assert result.code == 2
     assert says in result.error
     _assert_nothing_is_left(result.err)
 
 
-def _assert_nothing_is_left(said: str) -> None:
-    """Assert that the rehearsal whose messages are `said` has removed all that it made."""
-    for name in set(re.findall(r"rehearsal-[0-9a-f]{8}", said)):
+def _assert_nothing_is_left(log: str) -> None:
+    """Assert that the rehearsals named in `log` have removed their containers and networks."""
+    for name in set(re.findall(r"rehearsal-[0-9a-f]{8}", log)):
         for kind in (("ps", "--all"), ("network", "ls"), ("volume", "ls")):
             assert docker(*kind, "--quiet", "--filter", f"label=ddp-pipeline.rehearsal={name}").strip() == ""

@@ -1,4 +1,4 @@
-"""The same seed, the same weights: however the processes were started and whatever their environment says."""
+"""The same seed gives the same weights with every launcher, environment and number of workers."""
 
 from pathlib import Path
 
@@ -9,20 +9,20 @@ SHORT = ("train.max_steps=12", "evaluate.every=12 steps", "data.workers=2")
 
 
 def job(folder: Path, digits: Path, *more: str, nproc: int = 1, by_torchrun: bool = False, **env: str) -> Job:
-    # dropout besides batch norm, so that the network's own randomness counts too
+    # This model has dropout in addition to batch norm, which tests the network's own randomness.
     arguments = ["digits", f"data.root={digits}", *SMALL, "model.arch=mobilenet_v3_small", *SHORT, *more]
     return Job(folder, arguments, nproc=nproc, by_torchrun=by_torchrun, env=env)
 
 
 @pytest.fixture(scope="module")
 def weights_of_two(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> str:
-    """What two processes of `--nproc` end with."""
+    """Return the digest of the weights that `--nproc 2` gives."""
     return job(tmp_path_factory.mktemp("two") / "run", digits, nproc=2).run().done["weights"]
 
 
 @pytest.mark.full
 @pytest.mark.fault("I3")
-def test_torchrun_gives_the_same_weights_and_another_seed_others(
+def test_torchrun_gives_the_same_weights_and_another_seed_does_not(
     tmp_path: Path, digits: Path, weights_of_two: str
 ) -> None:
     same = job(tmp_path / "torchrun", digits, nproc=2, by_torchrun=True, OMP_NUM_THREADS="2")
@@ -50,7 +50,7 @@ def test_threads_workers_prefetch_and_tracing_change_nothing(tmp_path: Path, dig
 
 
 @pytest.mark.long
-def test_accumulation_keeps_the_samples_and_resumes_to_the_bit(tmp_path: Path, digits: Path) -> None:
+def test_accumulation_resumes_with_the_same_samples_and_bits(tmp_path: Path, digits: Path) -> None:
     assert_resumes(tmp_path, job(tmp_path, digits, "batch.accumulate=4").arguments, 5)
 
 

@@ -1,6 +1,6 @@
-"""A moving average of the weights is what is judged, digested and served; a resumption does not
-disturb it. Batch norm's running statistics are, where that is asked for, the mean over the
-processes.
+"""The EMA of the weights is evaluated, digested and served, and a resume restores it.
+
+With `model.batchnorm=average` batch norm's running statistics are the mean over the processes.
 """
 
 from pathlib import Path
@@ -16,36 +16,35 @@ from pipeline.record.checkpoint import decode, read_verified, weights_digest
 from pipeline.world import World
 
 
-def test_it_moves_by_its_rate_and_faster_at_first() -> None:
+def test_the_ema_follows_its_decay_and_moves_faster_at_first() -> None:
     model = nn.BatchNorm1d(3)
-    average = make_ema(model)
-    expected = [tensor.double() for tensor in average.state_dict().values()]
+    ema = make_ema(model)
+    expected = [tensor.double() for tensor in ema.state_dict().values()]
     for step in range(1, 101):
         for tensor in model.state_dict().values():
             tensor.add_(1)
-        update_ema(average, model, step, 0.9)
+        update_ema(ema, model, step, 0.9)
         rate = 1 - min(0.9, (1 + step) / (10 + step))
-        expected = [
-            mine + rate * (their - mine) for mine, their in zip(expected, model.state_dict().values(), strict=True)
-        ]
-    for mine, wanted in zip(average.state_dict().values(), expected, strict=True):
-        if mine.is_floating_point():
-            torch.testing.assert_close(mine.double(), wanted, rtol=1e-5, atol=0)
+        new = model.state_dict().values()
+        expected = [mean + rate * (tensor - mean) for mean, tensor in zip(expected, new, strict=True)]
+    for tensor, mean in zip(ema.state_dict().values(), expected, strict=True):
+        if tensor.is_floating_point():
+            torch.testing.assert_close(tensor.double(), mean, rtol=1e-5, atol=0)
         else:
-            assert mine == 100, "what counts is taken over"
+            assert tensor == 100, "counters are copied"
 
 
 @pytest.mark.long
-def test_it_is_what_is_judged_and_it_resumes_to_the_bit(tmp_path: Path, digits: Path) -> None:
+def test_the_ema_is_evaluated_and_resumes_bit_identically(tmp_path: Path, digits: Path) -> None:
     words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=1", "train.ema=0.8", "data.workers=0"]
-    whole = assert_resumes(tmp_path, words, 13)
-    contents = decode(read_verified(whole.checkpoints()[-1]), whole.folder)
-    done = pipeline("evaluate", str(whole.folder)).done
-    assert f"weights=sha256:{done['weights']}" in whole.folder.with_suffix(".out").read_text()
+    run = assert_resumes(tmp_path, words, 13)
+    contents = decode(read_verified(run.checkpoints()[-1]), run.folder)
+    done = pipeline("evaluate", str(run.folder)).done
+    assert f"weights=sha256:{done['weights']}" in run.output()
     assert done["weights"] == weights_digest(contents["average"]) != weights_digest(contents["model"])
 
 
-def test_a_model_without_statistics_has_nothing_to_average() -> None:
+def test_averaging_no_tensors_does_nothing() -> None:
     group = ProcessGroup(World(init_method=f"tcp://127.0.0.1:{free_port()}"), torch.device("cpu"), 30)
     try:
         group.all_reduce_mean([])
@@ -54,22 +53,21 @@ def test_a_model_without_statistics_has_nothing_to_average() -> None:
 
 
 @pytest.mark.full
-def test_averaged_statistics_are_those_of_the_whole_batch(tmp_path: Path, digits: Path) -> None:
+def test_averaged_batch_norm_statistics_equal_those_of_the_global_batch(tmp_path: Path, digits: Path) -> None:
     words = ["digits", f"data.root={digits}", *SMALL, "train.max_steps=2", "data.workers=0", "run.deterministic=false",
              "train.ema=0.5", "checkpoint.every=1 steps"]  # fmt: skip
     runs = {
         name: Job(tmp_path / name, [*words, f"model.batchnorm={kind}"], nproc=nproc)
-        for name, nproc, kind in (("whole", 1, "local"), ("average", 2, "average"), ("local", 2, "local"))
+        for name, nproc, kind in (("single", 1, "local"), ("average", 2, "average"), ("local", 2, "local"))
     }
     means = {}
     for name, run in runs.items():
         assert run.run().code == 0
-        path = run.checkpoints()[0]  # of step 1, which no evaluation came before
+        path = run.checkpoints()[0]  # step 1, before any evaluation
         contents = decode(read_verified(path), path)
         for part in ("model", "average"):
-            weights = contents[part]
-            # of the first layer: no other came before it
-            means[name, part] = next(tensor for key, tensor in weights.items() if key.endswith("running_mean"))
+            # The first batch norm: its input does not depend on other statistics.
+            means[name, part] = next(tensor for key, tensor in contents[part].items() if key.endswith("running_mean"))
     for part in ("model", "average"):
-        torch.testing.assert_close(means["average", part], means["whole", part], rtol=0, atol=1e-6)
-        assert (means["local", part] - means["whole", part]).abs().max() > 1e-4
+        torch.testing.assert_close(means["average", part], means["single", part], rtol=0, atol=1e-6)
+        assert (means["local", part] - means["single", part]).abs().max() > 1e-4

@@ -1,4 +1,4 @@
-"""The house: imports run one way, torch comes late, and what must never be in the source is not."""
+"""The layout of the source: the direction of imports, late imports, and forbidden calls."""
 
 import ast
 import re
@@ -12,12 +12,17 @@ import pytest
 
 import pipeline
 
-HOUSE = Path(pipeline.__file__).parent
+PACKAGE = Path(pipeline.__file__).parent
 FILES = {
-    ".".join(["pipeline", *path.relative_to(HOUSE).with_suffix("").parts]).removesuffix(".__init__"): path
-    for path in sorted(HOUSE.rglob("*.py"))
+    ".".join(["pipeline", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
 }
-ROOMS = re.sub(r"\s+", " ", re.search(r"__main__,[\w\s,]+files", pipeline.__doc__ or "")[0]).split(", ")  # type: ignore[index]
+ROOMS = re.findall(r"\w+", re.search(r"__main__,[\w\s,]+files", pipeline.__doc__ or "")[0])  # type: ignore[index]
+
+BANNED_STARTS = ("Of", "What", "Whether", "Where", "How", "Around", "Everybody's")
+TO_DO = ("checkpoint", "compile", "config", "evaluate", "export", "figures", "plan", "resume")
+"""Tests whose docstrings are not rewritten yet; to be removed."""
+TESTS = [path for path in sorted(Path(__file__).parent.rglob("*.py")) if path.stem.removeprefix("test_") not in TO_DO]
 
 
 def tree(module: str) -> ast.Module:
@@ -25,7 +30,7 @@ def tree(module: str) -> ast.Module:
 
 
 def imported(module: str) -> Iterator[str]:
-    """Modules that `module` imports: at its top, in functions and for type checking."""
+    """Yield the modules that `module` imports at its top, in functions and for type checking."""
     for node in ast.walk(tree(module)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -36,7 +41,7 @@ def imported(module: str) -> Iterator[str]:
                 yield inner if inner in FILES else str(node.module)
 
 
-def inside(module: str) -> set[str]:
+def imported_from_package(module: str) -> set[str]:
     return {name for name in imported(module) if name.startswith("pipeline.")}
 
 
@@ -45,6 +50,7 @@ def room(module: str) -> str:
 
 
 def importers(library: str) -> set[str]:
+    """Return our modules that import the library."""
     return {module for module in FILES if any(name.split(".")[0] == library for name in imported(module))}
 
 
@@ -52,38 +58,39 @@ def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
-def test_the_docstring_of_the_package_names_every_room() -> None:
+def test_the_package_docstring_names_every_room() -> None:
     assert sorted(ROOMS) == sorted({room(module) for module in FILES if module != "pipeline"})
 
 
 @pytest.mark.parametrize("module", [module for module in FILES if module != "pipeline"])
-def test_imports_run_one_way(module: str) -> None:
-    at_or_below = ROOMS[ROOMS.index(room(module)) :]
-    above = {name for name in inside(module) if room(name) not in at_or_below}
-    assert not above, f"{module} imports from above: {above}"
+def test_a_module_imports_only_from_its_room_and_those_below(module: str) -> None:
+    allowed = ROOMS[ROOMS.index(room(module)) :]
+    forbidden = {name for name in imported_from_package(module) if room(name) not in allowed}
+    assert not forbidden, f"{module} imports from a room above it: {forbidden}"
 
 
-def test_no_modules_import_each_other() -> None:
-    TopologicalSorter({module: inside(module) - {module} for module in FILES}).prepare()  # CycleError names the circle
+def test_there_are_no_circular_imports() -> None:
+    # CycleError names the modules.
+    TopologicalSorter({module: imported_from_package(module) - {module} for module in FILES}).prepare()
 
 
-def test_the_path_from_the_data_to_the_weights_can_be_followed() -> None:
-    """docs/design.md names at most 12 stops; each exists, and an earlier one names it."""
-    design = (HOUSE.parent / "docs/design.md").read_text()
+def test_the_stops_from_data_to_weights_in_the_design_exist() -> None:
+    """Check the stops that docs/design.md lists: each exists, and an earlier stop names it."""
+    design = (PACKAGE.parent / "docs/design.md").read_text()
     stops = re.findall(r"^\d+\. `(pipeline/[\w/]+\.py)` `([\w.]+)`", design, flags=re.MULTILINE)
     assert 8 < len(stops) <= 12
     bodies = []
     for file, name in stops:
-        node: ast.AST = ast.parse((HOUSE.parent / file).read_text())
+        node: ast.AST = ast.parse((PACKAGE.parent / file).read_text())
         for part in name.split("."):
             node = next(inner for inner in ast.walk(node) if getattr(inner, "name", None) == part)
         bodies.append(ast.unparse(node))
     for number, (_, name) in enumerate(stops[1:], 1):
         last = name.rpartition(".")[2]
-        assert any(last in body for body in bodies[:number]), f"nothing before it calls {name}"
+        assert any(last in body for body in bodies[:number]), f"no earlier stop names {name}"
 
 
-def test_mlflow_and_docker_stay_in_their_modules() -> None:
+def test_only_their_own_modules_import_mlflow_and_docker() -> None:
     assert importers("mlflow") <= {module for module in FILES if module.startswith("pipeline.record.mlflow")}
     assert importers("docker") <= {"pipeline.deploy.rehearse"}
 
@@ -91,27 +98,45 @@ def test_mlflow_and_docker_stay_in_their_modules() -> None:
 def test_nothing_is_unpickled() -> None:
     for module, path in FILES.items():
         assert not re.search(r"weights_only\s*=\s*False", path.read_text()), module
-        assert not re.search(r"mlflow\.\w+\.load_model|pyfunc", path.read_text()), "it unpickles and imports"
+        assert not re.search(r"mlflow\.\w+\.load_model|pyfunc", path.read_text()), "load_model unpickles and imports"
         for node in ast.walk(tree(module)):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
-                given = {word.arg: ast.unparse(word.value) for word in node.keywords}
-                assert given.get("weights_only") == "True", f"{module} line {node.lineno}"
+                arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                assert arguments.get("weights_only") == "True", f"{module} line {node.lineno}"
     for library in ("pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"):
         assert not importers(library)
 
 
-def test_what_checks_a_request_needs_no_torch() -> None:
+def test_modules_that_check_a_request_do_not_import_torch() -> None:
     modules = (
         "config.load", "plan", "world", "supervision", "machine", "errors", "files", "randomness", "data.manifest",
         "data.sources", "record.folder", "record.figures", "record.description", "preflight.request", "operate.report",
         "operate.launch", "__main__",
     )  # fmt: skip
     names = [f"pipeline.{module}" for module in modules]
-    code = f"import importlib, sys\nfor name in {names}: importlib.import_module(name); print(name, 'torch' in sys.modules)"
+    code = (
+        "import importlib, sys\n"
+        f"for name in {names}: importlib.import_module(name); print(name, 'torch' in sys.modules)"
+    )
     assert run(code).splitlines() == [f"{name} False" for name in names]
 
 
-def test_a_training_process_needs_neither_mlflow_nor_docker_nor_matplotlib() -> None:
+def test_a_training_process_imports_neither_mlflow_nor_docker_nor_matplotlib() -> None:
     names = "('torch', 'mlflow', 'docker', 'matplotlib')"
     code = f"import sys, pipeline.train.session; print([name in sys.modules for name in {names}])"
     assert run(code) == "[True, False, False, False]\n"
+
+
+@pytest.mark.parametrize("path", [*FILES.values(), *TESTS], ids=lambda path: str(path.relative_to(PACKAGE.parent)))
+def test_docstrings_say_what_something_does_or_is(path: Path) -> None:
+    """No docstring of a module, class, function or field begins with one of BANNED_STARTS."""
+    strings = [
+        statement.value
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        for statement in node.body
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    ]
+    banned = re.compile(rf"\s*({'|'.join(BANNED_STARTS)})\b")
+    found = [f"line {text.lineno}: {text.value[:60]}" for text in strings if banned.match(str(text.value))]
+    assert not found

@@ -1,4 +1,4 @@
-"""The manifests: k8s/ is what `render` gives, every render is right, and each of many mistakes would be noticed."""
+"""The manifests: k8s/ equals the rendered defaults, all variants are valid, mistakes are found."""
 
 import copy
 import re
@@ -28,67 +28,67 @@ def defaults() -> list[Document]:
     return documents(Request())
 
 
-def test_the_folder_is_what_render_gives_for_the_defaults() -> None:
+def test_the_k8s_folder_equals_the_rendered_defaults() -> None:
     assert {path.name: path.read_text() for path in sorted(K8S.glob("*.yaml"))} == render(Request())
-    assert not [path for path in K8S.iterdir() if "kustomization" in path.name], (
-        "kubectl apply -f would stumble over it"
-    )
+    assert not [path for path in K8S.iterdir() if "kustomization" in path.name], "kubectl apply -f would fail on it"
 
 
 @pytest.mark.parametrize("path", sorted((K8S / "examples").glob("*.yaml")), ids=lambda path: path.stem)
-def test_an_example_fits_the_rest(path: Path, defaults: list[Document]) -> None:
+def test_an_example_is_valid_and_agrees_with_the_other_manifests(path: Path, defaults: list[Document]) -> None:
     images = {
         container["image"] for d in defaults if "template" in d.get("spec", {}) for container in containers(pod_of(d))
     }
     claims = {d["metadata"]["name"] for d in defaults if d["kind"] == "PersistentVolumeClaim"} | {"archives"}
     example = list(yaml.safe_load_all(path.read_text()))
-    for written in example:
-        assert written["metadata"]["namespace"] == "ddp-pipeline"
-        if written["kind"] == "TrainJob":  # no schema of it is at hand
-            assert written["spec"].keys() == {"runtimeRef", "trainer"}, "pods are the runtime's"
-            runtime = written["spec"]["runtimeRef"]
+    for resource in example:
+        assert resource["metadata"]["namespace"] == "ddp-pipeline"
+        if resource["kind"] == "TrainJob":  # kubernetes_validate has no schema for it
+            assert resource["spec"].keys() == {"runtimeRef", "trainer"}, "the runtime defines the pods"
+            runtime = resource["spec"]["runtimeRef"]
             assert one(example, runtime["kind"], runtime["name"])
-            assert written["spec"]["trainer"]["numNodes"] == one(defaults, "Job", "trainer")["spec"]["completions"]
+            assert resource["spec"]["trainer"]["numNodes"] == one(defaults, "Job", "trainer")["spec"]["completions"]
             continue
-        document = _job_of(written) if written["kind"] == "TrainingRuntime" else written
-        if document is not written:
-            _fits(document["spec"]["template"], one(defaults, "Job", "trainer")["spec"]["template"])
+        document = _job_of(resource) if resource["kind"] == "TrainingRuntime" else resource
+        if document is not resource:
+            _assert_same_pod(document["spec"]["template"], one(defaults, "Job", "trainer")["spec"]["template"])
         assert problems_alone(document) == []
         if document["kind"] in ("Job", "Deployment"):
             assert {container["image"] for container in containers(pod_of(document))} <= images
             volumes = pod_of(document)["volumes"]
             assert {v["persistentVolumeClaim"]["claimName"] for v in volumes if "persistentVolumeClaim" in v} <= claims
         else:
-            assert document["kind"] in ("Service", "NetworkPolicy"), "what has pods is looked at above"
+            assert document["kind"] in ("Service", "NetworkPolicy"), "all other kinds have pods"
 
 
 def _job_of(runtime: Document) -> Document:
-    """The Job that the operator makes of a TrainingRuntime, but for what it fills in."""
+    """Return the Job that the operator makes from a TrainingRuntime, without the fields it adds."""
     (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
     step = replicated["template"]["metadata"]["labels"]["trainer.kubeflow.org/trainjob-ancestor-step"]
-    assert (replicated["name"], container["name"], step) == ("node", "node", "trainer"), "the operator looks for these"
+    assert (replicated["name"], container["name"], step) == ("node", "node", "trainer"), (
+        "the operator expects these names"
+    )
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": runtime["metadata"]}
     return job | {"spec": replicated["template"]["spec"]}
 
 
-def _fits(template: Document, rendered: Document) -> None:
-    """A pod that differs from the rendered Job's in its variables alone, which an operator sets."""
-    pod, there = template["spec"], rendered["spec"]
+def _assert_same_pod(template: Document, rendered: Document) -> None:
+    """Assert that the pods differ only in their environment, which the operator sets."""
+    pod, expected = template["spec"], rendered["spec"]
     assert template["metadata"] == rendered["metadata"]
-    assert {**there, **pod, "containers": []} == {**there, "containers": []}
-    (container,), (trainer,) = pod["containers"], there["containers"]
+    assert {**expected, **pod, "containers": []} == {**expected, "containers": []}
+    (container,), (trainer,) = pod["containers"], expected["containers"]
     assert [*container["command"], *container["args"]] == [*trainer["command"][:-1], "run.dir=/runs/digits"]
     for key in ("image", "resources", "securityContext", "volumeMounts"):
         assert container[key] == trainer[key]
 
 
 @pytest.mark.parametrize("path", sorted((K8S / "examples").glob("*.yaml")), ids=lambda path: path.stem)
-def test_a_service_that_is_called_is_there_beside_an_example(path: Path) -> None:
+def test_every_service_address_in_an_example_exists(path: Path) -> None:
     text = path.read_text()
     replaced = re.search(r"in place of k8s/(\S+\.yaml)", " ".join(text.replace("#", "").split()))
-    texts = [text, *(each for name, each in render(Request()).items() if not replaced or name != replaced[1])]
-    found = [document for each in texts for document in yaml.safe_load_all(each)]
+    rendered = [manifest for name, manifest in render(Request()).items() if not replaced or name != replaced[1]]
+    found = [document for manifest in (text, *rendered) for document in yaml.safe_load_all(manifest)]
     services = {
         f"{d['metadata']['name']}:{port['port']}": d["spec"]["selector"]
         for d in found
@@ -106,7 +106,7 @@ def test_a_service_that_is_called_is_there_beside_an_example(path: Path) -> None
 @pytest.mark.parametrize(
     "hardware", [{"gpus": 1}, {"gpus": 8}, {"gpus": 0}, {"gpus": 0, "nproc": 2, "single_node": True}]
 )
-def test_every_render_is_right(nodes: int, hardware: dict[str, Any]) -> None:
+def test_every_rendered_variant_is_valid(nodes: int, hardware: dict[str, Any]) -> None:
     more = {"storage_class": "fast", "pull_secret": "registry", "mlflow_auth": nodes > 2}
     request = Request(nodes=nodes, **more, **hardware)
     found = documents(request)
@@ -119,15 +119,14 @@ def test_every_render_is_right(nodes: int, hardware: dict[str, Any]) -> None:
     assert settings(found).items() >= node.environment(nodes, request.gpus or request.nproc).items()
 
 
-def test_the_recipe_in_the_cluster_is_the_recipe_here(tmp_path: Path, defaults: list[Document]) -> None:
+def test_the_recipe_in_the_configmap_is_the_local_recipe(tmp_path: Path, defaults: list[Document]) -> None:
     (tmp_path / "recipe.yaml").write_text(settings(defaults)["recipe.yaml"])
-    there = load(str(tmp_path / "recipe.yaml"), ["run.dir=runs/digits"])
-    assert there == load("digits", [])
-    own = tmp_path / "mine.yaml"
-    own.write_text("data: {root: /data}\nmodel: {arch: resnet18}\n")
-    text = settings(documents(Request(recipe=str(own), overrides=("train.epochs=3",))))
-    assert text["RUN_DIR"] == "/runs/mine"
-    assert yaml.safe_load(text["recipe.yaml"])["recipe"] == "mine"
+    assert load(str(tmp_path / "recipe.yaml"), ["run.dir=runs/digits"]) == load("digits", [])
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("data: {root: /data}\nmodel: {arch: resnet18}\n")
+    config = settings(documents(Request(recipe=str(recipe), overrides=("train.epochs=3",))))
+    assert config["RUN_DIR"] == "/runs/mine"
+    assert yaml.safe_load(config["recipe.yaml"])["recipe"] == "mine"
 
 
 @pytest.mark.parametrize(
@@ -141,29 +140,29 @@ def test_the_recipe_in_the_cluster_is_the_recipe_here(tmp_path: Path, defaults: 
         "# a comment\n\ndata:  # another\n  root: /data\r\ntrain:\n  epochs: 3",
     ],
 )
-def test_a_recipe_comes_out_of_its_configmap_however_it_is_written(tmp_path: Path, text: str) -> None:
-    own, there = tmp_path / "mine.yaml", tmp_path / "recipe.yaml"
-    own.write_text(text)
-    there.write_text(settings(documents(Request(recipe=str(own))))["recipe.yaml"])
-    assert load(str(there), ["run.dir=x"]) == load(str(own), ["run.dir=x"])
-    assert ("# another" in there.read_text()) == ("# a comment\n\n" in text), "what can keep its comments does"
+def test_a_recipe_of_any_yaml_style_survives_its_configmap(tmp_path: Path, text: str) -> None:
+    recipe, mounted = tmp_path / "mine.yaml", tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+    mounted.write_text(settings(documents(Request(recipe=str(recipe))))["recipe.yaml"])
+    assert load(str(mounted), ["run.dir=x"]) == load(str(recipe), ["run.dir=x"])
+    assert ("# another" in mounted.read_text()) == ("# a comment\n\n" in text), "comments are kept where possible"
 
 
 def _set(path: str, value: Any) -> Callable[[list[Document]], None]:
-    """A mistake: `Kind/name: field.field` set to `value`; None takes it away."""
+    """Return a function that sets `Kind/name: field|field` to `value`, or deletes it if None."""
     head, _, keys = path.partition(": ")
 
-    def make(found: list[Document]) -> None:
-        place: Any = one(found, *head.split("/"))
-        *way, last = [int(key) if key.isdecimal() else key for key in keys.split("|")]
-        for key in way:
-            place = place[key]
+    def edit(found: list[Document]) -> None:
+        parent: Any = one(found, *head.split("/"))
+        *parents, last = [int(key) if key.isdecimal() else key for key in keys.split("|")]
+        for key in parents:
+            parent = parent[key]
         if value is None:
-            del place[last]
+            del parent[last]
         else:
-            place[last] = value
+            parent[last] = value
 
-    return make
+    return edit
 
 
 _POD = "Job/trainer: spec|template|spec"
@@ -226,14 +225,14 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_planted_mistake_is_noticed(defaults: list[Document], mistake: str) -> None:
+def test_a_planted_mistake_is_found(defaults: list[Document], mistake: str) -> None:
     assert problems(defaults) == []
     found = copy.deepcopy(defaults)
     MISTAKES[mistake](found)
     assert problems(found), mistake
 
 
-def test_what_is_printed_is_what_is_written(tmp_path: Path) -> None:
+def test_render_prints_what_it_writes_to_files(tmp_path: Path) -> None:
     words = ("k8s", "render", "--nodes", "4", "--cpu", "--nproc", "2", "--image", "registry.example/train@sha256:0123")
     printed = pipeline(*words)
     written = pipeline(*words, "--out", str(tmp_path / "k8s"))
@@ -260,17 +259,17 @@ def test_what_is_printed_is_what_is_written(tmp_path: Path) -> None:
         (("--out", "/etc/hostname"), "/etc/hostname cannot be written: File exists: give --out a folder that can"),
     ],
 )
-def test_a_wrong_request_is_one_line(words: tuple[str, ...], says: str) -> None:
+def test_a_wrong_request_prints_one_line(words: tuple[str, ...], says: str) -> None:
     result = pipeline("k8s", "render", *words)
     assert (result.code, says in result.error) == (2, True), result.err
 
 
-def test_a_server_with_a_password_has_none_in_its_manifest() -> None:
+def test_the_manifest_of_a_server_with_a_password_does_not_contain_it() -> None:
     found = documents(Request(mlflow_auth=True))
     (server,) = pod_of(one(found, "Deployment", "mlflow"))["containers"]
     assert server["envFrom"] == [{"secretRef": {"name": "mlflow-auth"}}]
     assert "env" not in server
-    assert not [d for d in found if d["kind"] == "Secret"], "it is its owner's to make"
+    assert not [d for d in found if d["kind"] == "Secret"], "the user creates the Secret"
     for mistake in ("envFrom", "startupProbe"):
         wrong = copy.deepcopy(found)
         (server,) = pod_of(one(wrong, "Deployment", "mlflow"))["containers"]
@@ -282,8 +281,8 @@ def test_a_server_with_a_password_has_none_in_its_manifest() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((K8S / "examples").glob("stage*.yaml")), ids=lambda path: path.stem)
-def test_a_job_beside_the_training_is_shut_in(path: Path, defaults: list[Document]) -> None:
-    """Its label is nobody's whom another policy lets speak, so that the policy for all pods is the one that holds."""
+def test_a_data_job_has_no_network_access(path: Path, defaults: list[Document]) -> None:
+    """Only the policy for all pods applies to the job, since no other policy selects its labels."""
     (job,) = yaml.safe_load_all(path.read_text())
     labels = job["spec"]["template"]["metadata"]["labels"]
     matching = [

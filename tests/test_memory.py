@@ -1,6 +1,5 @@
-"""A pass that does not fit: smaller ones make the same batch, all processes alike; what would change bits is refused."""
+"""A pass that does not fit into memory is split on all ranks, unless that would change the bits."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,67 +14,68 @@ from pipeline.plan import DataSize, Plan, make_plan
 from pipeline.world import World
 
 
-class Roomy(Group):
-    """One of two processes; the other has room for so many images a pass."""
+class GroupOfTwo(Group):
+    """One of two processes; the other runs out of memory above `limit` images in a pass."""
 
-    def __init__(self, room_of_the_other: int, tried: list[int]) -> None:
+    def __init__(self, limit: int, tried: list[int]) -> None:
         super().__init__(World(size=2, local_size=2), torch.device("cpu"))
-        self._room, self._tried = room_of_the_other, tried
+        self._limit, self._tried = limit, tried
 
     def any_rank(self, *flags: bool) -> tuple[bool, ...]:
-        return tuple(flag or self._tried[-1] > self._room for flag in flags)
+        return tuple(flag or self._tried[-1] > self._limit for flag in flags)
 
 
-def fitted(room: int, *words: str, other: int = 1000) -> tuple[Plan, Plan, list[int], list[str]]:
-    """(the plan before, the plan that fits, passes tried, lines said)."""
+def fit(limit: int, *words: str, other_limit: int = 1000) -> tuple[Plan, Plan, list[int], list[str]]:
+    """Return (the plan before, the plan that fits, sizes of the passes tried, lines logged)."""
     config = load("digits", ["batch.global=96", *words])
     plan = make_plan(config, World(size=2, local_size=2), DataSize(1437, 360, 10))
     tried: list[int] = []
-    said: list[str] = []
+    lines: list[str] = []
 
-    def attempt(images: int) -> None:
+    def try_pass(images: int) -> None:
         tried.append(images)
-        if images > room:
+        if images > limit:
             raise torch.OutOfMemoryError
 
-    return plan, fit_passes(config, plan, Roomy(other, tried), attempt, said.append), tried, said
+    return plan, fit_passes(config, plan, GroupOfTwo(other_limit, tried), try_pass, lines.append), tried, lines
 
 
 def test_a_pass_that_fits_changes_nothing() -> None:
-    plan, fits, tried, said = fitted(48)
-    assert (fits, tried, said) == (plan, [48], [])
+    plan, fits, tried, lines = fit(48)
+    assert (fits, tried, lines) == (plan, [48], [])
 
 
-def test_passes_become_more_and_smaller_until_they_fit_everybody() -> None:
-    plan, fits, tried, said = fitted(20, other=12)
+def test_passes_become_smaller_until_they_fit_on_all_ranks() -> None:
+    plan, fits, tried, lines = fit(20, other_limit=12)
     assert tried == [48, 24, 16, 12]
     assert fits == replace(plan, accumulate=4, micro_batch=12)
-    assert said == ["a pass of 48 images does not fit into the memory of cpu: 4 passes of 12 make the same batch"
-                    " (batch.accumulate=4)"]  # fmt: skip
+    assert lines == [
+        "a pass of 48 images does not fit into the memory of cpu: 4 passes of 12 make the same batch"
+        " (batch.accumulate=4)"
+    ]
     for step in (0, 13, 14):
         assert Order(plan, 0).ids(step).tolist() == Order(fits, 0).ids(step).tolist()
 
 
-def test_pairs_that_are_mixed_stay_together() -> None:
-    _, fits, tried, _ = fitted(9, "augment.mixup=0.2", "batch.accumulate=2")
+def test_pairs_for_mixing_stay_in_one_pass() -> None:
+    _, fits, tried, _ = fit(9, "augment.mixup=0.2", "batch.accumulate=2")
     assert (tried, fits.micro_batch, fits.accumulate) == ([24, 12, 8], 8, 6)
 
 
 @pytest.mark.parametrize(
-    ("room", "words", "line"),
+    ("limit", "words", "line"),
     [(0, (), "not even a pass of 1 of 32 px fits into the memory of cpu"),
      (24, ("run.deterministic=true",), "fewer at once would change the bits: batch.accumulate=2 fits"),
      (4, ("run.exact=true",), "fewer at once would change the bits: exact.shards=24 fits")],
 )  # fmt: skip
-def test_what_cannot_be_helped_is_refused(room: int, words: tuple[str, ...], line: str) -> None:
+def test_a_batch_that_cannot_be_split_is_refused(limit: int, words: tuple[str, ...], line: str) -> None:
     with pytest.raises(RequestError, match=line):
-        fitted(room, *words)
+        fit(limit, *words)
 
 
-def test_a_tried_pass_leaves_no_gradient_behind() -> None:
+def test_a_trial_pass_leaves_no_gradient() -> None:
     config = load("digits", ["model.arch=squeezenet1_1", "train.ema=0.9"])
     plan = make_plan(config, World(), DataSize(1437, 360, 10))
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10))
-    attempt: Callable[[int], None] = make_try_pass(model, config, plan, torch.device("cpu"))
-    attempt(2)
-    assert all(one.grad is None for one in model.parameters())
+    make_try_pass(model, config, plan, torch.device("cpu"))(2)
+    assert all(param.grad is None for param in model.parameters())

@@ -1,4 +1,4 @@
-"""fp16: the loss is scaled, an overflow is skipped by all together, and a resumption has the scale too."""
+"""With fp16 the loss is scaled, all ranks skip an overflow, and a resume restores the scale."""
 
 from pathlib import Path
 
@@ -10,16 +10,17 @@ from pipeline.record.checkpoint import decode, read_verified
 
 
 @pytest.mark.full
-def test_fp16_skips_overflows_together_and_resumes_to_the_bit(tmp_path: Path) -> None:
+def test_fp16_skips_overflows_on_all_ranks_and_resumes_bit_identically(tmp_path: Path) -> None:
     words = ["digits", *SMALL, "data.source=synthetic", "data.num_images=480", "data.workers=0", "train.precision=fp16",
              "train.clip=1", "train.epochs=1", "run.watch=1 steps"]  # fmt: skip
-    whole = assert_resumes(tmp_path, words, 5)
-    contents = decode(read_verified(whole.checkpoints()[-1]), whole.folder)
-    assert 0 < contents["scaler"]["scale"] < 2.0**16, "it has overflowed, and was lowered for it"
-    assert all(bool(torch.isfinite(one).all()) for one in contents["model"].values() if one.is_floating_point())
+    uninterrupted = assert_resumes(tmp_path, words, 5)
+    contents = decode(read_verified(uninterrupted.checkpoints()[-1]), uninterrupted.folder)
+    assert 0 < contents["scaler"]["scale"] < 2.0**16, "an overflow has lowered the scale"
+    weights = [tensor for tensor in contents["model"].values() if tensor.is_floating_point()]
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in weights)
 
 
-def test_what_exact_mode_cannot_keep_is_refused_by_name(tmp_path: Path) -> None:
+def test_settings_that_exact_mode_does_not_support_are_refused_by_name(tmp_path: Path) -> None:
     for word in ("train.precision=fp16", "model.batchnorm=sync", "model.batchnorm=average"):
         result = pipeline("train", "digits", "run.exact=true", word, f"run.dir={tmp_path / 'run'}")
         assert result.code == 2

@@ -1,10 +1,12 @@
-"""Processes that hold different weights are told apart before anything of it is saved, and a slow one is named."""
+"""A rank whose weights diverge is found before the next save, and a slow rank is named."""
 
 from pathlib import Path
 
 import pytest
+import torch
 from harness import SMALL, Job, Result
 
+from pipeline.config.load import load
 from pipeline.group import Group
 from pipeline.guards.stragglers import StragglerWatch
 from pipeline.parallel import Strategy
@@ -13,13 +15,13 @@ from pipeline.world import World
 
 
 def job(folder: Path, digits: Path, nproc: int, *more: str, **env: str) -> Job:
-    words = ["digits", f"data.root={digits}", *SMALL, "data.workers=0", "train.max_steps=24", "checkpoint.every=4 steps",
-             "evaluate.every=24 steps"]  # fmt: skip
+    words = ["digits", f"data.root={digits}", *SMALL, "data.workers=0", "train.max_steps=24",
+             "checkpoint.every=4 steps", "evaluate.every=24 steps"]  # fmt: skip
     return Job(folder, [*words, *more], nproc=nproc, env=env)
 
 
 def inject(folder: Path, rank: int, code: str) -> str:
-    """A folder for PYTHONPATH that has `rank` run `code` before anything else."""
+    """Make a folder for PYTHONPATH with which `rank` runs `code` at its start; return its path."""
     lines = "\n".join(f"    {line}" for line in code.splitlines())
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(f"import os\nif os.environ.get('RANK') == '{rank}':\n{lines}\n")
@@ -27,25 +29,28 @@ def inject(folder: Path, rank: int, code: str) -> str:
 
 
 def flip(step: int) -> str:
-    """The lowest bit of one weight is flipped in the update that makes `step`."""
+    """Return code that flips the lowest bit of one weight in the update of `step`."""
     return f"""\
 import torch
-whole, calls = torch.optim.SGD.step, []
-def broken(self, *arguments, **options):
-    answer = whole(self, *arguments, **options)
+original, calls = torch.optim.SGD.step, []
+def flipping(self, *arguments, **options):
+    result = original(self, *arguments, **options)
     calls.append(1)
     if len(calls) == {step}:
         self.param_groups[0]["params"][1].data.view(torch.int32).view(-1)[3] ^= 1
-    return answer
-torch.optim.SGD.step = broken"""
+    return result
+torch.optim.SGD.step = flipping"""
 
 
 def diverged(tmp_path: Path, digits: Path, nproc: int, rank: int, *more: str) -> tuple[Job, Result]:
+    """Run a job in which `rank` has a flipped bit after step 10."""
     run = job(tmp_path / "run", digits, nproc, *more, PYTHONPATH=inject(tmp_path / "site", rank, flip(10)))
     return run, run.run()
 
 
-def test_a_flipped_bit_ends_the_run_with_its_rank_before_it_is_saved(tmp_path: Path, digits: Path, full: bool) -> None:
+def test_a_flipped_bit_ends_the_run_and_names_its_rank_before_the_next_save(
+    tmp_path: Path, digits: Path, full: bool
+) -> None:
     run, result = diverged(tmp_path, digits, 3, 1, "run.watch=3 steps")
     assert result.code == 1, result.err
     last = result.err.splitlines()[-1]
@@ -55,11 +60,11 @@ def test_a_flipped_bit_ends_the_run_with_its_rank_before_it_is_saved(tmp_path: P
     assert "Traceback" not in result.err
     if full:
         run.env = {}
-        assert run.run().done == job(tmp_path / "whole", digits, 3).run().done, "the same command goes on"
+        assert run.run().done == job(tmp_path / "uninterrupted", digits, 3).run().done, "the same command resumes"
 
 
 @pytest.mark.full
-def test_of_two_that_differ_nobody_says_which_is_right(tmp_path: Path, digits: Path) -> None:
+def test_of_two_different_ranks_the_error_calls_neither_right(tmp_path: Path, digits: Path) -> None:
     run, result = diverged(tmp_path, digits, 2, 0, "run.watch=5 steps")
     last = result.err.splitlines()[-1]
     assert "at step 10 rank 1 on " in last
@@ -69,16 +74,16 @@ def test_of_two_that_differ_nobody_says_which_is_right(tmp_path: Path, digits: P
 
 @pytest.mark.full
 @pytest.mark.parametrize("exact", ["false", pytest.param("true", marks=pytest.mark.long)])
-def test_before_a_save_weights_are_compared_whenever_it_is(tmp_path: Path, digits: Path, exact: str) -> None:
+def test_weights_are_compared_before_every_save(tmp_path: Path, digits: Path, exact: str) -> None:
     run, result = diverged(tmp_path, digits, 3, 2, f"run.exact={exact}", "run.watch=1000 steps")
     assert "at step 12 rank 2 on " in result.err.splitlines()[-1]
     assert [path.name[:13] for path in run.checkpoints()] == ["step-00000004", "step-00000008"]
 
 
 @pytest.mark.full
-def test_without_the_watch_a_diverged_run_goes_on(tmp_path: Path, digits: Path) -> None:
+def test_without_the_watch_a_diverged_run_continues(tmp_path: Path, digits: Path) -> None:
     _, result = diverged(tmp_path, digits, 2, 1, "run.watch=none")
-    assert result.code == 0, "so it is the watch that the other tests see"
+    assert result.code == 0, "the other tests fail because of the watch"
 
 
 @pytest.mark.full
@@ -86,11 +91,11 @@ def test_without_the_watch_a_diverged_run_goes_on(tmp_path: Path, digits: Path) 
 def test_a_slow_rank_is_named_once(tmp_path: Path, digits: Path, exact: str) -> None:
     slow = """\
 import time, torch.nn.functional as functional
-whole = functional.cross_entropy
-def slowly(*arguments, **options):
+original = functional.cross_entropy
+def slow(*arguments, **options):
     time.sleep(0.3)
-    return whole(*arguments, **options)
-functional.cross_entropy = slowly"""
+    return original(*arguments, **options)
+functional.cross_entropy = slow"""
     site = inject(tmp_path / "site", 1, slow)
     more = ("train.max_steps=6", "track.every=2 steps", "exact.shards=2", f"run.exact={exact}")
     run = job(tmp_path / "run", digits, 2, *more, PYTHONPATH=site)
@@ -103,30 +108,23 @@ functional.cross_entropy = slowly"""
     assert {value for _, key, value in run.journal("time/") if key == "time/slowest_rank"} == {1.0}
 
 
-def test_slow_is_said_after_two_reports_and_again_only_after_a_recovery() -> None:
-    said: list[str] = []
-    watch = of_three(said)
+def test_a_slow_rank_is_reported_after_two_measurements_and_again_only_after_a_recovery() -> None:
+    lines: list[str] = []
+    config = load("digits", [])
+    group = Group(World(size=3, local_size=3), torch.device("cpu"))
+    plan = make_plan(config, group.world, DataSize(960, 96, 10))
+    watch = StragglerWatch(Strategy(config, plan, torch.nn.Linear(1, 1), group), lines.append)
 
     def report(*times: int) -> int:
-        before = len(said)
+        """Report the ranks' times in ms; return the number of new lines."""
+        before = len(lines)
         watch.log_slow_rank([1000 * time for time in times], 1)
-        return len(said) - before
+        return len(lines) - before
 
-    assert [report(10, 10, 16), report(10, 10, 10), report(10, 10, 16)] == [0, 0, 0], "once is no habit"
+    assert [report(10, 10, 16), report(10, 10, 10), report(10, 10, 16)] == [0, 0, 0], "not twice in a row"
     assert report(10, 10, 16) == 1
-    assert "rank 2 is slow" in said[0]
-    assert "takes 16 ms, that of the others 10 ms" in said[0]
+    assert "rank 2 is slow" in lines[0]
+    assert "takes 16 ms, that of the others 10 ms" in lines[0]
     assert [report(10, 10, 14), report(10, 10, 16), report(10, 10, 16)] == [0, 0, 0], "not yet recovered"
     assert [report(10, 11, 10), report(10, 10, 16), report(10, 10, 16)] == [0, 0, 1]
-    assert [report(16, 10, 10), report(10, 16, 10), report(10, 16, 10)] == [0, 0, 1], "another one"
-
-
-def of_three(said: list[str]) -> StragglerWatch:
-    from torch import device, nn
-
-    from pipeline.config.load import load
-
-    config = load("digits", [])
-    group = Group(World(size=3, local_size=3), device("cpu"))
-    plan = make_plan(config, group.world, DataSize(960, 96, 10))
-    return StragglerWatch(Strategy(config, plan, nn.Linear(1, 1), group), said.append)
+    assert [report(16, 10, 10), report(10, 16, 10), report(10, 16, 10)] == [0, 0, 1], "another rank"

@@ -1,4 +1,4 @@
-"""Every recipe is a request that can run: it loads, it plans at its stated world, and says where it comes from."""
+"""Every recipe loads, has a plan for its number of processes, and names its source and target."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from pipeline.plan import DataSize, make_plan
 from pipeline.world import World
 
 IMAGENET = DataSize(1_281_167, 50_000, 1000)
-STATED = {
+RUNS = {
     "digits": (2, DataSize(1437, 360, 10)),
     "cifar10": (4, DataSize(50_000, 10_000, 10)),
     "imagenette": (8, DataSize(9469, 3925, 10)),
@@ -21,32 +21,32 @@ STATED = {
     "vit-l16": (16, IMAGENET),
 }
 RATES = {"resnet50-90": 2.048, "resnet50-fast": 1.7, "resnet50-v2": 0.5, "vit-s16": 1e-3, "vit-l16": 0.5}
-"""Of the sources, for their whole batch."""
+"""Peak learning rates of the sources, for the global batch."""
 
 
-def test_every_recipe_is_stated_here_and_in_the_table() -> None:
+def test_every_recipe_is_in_this_file_and_in_the_documentation() -> None:
     names = {path.stem for path in RECIPES.glob("*.yaml")}
-    assert names == STATED.keys()
+    assert names == RUNS.keys()
     table = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text()
     assert set(re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE)) == names
 
 
-@pytest.mark.parametrize("name", STATED)
-def test_a_recipe_plans_at_its_stated_world_and_names_source_and_target(name: str) -> None:
-    size, data = STATED[name]
+@pytest.mark.parametrize("name", RUNS)
+def test_a_recipe_has_a_plan_and_names_source_and_target(name: str) -> None:
+    size, data = RUNS[name]
     plan = make_plan(load(name, []), World(size=size, local_size=size, cpus=64), data)
     assert plan.total_steps > 0
     assert plan.peak_lr == pytest.approx(RATES.get(name, plan.peak_lr))
-    head = (RECIPES / f"{name}.yaml").read_text().split("\ndata:")[0]
-    assert "Target" in head
-    assert re.search(r"[Rr]erun here", head.replace("\n# ", " "))
-    assert "Source:" in head or name == "digits"
+    comment = (RECIPES / f"{name}.yaml").read_text().split("\ndata:")[0]
+    assert "Target" in comment
+    assert re.search(r"[Rr]erun here", comment.replace("\n# ", " "))
+    assert "Source:" in comment or name == "digits"
 
 
-def test_the_models_that_recipes_name_are_there() -> None:
+def test_the_models_of_the_recipes_have_the_documented_parameter_counts() -> None:
     from pipeline.model.architectures import count_parameters
 
-    models = {(config.model.arch, config.model) for config in (load(name, []) for name in STATED)}
+    models = {(config.model.arch, config.model) for config in (load(name, []) for name in RUNS)}
     counts = {arch: count_parameters(model, 1000) for arch, model in models}
-    # torchvision's documentation of its weights; DeiT-S has 22,050,664
+    # From torchvision's documentation of its weights; vit_s_16 as in DeiT-S.
     assert counts == {"resnet18": 11_689_512, "resnet50": 25_557_032, "vit_s_16": 22_050_664, "vit_l_16": 304_326_632}

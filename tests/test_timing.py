@@ -1,4 +1,4 @@
-"""Timing: what is slow is charged to its own entry, and the entries sum to the wall time."""
+"""Slow parts are charged to their own entry of the time accounting, which sums to the wall time."""
 
 import time
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from pipeline.data.loader import TrainBatches
 from pipeline.data.sources import open_source
 from pipeline.guards.signals import StopRequest
 from pipeline.parallel import strategy
-from pipeline.plan import DataSize, make_plan
+from pipeline.plan import DataSize, Plan, make_plan
 from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
@@ -25,34 +25,33 @@ from pipeline.train.evaluate import Evaluator
 from pipeline.world import World
 
 STEPS = 4
-# entry -> where it is put to sleep, for how many seconds, how often in an epoch
+# entry -> function that sleeps (class or module, name), seconds, calls in an epoch
 SLOW: dict[Entry, tuple[Any, str, float, int]] = {
     "data": (TrainBatches, "__getitem__", 0.05, STEPS),
     "forward_backward": (strategy, "classification_loss", 0.1, STEPS),
     "optimizer": (SGD, "step", 0.15, STEPS),
-    "tracking": (Journal, Journal.log_metrics.__name__, 0.07, STEPS + 1),  # and one of the validation
+    "tracking": (Journal, Journal.log_metrics.__name__, 0.07, STEPS + 1),  # one more for validation
     "validation": (Evaluator, "evaluate", 0.9, 1),
     "checkpoint": (CheckpointWriter, "save", 1.2, 1),
 }
 
 
 def slowed(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-    def sleepy(*arguments: Any, **words: Any) -> Any:
-        time.sleep(seconds)
-        return function(*arguments, **words)
+    """Return a function that sleeps and then calls `function`."""
 
-    return sleepy
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(seconds)
+        return function(*arguments, **options)
+
+    return slow
 
 
 def epochs(folder: Path) -> list[dict[str, float]]:
-    """Return the time metrics of a run's epochs."""
-    config = load(
-        "digits",
-        ["data.source=synthetic", "data.num_images=32", "data.workers=0", "augment.size=32", "batch.global=8",
-         "model.arch=shufflenet_v2_x0_5", "train.epochs=2", "track.uri=none", "track.every=1 step", "track.report=false",
-         "run.device=cpu",
-         "evaluate.batch=8", f"run.dir={folder}"],
-    )  # fmt: skip
+    """Train a small model and return the time metrics of its epochs."""
+    words = ["data.source=synthetic", "data.num_images=32", "data.workers=0", "augment.size=32", "batch.global=8",
+             "model.arch=shufflenet_v2_x0_5", "train.epochs=2", "track.uri=none", "track.every=1 step",
+             "track.report=false", "run.device=cpu", "evaluate.batch=8", f"run.dir={folder}"]  # fmt: skip
+    config = load("digits", words)
     run_folder = RunFolder(folder)
     run_folder.hold()
     prepared = session.Prepared(open_source(config), found=None, weights=None)
@@ -61,7 +60,7 @@ def epochs(folder: Path) -> list[dict[str, float]]:
     return [row["metrics"] for row in read_rows(run_folder.journal) if "time/epoch_s" in row.get("metrics", {})]
 
 
-def test_what_is_slow_moves_its_own_entry_and_all_sum_to_the_wall_time(
+def test_a_slow_part_is_charged_to_its_entry_and_all_entries_sum_to_the_wall_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for kind, name, seconds, _ in SLOW.values():
@@ -73,44 +72,44 @@ def test_what_is_slow_moves_its_own_entry_and_all_sum_to_the_wall_time(
     assert 0.5 * wall < sum(row["time/epoch_s"] for row in found) < wall
     for row in found:
         assert sum(row[f"time/{entry}_s"] for entry in ENTRIES) == pytest.approx(row["time/epoch_s"], rel=0.01)
-        for entry, (_, _, seconds, times) in SLOW.items():  # without its sleep, each but one would be a few ms
+        for entry, (_, _, seconds, times) in SLOW.items():  # without the sleep, most take a few ms
             assert row[f"time/{entry}_s"] >= seconds * times, entry
         assert row["time/other_s"] < 0.2 * row["time/epoch_s"]
 
 
 WAIT_IN = {
-    # after the backward pass has summed the gradients of the last unit
+    # fsdp calls it after the backward pass has reduced the gradients of the last unit.
     "fsdp": "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_post_backward_final_callback",
-    # the logits of the last stage to the others
+    # The last stage sends its logits to the other stages.
     "stages": "torch.distributed.broadcast",
 }
 
 
 @pytest.mark.parametrize("parallel", ["fsdp", pytest.param("stages", marks=pytest.mark.full)])
-def test_what_comes_after_the_gradients_is_communication_where_weights_are_spread(
+def test_waiting_after_the_gradients_counts_as_communication_in_sharded_modes(
     tmp_path: Path, digits: Path, parallel: str
 ) -> None:
-    where, _, name = WAIT_IN[parallel].rpartition(".")
+    owner, _, name = WAIT_IN[parallel].rpartition(".")
     site = inject(
         tmp_path / "site",
         1,
         f"""\
 import time, pkgutil, torch.distributed.fsdp
-place = pkgutil.resolve_name({where!r})
-function = getattr(place, {name!r})
-def slowly(*arguments, **options):
+owner = pkgutil.resolve_name({owner!r})
+function = getattr(owner, {name!r})
+def slow(*arguments, **options):
     time.sleep(0.2)
     return function(*arguments, **options)
-setattr(place, {name!r}, slowly)""",
+setattr(owner, {name!r}, slow)""",
     )
     run = job(tmp_path / "run", digits, 2, f"parallel={parallel}", "train.max_steps=4", PYTHONPATH=site)
     result = run.run()
     assert result.code == 0, result.err
     (spent,) = (value for _, key, value in run.journal("time/") if key == "time/communication_s")
-    assert spent > 0.75 * 4 * 0.2, "one process sleeps in each step, and the other waits for it: the mean of both"
+    assert spent > 0.75 * 4 * 0.2, "in each step one process sleeps and the other waits; the value is their mean"
 
 
-def test_epochs_in_a_row_leave_no_moment_out(tmp_path: Path) -> None:
+def test_consecutive_epochs_account_for_all_time(tmp_path: Path) -> None:
     start = time.perf_counter()
     timer = StepTimer()
     first = timer.pop()
@@ -149,27 +148,28 @@ def test_epochs_in_a_row_leave_no_moment_out(tmp_path: Path) -> None:
     ],
 )
 def test_the_advice_names_the_largest_entry_and_a_number(workers: int, spent: Seconds, says: str) -> None:
-    found = advise(whole(spent), plan_of(workers), 8)
+    found = advise(with_all_entries(spent), plan_with(workers), 8)
     assert found is not None
     assert found[0] == max(spent, key=lambda entry: (entry != "forward_backward", spent[entry]))
     assert says in found[1]
 
 
-def test_where_all_is_well_there_is_no_advice() -> None:
-    assert advise(whole({"data": 5, "forward_backward": 80, "validation": 15}), plan_of(4), 8) is None
+def test_a_run_without_a_bottleneck_gets_no_advice() -> None:
+    spent: Seconds = {"data": 5, "forward_backward": 80, "validation": 15}
+    assert advise(with_all_entries(spent), plan_with(4), 8) is None
 
 
-def test_a_switch_costs_next_to_nothing() -> None:
+def test_a_switch_of_entries_takes_microseconds() -> None:
     timer, start = StepTimer(), time.perf_counter()
     for _ in range(1000):
         with timer.charge("copy"):
             pass
-    assert time.perf_counter() - start < 0.05, "ten of these are below 1 % of a step of 50 ms"
+    assert time.perf_counter() - start < 0.05, "ten switches take less than 1 % of a step of 50 ms"
 
 
-def whole(spent: Seconds) -> Seconds:
+def with_all_entries(spent: Seconds) -> Seconds:
     return {**dict.fromkeys(ENTRIES, 0.0), **spent}
 
 
-def plan_of(workers: int) -> Any:
+def plan_with(workers: int) -> Plan:
     return make_plan(load("digits", [f"data.workers={workers}"]), World(cpus=8), DataSize(960, 96, 10))

@@ -1,6 +1,6 @@
-"""What is injected, and what must come out: the fault matrix.
+"""The fault matrix: which faults are injected, and what is promised for each.
 
-`rows` says what is promised; tests marked `fault` inject it, each instant drawn from a seed;
-`cluster` starts and hurts the same training as processes, in network namespaces and in containers;
-`ledger` counts and writes `docs/faults.md`.
+`rows` lists faults and promises. Tests marked `fault` inject them at instants drawn from a seed.
+`cluster` runs the same training as processes, in network namespaces and in containers, and injects
+faults there. `ledger` counts the results and writes `docs/faults.md`.
 """

@@ -1,8 +1,8 @@
-"""One training on several processes, hurt alike wherever it runs: as processes, in network namespaces, in containers.
+"""Run one training as processes, in network namespaces or in containers, and inject faults there.
 
-A test sees the interface of `Cluster`. What is lost comes back as its place brings it back: a
-person gives the same command again, the Job controller (played by `pods`) or `pipeline rehearse`
-replaces a node.
+Tests use the interface of `Cluster`. After a fault the training comes back as it does in that
+environment: the user repeats the command, or the Job controller (simulated by `pods`) or `pipeline
+rehearse` replaces the node.
 """
 
 import os
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -30,36 +31,31 @@ WORDS = (*SMALL, f"checkpoint.every={EVERY} steps", "track.uri=none")
 
 
 class Cluster(ABC):
-    """A training that is started, hurt and waited for; `run` looks at what it writes."""
+    """A training to start, disturb and wait for; `run` reads the files it writes."""
 
     run: Job
     kinds: ClassVar[dict[str, str]]
-    """What can be done to it, and the row of the fault matrix that it is."""
+    """The faults that can be injected here -> their row of the fault matrix."""
 
     @abstractmethod
     def start(self) -> None: ...
 
     @abstractmethod
-    def kill(self, what: str, draw: random.Random) -> None:
-        """SIGKILL, and whatever has to be done by hand in this place for the training to go on."""
+    def kill(self, kind: str, draw: random.Random) -> None:
+        """Send SIGKILL, and restart by hand where nothing else restarts the training."""
 
     @abstractmethod
     def wait(self) -> str:
-        """Its last line, once it has ended well."""
+        """Wait for a successful end; return the `done` line."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Remove all processes and namespaces."""
 
     @abstractmethod
     def log(self) -> str: ...
 
-    def starts(self) -> int:
-        """How often a training was begun or gone on with."""
-        return sum(row.get("event") == "started" for row in read_rows(self.run.folder / "journal.jsonl"))
-
-    def wait_for(self, condition: object, what: str, timeout: float = 240) -> None:
-        assert callable(condition)
+    def wait_for(self, condition: Callable[[], bool], what: str, timeout: float = 240) -> None:
         end = time.monotonic() + timeout
         while not condition():
             assert time.monotonic() < end, f"no {what} in {timeout} s:\n{self.log()[-8000:]}"
@@ -68,34 +64,32 @@ class Cluster(ABC):
     def wait_for_step(self, step: int) -> None:
         self.wait_for(lambda: self.run.step() >= step, f"step {step}")
 
-    def hurt(self, what: str, draw: random.Random) -> float:
-        """Inflict it, see it gone on with; the seconds until a step was made after it."""
-        before, starts, at = self.run.step(), self.starts(), time.monotonic()
-        if what == "cut":
+    def inject(self, kind: str, draw: random.Random) -> float:
+        """Inject a fault and wait for the recovery; return the seconds until the next step."""
+        before, starts, start = self.run.step(), len(self.run.starts()), time.monotonic()
+        if kind == "cut":
             self.cut(5, draw)
         else:
-            self.kill(what, draw)
-        if self.kinds[what] in ("A5", "G1"):
+            self.kill(kind, draw)
+        if self.kinds[kind] in ("A5", "G1"):
             self.wait_for_step(self.run.step() + 2)
-            assert self.starts() == starts, f"{what}: nothing is started anew for it"
+            assert len(self.run.starts()) == starts, f"{kind}: must not cause a restart"
         else:
-            self.wait_for(lambda: self.starts() > starts, f"start after the loss of {what}")
-            gone_on = [
-                row["step"] for row in read_rows(self.run.folder / "journal.jsonl") if row.get("event") == "started"
-            ]
-            # one interval, and the steps made while the last save was written, or while the blow
-            # was being dealt
-            assert before - gone_on[-1] <= 2 * EVERY, f"{what}: from step {before} back to {gone_on[-1]}"
-            self.wait_for_step(gone_on[-1] + 1)
-        return time.monotonic() - at
+            self.wait_for(lambda: len(self.run.starts()) > starts, f"start after the loss of {kind}")
+            resumed = self.run.starts()[-1]["step"]
+            # One interval, and the steps made while the last checkpoint was written, or between
+            # reading the step and the kill.
+            assert before - resumed <= 2 * EVERY, f"{kind}: from step {before} back to {resumed}"
+            self.wait_for_step(resumed + 1)
+        return time.monotonic() - start
 
     def cut(self, seconds: float, draw: random.Random) -> None:
-        """Take a node's network away for so long."""
+        """Disconnect a node from the network for `seconds`."""
         raise NotImplementedError("one machine has no network to cut")
 
 
 class Processes(Cluster):
-    """`--nproc N` on this machine. Whoever kills it gives the command again."""
+    """`--nproc N` on this machine; `kill` repeats the command."""
 
     kinds: ClassVar = {
         "one rank": "A1",
@@ -111,36 +105,39 @@ class Processes(Cluster):
     def start(self) -> None:
         self.run.start()
 
-    def kill(self, what: str, draw: random.Random) -> None:
+    def kill(self, kind: str, draw: random.Random) -> None:
         assert self.run.process
         delay = draw.uniform(0, 0.3)
-        if what == "inside a save":
+        if kind == "inside a save":
             delay = self._wait_for_save(draw)
         time.sleep(delay)
         ranks = self.run.ranks()
-        match what:
+        match kind:
             case "launcher":
                 victims = [self.run.process.pid]
             case "one rank":
                 victims = [draw.choice(ranks)]
             case "loader worker":
-                loading = [pid for pid in children(draw.choice(ranks)) if " train " in command_line(pid)]
-                victims = [draw.choice(loading)]
+                workers = [pid for pid in children(draw.choice(ranks)) if " train " in command_line(pid)]
+                victims = [draw.choice(workers)]
             case _:
                 victims = ranks
         for pid in victims:
             kill(pid, signal.SIGKILL)
-        if what != "loader worker":
-            self.run.wait_gone(5)  # neither an orphan that trains on nor one that writes
+        if kind != "loader worker":
+            self.run.wait_gone(5)  # no orphan may train or write
             self.run.start()
 
     def _wait_for_save(self, draw: random.Random) -> float:
-        """Until a save is under way, or until a file just got its name and older ones are about to go; how long to wait."""
+        """Wait for a temporary file, or for its renaming; return the delay before the kill in s.
+
+        After the renaming the run deletes older checkpoints, so that the kill may hit that, too.
+        """
         if draw.random() < 0.5:
-            self.run.wait_until(self.run.saving, "save", pause=0.0005)
+            self.run.wait_until(self.run.is_saving, "save", pause=0.0005)
             return draw.uniform(0, 0.05)
-        there = set(self.run.checkpoints())
-        self.run.wait_until(lambda: set(self.run.checkpoints()) - there, "saved file", pause=0.0002)
+        before = set(self.run.checkpoints())
+        self.run.wait_until(lambda: set(self.run.checkpoints()) - before, "saved file", pause=0.0002)
         return 0
 
     def wait(self) -> str:
@@ -156,23 +153,24 @@ class Processes(Cluster):
 
 
 class Namespaces(Cluster):
-    """The pods of the rendered Job, a process each, looked after as the Job controller does."""
+    """The pods of the rendered Job, one process each; `Pods` simulates the Job controller."""
 
     kinds: ClassVar = {"one rank": "A1", "node 0": "G3", "another node": "G3", "cut": "G1"}
 
     def __init__(self, folder: Path, digits: Path, nodes: int, *words: str) -> None:
         request = Request(nodes=nodes, gpus=0, overrides=(*WORDS, f"data.root={digits}", "data.workers=1", *words))
-        self.pods = Pods([one for text in render(request).values() for one in yaml.safe_load_all(text)], folder)
-        self.pods.job["spec"]["backoffLimit"] *= 10  # this many losses are no bad luck any more
+        documents = [document for text in render(request).values() for document in yaml.safe_load_all(text)]
+        self.pods = Pods(documents, folder)
+        self.pods.job["spec"]["backoffLimit"] *= 10  # a test loses more nodes than the Job tolerates
         self.run = self.pods.run
 
     def start(self) -> None:
         self.pods.__enter__()
-        self._end = self.pods.start_and_watch(1800)
+        self._wait_for_end = self.pods.start_and_watch(1800)
 
-    def kill(self, what: str, draw: random.Random) -> None:
+    def kill(self, kind: str, draw: random.Random) -> None:
         time.sleep(draw.uniform(0, 0.3))
-        match what:
+        match kind:
             case "one rank":
                 self.pods.kill_rank(draw.randrange(self.pods.nodes))
             case "node 0":
@@ -187,8 +185,8 @@ class Namespaces(Cluster):
         self.pods.heal(pod)
 
     def wait(self) -> str:
-        assert self._end() == 0, self.log()
-        return _line(self.run)
+        assert self._wait_for_end() == 0, self.log()
+        return _done_line(self.run)
 
     def close(self) -> None:
         self.pods.__exit__()
@@ -198,9 +196,9 @@ class Namespaces(Cluster):
 
 
 class Containers(Cluster):
-    """`pipeline rehearse`: a container a node.
+    """`pipeline rehearse`: one container for each node.
 
-    What it writes is read where the engine keeps the volume.
+    Tests read the run's files from the volume's folder on this machine.
     """
 
     kinds: ClassVar = {"one rank": "A1", "node 0": "G3", "another node": "G3", "cut": "G1"}
@@ -220,14 +218,14 @@ class Containers(Cluster):
         with open(self._output, "w") as output:
             self._process = subprocess.Popen(command, stdout=output, stderr=output, env=environment())
 
-    def kill(self, what: str, draw: random.Random) -> None:
+    def kill(self, kind: str, draw: random.Random) -> None:
         time.sleep(draw.uniform(0, 0.3))
-        if what == "one rank":
+        if kind == "one rank":
             node = self._container(draw.randrange(self._nodes))
             pids = [int(line.split()[0]) for line in docker("top", node, "-eo", "pid").splitlines()[1:]]
             kill(next(pid for pid in pids if variable(pid, "RANK") and "multiprocessing" not in command_line(pid)), 9)
         else:
-            docker("kill", self._container(0 if what == "node 0" else draw.randrange(1, self._nodes)))
+            docker("kill", self._container(0 if kind == "node 0" else draw.randrange(1, self._nodes)))
 
     def cut(self, seconds: float, draw: random.Random) -> None:
         node = self._container(draw.randrange(self._nodes))
@@ -240,15 +238,15 @@ class Containers(Cluster):
     def wait(self) -> str:
         assert self._process
         assert self._process.wait(600) == 0, self.log()
-        return _line(self.run)
+        return _done_line(self.run)
 
     def close(self) -> None:
         if self._process:
             self._process.terminate()
             self._process.wait(60)
-            kept = self._output.with_suffix(".kept")  # what was written is looked at when the volume is gone
-            shutil.copytree(self.run.folder, kept)
-            self.run.folder = kept
+            copy = self._output.with_suffix(".copy")  # tests compare with these files after the volume is removed
+            shutil.copytree(self.run.folder, copy)
+            self.run.folder = copy
         docker("volume", "rm", "--force", self._volume)
 
     def log(self) -> str:
@@ -259,6 +257,6 @@ class Containers(Cluster):
         return next(name for name in names if re.fullmatch(rf"rehearsal-\w+-{node}", name))
 
 
-def _line(run: Job) -> str:
+def _done_line(run: Job) -> str:
     (line,) = {row["line"] for row in read_rows(run.folder / "journal.jsonl") if row.get("status") == "FINISHED"}
     return str(line)

@@ -1,9 +1,7 @@
-"""Takes each guard out of a copy of this tree: some test must fail, or nothing holds that guard.
+"""Remove each guard from a copy of this tree and check that a test then fails (`make guards`).
 
-`make guards`.
-
-A guard is a line of the program whose absence no run shows until the day it is needed. The tests
-named beside it are run without it, and are expected to fail by an assertion of theirs.
+A guard is a line of code that a run needs only when something goes wrong. Each guard names its
+tests: without the guard at least one of them must fail.
 """
 
 import os
@@ -39,10 +37,10 @@ GUARDS = (
         "pipeline/files.py",
         "            acquire(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
         "",
-        ("tests/faults/test_stops.py::test_a_second_start_leaves_with_75_and_names_the_holder",),
+        ("tests/faults/test_stops.py::test_a_second_start_exits_75_and_names_the_process_that_holds_the_folder",),
     ),
     Guard(
-        "death with the parent",
+        "processes end with their parent",
         "pipeline/supervision.py",
         "    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)\n",
         "",
@@ -53,7 +51,7 @@ GUARDS = (
         "pipeline/data/loader.py",
         "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n",
         "    signal.signal(signal.SIGTERM, signal.SIG_DFL)\n",
-        ("tests/faults/test_stops.py::test_loader_workers_leave_signals_to_their_group_to_the_rank",),
+        ("tests/faults/test_stops.py::test_loader_workers_ignore_signals_to_their_process_group",),
     ),
     Guard(
         "collective stop",
@@ -63,7 +61,7 @@ GUARDS = (
         ("tests/faults/test_stops.py::test_sigterm_to_one_rank_saves_that_step_and_exits_75[seed=0]",),
     ),
     Guard(
-        "a checkpoint is synced before it has its name",
+        "fsync of a checkpoint before it is renamed",
         "pipeline/record/checkpoint.py",
         "                os.fsync(file.fileno())\n",
         "",
@@ -73,29 +71,25 @@ GUARDS = (
 
 
 def main() -> int:
-    unheld = []
+    untested = []
     for guard in GUARDS:
         with tempfile.TemporaryDirectory(prefix="guards-") as folder:
             tree = Path(folder, "tree")
             shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "build", "*.pyc"))
             source = tree / guard.file
             text = source.read_text()
-            assert text.count(guard.line) == 1, f"{guard.file} has not once {guard.line!r}"
+            assert text.count(guard.line) == 1, f"{guard.file} must contain {guard.line!r} exactly once"
             source.write_text(text.replace(guard.line, guard.without))
-            tested = subprocess.run(
+            tests = subprocess.run(
                 [sys.executable, "-m", "pytest", "-q", "--tb=line", "-p", "no:cacheprovider", *guard.tests],
-                cwd=tree,
-                env={**os.environ, "PYTHONPATH": str(tree)},
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-        failed = [line for line in tested.stdout.splitlines() if line.startswith("FAILED")]
-        print(f"without {guard.name}:", *(failed or ["NOTHING FAILS", tested.stdout[-2000:]]), sep="\n  ", flush=True)
+                cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}, capture_output=True, text=True, check=False,
+            )  # fmt: skip
+        failed = [line for line in tests.stdout.splitlines() if line.startswith("FAILED")]
+        print(f"without {guard.name}:", *(failed or ["NOTHING FAILS", tests.stdout[-2000:]]), sep="\n  ", flush=True)
         if not failed:
-            unheld.append(guard.name)
-    print(f"{len(GUARDS) - len(unheld)} of {len(GUARDS)} guards are held by a test")
-    return bool(unheld)
+            untested.append(guard.name)
+    print(f"{len(GUARDS) - len(untested)} of {len(GUARDS)} guards have a test that fails without them")
+    return bool(untested)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Counts what was injected and what came out, and writes the report.
+"""Count the injected faults and their results, and write the report.
 
-A test says by the mark `fault` which rows it injects and how often it does so by default:
-`fault("A1", ci=3, long=20)` is once in `make test`, 3 times with `--faults ci`, 20 times with
-`--faults long`, each with a seed of its own that its name shows (`--seed N` starts with another).
-Each result is a line of the ledger; a long run that was broken off and started again on the same
-code leaves out what has passed. The report is made from the ledger alone.
+The mark `fault` names the rows of the matrix that a test injects, and how often it runs:
+`fault("A1", ci=3, long=20)` runs once in `make test`, 3 times with `--faults ci` and 20 times with
+`--faults long`. Each time has its own seed, which is part of the test's name; `--seed N` sets the
+first. Each result is a line of the ledger. A restarted long run skips the tests that passed before
+with the same code. The report is made from the ledger alone.
 """
 
 import json
@@ -28,13 +28,13 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass
 class Notes:
-    """What a test has injected; without a note it is once each row of its mark."""
+    """The faults that a test has injected; without a note, each row of its mark counts once."""
 
-    taken: dict[str, list[float | None]] = field(default_factory=lambda: defaultdict(list))
+    injected: dict[str, list[float | None]] = field(default_factory=lambda: defaultdict(list))
 
     def note(self, row: str, *, times: int = 1, seconds: float | None = None) -> None:
-        """seconds: until it had recovered, or had ended, as the row promises."""
-        self.taken[row] += [seconds] * times
+        """Record a fault, with the seconds until the recovery or the end, as its row promises."""
+        self.injected[row] += [seconds] * times
 
 
 _NOTES = pytest.StashKey[Notes]()
@@ -42,14 +42,14 @@ _NOTES = pytest.StashKey[Notes]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("faults")
-    group.addoption("--faults", choices=("once", "ci", "long"), default="once", help="how often faults are injected")
-    group.addoption("--seed", type=int, default=0, help="first seed of the faults' instants")
-    group.addoption("--ledger", type=Path, help="file that results are added to; what it has is not run again")
-    group.addoption("--report", type=Path, help="write the report of the ledger there")
+    group.addoption("--faults", choices=("once", "ci", "long"), default="once", help="how often to inject each fault")
+    group.addoption("--seed", type=int, default=0, help="first seed, from which the instants of the faults are drawn")
+    group.addoption("--ledger", type=Path, help="append results to this file; skip tests that passed in it")
+    group.addoption("--report", type=Path, help="write the report of the ledger to this file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "fault(*rows, ci, long): injects these rows of the fault matrix, so often")
+    config.addinivalue_line("markers", "fault(*rows, ci, long): injects these faults, this many times with --faults")
     if config.getoption("--ledger"):
         config.pluginmanager.register(_Ledger(config))
 
@@ -72,8 +72,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     mark = item.get_closest_marker("fault")
     if mark and (call.when == "call" or call.excinfo):
         assert set(mark.args) <= set(ROWS), f"{item.nodeid}: {mark.args}"
-        taken = item.stash.get(_NOTES, Notes()).taken or {row: [None] for row in mark.args}
-        item.user_properties.append(("faults", dict(taken)))
+        injected = item.stash.get(_NOTES, Notes()).injected or {row: [None] for row in mark.args}
+        item.user_properties.append(("faults", dict(injected)))
     return (yield)
 
 
@@ -81,11 +81,10 @@ class _Ledger:
     def __init__(self, config: pytest.Config) -> None:
         self._path: Path = config.getoption("--ledger")
         self._report: Path | None = config.getoption("--report")
-        self._is_worker = hasattr(config, "workerinput")  # of several, whose results come together in one process
+        self._is_worker = hasattr(config, "workerinput")  # an xdist worker: only the controller writes the ledger
         self._mode: str = config.getoption("--faults")
-        self._code = _git("rev-parse", "HEAD:pipeline", "HEAD:tests") + _git(
-            "status", "--porcelain", "pipeline", "tests"
-        )
+        folders = ("pipeline", "tests")
+        self._code = _git("rev-parse", *(f"HEAD:{name}" for name in folders)) + _git("status", "--porcelain", *folders)
         self._commit = _git("rev-parse", "--short", "HEAD")
 
     @pytest.hookimpl(trylast=True)
@@ -115,7 +114,7 @@ class _Ledger:
             self._report.write_text(_report(list(self._rows())))
 
     def _rows(self) -> Iterator[dict[str, Any]]:
-        """Results of the code as it is now."""
+        """Yield the ledger's results of the current code."""
         if self._path.exists():
             for line in self._path.read_text().splitlines():
                 row = json.loads(line)
@@ -126,17 +125,17 @@ class _Ledger:
 def _report(results: list[dict[str, Any]]) -> str:
     table = []
     for name, row in ROWS.items():
-        mine = [result for result in results if name in result["faults"]]
-        kept = sum(len(result["faults"][name]) for result in mine if result["passed"])
-        count = sum(len(result["faults"][name]) for result in mine)
-        seconds = [s for result in mine if result["passed"] for s in result["faults"][name] if s is not None]
-        took = f"{statistics.median(seconds):.1f} s, longest {max(seconds):.1f} s" if seconds else ""
-        by = "<br>".join(f"`{file}`" for file in sorted({result["test"].partition("::")[0] for result in mine}))
-        seen = f"{kept:,} of {count:,}" if count else "not run"
-        table.append(f"| {name} | {row.injected} | {row.promised} | {seen} | {took} | {by} |")
+        of_row = [result for result in results if name in result["faults"]]
+        passed = sum(len(result["faults"][name]) for result in of_row if result["passed"])
+        count = sum(len(result["faults"][name]) for result in of_row)
+        seconds = [s for result in of_row if result["passed"] for s in result["faults"][name] if s is not None]
+        time_taken = f"{statistics.median(seconds):.1f} s, longest {max(seconds):.1f} s" if seconds else ""
+        files = "<br>".join(f"`{file}`" for file in sorted({result["test"].partition("::")[0] for result in of_row}))
+        rate = f"{passed:,} of {count:,}" if count else "not run"
+        table.append(f"| {name} | {row.injected} | {row.promised} | {rate} | {time_taken} | {files} |")
     failed = [f"- `{result['test']}`" for result in results if not result["passed"]]
-    when = [time.strftime("%F", time.gmtime(result["time"])) for result in results]
-    days = f"{min(when)} to {max(when)}" if when else "never"
+    dates = [time.strftime("%F", time.gmtime(result["time"])) for result in results]
+    days = f"{min(dates)} to {max(dates)}" if dates else "never"
     commands = {"once": "`make test`", "ci": "`make faults-ci` (two tests at a time)", "long": "`make faults`"}
     modes = ", ".join(dict.fromkeys(commands[result["mode"]] for result in results))
     commits = ", ".join(dict.fromkeys(result["commit"] for result in results))
@@ -145,14 +144,15 @@ def _report(results: list[dict[str, Any]]) -> str:
             "# Faults",
             "",
             f"Made from the ledger of {modes}, {days}, commit {commits}, on {_machine()}. *Identical*: the digest"
-            " of the weights, each line of the trace and each reported figure equal those of the run that nobody"
-            " touched. *As promised*: so many of so many. *Took*: until training made progress again, or until all had left.",
+            " of the weights, each line of the trace and each reported metric equal those of the uninterrupted"
+            " run. *Promise kept*: times the promise was kept, of times the fault was injected. *Time*: until"
+            " training made a step again, or until all processes had ended.",
             "",
-            "| row | injected | promised | as promised | took (median) | by |",
+            "| row | injected | promised | promise kept | time (median) | test |",
             "| --- | --- | --- | --- | --- | --- |",
             *table,
             "",
-            *(["Not as promised:", "", *failed] if failed else []),
+            *(["Promise not kept:", "", *failed] if failed else []),
         ]
     )
 

@@ -1,8 +1,8 @@
-"""The pods of a rendered Job as processes, each in a network namespace of its own, looked after as the Job controller does.
+"""Run the pods of a rendered Job as processes in network namespaces, and act as the Job controller.
 
-What runs is read from the manifests: each container's command, its environment, the names of the
-pods, which exit codes end the Job and how many failures it outlives. What is not a cluster's is
-said in `Pods._container`.
+The manifests define each container's command and environment, the pods' names, the exit codes that
+end the Job, and how many failures it tolerates. `Pods._container` lists the differences from a
+cluster.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from harness import Job, children, command_line, kill, read_rows, variable
+from harness import Job, children, command_line, kill, variable
 from manifests import Document, one, pod_of, settings
 
 BIN = Path(sys.executable).parent
@@ -28,27 +28,27 @@ SWITCH = f"{PREFIX}-switch"
 
 
 def missing() -> str | None:
-    """What this machine lacks to have network namespaces; None if it has all."""
+    """Return why this machine cannot make network namespaces, or None if it can."""
     if not shutil.which("ip") or not shutil.which("unshare"):
-        return "the commands ip and unshare are not here"
-    tried = subprocess.run(["ip", "netns", "add", f"{PREFIX}-try"], capture_output=True, text=True, check=False)
-    if tried.returncode:
-        return f"no network namespace can be made here: {tried.stderr.strip()}"
+        return "the commands ip and unshare are not installed"
+    trial = subprocess.run(["ip", "netns", "add", f"{PREFIX}-try"], capture_output=True, text=True, check=False)
+    if trial.returncode:
+        return f"no network namespace can be made here: {trial.stderr.strip()}"
     subprocess.run(["ip", "netns", "del", f"{PREFIX}-try"], check=True)
     return None
 
 
 class Pods:
-    """The Job's pods. Use as a context: at its end everything is gone."""
+    """The Job's pods; a context manager that removes all of them at its end."""
 
     def __init__(self, documents: list[Document], folder: Path) -> None:
         self.job, self.config, self.folder = one(documents, "Job", "trainer"), settings(documents), folder
         self.nodes = int(self.job["spec"]["completions"])
-        self.run = Job(folder / self.config["RUN_DIR"].lstrip("/"), [])  # to look at what it writes
-        self.failures: list[tuple[int, int, float]] = []
-        """(pod, exit code, when) of each pod that failed."""
+        self.run = Job(folder / self.config["RUN_DIR"].lstrip("/"), [])  # reads the run's files
+        self.failures: list[tuple[int, int]] = []
+        """(pod, exit code) of each pod that failed."""
         self._ended: queue.Queue[tuple[int, str, int]] = queue.Queue()
-        self._going = True
+        self._is_open = True
         self._main: dict[int, subprocess.Popen[bytes]] = {}
         (folder / "recipe").mkdir(parents=True)
         (folder / "recipe/recipe.yaml").write_text(self.config["recipe.yaml"])
@@ -56,7 +56,7 @@ class Pods:
 
     def __enter__(self) -> "Pods":
         self._remove()
-        _ip("netns", "add", SWITCH)  # a namespace for the switch too: no firewall of this machine looks into it
+        _ip("netns", "add", SWITCH)  # the switch has a namespace, too, so that this machine's firewall does not apply
         _ip("-n", SWITCH, "link", "add", "bridge", "type", "bridge")
         _ip("-n", SWITCH, "link", "set", "bridge", "up")
         for pod in range(self.nodes):
@@ -72,16 +72,16 @@ class Pods:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._going = False
+        self._is_open = False
         for pod in range(self.nodes):
             self.kill_pod(pod)
         self._remove()
 
     def name_all(self, *, without: tuple[int, ...] = ()) -> None:
-        """Let the pods' names resolve, as the headless Service does; those of `without` do not."""
+        """Make the pods' names resolve, as the headless Service does, except those of `without`."""
         names = [f"10.231.7.{10 + pod} {self.host(pod)} {self.host(pod).partition('.')[0]}"
                  for pod in range(self.nodes) if pod not in without]  # fmt: skip
-        # MLflow's name leads to where nobody listens: the journal is what is looked at here
+        # No MLflow server listens there: the tests read the journal.
         text = "\n".join(["127.0.0.1 localhost", "127.0.0.1 mlflow", *names, ""])
         for pod in range(self.nodes):
             (Path("/etc/netns") / self._namespace(pod) / "hosts").write_text(text)
@@ -91,21 +91,24 @@ class Pods:
 
     def start(self) -> "Pods":
         for pod in range(self.nodes):
-            self._start(pod)
+            self.start_pod(pod)
         return self
 
     def start_and_watch(self, timeout: float) -> Callable[[], int]:
-        """Start all, and look after them in the background; what is returned waits for the end and gives its code."""
+        """Start all pods and call `wait` in a thread; return a function that returns its result."""
         self.start()
         pool = ThreadPoolExecutor(1)
-        watched = pool.submit(self.wait, timeout)
+        future = pool.submit(self.wait, timeout)
         pool.shutdown(wait=False)
-        return watched.result
+        return future.result
 
     def wait(self, timeout: float = 600) -> int:
-        """As the Job controller: 0 once all pods have ended with 0; the exit code that ended the Job otherwise."""
+        """Replace failed pods as the Job controller does; return the Job's exit code.
+
+        The code is 0 if all pods succeed, otherwise the exit code that failed the Job.
+        """
         spec = self.job["spec"]
-        final = {
+        permanent = {
             (rule["onExitCodes"]["containerName"], code)
             for rule in spec["podFailurePolicy"]["rules"] if rule["action"] == "FailJob"
             for code in rule["onExitCodes"]["values"]
@@ -119,14 +122,12 @@ class Pods:
             if code == 0:
                 done.add(pod)
                 continue
-            self.failures.append((pod, code, time.monotonic()))
-            if (container, code) in final:
+            self.failures.append((pod, code))
+            if (container, code) in permanent or len(self.failures) > spec["backoffLimit"]:
                 return code
-            if len(self.failures) > spec["backoffLimit"]:
-                return code
-            if not done:  # where one is through, the training is
-                time.sleep(1)  # a cluster waits 10 s and doubles it
-                self._start(pod)
+            if not done:  # after one pod has succeeded, the training is complete
+                time.sleep(1)  # a cluster waits 10 s at first and twice as long each time
+                self.start_pod(pod)
             else:
                 done.add(pod)
         return 0
@@ -138,7 +139,7 @@ class Pods:
                     kill(pid, signal.SIGKILL)
 
     def kill_pod(self, pod: int) -> None:
-        """All that lives in it, at once."""
+        """Kill all processes of the pod at once."""
         for pid in self.processes(pod):
             kill(pid, signal.SIGKILL)
 
@@ -152,7 +153,7 @@ class Pods:
         return [int(pid) for pid in _ip("netns", "pids", self._namespace(pod), check=False).split()]
 
     def trainers(self, pod: int) -> list[int]:
-        """Ranks of a pod that are alive, and their loader workers."""
+        """Return the living ranks and loader workers of a pod."""
         return [pid for pid in self.processes(pod) if "pipeline train" in command_line(pid).replace(" -u", "")
                 and variable(pid, "RANK") is not None]  # fmt: skip
 
@@ -166,22 +167,19 @@ class Pods:
             time.sleep(0.05)
         return self.step()
 
-    def starts(self) -> int:
-        """How often a training was begun or gone on with."""
-        return sum(row.get("event") == "started" for row in read_rows(self.run.folder / "journal.jsonl"))
-
     def logs(self) -> str:
         return "\n".join(
             f"== {path.name}\n{path.read_text()[-4000:]}" for path in sorted(self.folder.glob("pod-*.log"))
         )
 
-    def _start(self, pod: int) -> None:
-        threading.Thread(target=self._live, args=(pod,), daemon=True).start()
+    def start_pod(self, pod: int) -> None:
+        threading.Thread(target=self._run_pod, args=(pod,), daemon=True).start()
 
-    def _live(self, pod: int) -> None:
+    def _run_pod(self, pod: int) -> None:
+        """Run a pod's containers one after another, until one fails; report the exit code."""
         template = pod_of(self.job)
         for container in (*template["initContainers"], *template["containers"]):
-            if not self._going:
+            if not self._is_open:
                 return
             with open(self.folder / f"pod-{pod}.log", "ab") as log:
                 process = self._container(pod, container, log)
@@ -193,9 +191,10 @@ class Pods:
         self._ended.put((pod, container["name"], code if code >= 0 else 128 - code))
 
     def _container(self, pod: int, container: Document, log: Any) -> subprocess.Popen[bytes]:
-        """A container's process.
+        """Start a container's process.
 
-        Not as in a cluster: this machine's Python for the image, a folder for each mount.
+        Unlike a cluster it uses this machine's Python in place of the image, and a folder in place
+        of each mount.
         """
         mounts = {"/recipe": self.folder / "recipe", "/runs": self.folder / "runs"}
         words = []
@@ -207,21 +206,9 @@ class Pods:
             words.append(word)
         env = {name: value for name, value in self.config.items() if name != "recipe.yaml"}
         env |= {"PATH": f"{BIN}:{os.environ['PATH']}", "HOME": str(self.folder), "MLFLOW_DISABLE_TELEMETRY": "true"}
-        hostname = self.host(pod).partition(".")[0]
-        inside = [
-            "ip",
-            "netns",
-            "exec",
-            self._namespace(pod),
-            "unshare",
-            "--uts",
-            "sh",
-            "-c",
-            'hostname "$0"; exec "$@"',
-        ]
-        return subprocess.Popen(
-            [*inside, hostname, *words], stdout=log, stderr=log, env=env, cwd=self.folder, start_new_session=True
-        )
+        in_namespace = ["ip", "netns", "exec", self._namespace(pod), "unshare", "--uts", "sh", "-c"]
+        command = [*in_namespace, 'hostname "$0"; exec "$@"', self.host(pod).partition(".")[0], *words]
+        return subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=self.folder, start_new_session=True)
 
     def _namespace(self, pod: int) -> str:
         return f"{PREFIX}-{pod}"

@@ -1,4 +1,4 @@
-"""What hangs or breaks ends in seconds, and says who, where and why."""
+"""A rank that hangs or fails ends the run in seconds, and the error names rank, step and cause."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ def job(folder: Path, digits: Path, *more: str, nproc: int = 3, **env: str) -> J
 
 
 @pytest.mark.fault("A7", ci=1, long=10)
-def test_a_rank_that_is_stopped_ends_all_within_the_time_out(tmp_path: Path, digits: Path) -> None:
+def test_a_stopped_rank_ends_the_run_within_the_timeout(tmp_path: Path, digits: Path) -> None:
     run = job(tmp_path / "run", digits).start()
     run.wait_for_step(5)
     kill(run.ranks()[1], signal.SIGSTOP)
@@ -26,13 +26,13 @@ def test_a_rank_that_is_stopped_ends_all_within_the_time_out(tmp_path: Path, dig
     assert time.monotonic() - stopped < LIMIT + 15
     assert result.code == 1
     run.wait_gone(1)
-    assert "rank 1 was killed by signal 9" in result.err.splitlines()[-1], "the survivors saw to it, and it is named"
-    again = job(tmp_path / "run", digits, f"train.max_steps={run.step() + 2}").run()
-    assert again.code == 0, "the same command goes on"
+    assert "rank 1 was killed by signal 9" in result.err.splitlines()[-1], "the launcher kills and names it"
+    resumed = job(tmp_path / "run", digits, f"train.max_steps={run.step() + 2}").run()
+    assert resumed.code == 0, "the same command resumes"
 
 
 @pytest.mark.full
-def test_a_worker_that_is_stopped_ends_in_the_stacks_of_its_rank(tmp_path: Path, digits: Path) -> None:
+def test_a_stopped_loader_worker_ends_the_run_with_the_stacks_of_its_rank(tmp_path: Path, digits: Path) -> None:
     run = job(tmp_path / "run", digits, "data.workers=1", nproc=1).start()
     run.wait_for_step(5)
     assert run.process
@@ -43,14 +43,14 @@ def test_a_worker_that_is_stopped_ends_in_the_stacks_of_its_rank(tmp_path: Path,
     assert time.monotonic() - stopped < LIMIT + 15
     assert result.code == 1
     run.wait_gone(3)
-    account = (run.folder / "hang-rank-0.txt").read_text()
-    assert "most recent call first" in account
-    assert "forward_backward" in account, "it waited for a batch"
+    traceback = (run.folder / "hang-rank-0.txt").read_text()
+    assert "most recent call first" in traceback
+    assert "forward_backward" in traceback, "it waited for a batch"
     assert f"{run.folder / 'hang-rank-0.txt'}" in result.err
 
 
 @pytest.mark.full
-def test_a_job_that_was_paused_whole_is_not_taken_for_one_that_hangs(tmp_path: Path, digits: Path) -> None:
+def test_a_paused_and_continued_job_is_not_taken_for_a_hang(tmp_path: Path, digits: Path) -> None:
     run = job(tmp_path / "run", digits, "train.max_steps=60", nproc=1).start()
     run.wait_for_step(5)
     assert run.process
@@ -67,12 +67,12 @@ def test_the_first_error_is_the_last_line_with_rank_step_and_samples(tmp_path: P
         "import os\n"
         f"if os.environ.get('RANK') == '{rank}':\n"
         "    import torch.nn.functional as functional\n"
-        "    whole, calls = functional.cross_entropy, []\n"
-        "    def broken(*arguments, **options):\n"
+        "    original, calls = functional.cross_entropy, []\n"
+        "    def failing(*arguments, **options):\n"
         "        calls.append(1)\n"
         "        if len(calls) == 12: raise RuntimeError('injected')\n"
-        "        return whole(*arguments, **options)\n"
-        "    functional.cross_entropy = broken\n"
+        "        return original(*arguments, **options)\n"
+        "    functional.cross_entropy = failing\n"
     )
     run = job(tmp_path / "run", digits, PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     started = time.monotonic()
@@ -80,5 +80,5 @@ def test_the_first_error_is_the_last_line_with_rank_step_and_samples(tmp_path: P
     assert result.code == 1
     assert time.monotonic() - started < 60
     last = result.err.splitlines()[-1]
-    assert f"rank {rank} failed at step 11 (sample ids " in last  # one call of twelve settles DDP's buckets
+    assert f"rank {rank} failed at step 11 (sample ids " in last  # the first of the 12 calls warms up DDP
     assert "RuntimeError: injected" in last

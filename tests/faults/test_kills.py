@@ -1,6 +1,6 @@
-"""Kill it anywhere: the same bits, the same samples, the same history.
+"""A killed run resumes with the same bits, the same samples and the same metrics.
 
-One body for processes, namespaces, containers.
+The same assertions apply to processes, network namespaces and containers.
 """
 
 import random
@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from harness import SHARING, SMALL, Job, assert_each_sample_once, environment, kill, read_rows
+from harness import SHARING, SMALL, Job, assert_each_sample_once, environment, kill
 
 from faults import pods
 from faults.cluster import Cluster, Containers, Namespaces, Processes
@@ -22,50 +22,50 @@ from pipeline.record.checkpoint import step_of
 
 Make = Callable[[Path], Cluster]
 
+Uninterrupted = Callable[[str, Make], tuple[str, Job]]
+
 QUICK = {2: ("one rank", "launcher"), 3: ("all ranks", "inside a save", "loader worker")}  # each once in `make test`
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Make], tuple[str, Job]]:
-    """The last line and the traces of the run that nobody touches, made once for each name."""
-    made: dict[str, tuple[str, Job]] = {}
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
+    """Return a function that makes a run without faults once per name: its done line and Job."""
+    runs: dict[str, tuple[str, Job]] = {}
 
-    def once(name: str, make: Make) -> tuple[str, Job]:
-        if name not in made:
-            with _closing(make(tmp_path_factory.mktemp("whole") / "run")) as cluster:
+    def run_once(name: str, make: Make) -> tuple[str, Job]:
+        if name not in runs:
+            with closing(make(tmp_path_factory.mktemp("uninterrupted") / "run")) as cluster:
                 cluster.start()
-                made[name] = cluster.wait(), cluster.run
-        return made[name]
+                runs[name] = cluster.wait(), cluster.run
+        return runs[name]
 
-    return once
-
-
-Whole = Callable[[str, Make], tuple[str, Job]]
+    return run_once
 
 
 @pytest.mark.fault("A1", "A2", "A3", "A4", "A5", ci=2, long=15)
 @pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_killed_processes_end_with_the_same_bits(
-    tmp_path: Path, digits: Path, whole: Whole, world: int, seed: int, full: bool, notes: Notes
+    tmp_path: Path, digits: Path, uninterrupted: Uninterrupted, world: int, seed: int, full: bool, notes: Notes
 ) -> None:
-    tracked = world == 2 and seed == 0  # otherwise the journal, which is all that MLflow is fed from
+    tracked = world == 2 and seed == 0  # in the other cases the journal, from which MLflow gets its data, is enough
 
     def make(folder: Path, tracked: bool = world == 2) -> Cluster:
         uri = f"sqlite:///{folder.parent}/{folder.name}.db" if tracked else "none"
         return Processes(folder, digits, world, "train.epochs=2", f"track.uri={uri}")
 
     draw = random.Random(1000 * world + seed)
-    # all but the worker twice a run, once with 4 processes: what costs time is to start again
-    again = ("one rank", "all ranks", "launcher", "inside a save") if world < 4 else ()
-    kinds = [*Processes.kinds, *again] if full else QUICK[world]
-    with _closing(make(tmp_path / "hurt", tracked)) as cluster:
-        _assert_survives(cluster, whole(f"processes {world}", make), draw.sample(kinds, len(kinds)), draw, notes)
+    # Each fault except the loss of a worker twice, with 4 processes once: restarts take long.
+    repeated = ("one rank", "all ranks", "launcher", "inside a save") if world < 4 else ()
+    kinds = [*Processes.kinds, *repeated] if full else QUICK[world]
+    expected = uninterrupted(f"processes {world}", make)
+    with closing(make(tmp_path / "faulty", tracked)) as cluster:
+        _assert_survives(cluster, expected, draw.sample(kinds, len(kinds)), draw, notes)
         if tracked:
-            assert _history(cluster.run) == _history(whole(f"processes {world}", make)[1])
+            assert _mlflow_history(cluster.run) == _mlflow_history(expected[1])
 
 
 @pytest.mark.fault("A3")
-def test_a_rank_whose_agent_died_before_it_could_look_does_not_train(tmp_path: Path, digits: Path) -> None:
+def test_a_rank_whose_agent_died_before_its_first_check_does_not_train(tmp_path: Path, digits: Path) -> None:
     namespace = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
     if subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this system gives no process namespace")
@@ -97,54 +97,50 @@ def test_a_rank_whose_agent_died_before_it_could_look_does_not_train(tmp_path: P
 @pytest.mark.skipif(pods.missing() is not None, reason=pods.missing() or "")
 @pytest.mark.fault("A1", "G1", "G3", ci=1, long=20)
 @pytest.mark.parametrize("nodes", [2, pytest.param(3, marks=pytest.mark.full)])
-def test_lost_pods_come_back_with_the_same_bits(
-    tmp_path: Path,
-    digits: Path,
-    whole: Whole,
-    nodes: int,
-    seed: int,
-    full: bool,
-    notes: Notes,
+def test_lost_pods_are_replaced_and_end_with_the_same_bits(
+    tmp_path: Path, digits: Path, uninterrupted: Uninterrupted, nodes: int, seed: int, full: bool, notes: Notes,
     pytestconfig: pytest.Config,
-) -> None:
+) -> None:  # fmt: skip
     kinds = list(Namespaces.kinds) if full else ["node 0"]
-    if pytestconfig.getoption("--faults") == "ci":  # each once; of three nodes, what leaves several behind
+    if pytestconfig.getoption("--faults") == "ci":  # each once; with three nodes those that leave several alive
         kinds = ["one rank", "node 0"] if nodes == 2 else ["another node", "cut"]
 
     def make(folder: Path) -> Cluster:
         return Namespaces(folder, digits, nodes, "train.epochs=100", f"train.max_steps={16 + 16 * len(kinds)}")
 
     draw = random.Random(1000 * nodes + seed)
-    with _closing(make(tmp_path / "hurt")) as cluster:
-        _assert_survives(cluster, whole(f"pods {nodes}", make), draw.sample(kinds, len(kinds)), draw, notes)
+    expected = uninterrupted(f"pods {nodes}", make)
+    with closing(make(tmp_path / "faulty")) as cluster:
+        _assert_survives(cluster, expected, draw.sample(kinds, len(kinds)), draw, notes)
 
 
 @pytest.mark.engine
 @pytest.mark.fault("A1", "G1", "G3", ci=1, long=20)
-def test_lost_containers_come_back_with_the_same_bits(
-    tmp_path: Path, images: None, whole: Whole, seed: int, notes: Notes
+def test_lost_containers_are_replaced_and_end_with_the_same_bits(
+    tmp_path: Path, images: None, uninterrupted: Uninterrupted, seed: int, notes: Notes
 ) -> None:
     def make(folder: Path) -> Cluster:
         return Containers(folder, 2, "train.epochs=100", "train.max_steps=80")
 
     draw = random.Random(seed)
     kinds = list(Containers.kinds)
-    with _closing(make(tmp_path / "hurt")) as cluster:
-        _assert_survives(cluster, whole("containers", make), draw.sample(kinds, len(kinds)), draw, notes)
+    expected = uninterrupted("containers", make)
+    with closing(make(tmp_path / "faulty")) as cluster:
+        _assert_survives(cluster, expected, draw.sample(kinds, len(kinds)), draw, notes)
 
 
 @pytest.mark.full
 @pytest.mark.fault("F2")
-def test_resumed_with_other_numbers_of_processes_the_samples_are_the_same(tmp_path: Path, digits: Path) -> None:
+def test_a_run_resumed_with_other_numbers_of_processes_has_the_same_samples(tmp_path: Path, digits: Path) -> None:
     words = ["digits", f"data.root={digits}", *SMALL]
     first = Job(tmp_path / "first", [*words, "train.epochs=1"])
     assert first.run().code == 0
-    # fine-tuning: a batch norm that learns sees in each process its own part alone, which moves the
-    # loss by up to 7 %
+    # Fine-tuning with frozen batch norm: otherwise each process has the statistics of its own part
+    # of the batch, which changes the loss by up to 7 %.
     words += [f"model.init={first.folder}", "model.freeze=backbone"]
     words += ["train.epochs=4", "checkpoint.every=7 steps", "data.workers=2"]
-    whole = Job(tmp_path / "whole", words, nproc=2)
-    assert whole.run().code == 0
+    expected = Job(tmp_path / "uninterrupted", words, nproc=2)
+    assert expected.run().code == 0
     run = Job(tmp_path / "run", words)
     for world, until in ((4, 25), (2, 50), (3, 75)):
         run.nproc = world
@@ -156,26 +152,25 @@ def test_resumed_with_other_numbers_of_processes_the_samples_are_the_same(tmp_pa
     result = run.run()
     assert result.code == 0
     assert "resuming with 1 process instead of 3" in result.err
-    trace = read_rows(run.folder / "trace.jsonl")
-    assert_each_sample_once(trace, 48)
-    assert trace == read_rows(whole.folder / "trace.jsonl")
-    assert result.done["weights"] not in whole.folder.with_suffix(".out").read_text(), "which is what exact mode is for"
-    losses = [[value for step, key, value in one.journal("train/loss") if step <= 100] for one in (whole, run)]
-    assert losses[0][-1] < 0.9 * losses[0][0], "it learns"
+    assert_each_sample_once(run.trace(), 48)
+    assert run.trace() == expected.trace()
+    assert result.done["weights"] not in expected.output(), "only exact mode promises the same weights"
+    losses = [[value for step, _, value in job.journal("train/loss") if step <= 100] for job in (expected, run)]
+    assert losses[0][-1] < 0.9 * losses[0][0], "the loss falls"
     assert sum(losses[1]) == pytest.approx(sum(losses[0]), rel=0.01)
 
 
 @pytest.mark.full
 @pytest.mark.fault("J1", ci=2, long=7)
-def test_killed_before_its_first_save_a_run_resumes_from_the_checkpoint_it_was_given(
+def test_a_run_killed_before_its_first_save_resumes_from_the_given_checkpoint(
     tmp_path: Path, digits: Path, seed: int, notes: Notes
 ) -> None:
     words = ["digits", f"data.root={digits}", *SMALL, "evaluate.every=1000 epochs", "train.max_steps=40"]
     first = Job(tmp_path / "first", [*words[:-1], "train.max_steps=10"])
     assert first.run().code == 0
     words += [f"run.resume={first.folder}", "checkpoint.every=1000 epochs"]
-    whole = Job(tmp_path / "whole", words)
-    line = whole.run().out
+    expected = Job(tmp_path / "uninterrupted", words)
+    assert expected.run().code == 0
     draw = random.Random(seed)
     run = Job(tmp_path / "run", words, by_torchrun=True, env={"PET_MAX_RESTARTS": "3"}).start()
     for kind in draw.sample(("one rank", "one rank", "launcher"), 3):
@@ -186,75 +181,63 @@ def test_killed_before_its_first_save_a_run_resumes_from_the_checkpoint_it_was_g
             run.wait_gone(5)
             run.start()  # the same command
         else:
-            run._starts += 1  # the launcher restarts the rank
+            run.starts_before += 1  # the launcher restarts the rank
         notes.note("J1")
-    assert run.wait().out == line
-    starts = [row for row in read_rows(run.folder / "journal.jsonl") if row.get("event") == "started"]
-    assert [(row["step"], row["resumed"]) for row in starts] == [(10, True)] * 4
-    assert read_rows(run.folder / "trace.jsonl") == read_rows(whole.folder / "trace.jsonl")
-    assert run.journal("train/", "val/") == whole.journal("train/", "val/")
+    assert run.wait().out == expected.output()
+    assert [(row["step"], row["resumed"]) for row in run.starts()] == [(10, True)] * 4
+    assert run.trace() == expected.trace()
+    assert run.journal("train/", "val/") == expected.journal("train/", "val/")
 
 
 @pytest.mark.full
 @pytest.mark.fault("B4", ci=1, long=20)
-def test_killed_in_the_save_that_a_stop_asked_for_it_goes_on_from_the_one_before(
-    tmp_path: Path, digits: Path, whole: Whole, seed: int
+def test_a_run_killed_in_the_save_after_sigterm_resumes_from_the_previous_checkpoint(
+    tmp_path: Path, digits: Path, uninterrupted: Uninterrupted, seed: int
 ) -> None:
     def make(folder: Path) -> Cluster:
-        return Processes(
-            folder, digits, 2, "train.epochs=2", "checkpoint.every=1000 steps", "evaluate.every=1000 steps"
-        )
+        words = ("train.epochs=2", "checkpoint.every=1000 steps", "evaluate.every=1000 steps")
+        return Processes(folder, digits, 2, *words)
 
     draw = random.Random(seed)
-    line, undisturbed = whole("one save", make)
-    with _closing(make(tmp_path / "hurt")) as cluster:
+    line, expected = uninterrupted("one save", make)
+    with closing(make(tmp_path / "faulty")) as cluster:
         cluster.start()
         run = cluster.run
         run.wait_for_step(draw.randint(3, 40))
         kill(draw.choice(run.ranks()), signal.SIGTERM)
-        run.wait_until(run.saving, "save", pause=0.0002)
+        run.wait_until(run.is_saving, "save", pause=0.0002)
         assert run.process
         for pid in (*run.ranks(), run.process.pid):
             kill(pid, signal.SIGKILL)
         run.wait_gone(5)
-        assert len(run.checkpoints()) <= 1, "whole or not at all"
+        assert len(run.checkpoints()) <= 1, "complete or absent"
         assert all(step_of(path) == run.step() for path in run.checkpoints())
         cluster.start()
         assert cluster.wait() == line
-        assert read_rows(run.folder / "trace.jsonl") == read_rows(undisturbed.folder / "trace.jsonl")
+        assert run.trace() == expected.trace()
 
 
 def _assert_survives(
-    cluster: Cluster, whole: tuple[str, Job], kinds: list[str], draw: random.Random, notes: Notes
+    cluster: Cluster, uninterrupted: tuple[str, Job], kinds: list[str], draw: random.Random, notes: Notes
 ) -> None:
-    """Hurt it once with each kind, at instants spread over the run; in the end nothing tells it from `whole`."""
-    line, undisturbed = whole
-    last = read_rows(undisturbed.folder / "trace.jsonl")[-1]["step"]
-    share = last // (len(kinds) + 1)
+    """Inject each kind at instants spread over the run; assert that it ends as `uninterrupted`."""
+    line, expected = uninterrupted
+    share = expected.step() // (len(kinds) + 1)
     cluster.start()
     for number, kind in enumerate(kinds):
         cluster.wait_for_step(draw.randint(number * share + 1, (number + 1) * share))
-        seconds = cluster.hurt(kind, draw)
-        print(f"{kind}: {seconds:.1f} s until it trained again")
+        seconds = cluster.inject(kind, draw)
+        print(f"{kind}: {seconds:.1f} s until the next training step")
         assert seconds < 60
         notes.note(cluster.kinds[kind], seconds=seconds)
     assert cluster.wait() == line
-    trace = read_rows(cluster.run.folder / "trace.jsonl")
-    assert_each_sample_once(trace, 48)
-    assert trace == read_rows(undisturbed.folder / "trace.jsonl")
-    assert cluster.run.journal("train/", "val/") == undisturbed.journal("train/", "val/")
+    assert_each_sample_once(cluster.run.trace(), 48)
+    assert cluster.run.trace() == expected.trace()
+    assert cluster.run.journal("train/", "val/") == expected.journal("train/", "val/")
 
 
-@contextmanager
-def _closing(cluster: Cluster) -> Iterator[Cluster]:
-    try:
-        yield cluster
-    finally:
-        cluster.close()
-
-
-def _history(run: Job) -> tuple[str, dict[str, list[tuple[int, float]]]]:
-    """Status and points of the one MLflow run."""
+def _mlflow_history(run: Job) -> tuple[str, dict[str, list[tuple[int, float]]]]:
+    """Return status and metrics of the only MLflow run."""
     import mlflow
 
     client = mlflow.MlflowClient(f"sqlite:///{run.folder.parent}/{run.folder.name}.db")

@@ -1,4 +1,4 @@
-"""Asked to stop: a signal to any one process, in any phase, and all save that step and leave with 75, in seconds."""
+"""A stop signal to any process, in any phase, saves the current step and exits 75 in seconds."""
 
 import random
 import signal
@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, children, command_line, kill, pipeline, read_rows
+from harness import SMALL, Job, children, command_line, kill, pipeline
 
 from faults.ledger import Notes
 from pipeline.record.checkpoint import newest_verified, step_of
@@ -36,10 +36,10 @@ def test_sigterm_to_one_rank_saves_that_step_and_exits_75(
         run.start()
         _wait_for(phase, run, draw, before)
         step = run.step()
-        asked = time.monotonic()
+        start = time.monotonic()
         kill(draw.choice(run.ranks()), signal.SIGTERM)
         result = run.wait()
-        seconds = time.monotonic() - asked
+        seconds = time.monotonic() - start
         assert result.code == 75, (phase, result.err)
         assert seconds <= 10, phase
         notes.note("B1", seconds=seconds)
@@ -47,40 +47,40 @@ def test_sigterm_to_one_rank_saves_that_step_and_exits_75(
         found = newest_verified(run.folder / "checkpoints", lambda line: pytest.fail(line))
         assert found, phase
         saved = step_of(found[0])
-        assert saved == run.step(), "the step that was made last is the one that is saved"
-        assert saved <= step + 3, "it stops at the next step, not when it is convenient"
+        assert saved == run.step(), "the last step is saved"
+        assert saved <= step + 3, "it stops at the next step"
         assert f"step {saved} is saved" in result.error
     if full:
-        whole = job(tmp_path / "whole", digits, nproc=ranks)
-        assert run.run().done == whole.run().done
-        assert read_rows(run.folder / "trace.jsonl") == read_rows(whole.folder / "trace.jsonl")
-        assert run.journal("train/", "val/") == whole.journal("train/", "val/")
+        uninterrupted = job(tmp_path / "uninterrupted", digits, nproc=ranks)
+        assert run.run().done == uninterrupted.run().done
+        assert run.trace() == uninterrupted.trace()
+        assert run.journal("train/", "val/") == uninterrupted.journal("train/", "val/")
 
 
 @pytest.mark.parametrize("by_torchrun", [pytest.param(False, marks=pytest.mark.full), True])
-def test_sigterm_to_the_launcher_is_the_same(tmp_path: Path, digits: Path, by_torchrun: bool) -> None:
-    """Agents signal whole process groups: loader workers hear it too."""
+def test_sigterm_to_the_launcher_saves_that_step(tmp_path: Path, digits: Path, by_torchrun: bool) -> None:
+    """Test with loader workers: torchrun's agent signals the whole process group."""
     run = job(tmp_path / "run", digits, "data.workers=2", nproc=2)
     run.by_torchrun = by_torchrun
     run.start().wait_for_step(5)
     assert run.process
     kill(run.process.pid, signal.SIGTERM)
     result = run.wait()
-    assert result.code == (1 if by_torchrun else 75)  # torchrun has one code for all that is not success
+    assert result.code == (1 if by_torchrun else 75)  # torchrun exits 1 for every failure
     assert step_of(run.checkpoints()[-1]) == run.step()
 
 
-def test_loader_workers_leave_signals_to_their_group_to_the_rank(tmp_path: Path, digits: Path) -> None:
+def test_loader_workers_ignore_signals_to_their_process_group(tmp_path: Path, digits: Path) -> None:
     run = job(tmp_path / "run", digits, "train.epochs=100", nproc=1).start()
     run.wait_for_step(5)
     assert run.process
-    loading = [pid for pid in children(run.process.pid) if " train " in command_line(pid)]
-    assert loading
-    for pid in loading:
+    workers = [pid for pid in children(run.process.pid) if " train " in command_line(pid)]
+    assert workers
+    for pid in workers:
         kill(pid, signal.SIGTERM)
         kill(pid, signal.SIGINT)
     run.wait_for_step(run.step() + 5)
-    assert all(" train " in command_line(pid) for pid in loading), "each would have to be forked again"
+    assert all(" train " in command_line(pid) for pid in workers), "no worker ended"
     kill(run.process.pid, signal.SIGTERM)
     assert run.wait().code == 75
 
@@ -91,7 +91,7 @@ def test_a_second_signal_does_not_break_the_save(tmp_path: Path, digits: Path) -
     run.wait_for_step(5)
     assert run.process
     kill(run.process.pid, signal.SIGUSR1)
-    run.wait_until(lambda: "most recent call first" in run.log(), "account of the threads")
+    run.wait_until(lambda: "most recent call first" in run.log(), "stacks of the threads")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
         kill(run.process.pid, number)
     assert run.wait().code == 75
@@ -99,7 +99,7 @@ def test_a_second_signal_does_not_break_the_save(tmp_path: Path, digits: Path) -
 
 
 @pytest.mark.fault("A8")
-def test_a_second_start_leaves_with_75_and_names_the_holder(tmp_path: Path, digits: Path) -> None:
+def test_a_second_start_exits_75_and_names_the_process_that_holds_the_folder(tmp_path: Path, digits: Path) -> None:
     run = job(tmp_path / "run", digits, "data.workers=0", "train.epochs=100", nproc=2).start()
     run.wait_for_step(2)
     for arguments in ([], ["--nproc", "2"]):
@@ -108,11 +108,11 @@ def test_a_second_start_leaves_with_75_and_names_the_holder(tmp_path: Path, digi
         assert second.seconds < 5
         assert f"held by process {run.ranks()[0]}" in second.error
     kill(run.ranks()[1], signal.SIGTERM)
-    assert run.wait().code == 75, "the first goes on until it is asked to stop"
+    assert run.wait().code == 75, "the first run continues until it is stopped"
 
 
-def test_what_breaks_in_the_interpreters_end_costs_a_run_that_is_done_nothing(tmp_path: Path, digits: Path) -> None:
-    # as gloo's threads do there, now and then
+def test_an_abort_at_interpreter_shutdown_does_not_fail_a_finished_run(tmp_path: Path, digits: Path) -> None:
+    # gloo's threads sometimes abort there
     (tmp_path / "sitecustomize.py").write_text(
         "import atexit, os\nif 'RANK' in os.environ:\n    atexit.register(os.abort)\n"
     )
@@ -124,7 +124,7 @@ def test_what_breaks_in_the_interpreters_end_costs_a_run_that_is_done_nothing(tm
 
 
 def _wait_for(phase: str, run: Job, draw: random.Random, before: int) -> None:
-    """Until the run, which had made `before` steps when it was started, is in the midst of it."""
+    """Wait until the run, which started after step `before`, is in the phase."""
     match phase:
         case "first batch":
             run.wait_until(lambda: len(run.ranks()) == run.nproc, "all ranks")
@@ -133,7 +133,7 @@ def _wait_for(phase: str, run: Job, draw: random.Random, before: int) -> None:
             run.wait_for_step(before + draw.randint(2, 15))
             time.sleep(draw.uniform(0, 0.2))
         case "save":
-            run.wait_until(run.saving, "save", pause=0.0005)
+            run.wait_until(run.is_saving, "save", pause=0.0005)
         case "validation":
             run.wait_for_step((before // EPOCH + 1) * EPOCH)
             time.sleep(draw.uniform(0.1, 0.5))

@@ -1,4 +1,4 @@
-"""Disks that are full, read-only or seen differently, and a clock that jumps: said, outlived, and never in the bits."""
+"""Full or read-only disks, differing listings and a jumping clock never change the weights."""
 
 import errno
 import fcntl
@@ -28,75 +28,71 @@ def job(folder: Path, digits: Path, *more: str, nproc: int = 1, **env: str) -> J
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> tuple[Job, int]:
-    """The run that nothing happens to, and how many files its checkpoints ever were: looked at 50 times a second."""
-    run = job(tmp_path_factory.mktemp("whole") / "run", digits)
-    over = threading.Event()
+def observed(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> tuple[Job, int]:
+    """Run without faults; return the job and the largest number of checkpoint files at any time."""
+    run = job(tmp_path_factory.mktemp("uninterrupted") / "run", digits)
+    has_ended = threading.Event()
 
-    def most() -> int:
-        seen = [0]
-        while not over.wait(0.02):
+    def largest_count() -> int:
+        counts = [0]
+        while not has_ended.wait(0.02):
             folder = run.folder / "checkpoints"
-            seen.append(len(os.listdir(folder)) if folder.exists() else 0)
-        return max(seen)
+            counts.append(len(os.listdir(folder)) if folder.exists() else 0)
+        return max(counts)
 
     with ThreadPoolExecutor(1) as pool:
-        watching = pool.submit(most)
+        count = pool.submit(largest_count)
         code = run.run().code
-        over.set()
+        has_ended.set()
     assert code == 0
-    return run, watching.result()
+    return run, count.result()
 
 
 @pytest.fixture
-def whole(watched: tuple[Job, int]) -> Job:
-    return watched[0]
-
-
-def last_line(run: Job) -> str:
-    return run.folder.with_suffix(".out").read_text()
+def uninterrupted(observed: tuple[Job, int]) -> Job:
+    return observed[0]
 
 
 @pytest.mark.full
 @pytest.mark.fault("C5")
-def test_no_more_is_on_the_disk_than_is_kept_and_one_in_the_making(watched: tuple[Job, int]) -> None:
-    assert 2 <= watched[1] <= 2 + 1 + 1  # the newest two, the best, the one in the making
+def test_the_disk_holds_no_more_than_the_kept_checkpoints_and_one_temporary_file(observed: tuple[Job, int]) -> None:
+    assert 2 <= observed[1] <= 2 + 1 + 1  # the newest two, the best, a temporary file
 
 
 @pytest.mark.full
 @pytest.mark.fault("C1", ci=1, long=10)
-def test_a_full_disk_is_outlived_if_room_comes_and_ends_the_run_if_not(
-    small_disk: Path, digits: Path, whole: Job, seed: int, notes: Notes
+def test_a_run_survives_a_full_disk_if_space_is_freed_and_otherwise_exits_4(
+    small_disk: Path, digits: Path, uninterrupted: Job, seed: int, notes: Notes
 ) -> None:
-    size = whole.checkpoints()[0].stat().st_size
+    size = uninterrupted.checkpoints()[0].stat().st_size
 
     def resize(checkpoints: float) -> None:
-        room = int(checkpoints * size) // 1024 + 256
-        subprocess.run(["mount", "-o", f"remount,size={room}k", str(small_disk)], check=True)
+        kib = int(checkpoints * size) // 1024 + 256
+        subprocess.run(["mount", "-o", f"remount,size={kib}k", str(small_disk)], check=True)
 
     resize(2.5)
     run = job(small_disk / "run", digits)
     result = run.run()
     assert result.code == 4
     assert "5 saves in a row failed" in result.error
-    assert result.err.count("No space left on device") == 5, "one warning a failed save"
+    assert result.err.count("No space left on device") == 5, "one warning for each failed save"
     assert [step_of(path) for path in run.checkpoints()] == [3, 6]
     assert all(read_verified(path) for path in run.checkpoints())
     notes.note("C1")
     resize(4)
     run.arguments.append(f"run.resume={run.folder}")
-    assert run.run().out == last_line(whole)
+    assert run.run().out == uninterrupted.output()
 
     resize(2.5)
-    again = job(small_disk / "again", digits)
+    second = job(small_disk / "second", digits)
     subprocess.run(["rm", "-r", str(run.folder)], check=True)
-    again.start()
-    again.wait_until(lambda: "No space left on device" in again.log(), "failed save")
+    second.start()
+    second.wait_until(lambda: "No space left on device" in second.log(), "failed save")
     resize(4)
-    result = again.wait()
-    assert result.out == last_line(whole)
+    result = second.wait()
+    assert result.out == uninterrupted.output()
     assert 1 <= result.err.count("No space left on device") < 5
-    assert read_rows(again.folder / "trace.jsonl") == read_rows(whole.folder / "trace.jsonl"), "no step is lost"
+    assert second.trace() == uninterrupted.trace(), "no step is lost"
     notes.note("C1")
 
 
@@ -112,7 +108,7 @@ def test_a_run_folder_that_cannot_be_written_is_refused_in_seconds(small_disk: P
 
 @pytest.mark.fault("C1")
 @pytest.mark.parametrize("pages", [0, 1], ids=["none for the lock", "one for the lock, none for what follows"])
-def test_a_start_on_a_full_disk_is_one_line_and_exit_4_at_all(small_disk: Path, digits: Path, pages: int) -> None:
+def test_a_start_on_a_full_disk_prints_one_line_and_exits_4(small_disk: Path, digits: Path, pages: int) -> None:
     (small_disk / "filler").write_bytes(bytes((16 - pages) << 12))
     words = job(small_disk / "run", digits).arguments
     result = pipeline("train", *words, f"run.dir={small_disk / 'run'}", "--nproc", "2", timeout=100)
@@ -124,9 +120,7 @@ def test_a_start_on_a_full_disk_is_one_line_and_exit_4_at_all(small_disk: Path, 
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS])
-def test_a_file_system_without_locks_is_held_by_nobody_and_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     def lockf(descriptor: int, kind: int) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -140,36 +134,35 @@ def test_a_file_system_without_locks_is_held_by_nobody_and_refused(
 
 @pytest.mark.full
 @pytest.mark.fault("C4", ci=1, long=10)
-def test_ranks_that_see_other_folders_train_the_same(tmp_path: Path, digits: Path, seed: int) -> None:
-    """As on a network's disk, where one machine may see late what another has written."""
+def test_ranks_that_list_folders_differently_train_the_same(tmp_path: Path, digits: Path, seed: int) -> None:
+    """Simulate a network file system that shows another machine's files late."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
         "if os.environ.get('RANK', '0') != '0':\n"
-        "    whole = os.scandir\n"
-        "    class Some:\n"
-        "        def __init__(self, path): self.inner = whole(path)\n"
+        "    scandir, listdir = os.scandir, os.listdir\n"
+        "    class EverySecond:\n"
+        "        def __init__(self, path): self.inner = scandir(path)\n"
         "        def __enter__(self): return self\n"
         "        def __exit__(self, *_): self.inner.close()\n"
         "        def __iter__(self): return iter(list(self.inner)[::-2])\n"
-        f"    there = lambda path: str(path).startswith(({str(digits)!r}, {str(tmp_path / 'other')!r}))\n"
-        "    os.scandir = lambda path='.': Some(path) if there(path) else whole(path)\n"
-        "    every = os.listdir\n"
-        "    os.listdir = lambda path='.': every(path)[::-2] if there(path) else every(path)\n"
+        f"    is_shared = lambda path: str(path).startswith(({str(digits)!r}, {str(tmp_path / 'other')!r}))\n"
+        "    os.scandir = lambda path='.': EverySecond(path) if is_shared(path) else scandir(path)\n"
+        "    os.listdir = lambda path='.': listdir(path)[::-2] if is_shared(path) else listdir(path)\n"
     )
     words = ("train.max_steps=8", "data.source=folder")
     lines = set()
     for name, env in (("same", {}), ("other", {"PYTHONPATH": str(tmp_path)})):
         run = job(tmp_path / name, digits, *words, nproc=2, **env)
         assert run.run().code == 0, run.log()
-        again = job(tmp_path / name, digits, *words[1:], "train.max_steps=12", nproc=2, **env)
-        lines.add(again.run().out)
+        resumed = job(tmp_path / name, digits, *words[1:], "train.max_steps=12", nproc=2, **env)
+        lines.add(resumed.run().out)
     assert len(lines) == 1
 
 
 @pytest.fixture(scope="module")
-def fed(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
-    """Two processes with loader workers, from a folder that always stays where it is."""
-    run = from_folder(tmp_path_factory.mktemp("fed") / "run", digits)
+def uninterrupted_folder(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
+    """Run two processes with loader workers on a folder that is always reachable."""
+    run = from_folder(tmp_path_factory.mktemp("folder") / "run", digits)
     assert run.run().code == 0
     return run
 
@@ -178,58 +171,59 @@ def from_folder(folder: Path, root: Path, *more: str) -> Job:
     return job(folder, root, "data.source=folder", "data.workers=4", "evaluate.every=9 steps", *more, nproc=2)
 
 
-def blamed(run: Job) -> list[dict[str, object]]:
+def bad_images(run: Job) -> list[dict[str, object]]:
+    """Return the journal rows that report an image as bad."""
     return [row for row in read_rows(run.folder / "journal.jsonl") if row.get("event") == "bad image"]
 
 
 @pytest.mark.full
 @pytest.mark.fault("J3", ci=1, long=5)
 @pytest.mark.parametrize("seconds", [5, pytest.param(60, marks=pytest.mark.long)])
-def test_data_that_is_gone_for_a_while_is_waited_for(
-    tmp_path: Path, digits: Path, fed: Job, seconds: int, seed: int
+def test_a_run_waits_for_data_that_is_unreachable_for_a_while(
+    tmp_path: Path, digits: Path, uninterrupted_folder: Job, seconds: int, seed: int
 ) -> None:
     root = shutil.copytree(digits, tmp_path / "data")
     run = from_folder(tmp_path / "run", root).start()
     run.wait_for_step(1 + seed)
     root.rename(tmp_path / "away")
-    run.wait_until(lambda: "waiting for it" in run.log(), "word of the outage")
+    run.wait_until(lambda: "waiting for it" in run.log(), "warning about the data")
     time.sleep(seconds)
     (tmp_path / "away").rename(root)
     result = run.wait()
-    assert result.out == last_line(fed)
-    assert read_rows(run.folder / "trace.jsonl") == read_rows(fed.folder / "trace.jsonl")
-    assert not blamed(run)
-    assert 1 <= result.err.count("the data is out of reach") <= 4, "once for each rank's two loaders, at most"
+    assert result.out == uninterrupted_folder.output()
+    assert run.trace() == uninterrupted_folder.trace()
+    assert not bad_images(run)
+    assert 1 <= result.err.count("the data is out of reach") <= 4, "at most once for each of a rank's two loaders"
 
 
 @pytest.mark.full
 @pytest.mark.fault("J3", ci=1, long=5)
-def test_data_that_is_gone_for_good_ends_the_run_and_the_same_command_goes_on_once_it_is_back(
-    tmp_path: Path, digits: Path, fed: Job, seed: int
+def test_data_that_stays_unreachable_ends_the_run_and_the_same_command_resumes_it(
+    tmp_path: Path, digits: Path, uninterrupted_folder: Job, seed: int
 ) -> None:
     root = shutil.copytree(digits, tmp_path / "data")
     run = from_folder(tmp_path / "run", root, "run.timeout=8").start()
     run.wait_for_step(4 + seed)
     root.rename(tmp_path / "away")
-    gone = time.monotonic()
+    start = time.monotonic()
     result = run.wait()
-    assert time.monotonic() - gone < 15 * SHARING
+    assert time.monotonic() - start < 15 * SHARING
     assert result.code == 75
     assert result.error.startswith(f"the data is out of reach ({root}/")
     assert result.error.endswith(": No such file or directory): give the same command again once it is back")
-    again = run.run()
-    assert (again.code, f"data.root={root} is not there" in again.error) == (75, True)
+    second = run.run()
+    assert (second.code, f"data.root={root} is missing or empty" in second.error) == (75, True)
     (tmp_path / "away").rename(root)
-    assert run.run().out == last_line(fed)
-    assert read_rows(run.folder / "trace.jsonl") == read_rows(fed.folder / "trace.jsonl")
-    assert not blamed(run)
+    assert run.run().out == uninterrupted_folder.output()
+    assert run.trace() == uninterrupted_folder.trace()
+    assert not bad_images(run)
 
 
 @pytest.mark.full
 @pytest.mark.fault("I2")
 @pytest.mark.parametrize("hours", [1, -1])
-def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, digits: Path, whole: Job, hours: int) -> None:
-    """Python's clocks, that is: the machine's own is not ours to set. torch's time-outs go by a clock that never jumps."""
+def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, digits: Path, uninterrupted: Job, hours: int) -> None:
+    """Change only Python's clock: torch's timeouts use a monotonic clock, which never jumps."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os, time\n"
         "real, real_ns = time.time, time.time_ns\n"
@@ -243,9 +237,9 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, digits: Path, whole:
     )
     run = job(tmp_path / "run", digits, "run.timeout=20", PYTHONPATH=str(tmp_path))
     result = run.run()
-    assert result.out == last_line(whole)
+    assert result.out == uninterrupted.output()
     rows = read_rows(run.folder / "journal.jsonl")
-    assert max(row["time"] for row in rows) - min(row["time"] for row in rows) > 3_000_000, "it did jump"
+    assert max(row["time"] for row in rows) - min(row["time"] for row in rows) > 3_000_000, "the clock jumped"
     assert all(value >= 0 for row in rows for key, value in row.get("metrics", {}).items() if key.startswith("time/"))
     assert "-" not in "".join(line.rpartition("data")[2] for line in result.err.splitlines() if " left" in line)
     assert time.monotonic() - run.started < 60
