@@ -13,7 +13,7 @@ import pytest
 from harness import pipeline
 from scipy.io import savemat
 from test_data import encoded
-from test_pack import contents, photo
+from test_pack import file_digests, photo
 from torchvision.datasets import Imagenette
 
 from pipeline.data import imagenet
@@ -100,7 +100,7 @@ def test_a_pack_of_the_archives_is_the_pack_of_their_folder(archives: Path, tmp_
     pack(tmp_path / "folder", tmp_path / "from folder", "lossless", 0.1)
     line = import_imagenet(archives, tmp_path / "from archives", "lossless")
     assert line.startswith(f"packed {tmp_path / 'from archives'}: 16 images in 2 shards")
-    found = [contents(tmp_path / name) for name in ("from folder", "from archives")]
+    found = [file_digests(tmp_path / name) for name in ("from folder", "from archives")]
     assert all(found[0][name] == found[1][name] for name in found[0] if name != "pack.json")  # names its source
 
 

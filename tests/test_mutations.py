@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from test_pack import LEVELS, copied, encoded, photo
+from test_pack import LEVELS, copy_folder, encoded, photo
 
 from pipeline.config.load import load
 from pipeline.data import jpeg, jpeg_restarts
@@ -118,7 +118,7 @@ def test_a_mutated_pack_is_read_correctly_or_refused(tmp_path: Path, level: str,
         path.write_bytes(encoded(photo(60, 80, number)))
     make(folder, tmp_path / "pack", level, 0.1)
     config = load("digits", ["data.source=pack", f"data.root={tmp_path / 'damaged'}"])
-    damaged = copied(tmp_path / "pack", tmp_path / "damaged")
+    damaged = copy_folder(tmp_path / "pack", tmp_path / "damaged")
     expected = [np.asarray(open_source(config).train.read(i)).tobytes() for i in range(4)]
     files = {name: (damaged / name).read_bytes() for name in ("pack.json", "pack.index", "train-0000.tar")}
     rng, refused = np.random.default_rng(seed), 0
