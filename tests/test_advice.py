@@ -116,7 +116,7 @@ def stop_holder(place: Place) -> None:
 
 @dataclass(frozen=True)
 class Advice:
-    """A start with `words` that fails with `code` and `says`, its remedy, and the start that then works."""
+    """A start that fails with `code` and `says`, the remedy, and the start that then works."""
 
     code: int
     words: str
@@ -141,7 +141,8 @@ ROWS = [
     Advice(2, "augment.first_size=64", "the side can only grow", "augment.first_size=32"),
     Advice(2, "optimizer.momentum=0", "or set nesterov=false", "optimizer.momentum=0 optimizer.nesterov=false"),
     Advice(2, "augment.mixup=0.2 batch.global=5", "an even number", "augment.mixup=0.2 batch.global=6"),
-    Advice(2, "run.exact=true exact.shards=3", "exact.shards that work are 1, 2, 4, 8", "run.exact=true exact.shards=4"),
+    Advice(2, "run.exact=true exact.shards=3", "exact.shards that work are 1, 2, 4, 8",
+           "run.exact=true exact.shards=4"),
     Advice(2, f"{EXACT} train.precision=fp16", "use bf16 or fp32", f"{EXACT} train.precision=bf16"),
     Advice(2, "run.exact=true exact.shards=2 batch.accumulate=4", "raise exact.shards",
            "run.exact=true exact.shards=4 batch.accumulate=4"),
@@ -168,23 +169,25 @@ ROWS = [
            "data.source=pack data.root=packed", pack),
     Advice(2, "data.source=pack data.root=packed", "pack it anew", "data.source=pack data.root=packed", pack_again,
            pack_and_damage),
-    Advice(2, "run.dir=runs/done optimizer.lr=0.3", "restore_checkpoints these keys", RESUME),
+    Advice(2, "run.dir=runs/done optimizer.lr=0.3", "restore these keys", RESUME),
     Advice(2, "run.dir=runs/done optimizer.lr=0.3", "another run.dir", "run.dir=runs/other optimizer.lr=0.3"),
     Advice(2, "run.dir=runs/done optimizer.lr=0.3", "start again with run.resume=never",
            "run.dir=runs/done optimizer.lr=0.3 run.resume=never"),
-    Advice(2, RESUME, "restore_checkpoints it", RESUME, put_image_back, remove_image),
+    Advice(2, RESUME, "restore it", RESUME, put_image_back, remove_image),
     Advice(2, RESUME, "start again with run.resume=never", f"{RESUME} run.resume=never", before=remove_image),
     Advice(2, "run.resume=nowhere", "auto | never | a checkpoint", "run.resume=auto"),
     Advice(2, "run.resume=nowhere", "auto | never | a checkpoint", "run.resume=runs/done"),
-    Advice(3, f"run.dir=runs/nan {DIVERGE}", "lower optimizer.lr", "run.dir=runs/nan train.max_steps=4 run.resume=never"),
+    Advice(3, f"run.dir=runs/nan {DIVERGE}", "lower optimizer.lr",
+           "run.dir=runs/nan train.max_steps=4 run.resume=never"),
     Advice(3, f"run.dir=runs/nan {DIVERGE} checkpoint.every=1000_epochs", "start again with run.resume=never",
            "run.dir=runs/nan train.max_steps=4 run.resume=never"),
     Advice(4, RESUME, "raise data.max_bad", f"{RESUME} data.max_bad=0.9", before=corrupt_images),
     Advice(4, RESUME, "fix the files", f"{RESUME} run.resume=never", repair_images, corrupt_images),
-    Advice(4, RESUME, "resume with run.resume=runs/done", f"{RESUME} run.resume=runs/done", repair_images, corrupt_images),
+    Advice(4, RESUME, "resume with run.resume=runs/done", f"{RESUME} run.resume=runs/done",
+           repair_images, corrupt_images),
     Advice(4, "run.dir=runs/bad", "start again with run.resume=never", "run.dir=runs/bad run.resume=never",
            repair_images, corrupt_images),
-    Advice(4, RESUME, "restore_checkpoints one from a copy", RESUME, restore_checkpoints, damage_checkpoints),
+    Advice(4, RESUME, "restore one from a copy", RESUME, restore_checkpoints, damage_checkpoints),
     Advice(4, RESUME, "start again with run.resume=never", f"{RESUME} run.resume=never", before=damage_checkpoints),
     Advice(75, "run.dir=runs/held", "wait for it, stop it", f"run.dir=runs/held {LONG}", stop_holder, start_holder),
     Advice(75, "run.dir=runs/held", "another run.dir", "run.dir=runs/other", before=start_holder),

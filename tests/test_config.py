@@ -275,9 +275,10 @@ def test_credentials_are_split_from_a_url_raw_and_percent_encoded() -> None:
 @pytest.mark.fault("F5")
 def test_allowed_changes_on_resume_pass_and_others_are_named() -> None:
     before = load("digits", [])
-    allowed = ["run.dir=x", "run.resume=never", "run.trace=true", "run.watch=none", "data.workers=3", "data.prefetch=4",
-            "train.max_steps=5", "train.epochs=13", "checkpoint.every=3 steps", "checkpoint.keep=9", "profile.steps=3-4",
-            "track.uri=none", "track.every=1 epoch", "data.root=x", "data.max_bad=0.5", "run.timeout=9"]  # fmt: skip
+    allowed = ["run.dir=x", "run.resume=never", "run.trace=true", "run.watch=none", "data.workers=3",
+               "data.prefetch=4", "train.max_steps=5", "train.epochs=13", "checkpoint.every=3 steps",
+               "checkpoint.keep=9", "profile.steps=3-4", "track.uri=none", "track.every=1 epoch", "data.root=x",
+               "data.max_bad=0.5", "run.timeout=9"]  # fmt: skip
     refuse_changes(before, load("digits", allowed))
     changed = ["run.seed=1", "batch.global=48", "optimizer.lr=0.2", "data.val_split=0.2", "train.precision=bf16",
                "train.epochs=11"]  # fmt: skip

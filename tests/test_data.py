@@ -353,7 +353,7 @@ def test_data_check_names_each_defect_once(folder: Path) -> None:
 
 def test_sums_that_cannot_be_written_are_refused_before_any_image_is_checked(small_disk: Path) -> None:
     root = fill(small_disk / "images", "train/a/1.png", "train/b/1.png", "val/a/1.png", "val/b/1.png")
-    (root / "val/a/1.png").write_bytes(b"no small_png")
+    (root / "val/a/1.png").write_bytes(b"no image")
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     result = pipeline("data", "check", str(root), "--write-sums")
     assert (result.code, result.error) == (2, f"{root} is read-only: --write-sums needs to write SHA256SUMS there")
@@ -361,7 +361,7 @@ def test_sums_that_cannot_be_written_are_refused_before_any_image_is_checked(sma
 
 @pytest.mark.fault("E2")
 def test_sums_match_sha256sum_and_name_what_changed(tmp_path: Path) -> None:
-    odd = (b"train/a/1.png", b"train/a/two words.png", b"train/a/restore\\slash.png", b"train/a/\xff.png",
+    odd = (b"train/a/1.png", b"train/a/two words.png", b"train/a/back\\slash.png", b"train/a/\xff.png",
            b"train/b/line\nbreak.png")  # fmt: skip
     root = fill(tmp_path / "images", *odd, "val/a/1.png", "val/b/1.png")
     written = pipeline("data", "check", str(root), "--write-sums")
@@ -548,9 +548,13 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
     images = source_from_index(folder, index).train
     (folder / "train/cat/grew.png").write_bytes(small_png() + b"x")
     ids = {name.rpartition(b"/")[2]: i for i, name in enumerate(names(index.train))}
-    for name, reason in {b"dangling.png": "No such file or directory", b"folder.png": "Is a directory",
-                         b"grew.png": "changed since it was indexed, when it had ",
-                         b"large.png": "1,099,511,627,776 bytes, more than the 268,435,456 allowed"}.items():  # fmt: skip
+    reasons = {
+        b"dangling.png": "No such file or directory",
+        b"folder.png": "Is a directory",
+        b"grew.png": "changed since it was indexed, when it had ",
+        b"large.png": "1,099,511,627,776 bytes, more than the 268,435,456 allowed",
+    }
+    for name, reason in reasons.items():
         with pytest.raises(UnreadableError, match=f"^{reason}"):
             images.read(ids[name])
 
@@ -617,7 +621,7 @@ def test_loaders_wait_for_missing_data_and_return_the_same_batches(
     assert ([joined([batch]) for batch in made], {defect for batch in made for defect in batch.defects}) == expected
     assert all(batch.outage is None for batch in made)
     log = capfd.readouterr().err
-    assert (log.count("waiting for it, 150 s at most"), log.count("the data is restore after ")) == (1, 1)
+    assert (log.count("waiting for it, 150 s at most"), log.count("the data is back after ")) == (1, 1)
 
 
 @pytest.mark.fault("J3")
@@ -647,7 +651,7 @@ def test_an_extreme_aspect_ratio_is_cropped_at_its_center(shape: tuple[int, int]
 
 @pytest.fixture
 def partly_bad(tmp_path: Path) -> Path:
-    """Return 80 training images, eight of them corrupt, and eight validation images, one corrupt."""
+    """Return 80 training images, eight corrupt, and eight validation images, one corrupt."""
     root = fill(tmp_path / "images", *(f"train/{kind}/{i:02}.png" for kind in "ab" for i in range(40)),
                 *(f"val/{kind}/{i}.png" for kind in "ab" for i in range(4)))  # fmt: skip
     for i in range(0, 40, 10):
@@ -689,8 +693,8 @@ def test_a_bad_validation_image_counts_as_wrong(partly_bad: Path) -> None:
 
 @pytest.mark.fault("E1")
 def test_a_run_names_each_bad_image_once_and_fails_above_the_limit(tmp_path: Path, partly_bad: Path) -> None:
-    words = ["digits", f"data.root={partly_bad}", "batch.global=16", "train.epochs=1", "run.device=cpu",
-             "track.uri=none", "schedule.warmup=0", "model.arch=shufflenet_v2_x0_5", "data.workers=2", "run.threads=1"]  # fmt: skip
+    words = ["digits", f"data.root={partly_bad}", "batch.global=16", "train.epochs=1", "run.device=cpu", "run.threads=1",
+             "track.uri=none", "schedule.warmup=0", "model.arch=shufflenet_v2_x0_5", "data.workers=2"]  # fmt: skip
     run = pipeline("train", *words, f"run.dir={tmp_path / 'run'}", "data.max_bad=0.1")
     assert run.code == 0, run.err
     assert run.done["images"] == "8/8"

@@ -27,7 +27,7 @@ MARKERS = [bytes((0xFF, kind)) for kind in (0xD8, 0xD9, 0xDA, 0xC0, 0xC2, 0xC4, 
 
 
 def mutated(data: bytes, rng: np.random.Generator) -> bytes:
-    """Return `data` with bits flipped, truncated, a piece repeated, a wrong marker or a wrong size."""
+    """Return `data` with flipped bits, a cut end, a repeated piece, a wrong marker or a wrong size."""
     made = bytearray(data)
     match rng.integers(6):
         case 0:
@@ -51,7 +51,7 @@ def mutated(data: bytes, rng: np.random.Generator) -> bytes:
 
 
 def bombs() -> list[bytes]:
-    """Return small JPEGs: one of 65,500 × 1,220 pixels, one of 200 scans, some with false tables."""
+    """Return small JPEGs: one of 65,500 × 1,220 pixels, one of 200 scans, and false tables."""
     small = encoded(photo(64, 64), subsampling=0)
     at = small.index(b"\xff\xc0") + 5
     huge = small[:at] + (1220).to_bytes(2, "big") + (65500).to_bytes(2, "big") + small[at + 4 :]

@@ -56,8 +56,8 @@ def test_a_killed_run_resumes_with_the_same_weights(tmp_path: Path, digits: Path
         kill(pid, signal.SIGKILL)
     assert killed.wait().code == 1
     assert killed.run().done == expected
-    evaluated = pipeline("evaluate", str(killed.folder))  # in one process, which has the model model
-    assert evaluated.done["weights"] == expected["weights"], "a checkpoint has the model model under its own names"
+    evaluated = pipeline("evaluate", str(killed.folder))  # in one process, which has the whole model
+    assert evaluated.done["weights"] == expected["weights"], "a checkpoint has the whole model under its own names"
     assert abs(float(evaluated.done["top1"]) - float(expected["top1"])) <= 1 / 360
 
 
@@ -95,7 +95,8 @@ def test_digits_are_learned_while_two_processes_become_four(tmp_path: Path, digi
 @pytest.mark.parametrize(
     "words",
     [("parallel=fsdp", "run.exact=true"), ("parallel=stages", "run.exact=true"),
-     ("parallel=fsdp", "train.precision=fp16"), ("parallel=stages", "model.batchnorm=average"), ("parallel=dataparallel", "run.exact=true")],
+     ("parallel=fsdp", "train.precision=fp16"), ("parallel=stages", "model.batchnorm=average"),
+     ("parallel=dataparallel", "run.exact=true")],
 )  # fmt: skip
 def test_settings_that_do_not_combine_are_refused_by_name(words: tuple[str, str]) -> None:
     with pytest.raises(RequestError) as refusal:
@@ -231,7 +232,7 @@ def test_fsdp_blocks_are_small_modules_that_are_called_as_one(arch: str) -> None
     assert max(sizes) < total / 2
     assert sum(sizes) > 0.8 * total
     modules = [module for block in found for module in block.modules()]
-    assert len(modules) == len(set(modules)), "no block is sizes another"
+    assert len(modules) == len(set(modules)), "no block is inside another"
     assert not any(type(block) in (nn.Sequential, nn.ModuleList) for block in found)
 
 

@@ -108,7 +108,7 @@ def test_a_cooldown_stays_at_the_final_rate() -> None:
     assert rates[0] == 1
     assert rates[40] == pytest.approx(0.55)
     assert rates[80:] == pytest.approx([0.1] * 20)
-    with pytest.raises(RequestError, match="longer than the complete training"):
+    with pytest.raises(RequestError, match="longer than the whole training"):
         make_plan(
             load("digits", ["schedule.warmup=9 epochs", "schedule.cooldown=9 epochs"]), World(), DataSize(960, 9, 10)
         )
@@ -199,12 +199,12 @@ def test_data_smaller_than_one_batch_is_refused_with_the_largest_batch_that_work
         "data has 1,437 images to train, fewer than one batch of batch.global=2000: set batch.global to at most 1436"
     )
     assert plan("batch.global=1436", size=4).steps_per_epoch == 1
-    assert refused(size=4, data=DataSize(3, 1, 2)).endswith("4 passes need at least one image expected")
+    assert refused(size=4, data=DataSize(3, 1, 2)).endswith("4 passes need at least one image each")
 
 
 def test_a_warm_up_longer_than_training_is_refused() -> None:
     assert refused("schedule.warmup=13 epochs") == (
-        "schedule.warmup=13 epochs is 182 steps, longer than the complete training of 168 steps (12 epochs): make it"
+        "schedule.warmup=13 epochs is 182 steps, longer than the whole training of 168 steps (12 epochs): make it"
         " shorter"
     )
 
@@ -289,9 +289,9 @@ def test_plan_prints_the_arithmetic_and_writes_nothing(tmp_path: Path) -> None:
     for row in ("data           1,437 images to train, 360 held out, 10 classes",
                 "batch          96 = 4 × 2 × 12 (processes × accumulation × images a pass)",
                 "workers        3 a process = ⌈6 a node / 2⌉",
-                "epoch          14 steps = ⌊1,437 / 96⌋ (93 images left out, others expected epoch)",
+                "epoch          14 steps = ⌊1,437 / 96⌋ (93 images left out, others each epoch)",
                 "steps          168 (12 epochs)",
                 "learning rate  0.0375 at 96 images a batch, cosine, after 14 steps of warm-up",
-                "validation     every 14 steps, 6 batches of 60, expected image once"):  # fmt: skip
+                "validation     every 14 steps, 6 batches of 60, each image once"):  # fmt: skip
         assert f"  {row}" in result.out
     assert not list(tmp_path.iterdir())

@@ -106,7 +106,7 @@ def test_a_finished_run_resumed_in_another_folder_is_saved_there(place: Place) -
 
 @pytest.mark.parametrize("by_signal", [True, False])
 def test_a_run_can_be_stopped_while_it_reads_a_checkpoint(place: Place, by_signal: bool) -> None:
-    """Make reading hang, as on dead storage: a signal stops the run, otherwise the watchdog does."""
+    """Make reading hang, as on dead storage: a signal stops the run, or else the watchdog."""
     program = f"""\
 import sys, time
 from pipeline.record import checkpoint
