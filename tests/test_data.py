@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from faults.ledger import Notes
 from harness import pipeline, read_rows
 from PIL import Image
 from streams import joined, prepare, stream
+from test_pack import encoded
 
 from pipeline.config.load import load
 from pipeline.data import checksums, manifest
@@ -35,12 +35,6 @@ from pipeline.errors import RequestError
 from pipeline.operate.pack import pack as make_pack
 
 PIXELS = np.stack(np.broadcast_arrays(*np.ogrid[0:240:6, 0:240:5], np.uint16(90)), -1).astype(np.uint8)  # [40, 48, 3]
-
-
-def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
 
 
 def small_png(shade: int = 0) -> bytes:
@@ -373,7 +367,7 @@ def test_sums_match_sha256sum_and_name_what_changed(tmp_path: Path) -> None:
     for name in odd:
         path = os.path.join(os.fsencode(root), name)
         data = bytearray(Path(os.fsdecode(path)).read_bytes())
-        data[-1] ^= 1  # in the checksum of the chunk IEND: which no decoder checks
+        data[-1] ^= 1  # in the checksum of the chunk IEND, which no decoder checks
         Path(os.fsdecode(path)).write_bytes(data)
     (root / "val/a/1.png").unlink()
     fill(root, "val/a/2.png")
@@ -693,8 +687,9 @@ def test_a_bad_validation_image_counts_as_wrong(partly_bad: Path) -> None:
 
 @pytest.mark.fault("E1")
 def test_a_run_names_each_bad_image_once_and_fails_above_the_limit(tmp_path: Path, partly_bad: Path) -> None:
-    words = ["digits", f"data.root={partly_bad}", "batch.global=16", "train.epochs=1", "run.device=cpu", "run.threads=1",
-             "track.uri=none", "schedule.warmup=0", "model.arch=shufflenet_v2_x0_5", "data.workers=2"]  # fmt: skip
+    words = ["digits", f"data.root={partly_bad}", "batch.global=16", "train.epochs=1", "run.device=cpu",
+             "track.uri=none", "schedule.warmup=0", "model.arch=shufflenet_v2_x0_5", "data.workers=2",
+             "run.threads=1"]  # fmt: skip
     run = pipeline("train", *words, f"run.dir={tmp_path / 'run'}", "data.max_bad=0.1")
     assert run.code == 0, run.err
     assert run.done["images"] == "8/8"

@@ -30,9 +30,8 @@ def test_mistakes_are_sorted_by_confidence_and_confusion_counts_each_image_once(
         "most confident first, equal ones in order; a bad image is no mistake"
     )
     assert predictions.confusion_matrix(np.arange(3)).tolist() == [[1, 0, 1], [1, 0, 1], [0, 1, 1]]
-    assert predictions.most_confused_classes(3, 2).tolist() == [1, 2], (
-        "class 0 has one false negative and one false positive"
-    )
+    # class 0 has one false negative and one false positive
+    assert predictions.most_confused_classes(3, 2).tolist() == [1, 2]
     assert predictions.confusion_matrix(np.array([1, 2])).tolist() == [[0, 1], [1, 1]]
     assert [numbers.tolist() for numbers in predictions.count_correct(3)] == [[1, 0, 1], [2, 2, 2]]
 
@@ -46,9 +45,8 @@ def test_twenty_thousand_classes_are_drawn_in_little_memory(tmp_path: Path) -> N
     )  # fmt: skip
     data_kib = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0])
     limits = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(
-        resource.RLIMIT_DATA, ((data_kib << 10) + (256 << 20), limits[1])
-    )  # a matrix of all classes has 3 GiB
+    # a confusion matrix of all classes has 3 GiB
+    resource.setrlimit(resource.RLIMIT_DATA, ((data_kib << 10) + (256 << 20), limits[1]))
     try:
         for name in ("confusion", "classes"):
             EVALUATION_FIGURES[name](tmp_path / f"{name}.png", evaluation, "step 1")

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from harness import pipeline
 from scipy.io import savemat
-from test_data import encoded
-from test_pack import file_digests, photo
+from test_pack import encoded, file_digests, photo
 from torchvision.datasets import Imagenette
 
 from pipeline.data import imagenet
@@ -89,9 +88,8 @@ def test_the_archives_become_an_image_folder(archives: Path, tmp_path: Path) -> 
     (out / "val/n01440764/ILSVRC2012_val_00000002.JPEG").write_bytes(b"half")
     assert import_imagenet(archives, out, None).endswith(line)
     after = {path: path.stat().st_mtime_ns for path in out.rglob("*.JPEG")}
-    assert (
-        sum(before[path] != after[path] for path in before) == 2
-    )  # only the missing and the truncated file are written
+    # only the missing and the truncated file are written
+    assert sum(before[path] != after[path] for path in before) == 2
     assert scan(out, 0.1).digest == index.digest
 
 

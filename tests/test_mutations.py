@@ -27,7 +27,7 @@ MARKERS = [bytes((0xFF, kind)) for kind in (0xD8, 0xD9, 0xDA, 0xC0, 0xC2, 0xC4, 
 
 
 def mutated(data: bytes, rng: np.random.Generator) -> bytes:
-    """Return `data` with flipped bits, a cut end, a repeated piece, a wrong marker or a wrong size."""
+    """Return `data` with flipped bits, cut, a piece repeated, or with a wrong marker or size."""
     made = bytearray(data)
     match rng.integers(6):
         case 0:
@@ -74,12 +74,8 @@ def bombs() -> list[bytes]:
 @pytest.mark.fault("E1", ci=1, long=10)
 def test_a_mutated_jpeg_is_decoded_or_named(seed: int) -> None:
     images = [photo(200, 300), photo(97, 61)]
-    options: tuple[dict[str, int], ...] = (
-        {"subsampling": 0},
-        {"subsampling": 2, "optimize": True},
-        {"progressive": True},
-    )
-    seeds = [encoded(image, **option) for image in images for option in options]
+    kinds: list[dict[str, int]] = [{"subsampling": 0}, {"subsampling": 2, "optimize": True}, {"progressive": True}]
+    seeds = [encoded(image, **options) for image in images for options in kinds]
     seeds += [jpeg_restarts.with_restarts(data) or data for data in seeds]
     rng = np.random.default_rng(seed)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

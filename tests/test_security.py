@@ -100,7 +100,7 @@ def register(project: Path, name: str, model: Path) -> str:
 
 
 def copy_changed(logged: Path, to: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    """Copy the model with a copy_changed MLmodel and return the copy."""
+    """Copy the model with a changed MLmodel and return the copy."""
     for path in logged.rglob("*"):
         if path.is_file():
             (to / path.relative_to(logged)).parent.mkdir(parents=True, exist_ok=True)
@@ -244,7 +244,7 @@ def test_a_logged_model_has_the_predictions_and_weights_of_its_checkpoint(
 
 
 def test_a_logged_model_needs_no_pickle_to_be_served(logged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "forged")
+    monkeypatch.setenv("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "false")
     served = mlflow.pyfunc.load_model(str(logged))
     assert served.predict(np.zeros((3, 3, 32, 32), np.float32)).shape == (3, len(CLASSES))
 
@@ -361,7 +361,7 @@ def test_an_exported_program_yields_its_tensors_or_is_refused(logged: Path, tmp_
 
 
 def rewrite(good: Path, to: Path, change: Callable[[bytes], bytes], kind: int = zipfile.ZIP_STORED) -> None:
-    """Copy the archive of an exported program with a copy_changed table of weights."""
+    """Copy the archive of an exported program with a changed table of weights."""
     with zipfile.ZipFile(good) as old, zipfile.ZipFile(to, "w", kind) as new:
         for name in old.namelist():
             data = old.read(name)
@@ -388,21 +388,17 @@ def test_an_index_delivered_with_the_data_names_nothing_outside_it(name: str, di
     root = tmp_path / "digits"
     shutil.copytree(digits, root, copy_function=os.link)
     (tmp_path / "outside.png").write_bytes(b"outside")
-    scanned = manifest.scan(root, 0.1)
-    names = [
-        (scanned.val.name(i), int(scanned.val.sizes[i]), int(scanned.val.labels[i])) for i in range(len(scanned.val))
-    ]
+    real = manifest.scan(root, 0.1)
+    names = [(real.val.name(i), int(real.val.sizes[i]), int(real.val.labels[i])) for i in range(len(real.val))]
     names[0] = (name.encode(), 7, 0)
-    folders = {key: (root / key).stat().st_mtime_ns for key in scanned.folders}
-    forged = dataclasses.replace(scanned, val=manifest.Split.from_entries(names), folders=folders)
+    folders = {key: (root / key).stat().st_mtime_ns for key in real.folders}
+    forged = dataclasses.replace(real, val=manifest.Split.from_entries(names), folders=folders)
     manifest.save_index(forged, root / manifest.CACHE)
     opened = manifest.open_index(root, 0.1, tmp_path / "spare", check_sizes=False)
-    assert opened.digest == scanned.digest
-    forged = dataclasses.replace(
-        scanned, val=dataclasses.replace(scanned.val, labels=scanned.val.labels + 7), folders=folders
-    )
+    assert opened.digest == real.digest
+    forged = dataclasses.replace(real, val=dataclasses.replace(real.val, labels=real.val.labels + 7), folders=folders)
     manifest.save_index(forged, root / manifest.CACHE)
-    assert manifest.open_index(root, 0.1, tmp_path / "spare", check_sizes=False).digest == scanned.digest
+    assert manifest.open_index(root, 0.1, tmp_path / "spare", check_sizes=False).digest == real.digest
 
 
 def test_an_image_starts_no_ghostscript_in_the_loaders_of_a_benchmark(

@@ -159,9 +159,8 @@ def test_sending_twice_duplicates_nothing(
 ) -> None:
     job = trained["500"].job
     before = good.run_of(job)
-    good.client.create_logged_model(
-        before.info.experiment_id, "model", before.info.run_id
-    )  # as if sending had been interrupted
+    # as if sending had been interrupted
+    good.client.create_logged_model(before.info.experiment_id, "model", before.info.run_id)
     assert sync(job, MLFLOW_TRACKING_URI=good.uri).code == 0
     (job.folder / "mlflow.json").unlink()  # as if the record of what was sent had been lost
     assert sync(job, MLFLOW_TRACKING_URI=good.uri).code == 0
@@ -250,7 +249,7 @@ def test_the_logged_model_takes_any_number_of_images(
 
 
 @pytest.mark.full
-def test_the_served_model_predicts_what_predict_and_the_checkpoint_predict(
+def test_the_served_model_and_predict_and_the_checkpoint_agree(
     trained: dict[str, Trained], delivered: dict[str, Result], good: Server, digits: Path
 ) -> None:
     run, saved = good.run_of(trained["500"].job), trained["500"].job.checkpoints()[-1]
@@ -665,8 +664,8 @@ def sync(job: Job, **env: str) -> Result:
     return pipeline("sync", str(job.folder), **env)
 
 
-def wait_for(condition: Callable[[], Any], what: str, job: Job) -> None:
-    job.wait_until(condition, what, pause=0.3)
+def wait_for(condition: Callable[[], Any], description: str, job: Job) -> None:
+    job.wait_until(condition, description, pause=0.3)
 
 
 def rows_with_metrics(job: Job) -> list[dict[str, Any]]:
