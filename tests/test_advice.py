@@ -19,10 +19,6 @@ GROW = "augment.size=64 augment.first_size=32"
 TUNE = "model.init=runs/done"
 
 
-def do_nothing(place: Place) -> None:
-    pass
-
-
 def corrupt_images(place: Place) -> None:
     """Make 12 of 16 images undecodable without changing their sizes."""
     for path in images(place)[:12]:
@@ -122,8 +118,8 @@ class Advice:
     words: str
     says: str
     then: str
-    do: Callable[[Place], None] = do_nothing
-    before: Callable[[Place], None] = do_nothing
+    do: Callable[[Place], object] = lambda _: None
+    before: Callable[[Place], object] = lambda _: None
 
     def __str__(self) -> str:
         return f"{self.code} {self.says}"

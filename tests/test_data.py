@@ -87,9 +87,9 @@ def test_an_index_has_each_image_once_in_name_order(folder: Path) -> None:
 def test_an_index_round_trips_through_its_bytes(folder: Path) -> None:
     checksums.write_sums(folder, scan(folder, 0.1))
     index = scan(folder, 0.1)
-    again = Index.from_bytes(index.to_bytes())
-    assert again.to_bytes() == index.to_bytes()
-    assert again.digest == index.digest
+    restored = Index.from_bytes(index.to_bytes())
+    assert restored.to_bytes() == index.to_bytes()
+    assert restored.digest == index.digest
     for damaged in (b"", b"nonsense", index.to_bytes()[:-9], index.to_bytes()[:40]):
         with pytest.raises((ValueError, KeyError, TypeError)):
             Index.from_bytes(damaged)
@@ -113,7 +113,7 @@ def test_each_change_of_the_data_changes_the_digest_and_is_named(folder: Path) -
         "class eel is new", "train/eel/1.png is new", "val/eel/1.png is new"
     ]  # fmt: skip
     assert differences(lambda: checksums.write_sums(folder, scan(folder, 0.1))) == ["SHA256SUMS is new"]
-    (folder / "val/dog/1.png").write_bytes(b"five")  # as many bytes as before: only sums see it
+    (folder / "val/dog/1.png").write_bytes(b"five")  # of the same size: only the checksum differs
     assert differences(lambda: checksums.write_sums(folder, scan(folder, 0.1))) == [
         "val/dog/1.png has another sum in SHA256SUMS"
     ]
@@ -147,7 +147,7 @@ def test_the_cache_is_used_until_a_folder_changes(
 
 def test_a_changed_size_is_detected_if_sizes_are_checked(tmp_path: Path, folder: Path) -> None:
     before = open_index(folder, 0.1, tmp_path, check_sizes=True)
-    (folder / "train/dog/2.png").write_bytes(b"x")  # in place: no folder's time changes
+    (folder / "train/dog/2.png").write_bytes(b"x")  # in place, so that no folder's mtime changes
     assert open_index(folder, 0.1, tmp_path, check_sizes=False).digest == before.digest
     assert open_index(folder, 0.1, tmp_path, check_sizes=True).digest != before.digest
     found = manifest.find_cached_index(folder, tmp_path, before.digest)
@@ -310,10 +310,10 @@ def test_the_synthetic_source_follows_its_settings() -> None:
 
 def test_generated_data_is_complete_and_never_overwritten(tmp_path: Path) -> None:
     out = tmp_path / "made"
-    made = pipeline("data", "make", "synthetic", str(out), "--images", "13", "--classes", "4", "--side", "16")
-    assert (made.code, made.out) == (0, f"made {out}: 13 images to train, 4 held out, 4 classes\n")
-    again = pipeline("data", "make", "synthetic", str(out), "--images", "40")
-    assert (again.code, again.error) == (2, f"{out} already exists: remove it, or name another folder")
+    first = pipeline("data", "make", "synthetic", str(out), "--images", "13", "--classes", "4", "--side", "16")
+    assert (first.code, first.out) == (0, f"made {out}: 13 images to train, 4 held out, 4 classes\n")
+    second = pipeline("data", "make", "synthetic", str(out), "--images", "40")
+    assert (second.code, second.error) == (2, f"{out} already exists: remove it, or name another folder")
     assert scan(out, 0.1).size.train_images == 13
     assert os.listdir(tmp_path) == ["made"]
 
@@ -610,10 +610,10 @@ def test_loaders_wait_for_missing_data_and_return_the_same_batches(
     root.rename(tmp_path / "away")
     restore = threading.Timer(1.5, lambda: (tmp_path / "away").rename(root))
     restore.start()
-    made = list(batches(TrainBatches(source.train, config, plan, 0), range(4), plan, pin=False))
+    loaded = list(batches(TrainBatches(source.train, config, plan, 0), range(4), plan, pin=False))
     restore.join()
-    assert ([joined([batch]) for batch in made], {defect for batch in made for defect in batch.defects}) == expected
-    assert all(batch.outage is None for batch in made)
+    assert ([joined([batch]) for batch in loaded], {defect for batch in loaded for defect in batch.defects}) == expected
+    assert all(batch.outage is None for batch in loaded)
     log = capfd.readouterr().err
     assert (log.count("waiting for it, 150 s at most"), log.count("the data is back after ")) == (1, 1)
 

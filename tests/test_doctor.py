@@ -130,8 +130,8 @@ def test_a_refusal_by_mlflow_is_explained_and_stops_no_training(
         assert required.code == 2, "as `train` does"
         on_node = run_doctor(tmp_path, digits, "track.required=true", MLFLOW_TRACKING_URI=uri, PET_NPROC_PER_NODE="1")
         assert on_node.code == 75, "its server may still be starting"
-    gone = run_doctor(tmp_path, digits, "--json", MLFLOW_TRACKING_URI=uri)
-    assert "Connection refused" in findings(gone)["MLflow"]["line"]
+    unreachable = run_doctor(tmp_path, digits, "--json", MLFLOW_TRACKING_URI=uri)
+    assert "Connection refused" in findings(unreachable)["MLflow"]["line"]
 
 
 @pytest.mark.parametrize(

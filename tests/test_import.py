@@ -72,10 +72,10 @@ def archives(tmp_path: Path) -> Path:
 
 def test_the_archives_become_an_image_folder(archives: Path, tmp_path: Path) -> None:
     out = tmp_path / "imagenet"
-    made = pipeline("data", "import", "imagenet", str(archives), str(out))
-    assert made.code == 0, made.err
+    result = pipeline("data", "import", "imagenet", str(archives), str(out))
+    assert result.code == 0, result.err
     line = "12 images to train, 4 held out, 3 classes, as the development kit counts them"
-    assert made.out == f"imported {out}: {line}\n"
+    assert result.out == f"imported {out}: {line}\n"
     index = scan(out, 0.1)
     assert index.classes == tuple(sorted(CLASSES))
     assert np.bincount(index.train.labels).tolist() == list(CLASSES.values())
@@ -205,5 +205,5 @@ def test_imagenette_is_moved_from_its_download_folder(tmp_path: Path) -> None:
     out = tmp_path / "imagenette"
     assert get("imagenette", str(out)) == f"fetched {out}: 3 images to train, 3 held out, 3 classes"
     assert not (tmp_path / ".imagenette.download").exists()
-    again = pipeline("data", "get", "imagenette", str(out))
-    assert (again.code, again.error) == (2, f"{out} already exists: remove it, or name another folder")
+    second = pipeline("data", "get", "imagenette", str(out))
+    assert (second.code, second.error) == (2, f"{out} already exists: remove it, or name another folder")

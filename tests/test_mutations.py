@@ -28,26 +28,26 @@ MARKERS = [bytes((0xFF, kind)) for kind in (0xD8, 0xD9, 0xDA, 0xC0, 0xC2, 0xC4, 
 
 def mutated(data: bytes, rng: np.random.Generator) -> bytes:
     """Return `data` with flipped bits, cut, a piece repeated, or with a wrong marker or size."""
-    made = bytearray(data)
+    content = bytearray(data)
     match rng.integers(6):
         case 0:
-            for at in rng.integers(0, len(made), rng.integers(1, 20)):
-                made[at] ^= 1 << rng.integers(8)
+            for at in rng.integers(0, len(content), rng.integers(1, 20)):
+                content[at] ^= 1 << rng.integers(8)
         case 1:
-            del made[rng.integers(len(made)) :]
+            del content[rng.integers(len(content)) :]
         case 2:
-            first, last = sorted(rng.integers(0, len(made), 2).tolist())
-            made[first:first] = made[first:last]
+            first, last = sorted(rng.integers(0, len(content), 2).tolist())
+            content[first:first] = content[first:last]
         case 3:
-            at = int(rng.integers(len(made)))
-            made[at : at + 2] = MARKERS[rng.integers(len(MARKERS))]
+            at = int(rng.integers(len(content)))
+            content[at : at + 2] = MARKERS[rng.integers(len(MARKERS))]
         case 4:  # in the header, which has the sizes
-            for at in rng.integers(0, min(700, len(made)), 4):
-                made[at] = rng.integers(256)
+            for at in rng.integers(0, min(700, len(content)), 4):
+                content[at] = rng.integers(256)
         case 5:
-            at = made.find(b"\xff\xc0")
-            made[at + 5 : at + 9] = rng.integers(0, 256, 4, np.uint8).tobytes()
-    return bytes(made)
+            at = content.find(b"\xff\xc0")
+            content[at + 5 : at + 9] = rng.integers(0, 256, 4, np.uint8).tobytes()
+    return bytes(content)
 
 
 def bombs() -> list[bytes]:
@@ -90,8 +90,8 @@ def test_a_mutated_jpeg_is_decoded_or_named(seed: int) -> None:
         except BadImageError as defect:
             reason = str(defect)
         assert reason, number
-        made = jpeg_restarts.with_restarts(data)
-        if made is not None and number % 5 == 0:  # packing keeps the pixels or names a defect
+        converted = jpeg_restarts.with_restarts(data)
+        if converted is not None and number % 5 == 0:  # packing keeps the pixels or names a defect
             try:
                 packed, _, _ = encode(data, Level.parse("lossless"))
                 assert np.array_equal(

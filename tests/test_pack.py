@@ -98,12 +98,12 @@ def test_a_region_has_exactly_the_pixels_of_the_whole_image(mode: str, options: 
         if mode != "RGB":
             options = {name: value for name, value in options.items() if name != "subsampling"}
         data = encoded(photo(height, width, number).convert(mode), **options)
-        made = jpeg_restarts.with_restarts(data)
-        assert made is not None
+        converted = jpeg_restarts.with_restarts(data)
+        assert converted is not None
         pixels = decode(data)
-        assert torch.equal(decode(made), pixels)
-        assert np.array_equal(np.asarray(Image.open(io.BytesIO(made))), np.asarray(Image.open(io.BytesIO(data))))
-        cut, plain = Picture.open(made), Picture.open(data)
+        assert torch.equal(decode(converted), pixels)
+        assert np.array_equal(np.asarray(Image.open(io.BytesIO(converted))), np.asarray(Image.open(io.BytesIO(data))))
+        cut, plain = Picture.open(converted), Picture.open(data)
         assert cut.frame
         assert cut.frame.cuts
         for _ in range(20):
@@ -121,29 +121,29 @@ def test_a_plain_file_is_not_decoded_below_the_crop(capfd: pytest.CaptureFixture
     assert Image.open(io.BytesIO(jpeg.upper(data, frame, 100))).size == (504, 116)
     region = Picture.open(data).region(0, 0, 100, 504)
     assert region.shape == (3, 100, 504)
-    assert region.untyped_storage().nbytes() == 3 * 116 * 504, "of the 400 rows"
+    assert region.untyped_storage().nbytes() == 3 * 116 * 504, "116 of the 400 rows"
     os.write(2, b"later output is visible")
     assert capfd.readouterr().err == "later output is visible", "libjpeg's warning is not"
 
 
 def test_a_region_decodes_only_a_part_of_the_file() -> None:
-    made = jpeg_restarts.with_restarts(encoded(photo(400, 504), quality=95, subsampling=0))
-    assert made is not None
-    frame = jpeg.frame(made)
+    converted = jpeg_restarts.with_restarts(encoded(photo(400, 504), quality=95, subsampling=0))
+    assert converted is not None
+    frame = jpeg.frame(converted)
     assert frame
-    cut = jpeg.part(made, frame, 100, 100, 100, 100)
+    cut = jpeg.part(converted, frame, 100, 100, 100, 100)
     assert cut
     part, _, _ = cut
-    assert len(part) < len(made) / 6
+    assert len(part) < len(converted) / 6
     assert Image.open(io.BytesIO(part)).size[0] < 300
 
 
 def test_the_huffman_tables_are_optimal() -> None:
     usual, best = (encoded(photo(400, 504), quality=95, optimize=optimize) for optimize in (False, True))
-    made = jpeg_restarts.with_restarts(usual)
-    assert made
-    assert len(made) < len(best) * 1.02 < len(usual), "the markers cost less than the tables save"
-    assert jpeg_restarts.with_restarts(best) == made, "whatever the tables were"
+    converted = jpeg_restarts.with_restarts(usual)
+    assert converted
+    assert len(converted) < len(best) * 1.02 < len(usual), "the markers cost less than the tables save"
+    assert jpeg_restarts.with_restarts(best) == converted, "whatever the tables of the file were"
 
 
 def test_no_huffman_code_is_longer_than_jpeg_allows() -> None:
@@ -159,11 +159,11 @@ def test_no_huffman_code_is_longer_than_jpeg_allows() -> None:
 
 def test_a_false_table_of_segments_is_not_used() -> None:
     data = encoded(photo(400, 504))
-    made = bytearray(jpeg_restarts.with_restarts(data) or b"")
-    lengths = made.index(jpeg.CUTS_NAME) + len(jpeg.CUTS_NAME) + jpeg.CUTS_HEAD.size
-    made[lengths + 1] += 1
-    made[lengths + 3] -= 1  # the sum stays right
-    assert torch.equal(Picture.open(bytes(made)).region(0, 0, 50, 200), decode(data)[:, :50, :200])
+    converted = bytearray(jpeg_restarts.with_restarts(data) or b"")
+    lengths = converted.index(jpeg.CUTS_NAME) + len(jpeg.CUTS_NAME) + jpeg.CUTS_HEAD.size
+    converted[lengths + 1] += 1
+    converted[lengths + 3] -= 1  # the sum stays right
+    assert torch.equal(Picture.open(bytes(converted)).region(0, 0, 50, 200), decode(data)[:, :50, :200])
 
 
 @pytest.mark.parametrize(
@@ -191,13 +191,13 @@ def test_the_stream_is_the_same_over_a_folder_and_every_pack(folder: Path, packs
     words = ("batch.global=16", "augment.size=48", "augment.scale=[0.08, 1]", "data.workers=0")
     expected, defects = stream(folder, range(8), "data.source=folder", *words)
     for level, root in packs.items():
-        made, named = stream(root, range(8), "data.source=pack", *words)
-        assert [(batch.ids, batch.labels) for batch in made] == [(batch.ids, batch.labels) for batch in expected]
+        found, named = stream(root, range(8), "data.source=pack", *words)
+        assert [(batch.ids, batch.labels) for batch in found] == [(batch.ids, batch.labels) for batch in expected]
         assert {sample for sample, _ in named} == {sample for sample, _ in defects}
-        assert (made == expected) == (level == "lossless")
+        assert (found == expected) == (level == "lossless")
         for world, workers, accumulate in ((2, 2, 1), (4, 0, 2)):
             more = (*words[:3], f"data.workers={workers}", f"batch.accumulate={accumulate}")
-            assert stream(root, range(8), "data.source=pack", *more, world=world) == (made, named)
+            assert stream(root, range(8), "data.source=pack", *more, world=world) == (found, named)
 
 
 def test_bad_files_are_named_and_counted_and_keep_their_index(

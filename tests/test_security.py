@@ -90,11 +90,11 @@ def client(project: Path) -> MlflowClient:
 def register(project: Path, name: str, model: Path) -> str:
     """Register the files of a model unchanged and return the model's URI."""
     (experiment,) = (found for found in client(project).search_experiments() if found.name == "digits")
-    made = client(project).create_logged_model(experiment.experiment_id, name)
-    client(project).log_model_artifacts(made.model_id, str(model))
+    model_info = client(project).create_logged_model(experiment.experiment_id, name)
+    client(project).log_model_artifacts(model_info.model_id, str(model))
     client(project).create_registered_model(name)
     mlflow.set_tracking_uri(f"sqlite:///{project}/runs/mlflow.db")  # where MLflow looks up the model
-    version = client(project).create_model_version(name, f"models:/{made.model_id}", model_id=made.model_id)
+    version = client(project).create_model_version(name, f"models:/{model_info.model_id}", model_id=model_info.model_id)
     client(project).set_registered_model_alias(name, "best", version.version)
     return f"models:/{name}@best"
 

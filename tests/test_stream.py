@@ -46,8 +46,8 @@ def reference(digits: Path) -> list[GlobalBatch]:
 def test_every_global_batch_is_the_same_however_it_is_made(
     digits: Path, reference: list[GlobalBatch], world: int, workers: int, accumulate: int
 ) -> None:
-    made, _ = stream(digits, STEPS, f"data.workers={workers}", f"batch.accumulate={accumulate}", world=world)
-    assert made == reference
+    found, _ = stream(digits, STEPS, f"data.workers={workers}", f"batch.accumulate={accumulate}", world=world)
+    assert found == reference
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_shared_memory_is_reused_once_nothing_refers_to_it(digits: Path) -> None
             addresses.add(batch.images.data_ptr())
             files.add(mapped_file(batch.images.data_ptr()))
         elif step % 5 == 0:
-            held.append((step, batch.images[7:9]))  # a view is enough
+            held.append((step, batch.images[7:9]))  # a view is enough to keep the memory
     assert len(addresses) <= 2 * plan.prefetch + 2
     assert len(files) == 1, "separate memory would be a separate file"
     for step, images in held:
@@ -238,10 +238,10 @@ def test_the_dataloader_does_not_unpack_the_batch_of_a_worker(digits: Path, monk
     data = TrainBatches(source.train, config, plan, 0)
     shared = SharedBatches(data, 1)
     (request,) = shared.requests([3])
-    made = shared[request]
-    assert default_convert(made) is made, "it is not unpacked"
+    batch = shared[request]
+    assert default_convert(batch) is batch, "it is not unpacked"
     monkeypatch.setattr("pipeline.data.shared_memory.pin_memory", lambda batch: batch)  # needs a GPU
-    pinned = pin_memory(pickle.loads(pickle.dumps(made)))
+    pinned = pin_memory(pickle.loads(pickle.dumps(batch)))
     assert torch.equal(pinned.images, data[3].images)
     assert torch.equal(pinned.ids, data[3].ids)
 

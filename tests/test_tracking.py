@@ -531,10 +531,10 @@ def test_a_password_is_used_and_written_nowhere(tmp_path: Path, digits: Path, go
     assert not [body for _, body in seen if CANARY.encode() in body]
     assert good.run_of(run).info.status == "FINISHED"
 
-    gone = sync(run, MLFLOW_TRACKING_URI=f"http://user:{SECRET}@127.0.0.1:{free_port()}")
-    assert gone.code == 75
-    assert "Connection refused" in gone.error
-    assert CANARY not in gone.err
+    result = sync(run, MLFLOW_TRACKING_URI=f"http://user:{SECRET}@127.0.0.1:{free_port()}")
+    assert result.code == 75
+    assert "Connection refused" in result.error
+    assert CANARY not in result.err
 
 
 def run_commands(run: Job) -> list[str]:
