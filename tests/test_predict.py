@@ -95,16 +95,9 @@ def test_non_finite_logits_are_no_prediction(digits: Path, tmp_path: Path, capsy
     ],
 )
 def test_a_request_that_cannot_work_is_one_line(
-    run_dir: Path,
-    digits: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    target: str,
-    image: str,
-    code: int,
-    says: str,
-) -> None:
+    run_dir: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], target: str, image: str, code: int, says: str,
+) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     (tmp_path / "empty").mkdir()

@@ -157,13 +157,9 @@ def test_an_unreadable_path_is_refused(
      ("sync {long}", 2), ("k8s render --out {long}", 2), ("bench data --images {long}", 2)],
 )  # fmt: skip
 def test_an_unreadable_path_is_one_line_for_every_command(
-    tmp_path: Path,
-    digits: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: str,
-    code: int,
-) -> None:
+    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    words: str, code: int,
+) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("signal.signal", lambda *_: None)  # keep the handlers of the test process
     assert main(words.format(long=LONG, digits=digits).split()) == code
