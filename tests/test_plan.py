@@ -250,8 +250,8 @@ def test_a_cgroup_limits_the_cpus(tmp_path: Path, files: dict[str, str], cgroup:
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"{text}\n")
-    (tmp_path / "cgroup").write_text(f"{cgroup}\n")
-    assert machine._cgroup_quota(root, tmp_path / "cgroup") == quota
+    (tmp_path / "own").write_text(f"{cgroup}\n")
+    assert machine._cgroup_quota(root, tmp_path / "own") == quota
 
 
 @pytest.mark.parametrize(("quota", "cpus"), [(0.5, 1), (1.5, 1), (2.0, 2), (1000.0, None), (None, None)])
