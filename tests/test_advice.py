@@ -1,4 +1,4 @@
-"""Each message that ends a start and names a way out is followed to the letter, and the way out works."""
+"""Every error message that names a remedy is followed to the letter, and the remedy works."""
 
 import shutil
 import signal
@@ -19,18 +19,14 @@ GROW = "augment.size=64 augment.first_size=32"
 TUNE = "model.init=runs/done"
 
 
-def nothing(place: Place) -> None:
-    pass
-
-
-def spoil(place: Place) -> None:
-    """From here on 12 of 16 images cannot be decoded; they keep their sizes."""
+def corrupt_images(place: Place) -> None:
+    """Make 12 of 16 images undecodable without changing their sizes."""
     for path in images(place)[:12]:
         path.with_suffix(".good").write_bytes(path.read_bytes())
         path.write_bytes(b"\0" * path.stat().st_size)
 
 
-def repair(place: Place) -> None:
+def repair_images(place: Place) -> None:
     for path in (place.path / "images").rglob("*.good"):
         path.rename(path.with_suffix(".jpg"))
 
@@ -47,26 +43,26 @@ def put_image_back(place: Place) -> None:
     (place.path / "kept.jpg").rename(place.path / "images/train/class-0000/0000000.jpg")
 
 
-def damage(place: Place) -> None:
+def damage_checkpoints(place: Place) -> None:
     for path in place.checkpoints():
         shutil.copy(path, place.path / path.name)
         path.write_bytes(b"x")
 
 
-def restore(place: Place) -> None:
+def restore_checkpoints(place: Place) -> None:
     for path in place.checkpoints():
         shutil.copy(place.path / path.name, path)
 
 
-def remove_class(place: Place) -> None:
+def remove_val_class(place: Place) -> None:
     shutil.rmtree(place.path / "images/val/class-0003")
 
 
-def remove_other(place: Place) -> None:
+def remove_train_class(place: Place) -> None:
     shutil.rmtree(place.path / "images/train/class-0003")
 
 
-def empty_class(place: Place) -> None:
+def add_empty_class(place: Place) -> None:
     (place.path / "images/train/more").mkdir()
     (place.path / "images/val/more").mkdir()
 
@@ -80,7 +76,7 @@ def block_folder(place: Place) -> None:
     (place.path / "runs/file").write_text("x")
 
 
-def make_images(place: Place) -> None:
+def make_other_images(place: Place) -> None:
     place.run("data", "make", "synthetic", "other", "--images", "16", "--classes", "4", "--side", "32")
 
 
@@ -98,8 +94,8 @@ def pack_again(place: Place) -> None:
     pack(place)
 
 
-def hold(place: Place) -> None:
-    """Another process trains in the folder, and is stopped by the test's end."""
+def start_holder(place: Place) -> None:
+    """Start another process that trains in the folder; the test kills it at its end."""
     words = [*SMALL, "run.dir=runs/held", "train.epochs=1000", "train.max_steps=2000", "checkpoint.every=1000 epochs"]
     command = [sys.executable, "-m", "pipeline", "train", "digits", *words, "evaluate.every=1000 epochs"]
     place.holder = subprocess.Popen(command, cwd=place.path, env=environment(), stderr=subprocess.DEVNULL)
@@ -108,7 +104,7 @@ def hold(place: Place) -> None:
 
 
 def stop_holder(place: Place) -> None:
-    """It saves its step and leaves."""
+    """Stop the other process, which saves its step and exits with 75."""
     assert place.holder
     place.holder.send_signal(signal.SIGTERM)
     assert place.holder.wait(30) == 75
@@ -116,20 +112,20 @@ def stop_holder(place: Place) -> None:
 
 @dataclass(frozen=True)
 class Advice:
-    """Words of a start that ends with `code` and says `says`; what it says to do; words of the start that then works."""
+    """A start that fails with `code` and `says`, the remedy, and the start that then works."""
 
     code: int
     words: str
     says: str
     then: str
-    do: Callable[[Place], None] = nothing
-    before: Callable[[Place], None] = nothing
+    do: Callable[[Place], object] = lambda _: None
+    before: Callable[[Place], object] = lambda _: None
 
     def __str__(self) -> str:
         return f"{self.code} {self.says}"
 
 
-ON = "run.dir=runs/done train.max_steps=2"  # the run that is there goes on
+RESUME = "run.dir=runs/done train.max_steps=2"  # resumes the existing run
 ROWS = [
     Advice(2, "train.epoch=3", "did you mean train.epochs?", "train.epochs=3"),
     Advice(2, "model.arch=squeezenet1_", "did you mean squeezenet1_1?", "model.arch=squeezenet1_1"),
@@ -141,7 +137,8 @@ ROWS = [
     Advice(2, "augment.first_size=64", "the side can only grow", "augment.first_size=32"),
     Advice(2, "optimizer.momentum=0", "or set nesterov=false", "optimizer.momentum=0 optimizer.nesterov=false"),
     Advice(2, "augment.mixup=0.2 batch.global=5", "an even number", "augment.mixup=0.2 batch.global=6"),
-    Advice(2, "run.exact=true exact.shards=3", "exact.shards that work are 1, 2, 4, 8", "run.exact=true exact.shards=4"),
+    Advice(2, "run.exact=true exact.shards=3", "exact.shards that work are 1, 2, 4, 8",
+           "run.exact=true exact.shards=4"),
     Advice(2, f"{EXACT} train.precision=fp16", "use bf16 or fp32", f"{EXACT} train.precision=bf16"),
     Advice(2, "run.exact=true exact.shards=2 batch.accumulate=4", "raise exact.shards",
            "run.exact=true exact.shards=4 batch.accumulate=4"),
@@ -152,7 +149,8 @@ ROWS = [
     Advice(2, f"{TUNE} model.freeze=conv1,stage2,stage3,stage4,conv5,fc", "do not freeze the head, fc",
            f"{TUNE} model.freeze=conv1,stage2,stage3,stage4,conv5"),
     Advice(2, f"{TUNE} model.arch=resnet18", "set model.arch to its own", f"{TUNE} model.arch=shufflenet_v2_x0_5"),
-    Advice(2, "model.arch=squeezenet1_1 augment.size=8", "raise augment.size", "model.arch=squeezenet1_1 augment.size=32"),
+    Advice(2, "model.arch=squeezenet1_1 augment.size=8", "raise augment.size",
+           "model.arch=squeezenet1_1 augment.size=32"),
     Advice(2, "batch.global=1", "have more images in a pass", "batch.global=2"),
     Advice(2, "run.device=cuda", "use run.device=cpu", "run.device=cpu"),
     Advice(2, "profile.steps=[5,2]", "give the smaller number first", "profile.steps=[1,1]"),
@@ -160,40 +158,42 @@ ROWS = [
     Advice(2, "track.required=true track.uri=http://127.0.0.1:PORT", "with track.required=false",
            "track.required=false track.uri=http://127.0.0.1:PORT"),
     Advice(2, "run.dir=runs/file/run", "give a folder that can", "run.dir=runs/folder", before=block_folder),
-    Advice(2, "data.root=other", "make one with 'pipeline data make'", "data.root=other", make_images),
-    Advice(2, "", "both need the same class folders", "", remove_other, remove_class),
-    Advice(2, "", "add images or remove the folder", "", remove_empty_class, empty_class),
+    Advice(2, "data.root=other", "make one with 'pipeline data make'", "data.root=other", make_other_images),
+    Advice(2, "", "both need the same class folders", "", remove_train_class, remove_val_class),
+    Advice(2, "", "add images or remove the folder", "", remove_empty_class, add_empty_class),
     Advice(2, "data.source=pack data.root=packed", "make one with 'pipeline data pack SRC packed'",
            "data.source=pack data.root=packed", pack),
     Advice(2, "data.source=pack data.root=packed", "pack it anew", "data.source=pack data.root=packed", pack_again,
            pack_and_damage),
-    Advice(2, "run.dir=runs/done optimizer.lr=0.3", "restore these keys", ON),
+    Advice(2, "run.dir=runs/done optimizer.lr=0.3", "restore these keys", RESUME),
     Advice(2, "run.dir=runs/done optimizer.lr=0.3", "another run.dir", "run.dir=runs/other optimizer.lr=0.3"),
     Advice(2, "run.dir=runs/done optimizer.lr=0.3", "start again with run.resume=never",
            "run.dir=runs/done optimizer.lr=0.3 run.resume=never"),
-    Advice(2, ON, "restore it", ON, put_image_back, remove_image),
-    Advice(2, ON, "start again with run.resume=never", f"{ON} run.resume=never", before=remove_image),
+    Advice(2, RESUME, "restore it", RESUME, put_image_back, remove_image),
+    Advice(2, RESUME, "start again with run.resume=never", f"{RESUME} run.resume=never", before=remove_image),
     Advice(2, "run.resume=nowhere", "auto | never | a checkpoint", "run.resume=auto"),
     Advice(2, "run.resume=nowhere", "auto | never | a checkpoint", "run.resume=runs/done"),
-    Advice(3, f"run.dir=runs/nan {DIVERGE}", "lower optimizer.lr", "run.dir=runs/nan train.max_steps=4 run.resume=never"),
+    Advice(3, f"run.dir=runs/nan {DIVERGE}", "lower optimizer.lr",
+           "run.dir=runs/nan train.max_steps=4 run.resume=never"),
     Advice(3, f"run.dir=runs/nan {DIVERGE} checkpoint.every=1000_epochs", "start again with run.resume=never",
            "run.dir=runs/nan train.max_steps=4 run.resume=never"),
-    Advice(4, ON, "raise data.max_bad", f"{ON} data.max_bad=0.9", before=spoil),
-    Advice(4, ON, "fix the files", f"{ON} run.resume=never", repair, spoil),
-    Advice(4, ON, "resume with run.resume=runs/done", f"{ON} run.resume=runs/done", repair, spoil),
-    Advice(4, "run.dir=runs/bad", "start again with run.resume=never", "run.dir=runs/bad run.resume=never", repair, spoil),
-    Advice(4, ON, "restore one from a copy", ON, restore, damage),
-    Advice(4, ON, "start again with run.resume=never", f"{ON} run.resume=never", before=damage),
-    Advice(75, "run.dir=runs/held", "wait for it, stop it", f"run.dir=runs/held {LONG}",
-           stop_holder, hold),
-    Advice(75, "run.dir=runs/held", "another run.dir", "run.dir=runs/other", before=hold),
+    Advice(4, RESUME, "raise data.max_bad", f"{RESUME} data.max_bad=0.9", before=corrupt_images),
+    Advice(4, RESUME, "fix the files", f"{RESUME} run.resume=never", repair_images, corrupt_images),
+    Advice(4, RESUME, "resume with run.resume=runs/done", f"{RESUME} run.resume=runs/done",
+           repair_images, corrupt_images),
+    Advice(4, "run.dir=runs/bad", "start again with run.resume=never", "run.dir=runs/bad run.resume=never",
+           repair_images, corrupt_images),
+    Advice(4, RESUME, "restore one from a copy", RESUME, restore_checkpoints, damage_checkpoints),
+    Advice(4, RESUME, "start again with run.resume=never", f"{RESUME} run.resume=never", before=damage_checkpoints),
+    Advice(75, "run.dir=runs/held", "wait for it, stop it", f"run.dir=runs/held {LONG}", stop_holder, start_holder),
+    Advice(75, "run.dir=runs/held", "another run.dir", "run.dir=runs/other", before=start_holder),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "row", [row if at % 6 == 5 else pytest.param(row, marks=pytest.mark.full) for at, row in enumerate(ROWS)], ids=str
 )
-def test_advice_works(place: Place, row: Advice) -> None:
+def test_the_remedy_in_an_error_message_works(place: Place, row: Advice) -> None:
     port = str(free_port())
 
     def words(text: str) -> list[str]:
@@ -201,12 +201,12 @@ def test_advice_works(place: Place, row: Advice) -> None:
 
     try:
         row.before(place)
-        code, said = place.train(*words(row.words))
-        assert code == row.code, said
-        assert row.says in said
+        code, err = place.train(*words(row.words))
+        assert code == row.code, err
+        assert row.says in err
         row.do(place)
-        code, said = place.train(*words(row.then))
-        assert code == 0, said
+        code, err = place.train(*words(row.then))
+        assert code == 0, err
     finally:
         if place.holder:
             place.holder.kill()

@@ -1,4 +1,4 @@
-"""`doctor` and `train` agree: what one refuses the other refuses, with the same exit code."""
+"""`doctor` and `train` agree: both refuse the same requests with the same exit code."""
 
 import shutil
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from forked import Place
 from harness import free_port
 
 NODE = {"PET_NPROC_PER_NODE": "1"}
-"""Has `doctor` make the checks of a start alone."""
+"""Makes `doctor` run only the checks of a start."""
 
 
 def damage(place: Place) -> None:
@@ -28,9 +28,8 @@ def flatten(place: Place) -> None:
 
 
 def diverge(place: Place) -> None:
-    assert (
-        place.train("optimizer.lr=1e6", "optimizer.momentum=0", "optimizer.nesterov=false", "train.max_steps=4")[0] == 3
-    )
+    words = ("optimizer.lr=1e6", "optimizer.momentum=0", "optimizer.nesterov=false", "train.max_steps=4")
+    assert place.train(*words)[0] == 3
 
 
 @dataclass(frozen=True)
@@ -45,11 +44,12 @@ class Case:
 
 
 CASES = [
-    # what can be trained
+    # accepted
     Case(0), Case(0, "run.deterministic=true"), Case(0, "run.exact=true exact.shards=4"), Case(0, "train.ema=0.9"),
     Case(0, "optimizer.name=adamw optimizer.nesterov=false"), Case(0, "augment.mixup=0.2 train.loss=bce"),
     Case(0, "train.precision=bf16"), Case(0, "batch.accumulate=2"), Case(0, "model.batchnorm=average"),
-    Case(0, "model.batchnorm=sync"), Case(0, "model.init=runs/done"), Case(0, "model.init=runs/done model.freeze=backbone"),
+    Case(0, "model.batchnorm=sync"), Case(0, "model.init=runs/done"),
+    Case(0, "model.init=runs/done model.freeze=backbone"),
     Case(0, "model.channels_last=true"), Case(0, "augment.first_size=32 augment.size=64 augment.growth=[0,1_epochs]"),
     Case(0, "run.dir=runs/done"), Case(0, "run.dir=runs/done train.max_steps=2"), Case(0, "run.resume=runs/done"),
     Case(0, "run.dir=runs/done run.resume=never"), Case(0, "run.dir=runs/done data.max_bad=0.5 train.max_steps=2"),
@@ -57,24 +57,25 @@ CASES = [
     Case(0, "run.dir=runs/done data.root=moved train.max_steps=2",
          lambda place: (place.path / "images").rename(place.path / "moved")),
     Case(0, "run.dir=runs/done run.resume=never", damage), Case(0, "model.arch=squeezenet1_1 model.batchnorm=average"),
-    # what no file system, data or checkpoint has a part in
+    # refused from the configuration alone
     Case(2, "batch.global=0"), Case(2, "batch.global=9 batch.accumulate=2"), Case(2, "batch.global=17"),
     Case(2, "train.epoch=3"), Case(2, "schedule.warmup=9_epochs"), Case(2, "optimizer.momentum=0"),
     Case(2, "augment.mixup=0.2 batch.global=5"), Case(2, "run.exact=true exact.shards=3"),
     Case(2, "run.exact=true train.precision=fp16"), Case(2, "parallel=stages"), Case(2, "track.required=true"),
     Case(2, "run.device=cuda"), Case(2, "data.source=pack"), Case(2, "data.root=nowhere"), Case(2, "train.clip=0"),
     Case(2, "model.batchnorm=sync --nproc 2"), Case(2, "batch.global=9 --nproc 2"),
-    # the model, for which torch has to be imported
+    # refused because of the model, which needs torch
     Case(2, "model.arch=resnet999"), Case(2, "model.arch=vit_b_16"), Case(2, "model.arch=alexnet"),
     Case(2, "batch.global=1"), Case(2, "model.init=nowhere"), Case(2, "model.init=models:/nowhere@best"),
     Case(2, "model.init=images"), Case(2, "model.init=runs/done model.arch=resnet18"),
     Case(2, "model.init=runs/done model.freeze=foo"), Case(2, "model.freeze=backbone"),
     Case(2, "model.init=runs/done model.freeze=conv1,maxpool,stage2,stage3,stage4,conv5,fc"),
-    # the data
+    # refused because of the data
     Case(2, "", flatten), Case(2, "", lambda place: shutil.rmtree(place.path / "images/val/class-0000")),
     Case(2, "", lambda place: (place.path / "images/val/class-0000").rename(place.path / "images/val/other")),
-    # the run's folder, and what is in it
-    Case(2, "run.dir=images/val/class-0000/0000000.jpg/run"), Case(2, "run.resume=nowhere"), Case(2, "run.resume=images"),
+    # refused because of the run's folder or its checkpoints
+    Case(2, "run.dir=images/val/class-0000/0000000.jpg/run"), Case(2, "run.resume=nowhere"),
+    Case(2, "run.resume=images"),
     Case(2, "run.dir=runs/done optimizer.lr=0.3"), Case(2, "run.dir=runs/done train.epochs=1"),
     Case(2, "run.dir=runs/done", remove_image), Case(2, "run.resume=runs/done model.arch=shufflenet_v2_x1_0"),
     Case(4, "run.dir=runs/done", damage), Case(4, "run.resume=runs/done", damage),
@@ -92,11 +93,11 @@ def test_doctor_and_train_refuse_the_same_requests(place: Place, case: Case) -> 
     case.before(place)
     words = [word.replace("_epochs", " epochs").replace("PORT", str(free_port())) for word in case.words.split()]
     processes = [{"--nproc": "--world"}.get(word, word) for word in words]
-    code, said = place.doctor(*processes, **(NODE if case.as_node and "--nproc" not in words else {}))
-    assert code == case.code, said
-    code, said = place.train(*words)
-    assert code == case.code, said
+    code, err = place.doctor(*processes, **(NODE if case.as_node and "--nproc" not in words else {}))
+    assert code == case.code, err
+    code, err = place.train(*words)
+    assert code == case.code, err
 
 
-def test_there_are_sixty_requests() -> None:
+def test_at_least_sixty_requests_are_compared() -> None:
     assert len({str(case) for case in CASES}) >= 60

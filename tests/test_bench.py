@@ -1,4 +1,4 @@
-"""Benchmarks say what they compare with what; figures are never asserted."""
+"""Benchmarks name what they compare; speeds are never asserted."""
 
 import json
 import re
@@ -18,16 +18,7 @@ from pipeline.data.batch import Batch
 from pipeline.record.journal import Journal
 from pipeline.telemetry.mfu import NullMfuMeter
 
-QUICK = (
-    "--rounds",
-    "1",
-    "--steps",
-    "1",
-    "model.arch=shufflenet_v2_x0_5",
-    "augment.size=32",
-    "batch.global=32",
-    "--json",
-)
+SETTINGS = ("--rounds", "1", "--steps", "1", "model.arch=shufflenet_v2_x0_5", "augment.size=32", "batch.global=32")
 
 
 @pytest.mark.parametrize(
@@ -38,8 +29,8 @@ QUICK = (
         pytest.param(("comm", "--nproc", "2"), ["reference", "exact"], marks=pytest.mark.full),
     ],
 )
-def test_a_benchmark_has_its_rows(words: tuple[str, ...], names: list[str]) -> None:
-    result = pipeline("bench", *words, *QUICK)
+def test_a_benchmark_prints_its_rows(words: tuple[str, ...], names: list[str]) -> None:
+    result = pipeline("bench", *words, *SETTINGS, "--json")
     assert result.code == 0, result.err
     rows = json.loads(result.out)["rows"]
     assert [row["name"] for row in rows] == names
@@ -49,29 +40,29 @@ def test_a_benchmark_has_its_rows(words: tuple[str, ...], names: list[str]) -> N
 
 
 @pytest.mark.parametrize("name", ["train", "track", "comm"])
-def test_a_loop_without_its_loader_is_fed_what_is_on_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where a step would wait for the copy: here it is a mark that says what was brought."""
+def test_a_loop_without_a_loader_is_fed_batches_on_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mark every batch that `to_device` moves: on a GPU a step would wait for the copy."""
     fed: list[Batch] = []
 
-    def brought(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+    def mark(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
         return (batch._replace(labels=torch.full_like(batch.labels, -2)) for batch in batches)
 
-    monkeypatch.setattr(bench_train, "to_device", brought)
-    monkeypatch.setattr(bench_train, "batches", lambda *_, **__: iter(()))  # the loader's own row
+    monkeypatch.setattr(bench_train, "to_device", mark)
+    monkeypatch.setattr(bench_train, "batches", lambda *_, **__: iter(()))  # the row of the loader alone
     monkeypatch.setattr(bench_train, "_plain_step", lambda config, plan, group, batch: fed.append(batch))
     monkeypatch.setattr(
         bench_train, "_our_step", lambda config, plan, group, source, stream, *_: fed.extend(islice(stream, 1))
     )
     monkeypatch.setattr(bench_train, "interleave", lambda rows, _: [row.speeds.append(1.0) for row in rows])
     monkeypatch.setattr(bench_train.randomness, "configure_torch", lambda **_: None)
-    monkeypatch.setattr(bench_train.sender, "start", lambda *_: Tracker())
+    monkeypatch.setattr(bench_train.sender, "start", lambda *_: IdleSender())
     getattr(bench_train, f"bench_{name}")(["run.device=cpu", "augment.size=32", "batch.global=32"], 1, 1, as_json=True)
     assert len(fed) == (3 if name == "train" else 2)
     assert all((batch.labels == -2).all() for batch in fed)
 
 
-class Tracker:
-    """One that has sent all."""
+class IdleSender:
+    """A sender process that has sent everything."""
 
     def wait_until_ready(self) -> None: ...
 
@@ -83,8 +74,8 @@ class Tracker:
 
 
 @pytest.mark.full
-def test_what_tracking_takes_is_said_beside_the_ratio() -> None:
-    result = pipeline("bench", "track", "track.every=1 step", *(word for word in QUICK if word != "--json"))
+def test_the_cost_of_tracking_is_printed_beside_the_ratio() -> None:
+    result = pipeline("bench", "track", "track.every=1 step", *SETTINGS)
     found = re.search(r"  tracked .* ([\d.]+) ms per step in the loop, [\d.]+% of a CPU in the sender", result.out)
     assert found, result.out + result.err
     assert float(found[1]) > 0
@@ -114,7 +105,7 @@ class FakeSuite(gpu._Suite):
         (["0123456789", "abcdefabcd"], "weights differ: 01234567 abcdefab  3.0 GiB"),
     ],
 )
-def test_a_training_of_bench_gpu_reports_its_weights_and_its_memory(
+def test_bench_gpu_reports_the_weights_and_memory_of_a_training(
     tmp_path: Path, digests: list[str], remark: str
 ) -> None:
     suite = FakeSuite(tmp_path, *(f"done step=16 weights=sha256:{digest}" for digest in digests))
@@ -125,17 +116,17 @@ def test_a_training_of_bench_gpu_reports_its_weights_and_its_memory(
 
 
 @pytest.mark.parametrize(
-    ("lack", "words", "names"),
+    ("missing", "words", "names"),
     [
         ("", (), ["bf16: reference", "bf16: plain"]),
         ("a compiler (gcc)", (), ["bf16: reference", "bf16: plain", "bf16: compiled"]),
         ("a compiler (gcc)", ("train.compile=off",), ["bf16: reference", "bf16: plain"]),
     ],
 )
-def test_bench_gpu_says_what_torch_compile_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lack: str, words: tuple[str, ...], names: list[str]
+def test_bench_gpu_names_what_torch_compile_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str, words: tuple[str, ...], names: list[str]
 ) -> None:
-    monkeypatch.setattr(machine, "missing_to_compile", lambda: lack)
+    monkeypatch.setattr(machine, "missing_to_compile", lambda: missing)
     rows = [{"name": name, "images_per_s": 800.0, "ratio": 1.0} for name in ("reference", "plain")]
     suite = FakeSuite(tmp_path, json.dumps({"rows": rows}))
     suite.compare_loops("bf16", *words)
@@ -150,7 +141,7 @@ def test_bench_gpu_refuses_a_missing_folder_of_images(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_bench_of_the_loader_has_its_rows_and_their_pixels(tmp_path: Path) -> None:
+def test_bench_data_prints_its_rows_and_pixel_differences(tmp_path: Path) -> None:
     for number in range(16):
         path = tmp_path / "images" / "ab"[number % 2] / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)

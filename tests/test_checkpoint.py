@@ -1,4 +1,4 @@
-"""A checkpoint that loads is a checkpoint that is whole; a resumption changes nothing that it may not."""
+"""A damaged checkpoint is never loaded; a resume changes only what is allowed to change."""
 
 import errno
 import os
@@ -34,7 +34,7 @@ def contents(step: int) -> dict[str, Any]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Checkpoints of steps 1 and 2."""
+    """Return a folder with checkpoints of steps 1 and 2."""
     writer = CheckpointWriter(tmp_path, keep=2, log=pytest.fail)
     for step in (1, 2):
         writer.save(contents(step), step, None)
@@ -43,36 +43,38 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.fault("C2")
-def test_every_damage_is_noticed_named_and_passed_over(folder: Path, notes: Notes, pytestconfig: pytest.Config) -> None:
-    many, pages = (200, 100) if pytestconfig.getoption("--faults") == "long" else (50, 5)
+def test_every_damaged_checkpoint_is_detected_named_and_skipped(
+    folder: Path, notes: Notes, pytestconfig: pytest.Config
+) -> None:
+    count, pages = (200, 100) if pytestconfig.getoption("--faults") == "long" else (50, 5)
     path = list_checkpoints(folder)[0]
-    whole = path.read_bytes()
-    draw = random.Random(7)
-    damages = [whole[: draw.randrange(len(whole))] for _ in range(many)] + [b""]
-    for _ in range(many):
-        flipped = bytearray(whole)
-        flipped[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
+    content = path.read_bytes()
+    rng = random.Random(7)
+    damages = [content[: rng.randrange(len(content))] for _ in range(count)] + [b""]
+    for _ in range(count):
+        flipped = bytearray(content)
+        flipped[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
         damages.append(bytes(flipped))
-    for start in draw.sample(range(len(whole) - 4096), pages):
-        damages.append(whole[:start] + bytes(4096) + whole[start + 4096 :])
+    for start in rng.sample(range(len(content) - 4096), pages):
+        damages.append(content[:start] + bytes(4096) + content[start + 4096 :])
     for damaged in damages:
         path.write_bytes(damaged)
-        said: list[str] = []
-        found = newest_verified(folder, said.append)
+        lines: list[str] = []
+        found = newest_verified(folder, lines.append)
         assert found
         assert step_of(found[0]) == 1
-        assert len(said) == 1
-        assert path.name in said[0]
+        assert len(lines) == 1
+        assert path.name in lines[0]
     path.unlink()
     path.mkdir()
-    said = []
-    assert newest_verified(folder, said.append)
-    assert "Is a directory" in said[0]
+    lines = []
+    assert newest_verified(folder, lines.append)
+    assert "Is a directory" in lines[0]
     notes.note("C2", times=len(damages) + 1)
 
 
 @pytest.mark.fault("C2")
-def test_none_that_verifies_is_no_fresh_start(folder: Path) -> None:
+def test_no_verifying_checkpoint_is_an_error_and_not_a_fresh_start(folder: Path) -> None:
     for path in list_checkpoints(folder):
         path.write_bytes(b"x")
     with pytest.raises(StorageError, match="none of the 2 checkpoints"):
@@ -92,7 +94,7 @@ def test_a_malicious_file_is_not_executed(tmp_path: Path) -> None:
     assert not (tmp_path / "executed").exists()
 
 
-def test_the_newest_and_the_best_are_kept_and_nothing_else(tmp_path: Path) -> None:
+def test_only_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path, keep=2, log=pytest.fail)
     for step in range(1, 8):
         writer.save(contents(step), step, best_step=min(step, 3))
@@ -101,7 +103,7 @@ def test_the_newest_and_the_best_are_kept_and_nothing_else(tmp_path: Path) -> No
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_a_file_has_its_name_once_it_is_on_the_disk_and_older_ones_go_after_that(
+def test_a_checkpoint_is_synced_before_it_is_renamed_and_older_ones_are_deleted_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = CheckpointWriter(tmp_path, keep=1, log=pytest.fail)
@@ -109,7 +111,7 @@ def test_a_file_has_its_name_once_it_is_on_the_disk_and_older_ones_go_after_that
     writer.wait()
     done = []
 
-    def recorded(name: str) -> None:
+    def record(name: str) -> None:
         real = getattr(os, name)
 
         def call(target: Any, *more: Any) -> Any:
@@ -120,13 +122,13 @@ def test_a_file_has_its_name_once_it_is_on_the_disk_and_older_ones_go_after_that
         monkeypatch.setattr(os, name, call)
 
     for name in ("fsync", "rename", "unlink"):
-        recorded(name)
+        record(name)
     writer.save(contents(2), 2, None)
     writer.wait()
     assert done == [("fsync", ".step-"), ("rename", ".step-"), ("fsync", "folder"), ("unlink", "step-0")]
 
 
-def test_the_copy_is_not_changed_by_the_next_step(tmp_path: Path) -> None:
+def test_a_checkpoint_is_not_changed_by_the_next_step(tmp_path: Path) -> None:
     state = contents(1)
     writer = CheckpointWriter(tmp_path, keep=2, log=pytest.fail)
     writer.save(state, 1, None)
@@ -136,31 +138,31 @@ def test_the_copy_is_not_changed_by_the_next_step(tmp_path: Path) -> None:
     assert decode(read_verified(path), path)["model"]["weight"][0, 0] == 1
 
 
-def test_a_checkpoint_that_cannot_be_looked_at_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def going_on(word: str) -> Found | None:
+def test_an_unreadable_checkpoint_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_checkpoint(word: str) -> Found | None:
         return find(load("digits", [f"run.resume={word}"]), RunFolder(tmp_path), None, print)
 
     with pytest.raises(RequestError, match=r"run.resume=x+ is not allowed: .* cannot be read: File name too long"):
-        going_on("x" * 300)
+        find_checkpoint("x" * 300)
 
     def refuse(folder: Path) -> list[Path]:
         raise PermissionError(errno.EACCES, "Permission denied", str(folder))
 
     monkeypatch.setattr(checkpoint, list_checkpoints.__name__, refuse)
     with pytest.raises(RequestError, match=f"run.dir={tmp_path} cannot be .*Permission denied"):
-        going_on("auto")
+        find_checkpoint("auto")
 
 
 @pytest.mark.fault("C1")
-def test_a_full_disk_costs_no_step_and_is_said(tmp_path: Path) -> None:
-    said: list[str] = []
-    writer = CheckpointWriter(tmp_path / "gone", keep=2, log=said.append)
+def test_a_full_disk_costs_no_step_and_is_logged(tmp_path: Path) -> None:
+    lines: list[str] = []
+    writer = CheckpointWriter(tmp_path / "gone", keep=2, log=lines.append)
     for step in range(1, 6):
         assert not writer.should_give_up
         writer.save(contents(step), step, None)
     writer.wait()
     assert writer.should_give_up
-    assert len(said) == 5
+    assert len(lines) == 5
     (tmp_path / "gone").mkdir()
     writer.save(contents(6), 6, None)
     writer.wait()
@@ -179,13 +181,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
 
 
 @pytest.fixture
-def said(trained: Job) -> str:
-    """What the undisturbed run ended with."""
+def expected_out(trained: Job) -> str:
+    """Return the standard output of the uninterrupted run."""
     return trained.folder.with_suffix(".out").read_text()
 
 
-def again(trained: Job, folder: Path, *changes: str) -> Job:
-    """The same run in a copy of its folder, with other words at the end of its command."""
+def rerun(trained: Job, folder: Path, *changes: str) -> Job:
+    """Return the same run in a copy of its folder, with these overrides added."""
     if not folder.exists():
         shutil.copytree(trained.folder, folder)
     return Job(folder, [*trained.arguments, *changes])
@@ -193,7 +195,7 @@ def again(trained: Job, folder: Path, *changes: str) -> Job:
 
 @pytest.mark.fault("C2")
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(trained: Job, tmp_path: Path) -> None:
-    run = again(trained, tmp_path / "run", "train.max_steps=16")
+    run = rerun(trained, tmp_path / "run", "train.max_steps=16")
     newest = run.checkpoints()[-1]
     newest.write_bytes(newest.read_bytes()[:-1])
     result = run.run()
@@ -201,12 +203,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(trained: Job, 
     assert "step-00000008" in next(line for line in result.err.splitlines() if "resuming from" in line)
     assert result.done["step"] == "16"
     assert [row["step"] for row in read_rows(run.folder / "trace.jsonl")] == list(range(1, 17))
-    assert next(run.folder.glob("before-*")).joinpath(newest.name).exists(), "nothing is thrown away"
+    assert next(run.folder.glob("before-*")).joinpath(newest.name).exists(), "nothing is deleted"
 
 
 @pytest.mark.fault("C2")
-def test_without_any_that_verifies_it_ends_with_4_and_says_so_again(trained: Job, tmp_path: Path) -> None:
-    run = again(trained, tmp_path / "run", "train.max_steps=16")
+def test_no_verifying_checkpoint_is_exit_4_at_every_start(trained: Job, tmp_path: Path) -> None:
+    run = rerun(trained, tmp_path / "run", "train.max_steps=16")
     for path in run.checkpoints():
         path.write_bytes(b"")
     for _ in range(2):
@@ -215,7 +217,7 @@ def test_without_any_that_verifies_it_ends_with_4_and_says_so_again(trained: Job
 
 
 @pytest.mark.fault("F5")
-def test_what_may_not_change_on_resume_is_refused_by_name(trained: Job, tmp_path: Path) -> None:
+def test_forbidden_changes_on_resume_are_refused_by_name(trained: Job, tmp_path: Path) -> None:
     for change, named in (
         ("batch.global=96", "batch.global: 48 -> 96"),
         ("run.seed=1", "run.seed: 0 -> 1"),
@@ -223,56 +225,52 @@ def test_what_may_not_change_on_resume_is_refused_by_name(trained: Job, tmp_path
         ("train.epochs=1", "it can only be increased"),
         ("model.arch=resnet18", "model.arch: shufflenet_v2_x0_5 -> resnet18"),
     ):
-        result = again(trained, tmp_path / "run", change).run()
+        result = rerun(trained, tmp_path / "run", change).run()
         assert (result.code, named in result.error) == (2, True), result.err
         assert result.seconds < 5
 
 
 @pytest.mark.full
 @pytest.mark.fault("F3")
-def test_other_workers_and_prefetching_at_each_start_change_nothing(trained: Job, said: str, tmp_path: Path) -> None:
+def test_changed_workers_and_prefetching_change_no_result(trained: Job, expected_out: str, tmp_path: Path) -> None:
     for steps, workers, prefetch in ((4, 0, 1), (8, 4, 4), (12, 1, 1)):
         words = [f"train.max_steps={steps}", f"data.workers={workers}", f"data.prefetch={prefetch}"]
         result = Job(tmp_path / "run", [*trained.arguments, *words]).run()
-    assert result.out == said
+    assert result.out == expected_out
 
 
 @pytest.mark.full
 @pytest.mark.fault("F5")
-def test_what_may_change_goes_on(trained: Job, tmp_path: Path) -> None:
-    run = again(
+def test_allowed_changes_on_resume_are_accepted(trained: Job, tmp_path: Path) -> None:
+    run = rerun(
         trained, tmp_path / "run", "train.max_steps=none", "data.workers=1", "data.prefetch=4", "checkpoint.keep=1",
         "run.trace=false", "track.every=1 steps", "checkpoint.every=5 steps",
     )  # fmt: skip
     assert run.run().done["step"] == "58"
-    longer = again(trained, tmp_path / "run", "train.max_steps=none", "train.epochs=3")
-    assert longer.run().done["step"] == "87", "a finished run goes on when epochs are added"
+    longer = rerun(trained, tmp_path / "run", "train.max_steps=none", "train.epochs=3")
+    assert longer.run().done["step"] == "87", "added epochs resume a finished run"
 
 
 @pytest.mark.full
-def test_never_sets_aside_and_a_path_goes_back(trained: Job, said: str, tmp_path: Path) -> None:
-    fresh = again(trained, tmp_path / "run", "run.resume=never")
+def test_resume_never_sets_the_run_aside_and_a_path_resumes_from_that_step(
+    trained: Job, expected_out: str, tmp_path: Path
+) -> None:
+    fresh = rerun(trained, tmp_path / "run", "run.resume=never")
     result = fresh.run()
-    assert result.out == said, "a fresh start of the same request is the same run"
+    assert result.out == expected_out, "a fresh start of the same request is the same run"
     (aside,) = fresh.folder.glob("before-*")
     assert (aside / "journal.jsonl").exists()
     earlier = next(path for path in fresh.checkpoints() if step_of(path) == 8)
-    back = again(trained, tmp_path / "run", f"run.resume={earlier}")
+    back = rerun(trained, tmp_path / "run", f"run.resume={earlier}")
     result = back.run()
     assert f"resuming from {earlier}" in result.err
-    assert result.out == said
+    assert result.out == expected_out
 
 
 @pytest.mark.full
-def test_a_fresh_start_is_made_once_and_a_launchers_restart_goes_on(tmp_path: Path, digits: Path) -> None:
-    words = [
-        "digits",
-        f"data.root={digits}",
-        *SMALL,
-        "train.max_steps=16",
-        "checkpoint.every=4 steps",
-        "run.resume=never",
-    ]
+def test_resume_never_starts_fresh_once_and_a_launchers_restart_resumes(tmp_path: Path, digits: Path) -> None:
+    words = ["digits", f"data.root={digits}", *SMALL, "train.max_steps=16", "checkpoint.every=4 steps"]
+    words.append("run.resume=never")
     run = Job(tmp_path / "run", words, by_torchrun=True, env={"PET_MAX_RESTARTS": "1"}).start()
     run.wait_for_step(6)
     kill(run.ranks()[0], signal.SIGKILL)
@@ -283,25 +281,25 @@ def test_a_fresh_start_is_made_once_and_a_launchers_restart_goes_on(tmp_path: Pa
 
 
 @pytest.mark.fault("E4")
-def test_data_that_changed_is_refused_and_named(trained: Job, tmp_path: Path, digits: Path) -> None:
+def test_changed_data_is_refused_and_named(trained: Job, tmp_path: Path, digits: Path) -> None:
     root = tmp_path / "digits"
     shutil.copytree(digits, root)
     run = Job(tmp_path / "run", ["digits", f"data.root={root}", *SMALL, "train.max_steps=4"])
     assert run.run().code == 0
     run.arguments.append("train.max_steps=8")
-    picture = sorted(root.glob("train/3/*.png"))[5]
-    content = picture.read_bytes()
-    picture.write_bytes(content + b"\0")
+    image = sorted(root.glob("train/3/*.png"))[5]
+    content = image.read_bytes()
+    image.write_bytes(content + b"\0")
     result = run.run()
-    assert (result.code, f"train/3/{picture.name} had" in result.error) == (2, True), result.err
-    picture.unlink()
-    assert f"train/3/{picture.name} is gone" in run.run().error
-    picture.write_bytes(content)
+    assert (result.code, f"train/3/{image.name} had" in result.error) == (2, True), result.err
+    image.unlink()
+    assert f"train/3/{image.name} is gone" in run.run().error
+    image.write_bytes(content)
     assert run.run().done["step"] == "8"
 
 
 @pytest.mark.fault("I1")
-def test_a_loss_that_is_not_finite_stops_all_and_is_said_again(tmp_path: Path, digits: Path) -> None:
+def test_a_non_finite_loss_stops_all_ranks_and_the_next_start_too(tmp_path: Path, digits: Path) -> None:
     run = Job(
         tmp_path / "run",
         ["digits", f"data.root={digits}", *SMALL, "optimizer.lr=1e6", "schedule.warmup=0", "checkpoint.every=1 steps"],
@@ -315,13 +313,13 @@ def test_a_loss_that_is_not_finite_stops_all_and_is_said_again(tmp_path: Path, d
         assert all(bool(torch.isfinite(tensor).all()) for tensor in weights if tensor.is_floating_point())
     second = run.run()
     assert (second.code, second.error) == (3, first.error)
-    assert second.seconds < 5, "it does not train into the same wall again"
-    gone_on = Job(run.folder, [*run.arguments, f"run.resume={run.folder}", "train.max_steps=1"], nproc=2).run()
-    assert gone_on.code == 0, gone_on.err
+    assert second.seconds < 5, "it fails before it trains"
+    resumed = Job(run.folder, [*run.arguments, f"run.resume={run.folder}", "train.max_steps=1"], nproc=2).run()
+    assert resumed.code == 0, resumed.err
 
 
 @pytest.mark.full
-def test_the_command_line_and_torchrun_report_the_ranks_code(tmp_path: Path, digits: Path) -> None:
+def test_the_command_line_and_torchrun_report_the_exit_code_of_the_ranks(tmp_path: Path, digits: Path) -> None:
     for by_torchrun in (False, True):
         run = Job(
             tmp_path / f"run-{by_torchrun}", ["digits", f"data.root={digits}", *SMALL, "model.arch=resnet"],

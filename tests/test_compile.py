@@ -1,4 +1,4 @@
-"""What is compiled resumes to the bit; where it cannot be compiled, that is said before anything starts."""
+"""A compiled run resumes bit for bit; a missing compiler is reported before anything starts."""
 
 import subprocess
 import sys
@@ -22,14 +22,14 @@ SMALLER = [*SMALL, "model.arch=squeezenet1_1", "augment.size=48", "optimizer.lr=
 
 
 @pytest.mark.full
-@pytest.mark.skipif(bool(missing_to_compile()), reason=f"torch.compile wants {missing_to_compile()}")
-def test_a_compiled_run_resumes_to_the_bit(tmp_path: Path, digits: Path) -> None:
+@pytest.mark.skipif(bool(missing_to_compile()), reason=f"torch.compile needs {missing_to_compile()}")
+def test_a_compiled_run_resumes_bit_for_bit(tmp_path: Path, digits: Path) -> None:
     words = ["digits", f"data.root={digits}", *SMALLER]
-    whole = assert_resumes(tmp_path, [*words, "train.epochs=1", "train.compile=on"], 5, nproc=1)
-    assert "compiled       yes: train.compile=on" in whole.log()
+    uninterrupted = assert_resumes(tmp_path, [*words, "train.epochs=1", "train.compile=on"], 5, nproc=1)
+    assert "compiled       yes: train.compile=on" in uninterrupted.log()
 
 
-def test_every_size_of_images_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_image_size_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
@@ -41,7 +41,7 @@ def test_every_size_of_images_is_compiled(monkeypatch: pytest.MonkeyPatch) -> No
              "augment.growth=[0 epochs, 39 epochs]"]  # fmt: skip
     config = load("digits", words)
     plan = make_plan(config, World(), DataSize(960, 96, 10))
-    assert plan.sizes == list(range(32, 385, 32)), "more than torch compiles unasked"
+    assert plan.sizes == list(range(32, 385, 32)), "more than torch recompiles by default"
     strategy = choose_strategy(config, plan, nn.Conv2d(3, 1, 3), Group(World(), torch.device("cpu")))
     for _ in range(2):
         for size in plan.sizes:
@@ -50,7 +50,7 @@ def test_every_size_of_images_is_compiled(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.full
-@pytest.mark.skipif(bool(missing_to_compile()), reason=f"torch.compile wants {missing_to_compile()}")
+@pytest.mark.skipif(bool(missing_to_compile()), reason=f"torch.compile needs {missing_to_compile()}")
 def test_a_long_compilation_is_not_taken_for_a_hang(tmp_path: Path, digits: Path) -> None:
     words = ["digits", f"data.root={digits}", *SMALLER, "train.compile=on", "run.timeout=2", "batch.global=480",
              "train.epochs=2", "augment.first_size=32", "augment.growth=[0 epochs, 1 epochs]"]  # fmt: skip
@@ -75,7 +75,7 @@ def test_a_long_compilation_is_not_taken_for_a_hang(tmp_path: Path, digits: Path
     assert done.returncode == 0, done.stderr
 
 
-def test_a_hang_in_a_compilation_ends(tmp_path: Path) -> None:
+def test_a_hang_in_a_compilation_is_ended(tmp_path: Path) -> None:
     program = (
         "import sys, time\n"
         "from pathlib import Path\n"
@@ -88,16 +88,16 @@ def test_a_hang_in_a_compilation_ends(tmp_path: Path) -> None:
     )
     start = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "account")], capture_output=True, text=True, check=False
+        [sys.executable, "-c", program, str(tmp_path / "stacks")], capture_output=True, text=True, check=False
     )
     assert done.returncode == 1
     assert 3 < time.monotonic() - start < 20
     assert "made no progress for 4 s (run.timeout, and 2 s to compile) and exits" in done.stderr
-    assert "most recent call first" in (tmp_path / "account").read_text()
+    assert "most recent call first" in (tmp_path / "stacks").read_text()
 
 
 @pytest.mark.full
-def test_without_a_compiler_it_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_train_compile_is_refused_without_a_compiler(tmp_path: Path) -> None:
     words = ("digits", f"run.dir={tmp_path / 'run'}", "train.compile=on", f"data.root={tmp_path / 'digits'}")
     result = pipeline("train", *words, PATH=str(tmp_path), CXX="", CC="")
     assert result.code == 2

@@ -1,4 +1,4 @@
-"""What was asked: read, typed, bounded and written back, and every mistake one line that says what to do."""
+"""Configuration: read, typed, checked and written back; every mistake is one line with a remedy."""
 
 import random
 from collections.abc import Callable
@@ -18,7 +18,7 @@ DIGITS = (RECIPES / "digits.yaml").read_text()
 
 
 def refused(recipe: str | Path, *overrides: str) -> str:
-    """The one line with which it is refused."""
+    """Return the one line that refuses this configuration."""
     with pytest.raises(RequestError) as refusal:
         load(str(recipe), list(overrides))
     line = str(refusal.value)
@@ -36,24 +36,25 @@ def recipe(tmp_path: Path) -> Callable[[str | bytes], Path]:
     return write
 
 
-def test_a_configuration_survives_being_written() -> None:
+def test_a_configuration_round_trips_through_yaml() -> None:
     changed = load(
         "digits",
         ["run.seed=9223372036854775807", "schedule.warmup=2.5 %", "checkpoint.every=0.000001 epochs", "train.clip=1e-9",
-         "augment.scale=[0.3333333333333333, 1]", "track.experiment=Zürich 🐟: #1", "data.root=none", "optimizer.lr=3e-7"],
+         "augment.scale=[0.3333333333333333, 1]", "track.experiment=Zürich 🐟: #1", "data.root=none",
+         "optimizer.lr=3e-7"],
     )  # fmt: skip
     for config in (load("digits", []), changed):
         assert from_yaml(config.to_yaml(), "config.yaml") == config
         assert from_yaml(config.to_yaml(), "config.yaml").to_yaml() == config.to_yaml()
 
 
-def test_a_recipe_may_be_a_path_and_gives_its_name_to_the_run(recipe: Callable[[str], Path]) -> None:
+def test_a_recipe_can_be_a_path_and_names_the_run(recipe: Callable[[str], Path]) -> None:
     config = load(str(recipe(DIGITS)), [])
     assert (config.recipe, config.run.dir, config.run_dir) == ("mine", "runs/mine", Path("runs/mine"))
     assert config.model_copy(update={"recipe": "digits", "run": load("digits", []).run}) == load("digits", [])
 
 
-def test_numbers_words_and_dates_mean_what_the_key_says(recipe: Callable[[str], Path]) -> None:
+def test_a_value_is_read_with_the_type_of_its_key(recipe: Callable[[str], Path]) -> None:
     config = load(
         str(recipe("data: {source: digits}\noptimizer: {lr: 1e-4, nesterov: yes}\nmodel: {arch: 2024-01-01}\n"
                    "track: {experiment: no}\ntrain: {epochs: 010}")),
@@ -75,19 +76,19 @@ def test_a_duration_is_read_in_every_unit(text: str, amount: float, unit: str) -
 
 
 @pytest.mark.parametrize("amount", ["0.000001", "0.1", "999999999", "999999999.999999", "123456.654321"])
-def test_a_duration_is_written_as_it_is_read(amount: str) -> None:
+def test_a_duration_round_trips(amount: str) -> None:
     duration = Duration.parse(f"{amount} epochs")
     assert Duration.parse(str(duration)) == duration
 
 
 @pytest.mark.parametrize("text", ["10", "-1 steps", "1.5 steps", "1e3 steps", "ten epochs", "5 minutes", "", "١ steps"])
-def test_what_is_no_duration_is_refused(text: str) -> None:
+def test_an_invalid_duration_is_refused(text: str) -> None:
     line = refused("digits", f"schedule.warmup={text}")
     assert line == f"schedule.warmup={text} is not allowed: give a duration such as '10 epochs', '500 steps' or '5 %'"
 
 
 @pytest.mark.parametrize("key", ["evaluate.every", "checkpoint.every", "track.every", "schedule.every"])
-def test_an_interval_of_nothing_is_refused(key: str) -> None:
+def test_an_interval_of_zero_is_refused(key: str) -> None:
     assert refused("digits", f"{key}=0") == (
         f"{key}=0 is not allowed: give a duration above 0 such as '10 epochs', '500 steps' or '5 %'"
     )
@@ -98,12 +99,12 @@ def test_an_interval_of_nothing_is_refused(key: str) -> None:
     [("train.epoch=3", "train.epochs"), ("epochs=3", "train.epochs"), ("lr=3", "optimizer.lr"),
      ("track.url=x", "track.uri"), ("batch.global_=96", "batch.global"), ("run.direction=x", "run.dir")],
 )  # fmt: skip
-def test_an_unknown_key_names_the_nearest(given: str, meant: str) -> None:
+def test_an_unknown_key_names_the_nearest_key(given: str, meant: str) -> None:
     key = given.partition("=")[0]
     assert refused("digits", given) == f"{given}: there is no key '{key}'; did you mean {meant}?"
 
 
-def test_a_key_like_no_other_names_the_sections() -> None:
+def test_a_key_unlike_any_other_names_the_sections() -> None:
     assert refused("digits", "qqq=1").startswith(
         "qqq=1: there is no key 'qqq'; the sections are recipe, parallel, run, data"
     )
@@ -135,30 +136,28 @@ def test_a_wrong_value_is_one_line_with_key_value_and_what_is_allowed(given: str
 
 
 @pytest.mark.parametrize("key", list(all_keys()))
-def test_every_key_says_what_it_allows_and_what_it_is(key: str, recipe: Callable[[str], Path]) -> None:
+def test_every_key_documents_itself_and_its_values(key: str, recipe: Callable[[str], Path]) -> None:
     line = refused("digits", f"{key}={{a: b}}")
     assert line.startswith(f"{key}={{'a': 'b'}} is not allowed: give ")
     assert key == "recipe" or f"  {key}=" in describe_keys()
     assert all_keys()[key][0]["description"]
 
 
-@pytest.mark.parametrize("nothing", ["null", "~", ""])
-def test_what_yaml_means_by_nothing_is_as_if_the_key_were_absent(nothing: str, recipe: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("null", ["null", "~", ""])
+def test_a_yaml_null_means_the_default(null: str, recipe: Callable[[str], Path]) -> None:
     path = recipe("data: {source: digits}\n")
     before = load(str(path), [])
     optional = [key for key, (schema, _) in all_keys().items() if {"type": "null"} in schema.get("anyOf", [])]
     assert len(optional) > 15
     for key in (*optional, "track.uri", "run.resume"):
-        assert load(str(path), [f"{key}={nothing}"]) == before, key
-    assert load(str(recipe(f"data: {{source: digits}}\ntrack: {{uri: {nothing}}}\n")), []) == before
+        assert load(str(path), [f"{key}={null}"]) == before, key
+    assert load(str(recipe(f"data: {{source: digits}}\ntrack: {{uri: {null}}}\n")), []) == before
     off = load(str(path), ["run.watch=none", "track.uri=None"])
     assert (off.run.watch, off.track.uri) == (None, "none")
     assert from_yaml(off.to_yaml(), "config.yaml") == off
 
 
-def test_a_path_is_expanded_and_without_what_leaves_it_the_same(
-    recipe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_is_expanded_and_normalized(recipe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     words = ["run.dir=~/runs//x/", "run.resume=~/runs/y", "data.root=~/data/./t4/", "model.init=~/w.pt"]
     config = load("digits", words)
@@ -170,7 +169,7 @@ def test_a_path_is_expanded_and_without_what_leaves_it_the_same(
     refuse_changes(load("digits", ["data.root=data/t4/"]), load("digits", ["data.root=data/t4"]))
 
 
-def test_a_list_names_itself_not_its_elements() -> None:
+def test_an_error_in_a_list_names_the_key_of_the_list() -> None:
     assert refused("digits", "augment.scale=[0.1, x]") == (
         "augment.scale=x is not allowed: give 2 values [a number > 0 and ≤ 1, a number > 0 and ≤ 1]"
     )
@@ -184,19 +183,20 @@ def test_a_list_names_itself_not_its_elements() -> None:
     assert refused("digits", "augment.scale=[1, 0.5]") == "augment.scale=[1, 0.5]: give the smaller number first"
 
 
-def test_a_pattern_of_its_own_is_said_in_words() -> None:
+def test_every_special_pattern_is_described_in_words() -> None:
     schemas = [option for schema, _ in all_keys().values() for option in schema.get("anyOf", [schema])]
-    own = [one for one in schemas if "pattern" in one and one["pattern"] != all_keys()["run.dir"][0]["pattern"]]
-    assert own
-    assert all("allowed" in one for one in own)
+    plain = all_keys()["run.dir"][0]["pattern"]
+    special = [schema for schema in schemas if schema.get("pattern", plain) != plain]
+    assert special
+    assert all("allowed" in schema for schema in special)
 
 
-def test_an_empty_section_is_as_if_absent(recipe: Callable[[str], Path]) -> None:
+def test_an_empty_section_means_the_defaults(recipe: Callable[[str], Path]) -> None:
     path = recipe("data: {source: digits}\nrun:\ntrain:\n")
     assert load(str(path), ["run.seed=3"]).run.seed == 3
 
 
-def test_a_section_that_is_none_is_refused(recipe: Callable[[str], Path]) -> None:
+def test_a_section_given_as_a_value_is_refused(recipe: Callable[[str], Path]) -> None:
     path = recipe("data: {source: digits}\nmodel: resnet18\n")
     keys = "model.arch, model.init, model.freeze, model.batchnorm, model.channels_last"
     expected = f"model=resnet18 is not allowed, because model is a section: give its keys {keys}"
@@ -225,13 +225,13 @@ def test_a_section_that_is_none_is_refused(recipe: Callable[[str], Path]) -> Non
      ("", "data.root is missing")],
     ids=range(16),
 )  # fmt: skip
-def test_yaml_that_cannot_be_meant_is_refused_in_one_line(
+def test_invalid_yaml_is_refused_in_one_line(
     recipe: Callable[[str | bytes], Path], text: str | bytes, says: str
 ) -> None:
     assert says in refused(recipe(text))
 
 
-def test_a_recipe_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
     assert refused(tmp_path / "none.yaml") == f"recipe {tmp_path}/none.yaml cannot be read: No such file or directory"
     assert refused(f"{tmp_path}/") == f"recipe {tmp_path} cannot be read: Is a directory"
     recipes = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
@@ -261,32 +261,27 @@ def test_a_password_is_used_and_never_written(uri: str, written: str) -> None:
     assert "hunter2" not in config.to_yaml() + config.model_dump_json() + refused("digits", f"track.urn={uri}")
 
 
-def test_of_several_urls_in_a_text_each_loses_its_password_and_the_rest_stays() -> None:
+def test_every_url_in_a_text_loses_only_its_password() -> None:
     text = "neither http://a:b/c@host:1 nor postgresql://d:e#f@db/x, says me@host of models:/digits@best"
     assert without_password(text) == "neither http://host:1 nor postgresql://db/x, says me@host of models:/digits@best"
 
 
-def test_user_and_password_are_told_from_the_address_as_they_stand_and_encoded() -> None:
+def test_credentials_are_split_from_a_url_raw_and_percent_encoded() -> None:
     for password in ("Zx9/Qw+r", "Zx9%2FQw%2Br"):
         assert split_credentials(f"http://me:{password}@host:1/x") == ("http://host:1/x", "me", "Zx9/Qw+r")
     assert split_credentials("http://host:1/x") == ("http://host:1/x", "", "")
 
 
 @pytest.mark.fault("F5")
-def test_on_resume_what_may_change_passes_and_the_rest_is_named() -> None:
+def test_allowed_changes_on_resume_pass_and_others_are_named() -> None:
     before = load("digits", [])
-    free = ["run.dir=x", "run.resume=never", "run.trace=true", "run.watch=none", "data.workers=3", "data.prefetch=4",
-            "train.max_steps=5", "train.epochs=13", "checkpoint.every=3 steps", "checkpoint.keep=9", "profile.steps=3-4",
-            "track.uri=none", "track.every=1 epoch", "data.root=x", "data.max_bad=0.5", "run.timeout=9"]  # fmt: skip
-    refuse_changes(before, load("digits", free))
-    changed = [
-        "run.seed=1",
-        "batch.global=48",
-        "optimizer.lr=0.2",
-        "data.val_split=0.2",
-        "train.precision=bf16",
-        "train.epochs=11",
-    ]
+    allowed = ["run.dir=x", "run.resume=never", "run.trace=true", "run.watch=none", "data.workers=3",
+               "data.prefetch=4", "train.max_steps=5", "train.epochs=13", "checkpoint.every=3 steps",
+               "checkpoint.keep=9", "profile.steps=3-4", "track.uri=none", "track.every=1 epoch", "data.root=x",
+               "data.max_bad=0.5", "run.timeout=9"]  # fmt: skip
+    refuse_changes(before, load("digits", allowed))
+    changed = ["run.seed=1", "batch.global=48", "optimizer.lr=0.2", "data.val_split=0.2", "train.precision=bf16",
+               "train.epochs=11"]  # fmt: skip
     with pytest.raises(RequestError) as refusal:
         refuse_changes(before, load("digits", changed))
     line = str(refusal.value)
@@ -300,13 +295,13 @@ def test_on_resume_what_may_change_passes_and_the_rest_is_named() -> None:
 def test_two_hundred_malformed_configurations_give_two_hundred_lines(
     recipe: Callable[[str | bytes], Path], seed: int, notes: Notes
 ) -> None:
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     lines, number = [], 0
     while len(lines) < 200:
-        text, overrides = MUTATIONS[number % len(MUTATIONS)](draw)
+        text, overrides = MUTATIONS[number % len(MUTATIONS)](rng)
         number += 1
         try:
-            assert isinstance(load(str(recipe(text)), overrides), Config)  # a change in a comment, say
+            assert isinstance(load(str(recipe(text)), overrides), Config)  # for example a change in a comment
         except RequestError as refusal:
             lines.append(str(refusal))
     assert number < 400
@@ -319,41 +314,41 @@ def test_two_hundred_malformed_configurations_give_two_hundred_lines(
 Mutation = tuple[str | bytes, list[str]]
 
 
-def other_key(draw: random.Random) -> Mutation:
+def mutate_key(rng: random.Random) -> Mutation:
     keys = [line.split(":")[0] for line in DIGITS.splitlines() if ":" in line and not line.startswith("#")]
-    key = draw.choice(keys)
-    at = draw.randrange(len(key.strip())) + len(key) - len(key.strip())
-    return DIGITS.replace(f"{key}:", f"{key[:at]}{draw.choice(ODD)}{key[at:]}:", 1), []
+    key = rng.choice(keys)
+    at = rng.randrange(len(key.strip())) + len(key) - len(key.strip())
+    return DIGITS.replace(f"{key}:", f"{key[:at]}{rng.choice(ODD)}{key[at:]}:", 1), []
 
 
-def other_value(draw: random.Random) -> Mutation:
-    return DIGITS, [f"{draw.choice(list(all_keys()))}={draw.choice(ODD)}"]
+def mutate_value(rng: random.Random) -> Mutation:
+    return DIGITS, [f"{rng.choice(list(all_keys()))}={rng.choice(ODD)}"]
 
 
-def other_type(draw: random.Random) -> Mutation:
+def mutate_type(rng: random.Random) -> Mutation:
     tree = yaml.safe_load(DIGITS)
-    section = draw.choice([name for name, inside in tree.items() if isinstance(inside, dict)])
-    wrong = draw.choice([["a"], {"a": {"b": "c"}}, "text", 3, {"": ""}, [[]], {"a" * 300: "b" * 300}])
-    if draw.random() < 0.5:
+    section = rng.choice([name for name, inside in tree.items() if isinstance(inside, dict)])
+    wrong = rng.choice([["a"], {"a": {"b": "c"}}, "text", 3, {"": ""}, [[]], {"a" * 300: "b" * 300}])
+    if rng.random() < 0.5:
         tree[section] = wrong
     else:
-        tree[section][draw.choice(list(tree[section]))] = wrong
+        tree[section][rng.choice(list(tree[section]))] = wrong
     return yaml.safe_dump(tree), []
 
 
-def other_text(draw: random.Random) -> Mutation:
+def mutate_text(rng: random.Random) -> Mutation:
     text = DIGITS
-    for _ in range(draw.randint(1, 3)):
-        at = draw.randrange(DIGITS.index("data:"), len(text))
-        text = text[:at] + draw.choice(ODD) + text[min(len(text), at + draw.choice((0, 1, 20))) :]
+    for _ in range(rng.randint(1, 3)):
+        at = rng.randrange(DIGITS.index("data:"), len(text))
+        text = text[:at] + rng.choice(ODD) + text[min(len(text), at + rng.choice((0, 1, 20))) :]
     return text, []
 
 
-def other_bytes(draw: random.Random) -> Mutation:
-    return draw.randbytes(draw.randint(1, 200)), []
+def mutate_bytes(rng: random.Random) -> Mutation:
+    return rng.randbytes(rng.randint(1, 200)), []
 
 
-MUTATIONS = (other_key, other_value, other_type, other_text, other_bytes)
+MUTATIONS = (mutate_key, mutate_value, mutate_type, mutate_text, mutate_bytes)
 ODD = (
     "[", "]", "{", "}", "{a: b}", '"', "'", "\t", "\n", ": ", "- ", "? ", "&a ", "*a", "!!python/object:os.system ",
     "%YAML 9", "---", "...", "|", ">", "\0", "\x1b[31m", "\x85", "\u2028", "\ud800",

@@ -1,4 +1,4 @@
-"""Which images there are and what is in them: indexed, told apart, split, checked, decoded or named."""
+"""Images: indexed, fingerprinted, split, checked, and decoded or reported as defects."""
 
 import io
 import os
@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from faults.ledger import Notes
 from harness import pipeline, read_rows
 from PIL import Image
 from streams import joined, prepare, stream
+from test_pack import encoded
 
 from pipeline.config.load import load
 from pipeline.data import checksums, manifest
@@ -37,29 +37,23 @@ from pipeline.operate.pack import pack as make_pack
 PIXELS = np.stack(np.broadcast_arrays(*np.ogrid[0:240:6, 0:240:5], np.uint16(90)), -1).astype(np.uint8)  # [40, 48, 3]
 
 
-def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
-def picture(shade: int = 0) -> bytes:
+def small_png(shade: int = 0) -> bytes:
     return encoded(Image.fromarray(np.full((8, 8), shade, np.uint8)), "PNG")
 
 
 def fill(root: Path, *names: str | bytes) -> Path:
-    """Writes a picture under each name; those of a class look alike."""
+    """Write a small image under each name and return `root`; images of one class look alike."""
     for name in names:
         path = os.path.join(os.fsencode(root), os.fsencode(name))
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, "wb") as file:
-            file.write(picture(sum(os.fsencode(name)) % 256))
+            file.write(small_png(sum(os.fsencode(name)) % 256))
     return root
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two classes, five images to train and two held out."""
+    """Return an image folder of two classes, five training and two validation images."""
     return fill(
         tmp_path / "images", "train/cat/1.png", "train/cat/2.PNG", "train/cat/more/3.jpeg", "train/dog/1.png",
         "train/dog/2.png", "val/cat/1.png", "val/dog/1.png",
@@ -79,7 +73,7 @@ def refused(call: Callable[[], object]) -> str:
 # --- the index
 
 
-def test_an_index_has_each_image_once_in_the_order_of_its_name(folder: Path) -> None:
+def test_an_index_has_each_image_once_in_name_order(folder: Path) -> None:
     (folder / "train/cat/notes.txt").write_text("no image")
     index = scan(folder, 0.1)
     assert names(index.train) == [b"train/cat/1.png", b"train/cat/2.PNG", b"train/cat/more/3.jpeg", b"train/dog/1.png",
@@ -90,12 +84,12 @@ def test_an_index_has_each_image_once_in_the_order_of_its_name(folder: Path) -> 
     assert index.train.sizes.tolist() == [(folder / name.decode()).stat().st_size for name in names(index.train)]
 
 
-def test_an_index_survives_its_bytes(folder: Path) -> None:
+def test_an_index_round_trips_through_its_bytes(folder: Path) -> None:
     checksums.write_sums(folder, scan(folder, 0.1))
     index = scan(folder, 0.1)
-    again = Index.from_bytes(index.to_bytes())
-    assert again.to_bytes() == index.to_bytes()
-    assert again.digest == index.digest
+    restored = Index.from_bytes(index.to_bytes())
+    assert restored.to_bytes() == index.to_bytes()
+    assert restored.digest == index.digest
     for damaged in (b"", b"nonsense", index.to_bytes()[:-9], index.to_bytes()[:40]):
         with pytest.raises((ValueError, KeyError, TypeError)):
             Index.from_bytes(damaged)
@@ -119,7 +113,7 @@ def test_each_change_of_the_data_changes_the_digest_and_is_named(folder: Path) -
         "class eel is new", "train/eel/1.png is new", "val/eel/1.png is new"
     ]  # fmt: skip
     assert differences(lambda: checksums.write_sums(folder, scan(folder, 0.1))) == ["SHA256SUMS is new"]
-    (folder / "val/dog/1.png").write_bytes(b"five")  # as many bytes as before: only sums see it
+    (folder / "val/dog/1.png").write_bytes(b"five")  # of the same size: only the checksum differs
     assert differences(lambda: checksums.write_sums(folder, scan(folder, 0.1))) == [
         "val/dog/1.png has another sum in SHA256SUMS"
     ]
@@ -151,31 +145,30 @@ def test_the_cache_is_used_until_a_folder_changes(
     assert not (tmp_path / "spare").exists()
 
 
-def test_a_change_of_size_is_seen_where_sizes_are_checked(tmp_path: Path, folder: Path) -> None:
+def test_a_changed_size_is_detected_if_sizes_are_checked(tmp_path: Path, folder: Path) -> None:
     before = open_index(folder, 0.1, tmp_path, check_sizes=True)
-    (folder / "train/dog/2.png").write_bytes(b"x")  # in place: no folder's time changes
+    (folder / "train/dog/2.png").write_bytes(b"x")  # in place, so that no folder's mtime changes
     assert open_index(folder, 0.1, tmp_path, check_sizes=False).digest == before.digest
     assert open_index(folder, 0.1, tmp_path, check_sizes=True).digest != before.digest
-    assert (
-        manifest.find_cached_index(folder, tmp_path, before.digest) is not None
-    )  # so that a resume can say what changed
+    found = manifest.find_cached_index(folder, tmp_path, before.digest)
+    assert found is not None, "a resume can name what changed"
 
 
-def test_a_damaged_cache_is_passed_over(tmp_path: Path, folder: Path) -> None:
+def test_a_damaged_cache_is_ignored(tmp_path: Path, folder: Path) -> None:
     expected = open_index(folder, 0.1, tmp_path, check_sizes=False).digest
     (path,) = (folder / manifest.CACHE).glob("*.index")
-    whole = path.read_bytes()
-    for damaged in (b"", whole[:100], whole[:-20] + bytes(20), whole.replace(b"dog", b"cow"), b"x" * 1000):
+    content = path.read_bytes()
+    for damaged in (b"", content[:100], content[:-20] + bytes(20), content.replace(b"dog", b"cow"), b"x" * 1000):
         path.write_bytes(damaged)
         index = open_index(folder, 0.1, tmp_path, check_sizes=False)
         assert (index.digest, index.classes) == (expected, ("cat", "dog"))
 
 
 @pytest.mark.fault("C3")
-def test_data_that_is_read_only_is_indexed_beside_the_run(
+def test_the_index_of_read_only_data_is_saved_in_the_run_folder(
     tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (folder / manifest.CACHE).write_text("no folder can be made here, for root neither")
+    (folder / manifest.CACHE).write_text("not even root can make a folder here")
     for _ in range(2):
         assert len(open_index(folder, 0.1, tmp_path / "run/index", check_sizes=False).train) == 5
     assert len(list((tmp_path / "run/index").glob("*.index"))) == 1
@@ -197,7 +190,7 @@ def test_an_index_that_cannot_be_saved_is_logged_once_per_scan(
         assert capsys.readouterr().err == line
 
 
-def test_names_need_not_be_utf_8(tmp_path: Path) -> None:
+def test_file_names_need_not_be_utf_8(tmp_path: Path) -> None:
     root = fill(tmp_path / "images", b"train/c\xff/\xfe.png", b"train/d/1 \n2.png", b"val/c\xff/1.png", b"val/d/1.png")
     index = open_index(root, 0.1, tmp_path, check_sizes=True)
     assert open_index(root, 0.1, tmp_path, check_sizes=True).digest == index.digest
@@ -220,7 +213,7 @@ def test_an_index_of_200000_images_is_small() -> None:
 # --- layouts
 
 
-def test_a_file_that_comes_moves_no_other_between_the_splits(tmp_path: Path) -> None:
+def test_a_new_file_moves_no_other_between_the_splits(tmp_path: Path) -> None:
     root = fill(tmp_path / "images", *(f"{kind}/{i}.png" for kind in ("cat", "dog") for i in range(200)))
     before = scan(root, 0.2)
     fill(root, *(f"{kind}/new-{i}.png" for kind in ("cat", "dog", "eel") for i in range(40)))
@@ -237,7 +230,8 @@ def test_a_file_that_comes_moves_no_other_between_the_splits(tmp_path: Path) -> 
     [("rm -r {}", "data.root={} is not a folder: give a folder with train/ and val/ in it"),
      ("rm -r {}/val", "data.root={} has train/ but no val/: add val/ with one folder per class"),
      ("rm -r {}/train", "data.root={} has val/ but no train/: add train/ with one folder per class"),
-     ("rm -r {}/train {}/val", "data.root={} holds no folders: it needs train/ and val/, each with one folder per class"),
+     ("rm -r {}/train {}/val",
+      "data.root={} holds no folders: it needs train/ and val/, each with one folder per class"),
      ("mv {}/val/cat/1.png {}/val/; rm -r {}/val/*/", "val/ is flat: it holds images (1) but no class folders"),
      ("rm {}/train/dog/*", "class folder train/dog/ holds no image (.jpg .jpeg .png "),
      ("mv {}/val/dog {}/val/cow", "differ: dog in train/ only, cow in val/ only: both need the same class folders"),
@@ -245,19 +239,19 @@ def test_a_file_that_comes_moves_no_other_between_the_splits(tmp_path: Path) -> 
      ("ln -s loop {}/train/dog/loop", "data.root={} cannot be read: "),
      ("echo abc > {}/SHA256SUMS", "SHA256SUMS line 1 is not a sum and a file name")],
 )  # fmt: skip
-def test_a_wrong_layout_is_one_line_that_tells(folder: Path, change: str, says: str) -> None:
+def test_a_wrong_layout_is_one_line_with_a_remedy(folder: Path, change: str, says: str) -> None:
     subprocess.run(change.replace("{}", str(folder)), shell=True, check=True)
     line = refused(lambda: open_index(folder, 0.1, folder.parent / "spare", check_sizes=False))
     assert says.replace("{}", str(folder)) in line
     assert len(line.splitlines()) == 1
 
 
-def test_a_share_that_leaves_a_split_empty_is_refused(folder: Path) -> None:
+def test_a_val_split_that_leaves_a_split_empty_is_refused(folder: Path) -> None:
     assert "puts no image into val: give a larger one" in refused(lambda: scan(folder / "train", 1e-9))
     assert "puts no image into train: give a smaller one" in refused(lambda: scan(folder / "train", 1 - 1e-9))
 
 
-def test_a_class_without_an_image_to_train_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_class_without_a_training_image_is_refused_by_name(tmp_path: Path) -> None:
     root = fill(tmp_path / "images", *(f"class {i:02}/1.png" for i in range(40)))
     held_out = [f"class {i:02}" for i in range(40) if manifest._is_held_out(b"class %02d/1.png" % i, 0.1)]
     assert len(held_out) > 1
@@ -265,13 +259,13 @@ def test_a_class_without_an_image_to_train_is_refused_by_name(tmp_path: Path) ->
     assert says in refused(lambda: scan(root, 0.1))
     result = pipeline("data", "check", str(root))
     assert (result.code, says in result.error) == (2, True)
-    for name in held_out:  # their other image is for training
+    for name in held_out:  # add a training image
         other = next(
             f"{name}/{i}.png" for i in range(2, 99) if not manifest._is_held_out(f"{name}/{i}.png".encode(), 0.1)
         )
         fill(root, other)
     assert scan(root, 0.1).size.num_classes == 40
-    # an earlier version's index of such a folder
+    # such a folder, with an index written by an earlier version
     config = load("digits", ["data.source=folder", f"data.root={root}", f"run.dir={tmp_path / 'run'}"])
     index = scan(root, 0.1)
     lacking = Split.from_entries([entry for entry in entries(index.train) if entry[2] != 7])
@@ -283,7 +277,7 @@ def entries(split: Split) -> list[tuple[bytes, int, int]]:
     return [(split.name(i), int(split.sizes[i]), int(split.labels[i])) for i in range(len(split))]
 
 
-def test_a_model_is_judged_on_its_own_classes(folder: Path) -> None:
+def test_a_model_is_evaluated_on_its_own_classes(folder: Path) -> None:
     split = scan_validation(folder, ("bee", "cat", "dog"), 0.1)
     assert split.labels.tolist() == [1, 2]
     assert "class folders that the model does not know: dog" in refused(lambda: scan_validation(folder, ("cat",), 0.1))
@@ -291,7 +285,7 @@ def test_a_model_is_judged_on_its_own_classes(folder: Path) -> None:
     assert names(scan_validation(folder / "train", index.classes, 0.5)) == names(index.val)
 
 
-# --- the sets that are made
+# --- generated data sets
 
 
 def test_the_digits_are_1437_and_360_of_10_classes(digits: Path) -> None:
@@ -302,7 +296,7 @@ def test_the_digits_are_1437_and_360_of_10_classes(digits: Path) -> None:
     assert decode(source.train.read(0)).shape == (3, 8, 8)
 
 
-def test_the_synthetic_source_is_what_it_is_asked_to_be() -> None:
+def test_the_synthetic_source_follows_its_settings() -> None:
     words = ["data.source=synthetic", "data.num_images=30", "data.num_classes=4", "augment.size=32"]
     source = open_source(load("digits", words))
     assert (len(source.train), len(source.val), source.size.num_classes) == (30, 8, 4)
@@ -314,12 +308,12 @@ def test_the_synthetic_source_is_what_it_is_asked_to_be() -> None:
     assert not torch.equal(pixels, decode(source.val.read(5)))
 
 
-def test_made_data_is_there_whole_and_never_overwritten(tmp_path: Path) -> None:
+def test_generated_data_is_complete_and_never_overwritten(tmp_path: Path) -> None:
     out = tmp_path / "made"
-    made = pipeline("data", "make", "synthetic", str(out), "--images", "13", "--classes", "4", "--side", "16")
-    assert (made.code, made.out) == (0, f"made {out}: 13 images to train, 4 held out, 4 classes\n")
-    again = pipeline("data", "make", "synthetic", str(out), "--images", "40")
-    assert (again.code, again.error) == (2, f"{out} already exists: remove it, or name another folder")
+    first = pipeline("data", "make", "synthetic", str(out), "--images", "13", "--classes", "4", "--side", "16")
+    assert (first.code, first.out) == (0, f"made {out}: 13 images to train, 4 held out, 4 classes\n")
+    second = pipeline("data", "make", "synthetic", str(out), "--images", "40")
+    assert (second.code, second.error) == (2, f"{out} already exists: remove it, or name another folder")
     assert scan(out, 0.1).size.train_images == 13
     assert os.listdir(tmp_path) == ["made"]
 
@@ -327,7 +321,7 @@ def test_made_data_is_there_whole_and_never_overwritten(tmp_path: Path) -> None:
 # --- data check
 
 
-def test_data_check_says_what_is_there(folder: Path) -> None:
+def test_data_check_reports_sizes_and_digest(folder: Path) -> None:
     result = pipeline("data", "check", str(folder))
     assert result.code == 0
     digest = scan(folder, 0.1).digest[:16]
@@ -351,23 +345,18 @@ def test_data_check_names_each_defect_once(folder: Path) -> None:
     ]
 
 
-def test_sums_that_cannot_be_written_are_refused_before_the_images_are_looked_at(small_disk: Path) -> None:
+def test_sums_that_cannot_be_written_are_refused_before_any_image_is_checked(small_disk: Path) -> None:
     root = fill(small_disk / "images", "train/a/1.png", "train/b/1.png", "val/a/1.png", "val/b/1.png")
-    (root / "val/a/1.png").write_bytes(b"no picture")
+    (root / "val/a/1.png").write_bytes(b"no image")
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     result = pipeline("data", "check", str(root), "--write-sums")
     assert (result.code, result.error) == (2, f"{root} is read-only: --write-sums needs to write SHA256SUMS there")
 
 
 @pytest.mark.fault("E2")
-def test_sums_are_those_of_sha256sum_and_tell_what_changed(tmp_path: Path) -> None:
-    odd = (
-        b"train/a/1.png",
-        b"train/a/two words.png",
-        b"train/a/back\\slash.png",
-        b"train/a/\xff.png",
-        b"train/b/line\nbreak.png",
-    )
+def test_sums_match_sha256sum_and_name_what_changed(tmp_path: Path) -> None:
+    odd = (b"train/a/1.png", b"train/a/two words.png", b"train/a/back\\slash.png", b"train/a/\xff.png",
+           b"train/b/line\nbreak.png")  # fmt: skip
     root = fill(tmp_path / "images", *odd, "val/a/1.png", "val/b/1.png")
     written = pipeline("data", "check", str(root), "--write-sums")
     assert written.code == 0, written.err
@@ -378,7 +367,7 @@ def test_sums_are_those_of_sha256sum_and_tell_what_changed(tmp_path: Path) -> No
     for name in odd:
         path = os.path.join(os.fsencode(root), name)
         data = bytearray(Path(os.fsdecode(path)).read_bytes())
-        data[-1] ^= 1  # in the checksum of the chunk IEND: no decoder looks at it
+        data[-1] ^= 1  # in the checksum of the chunk IEND, which no decoder checks
         Path(os.fsdecode(path)).write_bytes(data)
     (root / "val/a/1.png").unlink()
     fill(root, "val/a/2.png")
@@ -398,10 +387,10 @@ def test_a_flipped_bit_in_any_image_is_named(tmp_path: Path, notes: Notes, pytes
     names = [f"train/{'ab'[number % 2]}/{number}.png" for number in range(count)]
     root = fill(tmp_path / "images", *names, "val/a/1.png", "val/b/1.png")
     assert pipeline("data", "check", str(root), "--write-sums").code == 0
-    draw = random.Random(1)
+    rng = random.Random(1)
     for name in names:
         data = bytearray((root / name).read_bytes())
-        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         (root / name).write_bytes(data)
     result = pipeline("data", "check", str(root))
     assert result.code == 4
@@ -410,20 +399,20 @@ def test_a_flipped_bit_in_any_image_is_named(tmp_path: Path, notes: Notes, pytes
 
 
 @pytest.mark.full
-def test_an_image_mended_in_place_is_seen_after_data_check(folder: Path) -> None:
+def test_an_image_fixed_in_place_is_used_after_data_check(folder: Path) -> None:
     words = [f"data.root={folder}", f"run.dir={folder.parent / 'run'}"]
     (folder / "train/cat/1.png").write_bytes(b"")
     assert open_source(load("digits", words)).train.read(0) == b""
-    (folder / "train/cat/1.png").write_bytes(picture())
+    (folder / "train/cat/1.png").write_bytes(small_png())
     with pytest.raises(
         UnreadableError, match="changed since it was indexed, when it had 0 bytes: 'pipeline data check'"
     ):
         open_source(load("digits", words)).train.read(0)
     assert pipeline("data", "check", str(folder)).code == 0
-    assert open_source(load("digits", words)).train.read(0) == picture()
+    assert open_source(load("digits", words)).train.read(0) == small_png()
 
 
-# --- pictures of every kind
+# --- image formats
 
 RGB = Image.fromarray(PIXELS)
 WIDE = (np.arange(40 * 48, dtype=np.uint16) * 34).reshape(40, 48)  # 16-bit grey, up to 65,246
@@ -468,8 +457,8 @@ KINDS = {
 
 @pytest.mark.fault("E1")
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_a_picture_is_what_pillow_makes_of_it(kind: str) -> None:
-    pixels = decode(KINDS[kind])  # by content: the name's ending plays no part
+def test_an_image_has_the_pixels_that_pillow_decodes(kind: str) -> None:
+    pixels = decode(KINDS[kind])  # the format is detected from the content
     expected = np.asarray(Image.open(io.BytesIO(KINDS[kind])).convert("RGB"))
     assert (pixels.dtype, pixels.shape) == (torch.uint8, (3, *expected.shape[:2]))
     assert np.abs(pixels.permute(1, 2, 0).numpy().astype(int) - expected).max() <= 2
@@ -484,7 +473,7 @@ def test_16_bits_are_scaled_not_clipped(kind: str) -> None:
 
 
 def png(width: int, height: int, depth: int, colour: int) -> bytes:
-    """A black PNG, packed as it is made."""
+    """Return a black PNG, compressed piece by piece to save memory."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -497,13 +486,13 @@ def png(width: int, height: int, depth: int, colour: int) -> bytes:
 
 
 @pytest.mark.fault("E7")
-def test_a_small_file_that_would_be_huge_is_refused_before_it_is_decoded() -> None:
+def test_a_decompression_bomb_is_refused_before_it_is_decoded() -> None:
     bomb = png(21_000, 21_000, 1, 0)
     assert len(bomb) < 100_000
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(BadImageError, match=r"^21000 × 21000 pixels, more than the 80,000,000 allowed$"):
         decode(bomb)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB; decoded it is 1.3 GB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB; the decoded image has 1.3 GB
 
 
 @pytest.mark.fault("E1")
@@ -520,19 +509,19 @@ def test_a_small_file_that_would_be_huge_is_refused_before_it_is_decoded() -> No
      (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "not an image in a known format")],
     ids=["empty", "text", "JPEG", "PNG", "WebP", "TIFF", "BMP", "400 Mpx", "EPS, which would start Ghostscript"],
 )  # fmt: skip
-def test_what_is_no_picture_is_a_named_defect(data: bytes, reason: str) -> None:
+def test_a_file_that_is_no_image_is_a_named_defect(data: bytes, reason: str) -> None:
     with pytest.raises(BadImageError, match=reason):
         decode(data)
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_a_damaged_picture_is_decoded_or_named(kind: str) -> None:
-    draw = np.random.default_rng(0)
+def test_a_damaged_image_is_decoded_or_named(kind: str) -> None:
+    rng = np.random.default_rng(0)
     for number in range(30):
         data = bytearray(KINDS[kind])
-        for at in draw.integers(0, len(data), 3):
-            data[at] = draw.integers(256)
-        del data[draw.integers(len(data)) if number % 3 == 0 else len(data) :]
+        for at in rng.integers(0, len(data), 3):
+            data[at] = rng.integers(256)
+        del data[rng.integers(len(data)) if number % 3 == 0 else len(data) :]
         try:
             pixels = decode(bytes(data))
         except BadImageError as defect:
@@ -546,22 +535,26 @@ def test_a_damaged_picture_is_decoded_or_named(kind: str) -> None:
 def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
     (folder / "train/cat/dangling.png").symlink_to("nowhere")
     (folder / "train/cat/folder.png").mkdir()
-    (folder / "train/cat/grew.png").write_bytes(picture())
+    (folder / "train/cat/grew.png").write_bytes(small_png())
     (folder / "train/cat/large.png").touch()
     os.truncate(folder / "train/cat/large.png", 1 << 40)
     index = scan(folder, 0.1)
     images = source_from_index(folder, index).train
-    (folder / "train/cat/grew.png").write_bytes(picture() + b"x")
+    (folder / "train/cat/grew.png").write_bytes(small_png() + b"x")
     ids = {name.rpartition(b"/")[2]: i for i, name in enumerate(names(index.train))}
-    for name, reason in {b"dangling.png": "No such file or directory", b"folder.png": "Is a directory",
-                         b"grew.png": "changed since it was indexed, when it had ",
-                         b"large.png": "1,099,511,627,776 bytes, more than the 268,435,456 allowed"}.items():  # fmt: skip
+    reasons = {
+        b"dangling.png": "No such file or directory",
+        b"folder.png": "Is a directory",
+        b"grew.png": "changed since it was indexed, when it had ",
+        b"large.png": "1,099,511,627,776 bytes, more than the 268,435,456 allowed",
+    }
+    for name, reason in reasons.items():
         with pytest.raises(UnreadableError, match=f"^{reason}"):
             images.read(ids[name])
 
 
 @pytest.mark.parametrize(
-    "take_away",
+    "remove",
     [
         lambda root: root.rename(root.with_name("away")),
         lambda root: (root / "train").rename(root.with_name("away")),
@@ -570,23 +563,21 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
     ],
     ids=["root gone", "split gone", "an empty folder, as of a volume that is not mounted", "where links lead is gone"],
 )
-def test_a_file_that_cannot_be_read_beside_nothing_else_that_can_is_no_defect(
-    tmp_path: Path, take_away: Callable[[Path], object]
-) -> None:
+def test_missing_data_is_an_outage_and_no_defect(tmp_path: Path, remove: Callable[[Path], object]) -> None:
     store = fill(tmp_path / "store", "2.png")
     root = fill(tmp_path / "images", "train/cat/1.png", "train/dog/1.png", "val/cat/1.png", "val/dog/1.png")
     (root / "train/cat/1.png").unlink()
     (root / "train/cat/1.png").symlink_to(store / "2.png")
     images = source_from_index(root, scan(root, 0.1)).train
     assert images.read(0)
-    take_away(root)
+    remove(root)
     with pytest.raises(OutageError, match="No such file or directory"):
         images.read(0)
 
 
-def test_an_input_output_error_is_no_defect_of_the_image(folder: Path) -> None:
+def test_an_input_output_error_is_an_outage_and_no_defect(folder: Path) -> None:
     (folder / "train/cat/1.png").unlink()
-    (folder / "train/cat/1.png").symlink_to("/proc/self/mem")  # it opens, and a read at 0 gives EIO
+    (folder / "train/cat/1.png").symlink_to("/proc/self/mem")  # can be opened, but reading at 0 fails with EIO
     images = source_from_index(folder, scan(folder, 0.1)).train
     with pytest.raises(
         OutageError, match=r"^the data is out of reach \(.*/train/cat/1.png: Input/output error\): give the same"
@@ -596,7 +587,7 @@ def test_an_input_output_error_is_no_defect_of_the_image(folder: Path) -> None:
     assert (result.code, "Input/output error" in result.error) == (75, True)
 
 
-def test_links_whose_targets_come_back_are_indexed_anew(folder: Path, tmp_path: Path) -> None:
+def test_links_whose_targets_come_back_are_indexed_again(folder: Path, tmp_path: Path) -> None:
     store = fill(tmp_path / "store", "2.png").rename(tmp_path / "away")
     (folder / "train/cat/1.png").unlink()
     (folder / "train/cat/1.png").symlink_to(tmp_path / "store/2.png")
@@ -607,7 +598,7 @@ def test_links_whose_targets_come_back_are_indexed_anew(folder: Path, tmp_path: 
 
 @pytest.mark.fault("J3")
 @pytest.mark.parametrize("kind", ["folder", "pack"])
-def test_loaders_wait_for_data_that_is_gone_and_make_the_same_batches(
+def test_loaders_wait_for_missing_data_and_return_the_same_batches(
     tmp_path: Path, partly_bad: Path, capfd: pytest.CaptureFixture[str], kind: str
 ) -> None:
     if kind == "pack":
@@ -617,19 +608,19 @@ def test_loaders_wait_for_data_that_is_gone_and_make_the_same_batches(
     expected = stream(root, range(4), *words)
     config, plan, source = prepare(root, 1, *words)
     root.rename(tmp_path / "away")
-    back = threading.Timer(1.5, lambda: (tmp_path / "away").rename(root))
-    back.start()
-    made = list(batches(TrainBatches(source.train, config, plan, 0), range(4), plan, pin=False))
-    back.join()
-    assert ([joined([one]) for one in made], {defect for one in made for defect in one.defects}) == expected
-    assert all(one.outage is None for one in made)
-    said = capfd.readouterr().err
-    assert (said.count("waiting for it, 150 s at most"), said.count("the data is back after ")) == (1, 1)
+    restore = threading.Timer(1.5, lambda: (tmp_path / "away").rename(root))
+    restore.start()
+    loaded = list(batches(TrainBatches(source.train, config, plan, 0), range(4), plan, pin=False))
+    restore.join()
+    assert ([joined([batch]) for batch in loaded], {defect for batch in loaded for defect in batch.defects}) == expected
+    assert all(batch.outage is None for batch in loaded)
+    log = capfd.readouterr().err
+    assert (log.count("waiting for it, 150 s at most"), log.count("the data is back after ")) == (1, 1)
 
 
 @pytest.mark.fault("J3")
 @pytest.mark.parametrize("workers", [0, 2])
-def test_loaders_give_up_on_data_that_stays_away(tmp_path: Path, partly_bad: Path, workers: int) -> None:
+def test_loaders_give_up_on_data_that_stays_missing(tmp_path: Path, partly_bad: Path, workers: int) -> None:
     config, plan, source = prepare(partly_bad, 1, f"data.workers={workers}", "run.timeout=1", "evaluate.batch=5")
     partly_bad.rename(tmp_path / "away")
     for data in (TrainBatches(source.train, config, plan, 0), EvalBatches(source.val, config)):
@@ -639,14 +630,14 @@ def test_loaders_give_up_on_data_that_stays_away(tmp_path: Path, partly_bad: Pat
 
 
 @pytest.mark.parametrize("shape", [(1, 10_000), (10_000, 1)])
-def test_a_strip_is_judged_by_its_middle(shape: tuple[int, int]) -> None:
+def test_an_extreme_aspect_ratio_is_cropped_at_its_center(shape: tuple[int, int]) -> None:
     pixels = torch.zeros((3, *shape), dtype=torch.uint8)
     pixels.view(3, -1)[:, 5_000] = 200
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     seen = center_crop(pixels, 224, 256)
     assert (seen.shape, seen.dtype) == ((3, 224, 224), torch.uint8)
     assert seen.max() > 100
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 * 1024  # KiB; resized whole it is 2 GB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 * 1024  # KiB; the resized image has 2 GB
 
 
 # --- bad images in a run
@@ -654,18 +645,18 @@ def test_a_strip_is_judged_by_its_middle(shape: tuple[int, int]) -> None:
 
 @pytest.fixture
 def partly_bad(tmp_path: Path) -> Path:
-    """80 images to train, eight of them defect, and eight held out, one of them defect."""
+    """Return 80 training images, eight corrupt, and eight validation images, one corrupt."""
     root = fill(tmp_path / "images", *(f"train/{kind}/{i:02}.png" for kind in "ab" for i in range(40)),
                 *(f"val/{kind}/{i}.png" for kind in "ab" for i in range(4)))  # fmt: skip
     for i in range(0, 40, 10):
         (root / f"train/a/{i:02}.png").write_bytes(b"")
         (root / f"train/b/{i:02}.png").write_text("text")
-    (root / "val/b/2.png").write_bytes(picture()[:40])
+    (root / "val/b/2.png").write_bytes(small_png()[:40])
     return root
 
 
 @pytest.mark.fault("E1")
-def test_bad_images_are_replaced_alike_at_any_number_of_processes_and_workers(partly_bad: Path) -> None:
+def test_bad_images_are_replaced_identically_at_any_number_of_ranks_and_workers(partly_bad: Path) -> None:
     expected, defects = stream(partly_bad, range(3), "data.workers=0")
     bad = {0, 10, 20, 30, 40, 50, 60, 70}
     seen = {sample for batch in expected for sample in batch.ids}
@@ -677,7 +668,7 @@ def test_bad_images_are_replaced_alike_at_any_number_of_processes_and_workers(pa
         assert stream(partly_bad, range(3), *words, world=world) == (expected, defects)
 
 
-def test_a_replaced_image_brings_its_own_label(partly_bad: Path) -> None:
+def test_a_replacement_image_has_its_own_label(partly_bad: Path) -> None:
     (batch,), _ = stream(partly_bad, range(1), "data.workers=0", "run.seed=3")
     replaced = [(sample, label) for sample, label in zip(batch.ids, batch.labels, strict=True) if sample % 10 == 0]
     others = [(sample, label) for sample, label in zip(batch.ids, batch.labels, strict=True) if sample % 10]
@@ -685,7 +676,7 @@ def test_a_replaced_image_brings_its_own_label(partly_bad: Path) -> None:
     assert any(label != sample // 40 for sample, label in replaced)
 
 
-def test_a_bad_image_counts_in_validation_and_no_answer_is_right(partly_bad: Path) -> None:
+def test_a_bad_validation_image_counts_as_wrong(partly_bad: Path) -> None:
     config = load("digits", [f"data.root={partly_bad}", "evaluate.batch=5"])
     data = EvalBatches(open_source(config).val, config)
     batches = [data[i] for i in range(len(data))]
@@ -695,9 +686,10 @@ def test_a_bad_image_counts_in_validation_and_no_answer_is_right(partly_bad: Pat
 
 
 @pytest.mark.fault("E1")
-def test_a_run_names_each_bad_image_once_and_ends_above_the_limit(tmp_path: Path, partly_bad: Path) -> None:
-    words = ["digits", f"data.root={partly_bad}", "batch.global=16", "train.epochs=1", "run.device=cpu", "track.uri=none",
-             "schedule.warmup=0", "model.arch=shufflenet_v2_x0_5", "data.workers=2", "run.threads=1"]  # fmt: skip
+def test_a_run_names_each_bad_image_once_and_fails_above_the_limit(tmp_path: Path, partly_bad: Path) -> None:
+    words = ["digits", f"data.root={partly_bad}", "batch.global=16", "train.epochs=1", "run.device=cpu",
+             "track.uri=none", "schedule.warmup=0", "model.arch=shufflenet_v2_x0_5", "data.workers=2",
+             "run.threads=1"]  # fmt: skip
     run = pipeline("train", *words, f"run.dir={tmp_path / 'run'}", "data.max_bad=0.1")
     assert run.code == 0, run.err
     assert run.done["images"] == "8/8"

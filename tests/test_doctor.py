@@ -1,4 +1,4 @@
-"""The doctor: one injected fault a check, named with its remedy, before anything starts."""
+"""The doctor names each injected fault with its remedy before anything starts."""
 
 import json
 import resource
@@ -32,15 +32,9 @@ from pipeline.world import World
 HERE = World(cpus=2, shared_memory=1 << 30)
 
 
-def examine(tmp_path: Path, digits: Path, *words: str, **env: str) -> Result:
-    return pipeline(
-        "doctor",
-        "digits",
-        f"data.root={digits}",
-        f"run.dir={tmp_path / 'run'}",
-        *words,
-        **{"MLFLOW_TRACKING_URI": ""} | env,
-    )
+def run_doctor(tmp_path: Path, digits: Path, *words: str, **env: str) -> Result:
+    request = ("digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}", *words)
+    return pipeline("doctor", *request, **{"MLFLOW_TRACKING_URI": ""} | env)
 
 
 def findings(result: Result) -> dict[str, dict[str, Any]]:
@@ -49,15 +43,15 @@ def findings(result: Result) -> dict[str, dict[str, Any]]:
     return {row["check"]: row for row in rows}
 
 
-def test_where_all_is_well_it_says_so_and_leaves_nothing(tmp_path: Path, digits: Path) -> None:
-    result = examine(tmp_path, digits, "--json")
+def test_a_request_that_can_run_passes_and_leaves_no_files(tmp_path: Path, digits: Path) -> None:
+    result = run_doctor(tmp_path, digits, "--json")
     assert result.code == 0, result.err
     assert all(row["ok"] for row in findings(result).values())
     assert list(tmp_path.iterdir()) == []
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    said = examine(tmp_path, digits)
-    assert said.out.strip() == "digits can run here"
-    assert "1,437 images to train" in said.err
+    text = run_doctor(tmp_path, digits)
+    assert text.out.strip() == "digits can run here"
+    assert "1,437 images to train" in text.err
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 15, "other tests run on these cores"
 
 
@@ -71,12 +65,12 @@ def test_where_all_is_well_it_says_so_and_leaves_nothing(tmp_path: Path, digits:
         ("device", ("run.device=cuda",), "use run.device=cpu, or auto"),
     ],
 )
-def test_what_no_retry_mends_is_exit_2(
+def test_a_permanent_error_is_exit_2(
     tmp_path: Path, digits: Path, check: str, words: tuple[str, ...], says: str
 ) -> None:
     if check == "device" and Path("/dev/nvidia0").exists():
         pytest.skip("this machine has a GPU")
-    result = examine(tmp_path, digits, "--json", *words)
+    result = run_doctor(tmp_path, digits, "--json", *words)
     assert result.code == 2
     found = findings(result)
     assert [name for name, row in found.items() if not row["ok"]] == [check]
@@ -84,23 +78,23 @@ def test_what_no_retry_mends_is_exit_2(
     assert result.error
 
 
-def test_the_verdict_of_the_last_start_stands(tmp_path: Path, digits: Path) -> None:
+def test_the_failure_of_the_last_start_is_reported(tmp_path: Path, digits: Path) -> None:
     config = load("digits", [f"data.root={digits}", f"run.dir={tmp_path / 'run'}"])
     config.run_dir.mkdir()
     digest = request_digest(config, World())
     errors.save_failure(config.run_dir, NotFiniteError("the loss is nan at step 7"), digest)
-    result = examine(tmp_path, digits, "--json")
+    result = run_doctor(tmp_path, digits, "--json")
     assert result.code == 3
     assert findings(result)["last start"]["line"] == "the loss is nan at step 7"
-    assert examine(tmp_path, digits, "train.epochs=13").code == 0, "another request"
+    assert run_doctor(tmp_path, digits, "train.epochs=13").code == 0, "another request"
 
 
 @pytest.mark.parametrize("nodes", [1, 3])
-def test_a_node_is_looked_at_as_the_one_it_is_by_its_checks_alone(tmp_path: Path, digits: Path, nodes: int) -> None:
-    there = node.environment(nodes, 2)
+def test_a_node_runs_only_the_checks_of_a_node(tmp_path: Path, digits: Path, nodes: int) -> None:
+    env = node.environment(nodes, 2)
     if nodes > 1:
-        there["PET_RDZV_ENDPOINT"] = "localhost:29500"
-    result = examine(tmp_path, digits, "--json", **there)
+        env["PET_RDZV_ENDPOINT"] = "localhost:29500"
+    result = run_doctor(tmp_path, digits, "--json", **env)
     assert result.code == 0, result.err
     found = findings(result)
     assert ("6 processes on 3 nodes" if nodes > 1 else "2 processes on 1 node") in found["plan"]["line"]
@@ -109,7 +103,7 @@ def test_a_node_is_looked_at_as_the_one_it_is_by_its_checks_alone(tmp_path: Path
     assert not found.keys() & {"CPUs", "memory", "/dev/shm", "disk speed", "disk space", "all-reduce"}
 
 
-def test_a_name_that_does_not_resolve_is_tried_again(
+def test_a_host_name_that_does_not_resolve_is_a_temporary_error(
     tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request, "_NAMES_TIMEOUT_S", 1)
@@ -125,23 +119,23 @@ def test_a_name_that_does_not_resolve_is_tried_again(
         pytest.param(500, "server's log", marks=pytest.mark.full),
     ],
 )
-def test_what_mlflow_refuses_is_explained_and_stops_nobody(
+def test_a_refusal_by_mlflow_is_explained_and_stops_no_training(
     tmp_path: Path, digits: Path, status: int, says: str
 ) -> None:
     with _server(status) as uri:
-        result = examine(tmp_path, digits, "--json", MLFLOW_TRACKING_URI=uri)
+        result = run_doctor(tmp_path, digits, "--json", MLFLOW_TRACKING_URI=uri)
         assert result.code == 0, "training needs no tracker"
         assert says in findings(result)["MLflow"]["remedy"]
-        required = examine(tmp_path, digits, "track.required=true", MLFLOW_TRACKING_URI=uri)
-        assert required.code == 2, "as train"
-        of_a_node = examine(tmp_path, digits, "track.required=true", MLFLOW_TRACKING_URI=uri, PET_NPROC_PER_NODE="1")
-        assert of_a_node.code == 75, "its server may still be starting"
-    gone = examine(tmp_path, digits, "--json", MLFLOW_TRACKING_URI=uri)
-    assert "Connection refused" in findings(gone)["MLflow"]["line"]
+        required = run_doctor(tmp_path, digits, "track.required=true", MLFLOW_TRACKING_URI=uri)
+        assert required.code == 2, "as `train` does"
+        on_node = run_doctor(tmp_path, digits, "track.required=true", MLFLOW_TRACKING_URI=uri, PET_NPROC_PER_NODE="1")
+        assert on_node.code == 75, "its server may still be starting"
+    unreachable = run_doctor(tmp_path, digits, "--json", MLFLOW_TRACKING_URI=uri)
+    assert "Connection refused" in findings(unreachable)["MLflow"]["line"]
 
 
 @pytest.mark.parametrize(
-    ("built_for", "capability", "serves"),
+    ("built_for", "capability", "is_supported"),
     [
         (["sm_80", "sm_90", "compute_90"], (7, 0), False),
         (["sm_75", "sm_120", "compute_120"], (10, 0), False),
@@ -153,22 +147,22 @@ def test_what_mlflow_refuses_is_explained_and_stops_nobody(
     ],
 )
 def test_a_gpu_that_torch_is_not_built_for_is_named(
-    monkeypatch: pytest.MonkeyPatch, built_for: list[str], capability: tuple[int, int], serves: bool
+    monkeypatch: pytest.MonkeyPatch, built_for: list[str], capability: tuple[int, int], is_supported: bool
 ) -> None:
     answers = {"is_available": True, "device_count": 1, "get_device_capability": capability, "get_arch_list": built_for,
                "get_device_name": "Card", "set_device": None}  # fmt: skip
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     config = load("digits", ["run.device=cuda"])
-    if serves:
+    if is_supported:
         assert choose_device(config, HERE) == torch.device("cuda", 0)
     else:
         with pytest.raises(errors.RequestError, match="^Card is of compute capability {}[.]{}; ".format(*capability)):
             choose_device(config, HERE)
 
 
-class Faults:
-    """A plan and a machine as they are here, for checks to find something wrong with."""
+class CheckInputs:
+    """Inputs of the checks: a request, its plan and this machine."""
 
     def __init__(self, root: Path, folder: Path, *words: str, world: World = HERE) -> None:
         self.config = load("digits", [f"data.root={root}", f"run.dir={folder}", "data.workers=2", *words])
@@ -181,34 +175,34 @@ class Faults:
 def test_what_the_machine_lacks_is_named_with_its_remedy(
     tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = Faults(digits, tmp_path / "run")
+    inputs = CheckInputs(digits, tmp_path / "run")
     with pytest.raises(errors.RequestError, match="4 processes share 2 CPUs: start fewer"):
         checks.check_cpu_per_process(HERE.resized(4))
     monkeypatch.setattr(machine, "available_memory", lambda: 1 << 30)
     with pytest.raises(
         errors.RequestError, match=r"need about 1.5 GiB, but only 1.0 GiB are available: give the container more"
     ):
-        checks.check_memory(here.plan)
+        checks.check_memory(inputs.plan)
     with pytest.raises(errors.RequestError, match=r"/dev/shm does not exist.*: mount a tmpfs"):
-        checks.check_shared_memory_exists(here.plan, replace(HERE, shared_memory=None))
+        checks.check_shared_memory_exists(inputs.plan, replace(HERE, shared_memory=None))
     monkeypatch.setattr(checks, "_file_system", lambda place: "ext4")
     with pytest.raises(
         errors.TemporaryError, match=r"which only this machine can see; if rank 0 restarts .*: use a volume"
     ):
-        checks.check_run_folder_is_shared(here.folder, replace(HERE, size=4, local_size=2))
+        checks.check_run_folder_is_shared(inputs.folder, replace(HERE, size=4, local_size=2))
     monkeypatch.setattr(checks, "_SLOW_MIB_S", 1e9)
     with pytest.raises(errors.TemporaryError, match=r"MiB/s with sync, .*: use a faster disk"):
-        checks.check_disk_speed(here.folder)
+        checks.check_disk_speed(inputs.folder)
 
 
 def test_a_disk_without_room_for_the_checkpoints_is_named(small_disk: Path, digits: Path) -> None:
-    full = Faults(digits, small_disk / "run")
+    inputs = CheckInputs(digits, small_disk / "run")
     with pytest.raises(errors.StorageError, match=r"2 checkpoints, the best and one being written need 0.33 GiB more"):
-        checks.check_disk_space(full.config, full.plan, full.folder)
+        checks.check_disk_space(inputs.config, inputs.plan, inputs.folder)
     with pytest.raises(
         errors.StorageError, match=r"8 MiB cannot be written to .* .No space left on device.: make room"
     ):
-        checks.check_disk_speed(full.folder)
+        checks.check_disk_speed(inputs.folder)
     assert list(small_disk.iterdir()) == []
 
 
@@ -216,14 +210,14 @@ def test_images_that_cannot_be_decoded_are_named(tmp_path: Path, digits: Path) -
     shutil.copytree(digits, tmp_path / "data")
     first = min((tmp_path / "data" / "train").glob("*/*.png"))
     first.write_bytes(bytes(100))
-    here = Faults(tmp_path / "data", tmp_path / "run")
+    inputs = CheckInputs(tmp_path / "data", tmp_path / "run")
     with pytest.raises(
         errors.StorageError, match=f"1 of 16 sampled images .*{first.name}.*: list all with 'pipeline data check'"
     ):
-        checks.check_images_decode(here.source)
+        checks.check_images_decode(inputs.source)
 
 
-def test_an_engine_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_docker_engine_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     docker = tmp_path / "docker"
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("DOCKER_HOST", "unix:///nosuch")
@@ -238,44 +232,44 @@ def test_an_engine_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(("status", "says"), [(500, "--artifacts-destination"), (200, "not the file it was sent")])
-def test_a_server_that_keeps_no_files_is_named(tmp_path: Path, digits: Path, status: int, says: str) -> None:
+def test_a_server_that_stores_no_files_is_named(tmp_path: Path, digits: Path, status: int, says: str) -> None:
     with _server(status) as uri:
-        here = Faults(digits, tmp_path / "run", f"track.uri={uri}")
+        inputs = CheckInputs(digits, tmp_path / "run", f"track.uri={uri}")
         with pytest.raises(errors.TemporaryError, match=says):
-            tracker.check_server_stores_files(here.config, here.folder)
+            tracker.check_server_stores_files(inputs.config, inputs.folder)
 
 
-def test_a_password_is_no_part_of_the_address_whatever_is_in_it(tmp_path: Path, digits: Path) -> None:
+def test_the_address_in_an_error_has_no_password(tmp_path: Path, digits: Path) -> None:
     with _server(401) as uri:
-        here = Faults(digits, tmp_path / "run", f"track.uri={uri.replace('//', '//me:Zx9/Qw#r@')}")
+        inputs = CheckInputs(digits, tmp_path / "run", f"track.uri={uri.replace('//', '//me:Zx9/Qw#r@')}")
         with pytest.raises(errors.TemporaryError, match=f"^MLflow at {uri} answers 401: set "):
-            tracker.check_server_answers(here.config, here.folder)
+            tracker.check_server_answers(inputs.config, inputs.folder)
 
 
 @pytest.mark.full
-def test_processes_that_can_exchange_say_how_fast_and_those_that_cannot_are_named(
+def test_the_all_reduce_check_reports_its_speed_or_what_failed(
     tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = Faults(digits, tmp_path / "run", "run.device=cpu")
-    assert "2 processes, " in checks.check_all_reduce(here.config, HERE.resized(2))
+    inputs = CheckInputs(digits, tmp_path / "run", "run.device=cpu")
+    assert "2 processes, " in checks.check_all_reduce(inputs.config, HERE.resized(2))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     with pytest.raises(errors.TemporaryError, match=r"all-reduce of 2 processes failed over gloo .*: look at"):
-        checks.check_all_reduce(here.config, HERE.resized(2))
+        checks.check_all_reduce(inputs.config, HERE.resized(2))
 
 
 @pytest.mark.full
-def test_sanity_is_quiet_on_good_data_and_names_what_is_wired_wrongly(
+def test_the_sanity_checks_pass_on_good_data_and_name_wiring_mistakes(
     tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = ("model.arch=shufflenet_v2_x0_5", "run.device=cpu", "data.workers=0")
-    good = Faults(digits, tmp_path / "run", *small)
+    good = CheckInputs(digits, tmp_path / "run", *small)
     checks = sanity.SanityChecks(good.config, good.plan, good.source, HERE)
     checks.check_initial_loss()
     checks.check_one_batch_overfits()
     checks.check_shuffled_labels_give_chance()
 
-    with monkeypatch.context() as patch:  # a last layer that is sure of itself
-        patch.setattr(sanity, "build", lambda options, classes: nn.Sequential(build(options, classes), Louder()))
+    with monkeypatch.context() as patch:  # logits that are far too large
+        patch.setattr(sanity, "build", lambda options, classes: nn.Sequential(build(options, classes), LoudLogits()))
         with pytest.raises(
             errors.RequestError, match=r"the initial loss is .*, but a random guess among 10 classes has 2.30: look"
         ):
@@ -285,7 +279,7 @@ def test_sanity_is_quiet_on_good_data_and_names_what_is_wired_wrongly(
             patch.setattr(sanity, "_LEARNING_RATE", rate)
             with pytest.raises(errors.RequestError, match="the model does not overfit 32 images"):
                 checks.check_one_batch_overfits()
-    with monkeypatch.context() as patch:  # what shuffling should have taken away is still there
+    with monkeypatch.context() as patch:  # labels that are not shuffled
         patch.setattr(sanity, "_shuffled", lambda labels, draw: labels)
         with pytest.raises(
             errors.RequestError, match=r"trained on shuffled labels, .* look for images that are in both"
@@ -293,7 +287,7 @@ def test_sanity_is_quiet_on_good_data_and_names_what_is_wired_wrongly(
             checks.check_shuffled_labels_give_chance()
 
 
-class Louder(nn.Module):
+class LoudLogits(nn.Module):
     def forward(self, logits: torch.Tensor) -> torch.Tensor:
         return 40 * logits
 

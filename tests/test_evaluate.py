@@ -1,4 +1,4 @@
-"""Validation counts every image once: the same integers at any number of processes."""
+"""Validation counts every image once, with the same integers at any number of processes."""
 
 import json
 import math
@@ -45,15 +45,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
 
 @pytest.fixture(scope="module")
 def held_out(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> dict[int, Path]:
-    """Image folders with so many validation images, taken from all the digits."""
-    pictures = sorted(digits.glob("*/*/*.png"), key=lambda path: path.name)
+    """Return an image folder of validation images for each of `SIZES`, taken from the digits."""
+    images = sorted(digits.glob("*/*/*.png"), key=lambda path: path.name)
     folders = {}
     for size in SIZES:
         root = tmp_path_factory.mktemp("held-out") / str(size)
-        for picture in pictures[:size]:
-            target = root / "val" / picture.parent.name / picture.name
+        for image in images[:size]:
+            target = root / "val" / image.parent.name / image.name
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(picture, target)
+            shutil.copy(image, target)
         folders[size] = root
     return folders
 
@@ -74,26 +74,28 @@ def test_every_image_is_counted_once_at_any_world_size(
     assert line.startswith("done ")
 
 
-def test_evaluate_says_what_train_said_and_the_digest_is_that_of_the_file(trained: Job) -> None:
-    said = trained.folder.with_suffix(".out").read_text()
+def test_evaluate_prints_the_done_line_of_train_and_the_digest_of_the_file(trained: Job) -> None:
+    expected_out = trained.folder.with_suffix(".out").read_text()
     path = trained.checkpoints()[-1]
     contents = decode(read_verified(path), path)
     for world in (1, 3):
         result = evaluate(trained, world)
-        assert result.out == said
+        assert result.out == expected_out
         assert result.done["weights"] == weights_digest(contents["model"])
-    # 48 does not divide by 7, and need not
-    assert evaluate(trained, 1, "batch.global=7", "evaluate.batch=360").done["top1"] == said.split("top1=")[1][:6]
+    # validation ignores batch.global, so 48 need not divide by 7
+    assert (
+        evaluate(trained, 1, "batch.global=7", "evaluate.batch=360").done["top1"] == expected_out.split("top1=")[1][:6]
+    )
 
 
-def test_a_train_command_on_a_finished_run_says_its_line_again(trained: Job) -> None:
+def test_train_on_a_finished_run_prints_its_done_line_again(trained: Job) -> None:
     before = (trained.folder / "journal.jsonl").read_bytes()
     assert trained.run().out == f"{trained.folder.with_suffix('.out').read_text()}"
     assert (trained.folder / "journal.jsonl").read_bytes() == before
 
 
 @pytest.mark.full
-def test_a_run_killed_before_its_last_word_says_it_at_the_next_start(trained: Job, tmp_path: Path) -> None:
+def test_a_run_killed_before_its_done_line_prints_it_at_the_next_start(trained: Job, tmp_path: Path) -> None:
     shutil.copytree(trained.folder, tmp_path / "run")
     run = Job(tmp_path / "run", trained.arguments, nproc=2)
     journal = run.folder / "journal.jsonl"
@@ -106,8 +108,8 @@ def test_a_run_killed_before_its_last_word_says_it_at_the_next_start(trained: Jo
     assert [row for row in rows if "metrics" in row] == [row for row in map(json.loads, before) if "metrics" in row]
 
 
-class Answering(nn.Module):
-    """Gives every image the same logits, and the first two of each batch others."""
+class FixedLogits(nn.Module):
+    """Returns the same logits for every image except the first two of each batch."""
 
     def __init__(self, logits: list[float], first_two: list[list[float]] | None = None) -> None:
         super().__init__()
@@ -117,8 +119,8 @@ class Answering(nn.Module):
         return torch.cat([self.first_two, self.logits.expand(len(images) - 2, -1)])
 
 
-def judge(digits: Path, model: nn.Module) -> EvalResult:
-    """In one batch of 48, and the others."""
+def evaluate_model(digits: Path, model: nn.Module) -> EvalResult:
+    """Evaluate the model on the digits in batches of 48."""
     config, plan, source = prepare(digits, 1, "evaluate.batch=48")
     group = Group(World(), torch.device("cpu"))
     result = Evaluator(model, source.val, config, plan, group).evaluate(1, lambda: False)
@@ -129,26 +131,26 @@ def judge(digits: Path, model: nn.Module) -> EvalResult:
 @pytest.mark.fault("J4")
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_images_whose_logits_are_not_finite_are_counted_and_wrong(digits: Path, bad: float) -> None:
-    finite, _, _ = judge(digits, Answering([0.0] * 10))
-    found, answers, _ = judge(digits, Answering([0.0] * 10, [[bad] + [0.0] * 9, [bad] * 10]))
+    finite, _, _ = evaluate_model(digits, FixedLogits([0.0] * 10))
+    found, predictions, _ = evaluate_model(digits, FixedLogits([0.0] * 10, [[bad] + [0.0] * 9, [bad] * 10]))
     batches = math.ceil(found.images / 48)
-    assert (found.images, found.not_finite) == (finite.images, 2 * batches), "as many NaN as add up to 0"
+    assert (found.images, found.not_finite) == (finite.images, 2 * batches), "every image is counted"
     assert math.isnan(found.loss)
     assert 0 <= found.loss_sum < finite.loss_sum
     assert f"the logits of {2 * batches} of {found.images} images are not finite" in (found.warning or "")
-    assert (answers.predicted == NO_PREDICTION).sum() == found.not_finite
-    assert answers.confidence.min() >= 0
-    right, all_images = answers.count_correct(10)
-    assert (right.sum(), all_images.sum()) == (found.correct1, found.images), "the pictures show what is counted"
+    assert (predictions.predicted == NO_PREDICTION).sum() == found.not_finite
+    assert predictions.confidence.min() >= 0
+    correct, total = predictions.count_correct(10)
+    assert (correct.sum(), total.sum()) == (found.correct1, found.images), "the figures show the same counts"
     assert found.correct1 <= finite.correct1
-    assert NO_PREDICTION not in answers.predicted[answers.most_confident_mistakes(1000)]
-    assert len(answers.most_confused_classes(10, 10)) == 10
+    assert NO_PREDICTION not in predictions.predicted[predictions.most_confident_mistakes(1000)]
+    assert len(predictions.most_confused_classes(10, 10)) == 10
 
 
 def test_no_loss_is_too_large_for_the_sum(digits: Path) -> None:
-    found, _, _ = judge(digits, Answering([-3e38] * 9 + [3e38]))
+    found, _, _ = evaluate_model(digits, FixedLogits([-3e38] * 9 + [3e38]))
     assert found.not_finite == 0
-    assert 0.8 * MAX_LOSS < found.loss < MAX_LOSS, "all but the images of one class count that much"
+    assert 0.8 * MAX_LOSS < found.loss < MAX_LOSS, "nearly every image has the largest loss"
 
 
 def test_a_model_whose_logits_are_not_finite_is_never_the_best(digits: Path) -> None:
@@ -162,11 +164,11 @@ def test_a_model_whose_logits_are_not_finite_is_never_the_best(digits: Path) -> 
     assert not state.add_evaluation(broken)
     state.step = broken.step
     state.forget_best()
-    assert state.best is None, "nor where the best has to be chosen again"
+    assert state.best is None, "not even when the best is chosen again"
 
 
 @pytest.mark.fault("J4")
-def test_a_run_whose_validation_is_not_finite_says_so(tmp_path: Path, digits: Path, full: bool) -> None:
+def test_a_run_reports_a_non_finite_validation(tmp_path: Path, digits: Path, full: bool) -> None:
     words = [*SMALL, "optimizer.lr=1e6", "optimizer.momentum=0", "optimizer.nesterov=false", "schedule.name=constant",
              "schedule.warmup=0", "train.max_steps=1", "data.workers=0"]  # fmt: skip
     run = Job(tmp_path / "run", ["digits", f"data.root={digits}", *words])
@@ -178,21 +180,18 @@ def test_a_run_whose_validation_is_not_finite_says_so(tmp_path: Path, digits: Pa
     assert "(best)" not in trained.err
     assert "best     none: no validation had finite logits" in trained.err
     assert not run.journal("val/loss")
-    receipt, *rows = [
-        json.loads(text, parse_constant=pytest.fail)  # NaN is no JSON
-        for text in [
-            (run.folder / "receipt.json").read_text(),
-            *(run.folder / "journal.jsonl").read_text().splitlines(),
-        ]
-    ]
+    texts = [(run.folder / "receipt.json").read_text(), *(run.folder / "journal.jsonl").read_text().splitlines()]
+    receipt, *rows = [json.loads(text, parse_constant=pytest.fail) for text in texts]  # NaN is not valid JSON
     assert [row["loss"] for row in receipt["evaluations"]] == [None]
     assert [row["not_finite"] for row in rows if row.get("event") == "evaluated"] == [360]
 
 
 @pytest.mark.full
-def test_what_cannot_be_evaluated_is_said_in_one_line(trained: Job, tmp_path: Path, digits: Path) -> None:
-    nothing = pipeline("evaluate", str(tmp_path))
-    assert (nothing.code, "holds no checkpoint" in nothing.error) == (4, True)
+def test_a_checkpoint_that_cannot_be_evaluated_is_refused_in_one_line(
+    trained: Job, tmp_path: Path, digits: Path
+) -> None:
+    empty = pipeline("evaluate", str(tmp_path))
+    assert (empty.code, "holds no checkpoint" in empty.error) == (4, True)
     path = trained.checkpoints()[-1]
     renamed = tmp_path / "model.pt"
     shutil.copy(path, renamed)
@@ -210,14 +209,14 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(trained: Job, tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
-    """Class folders alone, 360 images."""
+    """Return 360 images in class folders, without train/ and val/."""
     return shutil.copytree(digits / "val", tmp_path_factory.mktemp("plain") / "images")
 
 
 @pytest.fixture(scope="module")
-def learnt(tmp_path_factory: pytest.TempPathFactory, plain: Path) -> Path:
-    """A run's folder with a checkpoint of fresh weights, trained on class folders alone as far as anybody can tell."""
-    folder = tmp_path_factory.mktemp("learnt")
+def plain_run(tmp_path_factory: pytest.TempPathFactory, plain: Path) -> Path:
+    """Return a run's folder whose checkpoint, with random weights, names `plain` as its data."""
+    folder = tmp_path_factory.mktemp("plain_run")
     (folder / "checkpoints").mkdir()
     config = load("digits", ["data.source=folder", f"data.root={plain}", *SMALL, "data.workers=0"])
     contents = {
@@ -230,44 +229,44 @@ def learnt(tmp_path_factory: pytest.TempPathFactory, plain: Path) -> Path:
     return folder
 
 
-def judged(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[str, str]:
-    """How many images an evaluation in this process counts, and what it says about them."""
+def evaluate_here(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[str, str]:
+    """Evaluate in this process; return the count of the images and their description."""
     assert main(["evaluate", *map(str, words)]) == 0
-    said = capsys.readouterr()
-    done = DONE.match(said.out.strip())
+    output = capsys.readouterr()
+    done = DONE.match(output.out.strip())
     assert done
-    return done["images"], said.err.strip().partition(" on ")[2]
+    return done["images"], output.err.strip().partition(" on ")[2]
 
 
-def test_what_the_training_held_out_is_judged_wherever_the_data_lies(
-    learnt: Path, plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_held_out_images_are_evaluated_wherever_the_data_is(
+    plain_run: Path, plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     size = len(scan(plain, 0.1).val)
     assert 20 < size < 60
     count = f"{size}/{size}"
-    assert judged(capsys, learnt) == (count, f"the {size} held-out images of {plain}")
+    assert evaluate_here(capsys, plain_run) == (count, f"the {size} held-out images of {plain}")
     (tmp_path / "link").symlink_to(plain)
-    assert judged(capsys, learnt, f"data.root={tmp_path}/link/")[0] == count
+    assert evaluate_here(capsys, plain_run, f"data.root={tmp_path}/link/")[0] == count
     moved = shutil.copytree(plain, tmp_path / "moved")
-    assert judged(capsys, learnt, f"data.root={moved}") == (count, f"the {size} held-out images of {moved}")
-    assert main(["evaluate", str(learnt), "data.val_split=0.5"]) == 2
+    assert evaluate_here(capsys, plain_run, f"data.root={moved}") == (count, f"the {size} held-out images of {moved}")
+    assert main(["evaluate", str(plain_run), "data.val_split=0.5"]) == 2
     assert "data.val_split=0.5 would include images that the model was trained on" in capsys.readouterr().err
 
 
-def test_of_another_folder_all_images_are_judged(
-    learnt: Path, plain: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_all_images_of_another_folder_are_evaluated(
+    plain_run: Path, plain: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = shutil.copytree(plain, tmp_path / "other")
     next((other / "3").iterdir()).unlink()
-    assert judged(capsys, learnt, f"data.root={other}") == (
+    assert evaluate_here(capsys, plain_run, f"data.root={other}") == (
         "359/359",
         f"all 359 images of {other} (it is not the data of the training; data.val_split=SHARE would hold a share out)",
     )
-    images, said = judged(capsys, learnt, f"data.root={other}", "data.val_split=0.2")
-    assert images not in ("359/359", judged(capsys, learnt)[0])
-    assert "held-out images" in said
-    assert judged(capsys, learnt, f"data.root={digits}") == ("360/360", f"the 360 images of {digits}/val")
-    assert judged(capsys, learnt, f"data.root={digits / 'train'}")[0] == "1437/1437"
+    images, description = evaluate_here(capsys, plain_run, f"data.root={other}", "data.val_split=0.2")
+    assert images not in ("359/359", evaluate_here(capsys, plain_run)[0])
+    assert "held-out images" in description
+    assert evaluate_here(capsys, plain_run, f"data.root={digits}") == ("360/360", f"the 360 images of {digits}/val")
+    assert evaluate_here(capsys, plain_run, f"data.root={digits / 'train'}")[0] == "1437/1437"
 
 
 @pytest.mark.parametrize(
@@ -285,11 +284,11 @@ def test_of_another_folder_all_images_are_judged(
     ],
 )
 @pytest.mark.parametrize("command", [["evaluate"], ["export", "--to", "safetensors"]], ids=["evaluate", "export"])
-def test_words_that_do_not_fit_the_checkpoint_are_refused(
-    learnt: Path, capsys: pytest.CaptureFixture[str], command: list[str], words: list[str], says: str
+def test_overrides_that_do_not_fit_the_checkpoint_are_refused(
+    plain_run: Path, capsys: pytest.CaptureFixture[str], command: list[str], words: list[str], says: str
 ) -> None:
-    assert main([command[0], str(learnt), *command[1:], *words]) == 2
-    (checkpoint,) = (learnt / "checkpoints").iterdir()
+    assert main([command[0], str(plain_run), *command[1:], *words]) == 2
+    (checkpoint,) = (plain_run / "checkpoints").iterdir()
     assert says.format(checkpoint=checkpoint) in capsys.readouterr().err
 
 
@@ -305,11 +304,11 @@ def test_words_that_do_not_fit_the_checkpoint_are_refused(
     ],
     ids=["weights of another model", "other classes", "no configuration", "classes that are none", "no YAML"],
 )
-def test_a_checkpoint_that_does_not_fit_itself_is_one_line(
-    learnt: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str],
+def test_an_inconsistent_checkpoint_is_one_line(
+    plain_run: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str],
     change: dict[str, object], says: str
 ) -> None:  # fmt: skip
-    (path,) = (learnt / "checkpoints").iterdir()
+    (path,) = (plain_run / "checkpoints").iterdir()
     writer = CheckpointWriter(tmp_path, 1, pytest.fail)
     writer.save({**decode(read_verified(path), path), **change}, 7, None)
     writer.wait()
@@ -320,16 +319,16 @@ def test_a_checkpoint_that_does_not_fit_itself_is_one_line(
     assert says in line
 
 
-def test_a_model_is_exported_inside_its_folder_and_without_its_data(
-    learnt: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_model_is_exported_from_inside_its_folder_and_without_its_data(
+    plain_run: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = shutil.copytree(learnt, tmp_path / "run")
+    run = shutil.copytree(plain_run, tmp_path / "run")
     monkeypatch.chdir(run / "checkpoints")
     (name,) = os.listdir()
     assert main(["export", name, "--to", "safetensors"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith(f"{run}/export/step-00000007.safetensors: ")
-    assert "on 8 validation images" in said
+    out = capsys.readouterr().out
+    assert out.startswith(f"{run}/export/step-00000007.safetensors: ")
+    assert "on 8 validation images" in out
 
     away = plain.rename(tmp_path / "away")
     try:

@@ -1,4 +1,4 @@
-"""What is exported answers as the model does, for any number of images; what cannot be exported is refused in one line."""
+"""An exported model predicts what the checkpoint predicts; anything else is refused in one line."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", ["torch.export", "onnx", "safetensors"])
-def test_a_model_is_exported_and_answers_alike(run: Path, form: str) -> None:
+def test_an_exported_model_makes_the_same_predictions(run: Path, form: str) -> None:
     result = pipeline("export", str(run), "--to", form)
     assert result.code == 0, result.err
     found = re.fullmatch(r"(\S+): the model of step 1; on 8 validation images, .* more than (\S+)\n", result.out)
@@ -27,7 +27,7 @@ def test_a_model_is_exported_and_answers_alike(run: Path, form: str) -> None:
 
 
 @pytest.mark.parametrize(("form", "library"), [("onnx", "onnxscript"), ("safetensors", "safetensors")])
-def test_a_library_that_is_not_there_is_named(run: Path, tmp_path: Path, form: str, library: str) -> None:
+def test_a_missing_library_is_named(run: Path, tmp_path: Path, form: str, library: str) -> None:
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules[{library!r}] = None\n")
     result = pipeline("export", str(run), "--to", form, "--out", str(tmp_path / "out"), PYTHONPATH=str(tmp_path))
     assert result.code == 2

@@ -1,4 +1,4 @@
-"""A run as pictures: made from its folder alone, whatever its classes are called."""
+"""Figures of a run are drawn from its folder alone, whatever its classes are called."""
 
 import json
 import resource
@@ -15,8 +15,8 @@ from pipeline.record.predictions import Predictions, SavedEvaluation, load_evalu
 CLASSES = ["$5", "$10", "naïve cat"]
 
 
-def answers() -> Predictions:
-    """Of seven images, one of which cannot be decoded."""
+def make_predictions() -> Predictions:
+    """Return predictions for seven images, one of which cannot be decoded."""
     return Predictions(
         np.array([0, 1, 2, 2, 1, -1, 0], np.int32),
         np.array([0, 2, 2, 1, 0, 1, 2], np.int32),
@@ -24,57 +24,59 @@ def answers() -> Predictions:
     )
 
 
-def test_mistakes_come_by_confidence_and_confusion_counts_each_image_once() -> None:
-    said = answers()
-    assert said.most_confident_mistakes(3).tolist() == [3, 4, 6], (
-        "the most confident first, equals in order; what is bad is no mistake"
+def test_mistakes_are_sorted_by_confidence_and_confusion_counts_each_image_once() -> None:
+    predictions = make_predictions()
+    assert predictions.most_confident_mistakes(3).tolist() == [3, 4, 6], (
+        "most confident first, equal ones in order; a bad image is no mistake"
     )
-    assert said.confusion_matrix(np.arange(3)).tolist() == [[1, 0, 1], [1, 0, 1], [0, 1, 1]]
-    assert said.most_confused_classes(3, 2).tolist() == [1, 2], "class 0: mistaken once, another for it once"
-    assert said.confusion_matrix(np.array([1, 2])).tolist() == [[0, 1], [1, 1]]
-    assert [numbers.tolist() for numbers in said.count_correct(3)] == [[1, 0, 1], [2, 2, 2]]
+    assert predictions.confusion_matrix(np.arange(3)).tolist() == [[1, 0, 1], [1, 0, 1], [0, 1, 1]]
+    # class 0 has one false negative and one false positive
+    assert predictions.most_confused_classes(3, 2).tolist() == [1, 2]
+    assert predictions.confusion_matrix(np.array([1, 2])).tolist() == [[0, 1], [1, 1]]
+    assert [numbers.tolist() for numbers in predictions.count_correct(3)] == [[1, 0, 1], [2, 2, 2]]
 
 
 def test_twenty_thousand_classes_are_drawn_in_little_memory(tmp_path: Path) -> None:
-    draw = np.random.default_rng(0)
-    labels, predicted = draw.integers(0, 20_000, (2, 100_000), np.int32)
-    judged = SavedEvaluation(
+    rng = np.random.default_rng(0)
+    labels, predicted = rng.integers(0, 20_000, (2, 100_000), np.int32)
+    evaluation = SavedEvaluation(
         Predictions(labels, predicted, np.ones(100_000, np.float32)), [f"class {label}" for label in range(20_000)],
         np.empty(0, np.int64), np.empty((0, 3, 8, 8), np.uint8),
     )  # fmt: skip
     data_kib = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0])
     limits = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, ((data_kib << 10) + (256 << 20), limits[1]))  # all pairs are 3 GiB
+    # a confusion matrix of all classes has 3 GiB
+    resource.setrlimit(resource.RLIMIT_DATA, ((data_kib << 10) + (256 << 20), limits[1]))
     try:
         for name in ("confusion", "classes"):
-            EVALUATION_FIGURES[name](tmp_path / f"{name}.png", judged, "step 1")
+            EVALUATION_FIGURES[name](tmp_path / f"{name}.png", evaluation, "step 1")
             assert (tmp_path / f"{name}.png").exists()
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, limits)
 
 
-def test_the_folder_alone_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report, said = tmp_path / "report", answers()
+def test_the_figures_need_only_the_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report, predictions = tmp_path / "report", make_predictions()
     pixels = np.zeros((2, 3, 8, 8), np.uint8)
-    save_evaluation(report, 12, SavedEvaluation(said, CLASSES, said.most_confident_mistakes(2), pixels))
+    save_evaluation(report, 12, SavedEvaluation(predictions, CLASSES, predictions.most_confident_mistakes(2), pixels))
     save_augmented(report, pixels, CLASSES[:2])
-    kept = load_evaluation(report / "data" / "step-00000012.npz")
-    assert kept.classes == CLASSES
-    assert kept.mistakes.tolist() == [3, 4]
+    saved = load_evaluation(report / "data" / "step-00000012.npz")
+    assert saved.classes == CLASSES
+    assert saved.mistakes.tolist() == [3, 4]
     rows = [{"time": 1, "step": step, "metrics": {"train/loss": 1 / step, "val/top1": 0.5}} for step in (1, 2, 3)]
     (tmp_path / "journal.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["report", str(tmp_path)]) == 0
     line = capsys.readouterr().out
     for name in ("curves", "confusion", "classes", "mistakes", "augmentation"):
-        with Image.open(report / f"{name}.png") as picture:
-            assert min(picture.size) > 100
+        with Image.open(report / f"{name}.png") as image:
+            assert min(image.size) > 100
         assert f"{name}.png" in line
-    kept_file = report / "data" / "step-00000012.npz"
-    kept_file.write_bytes(kept_file.read_bytes()[:100])
+    path = report / "data" / "step-00000012.npz"
+    path.write_bytes(path.read_bytes()[:100])
     assert main(["report", str(tmp_path)]) == 0
     assert "confusion.png cannot be drawn: step-00000012.npz is damaged" in capsys.readouterr().err
 
 
-def test_a_folder_that_is_no_runs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert "is not a run's folder" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Published archives become a data set without unpacking twice, whole or refused by name."""
+"""Published archives become a complete data set without unpacking twice, or are refused by name."""
 
 import gzip
 import hashlib
@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from harness import pipeline
 from scipy.io import savemat
-from test_data import encoded
-from test_pack import contents, photo
+from test_pack import encoded, file_digests, photo
 from torchvision.datasets import Imagenette
 
 from pipeline.data import imagenet
@@ -33,7 +32,7 @@ def add(file: tarfile.TarFile, name: str, data: bytes) -> None:
 
 
 def make_devkit(path: Path, counts: dict[str, int]) -> None:
-    """With the fields of the real one, an inner node of the hierarchy included."""
+    """Write a development kit with the real fields, including an inner node of the hierarchy."""
     kinds = [(name, object) for name in ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children",
                                          "wordnet_height", "num_train_images")]  # fmt: skip
     rows = [(i + 1, wnid, "a, b", "text", 0, 0, 0, count) for i, (wnid, count) in enumerate(counts.items())]
@@ -46,8 +45,8 @@ def make_devkit(path: Path, counts: dict[str, int]) -> None:
         add(kit, "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt", truth.encode())
 
 
-def picture(seed: int) -> bytes:
-    """One of them is a PNG that is called JPEG, one is CMYK, as in the real set."""
+def image_file(seed: int) -> bytes:
+    """Return an image file: as in the real set, one is a PNG named JPEG and one is CMYK."""
     image = photo(40, 60, seed)
     return encoded(image, "PNG") if seed == 4 else encoded(image.convert("CMYK") if seed == 6 else image, "JPEG")
 
@@ -63,33 +62,34 @@ def archives(tmp_path: Path) -> Path:
             inner = io.BytesIO()
             with tarfile.open(fileobj=inner, mode="w") as file:
                 for number in range(count):
-                    add(file, f"{wnid}_{number}.JPEG", picture(seed := seed + 1))
+                    add(file, f"{wnid}_{number}.JPEG", image_file(seed := seed + 1))
             add(outer, f"{wnid}.tar", inner.getvalue())
     with tarfile.open(root / imagenet.VAL, "w") as file:
         for number in range(len(TRUTH)):
-            add(file, f"ILSVRC2012_val_{number + 1:08d}.JPEG", picture(100 + number))
+            add(file, f"ILSVRC2012_val_{number + 1:08d}.JPEG", image_file(100 + number))
     return root
 
 
 def test_the_archives_become_an_image_folder(archives: Path, tmp_path: Path) -> None:
     out = tmp_path / "imagenet"
-    made = pipeline("data", "import", "imagenet", str(archives), str(out))
-    assert made.code == 0, made.err
+    result = pipeline("data", "import", "imagenet", str(archives), str(out))
+    assert result.code == 0, result.err
     line = "12 images to train, 4 held out, 3 classes, as the development kit counts them"
-    assert made.out == f"imported {out}: {line}\n"
+    assert result.out == f"imported {out}: {line}\n"
     index = scan(out, 0.1)
     assert index.classes == tuple(sorted(CLASSES))
     assert np.bincount(index.train.labels).tolist() == list(CLASSES.values())
     assert [index.val.name(i).decode().split("/")[1:] for i in range(4)] == sorted(
         [wnid, f"ILSVRC2012_val_{number + 1:08d}.JPEG"] for number, wnid in enumerate(TRUTH)
     )
-    assert (out / "train/n02102040/n02102040_0.JPEG").read_bytes() == picture(4)
+    assert (out / "train/n02102040/n02102040_0.JPEG").read_bytes() == image_file(4)
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*.JPEG")}
     (out / "train/n01440764/n01440764_2.JPEG").unlink()
     (out / "val/n01440764/ILSVRC2012_val_00000002.JPEG").write_bytes(b"half")
     assert import_imagenet(archives, out, None).endswith(line)
     after = {path: path.stat().st_mtime_ns for path in out.rglob("*.JPEG")}
-    assert sum(before[path] != after[path] for path in before) == 2  # what was missing or half, and nothing else
+    # only the missing and the truncated file are written
+    assert sum(before[path] != after[path] for path in before) == 2
     assert scan(out, 0.1).digest == index.digest
 
 
@@ -98,11 +98,11 @@ def test_a_pack_of_the_archives_is_the_pack_of_their_folder(archives: Path, tmp_
     pack(tmp_path / "folder", tmp_path / "from folder", "lossless", 0.1)
     line = import_imagenet(archives, tmp_path / "from archives", "lossless")
     assert line.startswith(f"packed {tmp_path / 'from archives'}: 16 images in 2 shards")
-    found = [contents(tmp_path / name) for name in ("from folder", "from archives")]
-    assert all(found[0][name] == found[1][name] for name in found[0] if name != "pack.json")  # it names its source
+    found = [file_digests(tmp_path / name) for name in ("from folder", "from archives")]
+    assert all(found[0][name] == found[1][name] for name in found[0] if name != "pack.json")  # names its source
 
 
-def test_what_is_missing_miscounted_or_cut_short_is_refused(archives: Path, tmp_path: Path) -> None:
+def test_missing_miscounted_or_truncated_archives_are_refused(archives: Path, tmp_path: Path) -> None:
     def refused() -> str:
         with pytest.raises(RequestError) as refusal:
             import_imagenet(archives, tmp_path / "out", None)
@@ -114,11 +114,11 @@ def test_what_is_missing_miscounted_or_cut_short_is_refused(archives: Path, tmp_
         f"{imagenet.TRAIN} holds 12 images, and the development kit says 13: n02102040 has 5 of 6: download it again"
     )
     make_devkit(archives / imagenet.DEVKIT, CLASSES)
-    whole = (archives / imagenet.TRAIN).read_bytes()
-    for length in (len(whole) // 2, 700, 100):
-        (archives / imagenet.TRAIN).write_bytes(whole[:length])
+    content = (archives / imagenet.TRAIN).read_bytes()
+    for length in (len(content) // 2, 700, 100):
+        (archives / imagenet.TRAIN).write_bytes(content[:length])
         assert refused().startswith(f"{archives / imagenet.TRAIN} is damaged or cut short (")
-    (archives / imagenet.TRAIN).write_bytes(whole)
+    (archives / imagenet.TRAIN).write_bytes(content)
     (archives / imagenet.DEVKIT).write_bytes(b"nonsense")
     assert refused().startswith(f"{archives / imagenet.DEVKIT} cannot be read as the development kit (")
     (archives / imagenet.VAL).unlink()
@@ -132,13 +132,13 @@ def test_a_wrong_level_is_found_before_the_archives_are_read(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("wnid", ["../../../outside", "/tmp/outside", "n0144076", "n01440764/..", "n01440764\n"])
-def test_a_class_that_is_no_class_is_refused_and_nothing_is_written(archives: Path, tmp_path: Path, wnid: str) -> None:
-    """The devkit's names become folders: here its numbers are right, and a name leads out of OUT."""
+def test_an_invalid_class_name_is_refused_and_nothing_is_written(archives: Path, tmp_path: Path, wnid: str) -> None:
+    """Use a devkit with correct counts whose class name, as a folder, would be outside OUT."""
     classes = {**CLASSES, wnid: 1}
     make_devkit(archives / imagenet.DEVKIT, classes)
     inner = io.BytesIO()
     with tarfile.open(fileobj=inner, mode="w") as file:
-        add(file, "x_1.JPEG", picture(1))
+        add(file, "x_1.JPEG", image_file(1))
     with tarfile.open(archives / imagenet.TRAIN, "a") as outer:
         add(outer, f"{wnid}.tar", inner.getvalue())
     before = sorted(tmp_path.rglob("*"))
@@ -173,14 +173,14 @@ def test_a_devkit_that_is_larger_than_it_says_is_refused(archives: Path, tmp_pat
 
 @pytest.mark.fault("J5")
 @pytest.mark.parametrize("name", ["../outside.txt", "imagenette2/../../../outside.txt", "imagenette2/link"])
-def test_what_leads_out_of_a_fetched_archive_is_not_unpacked(
+def test_a_fetched_archive_cannot_write_outside_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Torchvision's own downloader, with an archive whose sum is the expected one."""
+    """Use torchvision's own downloader, with an archive that has the expected checksum."""
     archive = tmp_path / "deep/.imagenette.download/imagenette2.tgz"
     archive.parent.mkdir(parents=True)
     with tarfile.open(archive, "w:gz") as file:
-        add(file, "imagenette2/train/n01440764/x.JPEG", picture(1))
+        add(file, "imagenette2/train/n01440764/x.JPEG", image_file(1))
         if name.endswith("link"):
             link = tarfile.TarInfo(name)
             link.type, link.linkname = tarfile.SYMTYPE, "../../.."
@@ -196,14 +196,14 @@ def test_what_leads_out_of_a_fetched_archive_is_not_unpacked(
     assert not (tmp_path / "deep" / "imagenette").exists()
 
 
-def test_imagenette_is_laid_out_where_it_was_fetched(tmp_path: Path) -> None:
+def test_imagenette_is_moved_from_its_download_folder(tmp_path: Path) -> None:
     fetched = tmp_path / ".imagenette.download/imagenette2"
     for split in ("train", "val"):
         for wnid in CLASSES:
             (fetched / split / wnid).mkdir(parents=True)
-            (fetched / split / wnid / f"{wnid}_1.JPEG").write_bytes(picture(1))
+            (fetched / split / wnid / f"{wnid}_1.JPEG").write_bytes(image_file(1))
     out = tmp_path / "imagenette"
     assert get("imagenette", str(out)) == f"fetched {out}: 3 images to train, 3 held out, 3 classes"
     assert not (tmp_path / ".imagenette.download").exists()
-    again = pipeline("data", "get", "imagenette", str(out))
-    assert (again.code, again.error) == (2, f"{out} already exists: remove it, or name another folder")
+    second = pipeline("data", "get", "imagenette", str(out))
+    assert (second.code, second.error) == (2, f"{out} already exists: remove it, or name another folder")

@@ -1,4 +1,4 @@
-"""The index of a large data set: made once, mapped from then on, and flat in a worker's memory."""
+"""The index of a large data set: made once, then memory-mapped, and flat in a worker's memory."""
 
 import os
 import subprocess
@@ -22,18 +22,18 @@ from pathlib import Path
 from pipeline.data.index import Index
 from pipeline.data.sources import FolderImages
 
-def private():
+def private_kib():
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_Dirty"))
 
 images = FolderImages(Path("/"), Index.from_bytes(np.memmap(sys.argv[1], np.uint8, "r")).train)
-seen = []
+memory = []
 for epoch in range(4):
     order = np.random.default_rng(epoch).permutation(len(images))
     for i in order[: int(sys.argv[2])].tolist():
         images.name(i), images.label(i)
-    seen.append(private())
-print(*seen)
+    memory.append(private_kib())
+print(*memory)
 """
 
 
@@ -43,19 +43,21 @@ def entries(count: int) -> list[tuple[bytes, int, int]]:
 
 @pytest.mark.fault("E6")
 @pytest.mark.parametrize("count", [50_000, pytest.param(IMAGENET, marks=pytest.mark.long)])
-def test_a_worker_stays_as_small_as_it_is(tmp_path: Path, count: int) -> None:
+def test_the_memory_of_a_worker_does_not_grow(tmp_path: Path, count: int) -> None:
     path = tmp_path / "index"
     split = Split.from_entries(entries(count))
     path.write_bytes(Index(split, Split.from_entries(entries(1000)), ("a", "b"), None, {}, 0.1).to_bytes())
     done = subprocess.run(
         [sys.executable, "-c", EPOCHS, str(path), str(count)], capture_output=True, text=True, check=True
     )
-    _, first, *later = map(int, done.stdout.split())  # from the second on, an order is made beside the last
-    assert max(later) < 1.02 * first + 1024, "KiB: 2 %, and what Python itself takes now and then"
+    _, first, *later = map(int, done.stdout.split())  # from the second epoch on, two permutations exist
+    assert max(later) < 1.02 * first + 1024, "KiB: 2 %, and the allocations of Python itself"
 
 
 @pytest.mark.parametrize("count", [5_000, pytest.param(IMAGENET, marks=pytest.mark.long)])
-def test_a_start_from_the_cache_takes_no_second(tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_from_the_cache_takes_less_than_a_second(
+    tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = tmp_path / "images"
     classes = min(1000, count // 50)
     for split, images in (("train", count), ("val", 50 * classes)):
@@ -67,7 +69,7 @@ def test_a_start_from_the_cache_takes_no_second(tmp_path: Path, count: int, monk
     built = open_index(root, 0.1, tmp_path, check_sizes=False)
     seconds = time.monotonic() - start
     assert len(built.train) == count
-    monkeypatch.setattr(manifest, "scan", None)  # called it would fail
+    monkeypatch.setattr(manifest, "scan", None)  # a call would fail
     starts = []
     for _ in range(3):
         start = time.monotonic()
@@ -78,19 +80,13 @@ def test_a_start_from_the_cache_takes_no_second(tmp_path: Path, count: int, monk
     assert min(starts) < 1
 
 
-def test_a_rank_never_looks_for_garbage_in_what_it_has_imported(tmp_path: Path, digits: Path) -> None:
-    # what is frozen is neither gone through in mid-training nor copied page by page into a loader
-    # worker
-    said = "gc.isenabled(), gc.get_freeze_count() > 100_000, file=sys.stderr"
-    (tmp_path / "sitecustomize.py").write_text(f"import atexit, gc, sys\natexit.register(lambda: print({said}))\n")
-    words = (
-        "digits",
-        *SMALL,
-        f"data.root={digits}",
-        "data.workers=0",
-        "train.max_steps=1",
-        f"run.dir={tmp_path / 'run'}",
+def test_the_garbage_collector_never_scans_imported_objects(tmp_path: Path, digits: Path) -> None:
+    # frozen objects are neither scanned while training nor copied page by page into loader workers
+    expression = "gc.isenabled(), gc.get_freeze_count() > 100_000, file=sys.stderr"
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import atexit, gc, sys\natexit.register(lambda: print({expression}))\n"
     )
-    result = pipeline("train", *words, PYTHONPATH=str(tmp_path))
+    words = (f"data.root={digits}", "data.workers=0", "train.max_steps=1", f"run.dir={tmp_path / 'run'}")
+    result = pipeline("train", "digits", *SMALL, *words, PYTHONPATH=str(tmp_path))
     assert result.code == 0, result.err
     assert result.err.splitlines()[-1] == "True True"

@@ -1,4 +1,4 @@
-"""Mixup and cutmix: what the model sees, and what it is told of it, is what the papers say."""
+"""Mixup and cutmix: images and label weights are those of the papers."""
 
 import pytest
 import torch
@@ -13,21 +13,21 @@ from pipeline.world import World
 
 
 def images(count: int) -> torch.Tensor:
-    """[count, 3, 32, 48]: each of one value, its number."""
+    """Return [count, 3, 32, 48]: every pixel of an image is the index of the image."""
     return torch.arange(count, dtype=torch.float32).view(-1, 1, 1, 1).expand(-1, 3, 32, 48).contiguous()
 
 
-def test_mixup_is_the_shares_of_both() -> None:
+def test_mixup_is_the_weighted_sum_of_both_images() -> None:
     mix = draw_mix(Augment(mixup=0.4), 1, 7, 0, 64)
-    shares = own_label_weights(mix, 32, 48)
+    weights = own_label_weights(mix, 32, 48)
     seen, numbers = mix_images(images(64), mix), torch.arange(64.0)
-    expected = shares * numbers + (1 - shares) * swap_partners(numbers)
+    expected = weights * numbers + (1 - weights) * swap_partners(numbers)
     torch.testing.assert_close(seen, expected.view(-1, 1, 1, 1).expand_as(seen))
-    assert torch.equal(shares[0::2], shares[1::2]), "both of a pair share the draw"
-    assert 0.3 < float(shares.mean()) < 0.7
+    assert torch.equal(weights[0::2], weights[1::2]), "both of a pair share the draw"
+    assert 0.3 < float(weights.mean()) < 0.7
 
 
-def test_cutmix_tells_the_share_of_the_pixels_that_are_there() -> None:
+def test_the_label_weights_of_cutmix_are_the_shares_of_the_pixels() -> None:
     mix = draw_mix(Augment(cutmix=1.0), 1, 7, 0, 64)
     seen, numbers = mix_images(images(64), mix), torch.arange(64.0)
     own = (seen == numbers.view(-1, 1, 1, 1)).float().mean((1, 2, 3))
@@ -36,32 +36,32 @@ def test_cutmix_tells_the_share_of_the_pixels_that_are_there() -> None:
     assert float(own.std()) > 0.1
 
 
-def test_with_both_on_each_pair_has_one() -> None:
+def test_with_both_enabled_each_pair_gets_one() -> None:
     mix = draw_mix(Augment(mixup=0.2, cutmix=1.0), 3, 0, 0, 400)
     is_mixup = (mix[:, 1:] == torch.tensor([0.0, 0, 1, 1])).all(1)
     assert 120 < int(is_mixup.sum()) < 280
 
 
-def test_what_is_drawn_is_addressed_by_the_place_in_the_global_batch() -> None:
+def test_the_mix_depends_on_the_position_in_the_global_batch() -> None:
     options = Augment(mixup=0.2, cutmix=1.0)
-    whole = draw_mix(options, 3, 5, 0, 48)
-    assert torch.equal(whole, torch.cat([draw_mix(options, 3, 5, first, 12) for first in range(0, 48, 12)]))
-    assert not torch.equal(whole, draw_mix(options, 3, 6, 0, 48))
+    full_batch = draw_mix(options, 3, 5, 0, 48)
+    assert torch.equal(full_batch, torch.cat([draw_mix(options, 3, 5, first, 12) for first in range(0, 48, 12)]))
+    assert not torch.equal(full_batch, draw_mix(options, 3, 6, 0, 48))
     assert draw_mix(Augment(), 3, 5, 0, 48).shape == (0, 5)
 
 
-def test_the_loss_of_a_mix_is_that_of_its_soft_target() -> None:
+def test_the_loss_of_a_mix_equals_the_loss_of_its_soft_target() -> None:
     mix = draw_mix(Augment(mixup=0.4, cutmix=1.0), 1, 7, 0, 16)
     own, labels = own_label_weights(mix, 32, 48), torch.arange(16) % 10
     logits = torch.randn(16, 10, generator=torch.Generator().manual_seed(0))
     one_hot = functional.one_hot(labels, 10).float()
     soft = own[:, None] * one_hot + (1 - own[:, None]) * swap_partners(one_hot)
-    two = own * functional.cross_entropy(logits, labels, reduction="none", label_smoothing=0.1)
-    two += (1 - own) * functional.cross_entropy(logits, swap_partners(labels), reduction="none", label_smoothing=0.1)
-    torch.testing.assert_close(two.mean(), functional.cross_entropy(logits, soft, label_smoothing=0.1))
+    loss = own * functional.cross_entropy(logits, labels, reduction="none", label_smoothing=0.1)
+    loss += (1 - own) * functional.cross_entropy(logits, swap_partners(labels), reduction="none", label_smoothing=0.1)
+    torch.testing.assert_close(loss.mean(), functional.cross_entropy(logits, soft, label_smoothing=0.1))
 
 
-def test_passes_of_an_odd_number_are_refused() -> None:
+def test_passes_with_an_odd_number_of_images_are_refused() -> None:
     config = load("digits", ["batch.global=45", "augment.mixup=0.2"])
     with pytest.raises(RequestError, match="mix pairs, and a pass has 15 images"):
         make_plan(config, World(size=3, local_size=3), DataSize(1437, 360, 10))

@@ -1,4 +1,4 @@
-"""Damaged and hostile files end in a picture or a named defect: no crash, no hang, no more memory than bounded."""
+"""Damaged and hostile files are decoded or named as defects: no crash, no hang, bounded memory."""
 
 import io
 import resource
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from test_pack import LEVELS, copied, encoded, photo
+from test_pack import LEVELS, copy_folder, encoded, photo
 
 from pipeline.config.load import load
 from pipeline.data import jpeg, jpeg_restarts
@@ -20,38 +20,38 @@ from pipeline.errors import RequestError
 from pipeline.operate.pack import encode
 from pipeline.operate.pack import pack as make
 
-EACH = 300
-SLOWEST_S = 30
-MOST_KIB = 512 * 1024
-REPLACED = [bytes((0xFF, kind)) for kind in (0xD8, 0xD9, 0xDA, 0xC0, 0xC2, 0xC4, 0xDD, 0xE7, 0xFF)]
+MUTATIONS = 300
+MAX_SECONDS = 30
+MAX_KIB = 512 * 1024
+MARKERS = [bytes((0xFF, kind)) for kind in (0xD8, 0xD9, 0xDA, 0xC0, 0xC2, 0xC4, 0xDD, 0xE7, 0xFF)]
 
 
-def mutated(data: bytes, draw: np.random.Generator) -> bytes:
-    """Bits flipped, cut short, a piece twice, a wrong marker, a size that lies."""
-    made = bytearray(data)
-    match draw.integers(6):
+def mutated(data: bytes, rng: np.random.Generator) -> bytes:
+    """Return `data` with flipped bits, cut, a piece repeated, or with a wrong marker or size."""
+    content = bytearray(data)
+    match rng.integers(6):
         case 0:
-            for at in draw.integers(0, len(made), draw.integers(1, 20)):
-                made[at] ^= 1 << draw.integers(8)
+            for at in rng.integers(0, len(content), rng.integers(1, 20)):
+                content[at] ^= 1 << rng.integers(8)
         case 1:
-            del made[draw.integers(len(made)) :]
+            del content[rng.integers(len(content)) :]
         case 2:
-            first, last = sorted(draw.integers(0, len(made), 2).tolist())
-            made[first:first] = made[first:last]
+            first, last = sorted(rng.integers(0, len(content), 2).tolist())
+            content[first:first] = content[first:last]
         case 3:
-            at = int(draw.integers(len(made)))
-            made[at : at + 2] = REPLACED[draw.integers(len(REPLACED))]
-        case 4:  # in the header, where sizes are
-            for at in draw.integers(0, min(700, len(made)), 4):
-                made[at] = draw.integers(256)
+            at = int(rng.integers(len(content)))
+            content[at : at + 2] = MARKERS[rng.integers(len(MARKERS))]
+        case 4:  # in the header, which has the sizes
+            for at in rng.integers(0, min(700, len(content)), 4):
+                content[at] = rng.integers(256)
         case 5:
-            at = made.find(b"\xff\xc0")
-            made[at + 5 : at + 9] = draw.integers(0, 256, 4, np.uint8).tobytes()
-    return bytes(made)
+            at = content.find(b"\xff\xc0")
+            content[at + 5 : at + 9] = rng.integers(0, 256, 4, np.uint8).tobytes()
+    return bytes(content)
 
 
 def bombs() -> list[bytes]:
-    """A header of 65,500 × 1,220 pixels before few bytes of data; two hundred passes over a picture; tables that lie."""
+    """Return small JPEGs: one of 65,500 × 1,220 pixels, one of 200 scans, and false tables."""
     small = encoded(photo(64, 64), subsampling=0)
     at = small.index(b"\xff\xc0") + 5
     huge = small[:at] + (1220).to_bytes(2, "big") + (65500).to_bytes(2, "big") + small[at + 4 :]
@@ -63,9 +63,9 @@ def bombs() -> list[bytes]:
         huge,
         passes[:scan] + passes[scan:-2] * 200 + b"\xff\xd9",
         *(
-            cut[:at] + lie * 8 + cut[at + 16 :]
+            cut[:at] + length * 8 + cut[at + 16 :]
             for at in (table, table + jpeg.CUTS_HEAD.size)
-            for lie in (b"\xff\xff", bytes(2))
+            for length in (b"\xff\xff", bytes(2))
         ),
     ]
 
@@ -74,12 +74,12 @@ def bombs() -> list[bytes]:
 @pytest.mark.fault("E1", ci=1, long=10)
 def test_a_mutated_jpeg_is_decoded_or_named(seed: int) -> None:
     images = [photo(200, 300), photo(97, 61)]
-    seeds = [encoded(image, **options) for image in images
-             for options in ({"subsampling": 0}, {"subsampling": 2, "optimize": True}, {"progressive": True})]  # fmt: skip
+    kinds: list[dict[str, int]] = [{"subsampling": 0}, {"subsampling": 2, "optimize": True}, {"progressive": True}]
+    seeds = [encoded(image, **options) for image in images for options in kinds]
     seeds += [jpeg_restarts.with_restarts(data) or data for data in seeds]
-    draw = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for number, data in enumerate(bombs() + [mutated(seeds[i % len(seeds)], draw) for i in range(EACH)]):
+    for number, data in enumerate(bombs() + [mutated(seeds[i % len(seeds)], rng) for i in range(MUTATIONS)]):
         start = time.monotonic()
         try:
             picture = Picture.open(data)
@@ -90,8 +90,8 @@ def test_a_mutated_jpeg_is_decoded_or_named(seed: int) -> None:
         except BadImageError as defect:
             reason = str(defect)
         assert reason, number
-        made = jpeg_restarts.with_restarts(data)
-        if made is not None and number % 5 == 0:  # what is packed of it decodes to the same pixels, or it is named
+        converted = jpeg_restarts.with_restarts(data)
+        if converted is not None and number % 5 == 0:  # packing keeps the pixels or names a defect
             try:
                 packed, _, _ = encode(data, Level.parse("lossless"))
                 assert np.array_equal(
@@ -99,14 +99,14 @@ def test_a_mutated_jpeg_is_decoded_or_named(seed: int) -> None:
                 )
             except (BadImageError, OSError):
                 pass
-        assert time.monotonic() - start < SLOWEST_S, number
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST_KIB
+        assert time.monotonic() - start < MAX_SECONDS, number
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MAX_KIB
 
 
 @pytest.mark.full
 @pytest.mark.fault("E1", ci=1, long=10)
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_mutated_pack_is_read_right_or_named(tmp_path: Path, level: str, seed: int) -> None:
+def test_a_mutated_pack_is_read_correctly_or_refused(tmp_path: Path, level: str, seed: int) -> None:
     folder = tmp_path / "images"
     for number in range(6):
         path = folder / ("val" if number < 2 else "train") / "ab"[number % 2] / f"{number}.jpg"
@@ -114,13 +114,13 @@ def test_a_mutated_pack_is_read_right_or_named(tmp_path: Path, level: str, seed:
         path.write_bytes(encoded(photo(60, 80, number)))
     make(folder, tmp_path / "pack", level, 0.1)
     config = load("digits", ["data.source=pack", f"data.root={tmp_path / 'damaged'}"])
-    whole = copied(tmp_path / "pack", tmp_path / "damaged")
+    damaged = copy_folder(tmp_path / "pack", tmp_path / "damaged")
     expected = [np.asarray(open_source(config).train.read(i)).tobytes() for i in range(4)]
-    files = {name: (whole / name).read_bytes() for name in ("pack.json", "pack.index", "train-0000.tar")}
-    draw, refused = np.random.default_rng(seed), 0
-    for number in range(EACH):
-        name = sorted(files)[draw.integers(3)]
-        (whole / name).write_bytes(mutated(files[name], draw))
+    files = {name: (damaged / name).read_bytes() for name in ("pack.json", "pack.index", "train-0000.tar")}
+    rng, refused = np.random.default_rng(seed), 0
+    for number in range(MUTATIONS):
+        name = sorted(files)[rng.integers(3)]
+        (damaged / name).write_bytes(mutated(files[name], rng))
         try:
             images = open_source(config).train
             read = []
@@ -129,8 +129,8 @@ def test_a_mutated_pack_is_read_right_or_named(tmp_path: Path, level: str, seed:
                     read.append(np.asarray(images.read(i)).tobytes())
                 except UnreadableError:
                     read.append(expected[i])
-            assert read == expected, f"mutation {number} of {name} gave another picture"
+            assert read == expected, f"mutation {number} of {name} gave other pixels"
         except RequestError:
             refused += 1
-        (whole / name).write_bytes(files[name])
-    assert EACH / 2 < refused < EACH  # of the index and the summary at once, of a shard image by image
+        (damaged / name).write_bytes(files[name])
+    assert MUTATIONS / 2 < refused < MUTATIONS  # a shard is verified image by image, so not every mutation is refused

@@ -1,4 +1,4 @@
-"""A pack is the folder it was made of: the same samples in the same order, what is lossless pixel for pixel."""
+"""A pack has the samples of its folder in the same order; a lossless pack has the same pixels."""
 
 import hashlib
 import io
@@ -35,11 +35,11 @@ LEVELS = ("lossless", "max-side=100,q=90", "raw=64")
 
 
 def photo(height: int, width: int, seed: int = 0) -> Image.Image:
-    """Something with edges, slopes and grain, as photos have."""
-    draw = np.random.default_rng(seed)
-    coarse = draw.integers(0, 256, (height // 16 + 2, width // 16 + 2, 3), np.uint8)
+    """Return an image with edges, gradients and noise, as photos have."""
+    rng = np.random.default_rng(seed)
+    coarse = rng.integers(0, 256, (height // 16 + 2, width // 16 + 2, 3), np.uint8)
     smooth = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)).astype(int)
-    return Image.fromarray((smooth + draw.integers(-20, 20, smooth.shape)).clip(0, 255).astype(np.uint8))
+    return Image.fromarray((smooth + rng.integers(-20, 20, smooth.shape)).clip(0, 255).astype(np.uint8))
 
 
 def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
@@ -50,7 +50,7 @@ def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Photos of all kinds, 64 to train and 8 held out; three are bad."""
+    """Return 64 training and 8 validation photos in all encodings; three are corrupt."""
     root = tmp_path_factory.mktemp("photos") / "images"
     kinds: list[dict[str, Any]] = [
         {"subsampling": 0}, {"subsampling": 2}, {"subsampling": 1, "optimize": True}, {"progressive": True}
@@ -65,8 +65,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             image = image.convert("L") if number % 8 == 6 else image
             path.write_bytes(encoded(image, quality=70 + number % 30, **kinds[number % 4]))
-    whole = (root / "train/b/01.jpg").read_bytes()
-    (root / "train/b/01.jpg").write_bytes(whole[: len(whole) // 2])
+    content = (root / "train/b/01.jpg").read_bytes()
+    (root / "train/b/01.jpg").write_bytes(content[: len(content) // 2])
     (root / "train/a/02.jpg").write_bytes(b"")
     (root / "train/b/03.jpg").unlink()
     (root / "train/b/03.jpg").symlink_to("nowhere")
@@ -81,7 +81,7 @@ def packs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     return {level: out / level for level in LEVELS}
 
 
-# --- JPEGs that can be cut
+# --- JPEGs with restart markers, which can be decoded in part
 
 SHAPES = [(120, 250), (33, 17), (8, 8), (200, 333), (97, 512), (160, 64)]
 
@@ -92,61 +92,61 @@ SHAPES = [(120, 250), (33, 17), (8, 8), (200, 333), (97, 512), (160, 64)]
     ids=str,
 )
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-def test_a_part_has_the_very_pixels_of_the_whole(mode: str, options: dict[str, Any]) -> None:
-    draw = np.random.default_rng(0)
+def test_a_region_has_exactly_the_pixels_of_the_whole_image(mode: str, options: dict[str, Any]) -> None:
+    rng = np.random.default_rng(0)
     for number, (height, width) in enumerate(SHAPES):
         if mode != "RGB":
             options = {name: value for name, value in options.items() if name != "subsampling"}
         data = encoded(photo(height, width, number).convert(mode), **options)
-        made = jpeg_restarts.with_restarts(data)
-        assert made is not None
-        whole = decode(data)
-        assert torch.equal(decode(made), whole)
-        assert np.array_equal(np.asarray(Image.open(io.BytesIO(made))), np.asarray(Image.open(io.BytesIO(data))))
-        cut, plain = Picture.open(made), Picture.open(data)
+        converted = jpeg_restarts.with_restarts(data)
+        assert converted is not None
+        pixels = decode(data)
+        assert torch.equal(decode(converted), pixels)
+        assert np.array_equal(np.asarray(Image.open(io.BytesIO(converted))), np.asarray(Image.open(io.BytesIO(data))))
+        cut, plain = Picture.open(converted), Picture.open(data)
         assert cut.frame
         assert cut.frame.cuts
         for _ in range(20):
-            top, left = int(draw.integers(height)), int(draw.integers(width))
-            h, w = int(draw.integers(1, height - top + 1)), int(draw.integers(1, width - left + 1))
-            expected = whole[:, top : top + h, left : left + w]
+            top, left = int(rng.integers(height)), int(rng.integers(width))
+            h, w = int(rng.integers(1, height - top + 1)), int(rng.integers(1, width - left + 1))
+            expected = pixels[:, top : top + h, left : left + w]
             assert torch.equal(cut.region(top, left, h, w), expected)
             assert torch.equal(plain.region(top, left, h, w), expected)
 
 
-def test_of_a_plain_file_nothing_is_decoded_below_the_crop(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_plain_file_is_not_decoded_below_the_crop(capfd: pytest.CaptureFixture[str]) -> None:
     data = encoded(photo(400, 504), subsampling=2)
     frame = jpeg.frame(data)
     assert frame
     assert Image.open(io.BytesIO(jpeg.upper(data, frame, 100))).size == (504, 116)
     region = Picture.open(data).region(0, 0, 100, 504)
     assert region.shape == (3, 100, 504)
-    assert region.untyped_storage().nbytes() == 3 * 116 * 504, "of the 400 rows"
-    os.write(2, b"what others say is heard again")
-    assert capfd.readouterr().err == "what others say is heard again", "libjpeg's remark is not"
+    assert region.untyped_storage().nbytes() == 3 * 116 * 504, "116 of the 400 rows"
+    os.write(2, b"later output is visible")
+    assert capfd.readouterr().err == "later output is visible", "libjpeg's warning is not"
 
 
-def test_less_is_decoded_than_the_whole() -> None:
-    made = jpeg_restarts.with_restarts(encoded(photo(400, 504), quality=95, subsampling=0))
-    assert made is not None
-    frame = jpeg.frame(made)
+def test_a_region_decodes_only_a_part_of_the_file() -> None:
+    converted = jpeg_restarts.with_restarts(encoded(photo(400, 504), quality=95, subsampling=0))
+    assert converted is not None
+    frame = jpeg.frame(converted)
     assert frame
-    cut = jpeg.part(made, frame, 100, 100, 100, 100)
+    cut = jpeg.part(converted, frame, 100, 100, 100, 100)
     assert cut
     part, _, _ = cut
-    assert len(part) < len(made) / 6
+    assert len(part) < len(converted) / 6
     assert Image.open(io.BytesIO(part)).size[0] < 300
 
 
-def test_the_tables_are_the_best_there_are() -> None:
+def test_the_huffman_tables_are_optimal() -> None:
     usual, best = (encoded(photo(400, 504), quality=95, optimize=optimize) for optimize in (False, True))
-    made = jpeg_restarts.with_restarts(usual)
-    assert made
-    assert len(made) < len(best) * 1.02 < len(usual), "the markers cost less than the tables save"
-    assert jpeg_restarts.with_restarts(best) == made, "whatever the tables were"
+    converted = jpeg_restarts.with_restarts(usual)
+    assert converted
+    assert len(converted) < len(best) * 1.02 < len(usual), "the markers cost less than the tables save"
+    assert jpeg_restarts.with_restarts(best) == converted, "whatever the tables of the file were"
 
 
-def test_no_code_is_longer_than_a_jpeg_allows() -> None:
+def test_no_huffman_code_is_longer_than_jpeg_allows() -> None:
     counts = [1, 1]
     while len(counts) < 40:  # Huffman's codes of these are up to 40 bits long
         counts.append(counts[-1] + counts[-2])
@@ -154,16 +154,16 @@ def test_no_code_is_longer_than_a_jpeg_allows() -> None:
     assert sorted(symbols) == list(range(40))
     assert len(numbers) == 16
     assert sum(numbers) == 40
-    assert sum(number << 16 - length for length, number in enumerate(numbers, 1)) < 1 << 16, "none of ones alone"
+    assert sum(number << 16 - length for length, number in enumerate(numbers, 1)) < 1 << 16, "no code has only ones"
 
 
-def test_a_table_of_segments_that_lies_is_not_believed() -> None:
+def test_a_false_table_of_segments_is_not_used() -> None:
     data = encoded(photo(400, 504))
-    made = bytearray(jpeg_restarts.with_restarts(data) or b"")
-    lengths = made.index(jpeg.CUTS_NAME) + len(jpeg.CUTS_NAME) + jpeg.CUTS_HEAD.size
-    made[lengths + 1] += 1
-    made[lengths + 3] -= 1  # the sum is right
-    assert torch.equal(Picture.open(bytes(made)).region(0, 0, 50, 200), decode(data)[:, :50, :200])
+    converted = bytearray(jpeg_restarts.with_restarts(data) or b"")
+    lengths = converted.index(jpeg.CUTS_NAME) + len(jpeg.CUTS_NAME) + jpeg.CUTS_HEAD.size
+    converted[lengths + 1] += 1
+    converted[lengths + 3] -= 1  # the sum stays right
+    assert torch.equal(Picture.open(bytes(converted)).region(0, 0, 50, 200), decode(data)[:, :50, :200])
 
 
 @pytest.mark.parametrize(
@@ -172,11 +172,11 @@ def test_a_table_of_segments_that_lies_is_not_believed() -> None:
      encoded(photo(64, 64), "PNG"), b"", b"\xff\xd8\xff"],
     ids=["progressive", "restarts of its own", "PNG", "empty", "short"],
 )  # fmt: skip
-def test_what_cannot_be_cut_is_left_as_it_is(data: bytes) -> None:
+def test_a_file_that_cannot_get_restart_markers_is_left_unchanged(data: bytes) -> None:
     assert jpeg_restarts.with_restarts(data) is None
 
 
-def test_an_image_is_stored_as_it_is_where_the_proof_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_is_stored_unchanged_if_its_verification_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     data = encoded(photo(64, 64))
     other = jpeg_restarts.with_restarts(encoded(photo(64, 64, seed=1)))
     monkeypatch.setattr(jpeg_restarts, "with_restarts", lambda _: other)
@@ -191,16 +191,16 @@ def test_the_stream_is_the_same_over_a_folder_and_every_pack(folder: Path, packs
     words = ("batch.global=16", "augment.size=48", "augment.scale=[0.08, 1]", "data.workers=0")
     expected, defects = stream(folder, range(8), "data.source=folder", *words)
     for level, root in packs.items():
-        made, named = stream(root, range(8), "data.source=pack", *words)
-        assert [(one.ids, one.labels) for one in made] == [(one.ids, one.labels) for one in expected]
+        found, named = stream(root, range(8), "data.source=pack", *words)
+        assert [(batch.ids, batch.labels) for batch in found] == [(batch.ids, batch.labels) for batch in expected]
         assert {sample for sample, _ in named} == {sample for sample, _ in defects}
-        assert (made == expected) == (level == "lossless")
+        assert (found == expected) == (level == "lossless")
         for world, workers, accumulate in ((2, 2, 1), (4, 0, 2)):
             more = (*words[:3], f"data.workers={workers}", f"batch.accumulate={accumulate}")
-            assert stream(root, range(8), "data.source=pack", *more, world=world) == (made, named)
+            assert stream(root, range(8), "data.source=pack", *more, world=world) == (found, named)
 
 
-def test_bad_files_are_named_and_counted_and_keep_their_place(
+def test_bad_files_are_named_and_counted_and_keep_their_index(
     folder: Path, packs: dict[str, Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     summary = json.loads((packs["lossless"] / "pack.json").read_text())
@@ -213,7 +213,7 @@ def test_bad_files_are_named_and_counted_and_keep_their_place(
     assert capfd.readouterr().err.count("bad image ") == 3
 
 
-def test_the_tar_files_give_the_folder_back(folder: Path, packs: dict[str, Path], tmp_path: Path) -> None:
+def test_the_tar_files_unpack_to_the_folder(folder: Path, packs: dict[str, Path], tmp_path: Path) -> None:
     for shard in packs["lossless"].glob("*.tar"):
         with tarfile.open(shard) as file:
             file.extractall(tmp_path, filter="data")
@@ -227,14 +227,14 @@ def test_the_tar_files_give_the_folder_back(folder: Path, packs: dict[str, Path]
                 assert torch.equal(decode((tmp_path / name).read_bytes()), decode((folder / name).read_bytes()))
 
 
-def test_a_pack_goes_to_a_worker_that_is_not_forked(packs: dict[str, Path]) -> None:
+def test_a_pack_can_be_sent_to_a_spawned_worker(packs: dict[str, Path]) -> None:
     images = open_source(load("digits", ["data.source=pack", f"data.root={packs['lossless']}"])).train
     expected = images.read(5)
     with get_context("spawn").Pool(1) as pool:
         assert pool.apply(images.read, (5,)) == expected
 
 
-def test_a_lossy_pack_says_by_how_much(packs: dict[str, Path]) -> None:
+def test_a_lossy_pack_reports_its_difference(packs: dict[str, Path]) -> None:
     for level, root in packs.items():
         summary = json.loads((root / "pack.json").read_text())
         assert (summary["difference"] > 0) == (level != "lossless")
@@ -255,20 +255,20 @@ def test_a_run_from_a_lossless_pack_has_the_weights_of_one_from_the_folder(digit
         )
     ]
     assert runs[0].done == runs[1].done
-    again = pipeline("evaluate", str(tmp_path / "run"))
-    assert again.done == runs[1].done
+    evaluated = pipeline("evaluate", str(tmp_path / "run"))
+    assert evaluated.done == runs[1].done
     other = pipeline("train", "digits", *words, f"data.root={digits}", f"run.dir={tmp_path / 'run'}")
     assert (other.code, "data.source: pack -> digits" in other.error) == (2, True)
 
 
-# --- made once, whole
+# --- packing
 
 
-def contents(root: Path) -> dict[str, str]:
+def file_digests(root: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(root.iterdir())}
 
 
-def large(root: Path) -> Path:
+def make_large_folder(root: Path) -> Path:
     for number in range(48):
         path = root / ("val" if number < 4 else "train") / "ab"[number % 2] / f"{number:02}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -276,13 +276,13 @@ def large(root: Path) -> Path:
     return root
 
 
-def test_a_killed_pack_goes_on_and_ends_with_the_same_bytes(tmp_path: Path, seed: int) -> None:
-    source = large(tmp_path / "images")
+def test_a_killed_pack_resumes_and_ends_with_the_same_bytes(tmp_path: Path, seed: int) -> None:
+    source = make_large_folder(tmp_path / "images")
     start = time.monotonic()
-    make(source, tmp_path / "whole", "lossless", 0.1)
+    make(source, tmp_path / "uninterrupted", "lossless", 0.1)
     seconds = time.monotonic() - start
-    expected = contents(tmp_path / "whole")
-    assert len(expected) > 4  # shards, besides the index and the summary
+    expected = file_digests(tmp_path / "uninterrupted")
+    assert len(expected) > 4  # shards, the index and the summary
     out = tmp_path / f"killed-{seed}"
     command = [sys.executable, "-m", "pipeline", "data", "pack", str(source), str(out)]
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -292,24 +292,24 @@ def test_a_killed_pack_goes_on_and_ends_with_the_same_bytes(tmp_path: Path, seed
     kill(process.pid, signal.SIGKILL)
     process.wait()
     make(source, out, "lossless", 0.1)
-    assert contents(out) == expected, f"seed {seed}"
+    assert file_digests(out) == expected, f"seed {seed}"
 
 
-def test_a_folder_with_something_else_in_it_is_left_alone(folder: Path, packs: dict[str, Path], tmp_path: Path) -> None:
+def test_a_folder_with_other_contents_is_left_unchanged(folder: Path, packs: dict[str, Path], tmp_path: Path) -> None:
     out = packs["lossless"]
-    before = contents(out)
+    before = file_digests(out)
     with pytest.raises(RequestError, match=r"holds a pack of another source or level \(lossless\): remove it, or name"):
         make(folder, out, "raw=64", 0.1)
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(RequestError, match="is not empty and holds no pack: name another folder"):
         make(folder, tmp_path, "lossless", 0.1)
-    assert contents(out) == before
+    assert file_digests(out) == before
 
 
 @pytest.mark.parametrize(
     "level", ["", "losless", "max-side=500", "max-side=0,q=90", "max-side=500,q=101", "raw=1e3", "raw=4"]
 )
-def test_a_level_that_is_none_is_refused(level: str) -> None:
+def test_an_invalid_level_is_refused(level: str) -> None:
     with pytest.raises(RequestError, match=f"^level {level} ?is not allowed: lossless, max-side="):
         pack.Level.parse(level)
 
@@ -317,7 +317,7 @@ def test_a_level_that_is_none_is_refused(level: str) -> None:
 # --- damage
 
 
-def copied(root: Path, to: Path) -> Path:
+def copy_folder(root: Path, to: Path) -> Path:
     to.mkdir()
     for path in root.iterdir():
         (to / path.name).write_bytes(path.read_bytes())
@@ -326,7 +326,7 @@ def copied(root: Path, to: Path) -> Path:
 
 @pytest.mark.full
 def test_a_flipped_bit_in_a_shard_is_a_named_defect(packs: dict[str, Path], tmp_path: Path) -> None:
-    root = copied(packs["lossless"], tmp_path / "pack")
+    root = copy_folder(packs["lossless"], tmp_path / "pack")
     config = load("digits", ["data.source=pack", f"data.root={root}"])
     source = open_source(config)
     assert source.index is not None
@@ -343,7 +343,7 @@ def test_a_flipped_bit_in_a_shard_is_a_named_defect(packs: dict[str, Path], tmp_
     assert checked.error == f"5 defects in the pack {root}: copy it again, or fix the source and pack it again"
 
 
-def test_a_pack_that_is_whole_is_good(digits: Path, tmp_path: Path) -> None:
+def test_a_complete_pack_is_good(digits: Path, tmp_path: Path) -> None:
     make(digits, tmp_path / "pack", "lossless", 0.1)
     line = check(tmp_path / "pack", 0.1, write_sums=False)
     assert line.startswith(f"{tmp_path / 'pack'} is good: a lossless pack of 1,437 images to train, 360 held out")
@@ -351,8 +351,8 @@ def test_a_pack_that_is_whole_is_good(digits: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["pack.json", "pack.index", "train-0000.tar", "val-0000.tar"])
 @pytest.mark.parametrize("damage", ["gone", "short", "other"])
-def test_a_pack_that_is_not_whole_is_refused(packs: dict[str, Path], tmp_path: Path, file: str, damage: str) -> None:
-    root = copied(packs["lossless"], tmp_path / "pack")
+def test_a_damaged_pack_is_refused(packs: dict[str, Path], tmp_path: Path, file: str, damage: str) -> None:
+    root = copy_folder(packs["lossless"], tmp_path / "pack")
     data = (root / file).read_bytes()
     if damage == "gone":
         (root / file).unlink()

@@ -1,4 +1,4 @@
-"""fsdp and stages: the checkpoints, bits and answers of DDP, on models that no process has whole."""
+"""fsdp and stages: the checkpoints, weights and predictions of DDP, with a model in parts."""
 
 import copy
 import random
@@ -29,9 +29,9 @@ from pipeline.plan import DataSize, Plan, make_plan, memory_row
 from pipeline.record.checkpoint import decode, read_verified
 from pipeline.world import World, from_environment
 
-BOTH = ("batch.accumulate=2", "train.clip=0.5", "train.ema=0.9", "model.channels_last=true")
-FSDP = ("parallel=fsdp", *BOTH)
-STAGES = ("parallel=stages", *BOTH, "augment.mixup=0.2")
+COMMON = ("batch.accumulate=2", "train.clip=0.5", "train.ema=0.9", "model.channels_last=true")
+FSDP = ("parallel=fsdp", *COMMON)
+STAGES = ("parallel=stages", *COMMON, "augment.mixup=0.2")
 
 
 def job(folder: Path, digits: Path, nproc: int, *more: str) -> Job:
@@ -40,7 +40,7 @@ def job(folder: Path, digits: Path, nproc: int, *more: str) -> Job:
     return Job(folder, words, nproc=nproc)
 
 
-def planned(size: int, *words: str) -> Plan:
+def plan_stages(size: int, *words: str) -> Plan:
     return make_plan(
         load("digits", ["parallel=stages", *words]), World(size=size, local_size=size), DataSize(960, 96, 10)
     )
@@ -48,21 +48,21 @@ def planned(size: int, *words: str) -> Plan:
 
 @pytest.mark.full
 @pytest.mark.parametrize("words", [FSDP, STAGES], ids=["fsdp", "stages"])
-def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, digits: Path, words: tuple[str, ...]) -> None:
-    expected = job(tmp_path / "whole", digits, 2, *words).run().done
-    hurt = job(tmp_path / "hurt", digits, 2, *words).start()
-    hurt.wait_for_step(random.Random(2).randint(5, 9))
-    for pid in hurt.ranks():
+def test_a_killed_run_resumes_with_the_same_weights(tmp_path: Path, digits: Path, words: tuple[str, ...]) -> None:
+    expected = job(tmp_path / "uninterrupted", digits, 2, *words).run().done
+    killed = job(tmp_path / "killed", digits, 2, *words).start()
+    killed.wait_for_step(random.Random(2).randint(5, 9))
+    for pid in killed.ranks():
         kill(pid, signal.SIGKILL)
-    assert hurt.wait().code == 1
-    assert hurt.run().done == expected
-    again = pipeline("evaluate", str(hurt.folder))  # one process, which has never heard of parts
-    assert again.done["weights"] == expected["weights"], "a checkpoint is whole, and names are those of the model"
-    assert abs(float(again.done["top1"]) - float(expected["top1"])) <= 1 / 360
+    assert killed.wait().code == 1
+    assert killed.run().done == expected
+    evaluated = pipeline("evaluate", str(killed.folder))  # in one process, which has the whole model
+    assert evaluated.done["weights"] == expected["weights"], "a checkpoint has the whole model under its own names"
+    assert abs(float(evaluated.done["top1"]) - float(expected["top1"])) <= 1 / 360
 
 
 @pytest.mark.long
-def test_channels_last_trains_the_same_weights_however_gradients_meet(tmp_path: Path, digits: Path) -> None:
+def test_channels_last_trains_the_same_weights_in_every_mode(tmp_path: Path, digits: Path) -> None:
     words = ("model.arch=resnet18", "model.channels_last=true", "data.workers=0", "train.max_steps=1",
              "schedule.warmup=0")  # fmt: skip
     weights = {}
@@ -79,9 +79,9 @@ def test_channels_last_trains_the_same_weights_however_gradients_meet(tmp_path: 
 
 @pytest.mark.long
 @pytest.mark.parametrize("parallel", ["fsdp", "stages"])
-def test_digits_are_learnt_while_two_processes_become_four(tmp_path: Path, digits: Path, parallel: str) -> None:
-    words = ["digits", f"data.root={digits}", f"parallel={parallel}", "run.device=cpu", "track.uri=none", "data.workers=2",
-             "evaluate.every=6 epochs", "run.trace=true"]  # fmt: skip
+def test_digits_are_learned_while_two_processes_become_four(tmp_path: Path, digits: Path, parallel: str) -> None:
+    words = ["digits", f"data.root={digits}", f"parallel={parallel}", "run.device=cpu", "track.uri=none",
+             "data.workers=2", "evaluate.every=6 epochs", "run.trace=true"]  # fmt: skip
     run = Job(tmp_path / "run", [*words, "train.max_steps=84"], nproc=2)
     assert run.run().done["step"] == "84"
     run.arguments.pop()
@@ -94,10 +94,11 @@ def test_digits_are_learnt_while_two_processes_become_four(tmp_path: Path, digit
 
 @pytest.mark.parametrize(
     "words",
-    [("parallel=fsdp", "run.exact=true"), ("parallel=stages", "run.exact=true"), ("parallel=fsdp", "train.precision=fp16"),
-     ("parallel=stages", "model.batchnorm=average"), ("parallel=dataparallel", "run.exact=true")],
+    [("parallel=fsdp", "run.exact=true"), ("parallel=stages", "run.exact=true"),
+     ("parallel=fsdp", "train.precision=fp16"), ("parallel=stages", "model.batchnorm=average"),
+     ("parallel=dataparallel", "run.exact=true")],
 )  # fmt: skip
-def test_what_does_not_combine_is_refused_by_name(words: tuple[str, str]) -> None:
+def test_settings_that_do_not_combine_are_refused_by_name(words: tuple[str, str]) -> None:
     with pytest.raises(RequestError) as refusal:
         load("digits", list(words))
     assert words[0] in str(refusal.value)
@@ -105,7 +106,7 @@ def test_what_does_not_combine_is_refused_by_name(words: tuple[str, str]) -> Non
 
 
 @pytest.mark.full
-def test_a_model_that_cannot_be_cut_is_refused_before_a_group_forms(tmp_path: Path, digits: Path) -> None:
+def test_a_model_that_cannot_be_split_is_refused_before_the_group_forms(tmp_path: Path, digits: Path) -> None:
     result = job(tmp_path / "run", digits, 2, "parallel=stages", "model.arch=squeezenet1_0").run()
     assert result.code == 2
     assert result.error.startswith(
@@ -113,34 +114,34 @@ def test_a_model_that_cannot_be_cut_is_refused_before_a_group_forms(tmp_path: Pa
     )
 
 
-def test_the_plan_says_what_a_process_holds_and_rank_0_besides() -> None:
+def test_the_plan_shows_the_memory_of_a_process_and_of_rank_0() -> None:
     row = memory_row(load("digits", ["parallel=fsdp"]), 1 << 20, 4)
     assert "of which a process has about 1/4 = 3.0 MiB" in row
     assert "rank 0 has 8.0 MiB more in host memory while it saves" in row
 
 
-def test_a_copy_of_the_model_has_all_its_stages() -> None:
+def test_stages_that_do_not_divide_are_refused_with_values_that_work() -> None:
     with pytest.raises(RequestError, match=r"stages\.count=3 .* worlds that work are 3, 6"):
-        planned(4, "stages.count=3")
+        plan_stages(4, "stages.count=3")
     with pytest.raises(RequestError, match="the nearest that work are 2, 3, 4, 6, 8, 12"):
-        planned(4, "stages.micro_batches=7")
+        plan_stages(4, "stages.micro_batches=7")
     with pytest.raises(RequestError, match="is less than"):
-        planned(4, "stages.count=4", "stages.micro_batches=2")
-    made = planned(4, "batch.accumulate=2")
+        plan_stages(4, "stages.count=4", "stages.micro_batches=2")
+    made = plan_stages(4, "batch.accumulate=2")
     assert (made.stages, made.micro_batch, made.micro_batches, made.bn_batch) == (2, 12, 4, 6)
 
 
-def test_dataparallel_is_one_process() -> None:
+def test_dataparallel_uses_one_process() -> None:
     with pytest.raises(RequestError, match="parallel=dataparallel uses one process"):
         make_plan(load("digits", ["parallel=dataparallel"]), World(size=2, local_size=2), DataSize(960, 96, 10))
 
 
-@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])  # what a thread begins with: one on CPUs, one on GPUs
-def test_a_replica_in_a_thread_of_its_own_has_the_precision_of_training(kind: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])  # autocast defaults on CPU and GPU
+def test_a_replica_in_its_own_thread_has_the_precision_of_training(kind: torch.dtype) -> None:
     replica, images, found = AutocastModel(nn.Conv2d(3, 4, 3)), torch.randn(2, 3, 8, 8), {}
 
     def compute(*, autocast: bool) -> None:
-        with torch.autocast("cpu", enabled=autocast):  # as torch.nn.parallel.parallel_apply begins one
+        with torch.autocast("cpu", enabled=autocast):  # as in torch.nn.parallel.parallel_apply
             found[autocast] = replica(images, kind).dtype
 
     for autocast in (True, False):
@@ -150,7 +151,7 @@ def test_a_replica_in_a_thread_of_its_own_has_the_precision_of_training(kind: to
     assert found == {True: kind, False: torch.float32}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch scatters over GPUs alone")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch scatters only over GPUs")
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
 def test_scattered_passes_have_the_precision_of_training(kind: torch.dtype) -> None:
     replica, images = AutocastModel(nn.Conv2d(3, 4, 3).cuda()), torch.randn(2, 3, 8, 8, device="cuda")
@@ -159,7 +160,7 @@ def test_scattered_passes_have_the_precision_of_training(kind: torch.dtype) -> N
     assert [logits.dtype for logits in found] == [kind, kind]
 
 
-SMALL_ONES: dict[str, Callable[[], nn.Module]] = {
+SMALL_MODELS: dict[str, Callable[[], nn.Module]] = {
     arch: partial(build, Model(arch=arch), 10)
     for arch in ("resnet18", "mobilenet_v2", "mobilenet_v3_small", "shufflenet_v2_x0_5")
 } | {
@@ -170,38 +171,38 @@ SMALL_ONES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("arch", SMALL_ONES)
-def test_the_stages_one_after_another_are_the_model(arch: str) -> None:
+@pytest.mark.parametrize("arch", SMALL_MODELS)
+def test_the_stages_in_sequence_are_the_model(arch: str) -> None:
     torch.manual_seed(0)
-    whole = SMALL_ONES[arch]().eval()
+    model = SMALL_MODELS[arch]().eval()
     images = torch.randn(2, 3, 64, 64)
-    stages = split_into_stages(whole, arch, 3, 64)
+    stages = split_into_stages(model, arch, 3, 64)
     with torch.no_grad():
         x = images
         for links in stages:
-            x = StageModule(whole, links)(x)
-        assert torch.equal(x, whole(images))
+            x = StageModule(model, links)(x)
+        assert torch.equal(x, model(images))
     found: list[str] = []
     for stage in range(3):
-        part = copy.deepcopy(whole)
+        part = copy.deepcopy(model)
         for other in {0, 1, 2} - {stage}:
             remove_layers(part, stages[other])
         assert any(True for _ in part.parameters())
         found += part.state_dict()
-    assert sorted(found) == sorted(whole.state_dict()), "each weight is in one stage"
+    assert sorted(found) == sorted(model.state_dict()), "each weight is in exactly one stage"
 
 
-@pytest.mark.parametrize("arch", SMALL_ONES)
-def test_what_stages_send_each_other_can_be_sent(arch: str) -> None:
-    whole = SMALL_ONES[arch]().to(memory_format=torch.channels_last)
+@pytest.mark.parametrize("arch", SMALL_MODELS)
+def test_tensors_sent_between_stages_are_contiguous(arch: str) -> None:
+    model = SMALL_MODELS[arch]().to(memory_format=torch.channels_last)
     x = torch.randn(2, 3, 64, 64).to(memory_format=torch.channels_last)
-    for links in split_into_stages(whole, arch, 3, 64):
+    for links in split_into_stages(model, arch, 3, 64):
         x = x.detach().requires_grad_()
-        answer = StageModule(whole, links)(x)
-        (gradient,) = torch.autograd.grad(answer.square().sum(), x)  # as torch.distributed.pipelining asks for it
-        assert answer.is_contiguous()
+        output = StageModule(model, links)(x)
+        (gradient,) = torch.autograd.grad(output.square().sum(), x)  # as torch.distributed.pipelining does
+        assert output.is_contiguous()
         assert gradient.is_contiguous()
-        x = answer
+        x = output
 
 
 def test_stages_cost_about_the_same() -> None:
@@ -216,26 +217,26 @@ def test_stages_cost_about_the_same() -> None:
     [("googlenet", 2, "cannot split model.arch=googlenet: use one of torchvision's AlexNet, "),
      ("resnet18", 13, "stages.count=13 is too large for resnet18: set stages.count to at most 11")],
 )  # fmt: skip
-def test_what_cannot_be_cut_is_refused_by_name(arch: str, count: int, line: str) -> None:
+def test_a_model_that_cannot_be_split_is_refused_by_name(arch: str, count: int, line: str) -> None:
     with pytest.raises(RequestError) as refusal:
         split_into_stages(meta_model(Model(arch=arch), 10), arch, count, 64)
     assert line in str(refusal.value)
 
 
 @pytest.mark.parametrize("arch", ["resnet50", "vit_b_32", "convnext_tiny", "swin_t", "mobilenet_v3_small"])
-def test_what_is_sliced_together_is_a_small_part_that_is_called_whole(arch: str) -> None:
+def test_fsdp_blocks_are_small_modules_that_are_called_as_one(arch: str) -> None:
     model = meta_model(Model(arch=arch), 1000)
     found = list(blocks(model))
-    total = sum(one.numel() for one in model.parameters())
-    inside = [sum(one.numel() for one in block.parameters()) for block in found]
-    assert max(inside) < total / 2
-    assert sum(inside) > 0.8 * total
+    total = sum(param.numel() for param in model.parameters())
+    sizes = [sum(param.numel() for param in block.parameters()) for block in found]
+    assert max(sizes) < total / 2
+    assert sum(sizes) > 0.8 * total
     modules = [module for block in found for module in block.modules()]
     assert len(modules) == len(set(modules)), "no block is inside another"
     assert not any(type(block) in (nn.Sequential, nn.ModuleList) for block in found)
 
 
-def test_a_model_in_slices_can_be_validated_before_it_is_trained() -> None:
+def test_an_fsdp_model_can_be_validated_before_it_is_trained() -> None:
     config, size = load("digits", ["parallel=fsdp", "model.arch=shufflenet_v2_x0_5"]), DataSize(960, 96, 10)
     group = ProcessGroup(World(init_method=f"tcp://127.0.0.1:{free_port()}"), torch.device("cpu"), 30)
     try:
@@ -245,12 +246,12 @@ def test_a_model_in_slices_can_be_validated_before_it_is_trained() -> None:
             assert not strategy.make_predictor(strategy.model)(images).requires_grad
         with strategy.gradient_sync(0):
             strategy.forward(images).sum().backward()  # type: ignore[no-untyped-call]
-        assert all(one.grad is not None for one in strategy.model.parameters())
+        assert all(param.grad is not None for param in strategy.model.parameters())
     finally:
         group.shutdown()
 
 
-def test_processes_started_by_hand_must_know_where_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_started_by_hand_need_the_address_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     for name in ("INIT_METHOD", "MASTER_ADDR", "MASTER_PORT"):

@@ -1,4 +1,4 @@
-"""What will happen: sizes, steps, workers and rates with numbers known beforehand, and remainders refused by name."""
+"""The plan: sizes, steps, workers and rates are known numbers; remainders are refused by name."""
 
 import os
 import re
@@ -19,74 +19,73 @@ DIGITS = DataSize(train_images=1437, val_images=360, num_classes=10)
 IMAGENET = DataSize(train_images=1_281_167, val_images=50_000, num_classes=1000)
 
 
-def plan(*overrides: str, size: int = 1, local: int | None = None, cpus: int = 8, data: DataSize = DIGITS) -> Plan:
+def plan_of(*overrides: str, size: int = 1, local: int | None = None, cpus: int = 8, data: DataSize = DIGITS) -> Plan:
     return make_plan(load("digits", list(overrides)), World(size=size, local_size=local or size, cpus=cpus), data)
 
 
 def refused(*overrides: str, size: int = 1, data: DataSize = DIGITS) -> str:
     with pytest.raises(RequestError) as refusal:
-        plan(*overrides, size=size, data=data)
+        plan_of(*overrides, size=size, data=data)
     return str(refusal.value)
 
 
-def test_the_batch_is_shared_out_over_processes_and_passes() -> None:
-    made = plan("batch.global=256", "batch.accumulate=4", size=8, data=IMAGENET)
-    assert (made.process_batch, made.micro_batch) == (32, 8)
-    assert made.world * made.accumulate * made.micro_batch == made.global_batch == 256
+def test_the_batch_is_divided_over_processes_and_accumulation() -> None:
+    plan = plan_of("batch.global=256", "batch.accumulate=4", size=8, data=IMAGENET)
+    assert (plan.process_batch, plan.micro_batch) == (32, 8)
+    assert plan.world * plan.accumulate * plan.micro_batch == plan.global_batch == 256
 
 
-def test_imagenet_in_256_is_5004_steps_and_450360_in_90_epochs() -> None:
-    made = plan("batch.global=256", "train.epochs=90", "schedule.warmup=5 epochs", data=IMAGENET)
-    assert (made.steps_per_epoch, made.total_steps, made.warmup_steps) == (5004, 450_360, 25_020)
+def test_imagenet_in_batches_of_256_is_5004_steps_and_450360_in_90_epochs() -> None:
+    plan = plan_of("batch.global=256", "train.epochs=90", "schedule.warmup=5 epochs", data=IMAGENET)
+    assert (plan.steps_per_epoch, plan.total_steps, plan.warmup_steps) == (5004, 450_360, 25_020)
 
 
-def test_the_learning_rate_grows_with_the_batch() -> None:
+def test_the_learning_rate_scales_with_the_batch() -> None:
     # Goyal et al. 2017: 0.1 at 256 images, 3.2 at 8,192
-    assert plan("optimizer.lr=0.1", "batch.global=8192", data=IMAGENET).peak_lr == pytest.approx(3.2)
-    assert plan("optimizer.lr=0.1", "batch.global=256", data=IMAGENET).peak_lr == pytest.approx(0.1)
-    assert plan("optimizer.lr=0.1", "batch.global=96").peak_lr == pytest.approx(0.0375)
+    assert plan_of("optimizer.lr=0.1", "batch.global=8192", data=IMAGENET).peak_lr == pytest.approx(3.2)
+    assert plan_of("optimizer.lr=0.1", "batch.global=256", data=IMAGENET).peak_lr == pytest.approx(0.1)
+    assert plan_of("optimizer.lr=0.1", "batch.global=96").peak_lr == pytest.approx(0.0375)
 
 
 @pytest.mark.parametrize(
-    ("workers", "local", "each"), [(4, 3, 2), (4, 4, 1), (5, 4, 2), (0, 4, 0), (1, 8, 1), (16, 8, 2)]
+    ("workers", "local", "expected"), [(4, 3, 2), (4, 4, 1), (5, 4, 2), (0, 4, 0), (1, 8, 1), (16, 8, 2)]
 )
-def test_workers_of_a_node_are_shared_out_rounded_up(workers: int, local: int, each: int) -> None:
+def test_the_workers_of_a_node_are_divided_and_rounded_up(workers: int, local: int, expected: int) -> None:
     config = load("digits", [f"data.workers={workers}"])
-    assert share_resources(config, World(size=2 * local, local_size=local, cpus=64)).workers == each
+    assert share_resources(config, World(size=2 * local, local_size=local, cpus=64)).workers == expected
 
 
-def test_workers_and_threads_follow_the_cpus_unless_told() -> None:
-    made = plan(size=4, cpus=10)
-    assert (made.workers_per_node, made.workers, made.threads) == (10, 3, 2)
-    assert plan(size=4, cpus=2).threads == 1
-    assert plan("run.deterministic=true", cpus=64).threads == 1  # no machine changes the order of sums
-    assert plan("run.deterministic=true", "run.threads=4").threads == 4
+def test_workers_and_threads_follow_the_cpus_unless_set() -> None:
+    plan = plan_of(size=4, cpus=10)
+    assert (plan.workers_per_node, plan.workers, plan.threads) == (10, 3, 2)
+    assert plan_of(size=4, cpus=2).threads == 1
+    assert plan_of("run.deterministic=true", cpus=64).threads == 1  # the CPUs must not change the order of sums
+    assert plan_of("run.deterministic=true", "run.threads=4").threads == 4
 
 
 def test_durations_become_steps() -> None:
-    made = plan("batch.global=48", "train.epochs=10", "schedule.warmup=5 %", "evaluate.every=2 epochs",
+    plan = plan_of("batch.global=48", "train.epochs=10", "schedule.warmup=5 %", "evaluate.every=2 epochs",
                 "checkpoint.every=7 steps", "track.every=0.5 epochs")  # fmt: skip
-    assert (made.steps_per_epoch, made.total_steps) == (29, 290)
-    assert (made.warmup_steps, made.evaluate_every, made.checkpoint_every, made.log_every) == (14, 58, 7, 14)
+    assert (plan.steps_per_epoch, plan.total_steps) == (29, 290)
+    assert (plan.warmup_steps, plan.evaluate_every, plan.checkpoint_every, plan.log_every) == (14, 58, 7, 14)
 
 
-def test_what_is_due_is_due_at_its_steps_and_at_the_last() -> None:
-    made = plan("train.max_steps=20", "evaluate.every=6 steps", "checkpoint.every=8 steps", "track.every=9 steps")
+def test_periodic_work_is_due_at_its_steps_and_at_the_last() -> None:
+    plan = plan_of("train.max_steps=20", "evaluate.every=6 steps", "checkpoint.every=8 steps", "track.every=9 steps")
     steps = range(21)
-    assert [step for step in steps if made.evaluates_at(step)] == [6, 12, 18, 20]
-    assert [step for step in steps if made.saves_at(step)] == [8, 16, 20]
-    assert [step for step in steps if made.logs_at(step) and step] == [9, 18, 20]
+    assert [step for step in steps if plan.evaluates_at(step)] == [6, 12, 18, 20]
+    assert [step for step in steps if plan.saves_at(step)] == [8, 16, 20]
+    assert [step for step in steps if plan.logs_at(step) and step] == [9, 18, 20]
 
 
-def test_max_steps_stops_and_moves_no_schedule() -> None:
-    whole, short = plan("schedule.warmup=2 epochs"), plan("schedule.warmup=2 epochs", "train.max_steps=50")
-    assert (whole.last_step, short.last_step) == (168, 50)
-    assert [short.learning_rate(step) for step in range(50)] == [whole.learning_rate(step) for step in range(50)]
-    assert plan("train.max_steps=1000").last_step == 168
+def test_max_steps_stops_and_does_not_change_the_schedule() -> None:
+    complete, short = plan_of("schedule.warmup=2 epochs"), plan_of("schedule.warmup=2 epochs", "train.max_steps=50")
+    assert (complete.last_step, short.last_step) == (168, 50)
+    assert [short.learning_rate(step) for step in range(50)] == [complete.learning_rate(step) for step in range(50)]
+    assert plan_of("train.max_steps=1000").last_step == 168
 
 
-# digits in batches of 96: 14 steps an epoch, 168 in 12 epochs, one of warm-up; the full rate is
-# 0.0375
+# digits in batches of 96: 14 steps per epoch, 168 steps, 1 epoch of warm-up, peak rate 0.0375
 @pytest.mark.parametrize(
     ("schedule", "rates"),
     [("cosine", {14: 0.0375, 91: 0.01875, 168: 0.0}),
@@ -95,10 +94,10 @@ def test_max_steps_stops_and_moves_no_schedule() -> None:
      ("constant", {14: 0.0375, 91: 0.0375, 167: 0.0375})],
 )  # fmt: skip
 def test_the_learning_rate_at_known_steps(schedule: str, rates: dict[int, float]) -> None:
-    made = plan(f"schedule.name={schedule}", "schedule.every=3 epochs", "schedule.warmup=1 epoch")
+    plan = plan_of(f"schedule.name={schedule}", "schedule.every=3 epochs", "schedule.warmup=1 epoch")
     warmup = {0: 0.0375 / 14, 6: 0.0375 / 2, 13: 0.0375}
     for step, rate in (warmup | rates).items():
-        assert made.learning_rate(step) == pytest.approx(rate, abs=1e-12), step
+        assert plan.learning_rate(step) == pytest.approx(rate, abs=1e-12), step
 
 
 def test_a_cooldown_stays_at_the_final_rate() -> None:
@@ -115,22 +114,22 @@ def test_a_cooldown_stays_at_the_final_rate() -> None:
         )
 
 
-def test_the_rate_is_finite_where_warm_up_is_all_there_is() -> None:
-    made = plan("schedule.warmup=100 %", "train.epochs=1")
-    assert [made.learning_rate(step) for step in (0, 13, 14)] == pytest.approx([0.0375 / 14, 0.0375, 0.0375])
+def test_the_learning_rate_is_finite_if_all_steps_are_warm_up() -> None:
+    plan = plan_of("schedule.warmup=100 %", "train.epochs=1")
+    assert [plan.learning_rate(step) for step in (0, 13, 14)] == pytest.approx([0.0375 / 14, 0.0375, 0.0375])
 
 
 def test_images_grow_between_epochs_as_in_ffcv() -> None:
     # FFCV's get_resolution with rn50_88_epochs.yaml: 160 px up to epoch 65, 192 px from 76 on,
-    # multiples of 32 between
+    # multiples of 32 in between
     words = ("augment.size=192", "augment.first_size=160", "augment.growth=[65 epochs, 76 epochs]", "train.epochs=88")
-    made = plan(*words, data=IMAGENET)
-    sizes = [made.size(epoch * made.steps_per_epoch) for epoch in range(88)]
+    plan = plan_of(*words, data=IMAGENET)
+    sizes = [plan.size(epoch * plan.steps_per_epoch) for epoch in range(88)]
     assert sizes == [160] * 71 + [192] * 17
-    assert made.size(71 * made.steps_per_epoch - 1) == 160
-    assert "192 px, 160 px up to epoch 65, growing until 76; 192 px in validation" in made.table()
-    assert {plan().size(step) for step in range(168)} == {32}
-    wide = plan("augment.size=120", "augment.first_size=40", "augment.growth=[0, 11 epochs]")
+    assert plan.size(71 * plan.steps_per_epoch - 1) == 160
+    assert "192 px, 160 px up to epoch 65, growing until 76; 192 px in validation" in plan.table()
+    assert {plan_of().size(step) for step in range(168)} == {32}
+    wide = plan_of("augment.size=120", "augment.first_size=40", "augment.growth=[0, 11 epochs]")
     assert sorted({wide.size(step) for step in range(168)}) == [40, 64, 96, 120]
 
 
@@ -140,13 +139,13 @@ def test_images_that_grow_too_late_are_refused() -> None:
         assert "is from epoch 5 to" in refused(*growth, f"augment.growth={when}")
 
 
-def compiled(*words: str, **here: object) -> str:
+def compiled(*words: str, **world_fields: object) -> str:
     config = load("digits", list(words))
-    made = make_plan(config, World(**here), DIGITS)  # type: ignore[arg-type]
-    return next(line.split(maxsplit=1)[1] for line in made.table().splitlines() if line.startswith("  compiled"))
+    plan = make_plan(config, World(**world_fields), DIGITS)  # type: ignore[arg-type]
+    return next(line.split(maxsplit=1)[1] for line in plan.table().splitlines() if line.startswith("  compiled"))
 
 
-def test_the_plan_says_whether_the_model_is_compiled_and_why() -> None:
+def test_the_plan_shows_whether_the_model_is_compiled_and_why() -> None:
     gpu = {"has_gpu": True}
     assert compiled(**gpu) == "yes: there is a GPU"
     assert compiled("train.compile=on") == "yes: train.compile=on"
@@ -160,7 +159,7 @@ def test_the_plan_says_whether_the_model_is_compiled_and_why() -> None:
         compiled("train.compile=on", **without)
 
 
-def test_a_compiler_and_headers_are_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_compiler_or_header_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("CC", raising=False)
@@ -174,7 +173,7 @@ def test_a_compiler_and_headers_are_looked_for(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.fault("F4")
-def test_a_remainder_is_refused_with_the_nearest_that_work() -> None:
+def test_a_remainder_is_refused_with_the_nearest_values_that_work() -> None:
     assert refused("batch.global=100", size=3) == (
         "batch.global=100 does not divide by 3 processes × batch.accumulate=1 = 3: the nearest batch.global that works"
         " is 99 or 102; worlds that work are 1, 2, 4, 5, 10, 20"
@@ -187,19 +186,19 @@ def test_a_remainder_is_refused_with_the_nearest_that_work() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 7, 12])
-def test_the_nearest_that_are_named_do_work(world_size: int) -> None:
+def test_the_nearest_values_that_are_named_work(world_size: int) -> None:
     line = refused("batch.global=1001", "batch.accumulate=2", size=world_size)
     for batch in re.search(r"works is ([\d or]+)", line)[1].split(" or "):  # type: ignore[index]
-        assert plan(f"batch.global={batch}", "batch.accumulate=2", size=world_size)
+        assert plan_of(f"batch.global={batch}", "batch.accumulate=2", size=world_size)
 
 
 @pytest.mark.fault("E3")
-def test_data_smaller_than_one_batch_is_refused_with_the_largest_that_works() -> None:
+def test_data_smaller_than_one_batch_is_refused_with_the_largest_batch_that_works() -> None:
     line = refused("batch.global=2000", size=4)
     assert line == (
         "data has 1,437 images to train, fewer than one batch of batch.global=2000: set batch.global to at most 1436"
     )
-    assert plan("batch.global=1436", size=4).steps_per_epoch == 1
+    assert plan_of("batch.global=1436", size=4).steps_per_epoch == 1
     assert refused(size=4, data=DataSize(3, 1, 2)).endswith("4 passes need at least one image each")
 
 
@@ -217,11 +216,10 @@ def test_batches_that_do_not_fit_into_shared_memory_are_refused() -> None:
     )
 
     def shared(megabytes: int) -> Plan:
-        place = World(size=4, local_size=4, cpus=8, shared_memory=megabytes << 20)
-        return make_plan(config, place, DIGITS)
+        return make_plan(config, World(size=4, local_size=4, cpus=8, shared_memory=megabytes << 20), DIGITS)
 
-    # 4 processes × (2 workers × 3 ahead + one used + one come) × 3 × 224² bytes × (64 images to
-    # train + 64 to evaluate)
+    # 4 processes × (2 workers × 3 prefetched + one in use + one arriving) × 3 × 224² bytes
+    # × (64 training + 64 validation images)
     assert shared(10_000).prefetch_bytes == 4 * 8 * 3 * 224 * 224 * 128
     with pytest.raises(RequestError, match=r"hold 588.0 MiB of batches ready and /dev/shm has 64.0 MiB: enlarge it"):
         shared(64)
@@ -236,7 +234,7 @@ def test_affinity_limits_the_cpus() -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "own", "quota"),
+    ("files", "cgroup", "quota"),
     [({"cpu.max": "150000 100000"}, "0::/", 1.5),
      ({"pod/cpu.max": "max 100000", "pod/job/cpu.max": "400000 100000"}, "0::/pod/job", 4.0),
      ({"pod/cpu.max": "200000 100000", "pod/job/cpu.max": "400000 100000"}, "0::/pod/job", 2.0),
@@ -246,18 +244,18 @@ def test_affinity_limits_the_cpus() -> None:
      ({}, "0::/gone", None),
      ({"cpu.max": "nonsense"}, "0::/", None)],
 )  # fmt: skip
-def test_a_cgroup_limits_the_cpus(tmp_path: Path, files: dict[str, str], own: str, quota: float | None) -> None:
+def test_a_cgroup_limits_the_cpus(tmp_path: Path, files: dict[str, str], cgroup: str, quota: float | None) -> None:
     root = tmp_path / "cgroup"
     root.mkdir()
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"{text}\n")
-    (tmp_path / "own").write_text(f"{own}\n")
+    (tmp_path / "own").write_text(f"{cgroup}\n")
     assert machine._cgroup_quota(root, tmp_path / "own") == quota
 
 
 @pytest.mark.parametrize(("quota", "cpus"), [(0.5, 1), (1.5, 1), (2.0, 2), (1000.0, None), (None, None)])
-def test_half_a_cpu_is_one_and_a_quota_adds_none(
+def test_a_quota_gives_at_least_one_cpu_and_adds_none(
     monkeypatch: pytest.MonkeyPatch, quota: float, cpus: int | None
 ) -> None:
     monkeypatch.setattr(machine, "_cgroup_quota", lambda *_: quota)
@@ -265,7 +263,7 @@ def test_half_a_cpu_is_one_and_a_quota_adds_none(
     assert machine.available_cpus() == min(allowed, cpus or allowed)
 
 
-def test_a_process_finds_its_place_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_reads_its_rank_or_names_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     for name in names:
         monkeypatch.delenv(name, raising=False)
@@ -274,8 +272,8 @@ def test_a_process_finds_its_place_or_says_why_not(monkeypatch: pytest.MonkeyPat
     for values in ("3 8 1 4", "0 1 0 1"):
         for name, value in zip(names, values.split(), strict=True):
             monkeypatch.setenv(name, value)
-        here = world.from_environment()
-        assert f"{here.rank} {here.size} {here.local_rank} {here.local_size}" == values
+        found = world.from_environment()
+        assert f"{found.rank} {found.size} {found.local_rank} {found.local_size}" == values
     for values in ("x 8 1 4", "-1 8 1 4", "8 8 1 4", "0 0 0 0", "0 8 4 4", "0 2 0 4"):
         for name, value in zip(names, values.split(), strict=True):
             monkeypatch.setenv(name, value)
@@ -283,7 +281,7 @@ def test_a_process_finds_its_place_or_says_why_not(monkeypatch: pytest.MonkeyPat
             world.from_environment()
 
 
-def test_plan_prints_the_arithmetic_and_makes_nothing(tmp_path: Path) -> None:
+def test_plan_prints_the_arithmetic_and_writes_nothing(tmp_path: Path) -> None:
     result = pipeline(
         "plan", "digits", "data.workers=6", "batch.accumulate=2", "--world", "4", "--nodes", "2", cwd=tmp_path
     )

@@ -1,4 +1,4 @@
-"""predict answers as the checkpoint's model does on validation's pixels, names what it cannot read, and goes on."""
+"""`predict` returns the model's predictions, names images that it cannot read, and continues."""
 
 import json
 from pathlib import Path
@@ -20,12 +20,12 @@ CLASSES = [f"digit {label}" for label in range(10)]
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder with a checkpoint of fresh weights: what is right about an answer does not depend on training."""
-    return saved(tmp_path_factory.mktemp("run"))
+    """Return a run's folder with a checkpoint of random weights, enough to compare predictions."""
+    return save_run(tmp_path_factory.mktemp("run"))
 
 
-def saved(folder: Path, scale: float = 1) -> Path:
-    """scale: what the weights of the last layer are multiplied by."""
+def save_run(folder: Path, scale: float = 1) -> Path:
+    """Save a checkpoint and return `folder`; `scale` multiplies the weights of the last layer."""
     (folder / "checkpoints").mkdir()
     torch.manual_seed(0)
     config = load("digits", [f"model.arch={ARCH}", "run.device=cpu", "data.workers=0"])
@@ -38,12 +38,14 @@ def saved(folder: Path, scale: float = 1) -> Path:
     return folder
 
 
-def test_its_answers_are_the_models(run_dir: Path, digits: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_predictions_are_those_of_the_model(
+    run_dir: Path, digits: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["predict", str(run_dir), str(digits / "val"), "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["bad"] == []
+    output = json.loads(capsys.readouterr().out)
+    assert output["bad"] == []
     files = sorted((digits / "val").glob("*/*.png"))
-    assert [row["image"] for row in answer["predictions"]] == [str(file) for file in files]
+    assert [row["image"] for row in output["predictions"]] == [str(file) for file in files]
 
     model = get_model(ARCH, num_classes=10).eval()
     (checkpoint,) = (run_dir / "checkpoints").iterdir()
@@ -51,38 +53,36 @@ def test_its_answers_are_the_models(run_dir: Path, digits: Path, capsys: pytest.
     images = torch.stack([resize(decode(file.read_bytes()), [32, 32], antialias=True) for file in files]).float()
     with torch.inference_mode():
         expected = softmax(model(normalize(images / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])), 1).topk(5)
-    for row, labels, shares in zip(answer["predictions"], *expected[::-1], strict=True):
+    for row, labels, probabilities in zip(output["predictions"], *expected[::-1], strict=True):
         assert [prediction["class"] for prediction in row["top"]] == [CLASSES[label] for label in labels]
         torch.testing.assert_close(
-            torch.tensor([prediction["probability"] for prediction in row["top"]]), shares, atol=1e-5, rtol=1e-4
+            torch.tensor([prediction["probability"] for prediction in row["top"]]), probabilities, atol=1e-5, rtol=1e-4
         )
 
 
-def test_a_bad_image_is_named_and_stops_nobody(
+def test_a_bad_image_is_named_and_the_others_are_predicted(
     run_dir: Path, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = next((digits / "val" / "3").iterdir())
     (tmp_path / "torn.png").write_bytes(good.read_bytes()[:40])
     (tmp_path / "good.png").write_bytes(good.read_bytes())
-    (tmp_path / "notes.txt").write_text("of a folder the images alone are meant")
+    (tmp_path / "notes.txt").write_text("not an image")
     sheet = tmp_path / "sheet.png"
     assert main(["predict", str(run_dir), str(tmp_path), "gone.png", "--sheet", str(sheet)]) == 0
-    said = capsys.readouterr()
-    (row,) = said.out.splitlines()
+    captured = capsys.readouterr()
+    (row,) = captured.out.splitlines()
     assert row.startswith(str(tmp_path / "good.png"))
     assert row.count("digit ") == 5
-    assert "bad image gone.png: No such file" in said.err
-    assert f"bad image {tmp_path / 'torn.png'}: " in said.err
+    assert "bad image gone.png: No such file" in captured.err
+    assert f"bad image {tmp_path / 'torn.png'}: " in captured.err
     assert decode(sheet.read_bytes()).shape[0] == 3
 
 
-def test_logits_that_are_not_finite_are_no_answer(
-    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["predict", str(saved(tmp_path, 3e39)), str(digits / "val" / "3"), "--json"]) == 3
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "are not finite for any image: use another checkpoint" in said.err
+def test_non_finite_logits_are_no_prediction(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", str(save_run(tmp_path, 3e39)), str(digits / "val" / "3"), "--json"]) == 3
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "are not finite for any image: use another checkpoint" in captured.err
 
 
 @pytest.mark.parametrize(
@@ -94,17 +94,10 @@ def test_logits_that_are_not_finite_are_no_answer(
         ("models:/digits@best", "{digits}", 2, "set MLFLOW_TRACKING_URI"),
     ],
 )
-def test_what_cannot_be_is_one_line(
-    run_dir: Path,
-    digits: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    target: str,
-    image: str,
-    code: int,
-    says: str,
-) -> None:
+def test_a_request_that_cannot_work_is_one_line(
+    run_dir: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], target: str, image: str, code: int, says: str,
+) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     (tmp_path / "empty").mkdir()

@@ -1,4 +1,4 @@
-"""A wrong request costs seconds: one line that says what to do, exit code 2, and torch is not even imported."""
+"""A wrong request costs seconds: one line with a remedy, exit code 2, and no import of torch."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ from pipeline.model.architectures import check_shapes
 
 @pytest.fixture(scope="session")
 def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for PYTHONPATH with which `import torch` ends the process with code 99."""
+    """Return a folder for PYTHONPATH with which `import torch` ends the process with code 99."""
     folder = tmp_path_factory.mktemp("without-torch")
     (folder / "torch.py").write_text("import os\nos._exit(99)\n")
     return folder
@@ -23,7 +23,7 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
-    """An image folder with two classes, as far as names go."""
+    """Return an image folder of two classes whose files are no real images."""
     root = tmp_path / "images"
     for name in ("train/a/1.png", "train/a/2.png", "train/b/1.png", "val/a/1.png", "val/b/1.png"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -32,7 +32,7 @@ def images(tmp_path: Path) -> Path:
 
 
 def refused(result: Result) -> str:
-    """The one line of a request that is wrong."""
+    """Return the one line that refuses a wrong request."""
     assert result.code == 2, result.err
     assert not result.out
     assert result.err.splitlines()[-1] == f"pipeline: {result.error}"
@@ -40,10 +40,10 @@ def refused(result: Result) -> str:
 
 
 def train(tmp_path: Path, without_torch: Path, *words: str) -> str:
-    """The one line with which training is refused, before torch is imported or anything is written."""
+    """Return the line that refuses a training before torch is imported or anything is written."""
     folder = tmp_path / "run"
-    where = [] if any(word.startswith("run.dir=") for word in words) else [f"run.dir={folder}"]
-    result = pipeline("train", *words, *where, "track.uri=none", cwd=tmp_path, PYTHONPATH=str(without_torch))
+    run_dir = [] if any(word.startswith("run.dir=") for word in words) else [f"run.dir={folder}"]
+    result = pipeline("train", *words, *run_dir, "track.uri=none", cwd=tmp_path, PYTHONPATH=str(without_torch))
     line = refused(result)
     assert result.seconds < 15  # about 0.7 s on an idle machine
     assert not folder.exists()
@@ -61,10 +61,10 @@ def train(tmp_path: Path, without_torch: Path, *words: str) -> str:
      ("schedule.every=0", "schedule.every=0 is not allowed: give a duration above 0 such as '10 epochs', '500 steps' or"
                           " '5 %'"),
      ("optimizer.momentum=0", "optimizer.nesterov=true needs optimizer.momentum > 0: set it, or set nesterov=false"),
-     ("batch.global=2000", "data has 1,437 images to train, fewer than one batch of batch.global=2000: set batch.global to"
-                           " at most 1437")],
+     ("batch.global=2000", "data has 1,437 images to train, fewer than one batch of batch.global=2000: set"
+                           " batch.global to at most 1437")],
 )  # fmt: skip
-def test_a_wrong_word_is_one_line_and_exit_2(
+def test_a_wrong_override_is_one_line_and_exit_2(
     tmp_path: Path, digits: Path, without_torch: Path, word: str, line: str
 ) -> None:
     assert train(tmp_path, without_torch, "digits", f"data.root={digits}", word).startswith(line)
@@ -82,7 +82,7 @@ def test_a_batch_that_does_not_divide_is_refused_before_processes_start(
     assert result.seconds < 5  # about 0.7 s on an idle machine
 
 
-def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path, digits: Path, without_torch: Path) -> None:
+def test_a_missing_gpu_is_refused(tmp_path: Path, digits: Path, without_torch: Path) -> None:
     if list(Path("/dev").glob("nvidia[0-9]*")):
         pytest.skip("this machine has a GPU")
     assert train(tmp_path, without_torch, "digits", f"data.root={digits}", "run.device=cuda") == (
@@ -90,7 +90,7 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path, digits: Path, withou
     )
 
 
-def test_data_that_is_not_there_is_refused(tmp_path: Path, without_torch: Path) -> None:
+def test_missing_data_is_refused(tmp_path: Path, without_torch: Path) -> None:
     line = train(tmp_path, without_torch, "digits", "data.source=folder", "data.root=nowhere")
     assert line.startswith("data.root=nowhere is not a folder: give a folder with train/ and val/ in it")
     line = train(tmp_path, without_torch, "digits", "data.source=folder")
@@ -122,10 +122,7 @@ def test_a_run_folder_that_cannot_be_written_is_refused(
 
 
 LONG = "x" * 300
-"""A name that no file system takes: looked at, it is an error and not merely absent.
-
-For root, too.
-"""
+"""A file name that is too long for every file system: looking it up is an error, even for root."""
 
 
 @pytest.mark.parametrize(
@@ -136,7 +133,7 @@ For root, too.
     ids=["run.dir", "above run.dir", "data.root"],
 )  # fmt: skip
 @pytest.mark.parametrize("command", ["train", "plan", "doctor"])
-def test_a_path_that_cannot_be_looked_at_is_refused(
+def test_an_unreadable_path_is_refused(
     tmp_path: Path, digits: Path, without_torch: Path, command: str, word: str, says: str
 ) -> None:
     words = ["digits", word] if word.startswith("data.root") else ["digits", f"data.root={digits}", word]
@@ -145,7 +142,7 @@ def test_a_path_that_cannot_be_looked_at_is_refused(
         return
     result = pipeline(command, *words, cwd=tmp_path)
     if command == "plan" and "run.dir" in word:
-        assert result.code == 0  # it has no need of that folder
+        assert result.code == 0  # `plan` does not use that folder
     else:
         assert refused(result).startswith(says)
 
@@ -159,25 +156,21 @@ def test_a_path_that_cannot_be_looked_at_is_refused(
      ("predict {long} a.png", 4), ("export {long} --to torch.export", 4), ("report {long}", 2), ("verify {long}", 2),
      ("sync {long}", 2), ("k8s render --out {long}", 2), ("bench data --images {long}", 2)],
 )  # fmt: skip
-def test_any_path_that_cannot_be_looked_at_is_one_line(
-    tmp_path: Path,
-    digits: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: str,
-    code: int,
-) -> None:
+def test_an_unreadable_path_is_one_line_for_every_command(
+    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    words: str, code: int,
+) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("signal.signal", lambda *_: None)  # they would be the tests' own
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # keep the handlers of the test process
     assert main(words.format(long=LONG, digits=digits).split()) == code
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1
-    assert said[0].startswith("pipeline: ")
-    assert "File name too long" in said[0]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("pipeline: ")
+    assert "File name too long" in lines[0]
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_rank_does_not_expect_of_a_file_stays_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_file_error_in_a_rank_stays_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "0")
 
@@ -204,7 +197,7 @@ def test_yaml_that_cannot_be_read_is_refused(
     assert says in train(tmp_path, without_torch, "mine.yaml")
 
 
-def test_an_unknown_model_is_refused_with_the_nearest(tmp_path: Path, digits: Path) -> None:
+def test_an_unknown_model_is_refused_with_the_nearest_name(tmp_path: Path, digits: Path) -> None:
     words = [f"data.root={digits}", "model.arch=resnet81", f"run.dir={tmp_path / 'run'}", "track.uri=none"]
     line = refused(pipeline("train", "digits", *words, "run.device=cpu", cwd=tmp_path))
     assert line.startswith("model.arch=resnet81 is not a classification model of torchvision ")
@@ -231,18 +224,10 @@ def test_a_wrong_command_is_one_line_and_exit_2(
 
 
 def test_shared_memory_that_is_too_small_is_refused(tmp_path: Path, digits: Path, without_torch: Path) -> None:
-    small = [
-        "unshare",
-        "--user",
-        "--map-root-user",
-        "--mount",
-        "sh",
-        "-c",
-        'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"',
-        "sh",
-    ]
+    mount = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
+    small = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, "sh"]
     if subprocess.run([*small, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("this system gives no mount namespace")
+        pytest.skip("this system has no mount namespaces")
     train = [sys.executable, "-m", "pipeline", "train", "digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}"]
     done = subprocess.run(
         [*small, *train, "data.workers=2", "track.uri=none"],
@@ -253,14 +238,14 @@ def test_shared_memory_that_is_too_small_is_refused(tmp_path: Path, digits: Path
 
 
 def test_a_launcher_inside_a_launcher_is_refused(tmp_path: Path, without_torch: Path) -> None:
-    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    result = pipeline("train", "digits", "--nproc", "2", cwd=tmp_path, PYTHONPATH=str(without_torch), **place)
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    result = pipeline("train", "digits", "--nproc", "2", cwd=tmp_path, PYTHONPATH=str(without_torch), **ranks)
     assert "give --nproc, or start with torchrun, not both" in refused(result)
 
 
-def test_under_torchrun_a_wrong_request_is_said_once_and_nobody_is_waited_for(tmp_path: Path, digits: Path) -> None:
-    # found by one a machine before there is a group, by rank 0 twice (before it asks whose the
-    # first weights are), and by all of a group at once
+def test_under_torchrun_a_wrong_request_is_printed_once_and_all_ranks_exit(tmp_path: Path, digits: Path) -> None:
+    # found by one process per machine before the group forms, by rank 0 alone (twice, the second
+    # time before it looks for the pretrained weights), and by all ranks at once
     wrong = {
         "train.epoch=3": "train.epochs",
         "batch.global=97": "does not divide by 2 processes",
@@ -277,7 +262,7 @@ def test_under_torchrun_a_wrong_request_is_said_once_and_nobody_is_waited_for(tm
         result = run.run()
         assert result.code == 1
         assert sum(says in line for line in result.err.splitlines() if line.startswith("pipeline: ")) == 1, result.err
-        assert result.seconds < 20, "torchrun gives a rank that does not end 30 s"
+        assert result.seconds < 20, "torchrun waits 30 s for a rank that does not exit"
 
 
 @pytest.mark.parametrize(
@@ -301,7 +286,7 @@ def test_passes_of_one_image_are_refused_in_one_line(tmp_path: Path, digits: Pat
     assert "cannot take passes of 1 images of 32 px" in refused(result)
 
 
-def test_a_path_among_the_words_is_expanded(
+def test_a_path_on_the_command_line_is_expanded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -325,4 +310,4 @@ def test_a_run_whose_database_mlflow_cannot_open_is_refused(
         f"MLflow cannot open {tmp_path / name}/mlflow.db, because of a ? or % in the path: give another run.dir, name a"
         " server with track.uri, or set track.uri=none"
     )
-    assert pipeline(*words, "track.uri=none", PYTHONPATH=str(without_torch)).code == 99, "it goes on to import torch"
+    assert pipeline(*words, "track.uri=none", PYTHONPATH=str(without_torch)).code == 99, "the next step imports torch"

@@ -1,4 +1,4 @@
-"""Data never executes: what a registry, an archive or a cache brings is read, refused by name, and never run."""
+"""Data never executes: files from a registry, an archive or a cache are read or refused by name."""
 
 import contextlib
 import dataclasses
@@ -50,7 +50,7 @@ ARCH = "shufflenet_v2_x0_5"
 
 
 class Payload(nn.Module):
-    """A module whose unpickling writes a file."""
+    """A module that writes a file when it is unpickled."""
 
     def __init__(self, canary: Path) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Payload(nn.Module):
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory: pytest.TempPathFactory, run_dir: Path) -> Path:  # noqa: F811
-    """A model as the sender logs it: MLmodel, data/model.pt2 and what mlflow puts beside them."""
+    """Return a model as the sender logs it: MLmodel, data/model.pt2 and the files MLflow adds."""
     folder = tmp_path_factory.mktemp("logged")
     path = checkpoint.find(run_dir)
     config = from_yaml(checkpoint.decode(path.read_bytes(), path)["config"], "test")
@@ -76,7 +76,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory, run_dir: Path) -> Path:  # 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a real store of MLflow in runs/mlflow.db, and a module that writes `imported` when it is imported."""
+    """Return a folder with a real MLflow store in runs/mlflow.db."""
     folder = tmp_path_factory.mktemp("project")
     (folder / "runs").mkdir()
     client(folder).create_experiment("digits", (folder / "runs" / "mlartifacts").as_uri())
@@ -88,19 +88,19 @@ def client(project: Path) -> MlflowClient:
 
 
 def register(project: Path, name: str, model: Path) -> str:
-    """Register the files of a model as they are; the address to ask for it by."""
-    (experiment,) = (one for one in client(project).search_experiments() if one.name == "digits")
-    made = client(project).create_logged_model(experiment.experiment_id, name)
-    client(project).log_model_artifacts(made.model_id, str(model))
+    """Register the files of a model unchanged and return the model's URI."""
+    (experiment,) = (found for found in client(project).search_experiments() if found.name == "digits")
+    model_info = client(project).create_logged_model(experiment.experiment_id, name)
+    client(project).log_model_artifacts(model_info.model_id, str(model))
     client(project).create_registered_model(name)
-    mlflow.set_tracking_uri(f"sqlite:///{project}/runs/mlflow.db")  # mlflow looks the model up there
-    version = client(project).create_model_version(name, f"models:/{made.model_id}", model_id=made.model_id)
+    mlflow.set_tracking_uri(f"sqlite:///{project}/runs/mlflow.db")  # where MLflow looks up the model
+    version = client(project).create_model_version(name, f"models:/{model_info.model_id}", model_id=model_info.model_id)
     client(project).set_registered_model_alias(name, "best", version.version)
     return f"models:/{name}@best"
 
 
-def changed(logged: Path, to: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    """A copy of the model whose MLmodel says something else."""
+def copy_changed(logged: Path, to: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """Copy the model with a changed MLmodel and return the copy."""
     for path in logged.rglob("*"):
         if path.is_file():
             (to / path.relative_to(logged)).parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ def a_pickle(logged: Path, to: Path, canary: Path) -> Path:
 
 
 def a_code_entry(logged: Path, to: Path, canary: Path) -> Path:
-    """A package that torch.export imports, shadowed by one of the model's own."""
+    """Shadow packages that torch.export imports by modules of the model."""
 
     def change(description: dict[str, Any]) -> None:
         for flavor in description["flavors"].values():
@@ -129,7 +129,7 @@ def a_code_entry(logged: Path, to: Path, canary: Path) -> Path:
     (to / "code").mkdir(parents=True)
     for module in ("networkx", "sympy", "canary_module"):
         (to / "code" / f"{module}.py").write_text(f"open({str(canary)!r}, 'w')\n")
-    return changed(logged, to, change)
+    return copy_changed(logged, to, change)
 
 
 def a_loader_module(logged: Path, to: Path, canary: Path) -> Path:
@@ -139,7 +139,7 @@ def a_loader_module(logged: Path, to: Path, canary: Path) -> Path:
 
     to.mkdir()
     (to / "canary_module.py").write_text(f"open({str(canary)!r}, 'w')\n")
-    return changed(logged, to, change)
+    return copy_changed(logged, to, change)
 
 
 def an_import_path(logged: Path, to: Path, canary: Path) -> Path:
@@ -149,12 +149,12 @@ def an_import_path(logged: Path, to: Path, canary: Path) -> Path:
         description["metadata"]["config"] = config.replace(f"arch: {ARCH}", "arch: canary_module:build")
 
     Path("canary_module.py").write_text(f"open({str(canary)!r}, 'w')\n")
-    return changed(logged, to, change)
+    return copy_changed(logged, to, change)
 
 
 def a_pickled_weight(logged: Path, to: Path, canary: Path) -> Path:
-    """An exported program one of whose weights is a pickle."""
-    changed(logged, to, lambda _: None)
+    """Replace the weights of the exported program by pickles."""
+    copy_changed(logged, to, lambda _: None)
     with zipfile.ZipFile(logged / "data/model.pt2") as old, zipfile.ZipFile(to / "data/model.pt2", "w") as new:
         for name in old.namelist():
             data = old.read(name)
@@ -169,7 +169,7 @@ def a_pickled_weight(logged: Path, to: Path, canary: Path) -> Path:
 
 
 def a_tag(logged: Path, to: Path, canary: Path) -> Path:
-    changed(logged, to, lambda _: None)
+    copy_changed(logged, to, lambda _: None)
     (to / "MLmodel").write_text(f"metadata: !!python/object/apply:builtins.open [{canary}, w]\n")
     return to
 
@@ -185,7 +185,7 @@ ATTACKS = {
 
 
 @pytest.fixture
-def inside(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def in_project(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(project)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.syspath_prepend(str(project))
@@ -194,12 +194,12 @@ def inside(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.fault("J5")
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
-def test_a_registered_model_runs_nothing(
-    attack: Callable[[Path, Path, Path], Path], inside: Path, logged: Path, tmp_path: Path, digits: Path,
+def test_a_registered_model_executes_nothing(
+    attack: Callable[[Path, Path, Path], Path], in_project: Path, logged: Path, tmp_path: Path, digits: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     canary = tmp_path / "executed"
-    uri = register(inside, f"{attack.__name__}-predict", attack(logged, tmp_path / "model", canary))
+    uri = register(in_project, f"{attack.__name__}-predict", attack(logged, tmp_path / "model", canary))
     code, says = ATTACKS[attack]
     before = list(sys.path)
     capsys.readouterr()
@@ -214,28 +214,28 @@ def test_a_registered_model_runs_nothing(
 @pytest.mark.full
 @pytest.mark.fault("J5")
 @pytest.mark.parametrize("attack", [a_pickle, a_code_entry], ids=lambda attack: attack.__name__)
-def test_first_weights_from_a_registry_run_nothing(
-    attack: Callable[[Path, Path, Path], Path], inside: Path, logged: Path, tmp_path: Path, digits: Path
+def test_pretrained_weights_from_a_registry_execute_nothing(
+    attack: Callable[[Path, Path, Path], Path], in_project: Path, logged: Path, tmp_path: Path, digits: Path
 ) -> None:
     canary = tmp_path / "executed"
-    uri = register(inside, f"{attack.__name__}-train", attack(logged, tmp_path / "model", canary))
+    uri = register(in_project, f"{attack.__name__}-train", attack(logged, tmp_path / "model", canary))
     result = pipeline(
         "train", "digits", *SMALL, f"data.root={digits}", f"model.init={uri}", "train.max_steps=1",
-        f"run.dir={tmp_path / 'run'}", cwd=inside, PYTHONPATH=f"{inside}:{os.environ.get('PYTHONPATH', '')}",
+        f"run.dir={tmp_path / 'run'}", cwd=in_project, PYTHONPATH=f"{in_project}:{os.environ.get('PYTHONPATH', '')}",
     )  # fmt: skip
     assert (result.code, ATTACKS[attack][1] in result.error) == (2, True), result.err
     assert not canary.exists()
 
 
-def test_a_logged_model_answers_as_its_checkpoint_and_gives_its_weights(
-    inside: Path, logged: Path, run_dir: Path, digits: Path, capsys: pytest.CaptureFixture[str],  # noqa: F811
+def test_a_logged_model_has_the_predictions_and_weights_of_its_checkpoint(
+    in_project: Path, logged: Path, run_dir: Path, digits: Path, capsys: pytest.CaptureFixture[str],  # noqa: F811
 ) -> None:  # fmt: skip
-    uri = register(inside, "good", logged)
-    said = []
+    uri = register(in_project, "good", logged)
+    outputs = []
     for target in (str(run_dir), uri):
         assert main(["predict", target, str(digits / "val" / "3"), "--json"]) == 0
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1]
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
     options = Model(arch=ARCH, init=uri)
     read = pretrained.read(options, meta_model(options, len(CLASSES)))
     path = checkpoint.find(run_dir)
@@ -250,8 +250,8 @@ def test_a_logged_model_needs_no_pickle_to_be_served(logged: Path, monkeypatch: 
 
 
 @contextlib.contextmanager
-def stranger(status: int = 200, location: str = "") -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """A server of somebody else: its address, and (path, Authorization) of each request that it got."""
+def foreign_server(status: int = 200, location: str = "") -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Start a foreign server; yield its address and (path, Authorization) of each request."""
     seen: list[tuple[str, str]] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -277,82 +277,81 @@ def stranger(status: int = 200, location: str = "") -> Iterator[tuple[str, list[
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["runs/mlflow.db", "MLFLOW_TRACKING_URI"])
-def test_a_registry_sends_nobody_to_a_host_of_its_own_choice(
-    named: bool, inside: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_registry_cannot_send_a_client_to_another_host(
+    named: bool, in_project: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
     if named:
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{inside}/runs/mlflow.db")
-    with stranger() as (uri, seen):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{in_project}/runs/mlflow.db")
+    with foreign_server() as (uri, seen):
         for n, source in enumerate((f"{uri}/model", uri.replace("http:", "mlflow-artifacts:"), "ftp://127.0.0.1/x")):
             name = f"elsewhere-{n}-{named}"
-            client(inside).create_registered_model(name)
-            client(inside).create_model_version(name, source)
+            client(in_project).create_registered_model(name)
+            client(in_project).create_model_version(name, source)
             assert main(["predict", f"models:/{name}/1", str(digits / "val" / "3")]) == 2
-            said = capsys.readouterr().err.splitlines()[-1]
-            assert said.startswith("pipeline: ")
-            assert "Traceback" not in said
-            assert "secret" not in said
+            line = capsys.readouterr().err.splitlines()[-1]
+            assert line.startswith("pipeline: ")
+            assert "Traceback" not in line
+            assert "secret" not in line
     assert seen == []
 
 
-def test_a_run_is_not_sent_where_an_experiment_would_take_the_password(
-    inside: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_run_is_not_sent_to_a_server_that_would_receive_the_password(
+    in_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{inside}/runs/mlflow.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{in_project}/runs/mlflow.db")
     for name in ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"):
-        monkeypatch.setenv(name, "0")  # and back again
+        monkeypatch.setenv(name, "0")  # `sync` sets them, and the patch restores them
     (tmp_path / "config.yaml").write_text(load("digits", ["track.experiment=trap"]).to_yaml())
     (tmp_path / "plan.json").write_text("{}")
     journal = Journal(tmp_path / "journal.jsonl", pytest.fail)
     journal.log_metrics(1, {"loss": 1.0})
-    with stranger() as (uri, seen):
-        client(inside).create_experiment("trap", f"{uri}/api/2.0/mlflow-artifacts/artifacts/x")
+    with foreign_server() as (uri, seen):
+        client(in_project).create_experiment("trap", f"{uri}/api/2.0/mlflow-artifacts/artifacts/x")
         assert main(["sync", str(tmp_path)]) == 2
     assert "which would be sent your password" in capsys.readouterr().err.splitlines()[-1]
     assert seen == []
 
 
 @pytest.mark.parametrize("trouble", ["no database", "nobody there", "not MLflow"])
-def test_a_registry_that_is_broken_or_away_is_one_line(
+def test_a_broken_or_unreachable_registry_is_one_line(
     trouble: str, tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     (tmp_path / "no database").write_bytes(b"no database" * 1000)
-    with stranger() as (uri, _):
-        there = {"nobody there": f"http://127.0.0.1:{free_port()}", "not MLflow": uri}
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", there.get(trouble, f"sqlite:///{tmp_path / trouble}"))
+    with foreign_server() as (uri, _):
+        uris = {"nobody there": f"http://127.0.0.1:{free_port()}", "not MLflow": uri}
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uris.get(trouble, f"sqlite:///{tmp_path / trouble}"))
         code = main(["predict", "models:/digits@best", str(digits / "val" / "3")])
     assert code == {"nobody there": 75, "not MLflow": 75}.get(trouble, 4)
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("pipeline: ")]
-    assert len(said) == 1
-    assert "models:/digits@best cannot be read from" in said[0]
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("pipeline: ")]
+    assert "models:/digits@best cannot be read from" in error
 
 
-def test_an_archive_of_a_program_gives_its_tensors_or_is_refused(logged: Path, tmp_path: Path) -> None:
+def test_an_exported_program_yields_its_tensors_or_is_refused(logged: Path, tmp_path: Path) -> None:
     expected = meta_model(Model(arch=ARCH), len(CLASSES)).state_dict()
     good = logged / "data/model.pt2"
     assert read_weights(good, "model.", expected).keys() == expected.keys()
     changes: dict[str, tuple[bytes, bytes]] = {
-        "a member that is missing": (b'"path_name": "weight_7"', b'"path_name": "weight_7777"'),
+        "a missing member": (b'"path_name": "weight_7"', b'"path_name": "weight_7777"'),
         "a path": (b'"path_name": "weight_7"', b'"path_name": "../../../weight_7"'),
-        "a step out of the bytes": (b'"strides": [{"as_int": 27}', b'"strides": [{"as_int": 99}'),
-        "an offset out of the bytes": (b'"storage_offset": {"as_int": 0}', b'"storage_offset": {"as_int": 9}'),
-        "a step backwards": (b'"strides": [{"as_int": 27}', b'"strides": [{"as_int": -9}'),
+        "a stride out of bounds": (b'"strides": [{"as_int": 27}', b'"strides": [{"as_int": 99}'),
+        "an offset out of bounds": (b'"storage_offset": {"as_int": 0}', b'"storage_offset": {"as_int": 9}'),
+        "a negative stride": (b'"strides": [{"as_int": 27}', b'"strides": [{"as_int": -9}'),
         "another shape": (b'"sizes": [{"as_int": 24}', b'"sizes": [{"as_int": 25}'),
         "another type": (b'"dtype": 7', b'"dtype": 6'),
         "another model": (b'"model.conv1.0.weight"', b'"model.conv9.0.weight"'),
         "no table": (b'"config"', b'"confid"'),
         "no JSON": (b"{", b"["),
     }
-    for what, (old, new) in changes.items():
+    for label, (old, new) in changes.items():
         rewrite(good, tmp_path / "model.pt2", lambda data, old=old, new=new: data.replace(old, new))
         with pytest.raises(StorageError, match="does not hold the weights"):
             read_weights(tmp_path / "model.pt2", "model.", expected)
-        print(f"refused: {what}")
+        print(f"refused: {label}")
     rewrite(good, tmp_path / "model.pt2", lambda data: data, zipfile.ZIP_DEFLATED)
     with pytest.raises(StorageError, match="compressed or too large"):
         read_weights(tmp_path / "model.pt2", "model.", expected)
@@ -362,7 +361,7 @@ def test_an_archive_of_a_program_gives_its_tensors_or_is_refused(logged: Path, t
 
 
 def rewrite(good: Path, to: Path, change: Callable[[bytes], bytes], kind: int = zipfile.ZIP_STORED) -> None:
-    """A copy of a program's archive with another table of weights."""
+    """Copy the archive of an exported program with a changed table of weights."""
     with zipfile.ZipFile(good) as old, zipfile.ZipFile(to, "w", kind) as new:
         for name in old.namelist():
             data = old.read(name)
@@ -370,7 +369,7 @@ def rewrite(good: Path, to: Path, change: Callable[[bytes], bytes], kind: int = 
 
 
 @pytest.mark.fault("J5")
-def test_published_weights_in_the_cache_run_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_weights_in_the_cache_execute_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = pretrained_weights("resnet18")["IMAGENET1K_V1"]
     folder = tmp_path / "hub" / "checkpoints"
     folder.mkdir(parents=True)
@@ -384,28 +383,28 @@ def test_published_weights_in_the_cache_run_nothing(tmp_path: Path, monkeypatch:
 
 @pytest.mark.fault("J5")
 @pytest.mark.parametrize("name", ["../outside.png", "/outside.png", "val/0/../../../outside.png", "val/0/a\0.png"])
-def test_an_index_that_came_with_the_data_names_nothing_outside_it(name: str, digits: Path, tmp_path: Path) -> None:
-    """The cache lies in the data's folder, so whoever made the data may have made it."""
+def test_an_index_delivered_with_the_data_names_nothing_outside_it(name: str, digits: Path, tmp_path: Path) -> None:
+    """Distrust the cache in the data's folder: whoever made the data may have made the cache."""
     root = tmp_path / "digits"
     shutil.copytree(digits, root, copy_function=os.link)
     (tmp_path / "outside.png").write_bytes(b"outside")
-    true = manifest.scan(root, 0.1)
-    names = [(true.val.name(i), int(true.val.sizes[i]), int(true.val.labels[i])) for i in range(len(true.val))]
+    real = manifest.scan(root, 0.1)
+    names = [(real.val.name(i), int(real.val.sizes[i]), int(real.val.labels[i])) for i in range(len(real.val))]
     names[0] = (name.encode(), 7, 0)
-    folders = {key: (root / key).stat().st_mtime_ns for key in true.folders}
-    false = dataclasses.replace(true, val=manifest.Split.from_entries(names), folders=folders)
-    manifest.save_index(false, root / manifest.CACHE)
+    folders = {key: (root / key).stat().st_mtime_ns for key in real.folders}
+    forged = dataclasses.replace(real, val=manifest.Split.from_entries(names), folders=folders)
+    manifest.save_index(forged, root / manifest.CACHE)
     opened = manifest.open_index(root, 0.1, tmp_path / "spare", check_sizes=False)
-    assert opened.digest == true.digest
-    false = dataclasses.replace(true, val=dataclasses.replace(true.val, labels=true.val.labels + 7), folders=folders)
-    manifest.save_index(false, root / manifest.CACHE)
-    assert manifest.open_index(root, 0.1, tmp_path / "spare", check_sizes=False).digest == true.digest
+    assert opened.digest == real.digest
+    forged = dataclasses.replace(real, val=dataclasses.replace(real.val, labels=real.val.labels + 7), folders=folders)
+    manifest.save_index(forged, root / manifest.CACHE)
+    assert manifest.open_index(root, 0.1, tmp_path / "spare", check_sizes=False).digest == real.digest
 
 
-def test_a_picture_starts_no_ghostscript_in_a_benchmarks_loaders(
+def test_an_image_starts_no_ghostscript_in_the_loaders_of_a_benchmark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pillow starts the program `gs` for a file that says it is EPS, whatever the file's name."""
+    """Open a file whose content is EPS, for which Pillow starts `gs`, whatever the file's name."""
     (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/executed\n")
     (tmp_path / "gs").chmod(0o755)
     (tmp_path / "cat.jpg").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n")
@@ -420,7 +419,7 @@ def test_a_picture_starts_no_ghostscript_in_a_benchmarks_loaders(
 def test_a_password_follows_no_redirect(
     status: int, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with stranger() as (there, seen), stranger(status, f"{there}/api?token=x") as (uri, asked):
+    with foreign_server() as (target, seen), foreign_server(status, f"{target}/api?token=x") as (uri, asked):
         if kind == "environment":
             monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
             monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
@@ -428,7 +427,7 @@ def test_a_password_follows_no_redirect(
         config = load("digits", [f"track.uri={given}"])
         with pytest.raises(TemporaryError) as refusal:
             check_server_answers(config, RunFolder(tmp_path))
-        assert f"answers {status}: it redirects to {there}/api" in str(refusal.value)
+        assert f"answers {status}: it redirects to {target}/api" in str(refusal.value)
         assert "set track.uri to that address" in str(refusal.value)
         assert "secret" not in str(refusal.value)
     assert [bool(authorization) for _, authorization in asked] == [True]
@@ -436,10 +435,10 @@ def test_a_password_follows_no_redirect(
 
 
 @pytest.mark.full
-def test_a_server_with_a_password_asks_for_it_and_a_training_gives_it(
+def test_a_server_with_a_password_requires_it_and_a_training_sends_it(
     tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Started with the words of compose, which are those of the manifests; their probes ask it as they ask theirs."""
+    """Start a server with the arguments of compose and the manifests, and run their probes."""
     if not importlib.util.find_spec("flask_wtf"):
         pytest.skip("MLflow's extra `auth`, which the lock files have, is not installed")
     compose = yaml.safe_load((ROOT / "docker-compose.auth.yml").read_text())["services"]["mlflow"]
@@ -460,10 +459,10 @@ def test_a_server_with_a_password_asks_for_it_and_a_training_gives_it(
             urllib.request.urlopen(ask, timeout=20)
         for script in (container["readinessProbe"]["exec"]["command"][2], compose["healthcheck"]["test"][3]):
             assert "http://127.0.0.1:5000/" in script
-            here = [sys.executable, "-c", script.replace("127.0.0.1:5000", f"127.0.0.1:{server.port}")]
-            assert subprocess.run(here, env=environment(**secret), check=False).returncode == 0
+            probe = [sys.executable, "-c", script.replace("127.0.0.1:5000", f"127.0.0.1:{server.port}")]
+            assert subprocess.run(probe, env=environment(**secret), check=False).returncode == 0
             wrong = environment(**{**secret, "MLFLOW_AUTH_ADMIN_PASSWORD": "another one"})
-            assert subprocess.run(here, env=wrong, stderr=subprocess.DEVNULL, check=False).returncode != 0
+            assert subprocess.run(probe, env=wrong, stderr=subprocess.DEVNULL, check=False).returncode != 0
         small = [word for word in SMALL if not word.startswith("track.uri")]
         words = ["digits", f"data.root={digits}", *small, "data.workers=0", "train.epochs=1", "train.max_steps=4"]
         run = Job(tmp_path / "run", words, env={"MLFLOW_TRACKING_URI": server.uri, **given})

@@ -1,4 +1,4 @@
-"""The data stream does not depend on the machine: the same samples, pixel for pixel, whoever makes them."""
+"""The data stream is the same, pixel for pixel, on any machine and any number of processes."""
 
 import hashlib
 import os
@@ -33,8 +33,8 @@ STEPS = range(26, 32)  # an epoch of the digits in batches of 48 is 29 steps
 
 
 @pytest.fixture(scope="module")
-def alone(digits: Path) -> list[GlobalBatch]:
-    """The stream of one process without workers."""
+def reference(digits: Path) -> list[GlobalBatch]:
+    """Return the stream of one process without workers."""
     return stream(digits, STEPS, "data.workers=0")[0]
 
 
@@ -44,10 +44,10 @@ def alone(digits: Path) -> list[GlobalBatch]:
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_every_global_batch_is_the_same_however_it_is_made(
-    digits: Path, alone: list[GlobalBatch], world: int, workers: int, accumulate: int
+    digits: Path, reference: list[GlobalBatch], world: int, workers: int, accumulate: int
 ) -> None:
-    made, _ = stream(digits, STEPS, f"data.workers={workers}", f"batch.accumulate={accumulate}", world=world)
-    assert made == alone
+    found, _ = stream(digits, STEPS, f"data.workers={workers}", f"batch.accumulate={accumulate}", world=world)
+    assert found == reference
 
 
 @pytest.mark.parametrize(
@@ -57,44 +57,44 @@ def test_every_global_batch_is_the_same_however_it_is_made(
         *(pytest.param(name, marks=pytest.mark.full) for name in ("autoaugment", "trivialaugment", "augmix")),
     ],
 )
-def test_what_is_drawn_further_is_the_same_however_it_is_made(
-    digits: Path, alone: list[GlobalBatch], policy: str
+def test_policies_and_mixes_are_the_same_however_they_are_made(
+    digits: Path, reference: list[GlobalBatch], policy: str
 ) -> None:
     words = (f"augment.policy={policy}", "augment.erase=0.5", "augment.mixup=0.2", "augment.cutmix=1")
-    whole, _ = stream(digits, range(28, 31), *words, "data.workers=0")
-    assert not {one.pixels for one in whole} & {one.pixels for one in alone}, "it is seen in the pixels"
+    expected, _ = stream(digits, range(28, 31), *words, "data.workers=0")
+    assert not {batch.pixels for batch in expected} & {batch.pixels for batch in reference}, "the policy changes pixels"
     for world, workers, accumulate in ((1, 2, 2), (2, 0, 1), (4, 2, 1)):
         more = (f"data.workers={workers}", f"batch.accumulate={accumulate}")
-        assert stream(digits, range(28, 31), *words, *more, world=world)[0] == whole
-    assert stream(digits, range(29, 31), *words, "data.workers=1")[0] == whole[1:]
+        assert stream(digits, range(28, 31), *words, *more, world=world)[0] == expected
+    assert stream(digits, range(29, 31), *words, "data.workers=1")[0] == expected[1:]
 
 
 def test_views_and_sizes_are_the_same_however_they_are_made(digits: Path) -> None:
     words = ("augment.repeats=3", "augment.size=96", "augment.first_size=32", "augment.growth=[1 epoch, 3 epochs]",
              "augment.mixup=0.2", "data.workers=0")  # fmt: skip
     steps = range(57, 60)  # the second epoch, at 32 px, becomes the third, at 64 px
-    whole, _ = stream(digits, steps, *words)
+    expected, _ = stream(digits, steps, *words)
     for world, accumulate in ((2, 2), (4, 1)):
-        assert stream(digits, steps, *words, f"batch.accumulate={accumulate}", world=world)[0] == whole
-    assert stream(digits, range(58, 60), *words, "data.workers=2")[0] == whole[1:]
+        assert stream(digits, steps, *words, f"batch.accumulate={accumulate}", world=world)[0] == expected
+    assert stream(digits, range(58, 60), *words, "data.workers=2")[0] == expected[1:]
 
 
-def test_each_view_of_an_image_is_another_and_lies_apart_in_the_same_batch(digits: Path) -> None:
+def test_repeated_views_of_an_image_differ_and_are_in_the_same_batch(digits: Path) -> None:
     config, plan, source = prepare(digits, 1, "augment.repeats=3")
     batch = TrainBatches(source.train, config, plan, 0)[0]
     first, second, third = batch.ids.view(3, 16)
     assert torch.equal(first, second)
     assert torch.equal(first, third)
     assert len(set(first.tolist())) == 16
-    looks = [image.numpy().tobytes() for image in batch.images]
-    assert len(set(looks)) > 40, "of 8 × 8 pixels some crops are the same"
+    views = [image.numpy().tobytes() for image in batch.images]
+    assert len(set(views)) > 40, "some crops of 8 × 8 pixels are equal"
     config, plan, source = prepare(digits, 1)
     once = TrainBatches(source.train, config, plan, 0)[0]
     assert torch.equal(once.ids[:16], first)
-    assert torch.equal(once.images[:16], batch.images[:16]), "the first view is what there is without repetition"
+    assert torch.equal(once.images[:16], batch.images[:16]), "the first view is the one without repetition"
 
 
-def test_an_epoch_of_repeated_views_sees_each_of_its_images_that_often() -> None:
+def test_an_epoch_of_repeated_views_has_every_view_once() -> None:
     plan = make_plan(load("digits", ["batch.global=48", "augment.repeats=3"]), World(), DataSize(1000, 10, 10))
     order = Order(plan, seed=0)
     draws = [order.draws(step) for step in range(plan.steps_per_epoch)]
@@ -103,21 +103,21 @@ def test_an_epoch_of_repeated_views_sees_each_of_its_images_that_often() -> None
     assert len({sample for sample, _ in pairs}) == 320
 
 
-def test_how_far_workers_prepare_ahead_changes_nothing(digits: Path, alone: list[GlobalBatch]) -> None:
-    assert stream(digits, STEPS, "data.workers=2", "data.prefetch=5")[0] == alone
+def test_prefetching_changes_nothing(digits: Path, reference: list[GlobalBatch]) -> None:
+    assert stream(digits, STEPS, "data.workers=2", "data.prefetch=5")[0] == reference
 
 
-def test_a_start_in_the_middle_goes_on_with_the_same_batches(digits: Path, alone: list[GlobalBatch]) -> None:
-    assert stream(digits, range(30, 32), "data.workers=0")[0] == alone[4:]
+def test_a_start_in_the_middle_continues_with_the_same_batches(digits: Path, reference: list[GlobalBatch]) -> None:
+    assert stream(digits, range(30, 32), "data.workers=0")[0] == reference[4:]
 
 
-def test_another_seed_is_another_stream(digits: Path, alone: list[GlobalBatch]) -> None:
+def test_another_seed_is_another_stream(digits: Path, reference: list[GlobalBatch]) -> None:
     other, _ = stream(digits, STEPS, "data.workers=0", "run.seed=1")
-    assert not {one.ids for one in other} & {one.ids for one in alone}
+    assert not {batch.ids for batch in other} & {batch.ids for batch in reference}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that batches could be copied to")
-def test_batches_arrive_on_a_gpu_as_they_were_made(digits: Path) -> None:
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_batches_arrive_unchanged_on_a_gpu(digits: Path) -> None:
     config, plan, source = prepare(digits, 1, "data.workers=2")
     data, device = TrainBatches(source.train, config, plan, 0), torch.device("cuda")
     arrived = list(to_device(batches(data, STEPS, plan, pin=True), device))
@@ -134,9 +134,9 @@ def test_an_image_looks_different_in_each_epoch(digits: Path) -> None:
     order = Order(plan, config.run.seed)
     later = {int(sample): (step, row) for step in range(29, 58) for row, sample in enumerate(order.ids(step))}
     row, sample = next((row, int(sample)) for row, sample in enumerate(order.ids(0)) if int(sample) in later)
-    step, again = later[sample]
-    assert (data[0].ids[row], data[step].ids[again]) == (sample, sample)
-    assert not torch.equal(data[0].images[row], data[step].images[again])
+    step, later_row = later[sample]
+    assert (data[0].ids[row], data[step].ids[later_row]) == (sample, sample)
+    assert not torch.equal(data[0].images[row], data[step].images[later_row])
 
 
 def test_the_trace_is_the_digest_over_pixels_and_label(digits: Path) -> None:
@@ -166,7 +166,7 @@ def test_an_epoch_uses_each_image_at_most_once_and_as_many_as_fit(images: int) -
 
 
 @pytest.mark.parametrize("world", [1, 3, 4])
-def test_processes_and_passes_only_slice_the_global_batch(world: int) -> None:
+def test_ranks_and_passes_only_slice_the_global_batch(world: int) -> None:
     plan = make_plan(load("digits", ["batch.accumulate=2"]), World(size=world, local_size=world), DataSize(1437, 1, 2))
     order = Order(plan, seed=5)
     for step in (0, 13, 14, 100):
@@ -175,7 +175,7 @@ def test_processes_and_passes_only_slice_the_global_batch(world: int) -> None:
 
 
 @pytest.mark.fault("A5")
-def test_a_killed_loader_worker_costs_no_batch(digits: Path, alone: list[GlobalBatch]) -> None:
+def test_a_killed_loader_worker_costs_no_batch(digits: Path, reference: list[GlobalBatch]) -> None:
     config, plan, source = prepare(digits, 1, "data.workers=2")
     before = set(children(os.getpid()))
     made = []
@@ -185,16 +185,16 @@ def test_a_killed_loader_worker_costs_no_batch(digits: Path, alone: list[GlobalB
             workers = sorted(set(children(os.getpid())) - before)
             assert len(workers) == 2
             kill(workers[0], signal.SIGKILL)
-    assert made == alone
+    assert made == reference
     assert set(children(os.getpid())) <= before
 
 
 def test_a_connection_that_breaks_before_its_worker_is_dead_costs_no_batch(
-    digits: Path, alone: list[GlobalBatch], monkeypatch: pytest.MonkeyPatch
+    digits: Path, reference: list[GlobalBatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetch, calls = _MultiProcessingDataLoaderIter._try_get_data, []
 
-    def broken_once(self: Any, *arguments: Any) -> Any:  # as one in five killed workers shows itself
+    def broken_once(self: Any, *arguments: Any) -> Any:  # as for one in five killed workers
         calls.append(self)
         if len(calls) == 3:
             kill(self._workers[0].pid, signal.SIGKILL)
@@ -202,12 +202,12 @@ def test_a_connection_that_breaks_before_its_worker_is_dead_costs_no_batch(
         return fetch(self, *arguments)
 
     monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_try_get_data", broken_once)
-    assert stream(digits, STEPS, "data.workers=2")[0] == alone
+    assert stream(digits, STEPS, "data.workers=2")[0] == reference
     assert calls[0] is not calls[-1]
 
 
 def mapped_file(address: int) -> str:
-    """The inode of what is mapped there."""
+    """Return the inode of the file that is mapped at `address`."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, _, _, _, inode, *_ = line.split()
         start, end = (int(bound, 16) for bound in span.split("-"))
@@ -216,40 +216,38 @@ def mapped_file(address: int) -> str:
     raise AssertionError(f"nothing is mapped at {address:x}")
 
 
-def test_memory_is_used_again_once_nothing_refers_to_it(digits: Path) -> None:
+def test_shared_memory_is_reused_once_nothing_refers_to_it(digits: Path) -> None:
     config, plan, source = prepare(digits, 1, "data.workers=2")
     data, steps = TrainBatches(source.train, config, plan, 0), range(40)
-    held, places, files = [], set(), set()
+    held, addresses, files = [], set(), set()
     for step, batch in zip(steps, batches(data, steps, plan, pin=False), strict=True):
         if step < 20:
-            places.add(batch.images.data_ptr())
+            addresses.add(batch.images.data_ptr())
             files.add(mapped_file(batch.images.data_ptr()))
         elif step % 5 == 0:
-            held.append((step, batch.images[7:9]))  # a view is enough
-    assert len(places) <= 2 * plan.prefetch + 2
-    assert len(files) == 1, "memory of its own would be a file of its own"
+            held.append((step, batch.images[7:9]))  # a view is enough to keep the memory
+    assert len(addresses) <= 2 * plan.prefetch + 2
+    assert len(files) == 1, "separate memory would be a separate file"
     for step, images in held:
-        assert torch.equal(images, data[step].images[7:9]), "it was not written over"
+        assert torch.equal(images, data[step].images[7:9]), "it was not overwritten"
     assert len({images.data_ptr() for _, images in held}) == len(held)
 
 
-def test_what_a_worker_hands_over_is_left_to_itself_by_torchs_loader(
-    digits: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_dataloader_does_not_unpack_the_batch_of_a_worker(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, plan, source = prepare(digits, 1)
     data = TrainBatches(source.train, config, plan, 0)
     shared = SharedBatches(data, 1)
     (request,) = shared.requests([3])
-    made = shared[request]
-    assert default_convert(made) is made, "it is not taken apart"
-    monkeypatch.setattr("pipeline.data.shared_memory.pin_memory", lambda whole: whole)  # wants a GPU
-    pinned = pin_memory(pickle.loads(pickle.dumps(made)))
+    batch = shared[request]
+    assert default_convert(batch) is batch, "it is not unpacked"
+    monkeypatch.setattr("pipeline.data.shared_memory.pin_memory", lambda batch: batch)  # needs a GPU
+    pinned = pin_memory(pickle.loads(pickle.dumps(batch)))
     assert torch.equal(pinned.images, data[3].images)
     assert torch.equal(pinned.ids, data[3].ids)
 
 
-class Deadly(Dataset[Batch]):
-    """Position 1 kills whoever makes it; 2 takes its time; 3 raises; 4 cannot be handed over, as by a full /dev/shm."""
+class FailingDataset(Dataset[Batch]):
+    """Kills its process at position 1, sleeps at 2, raises at 3, cannot be sent at 4."""
 
     def __getitem__(self, position: int) -> Batch:
         if position == 1:
@@ -267,28 +265,28 @@ LOADER = {"world": 1, "local_world": 1, "prefetch": 1, "threads": 1, "eval_batch
 
 
 def test_a_worker_that_hangs_in_its_fork_is_replaced(
-    digits: Path, alone: list[GlobalBatch], monkeypatch: pytest.MonkeyPatch
+    digits: Path, reference: list[GlobalBatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader, "_START_TIMEOUT_S", 1)
     hangs = [True]
     os.register_at_fork(after_in_child=lambda: hangs and time.sleep(1000), after_in_parent=hangs.clear)
-    assert stream(digits, STEPS, "data.workers=2")[0] == alone
+    assert stream(digits, STEPS, "data.workers=2")[0] == reference
     assert not hangs, "there was a fork"
 
 
-def test_workers_that_die_at_one_batch_again_and_again_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "_MAX_REBUILDS", 1)  # each death takes 5 s to be noticed
-    loaded = batches(Deadly(), range(3), Resources(**LOADER, workers_per_node=1, workers=1), pin=False)
+def test_workers_that_keep_dying_at_one_batch_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "_MAX_REBUILDS", 1)  # detecting a death takes 5 s
+    loaded = batches(FailingDataset(), range(3), Resources(**LOADER, workers_per_node=1, workers=1), pin=False)
     assert next(loaded) == 0
     with pytest.raises(StorageError, match="loader workers died 2 times at one batch: look at memory and /dev/shm"):
         next(loaded)
 
 
-def test_a_batch_that_cannot_be_handed_over_is_not_waited_for_forever(
+def test_a_batch_that_cannot_be_sent_ends_the_run(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(loader, "_MAX_REBUILDS", 0)
-    loaded = batches(Deadly(), [0, 4], Resources(**LOADER, workers_per_node=1, workers=1), pin=False)
+    loaded = batches(FailingDataset(), [0, 4], Resources(**LOADER, workers_per_node=1, workers=1), pin=False)
     assert next(loaded) == 0
     with pytest.raises(StorageError, match="loader workers died 1 times at one batch: look at memory and /dev/shm"):
         next(loaded)
@@ -297,17 +295,19 @@ def test_a_batch_that_cannot_be_handed_over_is_not_waited_for_forever(
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_in_a_worker_is_not_taken_for_its_death(workers: int) -> None:
-    loaded = batches(Deadly(), [0, 3], Resources(**LOADER, workers_per_node=workers, workers=workers), pin=False)
+    loaded = batches(
+        FailingDataset(), [0, 3], Resources(**LOADER, workers_per_node=workers, workers=workers), pin=False
+    )
     assert next(loaded) == 0
     with pytest.raises(ConnectionResetError, match="mine"):
         next(loaded)
 
 
-def test_a_worker_that_waits_for_a_slow_disk_holds_up_no_exit() -> None:
+def test_a_worker_that_waits_for_a_slow_disk_delays_no_exit() -> None:
     before = set(children(os.getpid()))
-    loaded = batches(Deadly(), [0, 2, 2], Resources(**LOADER, workers_per_node=2, workers=2), pin=False)
+    loaded = batches(FailingDataset(), [0, 2, 2], Resources(**LOADER, workers_per_node=2, workers=2), pin=False)
     assert next(loaded) == 0
     start = time.monotonic()
     loaded.close()
-    assert time.monotonic() - start < 4  # 10 s, and 60 at the exit of the process, where they are only asked to leave
+    assert time.monotonic() - start < 4  # 10 s or even 60 s if the workers were only asked to exit
     assert set(children(os.getpid())) <= before

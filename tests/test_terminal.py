@@ -1,4 +1,4 @@
-"""The terminal: a live line on one, plain lines elsewhere, no colour where none is wanted, silence on request."""
+"""Terminal output: a live line on a terminal, plain lines elsewhere, no colour if unwanted."""
 
 import io
 import sys
@@ -13,8 +13,8 @@ class Tty(io.StringIO):
         return True
 
 
-def terminal_of(monkeypatch: pytest.MonkeyPatch) -> Tty:
-    """Standard error as a terminal. Not a fixture: pytest puts its own there before each test."""
+def make_tty(monkeypatch: pytest.MonkeyPatch) -> Tty:
+    """Make standard error a terminal; no fixture, because pytest replaces it before each test."""
     screen = Tty()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
@@ -23,7 +23,7 @@ def terminal_of(monkeypatch: pytest.MonkeyPatch) -> Tty:
 
 
 def test_on_a_terminal_progress_is_one_line_that_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
-    tty = terminal_of(monkeypatch)
+    tty = make_tty(monkeypatch)
     terminal = make_terminal(is_main=True)
     terminal.progress("step 1")
     terminal.progress("step 2")
@@ -32,7 +32,7 @@ def test_on_a_terminal_progress_is_one_line_that_is_overwritten(monkeypatch: pyt
 
 
 def test_the_summary_has_colour_on_a_terminal_and_none_with_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
-    tty = terminal_of(monkeypatch)
+    tty = make_tty(monkeypatch)
     make_terminal(is_main=True).log_summary({"best": "top-1 0.98"})
     assert "\x1b[1mbest\x1b[0m" in tty.getvalue()
     monkeypatch.setenv("NO_COLOR", "1")
@@ -40,7 +40,7 @@ def test_the_summary_has_colour_on_a_terminal_and_none_with_no_color(monkeypatch
     assert tty.getvalue().endswith("  report  runs/x/report\n")
 
 
-def test_elsewhere_lines_are_plain_and_few(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_lines_are_plain_and_few(capsys: pytest.CaptureFixture[str]) -> None:
     terminal = make_terminal(is_main=True)
     for step in range(100):
         terminal.progress(f"step {step}")
@@ -50,7 +50,7 @@ def test_elsewhere_lines_are_plain_and_few(capsys: pytest.CaptureFixture[str]) -
     assert not [line for line in lines if "\x1b" in line or "\r" in line]
 
 
-def test_quiet_ranks_and_those_that_are_not_the_main_one_say_nothing(
+def test_quiet_ranks_and_all_ranks_but_the_main_one_print_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(QUIET, "1")

@@ -1,4 +1,4 @@
-"""MLflow, absent, broken, killed or well: training does not notice, and in the end the server has what the journal has."""
+"""MLflow never disturbs a training, and in the end the server has what the journal has."""
 
 import base64
 import http.client
@@ -61,8 +61,7 @@ from pipeline.record.trace import Trace
 from pipeline.train import pretrained
 from pipeline.world import World
 
-# what each shows beyond the others: nobody there, an answer that is an error, no answer; the rest
-# with --full
+# no server, a server that replies with errors, a server that never replies; the others with --full
 QUICK = ("absent", "500", "silent")
 TROUBLES = (*QUICK, "401", "malformed")
 CASES = [kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.full) for kind in TROUBLES]
@@ -72,7 +71,7 @@ SECRET = f"{CANARY}/with+{CANARY}?and#{CANARY}"
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_client() -> Iterator[None]:
-    """This process asks, too, and may ask in vain."""
+    """Let the MLflow client of this process give up quickly."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
         patch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
@@ -82,7 +81,7 @@ def _quick_client() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A good server."""
+    """Yield a server that works."""
     server = Server(tmp_path_factory.mktemp("good")).start()
     yield server.wait_ready()
     server.kill()
@@ -90,7 +89,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def second(tmp_path: Path) -> Iterator[Server]:
-    """Another, empty until a run is sent to it as well."""
+    """Yield a second server, which is empty."""
     server = Server(tmp_path).start()
     yield server.wait_ready()
     server.kill()
@@ -101,12 +100,12 @@ class Trained:
     job: Job
     result: Result
     late: float
-    """Seconds from the journal's last word to the end of the process."""
+    """Seconds from the last row of the journal to the end of the process."""
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, digits: Path, full: bool) -> dict[str, Trained]:
-    """The same training without a tracker and beside each kind of bad server."""
+    """Run the same training without a tracker and with each kind of bad server."""
     folder = tmp_path_factory.mktemp("runs")
     with bad_servers() as uris:
         jobs = {"none": job(folder / "none", digits, "none")} | {
@@ -120,7 +119,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, digits: Path, full: bool) 
 
 @pytest.fixture(scope="module")
 def delivered(trained: dict[str, Trained], good: Server) -> dict[str, Result]:
-    """Each of them sent to a good server afterwards; by either variable."""
+    """Send each of these runs to a good server afterwards, set by either variable."""
     kinds = [kind for kind in TROUBLES if kind in trained]
     names = {kind: ("MLFLOW_TRACKING_URI", "PIPELINE_TRACK_URI")[n % 2] for n, kind in enumerate(kinds)}
     with ThreadPoolExecutor(2) as pool:
@@ -131,39 +130,42 @@ def delivered(trained: dict[str, Trained], good: Server) -> dict[str, Result]:
 @pytest.mark.fault("D1")
 @pytest.mark.parametrize("kind", CASES)
 def test_a_bad_server_changes_nothing_and_is_given_up_in_seconds(trained: dict[str, Trained], kind: str) -> None:
-    without, beside = trained["none"], trained[kind]
-    assert beside.result.code == 0, beside.result.err
-    assert beside.result.done == without.result.done
-    assert beside.job.journal("train/", "val/") == without.job.journal("train/", "val/")
-    rows = read_rows(beside.job.folder / "journal.jsonl")
+    without, tracked = trained["none"], trained[kind]
+    assert tracked.result.code == 0, tracked.result.err
+    assert tracked.result.done == without.result.done
+    assert tracked.job.journal("train/", "val/") == without.job.journal("train/", "val/")
+    rows = read_rows(tracked.job.folder / "journal.jsonl")
     assert [row["event"] for row in rows if "event" in row] == ["created", "started", "evaluated", "ended"]
-    said = [line for line in beside.result.err.splitlines() if "MLflow" in line]
-    assert len(said) == 1, said
-    assert "pipeline sync" in said[0]
-    assert "Traceback" not in beside.result.err
-    print(f"{kind}: {beside.late:.1f} s from the last word to the exit, without a tracker {without.late:.1f} s")
-    assert beside.late <= without.late + 10 * SHARING
-    beside.job.wait_gone(1)
+    lines = [line for line in tracked.result.err.splitlines() if "MLflow" in line]
+    assert len(lines) == 1, lines
+    assert "pipeline sync" in lines[0]
+    assert "Traceback" not in tracked.result.err
+    print(f"{kind}: {tracked.late:.1f} s from the last row to the exit, without a tracker {without.late:.1f} s")
+    assert tracked.late <= without.late + 10 * SHARING
+    tracked.job.wait_gone(1)
 
 
 @pytest.mark.fault("D1")
 @pytest.mark.parametrize("kind", CASES)
-def test_what_a_bad_server_did_not_take_is_delivered_later(
+def test_a_run_that_a_bad_server_did_not_take_is_delivered_later(
     trained: dict[str, Trained], delivered: dict[str, Result], good: Server, kind: str
 ) -> None:
     assert delivered[kind].code == 0, delivered[kind].err
-    assert_whole(good, trained[kind].job)
+    assert_complete(good, trained[kind].job)
 
 
-def test_sending_twice_doubles_nothing(trained: dict[str, Trained], delivered: dict[str, Result], good: Server) -> None:
+def test_sending_twice_duplicates_nothing(
+    trained: dict[str, Trained], delivered: dict[str, Result], good: Server
+) -> None:
     job = trained["500"].job
     before = good.run_of(job)
-    good.client.create_logged_model(before.info.experiment_id, "model", before.info.run_id)  # as if broken off half-way
+    # as if sending had been interrupted
+    good.client.create_logged_model(before.info.experiment_id, "model", before.info.run_id)
     assert sync(job, MLFLOW_TRACKING_URI=good.uri).code == 0
-    (job.folder / "mlflow.json").unlink()  # as after a crash between sending and noting it, all the way back
+    (job.folder / "mlflow.json").unlink()  # as if the record of what was sent had been lost
     assert sync(job, MLFLOW_TRACKING_URI=good.uri).code == 0
     assert good.run_of(job).info.run_id == before.info.run_id
-    assert_whole(good, job)
+    assert_complete(good, job)
 
 
 @pytest.mark.full
@@ -172,12 +174,12 @@ def test_a_second_server_gets_the_same_history(
 ) -> None:
     job = trained["absent"].job
     assert sync(job, MLFLOW_TRACKING_URI=second.uri).code == 0
-    assert_whole(second, job)
+    assert_complete(second, job)
     assert second.points(second.run_of(job)) == good.points(good.run_of(job))
 
 
 @pytest.mark.long
-def test_a_database_whose_making_was_killed_is_made_anew(trained: dict[str, Trained], tmp_path: Path) -> None:
+def test_a_database_whose_creation_was_killed_is_created_again(trained: dict[str, Trained], tmp_path: Path) -> None:
     database = tmp_path / "local" / "mlflow.db"
     uri = f"sqlite:///{database}"
     jobs = [trained["absent"].job, trained["silent"].job]
@@ -191,7 +193,7 @@ def test_a_database_whose_making_was_killed_is_made_anew(trained: dict[str, Trai
         sender.kill()
         sender.wait()
         assert not database.exists()
-    with ThreadPoolExecutor(2) as pool:  # and two that want to make it at once
+    with ThreadPoolExecutor(2) as pool:  # two processes that create it at once
         sent = list(pool.map(lambda job: sync(job, MLFLOW_TRACKING_URI=uri), jobs))
     assert [result.code for result in sent] == [0, 0], [result.err for result in sent]
     assert [path.name for path in database.parent.glob("mlflow.db*")] == ["mlflow.db"]
@@ -200,14 +202,14 @@ def test_a_database_whose_making_was_killed_is_made_anew(trained: dict[str, Trai
     assert len(client.search_runs([experiment.experiment_id])) == len(jobs)
 
 
-def test_a_server_that_says_yes_to_everything_is_not_believed(trained: dict[str, Trained]) -> None:
+def test_a_server_that_accepts_everything_is_not_trusted(trained: dict[str, Trained]) -> None:
     with http_server(lambda request: (200, b"{}")) as uri:
         result = sync(trained["500"].job, MLFLOW_TRACKING_URI=uri)
     assert result.code == 75
     assert "not as MLflow does" in result.error
 
 
-def test_without_a_tracker_nothing_of_it_is_there(trained: dict[str, Trained]) -> None:
+def test_without_a_tracker_a_run_has_no_files_of_one(trained: dict[str, Trained]) -> None:
     job = trained["none"].job
     assert not {path.name for path in job.folder.iterdir()} & {"mlflow.json", "mlflow.lock", "sync.log"}
     result = pipeline("sync", str(job.folder))
@@ -226,7 +228,7 @@ def test_the_training_process_never_imports_mlflow(trained: dict[str, Trained], 
     assert "mlflow" not in imported
 
 
-def test_the_logged_model_takes_pixels_in_any_number(
+def test_the_logged_model_takes_any_number_of_images(
     trained: dict[str, Trained], delivered: dict[str, Result], good: Server, digits: Path
 ) -> None:
     job = trained["silent"].job
@@ -238,7 +240,7 @@ def test_the_logged_model_takes_pixels_in_any_number(
     module = mlflow.pytorch.load_model(f"models:/{logged.model_id}")
     files = sorted((digits / "val").glob("*/*.png"))[::18][:20]
     images = torch.stack([resize(decode(file.read_bytes()), [32, 32], antialias=True) for file in files]).float()
-    expected = answers(job.checkpoints()[-1], images)
+    expected = predict_probabilities(job.checkpoints()[-1], images)
     with torch.inference_mode():
         for size in (1, 5, 20):
             answer = np.concatenate([served.predict(part.numpy()) for part in images.split(size)])
@@ -247,14 +249,14 @@ def test_the_logged_model_takes_pixels_in_any_number(
 
 
 @pytest.mark.full
-def test_the_served_model_answers_as_predict_and_the_checkpoint_do(
+def test_the_served_model_and_predict_and_the_checkpoint_agree(
     trained: dict[str, Trained], delivered: dict[str, Result], good: Server, digits: Path
 ) -> None:
     run, saved = good.run_of(trained["500"].job), trained["500"].job.checkpoints()[-1]
     config = load("digits", [f"data.root={digits}"])
     seen = EvalBatches(open_source(config).val, config)
     images = torch.cat([seen[number].images for number in range(len(seen))]).float()
-    expected = answers(saved, images)
+    expected = predict_probabilities(saved, images)
     with serving(f"models:/{run.outputs.model_outputs[0].model_id}", good) as uri:
         body = json.dumps({"inputs": images.tolist()}).encode()
         request = urllib.request.Request(f"{uri}/invocations", body, {"Content-Type": "application/json"})
@@ -265,14 +267,14 @@ def test_the_served_model_answers_as_predict_and_the_checkpoint_do(
     np.testing.assert_allclose(answer, expected, atol=1e-5)
     assert (answer.argmax(1) == expected.argmax(1)).all()
     assert [row["top"][0]["class"] for row in predicted] == [str(label) for label in answer.argmax(1)]
-    for row, shares in zip(predicted, answer, strict=True):
-        assert [one["probability"] for one in row["top"]] == pytest.approx(
-            [shares[int(one["class"])] for one in row["top"]], abs=1e-5
+    for row, probabilities in zip(predicted, answer, strict=True):
+        assert [prediction["probability"] for prediction in row["top"]] == pytest.approx(
+            [probabilities[int(prediction["class"])] for prediction in row["top"]], abs=1e-5
         )
 
 
 @pytest.mark.full
-def test_the_run_tells_the_whole_story_and_its_folder_alone_tells_it_again(
+def test_mlflow_shows_the_complete_run_and_its_folder_alone_restores_it(
     tmp_path: Path, digits: Path, good: Server, second: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = job(
@@ -288,11 +290,11 @@ def test_the_run_tells_the_whole_story_and_its_folder_alone_tells_it_again(
     mlruns = [server.run_of(run) for server in (good, second)]
     assert good.points(mlruns[0]) == second.points(mlruns[1]) == points_of(run)
     for server, found in zip((good, second), mlruns, strict=True):
-        images = [Path(one.path).name for one in server.client.list_artifacts(found.info.run_id, "images")]
-        pictures = sorted(name.split("+timestamp")[0] for name in images if name.endswith(".png"))
+        images = [Path(file.path).name for file in server.client.list_artifacts(found.info.run_id, "images")]
+        figures = sorted(name.split("+timestamp")[0] for name in images if name.endswith(".png"))
         names = ("classes", "confusion", "mistakes")
-        assert pictures == sorted(f"{name}+step+{step}" for name in names for step in (4, 8)), "each once"
-        sent = {Path(one.path).name for one in server.client.list_artifacts(found.info.run_id, "report")}
+        assert figures == sorted(f"{name}+step+{step}" for name in names for step in (4, 8)), "each once"
+        sent = {Path(file.path).name for file in server.client.list_artifacts(found.info.run_id, "report")}
         assert sent == report
         note = found.data.tags["mlflow.note.content"]
         assert "FINISHED at step 8" in note
@@ -310,14 +312,14 @@ def test_the_run_tells_the_whole_story_and_its_folder_alone_tells_it_again(
     assert mlruns[0].data.params == mlruns[1].data.params
 
     best = read_rows(run.folder / "journal.jsonl")[-1]["best"]
-    answers = [
+    outputs = [
         json.loads(pipeline("predict", model, str(digits / "val" / "3"), "--json", MLFLOW_TRACKING_URI=good.uri).out)
         for model in (str(run.folder / "checkpoints" / best["file"]), "models:/story-digits@best")
     ]
-    for by_file, by_registry in zip(*(answer["predictions"] for answer in answers), strict=True):
+    for by_file, by_registry in zip(*(output["predictions"] for output in outputs), strict=True):
         assert by_file["image"] == by_registry["image"]
-        shares = [{one["class"]: one["probability"] for one in row["top"]} for row in (by_file, by_registry)]
-        assert shares[0] == pytest.approx(shares[1], abs=1e-5)
+        top = [{found["class"]: found["probability"] for found in row["top"]} for row in (by_file, by_registry)]
+        assert top[0] == pytest.approx(top[1], abs=1e-5)
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", good.uri)
     options = Model(arch="shufflenet_v2_x0_5", init="models:/story-digits@best")
@@ -325,30 +327,28 @@ def test_the_run_tells_the_whole_story_and_its_folder_alone_tells_it_again(
     weights = pretrained.read(options, model)
     pretrained.load_pretrained(model, weights, options, Group(World(), torch.device("cpu")), lambda _: None)
     path = run.folder / "checkpoints" / best["file"]
-    judged = checkpoint.eval_weights(checkpoint.decode(checkpoint.read_verified(path), path))
-    assert checkpoint.weights_digest(model.state_dict()) == checkpoint.weights_digest(judged), (
-        "its weights are had back"
-    )
+    expected = checkpoint.eval_weights(checkpoint.decode(checkpoint.read_verified(path), path))
+    assert checkpoint.weights_digest(model.state_dict()) == checkpoint.weights_digest(expected)
 
 
 @pytest.mark.full
-def test_each_of_two_nodes_is_there_by_its_name(tmp_path: Path, digits: Path, good: Server) -> None:
+def test_the_metrics_of_two_nodes_have_their_names(tmp_path: Path, digits: Path, good: Server) -> None:
     hosts = ("node-0", "node-1")
     if subprocess.run([*on_host("node-0"), "true"], capture_output=True, check=False).returncode:
-        pytest.skip("this system gives no namespace of names")
+        pytest.skip("this system has no UTS namespaces")
     run = job(tmp_path / "nodes", digits, good.uri, nproc=2)
     result = two_nodes(run, hosts)
     assert result.code == 0, result.err
     points = good.points(good.run_of(run))
-    reported = {step for step, key, *_ in points if key == "train/loss"}
-    of_machines = sorted((step, key) for step, key, *_ in points if key.startswith("system/"))
+    logged_steps = {step for step, key, *_ in points if key == "train/loss"}
+    system_points = sorted((step, key) for step, key, *_ in points if key.startswith("system/"))
     facts = [f"system/{host}/{fact}" for host in hosts for fact in ("cpus_busy", "rss_mib")]
-    assert of_machines == sorted((step, key) for step in reported for key in facts)
+    assert system_points == sorted((step, key) for step in logged_steps for key in facts)
 
 
 @pytest.mark.fault("D1")
 @pytest.mark.full
-def test_a_server_killed_in_mid_run_costs_no_step_and_no_point(
+def test_a_server_killed_during_a_run_costs_no_step_and_no_point(
     tmp_path: Path, digits: Path, good: Server, outage: int
 ) -> None:
     endless = (
@@ -375,23 +375,25 @@ def test_a_server_killed_in_mid_run_costs_no_step_and_no_point(
     run.arguments.append(f"train.max_steps={run.step() + 3}")
     assert run.run().code == 0
     assert [row["step"] for row in read_rows(run.folder / "trace.jsonl")] == list(range(1, run.step() + 1))
-    assert_whole(good, run)
-    reports = [
+    assert_complete(good, run)
+    step_times = [
         (row["time"], row["metrics"]["time/step_ms"])
         for row in rows_with_metrics(run)
-        if "time/step_ms" in row["metrics"]  # not an evaluation's, nor the account of an epoch
+        if "time/step_ms" in row["metrics"]  # neither an evaluation nor the times of an epoch
     ]
-    with_it = statistics.median(step_ms for at, step_ms in reports if not down < at <= up)
-    without = statistics.median(step_ms for at, step_ms in reports if down < at <= up)
+    with_it = statistics.median(step_ms for at, step_ms in step_times if not down < at <= up)
+    without = statistics.median(step_ms for at, step_ms in step_times if down < at <= up)
     print(f"median step {with_it:.0f} ms with the server, {without:.0f} ms while it was away")
-    assert without <= 3 * with_it  # a call in the way would cost seconds
+    assert without <= 3 * with_it  # a call that blocks would cost seconds
 
 
 @pytest.mark.full
 @pytest.mark.fault("D2")
-def test_one_run_through_crash_and_stop_with_the_true_status(tmp_path: Path, digits: Path, good: Server) -> None:
+def test_crash_and_stop_and_restart_are_one_run_with_the_correct_status(
+    tmp_path: Path, digits: Path, good: Server
+) -> None:
     run = job(
-        tmp_path / "hurt", digits, good.uri, "track.required=true", "checkpoint.every=5 steps", "data.workers=2",
+        tmp_path / "killed", digits, good.uri, "track.required=true", "checkpoint.every=5 steps", "data.workers=2",
         "train.max_steps=28", nproc=2,
     )  # fmt: skip
 
@@ -425,12 +427,12 @@ def test_one_run_through_crash_and_stop_with_the_true_status(tmp_path: Path, dig
 
     assert run.run().code == 0
     assert good.run_of(run).info.run_id == first
-    assert_whole(good, run)
+    assert_complete(good, run)
 
 
 @pytest.mark.full
-def test_a_farewell_may_take_longer_than_an_exchange(tmp_path: Path, digits: Path) -> None:
-    with bad_servers() as uris:  # one that never answers is given up in 7 s
+def test_the_last_delivery_may_take_longer_than_run_timeout(tmp_path: Path, digits: Path) -> None:
+    with bad_servers() as uris:  # a silent server is given up after 7 s
         result = job(tmp_path / "run", digits, uris["silent"], "run.timeout=5", nproc=2).run()
         required = job(
             tmp_path / "required", digits, uris["silent"], "run.timeout=5", "track.required=true", nproc=2
@@ -443,9 +445,7 @@ def test_a_farewell_may_take_longer_than_an_exchange(tmp_path: Path, digits: Pat
 
 
 @pytest.mark.full
-def test_what_was_killed_beside_a_dead_server_is_said_to_have_failed_later(
-    tmp_path: Path, digits: Path, good: Server
-) -> None:
+def test_a_run_killed_during_an_outage_is_failed_once_it_is_sent(tmp_path: Path, digits: Path, good: Server) -> None:
     with bad_servers() as uris:
         run = job(tmp_path / "run", digits, uris["silent"], "train.epochs=1000", "train.max_steps=none").start()
         run.wait_for_step(10)
@@ -460,24 +460,24 @@ def test_what_was_killed_beside_a_dead_server_is_said_to_have_failed_later(
 
 
 @pytest.mark.full
-def test_a_picture_that_cannot_be_drawn_keeps_nothing_else_back(
+def test_a_figure_that_cannot_be_drawn_holds_back_nothing_else(
     trained: dict[str, Trained], tmp_path: Path, second: Server
 ) -> None:
     run = trained["none"].job
     run = Job(Path(shutil.copytree(run.folder, tmp_path / "run")), run.arguments)
-    one, nothing = np.zeros(1, np.int32), np.empty(0, np.int64)
-    judged = SavedEvaluation(
-        Predictions(one + 1, one, one.astype(np.float32)), ["0"], nothing, np.empty((0, 3, 8, 8), np.uint8)
+    zero, empty = np.zeros(1, np.int32), np.empty(0, np.int64)
+    evaluation = SavedEvaluation(
+        Predictions(zero + 1, zero, zero.astype(np.float32)), ["0"], empty, np.empty((0, 3, 8, 8), np.uint8)
     )
-    save_evaluation(run.folder / "report", 8, judged)
+    save_evaluation(run.folder / "report", 8, evaluation)
     result = sync(run, MLFLOW_TRACKING_URI=second.uri)
     assert result.code == 0, result.err
     assert "classes of step 8 is not shown: " in result.err
-    assert_whole(second, run)
+    assert_complete(second, run)
 
 
 @pytest.mark.full
-def test_a_model_that_cannot_be_exported_keeps_nothing_else_back(trained: dict[str, Trained], good: Server) -> None:
+def test_a_model_that_cannot_be_exported_holds_back_nothing_else(trained: dict[str, Trained], good: Server) -> None:
     run = trained["none"].job
     (checkpoint,) = run.checkpoints()
     checkpoint.write_bytes(checkpoint.read_bytes()[:-1])
@@ -488,7 +488,7 @@ def test_a_model_that_cannot_be_exported_keeps_nothing_else_back(trained: dict[s
     assert good.points(good.run_of(run)) == points_of(run)
 
 
-def test_a_required_tracker_that_is_not_there_is_named_at_once(tmp_path: Path, digits: Path) -> None:
+def test_a_required_tracker_that_is_missing_is_named_at_once(tmp_path: Path, digits: Path) -> None:
     port = free_port()
     result = job(tmp_path / "run", digits, f"http://127.0.0.1:{port}", "track.required=true").run()
     assert result.code == 2, result.err
@@ -500,15 +500,15 @@ def test_a_required_tracker_that_is_not_there_is_named_at_once(tmp_path: Path, d
 
 @pytest.mark.fault("H3")
 @pytest.mark.full
-def test_a_password_is_used_and_found_nowhere(tmp_path: Path, digits: Path, good: Server) -> None:
+def test_a_password_is_used_and_written_nowhere(tmp_path: Path, digits: Path, good: Server) -> None:
     seen: list[tuple[str, bytes]] = []
 
     def forward(request: http.server.BaseHTTPRequestHandler) -> tuple[int, bytes]:
         body = request.rfile.read(int(request.headers.get("Content-Length") or 0))
         seen.append((request.headers.get("Authorization", ""), request.path.encode() + body))
-        there = http.client.HTTPConnection("127.0.0.1", good.port, timeout=20)
-        there.request(request.command, request.path, body, {"Content-Type": request.headers.get("Content-Type", "")})
-        answer = there.getresponse()
+        server = http.client.HTTPConnection("127.0.0.1", good.port, timeout=20)
+        server.request(request.command, request.path, body, {"Content-Type": request.headers.get("Content-Type", "")})
+        answer = server.getresponse()
         return answer.status, answer.read()
 
     with http_server(forward) as uri:
@@ -531,10 +531,10 @@ def test_a_password_is_used_and_found_nowhere(tmp_path: Path, digits: Path, good
     assert not [body for _, body in seen if CANARY.encode() in body]
     assert good.run_of(run).info.status == "FINISHED"
 
-    gone = sync(run, MLFLOW_TRACKING_URI=f"http://user:{SECRET}@127.0.0.1:{free_port()}")
-    assert gone.code == 75
-    assert "Connection refused" in gone.error
-    assert CANARY not in gone.err
+    result = sync(run, MLFLOW_TRACKING_URI=f"http://user:{SECRET}@127.0.0.1:{free_port()}")
+    assert result.code == 75
+    assert "Connection refused" in result.error
+    assert CANARY not in result.err
 
 
 def run_commands(run: Job) -> list[str]:
@@ -548,15 +548,15 @@ def test_a_torn_line_is_cut_off_and_no_point_is_written_twice(tmp_path: Path) ->
     for step in range(1, 4):
         journal.log_metrics(step, {"loss": 1 / step, "bad": float("nan")})
     journal.log_metrics(3, {"loss": 9.0, "top1": 0.5})
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"time": 1, "step": 4, "metr')
-    assert b"".join(json.dumps(row).encode() + b"\n" for row, _ in read(path)) == whole
+    content = path.read_bytes()
+    path.write_bytes(content + b'{"time": 1, "step": 4, "metr')
+    assert b"".join(json.dumps(row).encode() + b"\n" for row, _ in read(path)) == content
 
-    again = Journal(path, pytest.fail)
-    assert path.read_bytes() == whole
-    assert again.run_id == journal.run_id
+    reopened = Journal(path, pytest.fail)
+    assert path.read_bytes() == content
+    assert reopened.run_id == journal.run_id
     for step in range(2, 6):
-        again.log_metrics(step, {"loss": 7.0})
+        reopened.log_metrics(step, {"loss": 7.0})
     assert [(row["step"], row["metrics"]) for row in read_rows(path) if "step" in row] == [
         (1, {"loss": 1.0}), (2, {"loss": 0.5}), (3, {"loss": 1 / 3}), (3, {"top1": 0.5}),
         (4, {"loss": 7.0}), (5, {"loss": 7.0}),
@@ -564,27 +564,27 @@ def test_a_torn_line_is_cut_off_and_no_point_is_written_twice(tmp_path: Path) ->
 
 
 def test_rows_that_a_full_disk_refuses_are_written_once_there_is_room(small_disk: Path) -> None:
-    complaints: list[str] = []
-    journal, trace = Journal(small_disk / "journal.jsonl", complaints.append), Trace(small_disk / "trace.jsonl", 0)
-    (small_disk / "filler").write_bytes(bytes(48 << 10))  # two pages of sixteen are left beside the two files
+    lines: list[str] = []
+    journal, trace = Journal(small_disk / "journal.jsonl", lines.append), Trace(small_disk / "trace.jsonl", 0)
+    (small_disk / "filler").write_bytes(bytes(48 << 10))  # leaves two of sixteen pages for the two files
     for step in range(1, 101):
         journal.log_metrics(step, {"loss": step / 7})
         trace.append(step, 0, list(range(50)), "0" * 64)
         seen = read_rows(small_disk / "journal.jsonl")
         assert [row["step"] for row in seen if "step" in row] == list(range(1, len(seen)))
     assert len(read_rows(small_disk / "trace.jsonl")) < 100
-    assert len(complaints) == 1
-    assert "No space left" in complaints[0]
+    assert len(lines) == 1
+    assert "No space left" in lines[0]
     (small_disk / "filler").unlink()
     journal.log_event("ended")
     trace.append(101, 0, [], "")
     assert [row["step"] for row in read_rows(small_disk / "journal.jsonl")[1:-1]] == list(range(1, 101))
     assert [row["step"] for row in read_rows(small_disk / "trace.jsonl")] == list(range(1, 102))
-    assert len(complaints) == 1
+    assert len(lines) == 1
 
 
-def assert_whole(server: Server, job: Job) -> None:
-    """The server has the run once, finished, with each point of the journal once and verbatim, its files and its model."""
+def assert_complete(server: Server, job: Job) -> None:
+    """Check that the server has the run once and finished, with all points, files and its model."""
     run = server.run_of(job)
     assert run.info.status == "FINISHED"
     rows = read_rows(job.folder / "journal.jsonl")
@@ -600,16 +600,16 @@ def assert_whole(server: Server, job: Job) -> None:
     assert sorted(file.path for file in files) == ["config.yaml", "journal.jsonl", "plan.json", "receipt.json"]
     mlflow.set_tracking_uri(server.uri)
     for file in files:
-        there = mlflow.artifacts.download_artifacts(run_id=run.info.run_id, artifact_path=file.path)
-        assert Path(there).read_bytes() == (job.folder / file.path).read_bytes()
+        copy = mlflow.artifacts.download_artifacts(run_id=run.info.run_id, artifact_path=file.path)
+        assert Path(copy).read_bytes() == (job.folder / file.path).read_bytes()
     (model,) = server.client.search_logged_models([run.info.experiment_id], f"source_run_id = '{run.info.run_id}'")
     assert model.status == LoggedModelStatus.READY
     assert {metric.key for metric in server.client.get_logged_model(model.model_id).metrics} >= {"val/top1", "val/loss"}
     assert [output.model_id for output in run.outputs.model_outputs] == [model.model_id]
 
 
-def answers(saved: Path, images: torch.Tensor) -> np.ndarray:
-    """The probabilities that the checkpoint's model gives images, as pixels [N, 3, 32, 32] of 0..255."""
+def predict_probabilities(saved: Path, images: torch.Tensor) -> np.ndarray:
+    """Return the model's probabilities [N, 10] for images, as pixels [N, 3, 32, 32] in 0..255."""
     model = get_model("shufflenet_v2_x0_5", num_classes=10).eval()
     model.load_state_dict(torch.load(saved, weights_only=True)["model"])
     with torch.inference_mode():
@@ -619,20 +619,18 @@ def answers(saved: Path, images: torch.Tensor) -> np.ndarray:
 
 @contextmanager
 def serving(model: str, server: Server) -> Iterator[str]:
-    """The address at which MLflow's own command answers for a model."""
+    """Serve a model with MLflow's own command and yield the address."""
     port = free_port()
     command = ["models", "serve", "--env-manager", "local", "--host", "127.0.0.1", "--port", str(port), "--model-uri"]
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # it starts uvicorn by name
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # MLflow starts uvicorn by name
     process = subprocess.Popen(
         [sys.executable, "-m", "mlflow", *command, model],
         env=environment(
-            MLFLOW_TRACKING_URI=server.uri,
-            MLFLOW_DISABLE_TELEMETRY="true",
-            PATH=path,
+            MLFLOW_TRACKING_URI=server.uri, MLFLOW_DISABLE_TELEMETRY="true", PATH=path,
             MLFLOW_ALLOW_PICKLE_DESERIALIZATION="false",
         ),
         start_new_session=True,
-    )
+    )  # fmt: skip
     try:
         end = time.monotonic() + 120
         while True:
@@ -652,20 +650,8 @@ def serving(model: str, server: Server) -> Iterator[str]:
 def job(folder: Path, digits: Path, uri: str | None, *more: str, nproc: int = 1) -> Job:
     small = [word for word in SMALL if not word.startswith("track.uri")]
     tracker = [f"track.uri={uri}"] if uri else []
-    return Job(
-        folder,
-        [
-            "digits",
-            f"data.root={digits}",
-            *small,
-            *tracker,
-            "data.workers=0",
-            "train.epochs=1",
-            "train.max_steps=8",
-            *more,
-        ],
-        nproc=nproc,
-    )
+    words = ["digits", f"data.root={digits}", *small, *tracker, "data.workers=0", "train.epochs=1", "train.max_steps=8"]
+    return Job(folder, [*words, *more], nproc=nproc)
 
 
 def run_timed(job: Job) -> Trained:
@@ -678,8 +664,8 @@ def sync(job: Job, **env: str) -> Result:
     return pipeline("sync", str(job.folder), **env)
 
 
-def wait_for(condition: Callable[[], Any], what: str, job: Job) -> None:
-    job.wait_until(condition, what, pause=0.3)
+def wait_for(condition: Callable[[], Any], description: str, job: Job) -> None:
+    job.wait_until(condition, description, pause=0.3)
 
 
 def rows_with_metrics(job: Job) -> list[dict[str, Any]]:
@@ -687,7 +673,7 @@ def rows_with_metrics(job: Job) -> list[dict[str, Any]]:
 
 
 def points_of(job: Job) -> list[tuple[int, str, float, int]]:
-    """As the journal has them; a server's are to be the same."""
+    """Return the points of the journal, in the form of a server's points."""
     return sorted(
         (row["step"], key, value, row["time"])
         for row in rows_with_metrics(job)
@@ -697,7 +683,7 @@ def points_of(job: Job) -> list[tuple[int, str, float, int]]:
 
 @contextmanager
 def http_server(answer: Callable[[http.server.BaseHTTPRequestHandler], tuple[int, bytes]]) -> Iterator[str]:
-    """A server that answers each request as it is told."""
+    """Start a server whose replies are those of `answer`, and yield its address."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def answer(self) -> None:
@@ -722,8 +708,8 @@ def http_server(answer: Callable[[http.server.BaseHTTPRequestHandler], tuple[int
 
 @contextmanager
 def bad_servers() -> Iterator[dict[str, str]]:
-    """The address of each kind of trouble."""
-    silent = socket.create_server(("127.0.0.1", 0))  # the system accepts for it, and that is all
+    """Start a server of each bad kind and yield their addresses."""
+    silent = socket.create_server(("127.0.0.1", 0))  # the kernel accepts connections, and nobody replies
     with (
         http_server(lambda request: (500, b"broken")) as broken,
         http_server(lambda request: (401, b'{"error_code": "UNAUTHENTICATED"}')) as closed,
@@ -740,7 +726,7 @@ def bad_servers() -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.full
-def test_a_key_that_a_resumption_changed_is_a_tag_beside_the_first_parameter(tmp_path: Path) -> None:
+def test_a_key_changed_by_a_resume_is_a_tag_next_to_the_first_parameter(tmp_path: Path) -> None:
     folder, uri = tmp_path / "run", f"sqlite:///{tmp_path}/mlflow.db"
     folder.mkdir()
     (folder / "journal.jsonl").write_text(json.dumps({"time": 1, "event": "created", "run": "abc"}) + "\n")
@@ -755,7 +741,7 @@ def test_a_key_that_a_resumption_changed_is_a_tag_beside_the_first_parameter(tmp
         assert not [key for key in run.data.tags if key.startswith("data.")], "what did not change has no tag"
 
 
-def test_a_commit_is_that_of_the_package_and_says_what_is_not_committed(
+def test_a_commit_is_that_of_the_package_and_marks_uncommitted_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "pipeline"

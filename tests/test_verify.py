@@ -1,4 +1,4 @@
-"""The receipt is complete whatever happens, and a run made again from it has the same bits, or it is said where not."""
+"""The receipt is complete; a run repeated from it is bit-identical or its difference is named."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ def receipt(run: Path) -> dict[str, Any]:
     return contents
 
 
-def falsify(run: Path, change: Any) -> None:
+def edit_receipt(run: Path, change: Any) -> None:
     contents = receipt(run)
     change(contents)
     (run / "receipt.json").write_text(json.dumps(contents))
@@ -38,20 +38,20 @@ def verify(run: Path, *more: str) -> Result:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
-    """A run that nobody touched."""
-    run = job(tmp_path_factory.mktemp("whole") / "run", digits)
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
+    """Return a run that nobody interrupted."""
+    run = job(tmp_path_factory.mktemp("uninterrupted") / "run", digits)
     assert run.run().code == 0
     return run
 
 
 @pytest.fixture
-def copy(whole: Job, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(whole.folder, tmp_path / "copy"))
+def copy(uninterrupted: Job, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(uninterrupted.folder, tmp_path / "copy"))
 
 
-def test_the_receipt_says_what_the_weights_follow_from(whole: Job) -> None:
-    found = receipt(whole.folder)
+def test_the_receipt_has_all_that_determines_the_weights(uninterrupted: Job) -> None:
+    found = receipt(uninterrupted.folder)
     assert found["config"]["run"]["seed"] == 0
     assert found["plan"]["global_batch"] == 48
     assert len(found["data"]) == 64
@@ -66,33 +66,33 @@ def test_the_receipt_says_what_the_weights_follow_from(whole: Job) -> None:
 
 
 @pytest.mark.full
-def test_a_killed_runs_receipt_has_the_rows_of_one_that_nobody_touched(
-    whole: Job, tmp_path: Path, digits: Path
+def test_the_receipt_of_a_killed_run_has_the_rows_of_an_uninterrupted_run(
+    uninterrupted: Job, tmp_path: Path, digits: Path
 ) -> None:
     run = job(tmp_path / "run", digits).start()
     run.wait_until(run.checkpoints, "checkpoint")
     kill(run.ranks()[0], signal.SIGKILL)
     run.wait_gone(5)
     before = receipt(run.folder)
-    assert [row["step"] for row in before["evaluations"]][:1] == [4], "what was evaluated is there at any time"
+    assert [row["step"] for row in before["evaluations"]][:1] == [4], "evaluations are written at once"
     assert before["done"] is None
     assert run.run().code == 0
-    found, expected = receipt(run.folder), receipt(whole.folder)
+    found, expected = receipt(run.folder), receipt(uninterrupted.folder)
     assert found["evaluations"] == expected["evaluations"]
     assert found["done"] == expected["done"]
     first, second = found["starts"]
     assert (first["step"], second) == (0, {**first, "step": second["step"]})
 
 
-def test_rows_that_a_restart_makes_again_are_there_once_and_the_last_one_stands(whole: Job, tmp_path: Path) -> None:
+def test_rows_repeated_by_a_restart_appear_once_with_the_last_value(uninterrupted: Job, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for path in (folder.config, folder.plan):
-        shutil.copy(whole.folder / path.name, path)
+        shutil.copy(uninterrupted.folder / path.name, path)
     tags = {"world": 1}
     rows = [
         {"event": "created", "run": "r"}, {"event": "started", "step": 0, "tags": tags},
         {"step": 3, "metrics": {"train/loss": 3.0}}, {"event": "evaluated", "step": 4, "weights": "a"},
-        {"step": 6, "metrics": {"train/loss": 2.0}}, {"event": "evaluated", "step": 8, "weights": "struck out"},
+        {"step": 6, "metrics": {"train/loss": 2.0}}, {"event": "evaluated", "step": 8, "weights": "replaced"},
         {"event": "started", "step": 4, "tags": {"world": 3}}, {"event": "started", "step": 4, "tags": {"world": 2}},
         {"event": "evaluated", "step": 8, "weights": "b"}, {"event": "ended", "status": "FINISHED", "line": "done"},
     ]  # fmt: skip
@@ -105,20 +105,20 @@ def test_rows_that_a_restart_makes_again_are_there_once_and_the_last_one_stands(
     assert found["done"] == "done"
 
 
-def test_a_run_that_is_repeated_is_identical_and_left_alone(whole: Job) -> None:
-    before = {path: path.stat().st_mtime_ns for path in whole.folder.rglob("*")}
-    result = verify(whole.folder, "--steps", "11")
-    weights = receipt(whole.folder)["evaluations"][1]["weights"]
+def test_a_repeated_run_is_identical_and_left_unchanged(uninterrupted: Job) -> None:
+    before = {path: path.stat().st_mtime_ns for path in uninterrupted.folder.rglob("*")}
+    result = verify(uninterrupted.folder, "--steps", "11")
+    weights = receipt(uninterrupted.folder)["evaluations"][1]["weights"]
     assert (result.code, result.out) == (
         0,
         f"identical: 2 evaluations and 2 checkpoints up to step 8, weights={weights}\n",
     )
-    assert {path: path.stat().st_mtime_ns for path in whole.folder.rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in uninterrupted.folder.rglob("*")} == before
 
 
 @pytest.mark.full
-def test_another_seed_differs_from_its_first_step_and_tensor_on(copy: Path) -> None:
-    falsify(copy, lambda contents: contents["config"]["run"].update(seed=1))
+def test_another_seed_differs_from_the_first_step_and_tensor_on(copy: Path) -> None:
+    edit_receipt(copy, lambda contents: contents["config"]["run"].update(seed=1))
     result = verify(copy, "--steps", "8")
     assert result.code == 1
     assert result.out.startswith("differs: at step 4 weights is sha256:")
@@ -127,12 +127,12 @@ def test_another_seed_differs_from_its_first_step_and_tensor_on(copy: Path) -> N
 
 
 @pytest.mark.full
-def test_a_receipt_that_was_altered_is_told_from_a_run_that_differs(copy: Path) -> None:
+def test_an_altered_receipt_is_distinguished_from_a_run_that_differs(copy: Path) -> None:
     def alter(contents: Any) -> None:
         contents["evaluations"][1]["weights"] = "sha256:" + "0" * 64
         contents["starts"][0]["torch"] = "1.0"
 
-    falsify(copy, alter)
+    edit_receipt(copy, alter)
     result = verify(copy)
     assert result.code == 1
     assert "at step 8 weights is sha256:0000" in result.out
@@ -156,7 +156,7 @@ def test_a_checkpoint_of_another_run_is_named_by_step_and_tensor(copy: Path, tmp
 
 @pytest.mark.long
 @pytest.mark.parametrize("exact", ["false", "true"])
-def test_killed_and_gone_on_it_is_identical_to_a_repetition_in_one_piece(
+def test_a_killed_and_resumed_run_is_identical_to_an_uninterrupted_repetition(
     tmp_path: Path, digits: Path, exact: str
 ) -> None:
     run = job(tmp_path / "run", digits, f"run.exact={exact}", "exact.shards=6", "batch.accumulate=2", nproc=2).start()
@@ -172,23 +172,23 @@ def test_killed_and_gone_on_it_is_identical_to_a_repetition_in_one_piece(
     assert "3 evaluations" in result.out
 
 
-def test_what_cannot_be_repeated_is_refused_before_it_is_tried(copy: Path, tmp_path: Path) -> None:
-    def refused(change: Any = lambda whole: None, run: Path = copy, steps: int | None = None) -> str:
-        kept = (copy / "receipt.json").read_text()
-        falsify(copy, change)
+def test_a_run_that_cannot_be_repeated_is_refused_before_it_starts(copy: Path, tmp_path: Path) -> None:
+    def refused(change: Any = lambda contents: None, run: Path = copy, steps: int | None = None) -> str:
+        saved = (copy / "receipt.json").read_text()
+        edit_receipt(copy, change)
         with pytest.raises(RequestError) as refusal:
             commands.verify(run, steps)
-        (copy / "receipt.json").write_text(kept)
+        (copy / "receipt.json").write_text(saved)
         return str(refusal.value)
 
     second = {**receipt(copy)["starts"][0], "step": 4, "world": 2}
     assert "has no readable receipt (No such file or directory)" in refused(run=tmp_path)
     assert "--steps 3 is too small" in refused(steps=3)
-    assert "is not deterministic" in refused(lambda whole: whole["config"]["run"].update(deterministic=False))
-    assert "the data differs from that of the run" in refused(lambda whole: whole.update(data="0" * 64))
-    assert "world changed from 1 to 2 at step 4" in refused(lambda whole: whole["starts"].append(second))
-    assert "from another run's checkpoint" in refused(lambda whole: whole["starts"][0].update(step=3))
-    assert "not a receipt of format 1" in refused(lambda whole: whole.update(format=2))
+    assert "is not deterministic" in refused(lambda contents: contents["config"]["run"].update(deterministic=False))
+    assert "the data differs from that of the run" in refused(lambda contents: contents.update(data="0" * 64))
+    assert "world changed from 1 to 2 at step 4" in refused(lambda contents: contents["starts"].append(second))
+    assert "from another run's checkpoint" in refused(lambda contents: contents["starts"][0].update(step=3))
+    assert "not a receipt of format 1" in refused(lambda contents: contents.update(format=2))
     if not machine.has_gpu():
-        assert "has no GPU" in refused(lambda whole: whole["starts"][0].update(device_type="cuda"))
+        assert "has no GPU" in refused(lambda contents: contents["starts"][0].update(device_type="cuda"))
     assert verify(tmp_path).error.startswith(f"{tmp_path} has no readable receipt"), "as a command it is one line"

@@ -30,7 +30,7 @@ GUARDS = (
         "pipeline/record/checkpoint.py",
         "    if not digest.startswith(stated):\n",
         "    if not digest:\n",
-        ("tests/test_checkpoint.py::test_every_damage_is_noticed_named_and_passed_over",),
+        ("tests/test_checkpoint.py::test_every_damaged_checkpoint_is_detected_named_and_skipped",),
     ),
     Guard(
         "lock of the run folder",
@@ -65,7 +65,7 @@ GUARDS = (
         "pipeline/record/checkpoint.py",
         "                os.fsync(file.fileno())\n",
         "",
-        ("tests/test_checkpoint.py::test_a_file_has_its_name_once_it_is_on_the_disk_and_older_ones_go_after_that",),
+        ("tests/test_checkpoint.py::test_a_checkpoint_is_synced_before_it_is_renamed_and_older_ones_are_deleted_last",),
     ),
 )
 
