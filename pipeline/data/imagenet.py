@@ -35,6 +35,7 @@ from pipeline.errors import RequestError
 TRAIN = "ILSVRC2012_img_train.tar"
 VAL = "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
+_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 _IMAGE = re.compile(r"(?:.*/)?([\w-]+\.JPEG)", re.ASCII)
 _WNID = re.compile(r"n\d{8}", re.ASCII)
 _MAX_DEVKIT_BYTES = 64 << 20  # uncompressed; the published one has a few MB
@@ -88,9 +89,8 @@ def open_archives(folder: Path) -> Source:
         wnid = truth[int(number[1]) - 1]
         val.append((f"val/{wnid}/{name}", size, labels[wnid], offset))
     if len({name for name, _, _, _ in val}) != len(truth):
-        raise RequestError(
-            f"{VAL} holds {len(val):,} images, and the development kit lists {len(truth):,}: download it again"
-        )
+        listed = f"the development kit lists {len(truth):,}"
+        raise RequestError(f"{VAL} holds {len(val):,} images, and {listed}: download it again")
     index = Index(_split(train), _split(val), classes)
     return Source(
         index.size, index.digest, classes,
@@ -112,9 +112,7 @@ def _read_devkit(path: Path) -> tuple[dict[str, int], list[str]]:
             raise ValueError(f"more than {_MAX_DEVKIT_BYTES:,} bytes")
         with tarfile.open(fileobj=io.BytesIO(unpacked), mode="r:") as kit:
             files = {member.name.rpartition("/")[2]: member for member in kit if member.isreg()}
-            meta, truth = (
-                kit.extractfile(files[name]) for name in ("meta.mat", "ILSVRC2012_validation_ground_truth.txt")
-            )
+            meta, truth = kit.extractfile(files["meta.mat"]), kit.extractfile(files[_TRUTH])
             assert meta
             assert truth
             matrix = meta.read()
@@ -150,9 +148,8 @@ def _train_members(path: Path, counts: dict[str, int]) -> Iterator[tuple[str, st
         for member in outer:
             wnid = member.name.removesuffix(".tar").rpartition("/")[2]
             if wnid not in counts or not member.isreg():
-                raise RequestError(
-                    f"{path} holds {show(member.name.encode())}, which the development kit does not know"
-                )
+                name = show(member.name.encode())
+                raise RequestError(f"{path} holds {name}, which the development kit does not know")
             for name, size, offset in _members(path, member.offset_data, member.size):
                 yield wnid, name, size, offset
 
@@ -187,9 +184,8 @@ def _cut_short(path: Path, why: object) -> RequestError:
 
 
 def _check_counts(found: Counter[str], expected: dict[str, int]) -> None:
-    wrong = [
-        f"{wnid} has {found[wnid]:,} of {count:,}" for wnid, count in sorted(expected.items()) if found[wnid] != count
-    ]
+    different = [wnid for wnid, count in sorted(expected.items()) if found[wnid] != count]
+    wrong = [f"{wnid} has {found[wnid]:,} of {expected[wnid]:,}" for wnid in different]
     if wrong:
         raise RequestError(
             f"{TRAIN} holds {found.total():,} images, and the development kit says {sum(expected.values()):,}:"
@@ -201,6 +197,5 @@ def _split(entries: list[tuple[str, int, int, int]]) -> Split:
     """Return the split of (name, bytes, label, offset) entries, in any order."""
     entries = sorted(entries)
     places = np.array([(0, offset, 0) for _, _, _, offset in entries], np.int64).ravel()
-    return replace(
-        Split.from_entries([(name.encode(), size, label) for name, size, label, _ in entries]), places=places
-    )
+    split = Split.from_entries([(name.encode(), size, label) for name, size, label, _ in entries])
+    return replace(split, places=places)

@@ -187,14 +187,8 @@ class Index:
             array = np.frombuffer(view, np.dtype(dtype), count, at)
             arrays.append(array)
             at += array.nbytes + (-array.nbytes % 8)
-        return cls(
-            Split(*arrays[:6]),
-            Split(*arrays[6:]),
-            tuple(head["classes"]),
-            head["sums"],
-            dict(head["folders"]),
-            head["val_split"],
-        )
+        train, val = Split(*arrays[:6]), Split(*arrays[6:])
+        return cls(train, val, tuple(head["classes"]), head["sums"], dict(head["folders"]), head["val_split"])
 
     def differences(self, other: "Index") -> Iterator[str]:
         """Yield what changed from this index to `other`: one line for each class or file."""

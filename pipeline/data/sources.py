@@ -174,10 +174,8 @@ def open_validation(
     elif any(word.startswith("data.val_split=") for word in overrides):
         held_out, description = config.data.val_split, "the {count} held-out images of {root}"
     else:
-        description = (
-            "all {count} images of {root}"
-            " (it is not the data of the training; data.val_split=SHARE would hold a share out)"
-        )
+        hint = "it is not the data of the training; data.val_split=SHARE would hold a share out"
+        description = f"all {{count}} images of {{root}} ({hint})"
     split = scan_validation(root, classes, held_out)
     source = source_from_index(root, Index(Split.from_entries([]), split, classes))
     return source, description.format(count=f"{len(split):,}", root=root)
@@ -228,26 +226,22 @@ def _is_absent(root: Path) -> bool:
 
 def source_from_index(root: Path, index: Index) -> Source:
     """Return the images that `index` lists: of a pack if it holds places, else of a folder."""
-    train: Images
-    val: Images
-    if len(index.val.places):
-        train, val = pack.PackImages(root, "train", index.train), pack.PackImages(root, "val", index.val)
-    else:
-        train, val = FolderImages(root, index.train), FolderImages(root, index.val)
-    return Source(index.size, index.digest, index.classes, train, val, index)
+
+    def images(name: str, split: Split) -> Images:
+        return pack.PackImages(root, name, split) if len(index.val.places) else FolderImages(root, split)
+
+    return Source(
+        index.size, index.digest, index.classes, images("train", index.train), images("val", index.val), index
+    )
 
 
 def _synthetic(config: Config) -> Source:
     size = DataSize(config.data.num_images, -(-config.data.num_images // 4), config.data.num_classes)
     side = config.augment.size * 8 // 7
     digest = hashlib.sha256(f"synthetic {size} {side}".encode()).hexdigest()
-    return Source(
-        size,
-        digest,
-        tuple(f"class {label}" for label in range(size.num_classes)),
-        SyntheticImages("train", size.train_images, size.num_classes, side),
-        SyntheticImages("val", size.val_images, size.num_classes, side),
-    )
+    classes = tuple(f"class {label}" for label in range(size.num_classes))
+    train = SyntheticImages("train", size.train_images, size.num_classes, side)
+    return Source(size, digest, classes, train, SyntheticImages("val", size.val_images, size.num_classes, side))
 
 
 def make_digits(root: Path) -> None:

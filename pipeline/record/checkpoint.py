@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from pipeline.config.schema import Model
 from pipeline.errors import StorageError
@@ -107,10 +108,10 @@ def decode(data: bytes, origin: Path | str) -> dict[str, Any]:
         contents = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises half a dozen kinds for what is not its own
         raise StorageError(f"{origin} is not a checkpoint: {' '.join(str(error).split())[:200]}") from None
-    if not isinstance(contents, dict) or contents.get("format") != FORMAT:
-        stated = contents.get("format") if isinstance(contents, dict) else None
+    stated = contents.get("format") if isinstance(contents, dict) else None
+    if stated != FORMAT:
         raise StorageError(f"{origin} has format {stated}; this version reads format {FORMAT}")
-    return contents
+    return dict(contents)
 
 
 def read_model(path: Path) -> dict[str, Any]:
@@ -146,13 +147,7 @@ def eval_model(contents: dict[str, Any], options: Model) -> nn.Module:
 
 def copy_to_host(value: Any) -> Any:
     """Return a copy of a nested state whose tensors are in CPU memory and share no storage."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: copy_to_host(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(copy_to_host(inner) for inner in value)
-    return value
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), value)
 
 
 def find(path: Path) -> Path:
@@ -183,9 +178,7 @@ class CheckpointWriter:
     """The writer of one run's checkpoints, on rank 0."""
 
     def __init__(self, folder: Path, keep: int, log: Callable[[str], None]) -> None:
-        self._folder = folder
-        self._keep = keep
-        self._log = log
+        self._folder, self._keep, self._log = folder, keep, log
         self._thread: threading.Thread | None = None
         self._failures = 0
 

@@ -4,7 +4,7 @@ import json
 
 from pipeline.config.schema import Config
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import read
+from pipeline.record.journal import last_event
 from pipeline.record.receipt import Receipt
 
 _FACTS = ("commit", "image", "image_id", "torch", "device")
@@ -41,9 +41,8 @@ def describe_run(folder: RunFolder, config: Config) -> str:
 
 
 def _status(folder: RunFolder, starts: int) -> str:
-    events = [row for row, _ in read(folder.journal) if "event" in row]
+    end = last_event(folder.journal)
     restarts = f", after {starts} starts" if starts > 1 else ""
-    if events and events[-1]["event"] == "ended":
-        end = events[-1]
+    if end.get("event") == "ended":
         return f"{end['status']} at step {end['step']:,}{restarts}: `{end['line']}`"
     return f"Running, or killed{restarts}."

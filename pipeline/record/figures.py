@@ -27,9 +27,7 @@ _CURVES = (
 _MAX_NAMES = 30  # classes whose names fit on an axis
 _NAME_STYLE: dict[str, Any] = {"fontsize": 7, "parse_math": False}  # a class may be called $5
 _MAX_BARS = 40  # classes in the bar chart
-_FULL_MATRIX = (
-    1000  # classes up to which the whole confusion matrix is drawn: a cell takes 75 bytes beside the training
-)
+_FULL_MATRIX = 1000  # classes up to which all of the confusion matrix is drawn: a cell takes 75 bytes
 _PARTIAL_MATRIX = 200  # classes in the matrix if there are more
 
 
@@ -51,8 +49,8 @@ def draw_report(folder: RunFolder, log: Callable[[str], None]) -> list[Path]:
         except (OSError, ValueError, KeyError) as error:
             log(f"{path.name} cannot be drawn: {error}")
         else:
-            paths.append(path)
-    return [path for path in paths if path.exists()]
+            paths += [path] if path.exists() else []  # without mistakes there is no figure of them
+    return paths
 
 
 def draw_curves(path: Path, journal: Path) -> None:
@@ -69,7 +67,7 @@ def draw_curves(path: Path, journal: Path) -> None:
         for key in keys:
             if points[key]:
                 axes.plot(*zip(*points[key], strict=True), marker="." if key.startswith("val/") else "", label=key)
-        if any(points[key] for key in keys):
+        if axes.lines:
             axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from pipeline import __version__
 from pipeline.device import driver_version
 
 
@@ -21,12 +22,10 @@ def provenance(recipe: str, device: torch.device) -> dict[str, str]:
         "mlflow.source.git.commit": _build_argument("PIPELINE_COMMIT") or _commit(),
         "mlflow.docker.image.uri": _build_argument("PIPELINE_IMAGE"),
         "mlflow.docker.image.id": _build_argument("PIPELINE_IMAGE_ID"),
-        "version": _version(),
+        "version": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "torchvision": metadata.version("torchvision"),
-        "numpy": metadata.version("numpy"),
-        "pillow": metadata.version("pillow"),
+        **{name: metadata.version(name) for name in ("torchvision", "numpy", "pillow")},
         "device_type": device.type,
         **(_gpu(device) if device.type == "cuda" else {"device": _cpu_model()}),
     }
@@ -46,13 +45,6 @@ def _gpu(device: torch.device) -> dict[str, str | None]:
 def _build_argument(name: str) -> str | None:
     """Return a build argument of the container image, or None if it was not given (`unknown`)."""
     return os.environ.get(name, "").replace("unknown", "") or None
-
-
-def _version() -> str | None:
-    try:
-        return metadata.version("ddp-pipeline")
-    except metadata.PackageNotFoundError:  # run from a checkout that was not installed
-        return None
 
 
 def _user() -> str | None:

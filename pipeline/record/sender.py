@@ -25,17 +25,15 @@ READY = "ready"
 # not just the end of the pipe: a loader worker, forked from rank 0, may still hold the pipe open
 TRAINING_DONE = b"over\n"
 _READY_TIMEOUT_S = 60
-_FINISH_TIMEOUT_S = (
-    120  # for sending a model; the sender itself gives up on a server that does not answer within seconds
-)
+# for sending a model; the sender itself gives up on a server that does not answer within seconds
+_FINISH_TIMEOUT_S = 120
 
 
 class Sender:
     """Starts and stops the sender process."""
 
     def __init__(self, folder: RunFolder, uri: str) -> None:
-        self._uri = uri
-        self._folder = folder
+        self._folder, self._uri = folder, uri
         # the URI is not an argument, since ps shows those
         environment = {**os.environ, "PIPELINE_TRACK_URI": uri, "CUDA_VISIBLE_DEVICES": ""}
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
