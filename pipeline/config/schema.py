@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
+import pydantic
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
-from pydantic import model_validator as validator
 
 from pipeline.config.credentials import without_password
 
@@ -199,7 +199,7 @@ class Augment(Section):
     """Cutmix of pairs of images: alpha of the Beta(alpha, alpha) that the share of the pasted
     rectangle is drawn from. 0: off. If mixup is on, too, one of the two is drawn for each pair."""
 
-    @validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _check_order(self) -> Self:
         for name in ("scale", "ratio"):
             low, high = getattr(self, name)
@@ -275,7 +275,7 @@ class Optimizer(Section):
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 1e-4
     """Weight decay. Norm parameters and biases have none."""
 
-    @validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _check_nesterov(self) -> Self:
         if self.nesterov and self.momentum == 0:
             raise ValueError("optimizer.nesterov=true needs optimizer.momentum > 0: set it, or set nesterov=false")
@@ -355,7 +355,7 @@ class Profile(Section):
     """First and last step that torch.profiler records on rank 0: [20, 24] or 20-24. The trace is
     written to report/ in the run's folder. none: do not profile."""
 
-    @validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _check_order(self) -> Self:
         if self.steps and self.steps[0] > self.steps[1]:
             raise ValueError(f"profile.steps=[{self.steps[0]}, {self.steps[1]}]: give the smaller number first")
@@ -409,7 +409,7 @@ class Config(Section):
     profile: Profile = Profile()
     track: Track = Track()
 
-    @validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _check_combinations(self) -> Self:
         if self.data.source in ("folder", "pack") and self.data.root is None:
             contents = "train/ and val/" if self.data.source == "folder" else "a pack"
