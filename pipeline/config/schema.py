@@ -93,12 +93,8 @@ the path, and a line break would split an error message."""
 Place = Annotated[Text, AfterValidator(_normalise_path)]
 """A path, or a keyword or URI in its place. The shell does not expand `~` after `=`."""
 
-ModelName = Annotated[
-    str,
-    Field(
-        pattern=r"^[\w.-]+(@[\w.-]+)?$", json_schema_extra={"allowed": "NAME or NAME@ALIAS (letters, digits, _ . -)"}
-    ),
-]
+_MODEL_NAME = "NAME or NAME@ALIAS (letters, digits, _ . -)"
+ModelName = Annotated[str, Field(pattern=r"^[\w.-]+(@[\w.-]+)?$", json_schema_extra={"allowed": _MODEL_NAME})]
 
 
 class Section(BaseModel):
@@ -129,11 +125,9 @@ class Run(Section):
     """Intra-op threads per process. auto: the available CPUs divided by the processes on the
     machine; 1 in deterministic mode."""
     watch: Annotated[
-        Interval | None,
-        PlainSerializer(lambda interval: str(interval or "none")),
-        Absent,
-        _read_as(Duration(100, "steps"), *_UNSET),
-    ] = Duration(100, "steps")
+        Interval | None, PlainSerializer(lambda interval: str(interval or "none")),
+        Absent, _read_as(Duration(100, "steps"), *_UNSET),
+    ] = Duration(100, "steps")  # fmt: skip
     """Interval at which the processes compare their weights, in addition to before each evaluation
     and save. If they differ, the run ends and names the rank. none: never compare."""
     timeout: Annotated[float, Field(ge=1, le=86400)] = 300

@@ -76,11 +76,15 @@ def open_archives(folder: Path) -> Source:
     counts, truth = _read_devkit(folder / DEVKIT)
     classes = tuple(sorted(counts))
     labels = {wnid: label for label, wnid in enumerate(classes)}
-    train = [
-        (f"train/{wnid}/{name}", size, labels[wnid], offset)
-        for wnid, name, size, offset in _train_members(folder / TRAIN, counts)
-    ]
-    _check_counts(Counter(classes[label] for _, _, label, _ in train), counts)
+    members = _train_members(folder / TRAIN, counts)
+    train = [(f"train/{wnid}/{name}", size, labels[wnid], offset) for wnid, name, size, offset in members]
+    found = Counter(classes[label] for _, _, label, _ in train)
+    wrong = [f"{wnid} has {found[wnid]:,} of {counts[wnid]:,}" for wnid in classes if found[wnid] != counts[wnid]]
+    if wrong:
+        raise RequestError(
+            f"{TRAIN} holds {found.total():,} images, and the development kit says {sum(counts.values()):,}:"
+            f" {list_first(wrong, 3)}: download it again"
+        )
     val = []
     for name, size, offset in _members(folder / VAL, 0, (folder / VAL).stat().st_size):
         number = re.fullmatch(r"ILSVRC2012_val_(\d{8})\.JPEG", name)
@@ -92,10 +96,8 @@ def open_archives(folder: Path) -> Source:
         listed = f"the development kit lists {len(truth):,}"
         raise RequestError(f"{VAL} holds {len(val):,} images, and {listed}: download it again")
     index = Index(_split(train), _split(val), classes)
-    return Source(
-        index.size, index.digest, classes,
-        ArchiveImages(folder / TRAIN, index.train), ArchiveImages(folder / VAL, index.val), index,
-    )  # fmt: skip
+    images = ArchiveImages(folder / TRAIN, index.train), ArchiveImages(folder / VAL, index.val)
+    return Source(index.size, index.digest, classes, *images, index)
 
 
 def _read_devkit(path: Path) -> tuple[dict[str, int], list[str]]:
@@ -181,16 +183,6 @@ def _open_tar(path: Path, start: int) -> Iterator[tarfile.TarFile]:
 
 def _cut_short(path: Path, why: object) -> RequestError:
     return RequestError(f"{path} is damaged or cut short ({why}): download it again")
-
-
-def _check_counts(found: Counter[str], expected: dict[str, int]) -> None:
-    different = [wnid for wnid, count in sorted(expected.items()) if found[wnid] != count]
-    wrong = [f"{wnid} has {found[wnid]:,} of {expected[wnid]:,}" for wnid in different]
-    if wrong:
-        raise RequestError(
-            f"{TRAIN} holds {found.total():,} images, and the development kit says {sum(expected.values()):,}:"
-            f" {list_first(wrong, 3)}: download it again"
-        )
 
 
 def _split(entries: list[tuple[str, int, int, int]]) -> Split:

@@ -272,7 +272,7 @@ def _kill_unstarted(iterator: Any, started: mmap.mmap) -> None:
 
 
 def _has_dead_worker(workers: list[BaseProcess]) -> bool:
-    """Return whether a worker died: none exits by itself.
+    """Return True if a worker died: none exits by itself.
 
     The exception does not tell: torch raises RuntimeError, but a read at the instant of a worker's
     death fails with a broken connection, before the kernel has reported the death. Hence the
@@ -286,8 +286,7 @@ def _digests(pixels: Tensor, labels: Tensor) -> Tensor:
 
     It is over the uint8 pixels [3, H, W] and the label as 8 bytes, little-endian.
     """
-    rows = [
-        hashlib.sha256(image.numpy().tobytes() + label.to_bytes(8, "little")).digest()
-        for image, label in zip(pixels, labels.tolist(), strict=True)
-    ]
-    return torch.from_numpy(np.frombuffer(b"".join(rows), np.uint8).reshape(-1, 32).copy())
+    digests = bytearray()
+    for image, label in zip(pixels, labels.tolist(), strict=True):
+        digests += hashlib.sha256(image.numpy().tobytes() + label.to_bytes(8, "little")).digest()
+    return torch.frombuffer(digests, dtype=torch.uint8).view(-1, 32)

@@ -83,12 +83,12 @@ def _is_current(index: Index, root: Path, check_sizes: bool) -> bool:
         if any(os.stat(root / folder).st_mtime_ns != time for folder, time in index.folders.items()):
             return False
         # Without train/ and val/, classes are in the root: making the cache changes its time.
+        base = os.fsencode(root)
         has_splits = SPLITS[0] in index.folders
-        if not has_splits and tuple(show(name) for name in _subfolders(os.fsencode(root))) != index.classes:
+        if not has_splits and tuple(show(name) for name in _subfolders(base)) != index.classes:
             return False
-        return digest_of_sums(root) == index.sums and all(
-            _sizes_match(split, os.fsencode(root), check_sizes) for split in (index.train, index.val)
-        )
+        sizes_match = (_sizes_match(split, base, check_sizes) for split in (index.train, index.val))
+        return digest_of_sums(root) == index.sums and all(sizes_match)
     except OSError:
         return False
 
@@ -214,7 +214,14 @@ def _scan_classes(
         if parent:
             folders[parent] = os.stat(os.path.join(base, parent.encode())).st_mtime_ns
         for label, name in enumerate(classes):
-            for file, size in _class_images(base, os.path.join(parent.encode(), name), folders):
+            folder = os.path.join(parent.encode(), name)
+            images = list(_images(base, folder, folders))
+            if not images:
+                kinds = " ".join(kind.decode() for kind in EXTENSIONS)
+                raise RequestError(
+                    f"class folder {show(folder)}/ holds no image ({kinds}): add images or remove the folder"
+                )
+            for file, size in images:
                 split = parent or ("val" if _is_held_out(file, val_split) else "train")
                 entries[split].append((file, size, label))
     for split, advice in (("val", "larger"), ("train", "smaller")):
@@ -238,14 +245,6 @@ def _class_folders(folder: bytes, split: str) -> list[bytes]:
             " with the class names of train/"
         )
     raise RequestError(f"{split}/ holds no class folders: it needs one for each class, with images in it")
-
-
-def _class_images(base: bytes, folder: bytes, folders: dict[str, int]) -> list[tuple[bytes, int]]:
-    images = list(_images(base, folder, folders))
-    if not images:
-        kinds = " ".join(kind.decode() for kind in EXTENSIONS)
-        raise RequestError(f"class folder {show(folder)}/ holds no image ({kinds}): add images or remove the folder")
-    return images
 
 
 def _images(base: bytes, folder: bytes, folders: dict[str, int]) -> Iterator[tuple[bytes, int]]:

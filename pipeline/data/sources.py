@@ -230,9 +230,8 @@ def source_from_index(root: Path, index: Index) -> Source:
     def images(name: str, split: Split) -> Images:
         return pack.PackImages(root, name, split) if len(index.val.places) else FolderImages(root, split)
 
-    return Source(
-        index.size, index.digest, index.classes, images("train", index.train), images("val", index.val), index
-    )
+    train, val = images("train", index.train), images("val", index.val)
+    return Source(index.size, index.digest, index.classes, train, val, index)
 
 
 def _synthetic(config: Config) -> Source:

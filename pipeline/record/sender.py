@@ -103,10 +103,8 @@ def tracking_uri(config: Config, folder: RunFolder) -> str | None:
 
     Raises RequestError if MLflow cannot open a database beside the folder.
     """
-    if config.track.uri == "none":
-        return None
     if config.track.uri != "auto":
-        return config.track.uri
+        return None if config.track.uri == "none" else config.track.uri
     if os.environ.get("MLFLOW_TRACKING_URI"):
         return os.environ["MLFLOW_TRACKING_URI"]
     database = str(folder.path.absolute().parent / "mlflow.db")

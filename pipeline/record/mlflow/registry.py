@@ -64,13 +64,11 @@ def fetch_model(uri: str) -> dict[str, Any]:
     except ModuleNotFoundError as error:
         raise connection.not_installed(error) from None
     except Exception as error:  # mlflow passes on errors of the network, of a database, of a file system
+        kind: type[RunError] = TemporaryError if tracking_uri.startswith("http") else StorageError
         if getattr(error, "error_code", "INTERNAL_ERROR") not in _SERVER_ERRORS:
-            kind: type[RunError] = RequestError
-        else:
-            kind = TemporaryError if tracking_uri.startswith("http") else StorageError
-        raise kind(
-            f"{uri} cannot be read from {without_password(tracking_uri)}: {connection.root_cause(error)}"
-        ) from None
+            kind = RequestError
+        server = without_password(tracking_uri)
+        raise kind(f"{uri} cannot be read from {server}: {connection.root_cause(error)}") from None
 
 
 def _fetch_file(artifacts: str, name: str, limit: int, scratch: Path) -> Path:
