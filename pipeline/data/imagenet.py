@@ -21,7 +21,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -43,25 +43,21 @@ _MAX_META_BYTES = 16 << 20
 _MI_COMPRESSED = 15  # type of a compressed element of a MATLAB file
 
 
-@dataclass(frozen=True)
 class ArchiveImages(SplitImages):
     """One split, read from its archive."""
 
-    archive: Path
-    split: Split
-
     @cached_property
     def _descriptor(self) -> int:
-        return os.open(self.archive, os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(self.root, os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self, i: int) -> bytes:
         size, offset = self.size(i), int(self.split.places[3 * i + 1])
         try:
             data = os.pread(self._descriptor, size, offset)
         except OSError as error:
-            raise outage(self.archive, error) from None
+            raise outage(self.root, error) from None
         if len(data) != size:
-            raise _cut_short(self.archive, "it ends early")
+            raise _cut_short(self.root, "it ends early")
         return data
 
 

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
@@ -64,8 +65,7 @@ class _RetryingReader:
     """
 
     def __init__(self, images: Images, timeout: float) -> None:
-        self._images = images
-        self._timeout = timeout
+        self._images, self._timeout = images, timeout
         self._file = os.memfd_create("outage")  # shared with the workers; a lock on it ends with its holder
         os.ftruncate(self._file, 1)
         self._is_waiting = mmap.mmap(self._file, 1)
@@ -248,11 +248,10 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
 def _share(dataset: Dataset[Batch], plan: Resources) -> SharedBatches | None:
     if not plan.workers or not isinstance(dataset, SlotDataset):
         return None
-    try:
+    with suppress(OSError):
         # two more than are prefetched: the batch in use and the one that has just arrived
         return SharedBatches(dataset, plan.workers * plan.prefetch + 2)
-    except OSError:
-        return None
+    return None
 
 
 def _init_worker(parent: int, started: mmap.mmap, worker: int) -> None:

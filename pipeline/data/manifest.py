@@ -10,6 +10,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -79,7 +80,7 @@ def _cached(root: Path, spare: Path) -> Iterator[Index]:
 
 
 def _is_current(index: Index, root: Path, check_sizes: bool) -> bool:
-    try:
+    with suppress(OSError):
         if any(os.stat(root / folder).st_mtime_ns != time for folder, time in index.folders.items()):
             return False
         # Without train/ and val/, classes are in the root: making the cache changes its time.
@@ -89,17 +90,15 @@ def _is_current(index: Index, root: Path, check_sizes: bool) -> bool:
             return False
         sizes_match = (_sizes_match(split, base, check_sizes) for split in (index.train, index.val))
         return digest_of_sums(root) == index.sums and all(sizes_match)
-    except OSError:
-        return False
+    return False
 
 
 def _sizes_match(split: Split, base: bytes, check_all: bool) -> bool:
     # missing files are always checked: no folder's time changes if the target of a link comes back
     for i in range(len(split)) if check_all else np.flatnonzero(split.sizes == MISSING).tolist():
-        try:
+        size = MISSING
+        with suppress(OSError):
             size = os.stat(os.path.join(base, split.name(i))).st_size
-        except OSError:
-            size = MISSING
         if size != split.sizes[i]:
             return False
     return True

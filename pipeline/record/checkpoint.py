@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from pipeline.config.schema import Model
 from pipeline.errors import StorageError
@@ -147,7 +146,13 @@ def eval_model(contents: dict[str, Any], options: Model) -> nn.Module:
 
 def copy_to_host(value: Any) -> Any:
     """Return a copy of a nested state whose tensors are in CPU memory and share no storage."""
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), value)
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: copy_to_host(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(copy_to_host(inner) for inner in value)
+    return value
 
 
 def find(path: Path) -> Path:

@@ -15,27 +15,23 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 
 def read(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield (row, offset after it) for each complete line from byte `start` on."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(start)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                start += len(line)
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    continue
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        file.seek(start)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            start += len(line)
+            with suppress(ValueError):
+                row = json.loads(line)
                 if isinstance(row, dict):
                     yield row, start
-    except FileNotFoundError:
-        return
 
 
 def last_event(path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import getpass
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -48,10 +49,9 @@ def _build_argument(name: str) -> str | None:
 
 
 def _user() -> str | None:
-    try:
+    with suppress(OSError, KeyError):  # a user id without a name, as in a container
         return getpass.getuser()
-    except (OSError, KeyError):  # a user id without a name, as in a container
-        return None
+    return None
 
 
 def _commit() -> str | None:
@@ -61,12 +61,11 @@ def _commit() -> str | None:
     another project, say.
     """
     package = Path(__file__).parents[1]
-    try:
+    with suppress(OSError, subprocess.SubprocessError):
         _git(package, "ls-files", "--error-unmatch", "__init__.py")
         changed = _git(package, "status", "--porcelain", "--", ".")
         return _git(package, "rev-parse", "HEAD") + ("-dirty" if changed else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
+    return None
 
 
 def _git(folder: Path, *arguments: str) -> str:
@@ -75,8 +74,7 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def _cpu_model() -> str:
-    try:
+    with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.machine()
+    return platform.machine()

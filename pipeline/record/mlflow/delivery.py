@@ -88,10 +88,9 @@ class Delivery:
 
     def _progress(self) -> dict[str, dict[str, Any]]:
         """Return the contents of `mlflow.json`: for each server its run, and the bytes it has."""
-        try:
+        with contextlib.suppress(OSError, ValueError):
             return dict(json.loads(self._folder.delivered.read_text()))
-        except (OSError, ValueError):
-            return {}
+        return {}
 
     def _save_progress(self, run: MlflowRun) -> None:
         entry = {"run_id": run.run_id, "experiment_id": run.experiment_id, "offset": self._offset}
