@@ -67,10 +67,8 @@ class FolderImages(SplitImages):
                 raise UnreadableError(error.strerror) from None
             raise classify(path, error) from None
         if len(data) != expected:
-            was = "could not be read" if expected == MISSING else f"had {expected:,} bytes"
-            raise UnreadableError(
-                f"changed since it was indexed, when it {was}: 'pipeline data check' updates the index"
-            )
+            was = "it could not be read" if expected == MISSING else f"it had {expected:,} bytes"
+            raise UnreadableError(f"changed since it was indexed, when {was}: 'pipeline data check' updates the index")
         return data
 
 

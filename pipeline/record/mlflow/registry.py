@@ -103,17 +103,15 @@ def _parse_mlmodel(uri: str, text: str) -> dict[str, Any]:
     try:
         mlmodel = yaml.safe_load(text)
         flavors, metadata = mlmodel["flavors"], mlmodel["metadata"]
-        with_code = [name for name, flavor in flavors.items() if flavor.get("code")]
+        code = ", ".join(name for name, flavor in flavors.items() if flavor.get("code"))
         config, classes = metadata["config"], metadata["classes"]
         is_valid = isinstance(config, str) and isinstance(classes, list)
         if not is_valid or not all(isinstance(name, str) for name in classes):
             raise TypeError("no configuration, or no classes")
     except (yaml.YAMLError, RecursionError, ValueError, KeyError, TypeError, AttributeError):
         raise RequestError(f"{uri} is not a model that this pipeline logged: its MLmodel names no classes") from None
-    if with_code:
-        raise RequestError(
-            f"{uri} brings code of its own ({', '.join(with_code)}), which is never run: log the model without code"
-        )
+    if code:
+        raise RequestError(f"{uri} brings code of its own ({code}), which is never run: log the model without code")
     return {"config": config, "classes": classes}
 
 
