@@ -204,17 +204,14 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
         started = mmap.mmap(-1, max(1, plan.workers))  # shared with the workers, one byte each
         shared = _share(dataset, plan)
         loader = DataLoader(
-            shared or dataset,
-            batch_size=None,
+            shared or dataset, batch_size=None, num_workers=plan.workers, pin_memory=pin,
             sampler=shared.requests(positions[done:]) if shared else positions[done:],
-            num_workers=plan.workers,
             # always fork: workers then have the index and the slots mapped too
             multiprocessing_context="fork" if plan.workers else None,
             prefetch_factor=plan.prefetch if plan.workers else None,
             worker_init_fn=partial(_init_worker, os.getpid(), started),
-            pin_memory=pin,
             generator=torch.Generator(),  # else the loader draws a seed from the network's generator
-        )
+        )  # fmt: skip
         iterator = iter(loader)
         # torch's handler raises a worker's death at any line of the main thread, also in an update;
         # without it, only fetching a batch raises

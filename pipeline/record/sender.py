@@ -41,12 +41,9 @@ class Sender:
         with open(folder.sync_log, "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "pipeline", "sync", str(folder.path), "--follow"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment,
                 start_new_session=True,  # a launcher's signals to the process group do not reach it: the pipe ends it
-            )
+            )  # fmt: skip
 
     def wait_until_ready(self) -> None:
         """Return when the server was reached. Raises RequestError if the first attempt failed."""
