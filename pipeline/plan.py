@@ -282,7 +282,7 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
 def share_resources(config: Config, world: World) -> Resources:
     """Return the workers and threads of a node, divided among its processes."""
     workers_per_node = world.cpus if config.data.workers is None else config.data.workers
-    # the order of sums on a CPU depends on this: it must not depend on the machine if deterministic
+    # the order of sums on a CPU depends on the threads, so a deterministic run has 1 on any machine
     threads = 1 if config.is_deterministic else max(1, world.cpus // world.local_size)
     return Resources(
         world=world.size,

@@ -36,8 +36,8 @@ def open_index(root: Path, val_split: float, spare: Path, *, check_sizes: bool) 
     `check_sizes` the size of every file is compared too. Raises RequestError if the layout is
     wrong.
     """
-    remedy = "give a folder with train/ and val/ in it, each with one folder per class, or make one with"
-    check_folder(root, f"data.root={root}", f"{remedy} 'pipeline data make'")
+    layout = "train/ and val/ in it, each with one folder per class"
+    check_folder(root, f"data.root={root}", f"give a folder with {layout}, or make one with 'pipeline data make'")
     for cached in _cached(root, spare):
         if cached.val_split == val_split and _is_current(cached, root, check_sizes):
             return cached

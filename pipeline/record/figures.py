@@ -27,7 +27,8 @@ _CURVES = (
 _MAX_NAMES = 30  # classes whose names fit on an axis
 _NAME_STYLE: dict[str, Any] = {"fontsize": 7, "parse_math": False}  # a class may be called $5
 _MAX_BARS = 40  # classes in the bar chart
-_FULL_MATRIX = 1000  # classes up to which all of the confusion matrix is drawn: a cell takes 75 bytes
+# classes up to which the whole confusion matrix is drawn: a cell takes 75 bytes beside the training
+_FULL_MATRIX = 1000
 _SHEET_COLUMNS = 8
 _TILE_INCHES = 1.3
 _PARTIAL_MATRIX = 200  # classes in the matrix if there are more

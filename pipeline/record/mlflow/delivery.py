@@ -101,8 +101,8 @@ class Delivery:
 
         match event["event"]:
             case "started":
-                tags = event["tags"] | {_DESCRIPTION: describe_run(self._folder, self._config)}
                 run.client.update_run(run.run_id, status="RUNNING")
+                tags = event["tags"] | {_DESCRIPTION: describe_run(self._folder, self._config)}
                 run.client.log_batch(run.run_id, tags=[RunTag(key, str(value)) for key, value in tags.items()])
                 self._send_dataset(run, event["tags"]["data"])
                 with _postponed_if_it_fails():
