@@ -278,7 +278,9 @@ class Optimizer(Section):
     @property
     def moments(self) -> int:
         """Return how many values the optimizer keeps for each weight."""
-        return 2 if self.name == "adamw" else int(self.momentum > 0)
+        if self.name == "adamw":
+            return 2
+        return 1 if self.momentum > 0 else 0
 
 
 class Schedule(Section):

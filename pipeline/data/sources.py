@@ -168,8 +168,10 @@ def open_validation(
     elif any(word.startswith("data.val_split=") for word in overrides):
         held_out, description = config.data.val_split, "the {count} held-out images of {root}"
     else:
-        hint = "it is not the data of the training; data.val_split=SHARE would hold a share out"
-        description = f"all {{count}} images of {{root}} ({hint})"
+        description = (
+            "all {count} images of {root}"
+            " (it is not the data of the training; data.val_split=SHARE would hold a share out)"
+        )
     split = scan_validation(root, classes, held_out)
     source = source_from_index(root, Index(Split.from_entries([]), split, classes))
     return source, description.format(count=f"{len(split):,}", root=root)
