@@ -1,6 +1,8 @@
 """The device of this process: a usable GPU, or the CPU if the request allows it."""
 
 import re
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -58,8 +60,6 @@ def _supports(arch: str, capability: tuple[int, int]) -> bool:
 
 def driver_version() -> str:
     """Return the version of NVIDIA's kernel module."""
-    try:
-        with open("/sys/module/nvidia/version") as file:
-            return file.read().strip()
-    except OSError:
-        return "unknown"
+    with suppress(OSError):
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    return "unknown"

@@ -41,24 +41,12 @@ class Group:
     """A group of one process."""
 
     def __init__(self, world: World, device: torch.device) -> None:
-        self.world = world
-        self.device = device
+        self.world, self.device = world, device
+        self.rank, self.size, self.is_main = world.rank, world.size, world.is_main
         self.hosts = [socket.gethostname()]
         """The host name of each rank."""
         self.local_peer_pids: list[int] = []
         """The process ids of the other ranks on this machine."""
-
-    @property
-    def rank(self) -> int:
-        return self.world.rank
-
-    @property
-    def size(self) -> int:
-        return self.world.size
-
-    @property
-    def is_main(self) -> bool:
-        return self.world.is_main
 
     def any_rank(self, *flags: bool) -> tuple[bool, ...]:
         """Return for each flag if it is set on any rank."""

@@ -6,6 +6,7 @@ CPUs and memory are those that this process may use, by its affinity mask and it
 import os
 import shutil
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
 
 from pipeline.errors import RequestError
@@ -22,23 +23,21 @@ def available_memory() -> int | None:
     """Return the bytes of memory that the cgroup (v2 or v1) allows, or None if unknown."""
     root = Path("/sys/fs/cgroup")
     limits = []
-    try:
+    with suppress(OSError, ValueError, StopIteration):
         files = [level / "memory.max" for level in _cgroup_levels(root, Path("/proc/self/cgroup"))]
         for file in (*files, root / "memory/memory.limit_in_bytes"):
             if file.exists() and (text := file.read_text().strip()) != "max":
                 limits.append(int(text))
         total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal:"))
         return min([*limits, 1024 * int(total.split()[1])])
-    except (OSError, ValueError, StopIteration):
-        return None
+    return None
 
 
 def shared_memory_bytes() -> int | None:
     """Return the size of /dev/shm in bytes, or None if unknown."""
-    try:  # not its free part: a run that was killed a moment ago may still hold some
+    with suppress(OSError):  # not its free part: a run that was killed a moment ago may still hold some
         return shutil.disk_usage("/dev/shm").total
-    except OSError:
-        return None
+    return None
 
 
 def missing_to_compile() -> str:
@@ -62,7 +61,7 @@ def no_gpu_error() -> RequestError:
 def _cgroup_quota(root: Path, own: Path) -> float | None:
     """Return the CPUs that the cgroup allows, or None. own: /proc/self/cgroup."""
     limits = []
-    try:
+    with suppress(OSError, ValueError):
         for level in _cgroup_levels(root, own):
             if (level / "cpu.max").exists():
                 quota, period = (level / "cpu.max").read_text().split()
@@ -72,8 +71,7 @@ def _cgroup_quota(root: Path, own: Path) -> float | None:
             return min(limits)
         quota_us = int((root / "cpu/cpu.cfs_quota_us").read_text())
         return quota_us / int((root / "cpu/cpu.cfs_period_us").read_text()) if quota_us > 0 else None
-    except (OSError, ValueError):
-        return None
+    return None
 
 
 def _cgroup_levels(root: Path, own: Path) -> list[Path]:

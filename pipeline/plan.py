@@ -176,13 +176,10 @@ class Plan(Resources):
         epochs = self.last_step / self.steps_per_epoch
         total = f" of {self.total_steps:,}" if self.last_step < self.total_steps else ""
         shared_memory = _mib(self.prefetch_bytes)
-        growth = repeats = warmup = ""
-        if self.first_size < self.image_size:
-            growth = f", {self.first_size} px up to epoch {self.grows_from:g}, growing until {self.grows_until:g}"
-        if self.repeats > 1:
-            repeats = f", {self.repeats} views of each in a batch"
-        if self.warmup_steps:
-            warmup = f", after {self.warmup_steps:,} steps of warm-up"
+        growth = f", {self.first_size} px up to epoch {self.grows_from:g}, growing until {self.grows_until:g}"
+        growth = growth if self.first_size < self.image_size else ""
+        repeats = f", {self.repeats} views of each in a batch" if self.repeats > 1 else ""
+        warmup = f", after {self.warmup_steps:,} steps of warm-up" if self.warmup_steps else ""
         rows = {
             "data": f"{self.train_images:,} images to train, {self.val_images:,} held out,"
             f" {self.num_classes:,} classes",
@@ -251,37 +248,22 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
     first_size, grows_from, grows_until = _growth(config, length)
     compiles, compile_reason = _compilation(config, world)
     plan = Plan(
-        **vars(share_resources(config, world)),
-        global_batch=global_batch,
-        process_batch=global_batch // world.size,
-        micro_batch=micro_batch,
-        accumulate=accumulate,
-        stages=stages,
-        micro_batches=micro_batches,
-        **vars(data),
-        steps_per_epoch=length.steps_per_epoch,
-        total_steps=length.total_steps,
+        **vars(share_resources(config, world)), **vars(data),
+        global_batch=global_batch, process_batch=global_batch // world.size,
+        micro_batch=micro_batch, accumulate=accumulate, stages=stages, micro_batches=micro_batches,
+        steps_per_epoch=length.steps_per_epoch, total_steps=length.total_steps,
         last_step=min(length.total_steps, config.train.max_steps or length.total_steps),
-        peak_lr=config.optimizer.lr * global_batch / 256,
-        schedule=config.schedule.name,
-        warmup_steps=warmup_steps,
-        decay_steps=length.total_steps - warmup_steps - cooldown_steps,
+        peak_lr=config.optimizer.lr * global_batch / 256, schedule=config.schedule.name,
+        warmup_steps=warmup_steps, decay_steps=length.total_steps - warmup_steps - cooldown_steps,
         final_lr_fraction=config.schedule.final_lr_fraction,
-        drop_steps=length.interval(config.schedule.every),
-        gamma=config.schedule.gamma,
+        drop_steps=length.interval(config.schedule.every), gamma=config.schedule.gamma,
         evaluate_every=length.interval(config.evaluate.every),
-        checkpoint_every=length.interval(config.checkpoint.every),
-        log_every=length.interval(config.track.every),
+        checkpoint_every=length.interval(config.checkpoint.every), log_every=length.interval(config.track.every),
         watch_every=length.interval(config.run.watch) if config.run.watch else 0,
-        image_size=size,
-        first_size=first_size,
-        grows_from=grows_from,
-        grows_until=grows_until,
-        repeats=config.augment.repeats,
-        compiles=compiles,
-        compile_reason=compile_reason,
-        eval_size=config.evaluate.size or size,
-    )
+        image_size=size, first_size=first_size, grows_from=grows_from, grows_until=grows_until,
+        eval_size=config.evaluate.size or size, repeats=config.augment.repeats,
+        compiles=compiles, compile_reason=compile_reason,
+    )  # fmt: skip
     if config.mixes and micro_batch % 2:
         raise RequestError(
             f"augment.mixup and augment.cutmix mix pairs, and a pass has {micro_batch} images: choose a batch.global"
@@ -300,32 +282,32 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
 def share_resources(config: Config, world: World) -> Resources:
     """Return the workers and threads of a node, divided among its processes."""
     workers_per_node = world.cpus if config.data.workers is None else config.data.workers
+    # the order of sums on a CPU depends on the threads, so a deterministic run has 1 on any machine
+    threads = 1 if config.is_deterministic else max(1, world.cpus // world.local_size)
     return Resources(
         world=world.size,
         local_world=world.local_size,
         workers_per_node=workers_per_node,
         workers=math.ceil(workers_per_node / world.local_size),
         prefetch=config.data.prefetch,
-        threads=_threads(config, world),
+        threads=config.run.threads or threads,
         eval_batch=config.evaluate.batch,
     )
 
 
-def _threads(config: Config, world: World) -> int:
-    if config.run.threads is not None:
-        return config.run.threads
-    if config.is_deterministic:
-        return 1  # the order of sums on a CPU depends on this, so it must not depend on the machine
-    return max(1, world.cpus // world.local_size)
-
-
 def _accumulate(config: Config, world: int) -> int:
     """Return the number of passes per update in each process."""
-    if config.run.exact:
-        accumulate = _shards_per_process(config, world)
-    else:
-        accumulate = config.batch.accumulate
-        _check_divides(config.batch.global_, world, accumulate)
+    accumulate = _shards_per_process(config, world) if config.run.exact else config.batch.accumulate
+    global_batch, passes = config.batch.global_, world * accumulate
+    if global_batch % passes:
+        below, above = global_batch // passes * passes, -(-global_batch // passes) * passes
+        batches = f"{below} or {above}" if below else f"{above}"
+        worlds = "" if global_batch % accumulate else _near_divisors(global_batch // accumulate, world)
+        raise RequestError(
+            f"batch.global={global_batch} does not divide by {_count(world, 'process', 'es')} × batch.accumulate="
+            f"{accumulate} = {passes}: the nearest batch.global that works is {batches}"
+            + (f"; worlds that work are {worlds}" if worlds else "")
+        )
     if config.parallel == "dataparallel" and world > 1:
         raise RequestError(
             f"parallel=dataparallel uses one process for all GPUs of a machine, not {world}: start one process, or use"
@@ -334,32 +316,18 @@ def _accumulate(config: Config, world: int) -> int:
     return accumulate
 
 
-def _check_divides(global_batch: int, world: int, accumulate: int) -> None:
-    passes = world * accumulate
-    if global_batch % passes == 0:
-        return
-    below, above = global_batch // passes * passes, -(-global_batch // passes) * passes
-    batches = f"{below} or {above}" if below else f"{above}"
-    worlds = [] if global_batch % accumulate else _near_divisors(global_batch // accumulate, world)
-    raise RequestError(
-        f"batch.global={global_batch} does not divide by {_count(world, 'process', 'es')} × batch.accumulate="
-        f"{accumulate} = {passes}: the nearest batch.global that works is {batches}"
-        + (f"; worlds that work are {', '.join(map(str, worlds))}" if worlds else "")
-    )
-
-
 def _shards_per_process(config: Config, world: int) -> int:
     """Return the number of shards of each process in exact mode; each shard is one pass."""
     global_batch, shards = config.batch.global_, config.exact.shards
     if global_batch % shards:
         raise RequestError(
             f"batch.global={global_batch} does not divide by exact.shards={shards}: the nearest exact.shards that work"
-            f" are {', '.join(map(str, _near_divisors(global_batch, shards)))}"
+            f" are {_near_divisors(global_batch, shards)}"
         )
     if shards % world:
         raise RequestError(
             f"run.exact=true cuts each batch into exact.shards={shards}, which {_count(world, 'process', 'es')} cannot"
-            f" share evenly: worlds that work are {', '.join(map(str, _near_divisors(shards, world)))}"
+            f" share evenly: worlds that work are {_near_divisors(shards, world)}"
         )
     if config.batch.accumulate > shards // world:
         raise RequestError(
@@ -386,7 +354,7 @@ def _stages(config: Config, world: int, micro_batch: int) -> tuple[int, int]:
     if images % micro_batches:
         raise RequestError(
             f"stages.micro_batches={micro_batches} does not divide the {images} images of a copy's pass: the nearest"
-            f" that work are {', '.join(map(str, _near_divisors(images, micro_batches)))}"
+            f" that work are {_near_divisors(images, micro_batches)}"
         )
     if config.stages.schedule == "1f1b" and micro_batches < count:
         raise RequestError(
@@ -441,8 +409,7 @@ def _warmup_and_cooldown(config: Config, length: _Length) -> tuple[int, int]:
 
 def _growth(config: Config, length: _Length) -> tuple[int, float, float]:
     """Return the first image size, and the epochs at which the images start and stop growing."""
-    options = config.augment
-    first_size = options.first_size or options.size
+    options, first_size = config.augment, config.augment.first_size or config.augment.size
     grows_from, grows_until = (length.steps(when) / length.steps_per_epoch for when in options.growth)
     if first_size < options.size and not grows_from <= grows_until < config.train.epochs:
         raise RequestError(
@@ -472,10 +439,10 @@ def _compilation(config: Config, world: World) -> tuple[bool, str]:
     return True, "there is a GPU"
 
 
-def _near_divisors(number: int, near: int) -> list[int]:
-    """Return the six divisors of `number` that are nearest to `near`, in ascending order."""
+def _near_divisors(number: int, near: int) -> str:
+    """Return the six divisors of `number` that are nearest to `near`, ascending, as text."""
     divisors = {n for i in range(1, math.isqrt(number) + 1) if number % i == 0 for n in (i, number // i)}
-    return sorted(sorted(divisors, key=lambda n: abs(n - near))[:6])
+    return ", ".join(map(str, sorted(sorted(divisors, key=lambda n: abs(n - near))[:6])))
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

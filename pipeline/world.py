@@ -53,11 +53,9 @@ def is_launched() -> bool:
 def from_environment() -> World:
     """Return this process's world. Raises RequestError if a launcher's variables are invalid."""
     alone = World(
-        cpus=available_cpus(),
-        shared_memory=shared_memory_bytes(),
-        has_gpu=has_gpu(),
-        missing_to_compile=missing_to_compile(),
-    )
+        cpus=available_cpus(), shared_memory=shared_memory_bytes(),
+        has_gpu=has_gpu(), missing_to_compile=missing_to_compile(),
+    )  # fmt: skip
     if not is_launched():
         return alone
     values = {}

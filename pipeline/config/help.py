@@ -102,24 +102,15 @@ def _allowed(schema: dict[str, Any]) -> str:
     if "format" in schema:
         above = " above 0" if schema["format"] == "interval" else ""
         return f"a duration{above} such as '10 epochs', '500 steps' or '5 %'"
-    match schema.get("type"):
-        case "array":
-            items = schema["prefixItems"]
-            return f"{len(items)} values [{', '.join(map(_allowed, items))}]"
-        case "integer":
-            return "an integer" + _bounds(schema)
-        case "number":
-            return "a number" + _bounds(schema)
-        case "boolean":
-            return "true | false"
-        case "null":
-            return "auto | none"
-        case _:
-            return "a one-line string"
+    if "prefixItems" in schema:
+        items = schema["prefixItems"]
+        return f"{len(items)} values [{', '.join(map(_allowed, items))}]"
+    names = {"integer": "an integer", "number": "a number", "boolean": "true | false", "null": "auto | none"}
+    return names.get(schema.get("type", ""), "a one-line string") + _bounds(schema)
 
 
 def _bounds(schema: dict[str, Any]) -> str:
-    """Return " from 0 to 1", or the bounds with their signs if one is exclusive or missing."""
+    """Return " from 0 to 1"; the bounds with signs if one is exclusive or missing; or ""."""
     if "minimum" in schema and "maximum" in schema:
         return f" from {_number(schema['minimum'])} to {_number(schema['maximum'])}"
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}

@@ -66,12 +66,12 @@ def from_yaml(text: str, origin: str, overrides: list[str] | None = None) -> Con
 
 def refuse_changes(before: Config, now: Config) -> None:
     """Raise RequestError if a key has changed that must not change on resume; name both values."""
-    old, new = _flatten(before), _flatten(now)
+    old, new = flatten(before), flatten(now)
+    different = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     changed = [
         f"{key}: {old.get(key)} -> {new.get(key)}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-        and not any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE_ON_RESUME)
+        for key in different
+        if key not in MAY_CHANGE_ON_RESUME and key.partition(".")[0] not in MAY_CHANGE_ON_RESUME
     ]
     if now.train.epochs < before.train.epochs:
         changed.append(f"train.epochs: {before.train.epochs} -> {now.train.epochs} (it can only be increased)")
@@ -189,7 +189,7 @@ def _validate(tree: dict[str, Any]) -> Config:
         raise RequestError(error_line(errors[0]) + more) from None
 
 
-def _flatten(config: Config) -> dict[str, Any]:
+def flatten(config: Config) -> dict[str, Any]:
     """Return the configuration as {"section.key": value}."""
     flat: dict[str, Any] = {}
     for name, value in config.model_dump(mode="json", by_alias=True).items():

@@ -10,17 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
+import pydantic
 import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    WithJsonSchema,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
 
 from pipeline.config.credentials import without_password
 
@@ -88,11 +80,9 @@ PositiveFraction = Annotated[float, Field(gt=0, le=1)]
 Pixels = Annotated[int, Field(ge=8, le=2048)]
 
 DurationField = Annotated[
-    Duration,
-    BeforeValidator(Duration.parse),
-    PlainSerializer(str),
+    Duration, BeforeValidator(Duration.parse), PlainSerializer(str),
     WithJsonSchema({"type": "string", "format": "duration"}),
-]
+]  # fmt: skip
 Interval = Annotated[DurationField, AfterValidator(_positive), WithJsonSchema({"type": "string", "format": "interval"})]
 """A duration after which something is repeated. Must be greater than 0: 0 is ambiguous."""
 
@@ -103,13 +93,8 @@ the path, and a line break would split an error message."""
 Place = Annotated[Text, AfterValidator(_normalise_path)]
 """A path, or a keyword or URI in its place. The shell does not expand `~` after `=`."""
 
-ModelName = Annotated[
-    str,
-    Field(
-        pattern=r"^[\w.-]+(@[\w.-]+)?$",
-        json_schema_extra={"allowed": "NAME or NAME@ALIAS (letters, digits, _ . -)"},
-    ),
-]
+_MODEL_NAME = "NAME or NAME@ALIAS (letters, digits, _ . -)"
+ModelName = Annotated[str, Field(pattern=r"^[\w.-]+(@[\w.-]+)?$", json_schema_extra={"allowed": _MODEL_NAME})]
 
 
 class Section(BaseModel):
@@ -140,11 +125,9 @@ class Run(Section):
     """Intra-op threads per process. auto: the available CPUs divided by the processes on the
     machine; 1 in deterministic mode."""
     watch: Annotated[
-        Interval | None,
-        PlainSerializer(lambda interval: str(interval or "none")),
-        Absent,
-        _read_as(Duration(100, "steps"), *_UNSET),
-    ] = Duration(100, "steps")
+        Interval | None, PlainSerializer(lambda interval: str(interval or "none")),
+        Absent, _read_as(Duration(100, "steps"), *_UNSET),
+    ] = Duration(100, "steps")  # fmt: skip
     """Interval at which the processes compare their weights, in addition to before each evaluation
     and save. If they differ, the run ends and names the rank. none: never compare."""
     timeout: Annotated[float, Field(ge=1, le=86400)] = 300
@@ -210,7 +193,7 @@ class Augment(Section):
     """Cutmix of pairs of images: alpha of the Beta(alpha, alpha) that the share of the pasted
     rectangle is drawn from. 0: off. If mixup is on, too, one of the two is drawn for each pair."""
 
-    @model_validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _check_order(self) -> Self:
         for name in ("scale", "ratio"):
             low, high = getattr(self, name)
@@ -286,7 +269,7 @@ class Optimizer(Section):
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 1e-4
     """Weight decay. Norm parameters and biases have none."""
 
-    @model_validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _check_nesterov(self) -> Self:
         if self.nesterov and self.momentum == 0:
             raise ValueError("optimizer.nesterov=true needs optimizer.momentum > 0: set it, or set nesterov=false")
@@ -368,7 +351,7 @@ class Profile(Section):
     """First and last step that torch.profiler records on rank 0: [20, 24] or 20-24. The trace is
     written to report/ in the run's folder. none: do not profile."""
 
-    @model_validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _check_order(self) -> Self:
         if self.steps and self.steps[0] > self.steps[1]:
             raise ValueError(f"profile.steps=[{self.steps[0]}, {self.steps[1]}]: give the smaller number first")
@@ -422,17 +405,13 @@ class Config(Section):
     profile: Profile = Profile()
     track: Track = Track()
 
-    @model_validator(mode="after")
-    def _check_data_root(self) -> Self:
+    @pydantic.model_validator(mode="after")
+    def _check_combinations(self) -> Self:
         if self.data.source in ("folder", "pack") and self.data.root is None:
             contents = "train/ and val/" if self.data.source == "folder" else "a pack"
             raise ValueError(
                 f"data.root is missing: data.source={self.data.source} needs data.root=FOLDER, a folder with {contents}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_reproducible(self) -> Self:
         if self.run.exact and self.train.precision == "fp16":
             raise ValueError(
                 "run.exact=true does not support train.precision=fp16, because the range of a scaled loss is not fixed:"
@@ -443,12 +422,6 @@ class Config(Section):
                 "run.deterministic=true does not support model.batchnorm=average, because a resumed run would round"
                 " differently: use local"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_plain_ddp(self) -> Self:
-        if self.parallel == "ddp" and not self.run.exact:
-            return self
         mode = "run.exact=true" if self.run.exact else f"parallel={self.parallel}"
         for option, is_set in (
             (f"parallel={self.parallel}", self.run.exact and self.parallel != "ddp"),
@@ -456,12 +429,8 @@ class Config(Section):
             (f"train.compile={self.train.compile}", self.train.compile == "on"),
             (f"train.exchange={self.train.gradient_dtype}", self.train.gradient_dtype != "fp32"),
         ):
-            if is_set:
+            if is_set and mode != "parallel=ddp":
                 raise ValueError(f"{option} needs plain DDP and does not support {mode}: leave one of them out")
-        return self
-
-    @model_validator(mode="after")
-    def _check_parallel(self) -> Self:
         if self.parallel == "stages" and (self.model.freeze or self.augment.first_size):
             raise ValueError(
                 "parallel=stages does not support model.freeze or augment.first_size, because stages exchange tensors"
@@ -472,18 +441,10 @@ class Config(Section):
                 f"parallel={self.parallel} does not support train.precision=fp16, because not every process sees a"
                 " gradient that overflows: use bf16 or fp32"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_freeze(self) -> Self:
         if self.model.freeze and not self.model.init:
             raise ValueError(
                 f"model.freeze={self.model.freeze} would keep random weights: set model.init to pretrained weights"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_track(self) -> Self:
         if self.track.required and self.track.uri == "none":
             raise ValueError("track.required=true needs a tracking server: set track.uri, or leave track.required out")
         return self

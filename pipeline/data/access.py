@@ -2,6 +2,7 @@
 
 import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from pipeline.errors import RequestError, TemporaryError
@@ -27,7 +28,7 @@ def show(name: bytes) -> str:
 
 
 def is_outage(error: OSError) -> bool:
-    """Return whether the storage caused the error, whatever the file."""
+    """Return True if the storage caused the error, whatever the file."""
     return error.errno not in _FILE_ERRORS
 
 
@@ -61,12 +62,10 @@ def classify(path: bytes, error: OSError) -> UnreadableError | OutageError:
 
 
 def is_non_empty_folder(folder: bytes | Path) -> bool:
-    """Return whether the folder exists, can be listed and is not empty."""
-    try:
-        with os.scandir(folder) as entries:
-            return any(True for _ in entries)
-    except OSError:
-        return False
+    """Return True if the folder exists, can be listed and is not empty."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        return any(True for _ in entries)
+    return False
 
 
 def check_folder(root: Path, given: str, remedy: str) -> None:

@@ -73,9 +73,8 @@ def draw_crop(
 
     key: a SampleKey, or a plain tuple like it.
     """
-    draws = torch.rand(
-        4 * _ATTEMPTS + 1, generator=generator(seed, "augment", *_address(key)), dtype=torch.float64
-    ).tolist()
+    source = generator(seed, "augment", *_address(key))
+    draws = torch.rand(4 * _ATTEMPTS + 1, generator=source, dtype=torch.float64).tolist()
     return _crop_box(height, width, options, draws), draws[-1] < options.flip
 
 

@@ -60,9 +60,8 @@ def read_sums(root: Path) -> dict[bytes, bytes] | None:
             name = re.sub(rb"\\(.)", lambda pair: {b"n": b"\n", b"r": b"\r"}.get(pair[1], pair[1]), match[3])
             sums[name if match[1] else match[3]] = bytes.fromhex(match[2].decode())
         elif line:
-            raise RequestError(
-                f"{root / SUMS} line {number} is not a sum and a file name: write the file again, or remove it"
-            )
+            place = f"{root / SUMS} line {number}"
+            raise RequestError(f"{place} is not a sum and a file name: write the file again, or remove it")
     return sums
 
 

@@ -21,7 +21,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from pipeline.errors import RequestError
 TRAIN = "ILSVRC2012_img_train.tar"
 VAL = "ILSVRC2012_img_val.tar"
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
+_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 _IMAGE = re.compile(r"(?:.*/)?([\w-]+\.JPEG)", re.ASCII)
 _WNID = re.compile(r"n\d{8}", re.ASCII)
 _MAX_DEVKIT_BYTES = 64 << 20  # uncompressed; the published one has a few MB
@@ -42,25 +43,21 @@ _MAX_META_BYTES = 16 << 20
 _MI_COMPRESSED = 15  # type of a compressed element of a MATLAB file
 
 
-@dataclass(frozen=True)
 class ArchiveImages(SplitImages):
     """One split, read from its archive."""
 
-    archive: Path
-    split: Split
-
     @cached_property
     def _descriptor(self) -> int:
-        return os.open(self.archive, os.O_RDONLY | os.O_CLOEXEC)
+        return os.open(self.root, os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self, i: int) -> bytes:
         size, offset = self.size(i), int(self.split.places[3 * i + 1])
         try:
             data = os.pread(self._descriptor, size, offset)
         except OSError as error:
-            raise outage(self.archive, error) from None
+            raise outage(self.root, error) from None
         if len(data) != size:
-            raise _cut_short(self.archive, "it ends early")
+            raise _cut_short(self.root, "it ends early")
         return data
 
 
@@ -75,11 +72,15 @@ def open_archives(folder: Path) -> Source:
     counts, truth = _read_devkit(folder / DEVKIT)
     classes = tuple(sorted(counts))
     labels = {wnid: label for label, wnid in enumerate(classes)}
-    train = [
-        (f"train/{wnid}/{name}", size, labels[wnid], offset)
-        for wnid, name, size, offset in _train_members(folder / TRAIN, counts)
-    ]
-    _check_counts(Counter(classes[label] for _, _, label, _ in train), counts)
+    members = _train_members(folder / TRAIN, counts)
+    train = [(f"train/{wnid}/{name}", size, labels[wnid], offset) for wnid, name, size, offset in members]
+    found = Counter(classes[label] for _, _, label, _ in train)
+    wrong = [f"{wnid} has {found[wnid]:,} of {counts[wnid]:,}" for wnid in classes if found[wnid] != counts[wnid]]
+    if wrong:
+        raise RequestError(
+            f"{TRAIN} holds {found.total():,} images, and the development kit says {sum(counts.values()):,}:"
+            f" {list_first(wrong, 3)}: download it again"
+        )
     val = []
     for name, size, offset in _members(folder / VAL, 0, (folder / VAL).stat().st_size):
         number = re.fullmatch(r"ILSVRC2012_val_(\d{8})\.JPEG", name)
@@ -88,14 +89,11 @@ def open_archives(folder: Path) -> Source:
         wnid = truth[int(number[1]) - 1]
         val.append((f"val/{wnid}/{name}", size, labels[wnid], offset))
     if len({name for name, _, _, _ in val}) != len(truth):
-        raise RequestError(
-            f"{VAL} holds {len(val):,} images, and the development kit lists {len(truth):,}: download it again"
-        )
+        listed = f"the development kit lists {len(truth):,}"
+        raise RequestError(f"{VAL} holds {len(val):,} images, and {listed}: download it again")
     index = Index(_split(train), _split(val), classes)
-    return Source(
-        index.size, index.digest, classes,
-        ArchiveImages(folder / TRAIN, index.train), ArchiveImages(folder / VAL, index.val), index,
-    )  # fmt: skip
+    images = ArchiveImages(folder / TRAIN, index.train), ArchiveImages(folder / VAL, index.val)
+    return Source(index.size, index.digest, classes, *images, index)
 
 
 def _read_devkit(path: Path) -> tuple[dict[str, int], list[str]]:
@@ -112,9 +110,7 @@ def _read_devkit(path: Path) -> tuple[dict[str, int], list[str]]:
             raise ValueError(f"more than {_MAX_DEVKIT_BYTES:,} bytes")
         with tarfile.open(fileobj=io.BytesIO(unpacked), mode="r:") as kit:
             files = {member.name.rpartition("/")[2]: member for member in kit if member.isreg()}
-            meta, truth = (
-                kit.extractfile(files[name]) for name in ("meta.mat", "ILSVRC2012_validation_ground_truth.txt")
-            )
+            meta, truth = kit.extractfile(files["meta.mat"]), kit.extractfile(files[_TRUTH])
             assert meta
             assert truth
             matrix = meta.read()
@@ -150,9 +146,8 @@ def _train_members(path: Path, counts: dict[str, int]) -> Iterator[tuple[str, st
         for member in outer:
             wnid = member.name.removesuffix(".tar").rpartition("/")[2]
             if wnid not in counts or not member.isreg():
-                raise RequestError(
-                    f"{path} holds {show(member.name.encode())}, which the development kit does not know"
-                )
+                name = show(member.name.encode())
+                raise RequestError(f"{path} holds {name}, which the development kit does not know")
             for name, size, offset in _members(path, member.offset_data, member.size):
                 yield wnid, name, size, offset
 
@@ -186,21 +181,9 @@ def _cut_short(path: Path, why: object) -> RequestError:
     return RequestError(f"{path} is damaged or cut short ({why}): download it again")
 
 
-def _check_counts(found: Counter[str], expected: dict[str, int]) -> None:
-    wrong = [
-        f"{wnid} has {found[wnid]:,} of {count:,}" for wnid, count in sorted(expected.items()) if found[wnid] != count
-    ]
-    if wrong:
-        raise RequestError(
-            f"{TRAIN} holds {found.total():,} images, and the development kit says {sum(expected.values()):,}:"
-            f" {list_first(wrong, 3)}: download it again"
-        )
-
-
 def _split(entries: list[tuple[str, int, int, int]]) -> Split:
     """Return the split of (name, bytes, label, offset) entries, in any order."""
     entries = sorted(entries)
     places = np.array([(0, offset, 0) for _, _, _, offset in entries], np.int64).ravel()
-    return replace(
-        Split.from_entries([(name.encode(), size, label) for name, size, label, _ in entries]), places=places
-    )
+    split = Split.from_entries([(name.encode(), size, label) for name, size, label, _ in entries])
+    return replace(split, places=places)

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ class Split:
         return self.sums[32 * i : 32 * i + 32].tobytes()
 
     def is_valid(self, num_classes: int) -> bool:
-        """Return whether the arrays fit together and no name leads out of the root.
+        """Return True if the arrays fit together and no name leads out of the root.
 
         An index file may be hostile.
         """
@@ -75,7 +76,7 @@ class Split:
         return fits and self._stays_inside()
 
     def _stays_inside(self) -> bool:
-        """Return whether no name is absolute, has a part `..` or holds a NUL."""
+        """Return True if no name is absolute, has a part `..` or holds a NUL."""
         names = self.names.tobytes()
         if b"\0" in names or (self.names[np.append(0, self.ends[:-1])] == ord("/")).any():
             return False
@@ -102,9 +103,12 @@ class Split:
         )
 
 
+@dataclass(frozen=True)
 class SplitImages:
     """Images listed by a split. Subclasses read them from a folder, a pack or an archive."""
 
+    root: Path
+    """The folder, or the archive."""
     split: Split
 
     def __len__(self) -> int:
@@ -187,14 +191,8 @@ class Index:
             array = np.frombuffer(view, np.dtype(dtype), count, at)
             arrays.append(array)
             at += array.nbytes + (-array.nbytes % 8)
-        return cls(
-            Split(*arrays[:6]),
-            Split(*arrays[6:]),
-            tuple(head["classes"]),
-            head["sums"],
-            dict(head["folders"]),
-            head["val_split"],
-        )
+        train, val = Split(*arrays[:6]), Split(*arrays[6:])
+        return cls(train, val, tuple(head["classes"]), head["sums"], dict(head["folders"]), head["val_split"])
 
     def differences(self, other: "Index") -> Iterator[str]:
         """Yield what changed from this index to `other`: one line for each class or file."""

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
@@ -64,8 +65,7 @@ class _RetryingReader:
     """
 
     def __init__(self, images: Images, timeout: float) -> None:
-        self._images = images
-        self._timeout = timeout
+        self._images, self._timeout = images, timeout
         self._file = os.memfd_create("outage")  # shared with the workers; a lock on it ends with its holder
         os.ftruncate(self._file, 1)
         self._is_waiting = mmap.mmap(self._file, 1)
@@ -204,17 +204,14 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
         started = mmap.mmap(-1, max(1, plan.workers))  # shared with the workers, one byte each
         shared = _share(dataset, plan)
         loader = DataLoader(
-            shared or dataset,
-            batch_size=None,
+            shared or dataset, batch_size=None, num_workers=plan.workers, pin_memory=pin,
             sampler=shared.requests(positions[done:]) if shared else positions[done:],
-            num_workers=plan.workers,
             # always fork: workers then have the index and the slots mapped too
             multiprocessing_context="fork" if plan.workers else None,
             prefetch_factor=plan.prefetch if plan.workers else None,
             worker_init_fn=partial(_init_worker, os.getpid(), started),
-            pin_memory=pin,
             generator=torch.Generator(),  # else the loader draws a seed from the network's generator
-        )
+        )  # fmt: skip
         iterator = iter(loader)
         # torch's handler raises a worker's death at any line of the main thread, also in an update;
         # without it, only fetching a batch raises
@@ -248,11 +245,10 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
 def _share(dataset: Dataset[Batch], plan: Resources) -> SharedBatches | None:
     if not plan.workers or not isinstance(dataset, SlotDataset):
         return None
-    try:
+    with suppress(OSError):
         # two more than are prefetched: the batch in use and the one that has just arrived
         return SharedBatches(dataset, plan.workers * plan.prefetch + 2)
-    except OSError:
-        return None
+    return None
 
 
 def _init_worker(parent: int, started: mmap.mmap, worker: int) -> None:
@@ -272,7 +268,7 @@ def _kill_unstarted(iterator: Any, started: mmap.mmap) -> None:
 
 
 def _has_dead_worker(workers: list[BaseProcess]) -> bool:
-    """Return whether a worker died: none exits by itself.
+    """Return True if a worker died: none exits by itself.
 
     The exception does not tell: torch raises RuntimeError, but a read at the instant of a worker's
     death fails with a broken connection, before the kernel has reported the death. Hence the
@@ -286,8 +282,7 @@ def _digests(pixels: Tensor, labels: Tensor) -> Tensor:
 
     It is over the uint8 pixels [3, H, W] and the label as 8 bytes, little-endian.
     """
-    rows = [
-        hashlib.sha256(image.numpy().tobytes() + label.to_bytes(8, "little")).digest()
-        for image, label in zip(pixels, labels.tolist(), strict=True)
-    ]
-    return torch.from_numpy(np.frombuffer(b"".join(rows), np.uint8).reshape(-1, 32).copy())
+    digests = bytearray()
+    for image, label in zip(pixels, labels.tolist(), strict=True):
+        digests += hashlib.sha256(image.numpy().tobytes() + label.to_bytes(8, "little")).digest()
+    return torch.frombuffer(digests, dtype=torch.uint8).view(-1, 32)

@@ -10,6 +10,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -35,12 +36,8 @@ def open_index(root: Path, val_split: float, spare: Path, *, check_sizes: bool) 
     `check_sizes` the size of every file is compared too. Raises RequestError if the layout is
     wrong.
     """
-    check_folder(
-        root,
-        f"data.root={root}",
-        "give a folder with train/ and val/ in it, each with one folder per class,"
-        " or make one with 'pipeline data make'",
-    )
+    layout = "train/ and val/ in it, each with one folder per class"
+    check_folder(root, f"data.root={root}", f"give a folder with {layout}, or make one with 'pipeline data make'")
     for cached in _cached(root, spare):
         if cached.val_split == val_split and _is_current(cached, root, check_sizes):
             return cached
@@ -60,11 +57,8 @@ def save_index(index: Index, *folders: Path) -> None:
             return
         except OSError as error:
             failures.append(f"{folder}: {error.strerror}")
-    print(
-        f"the index of the images cannot be saved ({', '.join(failures)}): the next start will scan the data again",
-        file=sys.stderr,
-        flush=True,
-    )
+    line = f"the index of the images cannot be saved ({', '.join(failures)}): the next start will scan the data again"
+    print(line, file=sys.stderr, flush=True)
 
 
 def find_cached_index(root: Path, spare: Path, digest: str) -> Index | None:
@@ -86,27 +80,25 @@ def _cached(root: Path, spare: Path) -> Iterator[Index]:
 
 
 def _is_current(index: Index, root: Path, check_sizes: bool) -> bool:
-    try:
+    with suppress(OSError):
         if any(os.stat(root / folder).st_mtime_ns != time for folder, time in index.folders.items()):
             return False
         # Without train/ and val/, classes are in the root: making the cache changes its time.
+        base = os.fsencode(root)
         has_splits = SPLITS[0] in index.folders
-        if not has_splits and tuple(show(name) for name in _subfolders(os.fsencode(root))) != index.classes:
+        if not has_splits and tuple(show(name) for name in _subfolders(base)) != index.classes:
             return False
-        return digest_of_sums(root) == index.sums and all(
-            _sizes_match(split, os.fsencode(root), check_sizes) for split in (index.train, index.val)
-        )
-    except OSError:
-        return False
+        sizes_match = (_sizes_match(split, base, check_sizes) for split in (index.train, index.val))
+        return digest_of_sums(root) == index.sums and all(sizes_match)
+    return False
 
 
 def _sizes_match(split: Split, base: bytes, check_all: bool) -> bool:
     # missing files are always checked: no folder's time changes if the target of a link comes back
     for i in range(len(split)) if check_all else np.flatnonzero(split.sizes == MISSING).tolist():
-        try:
+        size = MISSING
+        with suppress(OSError):
             size = os.stat(os.path.join(base, split.name(i))).st_size
-        except OSError:
-            size = MISSING
         if size != split.sizes[i]:
             return False
     return True
@@ -124,27 +116,23 @@ def scan(root: Path, val_split: float) -> Index:
         top = _subfolders(base)
         present = [split for split in SPLITS if split.encode() in top]
         if len(present) == 1:
-            missing = next(split for split in SPLITS if split not in present)
+            (missing,) = set(SPLITS) - set(present)
             raise RequestError(
                 f"data.root={root} has {present[0]}/ but no {missing}/: add {missing}/ with one folder per class"
             )
-        if present:
-            classes, entries = _scan_splits(base, folders)
-        else:
-            classes, entries = _scan_classes(root, base, top, val_split, folders)
+        classes = _common_classes(base) if present else top
+        if not classes:
+            raise RequestError(
+                f"data.root={root} holds no folders: it needs train/ and val/, each with one folder per class"
+            )
+        entries = _scan_classes(base, present or [""], classes, val_split, folders)
         sums, sums_digest = read_sums(root), digest_of_sums(root)
     except OSError as error:
         raise _unreadable(root, error) from None
     if len(classes) < 2:
         raise RequestError(f"data.root={root} holds one class folder, {show(classes[0])}/: at least two are needed")
-    index = Index(
-        Split.from_entries(entries["train"], sums),
-        Split.from_entries(entries["val"], sums),
-        tuple(show(name) for name in classes),
-        sums_digest,
-        folders,
-        val_split,
-    )
+    train, val = (Split.from_entries(entries[split], sums) for split in SPLITS)
+    index = Index(train, val, tuple(show(name) for name in classes), sums_digest, folders, val_split)
     check_train_classes(index, root)
     return index
 
@@ -174,9 +162,8 @@ def scan_validation(root: Path, classes: tuple[str, ...], held_out: float) -> Sp
         folders = _class_folders(os.path.join(base, b"val"), "val") if has_val else _class_folders(base, str(root))
         unknown = [show(name) for name in folders if show(name) not in labels]
         if unknown:
-            raise RequestError(
-                f"{root} has class folders that the model does not know: {list_first(sorted(unknown), 5)}"
-            )
+            names = list_first(sorted(unknown), 5)
+            raise RequestError(f"{root} has class folders that the model does not know: {names}")
         entries = [
             (file, size, labels[show(folder)])
             for folder in folders
@@ -202,8 +189,8 @@ def _subfolders(base: bytes) -> list[bytes]:
         return sorted(entry.name for entry in found if entry.is_dir() and not entry.name.startswith(b"."))
 
 
-def _scan_splits(base: bytes, folders: dict[str, int]) -> tuple[list[bytes], Entries]:
-    """Return classes and images of train/ and val/. `folders` gets the time of each folder."""
+def _common_classes(base: bytes) -> list[bytes]:
+    """Return the classes of train/ and val/. Raises RequestError if they differ."""
     train, val = (set(_class_folders(os.path.join(base, split.encode()), split)) for split in SPLITS)
     if train != val:
         differing = [f"{show(name)} in train/ only" for name in sorted(train - val)]
@@ -211,33 +198,35 @@ def _scan_splits(base: bytes, folders: dict[str, int]) -> tuple[list[bytes], Ent
         raise RequestError(
             f"the classes of train/ and val/ differ: {list_first(differing, 5)}: both need the same class folders"
         )
-    classes = sorted(train)
-    entries: Entries = {}
-    for split in SPLITS:
-        entries[split] = []
-        folders[split] = os.stat(os.path.join(base, split.encode())).st_mtime_ns
-        for label, name in enumerate(classes):
-            for file, size in _class_images(base, os.path.join(split.encode(), name), folders):
-                entries[split].append((file, size, label))
-    return classes, entries
+    return sorted(train)
 
 
 def _scan_classes(
-    root: Path, base: bytes, classes: list[bytes], val_split: float, folders: dict[str, int]
-) -> tuple[list[bytes], Entries]:
-    """Return classes and images of class folders. `folders` gets the time of each folder."""
-    if not classes:
-        raise RequestError(
-            f"data.root={root} holds no folders: it needs train/ and val/, each with one folder per class"
-        )
+    base: bytes, parents: list[str], classes: list[bytes], val_split: float, folders: dict[str, int]
+) -> Entries:
+    """Return the images of the class folders in `parents`: train and val, or "" (the root).
+
+    `folders` gets the time of each folder.
+    """
     entries: Entries = {"train": [], "val": []}
-    for label, name in enumerate(classes):
-        for file, size in _class_images(base, name, folders):
-            entries["val" if _is_held_out(file, val_split) else "train"].append((file, size, label))
+    for parent in parents:
+        if parent:
+            folders[parent] = os.stat(os.path.join(base, parent.encode())).st_mtime_ns
+        for label, name in enumerate(classes):
+            folder = os.path.join(parent.encode(), name)
+            images = list(_images(base, folder, folders))
+            if not images:
+                kinds = " ".join(kind.decode() for kind in EXTENSIONS)
+                raise RequestError(
+                    f"class folder {show(folder)}/ holds no image ({kinds}): add images or remove the folder"
+                )
+            for file, size in images:
+                split = parent or ("val" if _is_held_out(file, val_split) else "train")
+                entries[split].append((file, size, label))
     for split, advice in (("val", "larger"), ("train", "smaller")):
         if not entries[split]:
             raise RequestError(f"data.val_split={val_split:g} puts no image into {split}: give a {advice} one")
-    return classes, entries
+    return entries
 
 
 def _is_held_out(name: bytes, val_split: float) -> bool:
@@ -255,14 +244,6 @@ def _class_folders(folder: bytes, split: str) -> list[bytes]:
             " with the class names of train/"
         )
     raise RequestError(f"{split}/ holds no class folders: it needs one for each class, with images in it")
-
-
-def _class_images(base: bytes, folder: bytes, folders: dict[str, int]) -> list[tuple[bytes, int]]:
-    images = list(_images(base, folder, folders))
-    if not images:
-        kinds = " ".join(kind.decode() for kind in EXTENSIONS)
-        raise RequestError(f"class folder {show(folder)}/ holds no image ({kinds}): add images or remove the folder")
-    return images
 
 
 def _images(base: bytes, folder: bytes, folders: dict[str, int]) -> Iterator[tuple[bytes, int]]:

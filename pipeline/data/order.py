@@ -22,8 +22,7 @@ Ids = NDArray[np.int64]
 
 class Order:
     def __init__(self, plan: Plan, seed: int) -> None:
-        self._plan = plan
-        self._seed = seed
+        self._plan, self._seed = plan, seed
         self._epoch = -1
         self._permutation: Ids = np.empty(0, np.int64)
 

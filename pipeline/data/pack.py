@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.access import UnreadableError, check_outage, outage
-from pipeline.data.index import Index, Split, SplitImages
+from pipeline.data.index import Index, SplitImages
 from pipeline.errors import RequestError
 
 FORMAT = 1
@@ -71,14 +71,12 @@ def shard_name(split: str, number: int) -> str:
 class PackImages(SplitImages):
     """One split of a pack."""
 
-    root: Path
     split_name: str
-    split: Split
     _descriptors: dict[int, int] = field(default_factory=dict, compare=False)
     """Shard number -> descriptor, of the shards read so far."""
 
     def __reduce__(self) -> tuple[Any, ...]:  # a process that is not forked has none of these descriptors
-        return PackImages, (self.root, self.split_name, self.split)
+        return PackImages, (self.root, self.split, self.split_name)
 
     def read(self, i: int) -> bytes | NDArray[np.uint8]:
         size = self.size(i)

@@ -86,10 +86,9 @@ class SharedBatches(Dataset[Batch | SlotRef]):
         self._file = os.open(_FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC)
         finalize(self, os.close, self._file)
         os.ftruncate(self._file, num_slots * self._slot_bytes)
-        self.memory = [
-            mmap.mmap(self._file, self._slot_bytes, offset=slot * self._slot_bytes) for slot in range(num_slots)
-        ]
-        self._references_if_free = self._references(0)
+        size = self._slot_bytes
+        self.memory = [mmap.mmap(self._file, size, offset=slot * size) for slot in range(num_slots)]
+        self._references_if_free = sys.getrefcount(self.memory[0])
         self._in_flight: deque[int | None] = deque()
         """Slots of the batches that were requested and have not arrived, oldest first."""
         self._reserved: set[int] = set()
@@ -104,12 +103,9 @@ class SharedBatches(Dataset[Batch | SlotRef]):
 
     def _free_slot(self) -> int | None:
         for slot in range(len(self.memory)):
-            if slot not in self._in_flight and self._references(slot) == self._references_if_free:
+            if slot not in self._in_flight and sys.getrefcount(self.memory[slot]) == self._references_if_free:
                 return slot
         return None
-
-    def _references(self, slot: int) -> int:
-        return sys.getrefcount(self.memory[slot])
 
     def __getitem__(self, request: Request) -> Batch | SlotRef:
         """Return the requested batch. Runs in a worker."""

@@ -8,7 +8,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -55,11 +55,7 @@ class Source:
     """The index of a folder or pack. Rank 0 sends it: file systems may list differently."""
 
 
-@dataclass(frozen=True)
 class FolderImages(SplitImages):
-    root: Path
-    split: Split
-
     def read(self, i: int) -> bytes:
         expected = self.size(i)
         path = os.path.join(os.fsencode(self.root), self.split.name(i))
@@ -71,10 +67,8 @@ class FolderImages(SplitImages):
                 raise UnreadableError(error.strerror) from None
             raise classify(path, error) from None
         if len(data) != expected:
-            was = "could not be read" if expected == MISSING else f"had {expected:,} bytes"
-            raise UnreadableError(
-                f"changed since it was indexed, when it {was}: 'pipeline data check' updates the index"
-            )
+            was = "it could not be read" if expected == MISSING else f"it had {expected:,} bytes"
+            raise UnreadableError(f"changed since it was indexed, when {was}: 'pipeline data check' updates the index")
         return data
 
 
@@ -196,13 +190,12 @@ def _relabel_validation(index: Index, classes: tuple[str, ...]) -> Split:
 
 
 def _is_training_data(root: Path, trained: Config, digest: str | None) -> bool:
-    """Return whether a model was trained on these class folders, by their path or contents."""
+    """Return True if a model was trained on these class folders, by their path or contents."""
     if trained.data.source == "folder" and root.resolve() == data_root(trained).resolve():
         return True
-    try:
+    with suppress(RequestError):  # a folder to evaluate on may be one that cannot be trained on
         return scan(root, trained.data.val_split).digest == digest
-    except RequestError:  # a folder to evaluate on may be one that cannot be trained on
-        return False
+    return False
 
 
 def _ensure_digits(config: Config, root: Path) -> None:
@@ -215,7 +208,7 @@ def _ensure_digits(config: Config, root: Path) -> None:
 
 
 def _is_absent(root: Path) -> bool:
-    """Return whether `root` does not exist. Raises RequestError if it cannot be looked up."""
+    """Return True if `root` does not exist. Raises RequestError if it cannot be looked up."""
     try:
         root.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -228,12 +221,11 @@ def _is_absent(root: Path) -> bool:
 
 def source_from_index(root: Path, index: Index) -> Source:
     """Return the images that `index` lists: of a pack if it holds places, else of a folder."""
-    train: Images
-    val: Images
-    if len(index.val.places):
-        train, val = pack.PackImages(root, "train", index.train), pack.PackImages(root, "val", index.val)
-    else:
-        train, val = FolderImages(root, index.train), FolderImages(root, index.val)
+
+    def images(name: str, split: Split) -> Images:
+        return pack.PackImages(root, split, name) if len(index.val.places) else FolderImages(root, split)
+
+    train, val = images("train", index.train), images("val", index.val)
     return Source(index.size, index.digest, index.classes, train, val, index)
 
 
@@ -241,13 +233,9 @@ def _synthetic(config: Config) -> Source:
     size = DataSize(config.data.num_images, -(-config.data.num_images // 4), config.data.num_classes)
     side = config.augment.size * 8 // 7
     digest = hashlib.sha256(f"synthetic {size} {side}".encode()).hexdigest()
-    return Source(
-        size,
-        digest,
-        tuple(f"class {label}" for label in range(size.num_classes)),
-        SyntheticImages("train", size.train_images, size.num_classes, side),
-        SyntheticImages("val", size.val_images, size.num_classes, side),
-    )
+    classes = tuple(f"class {label}" for label in range(size.num_classes))
+    train = SyntheticImages("train", size.train_images, size.num_classes, side)
+    return Source(size, digest, classes, train, SyntheticImages("val", size.val_images, size.num_classes, side))
 
 
 def make_digits(root: Path) -> None:

@@ -24,9 +24,8 @@ def _to_gpu(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     previous: tuple[Batch, torch.cuda.Event] | None = None
     for batch in batches:
         with torch.cuda.stream(stream):
-            moved = batch._replace(
-                **{name: getattr(batch, name).to(device, non_blocking=True) for name in ("images", "labels", "mix")}
-            )
+            names = ("images", "labels", "mix")
+            moved = batch._replace(**{name: getattr(batch, name).to(device, non_blocking=True) for name in names})
             copied = stream.record_event()
         if previous:
             yield _ready(*previous)

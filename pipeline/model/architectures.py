@@ -25,10 +25,7 @@ _OWN_MODELS: dict[str, Callable[..., nn.Module]] = {
 }
 
 # With an auxiliary head, the model returns a tuple in training.
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "googlenet": {"aux_logits": False, "init_weights": True},
-    "inception_v3": {"aux_logits": False, "init_weights": True},
-}
+_OPTIONS = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}
 
 
 def check_shapes(options: Model, num_classes: int, batch: int, size: int, eval_size: int) -> None:

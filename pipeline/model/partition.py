@@ -10,7 +10,7 @@ would silently train another model.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -100,9 +100,7 @@ def split_into_stages(model: nn.Module, arch: str, count: int, size: int) -> lis
             " parallel=fsdp"
         )
     ends = _balance(_flops(model, units, size), count)
-    return [
-        [layer for unit in units[start:end] for layer in unit] for start, end in zip((0, *ends), ends, strict=False)
-    ]
+    return [list(chain.from_iterable(units[start:end])) for start, end in pairwise((0, *ends))]
 
 
 def remove_layers(model: nn.Module, layers: list[Layer]) -> None:

@@ -30,7 +30,7 @@ from pipeline.errors import NotFiniteError, RequestError, StorageError
 from pipeline.model.architectures import ExportedModel
 from pipeline.plan import share_resources
 from pipeline.record import checkpoint
-from pipeline.record.contact_sheet import Tile, draw_contact_sheet
+from pipeline.record.figures import Tile, draw_contact_sheet
 from pipeline.record.terminal import Terminal
 
 _TOP_K = 5

@@ -107,10 +107,10 @@ def decode(data: bytes, origin: Path | str) -> dict[str, Any]:
         contents = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises half a dozen kinds for what is not its own
         raise StorageError(f"{origin} is not a checkpoint: {' '.join(str(error).split())[:200]}") from None
-    if not isinstance(contents, dict) or contents.get("format") != FORMAT:
-        stated = contents.get("format") if isinstance(contents, dict) else None
+    stated = contents.get("format") if isinstance(contents, dict) else None
+    if stated != FORMAT:
         raise StorageError(f"{origin} has format {stated}; this version reads format {FORMAT}")
-    return contents
+    return dict(contents)
 
 
 def read_model(path: Path) -> dict[str, Any]:
@@ -183,9 +183,7 @@ class CheckpointWriter:
     """The writer of one run's checkpoints, on rank 0."""
 
     def __init__(self, folder: Path, keep: int, log: Callable[[str], None]) -> None:
-        self._folder = folder
-        self._keep = keep
-        self._log = log
+        self._folder, self._keep, self._log = folder, keep, log
         self._thread: threading.Thread | None = None
         self._failures = 0
 

@@ -4,7 +4,7 @@ import json
 
 from pipeline.config.schema import Config
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import read
+from pipeline.record.journal import last_event
 from pipeline.record.receipt import Receipt
 
 _FACTS = ("commit", "image", "image_id", "torch", "device")
@@ -14,36 +14,29 @@ def describe_run(folder: RunFolder, config: Config) -> str:
     """Return the description that MLflow shows above a run."""
     receipt = json.loads(Receipt(folder).text())
     plan, starts, evaluations = receipt["plan"], receipt["starts"], receipt["evaluations"]
-    world = plan["world"]
+    world, end = plan["world"], last_event(folder.journal)
     processes = "1 process" if world == 1 else f"{world} processes"
-    lines = [
+    restarts = f", after {len(starts)} starts" if len(starts) > 1 else ""
+    status = f"Running, or killed{restarts}."
+    if end.get("event") == "ended":
+        status = f"{end['status']} at step {end['step']:,}{restarts}: `{end['line']}`"
+    paragraphs = [
         f"**{config.recipe}**: {config.model.arch} on {plan['train_images']:,} images of {plan['num_classes']:,}"
         f" classes ({config.data.source}), {plan['last_step']:,} steps of {plan['global_batch']:,} images on"
         f" {processes}, {config.train.precision}.",
-        "",
-        _status(folder, len(starts)),
+        status,
     ]
     finite = [row for row in evaluations if not row.get("not_finite")]
     if finite:
         best = max(finite, key=lambda row: row["top1"])
-        lines += ["", f"Best: top-1 {best['top1']:.4f} at step {best['step']:,} ({best['images']} images evaluated)."]
-    lines += ["", "| | |", "| --- | --- |", f"| data | `{receipt['data']}` |"]
+        top1, step, images = best["top1"], best["step"], best["images"]
+        paragraphs.append(f"Best: top-1 {top1:.4f} at step {step:,} ({images} images evaluated).")
     last_start = starts[-1] if starts else {}
-    lines += [f"| {name.replace('_', ' ')} | `{last_start[name]}` |" for name in _FACTS if name in last_start]
-    nproc = f" --nproc {world}" if world > 1 else ""
-    lines += [
-        "", "To repeat it, with the file `config.yaml` from the artifacts:", "", "```",
-        f"pipeline train config.yaml run.dir=runs/again{nproc}", "```",
-    ]  # fmt: skip
+    facts = {"data": receipt["data"]} | {name: last_start[name] for name in _FACTS if name in last_start}
+    rows = [f"| {name.replace('_', ' ')} | `{value}` |" for name, value in facts.items()]
+    paragraphs.append("\n".join(["| | |", "| --- | --- |", *rows]))
+    command = "pipeline train config.yaml run.dir=runs/again" + (f" --nproc {world}" if world > 1 else "")
+    paragraphs += ["To repeat it, with the file `config.yaml` from the artifacts:", f"```\n{command}\n```"]
     if config.is_deterministic:
-        lines += ["", "It is deterministic: `pipeline verify` with its folder compares a repetition bit for bit."]
-    return "\n".join(lines)
-
-
-def _status(folder: RunFolder, starts: int) -> str:
-    events = [row for row, _ in read(folder.journal) if "event" in row]
-    restarts = f", after {starts} starts" if starts > 1 else ""
-    if events and events[-1]["event"] == "ended":
-        end = events[-1]
-        return f"{end['status']} at step {end['step']:,}{restarts}: `{end['line']}`"
-    return f"Running, or killed{restarts}."
+        paragraphs.append("It is deterministic: `pipeline verify` with its folder compares a repetition bit for bit.")
+    return "\n\n".join(paragraphs)

@@ -9,12 +9,12 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline.record import predictions
-from pipeline.record.contact_sheet import Tile, draw_contact_sheet
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
 from pipeline.record.predictions import SavedEvaluation
@@ -27,9 +27,10 @@ _CURVES = (
 _MAX_NAMES = 30  # classes whose names fit on an axis
 _NAME_STYLE: dict[str, Any] = {"fontsize": 7, "parse_math": False}  # a class may be called $5
 _MAX_BARS = 40  # classes in the bar chart
-_FULL_MATRIX = (
-    1000  # classes up to which the whole confusion matrix is drawn: a cell takes 75 bytes beside the training
-)
+# classes up to which the whole confusion matrix is drawn: a cell takes 75 bytes beside the training
+_FULL_MATRIX = 1000
+_SHEET_COLUMNS = 8
+_TILE_INCHES = 1.3
 _PARTIAL_MATRIX = 200  # classes in the matrix if there are more
 
 
@@ -51,8 +52,8 @@ def draw_report(folder: RunFolder, log: Callable[[str], None]) -> list[Path]:
         except (OSError, ValueError, KeyError) as error:
             log(f"{path.name} cannot be drawn: {error}")
         else:
-            paths.append(path)
-    return [path for path in paths if path.exists()]
+            paths += [path] if path.exists() else []  # without mistakes there is no figure of them
+    return paths
 
 
 def draw_curves(path: Path, journal: Path) -> None:
@@ -69,7 +70,7 @@ def draw_curves(path: Path, journal: Path) -> None:
         for key in keys:
             if points[key]:
                 axes.plot(*zip(*points[key], strict=True), marker="." if key.startswith("val/") else "", label=key)
-        if any(points[key] for key in keys):
+        if axes.lines:
             axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)
 
@@ -136,11 +137,31 @@ def draw_mistakes(path: Path, evaluation: SavedEvaluation, title: str) -> None:
     draw_contact_sheet(path, tiles, f"most confident mistakes, {title}")
 
 
-EVALUATION_FIGURES: dict[str, Callable[[Path, SavedEvaluation, str], None]] = {
-    "confusion": draw_confusion,
-    "classes": draw_classes,
-    "mistakes": draw_mistakes,
-}
+class Tile(NamedTuple):
+    pixels: NDArray[np.uint8]
+    """[3, H, W]."""
+    caption: str
+
+
+def draw_contact_sheet(path: Path, tiles: list[Tile], title: str = "") -> None:
+    """Write images in a grid, each with its caption below, as a PNG file. Raises OSError."""
+    columns = min(_SHEET_COLUMNS, len(tiles))
+    rows = -(-len(tiles) // columns)
+    figure = _figure(columns * _TILE_INCHES, rows * (_TILE_INCHES + 0.35) + 0.4)
+    if title:
+        figure.suptitle(title, fontsize=9)
+    cells = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes in cells:
+        axes.axis("off")
+    for axes, tile in zip(cells, tiles, strict=False):
+        axes.imshow(tile.pixels.transpose(1, 2, 0))
+        below = {"transform": axes.transAxes, "ha": "center", "va": "top"}
+        axes.text(0.5, -0.04, tile.caption, fontsize=6, parse_math=False, **below)
+    figure.savefig(path, dpi=120)
+
+
+EVALUATION_FIGURES: dict[str, Callable[[Path, SavedEvaluation, str], None]]
+EVALUATION_FIGURES = {"confusion": draw_confusion, "classes": draw_classes, "mistakes": draw_mistakes}
 """The figures of one evaluation: name -> function of (file to write, evaluation, end of title)."""
 
 

@@ -6,6 +6,7 @@ not import torch.
 """
 
 import errno
+import itertools
 import os
 import shutil
 import socket
@@ -38,10 +39,8 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = path / "config.yaml"
-        self.plan = path / "plan.json"
-        self.journal = path / "journal.jsonl"
-        self.trace = path / "trace.jsonl"
+        self.config, self.plan = path / "config.yaml", path / "plan.json"
+        self.journal, self.trace = path / "journal.jsonl", path / "trace.jsonl"
         self.checkpoints = path / "checkpoints"
         self.receipt = path / "receipt.json"
         self.delivered = path / "mlflow.json"
@@ -124,11 +123,8 @@ class RunFolder:
     def set_aside(self) -> Path | None:
         """Move an earlier run's files into a new subfolder; return that, or None without files."""
         try:
-            old = [
-                entry
-                for entry in self.path.iterdir()
-                if entry.name not in _KEPT_AT_FRESH_START and not entry.name.startswith("before-")
-            ]
+            entries = (entry for entry in self.path.iterdir() if entry.name not in _KEPT_AT_FRESH_START)
+            old = [entry for entry in entries if not entry.name.startswith("before-")]
             if not any(entry.name != "checkpoints" or any(entry.iterdir()) for entry in old):
                 return None
             aside = self._new_aside()
@@ -166,11 +162,8 @@ class RunFolder:
         )
 
     def _new_aside(self) -> Path:
-        stamp, number = time.strftime("before-%Y%m%d-%H%M%S"), 0
-        while True:
-            aside = self.path / (f"{stamp}-{number}" if number else stamp)
-            try:
-                aside.mkdir()
-                return aside
-            except FileExistsError:
-                number += 1
+        stamp = time.strftime("before-%Y%m%d-%H%M%S")
+        numbered = (f"{stamp}-{number}" if number else stamp for number in itertools.count())
+        aside = next(self.path / name for name in numbered if not (self.path / name).exists())
+        aside.mkdir()
+        return aside

@@ -15,36 +15,36 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 
 def read(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield (row, offset after it) for each complete line from byte `start` on."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(start)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                start += len(line)
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    continue
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        file.seek(start)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            start += len(line)
+            with suppress(ValueError):
+                row = json.loads(line)
                 if isinstance(row, dict):
                     yield row, start
-    except FileNotFoundError:
-        return
+
+
+def last_event(path: Path) -> dict[str, Any]:
+    """Return the last event, or {} if there is none."""
+    event: dict[str, Any] = {}
+    for row, _ in read(path):
+        event = row if "event" in row else event
+    return event
 
 
 def final_status(path: Path) -> str | None:
     """Return the status with which the run ended, or None if the last event is not its end."""
-    status = None
-    for row, _ in read(path):
-        if "event" in row:
-            status = row.get("status") if row["event"] == "ended" else None
-    return status
+    return last_event(path).get("status")  # no other event has one
 
 
 class JsonLines:
@@ -95,24 +95,17 @@ class Journal:
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Write the finite metrics of `step` that no row has yet."""
-        new = {
-            key: value
-            for key, value in metrics.items()
-            if self._last_steps.get(key, -1) < step and math.isfinite(value)
-        }
+        last = self._last_steps
+        new = {key: value for key, value in metrics.items() if last.get(key, -1) < step and math.isfinite(value)}
         if new:
-            self._last_steps.update(dict.fromkeys(new, step))
-            self._append({"time": _now_ms(), "step": step, "metrics": new})
+            last.update(dict.fromkeys(new, step))
+            self._append({"step": step, "metrics": new})
 
     def log_event(self, name: str, **fields: Any) -> None:
-        self._append({"time": _now_ms(), "event": name, **fields})
+        self._append({"event": name, **fields})
 
     def _append(self, row: dict[str, Any]) -> None:
         is_known = bool(self._lines.pending)
-        error = self._lines.append(row)
+        error = self._lines.append({"time": time.time_ns() // 1_000_000, **row})
         if error and not is_known:
             self._log(f"journal could not be written: {error.strerror}; its rows are kept until it can")
-
-
-def _now_ms() -> int:
-    return time.time_ns() // 1_000_000

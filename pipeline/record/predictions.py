@@ -36,16 +36,13 @@ class Predictions:
     @property
     def _is_mistake(self) -> NDArray[np.bool_]:
         """A mask, [N], of the images that have a label and another predicted class."""
-        mistakes: NDArray[np.bool_] = (
-            (self.labels >= 0) & (self.predicted != NO_PREDICTION) & (self.labels != self.predicted)
-        )
-        return mistakes
+        is_known = (self.labels >= 0) & (self.predicted != NO_PREDICTION)
+        return np.asarray(is_known & (self.labels != self.predicted))
 
     def most_confident_mistakes(self, count: int) -> NDArray[np.int64]:
         """Return the ids of the `count` most confident wrong predictions, the worst first."""
         wrong = np.flatnonzero(self._is_mistake)
-        worst: NDArray[np.int64] = wrong[np.argsort(-self.confidence[wrong], kind="stable")][:count]
-        return worst
+        return wrong[np.argsort(-self.confidence[wrong], kind="stable")][:count]
 
     def count_correct(self, num_classes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return how many images of each class are predicted correctly, and how many it has."""
@@ -95,13 +92,9 @@ def saved_evaluations(report: Path) -> list[Path]:
 
 def save_evaluation(report: Path, step: int, evaluation: SavedEvaluation) -> None:
     """Save an evaluation. Raises OSError if it cannot be written."""
-    arrays = {
-        **asdict(evaluation.predictions),
-        "classes": np.array(evaluation.classes),
-        "shown": evaluation.mistakes,
-        "pixels": evaluation.pixels,
-    }
-    _save(evaluation_file(report, step), arrays)
+    classes, predictions = np.array(evaluation.classes), asdict(evaluation.predictions)
+    path = evaluation_file(report, step)
+    _save(path, **predictions, classes=classes, shown=evaluation.mistakes, pixels=evaluation.pixels)
 
 
 def load_evaluation(path: Path) -> SavedEvaluation:
@@ -116,7 +109,7 @@ def load_evaluation(path: Path) -> SavedEvaluation:
 
 def save_augmented(report: Path, pixels: NDArray[np.uint8], captions: list[str]) -> None:
     """Save the first training images as augmentation changed them. pixels: [K, 3, H, W]."""
-    _save(report / "data" / AUGMENTED_FILE, {"pixels": pixels, "captions": np.array(captions)})
+    _save(report / "data" / AUGMENTED_FILE, pixels=pixels, captions=np.array(captions))
 
 
 def load_augmented(report: Path) -> tuple[NDArray[np.uint8], list[str]]:
@@ -124,7 +117,7 @@ def load_augmented(report: Path) -> tuple[NDArray[np.uint8], list[str]]:
         return saved["pixels"], saved["captions"].tolist()
 
 
-def _save(path: Path, arrays: dict[str, Any]) -> None:
+def _save(path: Path, **arrays: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)

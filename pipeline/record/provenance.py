@@ -4,11 +4,13 @@ import getpass
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
 import torch
 
+from pipeline import __version__
 from pipeline.device import driver_version
 
 
@@ -21,12 +23,10 @@ def provenance(recipe: str, device: torch.device) -> dict[str, str]:
         "mlflow.source.git.commit": _build_argument("PIPELINE_COMMIT") or _commit(),
         "mlflow.docker.image.uri": _build_argument("PIPELINE_IMAGE"),
         "mlflow.docker.image.id": _build_argument("PIPELINE_IMAGE_ID"),
-        "version": _version(),
+        "version": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "torchvision": metadata.version("torchvision"),
-        "numpy": metadata.version("numpy"),
-        "pillow": metadata.version("pillow"),
+        **{name: metadata.version(name) for name in ("torchvision", "numpy", "pillow")},
         "device_type": device.type,
         **(_gpu(device) if device.type == "cuda" else {"device": _cpu_model()}),
     }
@@ -48,18 +48,10 @@ def _build_argument(name: str) -> str | None:
     return os.environ.get(name, "").replace("unknown", "") or None
 
 
-def _version() -> str | None:
-    try:
-        return metadata.version("ddp-pipeline")
-    except metadata.PackageNotFoundError:  # run from a checkout that was not installed
-        return None
-
-
 def _user() -> str | None:
-    try:
+    with suppress(OSError, KeyError):  # a user id without a name, as in a container
         return getpass.getuser()
-    except (OSError, KeyError):  # a user id without a name, as in a container
-        return None
+    return None
 
 
 def _commit() -> str | None:
@@ -69,12 +61,11 @@ def _commit() -> str | None:
     another project, say.
     """
     package = Path(__file__).parents[1]
-    try:
+    with suppress(OSError, subprocess.SubprocessError):
         _git(package, "ls-files", "--error-unmatch", "__init__.py")
         changed = _git(package, "status", "--porcelain", "--", ".")
         return _git(package, "rev-parse", "HEAD") + ("-dirty" if changed else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
+    return None
 
 
 def _git(folder: Path, *arguments: str) -> str:
@@ -83,8 +74,7 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def _cpu_model() -> str:
-    try:
+    with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.machine()
+    return platform.machine()

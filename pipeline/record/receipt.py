@@ -24,10 +24,8 @@ from pipeline.record.journal import read
 FORMAT = 1
 # the names of facts in the journal, which are MLflow's, and in the receipt
 _NAMES = {
-    "mlflow.source.git.commit": "commit",
-    "mlflow.docker.image.uri": "image",
-    "mlflow.docker.image.id": "image_id",
-}
+    "mlflow.source.git.commit": "commit", "mlflow.docker.image.uri": "image", "mlflow.docker.image.id": "image_id",
+}  # fmt: skip
 
 
 class Receipt:
@@ -35,8 +33,7 @@ class Receipt:
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
-        self._offset = 0
-        self._run = ""
+        self._offset, self._run = 0, ""
         self._data: str | None = None
         self._starts: list[dict[str, Any]] = []
         self._evaluations: dict[int, dict[str, Any]] = {}
@@ -58,15 +55,10 @@ class Receipt:
             self._offset = after
         config = from_yaml(self._folder.config.read_text(), str(self._folder.config))
         contents = {
-            "format": FORMAT,
-            "run": self._run,
-            "config": config.model_dump(mode="json", by_alias=True),
-            "plan": json.loads(self._folder.plan.read_text()),
-            "data": self._data,
-            "starts": self._starts,
-            "evaluations": [self._evaluations[step] for step in sorted(self._evaluations)],
-            "done": self._done,
-        }
+            "format": FORMAT, "run": self._run, "config": config.model_dump(mode="json", by_alias=True),
+            "plan": json.loads(self._folder.plan.read_text()), "data": self._data, "starts": self._starts,
+            "evaluations": [self._evaluations[step] for step in sorted(self._evaluations)], "done": self._done,
+        }  # fmt: skip
         return json.dumps(contents, indent=1) + "\n"
 
     def _add(self, journal_row: dict[str, Any]) -> None:

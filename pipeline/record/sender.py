@@ -25,17 +25,15 @@ READY = "ready"
 # not just the end of the pipe: a loader worker, forked from rank 0, may still hold the pipe open
 TRAINING_DONE = b"over\n"
 _READY_TIMEOUT_S = 60
-_FINISH_TIMEOUT_S = (
-    120  # for sending a model; the sender itself gives up on a server that does not answer within seconds
-)
+# for sending a model; the sender itself gives up on a server that does not answer within seconds
+_FINISH_TIMEOUT_S = 120
 
 
 class Sender:
     """Starts and stops the sender process."""
 
     def __init__(self, folder: RunFolder, uri: str) -> None:
-        self._uri = uri
-        self._folder = folder
+        self._folder, self._uri = folder, uri
         # the URI is not an argument, since ps shows those
         environment = {**os.environ, "PIPELINE_TRACK_URI": uri, "CUDA_VISIBLE_DEVICES": ""}
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
@@ -43,12 +41,9 @@ class Sender:
         with open(folder.sync_log, "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "pipeline", "sync", str(folder.path), "--follow"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment,
                 start_new_session=True,  # a launcher's signals to the process group do not reach it: the pipe ends it
-            )
+            )  # fmt: skip
 
     def wait_until_ready(self) -> None:
         """Return when the server was reached. Raises RequestError if the first attempt failed."""
@@ -105,10 +100,8 @@ def tracking_uri(config: Config, folder: RunFolder) -> str | None:
 
     Raises RequestError if MLflow cannot open a database beside the folder.
     """
-    if config.track.uri == "none":
-        return None
     if config.track.uri != "auto":
-        return config.track.uri
+        return None if config.track.uri == "none" else config.track.uri
     if os.environ.get("MLFLOW_TRACKING_URI"):
         return os.environ["MLFLOW_TRACKING_URI"]
     database = str(folder.path.absolute().parent / "mlflow.db")

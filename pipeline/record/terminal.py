@@ -29,10 +29,10 @@ class Terminal:
         """Print a line that stays, with the time if this is not a terminal."""
         self._erase_live_line()
         stamp = "" if self._is_live else time.strftime("%F %T ")
-        print(f"{stamp}{text}", file=sys.stderr, flush=True)
+        self.show(f"{stamp}{text}")
 
     def show(self, text: str) -> None:
-        """Print lines without the time."""
+        """Print lines without the time. All output but the live line goes through here."""
         print(text, file=sys.stderr, flush=True)
 
     def log_summary(self, rows: dict[str, str]) -> None:
@@ -66,9 +66,6 @@ class Terminal:
 
 class NullTerminal(Terminal):
     """No output: on other ranks, and with --quiet. The command line still prints errors."""
-
-    def log(self, text: str) -> None:
-        pass
 
     def show(self, text: str) -> None:
         pass

@@ -27,40 +27,16 @@ from pipeline.record.mlflow.run import MlflowRun, open_run
 from pipeline.record.receipt import Receipt
 
 _MAX_METRICS = 1000  # MLflow's limit for one request
-
-
-class Progress:
-    """The part of the journal that one server has: its entry in `mlflow.json`."""
-
-    def __init__(self, file: Path, uri: str) -> None:
-        self._file = file
-        self._server = without_password(uri)  # the URI of a database still has its password
-
-    def load(self, run: MlflowRun) -> int:
-        """Return how many bytes of the journal were delivered to `run`."""
-        saved = self._servers().get(self._server, {})
-        return saved["offset"] if saved.get("run_id") == run.run_id else 0
-
-    def save(self, run: MlflowRun, offset: int) -> None:
-        entry = {"run_id": run.run_id, "experiment_id": run.experiment_id, "offset": offset}
-        atomic_write(self._file, json.dumps({**self._servers(), self._server: entry}, indent=1).encode())
-
-    def _servers(self) -> dict[str, dict[str, Any]]:
-        try:
-            servers: dict[str, dict[str, Any]] = json.loads(self._file.read_text())
-            return servers
-        except (OSError, ValueError):
-            return {}
+_DESCRIPTION = "mlflow.note.content"
 
 
 class Delivery:
     """Sends what the journal holds and the server lacks."""
 
     def __init__(self, folder: RunFolder, config: Config, uri: str, timeout_s: int) -> None:
-        self._folder = folder
-        self._config = config
+        self._folder, self._config = folder, config
         self._uri, credentials = connection.split_uri(uri)
-        self._progress = Progress(folder.delivered, self._uri)
+        self._server = without_password(self._uri)  # the URI of a database still has its password
         self._run: MlflowRun | None = None
         self._offset = 0
         self.is_reachable = not uri.startswith("http")  # a local database is, even while its slow creation runs
@@ -90,15 +66,15 @@ class Delivery:
         try:
             if self._run is None:
                 self._run = open_run(self._folder, self._config, self._uri)
-                self._offset = self._progress.load(self._run)
+                saved = self._progress().get(self._server, {})
+                self._offset = saved["offset"] if saved.get("run_id") == self._run.run_id else 0
             self.is_reachable = True
             for metrics, event, end in _split_journal(self._folder.journal, self._offset):
-                if metrics:
-                    self._run.client.log_batch(self._run.run_id, metrics=metrics)
+                self._run.client.log_batch(self._run.run_id, metrics=metrics)
                 if event:
                     self._send_event(self._run, event)
                 self._offset = end
-                self._progress.save(self._run, self._offset)
+                self._save_progress(self._run)
         except Exception:
             self.is_reachable = False
             self._run = None  # searched for again: the server may come back without the run
@@ -110,14 +86,24 @@ class Delivery:
         last = max((row["time"] for row, _ in read(self._folder.journal)), default=None)
         self._run.client.set_terminated(self._run.run_id, "FAILED", last)
 
+    def _progress(self) -> dict[str, dict[str, Any]]:
+        """Return the contents of `mlflow.json`: for each server its run, and the bytes it has."""
+        with contextlib.suppress(OSError, ValueError):
+            return dict(json.loads(self._folder.delivered.read_text()))
+        return {}
+
+    def _save_progress(self, run: MlflowRun) -> None:
+        entry = {"run_id": run.run_id, "experiment_id": run.experiment_id, "offset": self._offset}
+        atomic_write(self._folder.delivered, json.dumps({**self._progress(), self._server: entry}, indent=1).encode())
+
     def _send_event(self, run: MlflowRun, event: dict[str, Any]) -> None:
         from mlflow.entities import RunTag
 
         match event["event"]:
             case "started":
-                tags = [RunTag(key, str(value)) for key, value in event["tags"].items()]
                 run.client.update_run(run.run_id, status="RUNNING")
-                run.client.log_batch(run.run_id, tags=[*tags, self._description()])
+                tags = event["tags"] | {_DESCRIPTION: describe_run(self._folder, self._config)}
+                run.client.log_batch(run.run_id, tags=[RunTag(key, str(value)) for key, value in tags.items()])
                 self._send_dataset(run, event["tags"]["data"])
                 with _postponed_if_it_fails():
                     self._send_files(run)
@@ -126,17 +112,15 @@ class Delivery:
                     send_figures(run, self._folder.report)
             case "ended":
                 run.client.set_terminated(run.run_id, event["status"], event["time"])
-                run.client.log_batch(run.run_id, tags=[self._description()])
+                run.client.set_tag(run.run_id, _DESCRIPTION, describe_run(self._folder, self._config))
                 with connection.request_timeout(connection.FILE_TIMEOUT_S):
                     self._send_files(run)
-                    if event["status"] == "FINISHED" and event["best"]:
-                        self._send_best_model(run, event["best"])
+                    if event["status"] == "FINISHED" and (best := event["best"]):
+                        file, name = self._folder.checkpoints / best["file"], self._config.track.register_
+                        model_id = send_model(run, self._folder, self._config, file, best["step"])
+                        if model_id and name:
+                            register_model(run, name, model_id)
                     send_figures(run, self._folder.report)
-
-    def _description(self) -> Any:
-        from mlflow.entities import RunTag
-
-        return RunTag("mlflow.note.content", describe_run(self._folder, self._config))
 
     def _send_dataset(self, run: MlflowRun, digest: str) -> None:
         """Log the data as an input of the run."""
@@ -146,7 +130,7 @@ class Delivery:
         options = self._config.data
         source = json.dumps({"source": options.source, "root": options.root})
         plan = json.loads(self._folder.plan.read_text())
-        profile = json.dumps({name: plan[name] for name in ("train_images", "val_images", "num_classes")})
+        profile = json.dumps({key: plan[key] for key in ("train_images", "val_images", "num_classes")})
         name = Path(options.root or options.source).name or options.source
         dataset = Dataset(name, digest[:36], options.source, source, profile=profile)  # MLflow takes 36 characters
         inputs = [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])]
@@ -163,11 +147,6 @@ class Delivery:
             run.client.log_artifact(run.run_id, str(path), self._folder.report.name)
         # made here: the trainer may not have written the file yet, or may never do so
         run.client.log_text(run.run_id, Receipt(self._folder).text(), self._folder.receipt.name)
-
-    def _send_best_model(self, run: MlflowRun, best: dict[str, Any]) -> None:
-        model_id = send_model(run, self._folder, self._config, self._folder.checkpoints / best["file"], best["step"])
-        if model_id and self._config.track.register_:
-            register_model(run, self._config.track.register_, model_id)
 
 
 @contextlib.contextmanager

@@ -45,8 +45,7 @@ def send_model(run: MlflowRun, folder: RunFolder, config: Config, checkpoint: Pa
         for key, value in row.get("metrics", {}).items()
         if key.startswith("val/")
     ]
-    if metrics:
-        client.log_batch(run.run_id, metrics=metrics)  # the run has them already: these name the model
+    client.log_batch(run.run_id, metrics=metrics)  # the run has them already: these name the model
     client.log_outputs(run.run_id, [LoggedModelOutput(model.model_id, step)])
     client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
     return str(model.model_id)
@@ -77,14 +76,11 @@ def export_model(checkpoint: Path, config: Config, destination: Path) -> Any:
     # the configuration says how to preprocess images as validation does
     description = Model(metadata={"config": contents["config"], "classes": contents["classes"]})
     mlflow.pytorch.save_model(
-        served,
-        str(destination),
-        mlflow_model=description,
-        signature=infer_signature(example, probabilities),
-        input_example=example,
+        served, str(destination), mlflow_model=description,
+        signature=infer_signature(example, probabilities), input_example=example,
         serialization_format="pt2",  # never a pickle, whatever the server's default is
         pip_requirements=[f"torch=={torch.__version__.split('+')[0]}", "numpy"],
-    )
+    )  # fmt: skip
     return description
 
 

@@ -64,13 +64,11 @@ def fetch_model(uri: str) -> dict[str, Any]:
     except ModuleNotFoundError as error:
         raise connection.not_installed(error) from None
     except Exception as error:  # mlflow passes on errors of the network, of a database, of a file system
+        kind: type[RunError] = TemporaryError if tracking_uri.startswith("http") else StorageError
         if getattr(error, "error_code", "INTERNAL_ERROR") not in _SERVER_ERRORS:
-            kind: type[RunError] = RequestError
-        else:
-            kind = TemporaryError if tracking_uri.startswith("http") else StorageError
-        raise kind(
-            f"{uri} cannot be read from {without_password(tracking_uri)}: {connection.root_cause(error)}"
-        ) from None
+            kind = RequestError
+        server = without_password(tracking_uri)
+        raise kind(f"{uri} cannot be read from {server}: {connection.root_cause(error)}") from None
 
 
 def _fetch_file(artifacts: str, name: str, limit: int, scratch: Path) -> Path:
@@ -105,17 +103,15 @@ def _parse_mlmodel(uri: str, text: str) -> dict[str, Any]:
     try:
         mlmodel = yaml.safe_load(text)
         flavors, metadata = mlmodel["flavors"], mlmodel["metadata"]
-        with_code = [name for name, flavor in flavors.items() if flavor.get("code")]
+        code = ", ".join(name for name, flavor in flavors.items() if flavor.get("code"))
         config, classes = metadata["config"], metadata["classes"]
         is_valid = isinstance(config, str) and isinstance(classes, list)
         if not is_valid or not all(isinstance(name, str) for name in classes):
             raise TypeError("no configuration, or no classes")
     except (yaml.YAMLError, RecursionError, ValueError, KeyError, TypeError, AttributeError):
         raise RequestError(f"{uri} is not a model that this pipeline logged: its MLmodel names no classes") from None
-    if with_code:
-        raise RequestError(
-            f"{uri} brings code of its own ({', '.join(with_code)}), which is never run: log the model without code"
-        )
+    if code:
+        raise RequestError(f"{uri} brings code of its own ({code}), which is never run: log the model without code")
     return {"config": config, "classes": classes}
 
 

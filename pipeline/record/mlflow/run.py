@@ -9,12 +9,12 @@ creation was killed. So a local database is created under a temporary name.
 
 import contextlib
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.credentials import without_password
+from pipeline.config.load import flatten
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, TemporaryError
 from pipeline.record.folder import RunFolder
@@ -58,11 +58,8 @@ def open_run(folder: RunFolder, config: Config, uri: str) -> MlflowRun:
     artifacts = (database.parent / "mlartifacts").as_uri() if database else None
     experiment_id = _experiment_id(client, config.track.experiment or config.recipe, artifacts)
     found = client.search_runs([experiment_id], f"tags.`{_RUN_TAG}` = '{created['run']}'", max_results=1)
-    if found:
-        run = found[0]
-    else:
-        tags = {_RUN_TAG: created["run"]}
-        run = client.create_run(experiment_id, created["time"], tags, folder.path.absolute().name)
+    tags, name = {_RUN_TAG: created["run"]}, folder.path.absolute().name
+    run = found[0] if found else client.create_run(experiment_id, created["time"], tags, name)
     if not run.info.run_id:
         raise TemporaryError(f"{without_password(uri)} answers, but not as MLflow does")
     check_artifact_host(run.info.artifact_uri, uri)
@@ -92,22 +89,11 @@ def _send_config(client: "MlflowClient", run: Any, config: Config) -> None:
     """
     from mlflow.entities import Param, RunTag
 
-    run_id, params, tags = run.info.run_id, run.data.params, run.data.tags
-    missing = [Param(key, value) for key, value in _flatten(config) if key not in params]
-    if missing:
-        client.log_batch(run_id, params=missing)
-    known = {key: tags.get(key, value) for key, value in params.items()}
-    changed = [RunTag(key, value) for key, value in _flatten(config) if known.get(key, value) != value]
-    if changed:
-        client.log_batch(run_id, tags=changed)
-
-
-def _flatten(config: Config) -> Iterator[tuple[str, str]]:
-    for key, value in config.model_dump(mode="json", by_alias=True).items():
-        if isinstance(value, dict):
-            yield from ((f"{key}.{inner}", str(inner_value)) for inner, inner_value in value.items())
-        else:
-            yield key, str(value)
+    values = {key: str(value) for key, value in flatten(config).items()}
+    missing = [Param(key, value) for key, value in values.items() if key not in run.data.params]
+    known = values | run.data.params | {key: run.data.tags[key] for key in values if key in run.data.tags}
+    changed = [RunTag(key, value) for key, value in values.items() if known[key] != value]
+    client.log_batch(run.info.run_id, params=missing, tags=changed)
 
 
 def _create_database(path: Path, run: str) -> None:

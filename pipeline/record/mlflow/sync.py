@@ -61,12 +61,15 @@ def _sync_once(folder: RunFolder, config: Config, uri: str) -> None:
     except RunError:
         raise
     except Exception as error:
-        raise TemporaryError(
-            f"MLflow at {without_password(uri)} did not take everything: {root_cause(error)}"
-        ) from error
+        address = without_password(uri)
+        raise TemporaryError(f"MLflow at {address} did not take everything: {root_cause(error)}") from error
 
 
 def _sync_beside_training(folder: RunFolder, config: Config, uri: str) -> None:
+    """Deliver until training is over, and tell the trainer how the first attempt went.
+
+    Raises TemporaryError if the last attempt failed.
+    """
     delivery = Delivery(folder, config, uri, REQUEST_TIMEOUT_S)
     training_over = _watch_trainer(delivery)
     answer = os.dup(1)
@@ -74,14 +77,6 @@ def _sync_beside_training(folder: RunFolder, config: Config, uri: str) -> None:
     _lock_sending(folder)
     os.nice(10)  # training has priority
     delivery.import_mlflow()
-    _follow(delivery, folder, training_over, answer)
-
-
-def _follow(delivery: Delivery, folder: RunFolder, training_over: threading.Event, answer: int) -> None:
-    """Deliver until training is over, and write to the pipe `answer` how the first attempt went.
-
-    Raises TemporaryError if the last attempt failed.
-    """
     failure: Exception | None = None
     has_answered, pause = False, _POLL_S
     while True:
