@@ -90,16 +90,16 @@ class Plan(Resources):
     compile_reason: str
     """The reason for compiling the model, or for not compiling it."""
 
-    def epoch(self, step: int) -> int:
+    def epoch_at(self, step: int) -> int:
         """Return the epoch, from 0, of the update after `step`."""
         return step // self.steps_per_epoch
 
-    def size(self, step: int) -> int:
+    def image_size_at(self, step: int) -> int:
         """Return the side of the images in the update after `step`, in pixels.
 
         This is the rule of FFCV (train_imagenet.py, get_resolution).
         """
-        epoch = self.epoch(step)
+        epoch = self.epoch_at(step)
         if epoch <= self.grows_from or self.first_size == self.image_size:
             return self.first_size
         if epoch >= self.grows_until:
@@ -109,16 +109,16 @@ class Plan(Resources):
         return min(max(nearest, self.first_size), self.image_size)
 
     @property
-    def sizes(self) -> list[int]:
+    def image_sizes(self) -> list[int]:
         """Return every side that training images have, in pixels, in ascending order."""
-        return sorted({self.size(step) for step in range(0, self.total_steps, self.steps_per_epoch)})
+        return sorted({self.image_size_at(step) for step in range(0, self.total_steps, self.steps_per_epoch)})
 
     def compiles_at(self, step: int, *, is_first: bool) -> bool:
         """Return True if the update after `step` may compile the model.
 
         That is the first update of a start, and each update with a new image size.
         """
-        return self.compiles and (is_first or self.size(step) != self.size(step - 1))
+        return self.compiles and (is_first or self.image_size_at(step) != self.image_size_at(step - 1))
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of the update after `step`.
@@ -248,7 +248,7 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
     first_size, grows_from, grows_until = _growth(config, length)
     compiles, compile_reason = _compilation(config, world)
     plan = Plan(
-        **vars(share_resources(config, world)), **vars(data),
+        **vars(divide_resources(config, world)), **vars(data),
         global_batch=global_batch, process_batch=global_batch // world.size,
         micro_batch=micro_batch, accumulate=accumulate, stages=stages, micro_batches=micro_batches,
         steps_per_epoch=length.steps_per_epoch, total_steps=length.total_steps,
@@ -279,7 +279,7 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
     return plan
 
 
-def share_resources(config: Config, world: World) -> Resources:
+def divide_resources(config: Config, world: World) -> Resources:
     """Return the workers and threads of a node, divided among its processes."""
     workers_per_node = world.cpus if config.data.workers is None else config.data.workers
     # the order of sums on a CPU depends on the threads, so a deterministic run has 1 on any machine

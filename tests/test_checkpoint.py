@@ -25,7 +25,7 @@ from pipeline.record.checkpoint import (
     step_of,
 )
 from pipeline.record.folder import RunFolder
-from pipeline.train.resume import Found, find
+from pipeline.train.resume import VerifiedCheckpoint, find
 
 
 def contents(step: int) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def test_a_checkpoint_is_not_changed_by_the_next_step(tmp_path: Path) -> None:
 
 
 def test_an_unreadable_checkpoint_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def find_checkpoint(word: str) -> Found | None:
+    def find_checkpoint(word: str) -> VerifiedCheckpoint | None:
         return find(load("digits", [f"run.resume={word}"]), RunFolder(tmp_path), None, print)
 
     with pytest.raises(RequestError, match=r"run.resume=x+ is not allowed: .* cannot be read: File name too long"):

@@ -41,12 +41,12 @@ def test_every_image_size_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> N
              "augment.growth=[0 epochs, 39 epochs]"]  # fmt: skip
     config = load("digits", words)
     plan = make_plan(config, World(), DataSize(960, 96, 10))
-    assert plan.sizes == list(range(32, 385, 32)), "more than torch recompiles by default"
+    assert plan.image_sizes == list(range(32, 385, 32)), "more than torch recompiles by default"
     strategy = choose_strategy(config, plan, nn.Conv2d(3, 1, 3), Group(World(), torch.device("cpu")))
     for _ in range(2):
-        for size in plan.sizes:
+        for size in plan.image_sizes:
             strategy.forward(torch.zeros(1, 3, size, size))
-    assert len(compiled) == len(plan.sizes), "each once"
+    assert len(compiled) == len(plan.image_sizes), "each once"
 
 
 @pytest.mark.full

@@ -23,7 +23,7 @@ from test_pack import encoded
 
 from pipeline.config.load import load
 from pipeline.data import checksums, manifest
-from pipeline.data.access import OutageError, UnreadableError, show
+from pipeline.data.access import OutageError, UnreadableError, printable_name
 from pipeline.data.augment import center_crop
 from pipeline.data.batch import NO_LABEL
 from pipeline.data.images import BadImageError, decode
@@ -375,7 +375,7 @@ def test_sums_match_sha256sum_and_name_what_changed(tmp_path: Path) -> None:
     assert result.code == 4
     changed = "has changed: its content is not that of SHA256SUMS"
     assert sorted(result.err.splitlines()[1:-1]) == sorted(
-        [f"{show(name)}: {changed}" for name in odd]
+        [f"{printable_name(name)}: {changed}" for name in odd]
         + ["val/a/1.png: cannot be read", "val/a/2.png: has no sum in SHA256SUMS"]
     )
     assert "7 of 7 images" in result.error

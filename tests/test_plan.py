@@ -12,7 +12,7 @@ from harness import pipeline
 from pipeline import machine, world
 from pipeline.config.load import load
 from pipeline.errors import RequestError
-from pipeline.plan import DataSize, Plan, make_plan, share_resources
+from pipeline.plan import DataSize, Plan, divide_resources, make_plan
 from pipeline.world import World
 
 DIGITS = DataSize(train_images=1437, val_images=360, num_classes=10)
@@ -52,7 +52,7 @@ def test_the_learning_rate_scales_with_the_batch() -> None:
 )
 def test_the_workers_of_a_node_are_divided_and_rounded_up(workers: int, local: int, expected: int) -> None:
     config = load("digits", [f"data.workers={workers}"])
-    assert share_resources(config, World(size=2 * local, local_size=local, cpus=64)).workers == expected
+    assert divide_resources(config, World(size=2 * local, local_size=local, cpus=64)).workers == expected
 
 
 def test_workers_and_threads_follow_the_cpus_unless_set() -> None:
@@ -126,7 +126,7 @@ def test_images_grow_between_epochs_as_in_ffcv() -> None:
     plan = plan_of(*words, data=IMAGENET)
     sizes = [plan.size(epoch * plan.steps_per_epoch) for epoch in range(88)]
     assert sizes == [160] * 71 + [192] * 17
-    assert plan.size(71 * plan.steps_per_epoch - 1) == 160
+    assert plan.image_size_at(71 * plan.steps_per_epoch - 1) == 160
     assert "192 px, 160 px up to epoch 65, growing until 76; 192 px in validation" in plan.table()
     assert {plan_of().size(step) for step in range(168)} == {32}
     wide = plan_of("augment.size=120", "augment.first_size=40", "augment.growth=[0, 11 epochs]")

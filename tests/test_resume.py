@@ -137,7 +137,7 @@ from pipeline.train import resume, session
 train = session.train
 def train_and_inspect(*arguments, **options):
     gc.unfreeze()
-    kept = [item for item in gc.get_objects() if isinstance(item, (resume.Found, session.Prepared))]
+    kept = [item for item in gc.get_objects() if isinstance(item, (resume.VerifiedCheckpoint, session.Prepared))]
     print([type(item).__name__ for item in kept], flush=True)
     return train(*arguments, **options)
 session.train = train_and_inspect

@@ -21,7 +21,7 @@ class OutageError(TemporaryError):
     """The storage that holds the images cannot be read. It says nothing about any single image."""
 
 
-def show(name: bytes) -> str:
+def printable_name(name: bytes) -> str:
     """Return a file name as one printable line: other bytes are escaped."""
     text = name.decode("utf-8", "backslashreplace")
     return text if text.isprintable() else text.encode("unicode_escape").decode()
@@ -32,21 +32,21 @@ def is_outage(error: OSError) -> bool:
     return error.errno not in _FILE_ERRORS
 
 
-def outage(path: bytes | Path, error: OSError) -> OutageError:
+def outage_error(path: bytes | Path, error: OSError) -> OutageError:
     """Return the OutageError that names the file and the system's error."""
     return OutageError(
-        f"the data is out of reach ({show(os.fsencode(path))}: {error.strerror}):"
+        f"the data is out of reach ({printable_name(os.fsencode(path))}: {error.strerror}):"
         " give the same command again once it is back"
     )
 
 
-def check_outage(path: bytes | Path, error: OSError) -> None:
+def raise_if_outage(path: bytes | Path, error: OSError) -> None:
     """Raise OutageError if the storage caused the error."""
     if is_outage(error):
-        raise outage(path, error) from None
+        raise outage_error(path, error) from None
 
 
-def classify(path: bytes, error: OSError) -> UnreadableError | OutageError:
+def read_error(path: bytes, error: OSError) -> UnreadableError | OutageError:
     """Return what a failed read of an indexed file means: a defect of this file, or an outage.
 
     It is the file's own defect if its folder can be listed and the file still cannot be opened. An
@@ -58,7 +58,7 @@ def classify(path: bytes, error: OSError) -> UnreadableError | OutageError:
         except OSError as again:
             if not is_outage(again):
                 return UnreadableError(again.strerror)
-    return outage(path, error)
+    return outage_error(path, error)
 
 
 def is_non_empty_folder(folder: bytes | Path) -> bool:
@@ -79,5 +79,5 @@ def check_folder(root: Path, given: str, remedy: str) -> None:
     except (FileNotFoundError, NotADirectoryError):
         raise RequestError(f"{given} is not a folder: {remedy}") from None
     except OSError as error:
-        check_outage(root, error)
+        raise_if_outage(root, error)
         raise RequestError(f"{given} cannot be read: {error.strerror}") from None

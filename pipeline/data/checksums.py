@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pipeline.data.access import OutageError, classify, show
+from pipeline.data.access import OutageError, printable_name, read_error
 from pipeline.data.index import Index
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import atomic_write
@@ -22,7 +22,7 @@ def write_sums(root: Path, index: Index) -> None:
     lines = []
     for name, digest in zip(names, _digests(root, names), strict=True):
         if digest is None:
-            raise RequestError(f"{show(name)} cannot be read: no sums written; fix or remove it first")
+            raise RequestError(f"{printable_name(name)} cannot be read: no sums written; fix or remove it first")
         escaped = name.replace(b"\\", b"\\\\").replace(b"\n", b"\\n")
         prefix = b"\\" if escaped != name else b""
         lines.append(prefix + digest.hex().encode() + b"  " + escaped + b"\n")
@@ -37,13 +37,13 @@ def check_sums(root: Path, index: Index) -> Iterator[tuple[str, str]]:
     expected = read_sums(root) or {}
     for name, digest in zip(expected, _digests(root, list(expected)), strict=True):
         if digest is None:
-            yield show(name), "cannot be read"
+            yield printable_name(name), "cannot be read"
         elif digest != expected[name]:
-            yield show(name), f"has changed: its content is not that of {SUMS}"
+            yield printable_name(name), f"has changed: its content is not that of {SUMS}"
     for split in (index.train, index.val):
         for i in range(len(split)):
             if split.name(i) not in expected:
-                yield show(split.name(i)), f"has no sum in {SUMS}"
+                yield printable_name(split.name(i)), f"has no sum in {SUMS}"
 
 
 def read_sums(root: Path) -> dict[bytes, bytes] | None:
@@ -79,7 +79,7 @@ def _digests(root: Path, names: list[bytes]) -> Iterator[bytes | None]:
             with open(path, "rb") as file:
                 return hashlib.file_digest(file, "sha256").digest()
         except OSError as error:
-            failure = classify(path, error)
+            failure = read_error(path, error)
             if isinstance(failure, OutageError) and not os.path.islink(path):  # a dangling link is a defect here
                 raise failure from None
             return None

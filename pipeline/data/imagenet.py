@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.data.access import outage, show
+from pipeline.data.access import outage_error, printable_name
 from pipeline.data.index import Index, Split, SplitImages, list_first
 from pipeline.data.sources import Source
 from pipeline.errors import RequestError
@@ -55,7 +55,7 @@ class ArchiveImages(SplitImages):
         try:
             data = os.pread(self._descriptor, size, offset)
         except OSError as error:
-            raise outage(self.root, error) from None
+            raise outage_error(self.root, error) from None
         if len(data) != size:
             raise _cut_short(self.root, "it ends early")
         return data
@@ -120,11 +120,11 @@ def _read_devkit(path: Path) -> tuple[dict[str, int], list[str]]:
             wnids = {int(synset["ILSVRC2012_ID"]): str(synset["WNID"]) for synset in leaves}
             wrong = [wnid for wnid in wnids.values() if not _WNID.fullmatch(wnid)]
             if wrong:
-                raise ValueError(f"{show(wrong[0].encode())[:80]} is not a class: n and eight digits")
+                raise ValueError(f"{printable_name(wrong[0].encode())[:80]} is not a class: n and eight digits")
             counts = {str(synset["WNID"]): int(synset["num_train_images"]) for synset in leaves}
             return counts, [wnids[int(line)] for line in truth.read().split()]
     except Exception as error:  # scipy, zlib and tarfile raise many kinds of errors for damaged files
-        why = show(" ".join(str(error).split())[:200].encode()) or type(error).__name__
+        why = printable_name(" ".join(str(error).split())[:200].encode()) or type(error).__name__
         raise RequestError(f"{path} cannot be read as the development kit ({why}): download it again") from None
 
 
@@ -146,7 +146,7 @@ def _train_members(path: Path, counts: dict[str, int]) -> Iterator[tuple[str, st
         for member in outer:
             wnid = member.name.removesuffix(".tar").rpartition("/")[2]
             if wnid not in counts or not member.isreg():
-                name = show(member.name.encode())
+                name = printable_name(member.name.encode())
                 raise RequestError(f"{path} holds {name}, which the development kit does not know")
             for name, size, offset in _members(path, member.offset_data, member.size):
                 yield wnid, name, size, offset

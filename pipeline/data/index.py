@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.access import UnreadableError, show
+from pipeline.data.access import UnreadableError, printable_name
 from pipeline.plan import DataSize
 
 MISSING = -1
@@ -115,7 +115,7 @@ class SplitImages:
         return len(self.split)
 
     def name(self, i: int) -> str:
-        return show(self.split.name(i))
+        return printable_name(self.split.name(i))
 
     def label(self, i: int) -> int:
         return int(self.split.labels[i])
@@ -205,13 +205,13 @@ class Index:
             new = {theirs.name(i): i for i in range(len(theirs))}
             for name in sorted(old.keys() | new.keys()):
                 if name not in new:
-                    yield f"{show(name)} is gone"
+                    yield f"{printable_name(name)} is gone"
                 elif name not in old:
-                    yield f"{show(name)} is new"
+                    yield f"{printable_name(name)} is new"
                 elif ours.sizes[old[name]] != theirs.sizes[new[name]]:
-                    yield f"{show(name)} had {ours.sizes[old[name]]:,} bytes and has {theirs.sizes[new[name]]:,}"
+                    yield f"{printable_name(name)} had {ours.sizes[old[name]]:,} bytes and has {theirs.sizes[new[name]]:,}"
                 elif self.sums and other.sums and ours.checksum(old[name]) != theirs.checksum(new[name]):
-                    yield f"{show(name)} has another sum in SHA256SUMS"
+                    yield f"{printable_name(name)} has another sum in SHA256SUMS"
 
 
 def list_first(items: list[str], limit: int) -> str:

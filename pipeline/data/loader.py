@@ -116,9 +116,9 @@ class TrainBatches(SlotDataset):
 
     def make_batch(self, position: int, allocate: Allocate) -> Batch:
         step, micro = divmod(position, self.plan.accumulate)
-        epoch = self.plan.epoch(step)
+        epoch = self.plan.epoch_at(step)
         ids, views = self._order.micro_draws(step, self.rank, micro)
-        pixels = allocate(len(ids), self.plan.size(step))
+        pixels = allocate(len(ids), self.plan.image_size_at(step))
         labels = torch.zeros(len(ids), dtype=torch.int64)
         defects: list[Defect] = []
         outage = None
@@ -202,7 +202,7 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
     done, failures = 0, 0
     while done < len(positions):
         started = mmap.mmap(-1, max(1, plan.workers))  # shared with the workers, one byte each
-        shared = _share(dataset, plan)
+        shared = _make_shared(dataset, plan)
         loader = DataLoader(
             shared or dataset, batch_size=None, num_workers=plan.workers, pin_memory=pin,
             sampler=shared.requests(positions[done:]) if shared else positions[done:],
@@ -242,7 +242,7 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
                 iterator._shutdown_workers()  # type: ignore[attr-defined]
 
 
-def _share(dataset: Dataset[Batch], plan: Resources) -> SharedBatches | None:
+def _make_shared(dataset: Dataset[Batch], plan: Resources) -> SharedBatches | None:
     if not plan.workers or not isinstance(dataset, SlotDataset):
         return None
     with suppress(OSError):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.data.access import check_folder, is_outage, outage, show
+from pipeline.data.access import check_folder, is_outage, outage_error, printable_name
 from pipeline.data.checksums import digest_of_sums, read_sums
 from pipeline.data.index import MISSING, Index, Split, list_first
 from pipeline.errors import RequestError, RunError
@@ -86,7 +86,7 @@ def _is_current(index: Index, root: Path, check_sizes: bool) -> bool:
         # Without train/ and val/, classes are in the root: making the cache changes its time.
         base = os.fsencode(root)
         has_splits = SPLITS[0] in index.folders
-        if not has_splits and tuple(show(name) for name in _subfolders(base)) != index.classes:
+        if not has_splits and tuple(printable_name(name) for name in _subfolders(base)) != index.classes:
             return False
         sizes_match = (_sizes_match(split, base, check_sizes) for split in (index.train, index.val))
         return digest_of_sums(root) == index.sums and all(sizes_match)
@@ -130,9 +130,11 @@ def scan(root: Path, val_split: float) -> Index:
     except OSError as error:
         raise _unreadable(root, error) from None
     if len(classes) < 2:
-        raise RequestError(f"data.root={root} holds one class folder, {show(classes[0])}/: at least two are needed")
+        raise RequestError(
+            f"data.root={root} holds one class folder, {printable_name(classes[0])}/: at least two are needed"
+        )
     train, val = (Split.from_entries(entries[split], sums) for split in SPLITS)
-    index = Index(train, val, tuple(show(name) for name in classes), sums_digest, folders, val_split)
+    index = Index(train, val, tuple(printable_name(name) for name in classes), sums_digest, folders, val_split)
     check_train_classes(index, root)
     return index
 
@@ -160,12 +162,12 @@ def scan_validation(root: Path, classes: tuple[str, ...], held_out: float) -> Sp
     try:
         has_val = (root / "val").is_dir()
         folders = _class_folders(os.path.join(base, b"val"), "val") if has_val else _class_folders(base, str(root))
-        unknown = [show(name) for name in folders if show(name) not in labels]
+        unknown = [printable_name(name) for name in folders if printable_name(name) not in labels]
         if unknown:
             names = list_first(sorted(unknown), 5)
             raise RequestError(f"{root} has class folders that the model does not know: {names}")
         entries = [
-            (file, size, labels[show(folder)])
+            (file, size, labels[printable_name(folder)])
             for folder in folders
             for file, size in _images(base, os.path.join(b"val", folder) if has_val else folder, {})
             if has_val or _is_held_out(file, held_out)
@@ -180,8 +182,8 @@ def scan_validation(root: Path, classes: tuple[str, ...], held_out: float) -> Sp
 def _unreadable(root: Path, error: OSError) -> RunError:
     path = error.filename or root  # an error in the middle of a listing names no file
     if is_outage(error):
-        return outage(path, error)
-    return RequestError(f"data.root={root} cannot be read: {show(os.fsencode(path))}: {error.strerror}")
+        return outage_error(path, error)
+    return RequestError(f"data.root={root} cannot be read: {printable_name(os.fsencode(path))}: {error.strerror}")
 
 
 def _subfolders(base: bytes) -> list[bytes]:
@@ -193,8 +195,8 @@ def _common_classes(base: bytes) -> list[bytes]:
     """Return the classes of train/ and val/. Raises RequestError if they differ."""
     train, val = (set(_class_folders(os.path.join(base, split.encode()), split)) for split in SPLITS)
     if train != val:
-        differing = [f"{show(name)} in train/ only" for name in sorted(train - val)]
-        differing += [f"{show(name)} in val/ only" for name in sorted(val - train)]
+        differing = [f"{printable_name(name)} in train/ only" for name in sorted(train - val)]
+        differing += [f"{printable_name(name)} in val/ only" for name in sorted(val - train)]
         raise RequestError(
             f"the classes of train/ and val/ differ: {list_first(differing, 5)}: both need the same class folders"
         )
@@ -218,7 +220,7 @@ def _scan_classes(
             if not images:
                 kinds = " ".join(kind.decode() for kind in EXTENSIONS)
                 raise RequestError(
-                    f"class folder {show(folder)}/ holds no image ({kinds}): add images or remove the folder"
+                    f"class folder {printable_name(folder)}/ holds no image ({kinds}): add images or remove the folder"
                 )
             for file, size in images:
                 split = parent or ("val" if _is_held_out(file, val_split) else "train")

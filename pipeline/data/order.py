@@ -32,7 +32,7 @@ class Order:
         start = step % plan.steps_per_epoch * plan.global_batch
         places = np.arange(start, start + plan.global_batch)
         places = np.concatenate([places[view :: plan.repeats] for view in range(plan.repeats)])
-        return self._epoch_permutation(plan.epoch(step))[places // plan.repeats], places % plan.repeats
+        return self._epoch_permutation(plan.epoch_at(step))[places // plan.repeats], places % plan.repeats
 
     def ids(self, step: int) -> Ids:
         """Return the sample ids of the update after `step` updates, [global_batch] int64."""

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.access import UnreadableError, check_outage, outage
+from pipeline.data.access import UnreadableError, outage_error, raise_if_outage
 from pipeline.data.index import Index, SplitImages
 from pipeline.errors import RequestError
 
@@ -92,7 +92,7 @@ class PackImages(SplitImages):
             if shard in self._descriptors:
                 with contextlib.suppress(OSError):
                     os.close(self._descriptors.pop(shard))  # a stale handle stays stale
-            raise outage(path, error) from None
+            raise outage_error(path, error) from None
         if len(data) != size or zlib.crc32(data) != crc:
             raise UnreadableError(f"{path.name} has changed at byte {offset:,} since it was packed")
         return _pixels(data) if data.startswith(_NPY_MAGIC) else data
@@ -119,7 +119,7 @@ def open_index(root: Path) -> Index:
         index = Index.from_bytes(np.memmap(root / INDEX, np.uint8, "r"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, OSError):
-            check_outage(root / INDEX, error)
+            raise_if_outage(root / INDEX, error)
         raise _damaged(root, f"{INDEX} cannot be read ({error})") from None
     if index.digest != summary["index"]:
         raise _damaged(root, f"{INDEX} is not the one that {SUMMARY} names")
@@ -131,7 +131,7 @@ def open_index(root: Path) -> Index:
         try:
             size = (root / shard["name"]).stat().st_size
         except OSError as error:
-            check_outage(root / shard["name"], error)
+            raise_if_outage(root / shard["name"], error)
             raise _damaged(root, f"{shard['name']}: {error.strerror}") from None
         if size != shard["bytes"]:
             raise _damaged(root, f"{shard['name']} has {size:,} bytes, not {shard['bytes']:,}")
@@ -154,7 +154,7 @@ def read_summary(root: Path) -> dict[str, Any]:
             f" 'pipeline data pack SRC {root}'"
         ) from None
     except OSError as error:
-        check_outage(root / SUMMARY, error)
+        raise_if_outage(root / SUMMARY, error)
         raise RequestError(f"data.root={root} cannot be read: {SUMMARY}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(root, f"{SUMMARY} cannot be read ({error})") from None
@@ -169,7 +169,7 @@ def changed_shards(root: Path, summary: dict[str, Any]) -> Iterator[tuple[str, s
                 if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
                     yield shard["name"], f"has changed since it was packed: its SHA-256 is not that of {SUMMARY}"
         except OSError as error:
-            raise outage(root / shard["name"], error) from None
+            raise outage_error(root / shard["name"], error) from None
 
 
 def _damaged(root: Path, what: str) -> RequestError:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from pipeline.config.schema import Config
 from pipeline.data import pack
-from pipeline.data.access import UnreadableError, check_outage, classify
+from pipeline.data.access import UnreadableError, raise_if_outage, read_error
 from pipeline.data.index import MISSING, Index, Split, SplitImages, list_first
 from pipeline.data.manifest import check_train_classes, open_index, scan, scan_validation
 from pipeline.errors import RequestError, StorageError
@@ -65,7 +65,7 @@ class FolderImages(SplitImages):
         except OSError as error:
             if expected == MISSING:
                 raise UnreadableError(error.strerror) from None
-            raise classify(path, error) from None
+            raise read_error(path, error) from None
         if len(data) != expected:
             was = "it could not be read" if expected == MISSING else f"it had {expected:,} bytes"
             raise UnreadableError(f"changed since it was indexed, when {was}: 'pipeline data check' updates the index")
@@ -214,7 +214,7 @@ def _is_absent(root: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return True
     except OSError as error:
-        check_outage(root, error)
+        raise_if_outage(root, error)
         raise RequestError(f"data.root={root} cannot be read: {error.strerror}") from None
     return False
 

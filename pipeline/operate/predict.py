@@ -28,7 +28,7 @@ from pipeline.data.sources import FolderImages
 from pipeline.device import choose_device
 from pipeline.errors import NotFiniteError, RequestError, StorageError
 from pipeline.model.architectures import ExportedModel
-from pipeline.plan import share_resources
+from pipeline.plan import divide_resources
 from pipeline.record import checkpoint
 from pipeline.record.figures import Tile, draw_contact_sheet
 from pipeline.record.terminal import Terminal
@@ -89,7 +89,7 @@ def _classify(contents: dict[str, Any], target: str, images: FolderImages) -> It
     device, classes = choose_device(config, here), contents["classes"]
     model = ExportedModel(checkpoint.eval_model(contents, config.model)).eval().to(device)
     data = EvalBatches(images, config)
-    resources = share_resources(config, here)
+    resources = divide_resources(config, here)
     # a single batch needs no worker: making it in this process is faster
     resources = replace(resources, workers=min(resources.workers, len(data) - 1))
     with torch.inference_mode():

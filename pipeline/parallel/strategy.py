@@ -36,7 +36,7 @@ class Strategy:
         self._loss_divisor = plan.accumulate  # so that a step's gradient is that of its mean loss
         self._options = config.train
         self._compiles = plan.compiles
-        self._num_sizes = len(plan.sizes)
+        self._num_sizes = len(plan.image_sizes)
         self._run_model = self._compiled(model)
 
     def forward_backward(self, micro: int, pixels: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:

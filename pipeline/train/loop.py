@@ -106,7 +106,7 @@ def save(trainer: Trainer, *, is_last: bool) -> None:
     if warning:
         trainer.terminal.log(warning)
     contents = state.to_dict(group.all_reduce(state.totals))
-    records.save(contents, trainer.plan.epoch(step), step, state.best_step)
+    records.save(contents, trainer.plan.epoch_at(step), step, state.best_step)
     if is_last:
         records.wait_for_save()
     (failed,) = group.any_rank(is_last and records.last_save_failed)

@@ -84,14 +84,14 @@ class Metrics:
             "time/step_ms": 1000 * elapsed / self._steps,
             "time/waiting_for_data": waited,
             **self._stragglers.log_slow_rank(rest[: len(times)], self._steps),
-            **self._mfu.metrics(images_per_s, self._plan.size(step - 1)),
+            **self._mfu.metrics(images_per_s, self._plan.image_size_at(step - 1)),
             **_by_machine(self._group.hosts, rest[len(times) :]),
         }
         self._records.log_metrics(step, metrics)
         left = (self._plan.last_step - step) * elapsed / self._steps
         epochs = math.ceil(self._plan.last_step / self._plan.steps_per_epoch)
         self._terminal.progress(
-            f"epoch {self._plan.epoch(step - 1) + 1}/{epochs}  step {step:,}/{self._plan.last_step:,}"
+            f"epoch {self._plan.epoch_at(step - 1) + 1}/{epochs}  step {step:,}/{self._plan.last_step:,}"
             f"  loss {metrics['train/loss']:.4f}  lr {learning_rate:.3g}  {images_per_s:,.0f} images/s"
             f"  data {waited:.0%}  {format_duration(left)} left"
         )

@@ -23,7 +23,7 @@ from pipeline.train.state import TrainState
 
 
 @dataclass(frozen=True)
-class Found:
+class VerifiedCheckpoint:
     """A checkpoint that verified."""
 
     path: Path
@@ -31,7 +31,7 @@ class Found:
     contents: dict[str, Any]
 
 
-def find(config: Config, folder: RunFolder, source: Source, log: Callable[[str], None]) -> Found | None:
+def find(config: Config, folder: RunFolder, source: Source, log: Callable[[str], None]) -> VerifiedCheckpoint | None:
     """Return the checkpoint to resume from, or None for a fresh start. Changes nothing.
 
     1. run.resume=never: a fresh start (the earlier run was set aside).
@@ -58,7 +58,7 @@ def find(config: Config, folder: RunFolder, source: Source, log: Callable[[str],
     path, data = verified
     contents = checkpoint.decode(data, path)
     _refuse_others(contents, config, source)
-    return Found(path, data, contents)
+    return VerifiedCheckpoint(path, data, contents)
 
 
 def resume_value_at_restart(named: str, used: str, folder: RunFolder) -> str:
@@ -99,7 +99,7 @@ def prepare_folder(used: Path | None, best_step: int | None, folder: RunFolder, 
             log(f"the best model is not copied: {defect}")
 
 
-def broadcast_contents(found: Found | None, group: Group) -> dict[str, Any] | None:
+def broadcast_contents(found: VerifiedCheckpoint | None, group: Group) -> dict[str, Any] | None:
     """Return in every process the contents of the checkpoint that rank 0 found, or None."""
     data = group.broadcast_bytes((found.data if found else b"") if group.is_main else None)
     if not data:

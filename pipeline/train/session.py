@@ -34,7 +34,7 @@ from pipeline.guards.signals import StopRequest
 from pipeline.guards.watchdog import Watchdog
 from pipeline.model.architectures import Normalise, build
 from pipeline.parallel import Strategy, choose_strategy
-from pipeline.plan import Plan, make_plan, request_digest, share_resources
+from pipeline.plan import Plan, divide_resources, make_plan, request_digest
 from pipeline.record.checkpoint import copy_to_host, eval_model, eval_weights, weights_digest
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import final_status
@@ -47,7 +47,7 @@ from pipeline.train.evaluate import Evaluator
 from pipeline.train.loop import train
 from pipeline.train.pretrained import freeze, load_pretrained
 from pipeline.train.records import NullRecords, Records, open_records
-from pipeline.train.resume import Found, broadcast_contents, resume
+from pipeline.train.resume import VerifiedCheckpoint, broadcast_contents, resume
 from pipeline.train.state import Evaluation, TrainState
 from pipeline.train.step import warm_up
 from pipeline.train.trainer import Trainer
@@ -61,7 +61,7 @@ class Prepared:
     """The findings of rank 0 before the group forms."""
 
     source: Source
-    found: Found | None
+    found: VerifiedCheckpoint | None
     """The checkpoint to resume from."""
     weights: dict[str, Tensor] | None
     """First weights, if model.init names some and no checkpoint replaces them."""
@@ -101,7 +101,7 @@ def run_training(
     except Exception as error:
         _crash(trainer, traceback.format_exc(), errors.CRASH, is_secondary=groups.is_peer_failure(error))
     watchdog.stop()
-    line = _done_line(plan.epoch(state.step), evaluation, state.weights_digest())
+    line = _done_line(plan.epoch_at(state.step), evaluation, state.weights_digest())
     group.run_long_task(partial(trainer.records.finish, state, line))
     group.shutdown()
     return line
@@ -113,7 +113,7 @@ def run_evaluation(config: Config, world: World, contents: dict[str, Any], sourc
     group = _join(config, world)
     source = _broadcast_source(config, group, source)
     model = eval_model(contents, config.model).to(group.device)
-    evaluator = Evaluator(model, source.val, config, share_resources(config, world), group)
+    evaluator = Evaluator(model, source.val, config, divide_resources(config, world), group)
     result = evaluator.evaluate(contents["step"], lambda: False)
     assert result is not None
     terminal.log_bad_images(source.val, result.defects)
@@ -209,7 +209,7 @@ def _join(config: Config, world: World) -> Group:
     randomness.configure_torch(
         deterministic=config.is_deterministic,
         precision=config.train.precision,
-        threads=share_resources(config, world).threads,
+        threads=divide_resources(config, world).threads,
     )
     return groups.start(config, world, choose_device(config, world))
 

@@ -143,7 +143,7 @@ def _trace_update(trainer: Trainer, used: list[Batch]) -> None:
     passes = [ids_and_digests for part in parts for ids_and_digests in part]
     digest = hashlib.sha256(b"".join(digests for _, digests in passes)).hexdigest()
     trainer.records.log_sample_ids(
-        step, trainer.plan.epoch(step - 1), [sample for ids, _ in passes for sample in ids], digest
+        step, trainer.plan.epoch_at(step - 1), [sample for ids, _ in passes for sample in ids], digest
     )
 
 
