@@ -193,7 +193,7 @@ class Plan(Resources):
             "workers": f"{self.workers} a process = ⌈{self.workers_per_node} a node / {self.local_world}⌉,"
             f" {shared_memory} of /dev/shm a node",
             "epoch": f"{self.steps_per_epoch:,} steps = ⌊{self.train_images:,} / {self.global_batch}⌋"
-            f" ({left_out:,} images left out, others each epoch)",
+            f" ({left_out:,} images left out, different ones each epoch)",
             "steps": f"{self.last_step:,}{total} ({epochs:.4g} epochs)",
             "images": f"{self.image_size} px{growth}{repeats}; {self.eval_size} px in validation",
             "compiled": ("yes: " if self.compiles else "no: ") + self.compile_reason,
@@ -230,9 +230,9 @@ def memory_row(config: Config, parameters: int, world: int) -> str:
     )
     parts = {"fsdp": world, "stages": config.stages.count}.get(config.parallel, 1)
     if parts == 1:
-        return f"{row} a process, activations besides"
+        return f"{row} a process, plus activations"
     return (
-        f"{row}, of which a process has about 1/{parts} = {_mib(total // parts)}, activations besides; rank 0 has"
+        f"{row}, of which a process has about 1/{parts} = {_mib(total // parts)}, plus activations; rank 0 has"
         f" {_mib(4 * parameters * (1 + moments))} more in host memory while it saves, twice if on a CPU"
     )
 
@@ -345,8 +345,8 @@ def _stages(config: Config, world: int, micro_batch: int) -> tuple[int, int]:
     if world % count:
         worlds = [near for near in (world // count * count, (world // count + 1) * count) if near]
         raise RequestError(
-            f"stages.count={count} wants as many processes for each copy of the model, and {world} cannot be shared out"
-            f" so: worlds that work are {', '.join(map(str, worlds))}"
+            f"stages.count={count} does not divide {world} processes: worlds that work are"
+            f" {', '.join(map(str, worlds))}"
         )
     images = count * micro_batch
     if micro_batches is None:
@@ -429,13 +429,13 @@ def _compilation(config: Config, world: World) -> tuple[bool, str]:
             raise RequestError(f"train.compile=on needs {missing}: install it, or set train.compile=auto")
         return True, "train.compile=on"
     if config.parallel != "ddp":
-        return False, f"parallel={config.parallel} runs parts of a model, which are left as they are"
+        return False, f"parallel={config.parallel} runs parts of a model, which are not compiled"
     if config.run.device == "cpu" or not world.has_gpu:
-        return False, "there is no GPU to gain by it; train.compile=on compiles for a CPU"
+        return False, "no GPU; train.compile=on compiles for the CPU"
     if config.is_deterministic:
-        return False, "the run promises its bits, which kernels chosen anew may not keep; train.compile=on tries"
+        return False, "the run is deterministic, and compiled kernels may change bits; train.compile=on overrides this"
     if missing:
-        return False, f"torch.compile wants {missing}, which is not here"
+        return False, f"torch.compile needs {missing}, which is missing"
     return True, "there is a GPU"
 
 

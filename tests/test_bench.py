@@ -26,7 +26,7 @@ SETTINGS = ("--rounds", "1", "--steps", "1", "model.arch=shufflenet_v2_x0_5", "a
     [
         (("train",), ["reference", "torchvision", "plain", "loaded"]),
         pytest.param(("track", "track.every=1 step"), ["reference", "tracked"], marks=pytest.mark.full),
-        pytest.param(("comm", "--nproc", "2"), ["reference", "exact"], marks=pytest.mark.full),
+        pytest.param(("comm", "--nproc", "2", "exact.shards=4"), ["reference", "exact"], marks=pytest.mark.full),
     ],
 )
 def test_a_benchmark_prints_its_rows(words: tuple[str, ...], names: list[str]) -> None:

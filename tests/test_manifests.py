@@ -14,22 +14,22 @@ from manifests import Document, containers, one, pod_of, problems, problems_alon
 import pipeline as package
 from pipeline.config.load import load
 from pipeline.deploy import node
-from pipeline.deploy.k8s import Request, render
+from pipeline.deploy.k8s import RenderOptions, render
 
 K8S = Path(package.__file__).parents[1] / "k8s"
 
 
-def documents(request: Request) -> list[Document]:
+def documents(request: RenderOptions) -> list[Document]:
     return [document for text in render(request).values() for document in yaml.safe_load_all(text)]
 
 
 @pytest.fixture(scope="module")
 def defaults() -> list[Document]:
-    return documents(Request())
+    return documents(RenderOptions())
 
 
 def test_the_k8s_folder_equals_the_rendered_defaults() -> None:
-    assert {path.name: path.read_text() for path in sorted(K8S.glob("*.yaml"))} == render(Request())
+    assert {path.name: path.read_text() for path in sorted(K8S.glob("*.yaml"))} == render(RenderOptions())
     assert not [path for path in K8S.iterdir() if "kustomization" in path.name], "kubectl apply -f would fail on it"
 
 
@@ -87,7 +87,7 @@ def _assert_same_pod(template: Document, rendered: Document) -> None:
 def test_every_service_address_in_an_example_exists(path: Path) -> None:
     text = path.read_text()
     replaced = re.search(r"in place of k8s/(\S+\.yaml)", " ".join(text.replace("#", "").split()))
-    rendered = [manifest for name, manifest in render(Request()).items() if not replaced or name != replaced[1]]
+    rendered = [manifest for name, manifest in render(RenderOptions()).items() if not replaced or name != replaced[1]]
     found = [document for manifest in (text, *rendered) for document in yaml.safe_load_all(manifest)]
     services = {
         f"{d['metadata']['name']}:{port['port']}": d["spec"]["selector"]
@@ -108,7 +108,7 @@ def test_every_service_address_in_an_example_exists(path: Path) -> None:
 )
 def test_every_rendered_variant_is_valid(nodes: int, hardware: dict[str, Any]) -> None:
     more = {"storage_class": "fast", "pull_secret": "registry", "mlflow_auth": nodes > 2}
-    request = Request(nodes=nodes, **more, **hardware)
+    request = RenderOptions(nodes=nodes, **more, **hardware)
     found = documents(request)
     assert problems(found) == []
     pod = pod_of(one(found, "Job", "trainer"))
@@ -124,7 +124,7 @@ def test_the_recipe_in_the_configmap_is_the_local_recipe(tmp_path: Path, default
     assert load(str(tmp_path / "recipe.yaml"), ["run.dir=runs/digits"]) == load("digits", [])
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("data: {root: /data}\nmodel: {arch: resnet18}\n")
-    config = settings(documents(Request(recipe=str(recipe), overrides=("train.epochs=3",))))
+    config = settings(documents(RenderOptions(recipe=str(recipe), overrides=("train.epochs=3",))))
     assert config["RUN_DIR"] == "/runs/mine"
     assert yaml.safe_load(config["recipe.yaml"])["recipe"] == "mine"
 
@@ -143,7 +143,7 @@ def test_the_recipe_in_the_configmap_is_the_local_recipe(tmp_path: Path, default
 def test_a_recipe_of_any_yaml_style_survives_its_configmap(tmp_path: Path, text: str) -> None:
     recipe, mounted = tmp_path / "mine.yaml", tmp_path / "recipe.yaml"
     recipe.write_text(text)
-    mounted.write_text(settings(documents(Request(recipe=str(recipe))))["recipe.yaml"])
+    mounted.write_text(settings(documents(RenderOptions(recipe=str(recipe))))["recipe.yaml"])
     assert load(str(mounted), ["run.dir=x"]) == load(str(recipe), ["run.dir=x"])
     assert ("# another" in mounted.read_text()) == ("# a comment\n\n" in text), "comments are kept where possible"
 
@@ -265,7 +265,7 @@ def test_a_wrong_request_prints_one_line(words: tuple[str, ...], says: str) -> N
 
 
 def test_the_manifest_of_a_server_with_a_password_does_not_contain_it() -> None:
-    found = documents(Request(mlflow_auth=True))
+    found = documents(RenderOptions(mlflow_auth=True))
     (server,) = pod_of(one(found, "Deployment", "mlflow"))["containers"]
     assert server["envFrom"] == [{"secretRef": {"name": "mlflow-auth"}}]
     assert "env" not in server

@@ -152,9 +152,9 @@ def test_the_plan_shows_whether_the_model_is_compiled_and_why() -> None:
     assert compiled("train.compile=off", **gpu) == "no: train.compile=off"
     assert compiled().startswith("no: there is no GPU to gain by it")
     assert compiled("run.device=cpu", **gpu).startswith("no: there is no GPU to gain by it")
-    assert compiled("run.deterministic=true", **gpu).startswith("no: the run promises its bits")
+    assert compiled("run.deterministic=true", **gpu).startswith("no: the run is deterministic")
     without = {**gpu, "missing_to_compile": "a compiler (gcc, or CC in the environment)"}
-    assert compiled(**without).startswith("no: torch.compile wants a compiler (gcc, or CC in the environment)")
+    assert compiled(**without).startswith("no: torch.compile needs a compiler (gcc, or CC in the environment)")
     with pytest.raises(RequestError, match=r"train.compile=on needs a compiler"):
         compiled("train.compile=on", **without)
 
@@ -289,7 +289,7 @@ def test_plan_prints_the_arithmetic_and_writes_nothing(tmp_path: Path) -> None:
     for row in ("data           1,437 images to train, 360 held out, 10 classes",
                 "batch          96 = 4 × 2 × 12 (processes × accumulation × images a pass)",
                 "workers        3 a process = ⌈6 a node / 2⌉",
-                "epoch          14 steps = ⌊1,437 / 96⌋ (93 images left out, others each epoch)",
+                "epoch          14 steps = ⌊1,437 / 96⌋ (93 images left out, different ones each epoch)",
                 "steps          168 (12 epochs)",
                 "learning rate  0.0375 at 96 images a batch, cosine, after 14 steps of warm-up",
                 "validation     every 14 steps, 6 batches of 60, each image once"):  # fmt: skip

@@ -34,7 +34,7 @@ from pipeline.cli.main import main
 from pipeline.config.load import from_yaml, load
 from pipeline.config.schema import Model
 from pipeline.data import manifest
-from pipeline.deploy.k8s import Request, render
+from pipeline.deploy.k8s import RenderOptions, render
 from pipeline.errors import StorageError, TemporaryError
 from pipeline.model.architectures import meta_model, pretrained_weights
 from pipeline.preflight.tracker import check_server_answers
@@ -442,7 +442,7 @@ def test_a_server_with_a_password_requires_it_and_a_training_sends_it(
     if not importlib.util.find_spec("flask_wtf"):
         pytest.skip("MLflow's extra `auth`, which the lock files have, is not installed")
     compose = yaml.safe_load((ROOT / "docker-compose.auth.yml").read_text())["services"]["mlflow"]
-    texts = render(Request(mlflow_auth=True))["30-mlflow.yaml"]
+    texts = render(RenderOptions(mlflow_auth=True))["30-mlflow.yaml"]
     (container,) = pod_of(one(list(yaml.safe_load_all(texts)), "Deployment", "mlflow"))["containers"]
     assert sorted(compose["command"]) == sorted(container["args"])
     secret = dict.fromkeys(compose["environment"], "a long enough password") | {"MLFLOW_AUTH_ADMIN_USERNAME": "me"}

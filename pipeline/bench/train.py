@@ -148,29 +148,29 @@ def bench_comm(overrides: list[str], rounds: int, steps: int, *, as_json: bool) 
     words = [*_DEFAULTS, "exact.shards=16", *overrides]
     config, exact = load("digits", [*words, "run.exact=false"]), load("digits", [*words, "run.exact=true"])
     _, group, source = _prepare(config, deterministic=False)
-    place = from_environment()
+    world = from_environment()
     rows: list[Row] = []
     with TemporaryDirectory() as folder:
         for name, variant in (("reference", config), ("exact", exact)):
-            plan = make_plan(variant, place, source.size)
+            plan = make_plan(variant, world, source.size)
             batch = _batch_on_device(TrainBatches(source.train, variant, plan, group.rank), group.device)
             parts = variant, plan, group, source, repeat(batch), Path(folder) / f"{name}.jsonl"
             loop = Loop(group.device, plan.global_batch, steps, _our_step, *parts)
             rows.append(Row(name, loop, rows[0] if rows else None))
         interleave(rows, rounds)
     group.shutdown()
-    details = f"{place.size} processes, {exact.exact.shards} shards, {group.device}"
+    details = f"{world.size} processes, {exact.exact.shards} shards, {group.device}"
     return show(_title(config, plan, details, rounds, steps), rows, as_json=as_json)
 
 
 def _prepare(config: Config, *, deterministic: bool) -> tuple[Plan, Group, Source]:
     """Configure torch for this process; return its plan, group and source."""
-    place = from_environment()
-    threads = max(1, place.cpus // place.local_size)
+    world = from_environment()
+    threads = max(1, world.cpus // world.local_size)
     randomness.configure_torch(deterministic=deterministic, precision=config.train.precision, threads=threads)
-    group = groups.start(config, place, choose_device(config, place))
+    group = groups.start(config, world, choose_device(config, world))
     source = open_source(config)
-    return make_plan(config, place, source.size), group, source
+    return make_plan(config, world, source.size), group, source
 
 
 def _batch_on_device(data: TrainBatches, device: torch.device) -> Batch:

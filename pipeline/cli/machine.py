@@ -77,7 +77,7 @@ def _variable(text: str) -> str:
 
 
 def _rehearse(options: argparse.Namespace) -> str | int:
-    from pipeline.deploy.rehearse import Fault, Request, rehearse
+    from pipeline.deploy.rehearse import Fault, RehearsalOptions, rehearse
 
     if options.data and not os.path.isdir(options.data):
         raise RequestError(f"--data {options.data} is not a folder")
@@ -85,7 +85,7 @@ def _rehearse(options: argparse.Namespace) -> str | int:
     for fault in (*options.kill, *options.cut):
         node, step, *seconds = re.split("[@:]", fault)
         faults.append(Fault(int(node), int(step), *map(float, seconds)))
-    return rehearse(Request(
+    return rehearse(RehearsalOptions(
         recipe=options.recipe, overrides=options.overrides, num_nodes=options.nodes, nproc=options.nproc,
         gpus=options.gpus, image=options.image, data=options.data, runs=options.runs, env=options.env, faults=faults,
     ))  # fmt: skip
@@ -95,7 +95,7 @@ def _add_render(actions: Commands) -> None:
     parser = add_command(
         actions, "render", _render, "write the manifests for a recipe, an image, N nodes and G GPUs per node",
         "Print the manifests, or write them to --out. Without options they are those of k8s/.",
-        argument_default=argparse.SUPPRESS,  # the defaults are those of deploy.k8s.Request
+        argument_default=argparse.SUPPRESS,  # the defaults are those of deploy.k8s.RenderOptions
     )  # fmt: skip
     add = parser.add_argument
     add_recipe(parser, "name or path (default digits)", nargs="?")
@@ -118,10 +118,10 @@ def _add_render(actions: Commands) -> None:
 
 
 def _render(options: argparse.Namespace) -> str:
-    from pipeline.deploy.k8s import Request, render, write
+    from pipeline.deploy.k8s import RenderOptions, render, write
 
     given = {name: value for name, value in vars(options).items() if name not in ("run", "out")}
-    manifests = render(Request(**given))
+    manifests = render(RenderOptions(**given))
     if options.out is None:
         return "---\n".join(manifests.values()).rstrip()
     write(manifests, options.out)

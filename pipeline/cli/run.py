@@ -85,7 +85,7 @@ def _add_predict(commands: Commands) -> None:
     add("target", type=path_or_uri, metavar="CHECKPOINT|RUN_DIR|models:/NAME@ALIAS", help="the model to use")
     add("images", nargs="+", type=path_or_uri, metavar="IMAGE", help="image files, or folders of them")
     add("--json", action="store_true", help="print JSON")
-    add("--sheet", type=path, metavar="FILE.png", help="also draw the first 64 with their labels")
+    add("--sheet", type=path, metavar="FILE.png", help="also draw the first 64 images with their predicted classes")
 
 
 def _predict(options: argparse.Namespace) -> str:

@@ -209,7 +209,8 @@ class Index:
                 elif name not in old:
                     yield f"{printable_name(name)} is new"
                 elif ours.sizes[old[name]] != theirs.sizes[new[name]]:
-                    yield f"{printable_name(name)} had {ours.sizes[old[name]]:,} bytes and has {theirs.sizes[new[name]]:,}"
+                    before, now = ours.sizes[old[name]], theirs.sizes[new[name]]
+                    yield f"{printable_name(name)} had {before:,} bytes and has {now:,}"
                 elif self.sums and other.sums and ours.checksum(old[name]) != theirs.checksum(new[name]):
                     yield f"{printable_name(name)} has another sum in SHA256SUMS"
 

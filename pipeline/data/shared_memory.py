@@ -1,4 +1,4 @@
-"""A ring of shared-memory slots into which loader workers write the images of their batches.
+"""A pool of shared-memory slots into which loader workers write the images of their batches.
 
 Promise: no batch is overwritten while anything refers to it. A slot is a Python object, and every
 tensor in it, views included, holds a reference to that object. So a slot without other references
@@ -29,7 +29,7 @@ from pipeline.errors import CRASH
 
 Allocate = Callable[[int, int], Tensor]
 """(count, size) -> [count, 3, size, size] uint8, channels last as in decoded images."""
-Request = tuple[int, int | None]
+SlotRequest = tuple[int, int | None]
 """The position of a batch, and the slot for its images; None if no slot is free."""
 
 _FOLDER = "/dev/shm"
@@ -59,13 +59,13 @@ class SlotRef:
     `pin_memory` below.
     """
 
-    ring: int
+    pool: int
     slot: int
     shape: tuple[int, ...]
     rest: Batch
 
     def to_batch(self) -> Batch:
-        memory = _RINGS[self.ring].memory[self.slot]
+        memory = _POOLS[self.pool].memory[self.slot]
         return self.rest._replace(images=_images_in(memory, self.shape))
 
     def pin_memory(self) -> Batch:
@@ -93,9 +93,9 @@ class SharedBatches(Dataset[Batch | SlotRef]):
         """Slots of the batches that were requested and have not arrived, oldest first."""
         self._reserved: set[int] = set()
         """Slots for which this process has reserved memory."""
-        _RINGS[id(self)] = self
+        _POOLS[id(self)] = self
 
-    def requests(self, positions: Sequence[int]) -> Iterator[Request]:
+    def requests(self, positions: Sequence[int]) -> Iterator[SlotRequest]:
         """Yield a request for each position. DataLoader reads them one by one, as its sampler."""
         for position in positions:
             self._in_flight.append(self._free_slot())
@@ -107,7 +107,7 @@ class SharedBatches(Dataset[Batch | SlotRef]):
                 return slot
         return None
 
-    def __getitem__(self, request: Request) -> Batch | SlotRef:
+    def __getitem__(self, request: SlotRequest) -> Batch | SlotRef:
         """Return the requested batch. Runs in a worker."""
         position, slot = request
         if slot is None:
@@ -133,7 +133,7 @@ class SharedBatches(Dataset[Batch | SlotRef]):
         return made.to_batch() if isinstance(made, SlotRef) else made
 
 
-_RINGS: WeakValueDictionary[int, SharedBatches] = WeakValueDictionary()
+_POOLS: WeakValueDictionary[int, SharedBatches] = WeakValueDictionary()
 """By `id`, because a SlotRef arrives pickled and cannot refer to the object itself."""
 
 

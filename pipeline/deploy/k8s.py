@@ -23,7 +23,7 @@ _TEMPLATES = Path(__file__).parent / "manifests"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class RenderOptions:
     recipe: str = "digits"
     overrides: Sequence[str] = ()
     nodes: int = 2
@@ -47,7 +47,7 @@ class Request:
     shm: str | None = None
 
 
-def render(request: Request) -> dict[str, str]:
+def render(request: RenderOptions) -> dict[str, str]:
     """Return the text of each manifest by file name.
 
     Raises RequestError if the recipe or a value is invalid.
@@ -80,7 +80,7 @@ def write(manifests: dict[str, str], folder: Path) -> None:
         raise RequestError(f"{folder} cannot be written: {error.strerror}: give --out a folder that can") from None
 
 
-def _values(request: Request) -> dict[str, object]:
+def _values(request: RenderOptions) -> dict[str, object]:
     """Return the variables of the templates: the request's fields, and what follows from them."""
     name, text = recipe_text(request.recipe)
     processes = request.gpus or request.nproc

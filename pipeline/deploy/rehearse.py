@@ -54,7 +54,7 @@ class Fault:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class RehearsalOptions:
     recipe: str
     overrides: list[str]
     num_nodes: int
@@ -71,7 +71,7 @@ class Request:
     """Additional variables of the nodes, as NAME=VALUE."""
 
 
-def rehearse(request: Request) -> str | int:
+def rehearse(request: RehearsalOptions) -> str | int:
     """Run a rehearsal; return the done line, or exit code 1 if a node failed for good.
 
     Raises the error of a preflight that fails permanently.
@@ -92,7 +92,7 @@ def rehearse(request: Request) -> str | int:
 class Cluster:
     """The nodes of one rehearsal, each in a container with a thread that runs it."""
 
-    def __init__(self, client: DockerClient, request: Request, config: Config, name: str, image: Any) -> None:
+    def __init__(self, client: DockerClient, request: RehearsalOptions, config: Config, name: str, image: Any) -> None:
         self._client, self._request, self._config, self._name, self._image = client, request, config, name, image
         self._nodes: dict[int, Container] = {}
         self._addresses: dict[int, str] = {}
@@ -275,7 +275,7 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def _open_cluster(client: DockerClient, request: Request, config: Config) -> Iterator[Cluster]:
+def _open_cluster(client: DockerClient, request: RehearsalOptions, config: Config) -> Iterator[Cluster]:
     """Create a cluster and its volume; at the end remove everything with the cluster's label."""
     try:
         image = client.images.get(request.image)

@@ -2,8 +2,8 @@
 
 Promise: a file that is written was loaded again, and gave the model's own probabilities on
 validation images, one by one and in one batch. `torch.export` and `onnx` hold the model as
-`Served`, from pixels of 0 to 255 to probabilities, for any number of images. `safetensors` holds
-only the weights, by name; its metadata describes their model.
+`ExportedModel`, from pixels of 0 to 255 to probabilities, for any number of images. `safetensors`
+holds only the weights, by name; its metadata describes their model.
 """
 
 import importlib.util

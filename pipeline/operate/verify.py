@@ -75,7 +75,7 @@ def _read_receipt(folder: RunFolder) -> dict[str, Any]:
 
 
 def _is_complete(receipt: dict[str, Any]) -> bool:
-    """Return whether the receipt holds what a repetition needs."""
+    """Return True if the receipt holds what a repetition needs."""
     try:
         return (
             {"data", "evaluations"} <= receipt.keys()

@@ -47,7 +47,7 @@ class Records:
         atomic_write(folder.config, config.to_yaml().encode())
         atomic_write(folder.plan, json.dumps(plan.to_dict(), indent=1).encode())
         self._config, self._folder, self._terminal = config, folder, terminal
-        # what a checkpoint says besides the state
+        # what a checkpoint contains in addition to the state
         self._identity = {
             "config": config.to_yaml(), "data": source.digest, "classes": list(source.classes), "world": plan.world,
         }  # fmt: skip

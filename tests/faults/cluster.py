@@ -23,7 +23,7 @@ from engine import docker
 from harness import SMALL, Job, children, command_line, environment, kill, read_rows, variable
 
 from faults.pods import Pods
-from pipeline.deploy.k8s import Request, render
+from pipeline.deploy.k8s import RenderOptions, render
 from pipeline.deploy.rehearse import LABEL
 
 EVERY = 7
@@ -158,7 +158,9 @@ class Namespaces(Cluster):
     kinds: ClassVar = {"one rank": "A1", "node 0": "G3", "another node": "G3", "cut": "G1"}
 
     def __init__(self, folder: Path, digits: Path, nodes: int, *words: str) -> None:
-        request = Request(nodes=nodes, gpus=0, overrides=(*WORDS, f"data.root={digits}", "data.workers=1", *words))
+        request = RenderOptions(
+            nodes=nodes, gpus=0, overrides=(*WORDS, f"data.root={digits}", "data.workers=1", *words)
+        )
         documents = [document for text in render(request).values() for document in yaml.safe_load_all(text)]
         self.pods = Pods(documents, folder)
         self.pods.job["spec"]["backoffLimit"] *= 10  # a test loses more nodes than the Job tolerates

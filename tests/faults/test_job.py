@@ -9,7 +9,7 @@ from harness import kill, pipeline
 from manifests import Document
 
 from faults.pods import Pods, missing
-from pipeline.deploy.k8s import Request, render
+from pipeline.deploy.k8s import RenderOptions, render
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
@@ -18,7 +18,7 @@ def documents(digits: Path, *words: str, nodes: int = 2) -> list[Document]:
     small = ("model.arch=shufflenet_v2_x0_5", "batch.global=48", "run.deterministic=true", "run.trace=true",
              "data.workers=1", "checkpoint.every=5 steps", "evaluate.every=1000 epochs",
              f"data.root={digits}")  # fmt: skip
-    request = Request(nodes=nodes, gpus=0, overrides=(*small, *words))
+    request = RenderOptions(nodes=nodes, gpus=0, overrides=(*small, *words))
     return [document for text in render(request).values() for document in yaml.safe_load_all(text)]
 
 

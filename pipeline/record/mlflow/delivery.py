@@ -145,7 +145,7 @@ class Delivery:
                 run.client.log_artifact(run.run_id, str(path))
         for path in sorted(self._folder.report.glob("*.png")):
             run.client.log_artifact(run.run_id, str(path), self._folder.report.name)
-        # made here: the trainer may not have written the file yet, or may never do so
+        # made here: rank 0 may not have written the file yet, or may never do so
         run.client.log_text(run.run_id, Receipt(self._folder).text(), self._folder.receipt.name)
 
 

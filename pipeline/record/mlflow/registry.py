@@ -125,4 +125,7 @@ def _read_weights(uri: str, contents: dict[str, Any], artifacts: str, scratch: P
         raise RequestError(f"{uri} has model.arch={options.arch}: models from MLflow must be torchvision models")
     expected = meta_model(options, len(contents["classes"])).state_dict()
     program = _fetch_file(artifacts, "data/model.pt2", MAX_BYTES, scratch)
-    return {"model": read_weights(program, "model.", expected), "average": None}  # `Served` names its model `model`
+    return {
+        "model": read_weights(program, "model.", expected),
+        "average": None,
+    }  # `ExportedModel` names its model `model`

@@ -24,8 +24,8 @@ from pipeline.record.sender import READY, TRAINING_DONE, tracking_uri
 
 _POLL_S = 0.5
 _MAX_PAUSE_S = 30
-_TRAINER_KILLED_S = 4  # FAILED is sent by then, or at the next train or sync
-_TRAINER_DONE_S = 7  # the trainer waits no longer than this for a server that does not answer
+_RANK_0_KILLED_S = 4  # FAILED is sent by then, or at the next train or sync
+_RANK_0_DONE_S = 7  # rank 0 waits no longer than this for a server that does not answer
 
 
 def sync(path: Path, *, follow: bool) -> None:
@@ -66,14 +66,14 @@ def _sync_once(folder: RunFolder, config: Config, uri: str) -> None:
 
 
 def _sync_beside_training(folder: RunFolder, config: Config, uri: str) -> None:
-    """Deliver until training is over, and tell the trainer how the first attempt went.
+    """Deliver until training is over, and tell rank 0 how the first attempt went.
 
     Raises TemporaryError if the last attempt failed.
     """
     delivery = Delivery(folder, config, uri, REQUEST_TIMEOUT_S)
-    training_over = _watch_trainer(delivery)
+    training_over = _watch_rank_0(delivery)
     answer = os.dup(1)
-    os.dup2(2, 1)  # once the trainer is dead, whatever mlflow prints to the pipe would end this process
+    os.dup2(2, 1)  # once rank 0 is dead, whatever mlflow prints to the pipe would end this process
     _lock_sending(folder)
     os.nice(10)  # training has priority
     delivery.import_mlflow()
@@ -94,7 +94,7 @@ def _sync_beside_training(folder: RunFolder, config: Config, uri: str) -> None:
             failure, pause = error, min(_MAX_PAUSE_S, pause * 2)
         if not has_answered:
             has_answered = True
-            with contextlib.suppress(OSError):  # the trainer may be gone
+            with contextlib.suppress(OSError):  # rank 0 may be gone
                 os.write(answer, f"{READY if failure is None else root_cause(failure)}\n".encode())
         if is_last:
             break
@@ -103,10 +103,10 @@ def _sync_beside_training(folder: RunFolder, config: Config, uri: str) -> None:
         raise TemporaryError(f"MLflow did not take everything: {root_cause(failure)}; the journal keeps it")
 
 
-def _watch_trainer(delivery: Delivery) -> threading.Event:
-    """Return an event that is set when the trainer is done or dead; end this process soon after.
+def _watch_rank_0(delivery: Delivery) -> threading.Event:
+    """Return an event that is set when rank 0 is done or dead; end this process soon after.
 
-    A killed trainer leaves no process behind for longer than a few seconds, and a trainer that
+    A killed rank 0 leaves no process behind for longer than a few seconds, and a rank 0 that
     waits for this process does not wait for a server that does not answer. The limit is enforced
     with `os._exit` in a thread, since the main thread may hang in a request. The thread starts
     before mlflow is imported, which takes seconds.
@@ -118,11 +118,11 @@ def _watch_trainer(delivery: Delivery) -> threading.Event:
         training_over.set()
         if word == TRAINING_DONE:
             delivery.imported.wait()
-            time.sleep(_TRAINER_DONE_S)
+            time.sleep(_RANK_0_DONE_S)
             while delivery.is_reachable:
                 time.sleep(_POLL_S)
         else:
-            time.sleep(_TRAINER_KILLED_S)
+            time.sleep(_RANK_0_KILLED_S)
         log("gave up: the journal keeps what was not delivered")
         os._exit(TemporaryError.code)
 
@@ -133,14 +133,14 @@ def _watch_trainer(delivery: Delivery) -> threading.Event:
 def _lock_sending(folder: RunFolder) -> None:
     """Take the lock that a run's only sender holds. Raises TemporaryError if it stays held.
 
-    The wait is longer than a sender lives after its trainer was killed.
+    The wait is longer than a sender lives after rank 0 was killed.
     """
     lock = folder.path / "mlflow.lock"
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise folder.write_error(error) from None
-    if not lock_file(lock, descriptor, 3 * _TRAINER_KILLED_S):
+    if not lock_file(lock, descriptor, 3 * _RANK_0_KILLED_S):
         raise TemporaryError(
             f"{folder.path} is being sent by another process, which will deliver everything: wait for it"
         )
