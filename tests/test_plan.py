@@ -124,13 +124,13 @@ def test_images_grow_between_epochs_as_in_ffcv() -> None:
     # multiples of 32 in between
     words = ("augment.size=192", "augment.first_size=160", "augment.growth=[65 epochs, 76 epochs]", "train.epochs=88")
     plan = plan_of(*words, data=IMAGENET)
-    sizes = [plan.size(epoch * plan.steps_per_epoch) for epoch in range(88)]
+    sizes = [plan.image_size_at(epoch * plan.steps_per_epoch) for epoch in range(88)]
     assert sizes == [160] * 71 + [192] * 17
     assert plan.image_size_at(71 * plan.steps_per_epoch - 1) == 160
     assert "192 px, 160 px up to epoch 65, growing until 76; 192 px in validation" in plan.table()
-    assert {plan_of().size(step) for step in range(168)} == {32}
+    assert {plan_of().image_size_at(step) for step in range(168)} == {32}
     wide = plan_of("augment.size=120", "augment.first_size=40", "augment.growth=[0, 11 epochs]")
-    assert sorted({wide.size(step) for step in range(168)}) == [40, 64, 96, 120]
+    assert sorted({wide.image_size_at(step) for step in range(168)}) == [40, 64, 96, 120]
 
 
 def test_images_that_grow_too_late_are_refused() -> None:
@@ -150,8 +150,8 @@ def test_the_plan_shows_whether_the_model_is_compiled_and_why() -> None:
     assert compiled(**gpu) == "yes: there is a GPU"
     assert compiled("train.compile=on") == "yes: train.compile=on"
     assert compiled("train.compile=off", **gpu) == "no: train.compile=off"
-    assert compiled().startswith("no: there is no GPU to gain by it")
-    assert compiled("run.device=cpu", **gpu).startswith("no: there is no GPU to gain by it")
+    assert compiled().startswith("no: no GPU; train.compile=on compiles")
+    assert compiled("run.device=cpu", **gpu).startswith("no: no GPU; train.compile=on compiles")
     assert compiled("run.deterministic=true", **gpu).startswith("no: the run is deterministic")
     without = {**gpu, "missing_to_compile": "a compiler (gcc, or CC in the environment)"}
     assert compiled(**without).startswith("no: torch.compile needs a compiler (gcc, or CC in the environment)")
