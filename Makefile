@@ -4,26 +4,26 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# every GPU there is, else two processes on the CPU
+# one process for each GPU, else two processes on the CPU
 GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')
 NPROC ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 ARGS ?=
-# a lock file with hashes, for every Python from 3.11 on, and without the address of any index
+# a lock file with hashes, for Python 3.11 and later, without the address of any package index
 COMPILE = uv pip compile --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
   --no-emit-index-url --no-emit-find-links --quiet
 
 help:
-	@echo 'make train   set up, make the digits, train them on $(NPROC) processes (NPROC=N, ARGS="key=value ...")'
-	@echo 'make ui      look at the runs in MLflow, http://127.0.0.1:5000'
+	@echo 'make train   set up, make the digits, and train on $(NPROC) processes (NPROC=N, ARGS="key=value ...")'
+	@echo 'make ui      show the runs in MLflow, http://127.0.0.1:5000'
 	@echo 'make test    set up and run all tests'
-	@echo 'make faults-ci         the fault matrix, in 20 minutes; make faults: for hours, goes on where it was broken off'
-	@echo 'make equivalence       docs/equivalence.md anew: the same job started and spread in every way'
-	@echo 'make screenshots       docs/images anew: a run on two nodes in MLflow, by Chromium'
-	@echo 'make test-containers   build the images and test them, with a Docker engine'
-	@echo 'make cluster-test      train and hurt the digits on a cluster (KUBECONFIG, IMAGE, MLFLOW_IMAGE, RENDER)'
-	@echo 'make lint    ruff and mypy'
-	@echo 'make setup   the environment alone, in .venv'
-	@echo 'make lock    write the lock files anew from pyproject.toml (wants uv)'
+	@echo 'make faults-ci         run the fault matrix in 20 minutes; make faults: for hours, resumes if interrupted'
+	@echo 'make equivalence       write docs/equivalence.md: the same job started in every way, with every strategy'
+	@echo 'make screenshots       write docs/images: a run on two nodes in MLflow, with Chromium'
+	@echo 'make test-containers   build the images and test them; needs a Docker engine'
+	@echo 'make cluster-test      train on a real cluster and inject faults (KUBECONFIG, IMAGE, MLFLOW_IMAGE, RENDER)'
+	@echo 'make lint    run ruff and mypy'
+	@echo 'make setup   create .venv only'
+	@echo 'make lock    write the lock files from pyproject.toml (needs uv)'
 
 setup: .venv/ready
 
@@ -37,7 +37,7 @@ setup: .venv/ready
 train: setup
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) -m pipeline train digits $(ARGS)
 	@echo
-	@echo 'the run is in runs/digits; look at it with: make ui'
+	@echo 'the run is in runs/digits; show it with: make ui'
 
 ui: setup
 	@echo 'http://127.0.0.1:5000 (stop with Ctrl-C)'
@@ -48,31 +48,31 @@ TWO = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 test: setup
 	$(BIN)/python -m pytest $(TWO) $(ARGS)
 
-# the same job started and spread in every way, in some minutes
+# the same job started in every way, with every strategy; takes some minutes
 equivalence: setup
 	$(BIN)/python tests/equivalence.py docs/equivalence.md
 
-# what docs/what-you-see.md shows; wants Chromium
+# the images of docs/what-you-see.md; needs Chromium
 screenshots: setup
 	$(BIN)/python tests/screenshots.py docs/images
 
 FAULTS = $(BIN)/python -m pytest --ledger=build/faults.jsonl --report=docs/faults.md
 
-# two at a time: a start is mostly one core's work
+# two tests at a time: a start mostly uses one core
 faults-ci: setup
 	$(FAULTS) $(TWO) --faults ci -m fault $(ARGS)
 
-# one at a time, so that seconds mean something; the results of each test are kept in build/faults.jsonl: what has passed on
-# the same code is not run again
+# one test at a time, so that durations are meaningful; results are kept in build/faults.jsonl, and a test that passed on the
+# same code does not run again
 faults: setup
 	$(FAULTS) --faults long -m fault $(ARGS); first=$$?; \
 	if docker version >/dev/null 2>&1; then $(FAULTS) --engine --faults long -m fault $(ARGS); fi && exit $$first
 
-# the six guards of what a run shows to nobody: taken out one by one, a test must fail
+# removes six guards one at a time: each time a test must fail
 guards: setup
 	$(BIN)/python tests/faults/guards.py
 
-# BASE_IMAGE names another base than that of the Dockerfile
+# BASE_IMAGE: another base image than the Dockerfile's
 test-containers: setup
 	$(BIN)/python -m pytest --engine $(ARGS)
 
