@@ -163,7 +163,7 @@ ROWS = [
     Advice(2, "", "add images or remove the folder", "", remove_empty_class, add_empty_class),
     Advice(2, "data.source=pack data.root=packed", "make one with 'pipeline data pack SRC packed'",
            "data.source=pack data.root=packed", pack),
-    Advice(2, "data.source=pack data.root=packed", "pack it anew", "data.source=pack data.root=packed", pack_again,
+    Advice(2, "data.source=pack data.root=packed", "copy or pack it again", "data.source=pack data.root=packed", pack_again,
            pack_and_damage),
     Advice(2, "run.dir=runs/done optimizer.lr=0.3", "restore these keys", RESUME),
     Advice(2, "run.dir=runs/done optimizer.lr=0.3", "another run.dir", "run.dir=runs/other optimizer.lr=0.3"),

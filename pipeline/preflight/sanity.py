@@ -76,7 +76,7 @@ class SanityChecks:
 
         def batch(step: int) -> tuple[Tensor, Tensor]:
             images, labels = self._batch(step)
-            return images, labels[torch.randperm(len(labels), generator=rng).to(labels.device)]
+            return images, _shuffled(labels, rng)
 
         self._train(model, batch)
         correct, labels = self._evaluate(model)
@@ -131,3 +131,7 @@ def _readable(batch: Batch) -> Batch:
     if batch.outage:
         raise batch.outage
     return batch
+
+
+def _shuffled(labels: Tensor, rng: torch.Generator) -> Tensor:
+    return labels[torch.randperm(len(labels), generator=rng).to(labels.device)]
