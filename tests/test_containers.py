@@ -26,7 +26,7 @@ from harness import DONE, free_port, pipeline
 pytestmark = pytest.mark.engine
 
 CANARY = "CANARY-5e0c2f"
-TEXT_IN_LAYER = "one line for each ending that is not a crash"
+TEXT_IN_LAYER = "def from_exit_code(code: int) -> type[RunError]:"
 """A text in a layer of the trainer's image, which shows that the search for CANARY works."""
 IMAGES = ("ddp-pipeline", "ddp-pipeline-mlflow")
 EXACT = "run.deterministic=true checkpoint.every=10steps track.every=2steps"
