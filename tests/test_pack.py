@@ -27,6 +27,7 @@ from pipeline.data.images import Picture, decode
 from pipeline.data.manifest import scan
 from pipeline.data.sources import open_source
 from pipeline.errors import RequestError
+from pipeline.files import temporary_sibling
 from pipeline.operate.data import check
 from pipeline.operate.pack import encode
 from pipeline.operate.pack import pack as make
@@ -232,6 +233,11 @@ def test_a_pack_can_be_sent_to_a_spawned_worker(packs: dict[str, Path]) -> None:
     expected = images.read(5)
     with get_context("spawn").Pool(1) as pool:
         assert pool.apply(images.read, (5,)) == expected
+
+
+def test_a_pack_killed_before_its_first_file_has_a_name_resumes(folder: Path, tmp_path: Path) -> None:
+    temporary_sibling(tmp_path / ".packing.json").write_text("{")
+    assert make(folder, tmp_path, "lossless", 0.1).startswith("packed")
 
 
 def test_a_lossy_pack_reports_its_difference(packs: dict[str, Path]) -> None:
