@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import termios
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -49,13 +50,17 @@ def test_the_summary_has_colour_on_a_terminal_and_none_with_no_color(monkeypatch
     assert tty.getvalue().endswith("  report  runs/x/report\n")
 
 
-def test_without_a_terminal_lines_are_plain_and_few(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_lines_are_plain_and_few(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = count(100.0, 0.25)
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
     terminal = make_terminal(is_main=True)
     for step in range(100):
         terminal.progress(f"step {step}")
     terminal.log_summary({"best": "top-1 0.98"})
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2, "a line every ten seconds"
+    assert len(lines) == 3, "a line every ten seconds, and the summary"
     assert not [line for line in lines if "\x1b" in line or "\r" in line]
 
 

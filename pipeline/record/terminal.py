@@ -25,7 +25,7 @@ class Terminal:
         self._is_live = sys.stderr.isatty()
         self._has_colour = self._is_live and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._live_width = 0
-        self._last_progress = float("-inf")
+        self._last_progress = time.monotonic()
 
     def log(self, text: str) -> None:
         """Print a line that stays, with the time if this is not a terminal."""
