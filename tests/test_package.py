@@ -13,8 +13,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "pipeline"
 
-pytestmark = pytest.mark.full
-
 
 def pip(*words: str) -> None:
     subprocess.run([sys.executable, "-m", "pip", *words, "--quiet", "--no-deps", "--no-index"], check=True)

@@ -30,6 +30,11 @@ def test_the_readme_is_read_in_minutes() -> None:
 
 def test_every_link_leads_somewhere_and_the_readme_links_every_page() -> None:
     broken = [f"{page.name}: {target.name}" for page in PAGES for target in links(page) if not target.exists()]
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
+            heads = re.findall(r"^#+ (.+)$", (page.parent / target if target else page).read_text(), re.MULTILINE)
+            if anchor not in {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}:
+                broken.append(f"{page.name}: {target}#{anchor}")
     assert not broken
     assert not set(PAGES) - {ROOT / "README.md", *links(ROOT / "README.md")}
 

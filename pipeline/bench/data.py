@@ -60,6 +60,15 @@ _PEERS = {
 }  # fmt: skip
 """Peer in peers.py -> its package. dali-linear does not antialias: faster, but other pixels."""
 
+_LEGEND = """\
+- `reference`: ImageFolder with Pillow and torchvision's transforms. The ratios refer to it.
+- `plain`, `lossless`, `lossy`: our loader, from image files, a lossless pack and a pack of the level
+  `max-side=500,q=90`, which holds smaller images.
+- `decoding alone`: each image decoded completely, and nothing else.
+- `pixels`: mean absolute difference to the reference's crop, on the scale of 0 to 255. The other
+  loaders are compared on whole images.
+"""
+
 
 def bench_data(images: Path, rounds: int, steps: int, *, peers: Path | None, write: Path | None, as_json: bool) -> str:
     """Return images/s of each loader, as a table or as JSON.
@@ -263,8 +272,6 @@ def _write_page(folder: Path, command: str, text: str, rows: list[Row]) -> None:
     figure.savefig(folder / "loaders.svg")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "torchvision", "pillow"))
     (folder / "loaders.md").write_text(
-        f"# Data loaders compared\n\n```\n{command}\n\n{text}\n```\n\n{versions}; {available_cpus()} CPU cores."
-        " `pixels` is the mean absolute difference to the reference's crop, from 0 to 255; the peers are compared on"
-        " whole images.\n\n"
-        "![images/s](loaders.svg)\n"
+        f"# Data loaders compared\n\n```\n{command}\n\n{text}\n```\n\n{versions}; {available_cpus()} CPU cores.\n\n"
+        f"{_LEGEND}\n![images/s](loaders.svg)\n"
     )
