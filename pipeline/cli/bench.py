@@ -12,7 +12,7 @@ def add_commands(commands: Commands) -> None:
         description="Measure speed, always against a stated reference. What is compared takes turns, round after round,"
         " so that other load on the machine affects all alike. The result is the median ratio of the rounds.",
     )  # fmt: skip
-    subjects = bench.add_subparsers(metavar="SUBJECT", dest="subject", required=True)
+    subjects = bench.add_commands("SUBJECT", dest="subject")
     help = "training loop: ours against a minimal torch loop with the same model and batch"
     _add_loop_arguments(add_command(subjects, "train", _compare_loops, help), steps=8)
     help = "tracking: our training loop with journal and MLflow against the same loop without"

@@ -8,7 +8,7 @@ from pipeline.cli.arguments import Commands, Parser, add_command, path, path_or_
 def add_commands(commands: Commands) -> None:
     help = "make, download, import, pack or check a data set"
     data = commands.add_parser("data", help=help, description=f"{help.capitalize()}.")
-    actions = data.add_subparsers(metavar="ACTION", required=True)
+    actions = data.add_commands("ACTION")
     for add in (_add_make, _add_get, _add_import, _add_pack, _add_check):
         add(actions)
 

@@ -18,7 +18,7 @@ def add_commands(commands: Commands) -> None:
     _add_rehearse(commands)
     description = "Write Kubernetes manifests for a training job."
     k8s = commands.add_parser("k8s", help="write Kubernetes manifests", description=description)
-    _add_render(k8s.add_subparsers(metavar="ACTION", required=True))
+    _add_render(k8s.add_commands("ACTION"))
 
 
 def _add_doctor(commands: Commands) -> None:
@@ -120,7 +120,7 @@ def _add_render(actions: Commands) -> None:
 def _render(options: argparse.Namespace) -> str:
     from pipeline.deploy.k8s import RenderOptions, render, write
 
-    given = {name: value for name, value in vars(options).items() if name not in ("run", "out")}
+    given = {name: value for name, value in vars(options).items() if name not in ("run", "parser", "out")}
     manifests = render(RenderOptions(**given))
     if options.out is None:
         return "---\n".join(manifests.values()).rstrip()

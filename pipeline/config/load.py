@@ -15,10 +15,10 @@ import yaml
 from pydantic import ValidationError
 
 from pipeline.config.help import all_keys, error_line, is_section, nearest, not_a_section, show, unknown_key
+from pipeline.config.recipes import RECIPES
 from pipeline.config.schema import MAY_CHANGE_ON_RESUME, Config
 from pipeline.errors import RequestError
 
-RECIPES = Path(__file__).parents[1] / "recipes"
 MAX_YAML_BYTES = 1 << 16
 
 
