@@ -50,7 +50,7 @@ def complete(parser: Parser) -> NoReturn:
                     command.active_actions = [action]  # type: ignore[attr-defined]
             return super().collect_completions(active_parsers, parsed_args, cword_prefix)
 
-    Finder()(parser, always_complete_options="long")
+    Finder()(parser, always_complete_options=False)
     raise AssertionError("argcomplete has ended this process")
 
 

@@ -17,7 +17,7 @@ def describe_keys(width: int) -> str:
             text = " ".join(schema["description"].split())
             value = "none" if default is None and "none: " in text else show(default)
             lines = [*textwrap.wrap(text, width - 6), *textwrap.wrap(f"Allowed: {_allowed(schema)}.", width - 6)]
-            section = key.partition(".")[0] if "." in key else "in no section"
+            section = key.partition(".")[0] if "." in key else "top level"
             blocks.setdefault(section, []).append("\n      ".join([f"  {key}={value}", *lines]))
     return "\n\n".join("\n".join([f"{section}:", *keys]) for section, keys in blocks.items())
 
