@@ -86,17 +86,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return StorageError.code
 
 
+def make_parser() -> Parser:
+    """Return the parser of all commands."""
+    parser = Parser(prog="pipeline", description=_DESCRIPTION, epilog=_EPILOG)
+    parser.add_argument("--version", action="version", version=f"pipeline {__version__}")
+    commands = parser.add_commands("COMMAND")
+    for module in (run, data, machine, bench, completion):
+        module.add_commands(commands)
+    return parser
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return a command's options. Raises RequestError if they are wrong.
 
     key=value words may come before and after the flags, which argparse alone does not allow.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
-    parser = Parser(prog="pipeline", description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("--version", action="version", version=f"pipeline {__version__}")
-    commands = parser.add_commands("COMMAND")
-    for module in (run, data, machine, bench, completion):
-        module.add_commands(commands)
+    parser = make_parser()
     if completion.is_asked():
         completion.complete(parser)
     options, rest = parser.parse_known_args(words)

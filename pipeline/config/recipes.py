@@ -5,6 +5,7 @@ no name continues the fact before it. An empty comment line ends the facts; deta
 """
 
 import textwrap
+from functools import partial
 from pathlib import Path
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -38,9 +39,10 @@ def describe_all() -> list[dict[str, str]]:
 def table(recipes: list[dict[str, str]], width: int) -> str:
     """Return the recipes as text: a block for each, wrapped to `width` columns."""
     blocks = []
+    fill = partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
     for facts in recipes:
-        lines = [textwrap.fill(f"{facts['name']}: {facts['what']}", width, subsequent_indent="  ")]
+        lines = [fill(f"{facts['name']}: {facts['what']}", subsequent_indent="  ")]
         for fact in FACTS[1:]:
-            lines.append(textwrap.fill(f"  {fact.lower():<15}{facts[fact.lower()]}", width, subsequent_indent=" " * 17))
+            lines.append(fill(f"  {fact.lower():<15}{facts[fact.lower()]}", subsequent_indent=" " * 17))
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
