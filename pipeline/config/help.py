@@ -9,7 +9,7 @@ from pipeline.config.credentials import without_password
 from pipeline.config.schema import Config, Section
 
 
-def describe_keys(width: int) -> str:
+def describe_keys(width: int = 80) -> str:
     """Return the help text: by section, each key with its default, meaning and allowed values."""
     blocks: dict[str, list[str]] = {}
     for key, (schema, default) in all_keys().items():
