@@ -1,6 +1,7 @@
 """The parser class, the argument types and the arguments that several commands share."""
 
 import argparse
+import math
 import os
 import re
 from collections.abc import Callable
@@ -63,6 +64,17 @@ def positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def share(text: str) -> float:
+    """Return a share between 0 and 1, both excluded."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0 and 1, such as 0.1")
+    return number
 
 
 def matching(pattern: str, expected: str) -> Callable[[str], str]:

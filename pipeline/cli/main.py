@@ -99,5 +99,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if rest and hasattr(options, "overrides") and not any(word.startswith("-") for word in rest):
         options.overrides = options.overrides + rest
     elif rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{_flag_advice(rest, options, arguments)}")
     return options
+
+
+def _flag_advice(rest: Sequence[str], options: argparse.Namespace, arguments: Sequence[str] | None) -> str:
+    """Return what to write in place of a flag that is a key of the recipe, such as --epochs 3."""
+    flags = [word for word in rest if word.startswith("-")]
+    if not flags or not hasattr(options, "overrides"):
+        return ""
+    from pipeline.config.help import flag_as_override
+
+    words = [*(sys.argv[1:] if arguments is None else arguments), ""]
+    return flag_as_override(flags[0], words[words.index(flags[0]) + 1])

@@ -112,6 +112,13 @@ def data_size(config: Config) -> DataSize:
     return open_source(config).size
 
 
+def known_size(config: Config) -> DataSize | None:
+    """Return the size of data that this package makes; None for other data. Looks at no file."""
+    if config.data.source == "synthetic":
+        return _synthetic(config).size
+    return DIGITS_SIZE if config.data.source == "digits" else None
+
+
 def open_source(config: Config, *, check_sizes: bool = False) -> Source:
     """Return the source that the configuration names. The digits are made on first use.
 
@@ -125,6 +132,8 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
         index = pack.open_index(root)
     else:
         _ensure_digits(config, root)
+        if (root / pack.SUMMARY).exists():
+            raise RequestError(f"data.root={root} is a pack: set data.source=pack")
         index = open_index(root, config.data.val_split, config.run_dir / "index", check_sizes=check_sizes)
     check_train_classes(index, root)  # an earlier version may have cached an index with such a class
     return source_from_index(root, index)
