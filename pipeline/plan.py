@@ -266,8 +266,8 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
     if world.shared_memory is not None and needed > world.shared_memory:
         raise RequestError(
             f"loader workers hold {_mib(needed)} of batches ready and /dev/shm has"
-            f" {_mib(world.shared_memory)}: enlarge it (docker: --shm-size, k8s render: --shm), or lower data.workers, data.prefetch or"
-            " evaluate.batch (data.workers=0 needs none)"
+            f" {_mib(world.shared_memory)}: enlarge it (docker: --shm-size, k8s render: --shm), or lower data.workers,"
+            " data.prefetch or evaluate.batch (data.workers=0 needs none)"
         )
     return plan
 

@@ -29,7 +29,7 @@ def add_command(
     """Add a command that `run` handles. Without a description, its help line takes that place."""
     description = description or f"{help[0].upper()}{help[1:]}."
     parser = commands.add_parser(name, help=help, description=description, **options)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, parser=parser)
     return parser
 
 

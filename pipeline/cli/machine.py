@@ -137,7 +137,7 @@ def _add_render(actions: Commands) -> None:
 def _render(options: argparse.Namespace) -> str:
     from pipeline.deploy.k8s import RenderOptions, render, write
 
-    given = {name: value for name, value in vars(options).items() if name not in ("run", "out")}
+    given = {name: value for name, value in vars(options).items() if name not in ("run", "parser", "out")}
     manifests = render(RenderOptions(**given))
     if options.out is None:
         return "---\n".join(manifests.values()).rstrip()

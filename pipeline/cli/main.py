@@ -6,6 +6,7 @@ A command's result goes to standard output, its log and the one line of an error
 import argparse
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -99,16 +100,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if rest and hasattr(options, "overrides") and not any(word.startswith("-") for word in rest):
         options.overrides = options.overrides + rest
     elif rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}{_flag_advice(rest, options, arguments)}")
+        advice = _flag_advice(rest, options, sys.argv[1:] if arguments is None else arguments)
+        options.parser.error(f"unrecognized arguments: {' '.join(rest)}{advice}")
     return options
 
 
-def _flag_advice(rest: Sequence[str], options: argparse.Namespace, arguments: Sequence[str] | None) -> str:
-    """Return what to write in place of a flag that is a key of the recipe, such as --epochs 3."""
-    flags = [word for word in rest if word.startswith("-")]
-    if not flags or not hasattr(options, "overrides"):
+def _flag_advice(rest: Sequence[str], options: argparse.Namespace, arguments: Sequence[str]) -> str:
+    """Return what to write for a flag that is a key (--epochs 3) or mistyped, or ""."""
+    flag = next((word for word in rest if word.startswith("-")), None)
+    if flag is None:
         return ""
-    from pipeline.config.help import flag_as_override
+    from pipeline.config.help import flag_as_override, nearest
 
-    words = [*(sys.argv[1:] if arguments is None else arguments), ""]
-    return flag_as_override(flags[0], words[words.index(flags[0]) + 1])
+    as_override = ""
+    if hasattr(options, "overrides"):
+        as_override = flag_as_override(flag, [*arguments, ""][arguments.index(flag) + 1])
+    flags = re.findall(r"--[\w-]+", options.parser.format_usage())
+    return as_override or nearest(flag.partition("=")[0], flags, 0.7)

@@ -71,7 +71,7 @@ def unknown_key(key: str, given: object) -> str:
 
 
 def not_an_override(words: list[str], at: int) -> str:
-    """Return the error line for `words[at]`, which is not key=value but may belong to its neighbours."""
+    """Return the error line for `words[at]`, which is not key=value."""
     word, before, following = words[at], words[at - 1] if at else "", words[at + 1 : at + 3]
     line = f"'{show(word)}' is not key=value, such as train.epochs=10"
     if before.endswith("="):  # train.epochs= 3
@@ -80,7 +80,7 @@ def not_an_override(words: list[str], at: int) -> str:
         return f"{line}; quote a value that has a space, as in '{show(f'{before} {word}')}'"
     key = _key_named(word.rstrip(":"))
     if key is None:
-        return line + nearest(word, list(all_keys()))
+        return line + nearest(word, list(all_keys()), 0.7)
     value = "".join(following[: 2 if following[:1] == ["="] else 1]).removeprefix("=")
     return f"{line}; write {key}={show(value) if value and '=' not in value else 'VALUE'}"
 

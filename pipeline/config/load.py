@@ -17,7 +17,16 @@ import yaml
 from pydantic import ValidationError
 
 from pipeline.config.credentials import split_credentials
-from pipeline.config.help import error_line, is_section, nearest, not_a_section, not_an_override, show, unknown_key
+from pipeline.config.help import (
+    all_keys,
+    error_line,
+    is_section,
+    nearest,
+    not_a_section,
+    not_an_override,
+    show,
+    unknown_key,
+)
 from pipeline.config.schema import MAY_CHANGE_ON_RESUME, Config
 from pipeline.errors import RequestError
 
@@ -91,10 +100,10 @@ def check_tracking_uri(name: str, uri: str) -> None:
         raise RequestError(f"{name}={show(uri)} names a folder: give the database file in it, {show(uri)}/mlflow.db")
     if is_valid:
         return
-    hint = "" if kind in _TRACKING_SCHEMES else nearest(kind, list(_TRACKING_SCHEMES))
+    hint = "" if kind in _TRACKING_SCHEMES else nearest(kind, list(_TRACKING_SCHEMES), 0.7)
     if re.fullmatch(r"[\w.-]+:\d{1,5}(/.*)?", uri, re.ASCII):
         hint = f"; did you mean http://{uri}?"
-    elif not rest or kind == "file":
+    elif "://" not in uri or kind == "file":
         hint = "; MLflow keeps runs on a server or in a database, not in a folder"
     raise RequestError(
         f"{name}={show(uri)} is not allowed: give http://HOST:PORT, https://HOST, sqlite:///FILE, postgresql://… or"
@@ -132,6 +141,10 @@ def _find(recipe: str) -> Path:
     names = _names()
     if recipe in names:
         return RECIPES / f"{recipe}.yaml"
+    if recipe.partition("=")[0] in all_keys():
+        raise RequestError(
+            f"a recipe is missing before '{show(recipe)}': give one of {', '.join(names)}, or a YAML file"
+        )
     path = Path(recipe)
     if path.suffix in (".yaml", ".yml") or "/" in recipe:
         return path

@@ -48,6 +48,8 @@ def open_index(root: Path, val_split: float, spare: Path, *, check_sizes: bool) 
 
 def _how_to_make(root: Path) -> str:
     """Return the advice that makes the data of `root`; the recipes name their data sets so."""
+    if os.path.exists(root):
+        return "unpack it there first"
     command = {"imagenet": f"import imagenet ARCHIVES {root}", "imagenette": f"get imagenette {root}"}
     return f"make one with 'pipeline data {command.get(root.name, f'make synthetic {root}')}'"
 

@@ -128,6 +128,10 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
     if config.data.source == "synthetic":
         return _synthetic(config)
     root = data_root(config)
+    if "://" in str(config.data.root):
+        raise RequestError(
+            f"data.root={config.data.root} is no folder: copy the data to this machine and give its folder"
+        )
     if config.data.source == "pack":
         index = pack.open_index(root)
     else:
@@ -261,6 +265,8 @@ def make_digits(root: Path) -> None:
 
 def make_synthetic(root: Path, num_images: int, num_classes: int, side: int) -> None:
     """Write `num_images` synthetic JPEG files to train, and a quarter as many for validation."""
+    if num_classes < 2:
+        raise RequestError("a classifier needs at least two classes: give --classes 2 or more")
     if num_images <= 4 * (num_classes - 1):
         raise RequestError(
             f"{num_images:,} images, and a quarter as many for validation, leave some of {num_classes:,} classes empty:"

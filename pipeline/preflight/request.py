@@ -33,6 +33,8 @@ _NAMES_TIMEOUT_S = 60
 def check_run_folder_is_writable(config: Config, folder: RunFolder) -> str:
     """Check that the run's folder, and the tracker's database next to it, can be written."""
     folder.check_writable()
+    if config.data.source != "synthetic" and sources.data_root(config).absolute() == config.run_dir.absolute():
+        raise RequestError(f"run.dir={config.run_dir} is data.root, the folder of the images: give a folder of its own")
     tracking_uri(config, folder)
     return f"{folder.path} can be written"
 
