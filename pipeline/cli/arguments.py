@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import itertools
+import math
 import os
 import re
 import shutil
@@ -59,21 +60,13 @@ class Parser(argparse.ArgumentParser):
         """
         if not flag.startswith("-"):
             self.error(f"there is no place for {flag!r}")
-        name, _, value = flag.partition("=")
-        following = words[words.index(flag) + 1 :][:1]
-        if not value:
-            value = following[0] if following and not following[0].startswith("-") else "VALUE"
+        name, advice = flag.partition("=")[0], ""
+        if any(action.dest == "overrides" for action in self._actions):
+            from pipeline.config.help import flag_as_override  # builds the schema of the keys
+
+            advice = flag_as_override(flag, [*words, ""][words.index(flag) + 1])
         flags = [option for option in self._option_string_actions if option.startswith("--")]
-        self.error(f"unknown flag {name}{self._key_suggestion(name, value) or did_you_mean(name, flags)}")
-
-    def _key_suggestion(self, flag: str, value: str) -> str:
-        """Return "; write train.epochs=3" if the flag is a key that this command takes, or ""."""
-        if all(action.dest != "overrides" for action in self._actions):
-            return ""
-        from pipeline.config.help import all_keys  # takes a quarter of a second
-
-        keys = [key for key in all_keys() if f".{key}".endswith(f".{flag.lstrip('-')}")]
-        return f"; write {' or '.join(f'{key}={value}' for key in keys)}" if keys else ""
+        self.error(f"unknown flag {name}{advice or did_you_mean(name, flags)}")
 
 
 def help_width() -> int:
@@ -134,6 +127,17 @@ def positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def share(text: str) -> float:
+    """Return a share between 0 and 1, both excluded."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0 and 1, such as 0.1")
+    return number
 
 
 def matching(pattern: str, expected: str) -> Callable[[str], str]:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from pipeline.cli.arguments import Commands, Parser, add_command, path, path_or_uri, positive_int
+from pipeline.cli.arguments import Commands, Parser, add_command, path, path_or_uri, positive_int, share
 
 
 def add_commands(commands: Commands) -> None:
@@ -107,4 +107,4 @@ def _check(options: argparse.Namespace) -> str:
 
 def _add_val_split(parser: Parser) -> None:
     help = "share of the images to hold out if the folder has no val/, as data.val_split (default 0.1)"
-    parser.add_argument("--val-split", type=float, default=0.1, metavar="SHARE", help=help)
+    parser.add_argument("--val-split", type=share, default=0.1, metavar="SHARE", help=help)

@@ -135,6 +135,12 @@ def _add_predict(commands: Commands) -> None:
 
 
 def _predict(options: argparse.Namespace) -> str:
+    from pipeline.operate import inputs
+
+    inputs.check_target(options.target)
+    inputs.check_images(options.images)
+    inputs.check_folder_of(options.sheet)
+
     from pipeline.operate import predict
 
     return predict.predict(_target(options), options.images, as_json=options.json, sheet=options.sheet)
@@ -244,7 +250,9 @@ def _add_sync(commands: Commands) -> None:
 
 
 def _sync(options: argparse.Namespace) -> str:
+    from pipeline.operate.inputs import check_run_folder
     from pipeline.record.mlflow.sync import sync
 
+    check_run_folder(options.run_dir)
     sync(options.run_dir, follow=options.follow)
     return f"everything in {options.run_dir} has been sent to MLflow"
