@@ -158,7 +158,7 @@ ROWS = [
     Advice(2, "track.required=true track.uri=http://127.0.0.1:PORT", "with track.required=false",
            "track.required=false track.uri=http://127.0.0.1:PORT"),
     Advice(2, "run.dir=runs/file/run", "give a folder that can", "run.dir=runs/folder", before=block_folder),
-    Advice(2, "data.root=other", "make one with 'pipeline data make'", "data.root=other", make_other_images),
+    Advice(2, "data.root=other", "make one with 'pipeline data make synthetic other'", "data.root=other", make_other_images),
     Advice(2, "", "both need the same class folders", "", remove_train_class, remove_val_class),
     Advice(2, "", "add images or remove the folder", "", remove_empty_class, add_empty_class),
     Advice(2, "data.source=pack data.root=packed", "make one with 'pipeline data pack SRC packed'",

@@ -232,9 +232,11 @@ def test_invalid_yaml_is_refused_in_one_line(
 
 
 def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
-    assert refused(tmp_path / "none.yaml") == f"recipe {tmp_path}/none.yaml cannot be read: No such file or directory"
-    assert refused(f"{tmp_path}/") == f"recipe {tmp_path} cannot be read: Is a directory"
     recipes = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
+    assert refused(tmp_path / "none.yaml") == (
+        f"recipe {tmp_path}/none.yaml cannot be read: No such file or directory: give a YAML file, or one of {recipes}"
+    )
+    assert refused(f"{tmp_path}/").startswith(f"recipe {tmp_path} is a folder: give the name of a recipe")
     assert refused("digit") == (
         f"recipe 'digit' is unknown: the recipes are {recipes}, or give the path of a .yaml file; did you mean digits?"
     )

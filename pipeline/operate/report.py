@@ -4,12 +4,14 @@ import sys
 from pathlib import Path
 
 from pipeline.errors import RequestError, StorageError
+from pipeline.operate.inputs import check_run_folder
 from pipeline.record.figures import draw_report
 from pipeline.record.folder import RunFolder
 
 
 def report(path: Path) -> str:
     """Draw the pictures of a run; return a line that names them."""
+    check_run_folder(path)
     folder = RunFolder(path)
     try:
         folder.journal.stat()

@@ -165,13 +165,17 @@ class Records:
         rows = {}
         if best is None:
             rows["best"] = "none: no validation had finite logits, so no model is sent or registered"
-        if best and file:
-            rows["best"] = f"top-1 {best.top1:.4f} at step {best.step:,}: {self._folder.checkpoints / file['file']}"
+        last = state.evaluation
+        is_last = best is not None and last is not None and best.step == last.step
+        if best and last and file:
+            rows["best"] = f"step {best.step:,}, top-1 {best.top1:.4f}"
+            rows["best"] += " (the last)" if is_last else f"; last: step {last.step:,}, top-1 {last.top1:.4f}"
+            rows["best"] += f": {self._folder.checkpoints / file['file']}"
         if self._config.track.report:
             rows["report"] = str(self._folder.report)
         uri = sender.tracking_uri(self._config, self._folder)
         rows["tracker"] = without_password(uri) if uri else "none: the journal alone"
-        rows["use it"] = f"pipeline predict {self._folder.path} IMAGE ..."
+        rows["use it"] = f"pipeline predict {self._folder.path}{'' if is_last or not file else ' --best'} IMAGE ..."
         return rows
 
     def _best_file(self, state: TrainState) -> dict[str, Any] | None:
