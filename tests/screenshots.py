@@ -7,19 +7,17 @@ names, and sends its data to a real MLflow server.
 import argparse
 import contextlib
 import io
-import shutil
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from browser import Browser
+from browser import NO_BROWSER, Browser, find_program
 from harness import Job, on_host, pipeline, two_nodes
 from PIL import Image
 from server import Server
 
-PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 HOSTS = ("node-0", "node-1")
 WIDTH = 1400
 ASSISTANT = "Close"
@@ -93,9 +91,9 @@ def main() -> int:
     )
     parser.add_argument("out", type=Path)
     out = parser.parse_args().out
-    program = next(filter(None, map(shutil.which, PROGRAMS)), None)
+    program = find_program()
     if program is None:
-        print(f"none of {', '.join(PROGRAMS)} is installed: install Chromium", file=sys.stderr)
+        print(NO_BROWSER, file=sys.stderr)
         return 2
     if subprocess.run([*on_host(HOSTS[0]), "true"], capture_output=True, check=False).returncode:
         print("two host names need unprivileged user namespaces, which are not available here", file=sys.stderr)
