@@ -19,7 +19,7 @@ help:
 	@echo 'make test    set up and run all tests'
 	@echo 'make faults-ci         run the fault matrix in 20 minutes; make faults: for hours, resumes if interrupted'
 	@echo 'make equivalence       write docs/equivalence.md: the same job started in every way, with every strategy'
-	@echo 'make screenshots       write docs/images: a run on two nodes in MLflow, with Chromium'
+	@echo 'make screenshots       write docs/images: terminal, report and MLflow in Chromium, a killed run'
 	@echo 'make test-containers   build the images and test them; needs a Docker engine'
 	@echo 'make cluster-test      train on a real cluster and inject faults (KUBECONFIG, IMAGE, MLFLOW_IMAGE, RENDER)'
 	@echo 'make lint    run ruff and mypy'
@@ -51,9 +51,10 @@ test: setup
 equivalence: setup
 	$(BIN)/python tests/equivalence.py docs/equivalence.md
 
-# the images of docs/what-you-see.md; needs Chromium
+# needs Chromium
 screenshots: setup
-	$(BIN)/python tests/screenshots.py docs/images
+	$(BIN)/python tests/resume_picture.py docs/images/resume.png
+	$(BIN)/python tests/screenshots.py docs/images $(ARGS)
 
 FAULTS = $(BIN)/python -m pytest --ledger=build/faults.jsonl --report=docs/faults.md
 
