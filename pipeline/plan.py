@@ -170,7 +170,13 @@ class Plan(Resources):
         return asdict(self)
 
     def table(self) -> str:
-        """Return the plan as text, one row per quantity, with the arithmetic behind it."""
+        """Return the plan as text, one line per quantity."""
+        rows = self.rows()
+        width = max(map(len, rows))
+        return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
+
+    def rows(self) -> dict[str, str]:
+        """Return the plan's quantities by name, with the arithmetic behind them."""
         nodes = self.world // self.local_world
         left_out = self.train_images % self.global_batch
         epochs = self.last_step / self.steps_per_epoch
@@ -205,8 +211,7 @@ class Plan(Resources):
         }
         if self.stages == 1:
             del rows["stages"]
-        width = max(map(len, rows))
-        return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
+        return rows
 
 
 def request_digest(config: Config, world: World) -> str:

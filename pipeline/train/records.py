@@ -137,7 +137,7 @@ class Records:
         return self._checkpoints.path_of_step(step) is None
 
     def finish(self, state: TrainState, line: str) -> None:
-        """Draw the report, record the end of a finished run, and log a summary."""
+        """Make the report, record the end of a finished run, and log a summary."""
         if self._samples:
             self._samples.draw_report(self._folder)
         self.end(state, "FINISHED", line)
@@ -152,6 +152,8 @@ class Records:
         self._checkpoints.wait()
         self._journal.log_event("ended", status=status, step=state.step, line=line, best=self._best_file(state))
         self._receipt.write(log)
+        if self._samples:
+            self._samples.write_page(self._folder)
         if not self._sender.close(log):
             log("MLflow did not take everything: the journal keeps it, 'pipeline sync' with this run's folder sends it")
 
