@@ -52,7 +52,7 @@ test: setup
 equivalence: setup
 	$(BIN)/python tests/equivalence.py docs/equivalence.md
 
-# the images of docs/what-you-see.md; needs Chromium
+# the images of docs/mlflow.md; needs Chromium
 screenshots: setup
 	$(BIN)/python tests/screenshots.py docs/images
 

@@ -1,4 +1,4 @@
-"""Follow a page of the documentation word by word, in a fresh clone: `python tests/follow_page.py PAGE…`.
+"""Follow a page of the documentation word by word: `python tests/follow_page.py PAGE…`.
 
 Clones the last commit into a temporary folder, and runs the commands of the page's `sh` blocks, in
 order, in one shell that ends at the first failure. Prints each command with its seconds. A server
@@ -38,6 +38,7 @@ NOT_RUN = {
 _SHELL = r"""
 set -e -o pipefail
 start() { began=$EPOCHREALTIME; printf '\n$ %s\n' "$1"; }
+stopped() { [ "$1" = 124 ] || [ "$1" = 137 ]; }  # the exit codes of `timeout` for SIGTERM and SIGKILL
 finish() { printf '[%.1f s]\n' "$(echo "$EPOCHREALTIME $began" | awk '{print $1 - $2}')"; }
 serve() {
     serving=$1
@@ -58,7 +59,7 @@ except OSError: sys.exit(1)' "$url"; then echo "$url answers"; return; fi
 
 
 def commands(page: Path) -> Iterator[str]:
-    """Yield each command of the `sh` blocks of a page: with its continued lines and here-documents."""
+    """Yield each command of the `sh` blocks of a page, with continued lines and here-documents."""
     for language, block in FENCE.findall(page.read_text()):
         if language not in ("sh", ""):
             continue
@@ -92,27 +93,26 @@ def follow(page: Path, folder: Path, *, install: bool = False) -> int:
         script.append(f"start {shlex.quote(command)}")
         if reason := reason_not_run(command):
             script.append(f"echo {shlex.quote(f'[not run: {reason}]')}")
-            continue
-        # a server's command may begin with variables
-        is_server = re.sub(r"^(\w+=\S* +)+", "", command).startswith(SERVERS)
-        if is_server:
-            words = f"env {command}" if "=" in command.split()[0] else command
-            command = f"serve {folder / f'server-{number}.log'} {shlex.quote(words)}"
-        script += [command, "finish"]
+        elif re.sub(r"^(\w+=\S* +)+", "", command).startswith(SERVERS):
+            script += [f"serve {folder}/server-{number}.log {shlex.quote(f'env {command}')}", "finish"]
+        elif command.startswith("timeout "):
+            script += [f"{command} || stopped $?", "finish"]
+        else:
+            script += [command, "finish"]
     (folder / "page.sh").write_text("\n".join(script) + "\n")
-    # BROWSER: no window opens. PYTHONPATH: the code of the clone, although the environment is another's.
+    # BROWSER: no window opens. PYTHONPATH: the clone's code runs in the linked environment.
     environment = {**os.environ, "BROWSER": "true"} | ({} if install else {"PYTHONPATH": str(clone)})
     for name in ("VIRTUAL_ENV", "MLFLOW_TRACKING_URI"):
         environment.pop(name, None)
     try:
-        return subprocess.run(["bash", folder / "page.sh"], cwd=clone, env=environment).returncode
+        return subprocess.run(["bash", folder / "page.sh"], cwd=clone, env=environment, check=False).returncode
     finally:
         for file in folder.glob("server-*.pid"):
             _stop(int(file.read_text()))
 
 
 def _link_environment(target: Path) -> None:
-    """Make `target` an environment with the packages of this one, which `make setup` takes as it is."""
+    """Make `target` a finished environment, for `make setup`, with the packages of this one."""
     target.mkdir()
     for entry in Path(sys.prefix).iterdir():
         if entry.name != "ready":
