@@ -197,7 +197,8 @@ class Plan(Resources):
             "steps": f"{self.last_step:,}{total} ({epochs:.4g} epochs)",
             "images": f"{self.image_size} px{growth}{repeats}; {self.eval_size} px in validation",
             "compiled": ("yes: " if self.compiles else "no: ") + self.compile_reason,
-            "learning rate": f"{self.peak_lr:.6g} at {self.global_batch} images a batch, {self.schedule}{warmup}",
+            "learning rate": f"{self.peak_lr:.6g} = {self.peak_lr * 256 / self.global_batch:.6g} ×"
+            f" {self.global_batch} / 256 (optimizer.lr is for 256 images), {self.schedule}{warmup}",
             "validation": f"every {self.evaluate_every:,} steps, {math.ceil(self.val_images / self.eval_batch):,}"
             f" batches of {self.eval_batch}, each image once",
             "checkpoint": f"every {self.checkpoint_every:,} steps",
