@@ -41,16 +41,15 @@ start() { began=$EPOCHREALTIME; printf '\n$ %s\n' "$1"; }
 stopped() { [ "$1" = 124 ] || [ "$1" = 137 ]; }  # the exit codes of `timeout` for SIGTERM and SIGKILL
 finish() { printf '[%.1f s]\n' "$(echo "$EPOCHREALTIME $began" | awk '{print $1 - $2}')"; }
 serve() {
-    serving=$1
     setsid bash -c "exec $2" > "$1" 2>&1 < /dev/null &
     echo $! >> "$1.pid"
     for _ in $(seq 180); do
         url=$(grep --only-matching --max-count=1 'http://127[0-9.:]*' "$1" || true)
+        if ! kill -0 $!; then break; fi
         if [ -n "$url" ] && python3 -c 'import sys, urllib.request as http, urllib.error
 try: http.urlopen(sys.argv[1], timeout=5)
 except urllib.error.HTTPError: pass
 except OSError: sys.exit(1)' "$url"; then echo "$url answers"; return; fi
-        if ! kill -0 $!; then break; fi
         sleep 1
     done
     tail -n 20 "$1"; echo 'the server does not answer'; return 1

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from follow_page import FENCE, follow
+from follow_page import commands as shell_commands
 from harness import pipeline
 
 from pipeline.cli.main import parse
@@ -126,3 +127,17 @@ def test_each_documented_command_that_can_run_here_succeeds(tmp_path: Path) -> N
 )
 def test_a_page_can_be_followed_in_a_fresh_clone(page: Path, tmp_path: Path) -> None:
     assert follow(page, tmp_path) == 0
+
+
+def test_following_a_page_ends_at_the_first_command_that_fails(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```sh\ncat > made.txt <<'EOF'\ntwo words\nEOF\n# a comment\ntest -f \\\n  made.txt\n```\n"
+        "```text\ntouch ../not-a-command\n```\n```sh\nfalse\ntouch ../too-late\n```\n"
+    )
+    assert list(shell_commands(page)) == [
+        "cat > made.txt <<'EOF'\ntwo words\nEOF", "test -f \\\n  made.txt", "false", "touch ../too-late",
+    ]  # fmt: skip
+    assert follow(page, tmp_path) != 0
+    assert (tmp_path / "clone/made.txt").read_text() == "two words\n"
+    assert not {"not-a-command", "too-late"} & {path.name for path in tmp_path.iterdir()}
