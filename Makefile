@@ -51,7 +51,7 @@ test: setup
 equivalence: setup
 	$(BIN)/python tests/equivalence.py docs/equivalence.md
 
-# needs Chromium
+# the images of the documentation; needs Chromium
 screenshots: setup
 	$(BIN)/python tests/resume_picture.py docs/images/resume.png
 	$(BIN)/python tests/screenshots.py docs/images $(ARGS)
