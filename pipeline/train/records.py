@@ -14,7 +14,7 @@ from pipeline.data.sources import Source
 from pipeline.errors import RunError
 from pipeline.files import atomic_write
 from pipeline.plan import Plan
-from pipeline.record import sender
+from pipeline.record import page, sender
 from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
@@ -174,7 +174,7 @@ class Records:
             rows["best"] += " (the last)" if is_last else f"; last: step {last.step:,}, top-1 {last.top1:.4f}"
             rows["best"] += f": {self._folder.checkpoints / file['file']}"
         if self._config.track.report:
-            rows["report"] = str(self._folder.report)
+            rows["report"] = str(self._folder.report / page.FILE_NAME)
         uri = sender.tracking_uri(self._config, self._folder)
         rows["tracker"] = without_password(uri) if uri else "none: the journal alone"
         rows["use it"] = f"pipeline predict {self._folder.path}{'' if is_last or not file else ' --best'} IMAGE ..."
