@@ -297,8 +297,9 @@ def test_mlflow_shows_the_complete_run_and_its_folder_alone_restores_it(
         assert figures == sorted(f"{name}+step+{step}" for name in names for step in (4, 8)), "each once"
         sent = {Path(file.path).name for file in server.client.list_artifacts(found.info.run_id, "report")}
         assert sent == report
-        page = server.client.download_artifacts(found.info.run_id, "report/index.html", str(server.folder))
-        assert f"{result.done['weights']}</pre>" in Path(page).read_text(), "the page of the finished run"
+        page = Path(server.client.download_artifacts(found.info.run_id, "report/index.html", str(server.folder)))
+        assert f"{result.done['weights']}</pre>" in page.read_text(), "the page of the finished run"
+        assert page.read_text() == (run.folder / "report" / "index.html").read_text()
         note = found.data.tags["mlflow.note.content"]
         assert "FINISHED at step 8" in note
         assert "pipeline train config.yaml" in note
