@@ -234,7 +234,7 @@ def test_a_planted_mistake_is_found(defaults: list[Document], mistake: str) -> N
 
 
 def test_render_prints_what_it_writes_to_files(tmp_path: Path) -> None:
-    words = ("k8s", "render", "--nodes", "4", "--cpu", "--nproc", "2", "--image", IMAGE, "batch.global=64")
+    words = ("k8s", "render", "digits", "--nodes", "4", "--cpu", "--nproc", "2", "--image", IMAGE, "batch.global=64")
     printed = pipeline(*words)
     written = pipeline(*words, "--out", str(tmp_path / "k8s"))
     assert (printed.code, written.code) == (0, 0)

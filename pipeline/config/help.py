@@ -55,7 +55,7 @@ def error_line(error: Any) -> str:
         parts.pop()
     key = ".".join(parts)
     if error["type"] == "extra_forbidden":
-        return unknown_key(key, given)
+        return unknown_key(".".join(location), given)
     if error["type"] == "string_unicode" and key not in all_keys():  # the name of the key is not UTF-8
         return unknown_key(".".join([*parts, given]), "")
     if error["type"] == "value_error" and key not in all_keys():  # a validator of several keys has its own message
@@ -81,6 +81,9 @@ def unknown_key(key: str, given: object) -> str:
     while isinstance(given, dict) and given:  # if the whole section is unknown, name the first key in it
         inner, given = next(iter(given.items()))
         key = f"{key}.{inner}"
+    if key in all_keys():  # a dotted key in YAML
+        section, _, name = key.partition(".")
+        return f"'{key}: {show(given)}' is not allowed in a recipe: write '{section}: {{{name}: {show(given)}}}'"
     close = nearest(key, list(all_keys())) or f"; the sections are {', '.join(Config.model_fields)}"
     return f"{show(key)}={show(given)}: there is no key '{show(key)}'{close}"
 

@@ -262,16 +262,13 @@ def _images(base: bytes, folder: bytes, folders: dict[str, int]) -> Iterator[tup
     with os.scandir(os.path.join(base, folder)) as found:
         for entry in found:
             name = os.path.join(folder, entry.name)
-            is_folder = _is_folder(entry)
-            if is_folder and entry.name.lower().endswith(EXTENSIONS):
-                raise RequestError(
-                    f"{printable_name(os.path.join(base, name))} is a folder that is named like an image: rename or"
-                    " remove it"
-                )
-            if is_folder:
-                yield from _images(base, name, folders)
-            elif entry.name.lower().endswith(EXTENSIONS):
+            if entry.name.lower().endswith(EXTENSIONS):
+                if _is_folder(entry):
+                    path = printable_name(os.path.join(base, name))
+                    raise RequestError(f"{path} is a folder that is named like an image: rename or remove it")
                 yield name, _size(entry)
+            elif entry.is_dir():
+                yield from _images(base, name, folders)
 
 
 def _is_folder(entry: os.DirEntry[bytes]) -> bool:

@@ -64,7 +64,7 @@ def build(options: Model, num_classes: int) -> nn.Module:
         for task in ("detection", "segmentation", "video", "optical_flow", "quantization"):
             if options.arch in torchvision.models.list_models(module=getattr(torchvision.models, task)):
                 raise RequestError(
-                    f"{problem}, but a model for {task.replace('_', ' ')}: the models are {', '.join(names)}"
+                    f"{problem}, but one for {task.replace('_', ' ')}: the models are {', '.join(names)}"
                 )
         raise RequestError(problem + (nearest(options.arch, names, 0.7) or f": the models are {', '.join(names)}"))
     builder = _OWN_MODELS.get(options.arch) or partial(torchvision.models.get_model, options.arch, weights=None)
