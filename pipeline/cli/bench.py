@@ -50,7 +50,7 @@ def _add_data(subjects: Commands) -> None:
     add("--steps", type=positive_int, default=8, metavar="N", help="batches per round (default 8)")
     help = "also compare other data loaders, which pip installs in the virtual environment ENV (default build/peers)"
     add("--peers", nargs="?", type=path, const=Path("build/peers"), metavar="ENV", help=help)
-    add("--write", type=path, metavar="FOLDER", help="also write benchmarks.md and a plot to FOLDER, as in docs/")
+    add("--write", type=path, metavar="FOLDER", help="also write loaders.md and a plot to FOLDER, as in docs/")
     add("--json", action="store_true", help="print JSON")
 
 

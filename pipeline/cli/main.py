@@ -63,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(result, int):
             return result
         if is_main:
+            _erase_live_line()
             print(result, flush=True)
         return errors.OK
     except RunError as error:
@@ -70,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # machine. A later error, unless it is collective, may be this rank's alone.
         is_own = not error.is_collective and (is_first_here or "torch" in sys.modules)
         if is_main or (error.code == RequestError.code and is_own):
+            _erase_live_line()
             print(f"pipeline: {error}", file=sys.stderr, flush=True)
         if error.code in errors.PERMANENT:
             supervision.stop_restarts()
@@ -84,6 +86,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"pipeline: {StorageError(f'{error.filename}: {error.strerror}')}", file=sys.stderr, flush=True)
         return StorageError.code
+
+
+def _erase_live_line() -> None:
+    """Erase what `record.terminal` shows as progress on a terminal: that line has no end."""
+    if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def make_parser() -> Parser:

@@ -203,8 +203,9 @@ def _verify(options: argparse.Namespace) -> str | int:
 def _add_report(commands: Commands) -> None:
     parser = add_command(
         commands, "report", _report, "draw a run's learning curves, confusions and mistakes",
-        "Draw the learning curves, confusions and mistakes of a run into its folder report/. Works during the run,"
-        " after it, and on another machine.",
+        "Draw the learning curves, confusions and mistakes of a run into its folder report/, and write"
+        " report/index.html, a web page of the run in one file. Works during the run, after it, and on another"
+        " machine.",
         "pipeline report runs/digits",
     )  # fmt: skip
     parser.add_argument("run_dir", type=arguments.path, metavar="RUN_DIR", help="the run's folder")
