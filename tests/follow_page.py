@@ -99,9 +99,10 @@ def follow(page: Path, folder: Path, *, install: bool = False) -> int:
         else:
             script += [command, "finish"]
     (folder / "page.sh").write_text("\n".join(script) + "\n")
-    # BROWSER: no window opens. OMP_WAIT_POLICY: two threads on busy cores spin for most of their time.
-    # PYTHONPATH: the clone's code runs in the linked environment.
-    environment = {**os.environ, "BROWSER": "true", "OMP_WAIT_POLICY": "passive"} | ({} if install else {"PYTHONPATH": str(clone)})
+    environment = {**os.environ, "BROWSER": "true"}  # no window opens
+    environment["OMP_WAIT_POLICY"] = "passive"  # on busy cores, threads would spin for most of their time
+    if not install:
+        environment["PYTHONPATH"] = str(clone)  # the clone's code runs in the linked environment
     for name in ("VIRTUAL_ENV", "MLFLOW_TRACKING_URI"):
         environment.pop(name, None)
     try:
