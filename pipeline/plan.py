@@ -170,7 +170,13 @@ class Plan(Resources):
         return asdict(self)
 
     def table(self) -> str:
-        """Return the plan as text, one row per quantity, with the arithmetic behind it."""
+        """Return the plan as text, one line per quantity."""
+        rows = self.rows()
+        width = max(map(len, rows))
+        return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
+
+    def rows(self) -> dict[str, str]:
+        """Return the plan's quantities by name, with the arithmetic behind them."""
         nodes = self.world // self.local_world
         left_out = self.train_images % self.global_batch
         epochs = self.last_step / self.steps_per_epoch
@@ -205,8 +211,7 @@ class Plan(Resources):
         }
         if self.stages == 1:
             del rows["stages"]
-        width = max(map(len, rows))
-        return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
+        return rows
 
 
 def request_digest(config: Config, world: World) -> str:
@@ -241,9 +246,7 @@ def memory_row(config: Config, parameters: int, world: int) -> str:
 def make_plan(config: Config, world: World, data: DataSize) -> Plan:
     """Return the plan, or raise RequestError with the key, the numbers and what works instead."""
     global_batch, size = config.batch.global_, config.augment.size
-    accumulate = _accumulate(config, world.size)
-    micro_batch = global_batch // (world.size * accumulate)
-    stages, micro_batches = _stages(config, world.size, micro_batch)
+    accumulate, micro_batch, stages, micro_batches = divide_batch(config, world.size)
     length = _length(config, data, passes=world.size * accumulate)
     warmup_steps, cooldown_steps = _warmup_and_cooldown(config, length)
     first_size, grows_from, grows_until = _growth(config, length)
@@ -265,19 +268,29 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
         eval_size=config.evaluate.size or size, repeats=config.augment.repeats,
         compiles=compiles, compile_reason=compile_reason,
     )  # fmt: skip
+    needed = plan.prefetch_bytes
+    if world.shared_memory is not None and needed > world.shared_memory:
+        raise RequestError(
+            f"loader workers hold {_mib(needed)} of batches ready and /dev/shm has"
+            f" {_mib(world.shared_memory)}: enlarge it (docker: --shm-size, k8s render: --shm), or lower data.workers,"
+            " data.prefetch or evaluate.batch (data.workers=0 needs none)"
+        )
+    return plan
+
+
+def divide_batch(config: Config, world: int) -> tuple[int, int, int, int]:
+    """Return the passes of an update, the images of a pass, the stages and the micro-batches.
+
+    Raises RequestError if the batch does not divide among `world` processes.
+    """
+    accumulate = _accumulate(config, world)
+    micro_batch = config.batch.global_ // (world * accumulate)
     if config.mixes and micro_batch % 2:
         raise RequestError(
             f"augment.mixup and augment.cutmix mix pairs, and a pass has {micro_batch} images: choose a batch.global"
             " that gives each pass an even number"
         )
-    needed = plan.prefetch_bytes
-    if world.shared_memory is not None and needed > world.shared_memory:
-        raise RequestError(
-            f"loader workers hold {_mib(needed)} of batches ready and /dev/shm has"
-            f" {_mib(world.shared_memory)}: enlarge it (docker: --shm-size), or lower data.workers, data.prefetch or"
-            " evaluate.batch (data.workers=0 needs none)"
-        )
-    return plan
+    return accumulate, micro_batch, *_stages(config, world, micro_batch)
 
 
 def divide_resources(config: Config, world: World) -> Resources:

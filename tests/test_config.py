@@ -171,7 +171,8 @@ def test_a_path_is_expanded_and_normalized(recipe: Callable[[str], Path], monkey
 
 def test_an_error_in_a_list_names_the_key_of_the_list() -> None:
     assert refused("digits", "augment.scale=[0.1, x]") == (
-        "augment.scale=x is not allowed: give 2 values [a number > 0 and ≤ 1, a number > 0 and ≤ 1]"
+        "augment.scale=x is not allowed: give 2 values [a number > 0 and ≤ 1, a number > 0 and ≤ 1], such as"
+        " 'augment.scale=[0.08, 1.0]'"
     )
     for short_or_long in ("[0.1]", "[0.1, 0.2, 0.3]"):
         assert refused("digits", f"augment.scale={short_or_long}") == (
@@ -222,7 +223,7 @@ def test_a_section_given_as_a_value_is_refused(recipe: Callable[[str], Path]) ->
      ("a: " + "b" * 70_000, "larger than 64 KiB"),
      (b"\xff\xfe\x00", "is not UTF-8 text"),
      (b"a: \x00", "is not valid YAML: unacceptable character"),
-     ("", "data.root is missing")],
+     ("", "is empty: it needs at least the images to train on")],
     ids=range(16),
 )  # fmt: skip
 def test_invalid_yaml_is_refused_in_one_line(
@@ -232,9 +233,11 @@ def test_invalid_yaml_is_refused_in_one_line(
 
 
 def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
-    assert refused(tmp_path / "none.yaml") == f"recipe {tmp_path}/none.yaml cannot be read: No such file or directory"
-    assert refused(f"{tmp_path}/") == f"recipe {tmp_path} cannot be read: Is a directory"
     recipes = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
+    assert refused(tmp_path / "none.yaml") == (
+        f"recipe {tmp_path}/none.yaml cannot be read: No such file or directory: give a YAML file, or one of {recipes}"
+    )
+    assert refused(f"{tmp_path}/").startswith(f"recipe {tmp_path} is a folder: give the name of a recipe")
     assert refused("digit") == (
         f"recipe 'digit' is unknown: the recipes are {recipes}, or give the path of a .yaml file; did you mean digits?"
     )

@@ -16,6 +16,7 @@ from pipeline.config.load import load
 from pipeline.deploy import node
 from pipeline.deploy.k8s import RenderOptions, render
 
+IMAGE = f"registry.example/train@sha256:{64 * '0'}"
 K8S = Path(package.__file__).parents[1] / "k8s"
 
 
@@ -108,7 +109,7 @@ def test_every_service_address_in_an_example_exists(path: Path) -> None:
 )
 def test_every_rendered_variant_is_valid(nodes: int, hardware: dict[str, Any]) -> None:
     more = {"storage_class": "fast", "pull_secret": "registry", "mlflow_auth": nodes > 2}
-    request = RenderOptions(nodes=nodes, **more, **hardware)
+    request = RenderOptions(nodes=nodes, overrides=("batch.global=128",), **more, **hardware)
     found = documents(request)
     assert problems(found) == []
     pod = pod_of(one(found, "Job", "trainer"))
@@ -233,7 +234,7 @@ def test_a_planted_mistake_is_found(defaults: list[Document], mistake: str) -> N
 
 
 def test_render_prints_what_it_writes_to_files(tmp_path: Path) -> None:
-    words = ("k8s", "render", "--nodes", "4", "--cpu", "--nproc", "2", "--image", "registry.example/train@sha256:0123")
+    words = ("k8s", "render", "digits", "--nodes", "4", "--cpu", "--nproc", "2", "--image", IMAGE, "batch.global=64")
     printed = pipeline(*words)
     written = pipeline(*words, "--out", str(tmp_path / "k8s"))
     assert (printed.code, written.code) == (0, 0)
@@ -243,14 +244,19 @@ def test_render_prints_what_it_writes_to_files(tmp_path: Path) -> None:
         for document in yaml.safe_load_all(path.read_text())
     ]
     job = one(list(yaml.safe_load_all(printed.out)), "Job", "trainer")
-    assert {container["image"] for container in containers(pod_of(job))} == {"registry.example/train@sha256:0123"}
+    assert {container["image"] for container in containers(pod_of(job))} == {IMAGE}
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (("--nodes", "0"), "'0' is not a whole number of at least 1"),
-        (("--image", "two words"), "'two words' is not a name"),
+        (("--image", "two words"), "'two words' is not an image"),
+        (("--namespace", "UPPER_case"), "'UPPER_case' is not a Kubernetes name (RFC 1123)"),
+        (("--memory", "4Gi", "--shm", "8Gi"), "--shm 8Gi is more than half of --memory 4Gi"),
+        (("--nodes", "7"), "the nearest batch.global that works is 91 or 98"),
+        (("digits", "model.arch=resnet19"), "did you mean resnet18?"),
+        (("resnet50-90", "--nodes", "3", "--gpus", "8"), "the nearest batch.global that works is 2040 or 2064"),
         (("--memory", "lots"), "'lots' is not an amount of memory"),
         (("digit",), "did you mean digits?"),
         (("digits", "train.epoch=1"), "did you mean train.epochs?"),

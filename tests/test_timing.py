@@ -54,7 +54,8 @@ def epochs(folder: Path) -> list[dict[str, float]]:
     config = load("digits", words)
     run_folder = RunFolder(folder)
     run_folder.hold()
-    prepared = session.Prepared(open_source(config), found=None, weights=None)
+    source = open_source(config)
+    prepared = session.Prepared(source, make_plan(config, World(), source.size), found=None, weights=None)
     session.run_training(config, World(), run_folder, lambda: prepared, StopRequest())
     run_folder.release()
     return [row["metrics"] for row in read_rows(run_folder.journal) if "time/epoch_s" in row.get("metrics", {})]

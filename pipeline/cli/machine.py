@@ -7,7 +7,17 @@ import re
 from pipeline.cli.arguments import Commands, add_command, add_recipe, matching, path, positive_int
 from pipeline.errors import RequestError
 
-_word = matching(r"[\w./:@-]+", "a name: use letters, digits and . / : @ - _")
+_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_RULE = "use lower-case letters, digits and -, start and end with a letter or digit"
+_label = matching(_LABEL, f"a Kubernetes name (RFC 1123): {_RULE}, 63 characters at most")
+_subdomain = matching(
+    rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*", f"a Kubernetes name (RFC 1123): {_RULE}, in parts joined by ."
+)
+_PART = r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*"
+_image = matching(
+    rf"([\w.-]+(:\d+)?/)?{_PART}(/{_PART})*(:\w[\w.-]{{0,127}})?(@sha256:[0-9a-f]{{64}})?",
+    "an image: give [REGISTRY/]NAME[:TAG] or [REGISTRY/]NAME@sha256:…, with the name in lower case",
+)
 _memory = matching(r"[1-9]\d*[MGT]i", "an amount of memory, such as 512Mi or 64Gi")
 _kill = matching(r"\d+@\d+", "NODE@STEP, such as 1@40")
 _cut = matching(r"\d+@\d+:\d+(\.\d+)?", "NODE@STEP:SECONDS, such as 1@40:5")
@@ -18,14 +28,15 @@ def add_commands(commands: Commands) -> None:
     _add_rehearse(commands)
     description = "Write Kubernetes manifests for a training job."
     k8s = commands.add_parser("k8s", help="write Kubernetes manifests", description=description)
-    _add_render(k8s.add_subparsers(metavar="ACTION", required=True))
+    _add_render(k8s.add_commands("ACTION"))
 
 
 def _add_doctor(commands: Commands) -> None:
     parser = add_command(
         commands, "doctor", _doctor, "check whether RECIPE can run on this machine, before it starts",
         "Check whether RECIPE can run on this machine: data, model, GPUs, memory, tracking and more. Prints one line"
-        " per check, with a remedy if it fails. Exit 0 if the recipe can run.",
+        " per check as soon as it is done, with a remedy if it fails. Exit 0 if the recipe can run.",
+        "pipeline doctor my.yaml data.root=/data --world 8 --nodes 2", "pipeline doctor my.yaml --sanity",
     )  # fmt: skip
     add = parser.add_argument
     add_recipe(parser, "name or path (default digits)", nargs="?", default="digits")
@@ -52,13 +63,14 @@ def _add_rehearse(commands: Commands) -> None:
         "Run RECIPE in --nodes containers on this machine, which reach each other like the pods of the Kubernetes"
         " job. The containers see the folder --data as /data. A node that fails is replaced. Everything is removed"
         " at the end.",
+        "pipeline rehearse digits --nodes 2 --kill 1@40",
     )  # fmt: skip
     add_recipe(parser)
     add = parser.add_argument
     add("--nodes", type=positive_int, required=True, metavar="N", help="number of containers")
     add("--nproc", type=positive_int, default=1, metavar="M", help="processes per container (default 1)")
     add("--gpus", type=positive_int, default=0, metavar="G", help="GPUs per container (default none: CPU)")
-    add("--image", default="ddp-pipeline", help="image to run (default ddp-pipeline)")
+    add("--image", type=_image, default="ddp-pipeline", help="image to run (default ddp-pipeline)")
     add("--data", type=path, metavar="FOLDER", help="folder to mount read-only as /data")
     add("--runs", metavar="VOLUME", help="Docker volume for /runs, which is kept (default: a temporary one)")
     for flag, kind, metavar, help in (
@@ -95,21 +107,29 @@ def _add_render(actions: Commands) -> None:
     parser = add_command(
         actions, "render", _render, "write the manifests for a recipe, an image, N nodes and G GPUs per node",
         "Print the manifests, or write them to --out. Without options they are those of k8s/.",
+        "pipeline k8s render my.yaml --nodes 4 --gpus 8 --image IMAGE --out k8s",
         argument_default=argparse.SUPPRESS,  # the defaults are those of deploy.k8s.RenderOptions
     )  # fmt: skip
     add = parser.add_argument
     add_recipe(parser, "name or path (default digits)", nargs="?")
     add("--nodes", type=positive_int, metavar="N", help="number of pods (default 2)")
-    add("--gpus", type=positive_int, metavar="G", help="GPUs per pod, with one process each (default 1)")
-    add("--cpu", action="store_const", const=0, dest="gpus", help="train on the CPU, without GPUs")
+    hardware = parser.add_mutually_exclusive_group()
+    help = "GPUs per pod, with one process each (default 1)"
+    hardware.add_argument("--gpus", type=positive_int, metavar="G", help=help)
+    hardware.add_argument("--cpu", action="store_const", const=0, dest="gpus", help="train on the CPU, without GPUs")
     add("--nproc", type=positive_int, metavar="M", help="with --cpu: processes per pod (default 1)")
-    add("--image", type=_word, help="training image, in a registry that the nodes can pull from; best by digest")
-    add("--mlflow-image", type=_word, metavar="IMAGE", help="MLflow image, likewise")
+    add("--image", type=_image, help="training image, in a registry that the nodes can pull from; best by digest")
+    add("--mlflow-image", type=_image, metavar="IMAGE", help="MLflow image, likewise")
     help = "have MLflow ask for a password, which is in your Secrets mlflow-auth and mlflow-credentials"
     add("--mlflow-auth", action="store_true", help=help)
-    add("--pull-secret", type=_word, metavar="NAME", help="Secret with the registry's credentials")
-    add("--namespace", type=_word, metavar="NAME", help="namespace of all objects (default ddp-pipeline)")
-    add("--storage-class", type=_word, metavar="NAME", help="one with ReadWriteMany (default: the cluster's default)")
+    add("--pull-secret", type=_subdomain, metavar="NAME", help="Secret with the registry's credentials")
+    add("--namespace", type=_label, metavar="NAME", help="namespace of all objects (default ddp-pipeline)")
+    add(
+        "--storage-class",
+        type=_subdomain,
+        metavar="NAME",
+        help="one with ReadWriteMany (default: the cluster's default)",
+    )
     add("--single-node", action="store_true", help="all pods run on one machine (kind, minikube): use ReadWriteOnce")
     add("--cpus", type=positive_int, metavar="C", help="CPUs per pod (default 8 per GPU, or 2 per process on CPU)")
     add("--memory", type=_memory, help="memory per pod (default 24Gi per GPU, or 4Gi per process on CPU)")
@@ -120,7 +140,7 @@ def _add_render(actions: Commands) -> None:
 def _render(options: argparse.Namespace) -> str:
     from pipeline.deploy.k8s import RenderOptions, render, write
 
-    given = {name: value for name, value in vars(options).items() if name not in ("run", "out")}
+    given = {name: value for name, value in vars(options).items() if name not in ("run", "parser", "out")}
     manifests = render(RenderOptions(**given))
     if options.out is None:
         return "---\n".join(manifests.values()).rstrip()

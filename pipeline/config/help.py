@@ -1,28 +1,49 @@
 """The help text for the configuration's keys, and the error lines for invalid keys and values."""
 
 import difflib
+import textwrap
 from functools import cache
 from typing import Any
 
 from pipeline.config.credentials import without_password
 from pipeline.config.schema import Config, Section
 
+_OTHER_NAMES = {
+    "batch": "batch.global", "batch-size": "batch.global", "data": "data.root", "learning-rate": "optimizer.lr",
+    "model": "model.arch", "optimizer": "optimizer.name", "output": "run.dir", "scheduler": "schedule.name",
+}  # fmt: skip
+"""Names that other training programs give to some keys."""
 
-def describe_keys() -> str:
-    """Return the help text: each key with its default, its meaning and the allowed values."""
-    lines = []
+
+def describe_keys(width: int = 80) -> str:
+    """Return the help text: by section, each key with its default, meaning and allowed values."""
+    blocks: dict[str, list[str]] = {}
     for key, (schema, default) in all_keys().items():
         if key != "recipe":
             text = " ".join(schema["description"].split())
             value = "none" if default is None and "none: " in text else show(default)
-            lines.append(f"  {key}={value}\n      {text} ({_allowed(schema)})")
-    return "\n".join(lines)
+            lines = [*textwrap.wrap(text, width - 6), *textwrap.wrap(f"Allowed: {_allowed(schema)}.", width - 6)]
+            section = key.partition(".")[0] if "." in key else "top level"
+            blocks.setdefault(section, []).append("\n      ".join([f"  {key}={value}", *lines]))
+    return "\n\n".join("\n".join([f"{section}:", *keys]) for section, keys in blocks.items())
 
 
-def nearest(word: str, words: list[str]) -> str:
+def words_of(key: str) -> list[str]:
+    """Return the words that are values of a key, such as `cosine`; [] if it has none."""
+    schema, default = all_keys().get(key, ({}, None))
+    words = [word for option in schema.get("anyOf", [schema]) for word in _words(option)]
+    return words if not isinstance(default, str) or default in words else [default, *words]
+
+
+def _words(schema: dict[str, Any]) -> list[str]:
+    by_type = {"boolean": ["true", "false"], "null": ["auto", "none"]}
+    return schema.get("enum") or by_type.get(schema.get("type", ""), [])
+
+
+def nearest(word: str, words: list[str], cutoff: float = 0.5) -> str:
     """Return "; did you mean X?" for the closest of `words`, or "". `word` may lack its section."""
     close = [key for key in words if key.endswith(f".{word}")]
-    close = close or difflib.get_close_matches(word, words, n=1, cutoff=0.5)
+    close = close or difflib.get_close_matches(word, words, n=1, cutoff=cutoff)
     return f"; did you mean {close[0]}?" if close else ""
 
 
@@ -34,17 +55,17 @@ def error_line(error: Any) -> str:
         parts.pop()
     key = ".".join(parts)
     if error["type"] == "extra_forbidden":
-        return unknown_key(key, given)
+        return unknown_key(".".join(location), given)
     if error["type"] == "string_unicode" and key not in all_keys():  # the name of the key is not UTF-8
         return unknown_key(".".join([*parts, given]), "")
     if error["type"] == "value_error" and key not in all_keys():  # a validator of several keys has its own message
         return str(error["ctx"]["error"])
     if is_section(key):
         return not_a_section(key, given)
-    schema, _ = all_keys()[key]
+    schema, default = all_keys()[key]
     if error["type"] == "missing" and parts == location:  # otherwise a list has too few elements
         return f"{key} is missing: give {_allowed(schema)}"
-    return f"{key}={show(given)} is not allowed: give {_allowed(schema)}"
+    return f"{key}={show(given)} is not allowed: give {_allowed(schema)}{_example(key, schema, default)}"
 
 
 def is_section(key: str) -> bool:
@@ -60,8 +81,43 @@ def unknown_key(key: str, given: object) -> str:
     while isinstance(given, dict) and given:  # if the whole section is unknown, name the first key in it
         inner, given = next(iter(given.items()))
         key = f"{key}.{inner}"
+    if key in all_keys():  # a dotted key in YAML
+        section, _, name = key.partition(".")
+        return f"'{key}: {show(given)}' is not allowed in a recipe: write '{section}: {{{name}: {show(given)}}}'"
     close = nearest(key, list(all_keys())) or f"; the sections are {', '.join(Config.model_fields)}"
     return f"{show(key)}={show(given)}: there is no key '{show(key)}'{close}"
+
+
+def not_an_override(words: list[str], at: int) -> str:
+    """Return the error line for `words[at]`, which is not key=value."""
+    word, before, following = words[at], words[at - 1] if at else "", words[at + 1 : at + 3]
+    line = f"'{show(word)}' is not key=value, such as train.epochs=10"
+    if before.endswith("="):  # train.epochs= 3
+        return f"{line}; write {show(before + word)}"
+    if "=" in before and (word in ("epoch", "epochs", "step", "steps", "%") or word.endswith("]")):
+        return f"{line}; quote a value that has a space, as in '{show(f'{before} {word}')}'"
+    key = _key_named(word.rstrip(":"))
+    if key is None:
+        return line + nearest(word, list(all_keys()), 0.7)
+    value = "".join(following[: 2 if following[:1] == ["="] else 1]).removeprefix("=")
+    return f"{line}; write {key}={show(value) if value and '=' not in value else 'VALUE'}"
+
+
+def flag_as_override(flag: str, following: str) -> str:
+    """Return ": write train.epochs=3" for the flag --epochs and the word after it, or ""."""
+    name, _, value = flag.lstrip("-").partition("=")
+    key = _key_named(name)
+    if key is None:
+        return ""
+    value = value or ("" if following.startswith("-") or "=" in following else following)
+    return f": a key of the recipe has no dashes, write {key}={show(value) if value else 'VALUE'}"
+
+
+def _key_named(word: str) -> str | None:
+    """Return the key that a word names: in full, without its section or as other programs do."""
+    name = _OTHER_NAMES.get(word.replace("_", "-"), word)
+    close = [key for key in all_keys() if key == name or key.endswith(f".{name}")]
+    return close[0] if len(close) == 1 else None
 
 
 def show(value: object) -> str:
@@ -107,6 +163,12 @@ def _allowed(schema: dict[str, Any]) -> str:
         return f"{len(items)} values [{', '.join(map(_allowed, items))}]"
     names = {"integer": "an integer", "number": "a number", "boolean": "true | false", "null": "auto | none"}
     return names.get(schema.get("type", ""), "a one-line string") + _bounds(schema)
+
+
+def _example(key: str, schema: dict[str, Any], default: object) -> str:
+    """Return an example of a list, quoted as a shell needs it; "" for other values."""
+    example = schema.get("examples", [default])[0]
+    return f", such as '{key}={show(example)}'" if isinstance(example, list | tuple) else ""
 
 
 def _bounds(schema: dict[str, Any]) -> str:

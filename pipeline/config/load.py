@@ -7,6 +7,8 @@ date), pydantic checks the type and bounds of every field, and unknown or repeat
 `pipeline.plan` checks everything that depends on the machine or on the data.
 """
 
+import os
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,23 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from pipeline.config.help import all_keys, error_line, is_section, nearest, not_a_section, show, unknown_key
+from pipeline.config.credentials import split_credentials
+from pipeline.config.help import (
+    all_keys,
+    error_line,
+    is_section,
+    nearest,
+    not_a_section,
+    not_an_override,
+    show,
+    unknown_key,
+)
+from pipeline.config.recipes import RECIPES
 from pipeline.config.schema import MAY_CHANGE_ON_RESUME, Config
 from pipeline.errors import RequestError
 
-RECIPES = Path(__file__).parents[1] / "recipes"
 MAX_YAML_BYTES = 1 << 16
+_TRACKING_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 
 
 def load(recipe: str, overrides: list[str]) -> Config:
@@ -29,12 +42,20 @@ def load(recipe: str, overrides: list[str]) -> Config:
     """
     path = _find(recipe)
     tree = _parse_yaml(_read_text(path), str(path))
+    if not tree and not any(word.startswith("data.") for word in overrides):
+        raise RequestError(
+            f"recipe {path} is empty: it needs at least the images to train on, such as 'data: {{root: FOLDER}}'; the"
+            " keys are listed by 'pipeline train --help'"
+        )
     tree.setdefault("recipe", path.stem)
     _apply(tree, overrides)
     run = tree.setdefault("run", {})
     if isinstance(run, dict):
         run.setdefault("dir", f"runs/{tree['recipe']}")
-    return _validate(tree)
+    config = _validate(tree)
+    if config.track.uri not in ("auto", "none"):
+        check_tracking_uri("track.uri", config.track.uri)
+    return config
 
 
 def recipe_text(recipe: str) -> tuple[str, str]:
@@ -64,6 +85,32 @@ def from_yaml(text: str, origin: str, overrides: list[str] | None = None) -> Con
     return _validate(tree)
 
 
+def check_tracking_uri(name: str, uri: str) -> None:
+    """Raise RequestError if MLflow cannot open `uri`. name: the key or variable that has it."""
+    scheme, _, rest = split_credentials(uri)[0].partition("://")
+    kind = scheme.partition("+")[0]
+    if kind in ("http", "https"):
+        host = re.fullmatch(r"([\w.-]+|\[[\da-fA-F:.]+\])(:(?P<port>\d{1,5}))?([/?#].*)?", rest, re.ASCII)
+        is_valid = host is not None and 0 < int(host["port"] or 1) < 1 << 16
+    elif kind == "sqlite":
+        is_valid = re.match(r"/+[^/?]", rest) is not None
+    else:
+        is_valid = uri == "databricks" or (kind in _TRACKING_SCHEMES and bool(rest.strip("/")))
+    if is_valid and kind == "sqlite" and os.path.isdir(rest.removeprefix("/")):
+        raise RequestError(f"{name}={show(uri)} names a folder: give the database file in it, {show(uri)}/mlflow.db")
+    if is_valid:
+        return
+    hint = "" if kind in _TRACKING_SCHEMES else nearest(kind, list(_TRACKING_SCHEMES), 0.7)
+    if re.fullmatch(r"[\w.-]+:\d{1,5}(/.*)?", uri, re.ASCII):
+        hint = f"; did you mean http://{uri}?"
+    elif "://" not in uri or kind == "file":
+        hint = "; MLflow keeps runs on a server or in a database, not in a folder"
+    raise RequestError(
+        f"{name}={show(uri)} is not allowed: give http://HOST:PORT, https://HOST, sqlite:///FILE, postgresql://… or"
+        f" mysql://…, or set track.uri=none{hint}"
+    )
+
+
 def refuse_changes(before: Config, now: Config) -> None:
     """Raise RequestError if a key has changed that must not change on resume; name both values."""
     old, new = flatten(before), flatten(now)
@@ -91,9 +138,13 @@ def refuse_another_model(trained: Config, now: Config, path: str) -> None:
 
 
 def _find(recipe: str) -> Path:
-    names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    names = _names()
     if recipe in names:
         return RECIPES / f"{recipe}.yaml"
+    if recipe.partition("=")[0] in all_keys():
+        raise RequestError(
+            f"a recipe is missing before '{show(recipe)}': give one of {', '.join(names)}, or a YAML file"
+        )
     path = Path(recipe)
     if path.suffix in (".yaml", ".yml") or "/" in recipe:
         return path
@@ -103,6 +154,11 @@ def _find(recipe: str) -> Path:
     )
 
 
+def _names() -> list[str]:
+    """Return the names of the recipes that come with this package."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
 def _read_text(path: Path) -> str:
     try:
         with open(path, "rb") as file:
@@ -110,10 +166,16 @@ def _read_text(path: Path) -> str:
         if len(raw) > MAX_YAML_BYTES:
             raise RequestError(f"{path} is larger than 64 KiB: give the YAML file of a recipe")
         return raw.decode()
+    except IsADirectoryError:
+        raise RequestError(
+            f"recipe {path} is a folder: give the name of a recipe or a YAML file, and images with data.root={path}"
+        ) from None
     except OSError as error:
-        raise RequestError(f"recipe {path} cannot be read: {error.strerror}") from None
+        raise RequestError(
+            f"recipe {path} cannot be read: {error.strerror}: give a YAML file, or one of {', '.join(_names())}"
+        ) from None
     except UnicodeDecodeError:
-        raise RequestError(f"recipe {path} is not UTF-8 text") from None
+        raise RequestError(f"recipe {path} is not UTF-8 text: give a YAML file") from None
 
 
 class _StringLoader(yaml.BaseLoader):
@@ -161,11 +223,10 @@ def _parse_yaml(text: str, origin: str) -> dict[str, Any]:
 
 def _apply(tree: dict[str, Any], overrides: list[str]) -> None:
     """Set each `key=value` in `tree`, in place. A value in [] or {} is read as YAML."""
-    for word in overrides:
+    for at, word in enumerate(overrides):
         key, equals, text = word.partition("=")
         if not equals or not key:
-            suggestion = nearest(key, list(all_keys()))
-            raise RequestError(f"'{show(word)}' is not key=value, such as train.epochs=10{suggestion}")
+            raise RequestError(not_an_override(overrides, at))
         value = text
         if text.startswith(("[", "{")):
             with suppress(*_YAML_ERRORS):

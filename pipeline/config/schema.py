@@ -166,7 +166,10 @@ class Augment(Section):
     """Side of the square training image, in pixels; with augment.first_size, in the last epochs."""
     first_size: Annotated[Pixels | None, Absent] = None
     """Progressive resolution: the side in the first epochs. auto: augment.size in all epochs."""
-    growth: tuple[DurationField, DurationField] = (Duration(0, "steps"), Duration(0, "steps"))
+    growth: Annotated[tuple[DurationField, DurationField], Field(examples=[["5 epochs", "10 epochs"]])] = (
+        Duration(0, "steps"),
+        Duration(0, "steps"),
+    )
     """Progressive resolution: when the side starts to grow, and when it reaches augment.size.
     Between them it is rounded to a multiple of 32 and changes only between epochs."""
     repeats: Annotated[int, Field(ge=1, le=16)] = 1
@@ -346,8 +349,9 @@ class Checkpoint(Section):
 
 class Profile(Section):
     steps: Annotated[
-        tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] | None, BeforeValidator(_split_range), Absent
-    ] = None
+        tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] | None, BeforeValidator(_split_range), Absent,
+        Field(examples=[[20, 24]]),
+    ] = None  # fmt: skip
     """First and last step that torch.profiler records on rank 0: [20, 24] or 20-24. The trace is
     written to report/ in the run's folder. none: do not profile."""
 

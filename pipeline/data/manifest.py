@@ -37,13 +37,21 @@ def open_index(root: Path, val_split: float, spare: Path, *, check_sizes: bool) 
     wrong.
     """
     layout = "train/ and val/ in it, each with one folder per class"
-    check_folder(root, f"data.root={root}", f"give a folder with {layout}, or make one with 'pipeline data make'")
+    check_folder(root, f"data.root={root}", f"give a folder with {layout}, or {_how_to_make(root)}")
     for cached in _cached(root, spare):
         if cached.val_split == val_split and _is_current(cached, root, check_sizes):
             return cached
     index = scan(root, val_split)
     save_index(index, root / CACHE, spare)
     return index
+
+
+def _how_to_make(root: Path) -> str:
+    """Return the advice that makes the data of `root`; the recipes name their data sets so."""
+    if os.path.exists(root):
+        return "unpack it there first"
+    command = {"imagenet": f"import imagenet ARCHIVES {root}", "imagenette": f"get imagenette {root}"}
+    return f"make one with 'pipeline data {command.get(root.name, f'make synthetic {root}')}'"
 
 
 def save_index(index: Index, *folders: Path) -> None:
@@ -255,9 +263,22 @@ def _images(base: bytes, folder: bytes, folders: dict[str, int]) -> Iterator[tup
         for entry in found:
             name = os.path.join(folder, entry.name)
             if entry.name.lower().endswith(EXTENSIONS):
+                if _is_folder(entry):
+                    path = printable_name(os.path.join(base, name))
+                    raise RequestError(f"{path} is a folder that is named like an image: rename or remove it")
                 yield name, _size(entry)
             elif entry.is_dir():
                 yield from _images(base, name, folders)
+
+
+def _is_folder(entry: os.DirEntry[bytes]) -> bool:
+    """Return True for a folder. The listing says so: only for a link it takes a system call."""
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if is_outage(error):
+            raise
+        return False
 
 
 def _size(entry: os.DirEntry[bytes]) -> int:

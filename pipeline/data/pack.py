@@ -32,6 +32,8 @@ from pipeline.errors import RequestError
 FORMAT = 1
 SUMMARY = "pack.json"
 INDEX = "pack.index"
+REQUEST = ".packing.json"
+"""The file that is in a pack until it is complete."""
 _NPY_MAGIC = b"\x93NUMPY"
 
 
@@ -148,10 +150,9 @@ def read_summary(root: Path) -> dict[str, Any]:
         if not all(re.fullmatch(r"(train|val)-\d{4,}\.tar", name) for name, _, _ in shards):
             raise ValueError("the name of a shard is not valid")
         summary["index"], summary["level"], summary["source"]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise RequestError(
-            f"data.root={root} holds no complete pack ({SUMMARY} is missing): make one with"
-            f" 'pipeline data pack SRC {root}'"
+            f"data.root={root} holds no complete pack ({SUMMARY} is missing): {_how_to_make(root)}"
         ) from None
     except OSError as error:
         raise_if_outage(root / SUMMARY, error)
@@ -159,6 +160,21 @@ def read_summary(root: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(root, f"{SUMMARY} cannot be read ({error})") from None
     return dict(summary)
+
+
+def _how_to_make(root: Path) -> str:
+    """Return the advice for a folder that holds no complete pack: a command that works there."""
+    if re.match("imagenet(-|$)", root.name) and not root.exists():
+        make = f"pipeline data import imagenet ARCHIVES {root} --pack max-side=500,q=90"
+        return f"make one of ImageNet's archives with '{make}'"
+    if root.is_file():
+        return "give the folder of a pack"
+    has_images = root.is_dir() and not (root / REQUEST).exists() and any(root.iterdir())
+    if has_images:
+        new = root.with_name(f"{root.name}-pack")
+        remedy = f"make one with 'pipeline data pack {root} {new}' and give data.root={new}"
+        return f"{remedy}, or train from a folder of images with data.source=folder"
+    return f"make one with 'pipeline data pack SRC {root}'"
 
 
 def changed_shards(root: Path, summary: dict[str, Any]) -> Iterator[tuple[str, str]]:

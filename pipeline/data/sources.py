@@ -112,6 +112,13 @@ def data_size(config: Config) -> DataSize:
     return open_source(config).size
 
 
+def known_size(config: Config) -> DataSize | None:
+    """Return the size of data that this package makes; None for other data. Looks at no file."""
+    if config.data.source == "synthetic":
+        return _synthetic(config).size
+    return DIGITS_SIZE if config.data.source == "digits" else None
+
+
 def open_source(config: Config, *, check_sizes: bool = False) -> Source:
     """Return the source that the configuration names. The digits are made on first use.
 
@@ -121,10 +128,16 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
     if config.data.source == "synthetic":
         return _synthetic(config)
     root = data_root(config)
+    if "://" in str(config.data.root):
+        raise RequestError(
+            f"data.root={config.data.root} is no folder: copy the data to this machine and give its folder"
+        )
     if config.data.source == "pack":
         index = pack.open_index(root)
     else:
         _ensure_digits(config, root)
+        if (root / pack.SUMMARY).exists():
+            raise RequestError(f"data.root={root} is a pack: set data.source=pack")
         index = open_index(root, config.data.val_split, config.run_dir / "index", check_sizes=check_sizes)
     check_train_classes(index, root)  # an earlier version may have cached an index with such a class
     return source_from_index(root, index)
@@ -252,6 +265,8 @@ def make_digits(root: Path) -> None:
 
 def make_synthetic(root: Path, num_images: int, num_classes: int, side: int) -> None:
     """Write `num_images` synthetic JPEG files to train, and a quarter as many for validation."""
+    if num_classes < 2:
+        raise RequestError("a classifier needs at least two classes: give --classes 2 or more")
     if num_images <= 4 * (num_classes - 1):
         raise RequestError(
             f"{num_images:,} images, and a quarter as many for validation, leave some of {num_classes:,} classes empty:"

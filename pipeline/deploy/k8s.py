@@ -7,6 +7,7 @@ are applied.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from pipeline import __version__
 from pipeline.config.load import from_yaml, load, recipe_text
+from pipeline.config.schema import Config
+from pipeline.data.sources import known_size
 from pipeline.deploy import node
 from pipeline.errors import RequestError
+from pipeline.plan import divide_batch, make_plan
+from pipeline.preflight.request import check_model_builds, check_model_exists
+from pipeline.world import World
 
 _TEMPLATES = Path(__file__).parent / "manifests"
 
@@ -46,6 +52,23 @@ class RenderOptions:
     memory: str | None = None
     shm: str | None = None
 
+    @property
+    def processes(self) -> int:
+        """Return the processes of a pod."""
+        return self.gpus or self.nproc
+
+    @property
+    def cpus_of_pod(self) -> int:
+        return self.cpus or (8 if self.gpus else 2) * self.processes
+
+    @property
+    def memory_of_pod(self) -> str:
+        return self.memory or f"{node.memory_gib(self.gpus, self.nproc)}Gi"
+
+    @property
+    def shm_of_pod(self) -> str:
+        return self.shm or f"{(8 if self.gpus else 1) * self.processes}Gi"
+
 
 def render(request: RenderOptions) -> dict[str, str]:
     """Return the text of each manifest by file name.
@@ -55,6 +78,9 @@ def render(request: RenderOptions) -> dict[str, str]:
     overrides = [*request.overrides, "run.dir=/runs"]  # in a pod run.dir comes from the ConfigMap
     config = load(request.recipe, overrides)
     node.check_resume_is_auto(config)
+    _check_run_dir(request)
+    _check_pods(request, config)
+    _check_plan(request, config)
     templates = Environment(loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True)
     templates.filters["quoted"] = json.dumps
     values = _values(request)
@@ -71,6 +97,50 @@ def render(request: RenderOptions) -> dict[str, str]:
     return manifests
 
 
+def _check_run_dir(request: RenderOptions) -> None:
+    given = [word for word in request.overrides if word.startswith("run.dir=")]
+    if given:
+        raise RequestError(f"{given[0]} has no effect in a pod: set RUN_DIR in 10-config.yaml, or rename the recipe")
+
+
+def _check_pods(request: RenderOptions, config: Config) -> None:
+    """Raise RequestError if the options contradict each other, or the recipe."""
+    memory, shm = request.memory_of_pod, request.shm_of_pod
+    if 2 * _bytes(shm) > _bytes(memory):
+        raise RequestError(
+            f"--shm {shm} is more than half of --memory {memory}, of which it is a part: give more memory, or less for"
+            " /dev/shm"
+        )
+    if request.gpus and request.nproc != 1:
+        raise RequestError(f"--nproc {request.nproc} is for pods without GPUs: add --cpu, or give --gpus instead")
+    if not request.gpus and config.run.device == "cuda":
+        raise RequestError("run.device=cuda, but pods with --cpu have no GPU: leave one of the two out")
+    if not request.gpus and config.model.batchnorm == "sync" and request.nodes * request.processes > 1:
+        raise RequestError("model.batchnorm=sync: torch synchronises batch norm on GPUs only; use local or average")
+
+
+def _check_plan(request: RenderOptions, config: Config) -> None:
+    """Run the checks of a start that need neither the cluster nor its data."""
+    world = World(
+        size=request.nodes * request.processes, local_size=request.processes, cpus=request.cpus_of_pod,
+        shared_memory=_bytes(request.shm_of_pod), has_gpu=request.gpus > 0,
+    )  # fmt: skip
+    size = known_size(config)
+    if size is None:
+        divide_batch(config, world.size)
+        check_model_exists(config, num_classes=1000)
+    else:
+        check_model_builds(config, make_plan(config, world, size), is_resumed=True)  # model.init is in the cluster
+
+
+def _bytes(memory: str) -> int:
+    """Return the bytes of an amount such as 512Mi, 64Gi or 1Ti."""
+    match = re.fullmatch(r"(\d+)([MGT])i", memory)
+    if not match:
+        raise RequestError(f"{memory} is not an amount of memory, such as 512Mi or 64Gi")
+    return int(match[1]) << {"M": 20, "G": 30, "T": 40}[match[2]]
+
+
 def write(manifests: dict[str, str], folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -83,17 +153,14 @@ def write(manifests: dict[str, str], folder: Path) -> None:
 def _values(request: RenderOptions) -> dict[str, object]:
     """Return the variables of the templates: the request's fields, and what follows from them."""
     name, text = recipe_text(request.recipe)
-    processes = request.gpus or request.nproc
     access = "ReadWriteOnce" if request.single_node else "ReadWriteMany"
     arguments = ["/recipe/recipe.yaml", *request.overrides, "run.dir=$(RUN_DIR)"]
     return {
         **vars(request),
-        "job": node.JOB, "host": node.host_name(0), "environment": node.environment(request.nodes, processes),
+        "job": node.JOB, "host": node.host_name(0), "environment": node.environment(request.nodes, request.processes),
         "run": name, "recipe": text.rstrip(), "access": access,
         "claims": [("data", access, "300Gi"), ("runs", access, "50Gi"), ("mlflow", "ReadWriteOnce", "20Gi")],
-        "cpus": str(request.cpus or (8 if request.gpus else 2) * processes),
-        "memory": request.memory or f"{node.memory_gib(request.gpus, request.nproc)}Gi",
-        "shm": request.shm or f"{(8 if request.gpus else 1) * processes}Gi",
+        "cpus": str(request.cpus_of_pod), "memory": request.memory_of_pod, "shm": request.shm_of_pod,
         "spread": request.nodes > 1 and not request.single_node,
         "backoff_limit": node.max_replacements(request.nodes), "grace_period": node.SHUTDOWN_TIMEOUT_S + 30,
         "command": ", ".join(node.COMMAND), "arguments": ", ".join(json.dumps(argument) for argument in arguments),

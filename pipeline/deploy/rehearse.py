@@ -31,6 +31,7 @@ from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.deploy import node as node_settings
 from pipeline.errors import CRASH, OK, RequestError, TemporaryError
+from pipeline.plan import divide_batch
 
 LABEL = "ddp-pipeline.rehearsal"
 _POLL_S = 0.5
@@ -78,6 +79,7 @@ def rehearse(request: RehearsalOptions) -> str | int:
     """
     config = load(request.recipe, [f"run.dir=/runs/{Path(request.recipe).stem}", *request.overrides])
     node_settings.check_resume_is_auto(config)
+    divide_batch(config, request.num_nodes * (request.gpus or request.nproc))
     for fault in request.faults:
         if fault.node >= request.num_nodes:
             nodes = request.num_nodes

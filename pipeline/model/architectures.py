@@ -60,10 +60,13 @@ def build(options: Model, num_classes: int) -> nn.Module:
     """
     names = [*torchvision.models.list_models(module=torchvision.models), *_OWN_MODELS]
     if options.arch not in names:
-        raise RequestError(
-            f"model.arch={options.arch} is not a classification model of torchvision {torchvision.__version__}"
-            + (nearest(options.arch, names) or f": the models are {', '.join(names)}")
-        )
+        problem = f"model.arch={options.arch} is not a classification model of torchvision {torchvision.__version__}"
+        for task in ("detection", "segmentation", "video", "optical_flow", "quantization"):
+            if options.arch in torchvision.models.list_models(module=getattr(torchvision.models, task)):
+                raise RequestError(
+                    f"{problem}, but one for {task.replace('_', ' ')}: the models are {', '.join(names)}"
+                )
+        raise RequestError(problem + (nearest(options.arch, names, 0.7) or f": the models are {', '.join(names)}"))
     builder = _OWN_MODELS.get(options.arch) or partial(torchvision.models.get_model, options.arch, weights=None)
     model: nn.Module = builder(num_classes=num_classes, **_OPTIONS.get(options.arch, {}))
     return model.to(memory_format=torch.channels_last) if options.channels_last else model

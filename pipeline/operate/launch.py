@@ -21,8 +21,9 @@ from pipeline.config.load import from_yaml, load, refuse_another_model
 from pipeline.config.schema import Config
 from pipeline.data import sources
 from pipeline.data.sources import Source
-from pipeline.errors import RequestError, TemporaryError
+from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.guards.signals import StopRequest
+from pipeline.operate.inputs import check_target
 from pipeline.plan import Plan, make_plan
 from pipeline.preflight import request
 from pipeline.record.folder import RunFolder
@@ -51,11 +52,7 @@ def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopReques
         config = _config_after_restart(config)
         source, plan = check_request(config, here, folder)
         folder.hold()
-        if config.run.resume == "never":
-            aside = folder.set_aside()
-            print(f"moved the contents of {folder.path} to {aside}" if aside else "a fresh start", file=sys.stderr)
-        make_terminal(is_main=True).show(f"{config.recipe} in {folder.path}\n{plan.table()}")
-        prepare = partial(_prepare, config, folder, source, plan)
+        prepare = partial(_prepare, config, here, folder, source, plan)
     elif here.local_rank == 0 and config.data.source == "digits":
         sources.open_source(config)  # makes the digits on each machine, unless they share a disk
 
@@ -76,13 +73,19 @@ def check_request(config: Config, here: World, folder: RunFolder) -> tuple[Sourc
     return source, plan
 
 
-def _prepare(config: Config, folder: RunFolder, source: Source, plan: Plan) -> "Prepared":
-    """Run the checks that need torch; return what they loaded."""
+def _prepare(config: Config, here: World, folder: RunFolder, source: Source, plan: Plan) -> "Prepared":
+    """Run the checks that need torch; return what they loaded. A wrong request leaves no folder."""
     from pipeline.train.resume import find
     from pipeline.train.session import Prepared
 
-    found = find(config, folder, source, make_terminal(is_main=True).log)
-    return Prepared(source, found, request.check_model_builds(config, plan, is_resumed=found is not None))
+    try:
+        request.check_gpus_are_supported(config, here)
+        found = find(config, folder, source, make_terminal(is_main=True).log)
+        weights = request.check_model_builds(config, plan, is_resumed=found is not None)
+    except RunError:
+        folder.release()
+        raise
+    return Prepared(source, plan, found, weights)
 
 
 def _config_after_restart(config: Config) -> Config:
@@ -108,6 +111,7 @@ def _config_after_restart(config: Config) -> Config:
 def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
     """Run `pipeline evaluate`; return the done line, or the exit code of the processes started."""
     here = _read_world(nproc)
+    check_target(target)
     if nproc and nproc > 1:
         return start_processes(nproc, ["evaluate", target, *overrides])
 

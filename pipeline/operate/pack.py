@@ -34,14 +34,13 @@ from pipeline.data.access import UnreadableError, check_folder
 from pipeline.data.augment import resize_image
 from pipeline.data.images import BadImageError, Picture, decode
 from pipeline.data.index import MISSING, Index, Split
-from pipeline.data.pack import FORMAT, INDEX, SUMMARY, Level, open_index, read_summary, shard_name
+from pipeline.data.pack import FORMAT, INDEX, REQUEST, SUMMARY, Level, open_index, read_summary, shard_name
 from pipeline.data.sources import Source
 from pipeline.errors import RequestError, StorageError, TemporaryError
 from pipeline.files import atomic_write, lock, replacing, temporary_sibling
 from pipeline.machine import available_cpus
 from pipeline.supervision import die_with_parent
 
-_REQUEST = ".packing.json"
 _LOCK = ".lock"
 _LOCK_TIMEOUT_S = 5
 _MIN_SHARD, _MAX_SHARD = 1 << 20, 1 << 30  # bytes
@@ -86,6 +85,8 @@ def pack(root: Path, out: Path, level_text: str, val_split: float) -> str:
     """Pack the image folder `root` into `out`, or resume that. Return a line about the pack."""
     level = Level.parse(level_text)  # refuse a wrong level before a long scan
     check_folder(root, str(root), "name an image folder")
+    if (root / SUMMARY).exists():
+        raise RequestError(f"{root} is a pack already: name the image folder that it was made of")
     return pack_source(sources.source_from_index(root, manifest.scan(root, val_split)), out, level)
 
 
@@ -117,16 +118,16 @@ def _locked(out: Path, request: dict[str, Any]) -> Iterator[None]:
             if not lock(file.fileno(), _LOCK_TIMEOUT_S, inherited=True):
                 raise TemporaryError(f"{out} is being packed by another process: wait for it")
             summary = out / SUMMARY
-            previous_path = summary if summary.exists() else out / _REQUEST
+            previous_path = summary if summary.exists() else out / REQUEST
             if previous_path.exists():
                 previous = _read_json(previous_path)
                 if {key: previous.get(key) for key in request} != request:
                     held = f"{out} holds a pack of another source or level ({previous.get('level')})"
                     raise RequestError(f"{held}: remove it, or name another folder")
-            elif any(path.name not in (_LOCK, temporary_sibling(out / _REQUEST).name) for path in out.iterdir()):
+            elif any(path.name not in (_LOCK, temporary_sibling(out / REQUEST).name) for path in out.iterdir()):
                 raise RequestError(f"{out} is not empty and holds no pack: name another folder")
             else:
-                atomic_write(out / _REQUEST, json.dumps(request).encode())
+                atomic_write(out / REQUEST, json.dumps(request).encode())
             yield
             for path in (*out.glob(".*.json"), out / _LOCK):
                 path.unlink()

@@ -31,6 +31,7 @@ from pipeline.config.load import from_yaml
 from pipeline.config.schema import Config
 from pipeline.data import sources
 from pipeline.errors import RequestError, TemporaryError
+from pipeline.operate.inputs import check_run_folder
 from pipeline.record.folder import RunFolder
 from pipeline.record.receipt import FORMAT
 
@@ -46,6 +47,7 @@ def verify(run_dir: Path, steps: int | None) -> str | int:
     """Run `pipeline verify`; return "identical: …", or exit code 1 after printing "differs: …"."""
     if world.is_launched():
         raise RequestError("verify starts the run's processes by itself: call it without torchrun")
+    check_run_folder(run_dir)
     folder = RunFolder(run_dir)
     receipt = _read_receipt(folder)
     if folder.is_held():

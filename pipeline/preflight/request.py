@@ -25,7 +25,7 @@ from pipeline.record.sender import tracking_uri
 from pipeline.world import World
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 _NAMES_TIMEOUT_S = 60
 
@@ -33,6 +33,8 @@ _NAMES_TIMEOUT_S = 60
 def check_run_folder_is_writable(config: Config, folder: RunFolder) -> str:
     """Check that the run's folder, and the tracker's database next to it, can be written."""
     folder.check_writable()
+    if config.data.source != "synthetic" and sources.data_root(config).absolute() == config.run_dir.absolute():
+        raise RequestError(f"run.dir={config.run_dir} is data.root, the folder of the images: give a folder of its own")
     tracking_uri(config, folder)
     return f"{folder.path} can be written"
 
@@ -85,19 +87,28 @@ def check_model_builds(config: Config, plan: Plan, *, is_resumed: bool) -> "dict
     Returns the initial weights if model.init names some. A resumed run does not need them: its
     weights are in the checkpoint.
     """
-    from pipeline.model.architectures import check_shapes, meta_model
+    from pipeline.model.architectures import check_shapes
     from pipeline.model.partition import check_stages
     from pipeline.train import pretrained
 
     check_shapes(config.model, plan.num_classes, plan.bn_batch, plan.first_size, plan.eval_size)
-    model = meta_model(config.model, plan.num_classes)
-    if config.model.freeze:
-        pretrained.freeze(model, config.model.freeze)
+    model = check_model_exists(config, plan.num_classes)
     if plan.stages > 1:
         check_stages(config.model, plan.num_classes, plan.stages, plan.image_size)
     if config.model.init and not is_resumed:
         return pretrained.read(config.model, model)
     return None
+
+
+def check_model_exists(config: Config, num_classes: int) -> "nn.Module":
+    """Check that torchvision has the model and the modules to freeze; return it without weights."""
+    from pipeline.model.architectures import meta_model
+    from pipeline.train import pretrained
+
+    model = meta_model(config.model, num_classes)
+    if config.model.freeze:
+        pretrained.freeze(model, config.model.freeze)
+    return model
 
 
 def check_names_resolve(endpoint: str) -> str:

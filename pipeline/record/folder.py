@@ -5,6 +5,7 @@ its holder dies, however that happens, and forked loader workers do not inherit 
 not import torch.
 """
 
+import contextlib
 import errno
 import itertools
 import os
@@ -48,6 +49,7 @@ class RunFolder:
         self.report = path / "report"
         self._lock = path / "lock"
         self._held: int | None = None
+        self._is_new = False
 
     def nearest_existing(self) -> Path:
         """Return the folder, or its nearest ancestor that exists."""
@@ -84,14 +86,19 @@ class RunFolder:
         StorageError if the folder cannot be written.
         """
         try:
+            is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
-            self.checkpoints.mkdir(exist_ok=True)
             self._held = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             if not lock_file(self._lock, self._held, _LOCK_PATIENCE_S):
                 holder = os.read(self._held, 200).decode(errors="replace").strip() or "another process"
                 raise TemporaryError(
                     f"run.dir={self.path} is held by {holder}: wait for it, stop it, or give another run.dir"
                 )
+            if not os.fstat(self._held).st_nlink:  # while this process waited, `release` removed the folder
+                self.release()
+                return self.hold()
+            self._is_new = is_new
+            self.checkpoints.mkdir(exist_ok=True)
             own = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}\n"
             os.ftruncate(self._held, 0)
             os.write(self._held, own.encode())
@@ -103,9 +110,16 @@ class RunFolder:
             raise
 
     def release(self) -> None:
-        if self._held is not None:
-            os.close(self._held)
-            self._held = None
+        """Drop the lock. Remove the folder if `hold` made it and it is still empty."""
+        if self._held is None:
+            return
+        with contextlib.suppress(OSError):
+            if self._is_new and {*os.listdir(self.path)} == {self._lock.name, self.checkpoints.name}:
+                self.checkpoints.rmdir()
+                self._lock.unlink()
+                self.path.rmdir()
+        os.close(self._held)
+        self._held, self._is_new = None, False
 
     def is_held(self) -> bool:
         """Return True if another process holds the lock, False also if there are no locks here."""

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 
 from pipeline.config.credentials import without_password
+from pipeline.config.load import check_tracking_uri
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError
 from pipeline.record.folder import RunFolder
@@ -98,12 +99,15 @@ class NullSender(Sender):
 def tracking_uri(config: Config, folder: RunFolder) -> str | None:
     """Return the URI of the MLflow server that gets the run, or None for the journal only.
 
-    Raises RequestError if MLflow cannot open a database beside the folder.
+    Raises RequestError if MLflow cannot open it, or a database beside the folder.
     """
+    if config.track.uri == "none":
+        return None
     if config.track.uri != "auto":
-        return None if config.track.uri == "none" else config.track.uri
-    if os.environ.get("MLFLOW_TRACKING_URI"):
-        return os.environ["MLFLOW_TRACKING_URI"]
+        check_tracking_uri("track.uri", config.track.uri)
+        return config.track.uri
+    if uri := uri_in_environment():
+        return uri
     database = str(folder.path.absolute().parent / "mlflow.db")
     if re.search(r"\?|%[0-9a-fA-F]{2}", database):  # MLflow decodes the URI, and SQLAlchemy cuts it at the ?
         raise RequestError(
@@ -111,6 +115,14 @@ def tracking_uri(config: Config, folder: RunFolder) -> str | None:
             " track.uri, or set track.uri=none"
         )
     return f"sqlite:///{database}"
+
+
+def uri_in_environment() -> str | None:
+    """Return MLFLOW_TRACKING_URI, or None. Raises RequestError if MLflow cannot open it."""
+    uri = os.environ.get("MLFLOW_TRACKING_URI")
+    if uri:
+        check_tracking_uri("MLFLOW_TRACKING_URI", uri)
+    return uri or None
 
 
 def start(config: Config, folder: RunFolder) -> Sender:

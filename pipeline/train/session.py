@@ -61,6 +61,7 @@ class Prepared:
     """The findings of rank 0 before the group forms."""
 
     source: Source
+    plan: Plan
     found: VerifiedCheckpoint | None
     """The checkpoint to resume from."""
     weights: dict[str, Tensor] | None
@@ -149,6 +150,7 @@ def _set_up(
         with stop.raise_on_signal():
             prepared = prepare()
         watchdog.stop()
+        _announce(config, folder, prepared.plan, terminal)
     found = prepared.found if prepared else None
     weights = prepared.weights if prepared else None
     with _saving_failure(folder, request_digest(config, world), terminal):
@@ -178,6 +180,14 @@ def _set_up(
         timer=timer, watchdog=watchdog, stop=stop, profiler=profiler,
     )  # fmt: skip
     return trainer, not is_moved
+
+
+def _announce(config: Config, folder: RunFolder, plan: Plan, terminal: Terminal) -> None:
+    """Show the plan, now that the request has passed all checks. Set an earlier run aside first."""
+    if config.run.resume == "never":
+        aside = folder.set_aside()
+        print(f"moved the contents of {folder.path} to {aside}" if aside else "a fresh start", file=sys.stderr)
+    terminal.show(f"{config.recipe} in {folder.path}\n{plan.table()}")
 
 
 def _is_finished(plan: Plan, state: TrainState, folder: RunFolder, terminal: Terminal) -> bool:

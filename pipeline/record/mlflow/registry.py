@@ -18,6 +18,7 @@ from pipeline.config.credentials import without_password
 from pipeline.config.load import from_yaml
 from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
 from pipeline.record.mlflow import connection
+from pipeline.record.sender import uri_in_environment
 
 _SCHEMES = (*connection.LOCAL_SCHEMES, "mlflow-artifacts", "s3", "gs", "wasbs", "abfss")
 """Places of a model's files that are allowed.
@@ -36,7 +37,7 @@ def fetch_model(uri: str) -> dict[str, Any]:
     server cannot be reached.
     """
     database = Path("runs/mlflow.db")
-    named = os.environ.get("MLFLOW_TRACKING_URI")
+    named = uri_in_environment()
     if not named and not database.exists():
         raise RequestError(f"{uri} names a model in MLflow, and there is no {database} here: set MLFLOW_TRACKING_URI")
     tracking_uri, credentials = connection.split_uri(named or f"sqlite:///{database}")

@@ -20,7 +20,7 @@ from pipeline.record.folder import RunFolder, lock_file
 from pipeline.record.journal import final_status
 from pipeline.record.mlflow.connection import FILE_TIMEOUT_S, REQUEST_TIMEOUT_S, log, root_cause
 from pipeline.record.mlflow.delivery import Delivery
-from pipeline.record.sender import READY, TRAINING_DONE, tracking_uri
+from pipeline.record.sender import READY, TRAINING_DONE, tracking_uri, uri_in_environment
 
 _POLL_S = 0.5
 _MAX_PAUSE_S = 30
@@ -40,7 +40,7 @@ def sync(path: Path, *, follow: bool) -> None:
         config = from_yaml(folder.config.read_text(errors="replace"), str(folder.config))
     except OSError as error:
         raise RequestError(f"{path} is not a run's folder: {folder.config.name}: {error.strerror}") from None
-    named = os.environ.get("PIPELINE_TRACK_URI") or os.environ.get("MLFLOW_TRACKING_URI")
+    named = os.environ.get("PIPELINE_TRACK_URI") or uri_in_environment()
     uri = named or tracking_uri(config, folder)
     if uri is None:
         raise RequestError(f"the run in {path} has track.uri=none: name a server with MLFLOW_TRACKING_URI")
