@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,6 @@ NOT_RUN = {
     r"kubectl ": "needs a cluster: make cluster-test",
     r"make test": "runs this very test",
     r".*\b(my\.yaml|data\.root=/data)": "needs the reader's own data: your-data.md has a complete example",
-    r".*REGISTRY": "needs the reader's own registry",
 }
 """Beginnings of commands (regular expressions) that are not run, and why."""
 
@@ -99,8 +99,10 @@ def follow(page: Path, folder: Path, *, install: bool = False) -> int:
         else:
             script += [command, "finish"]
     (folder / "page.sh").write_text("\n".join(script) + "\n")
-    # BROWSER: no window opens. PYTHONPATH: the clone's code runs in the linked environment.
-    environment = {**os.environ, "BROWSER": "true"} | ({} if install else {"PYTHONPATH": str(clone)})
+    environment = {**os.environ, "BROWSER": "true", "PORT": str(_free_port())}  # no window opens; for `make ui`
+    environment["OMP_WAIT_POLICY"] = "passive"  # on busy cores, threads would spin for most of their time
+    if not install:
+        environment["PYTHONPATH"] = str(clone)  # the clone's code runs in the linked environment
     for name in ("VIRTUAL_ENV", "MLFLOW_TRACKING_URI"):
         environment.pop(name, None)
     try:
@@ -117,6 +119,12 @@ def _link_environment(target: Path) -> None:
         if entry.name != "ready":
             (target / entry.name).symlink_to(entry)
     (target / "ready").touch()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
 
 
 def _stop(session: int) -> None:
