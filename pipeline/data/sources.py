@@ -130,7 +130,7 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
     root = data_root(config)
     if "://" in str(config.data.root):
         raise RequestError(
-            f"data.root={config.data.root} is no folder: copy the data to this machine and give its folder"
+            f"data.root={config.data.root} is not a folder: copy the data to this machine and give its folder"
         )
     if config.data.source == "pack":
         index = pack.open_index(root)
