@@ -47,7 +47,7 @@ def open_index(root: Path, val_split: float, spare: Path, *, check_sizes: bool) 
 
 
 def _how_to_make(root: Path) -> str:
-    """Return ", or make one with …": a command that works, chosen by the folder's name in a recipe."""
+    """Return ", or make one with …", a command that suits the folder's name, or ""."""
     if os.path.exists(root):  # a file
         return ""
     commands = {"imagenet": f"import imagenet ARCHIVES {root}", "imagenette": f"get imagenette {root}"}
