@@ -180,7 +180,8 @@ def test_an_error_in_a_list_names_the_key_of_the_list() -> None:
             " such as 'augment.scale=[0.08, 1.0]'"
         )
     assert refused("digits", "profile.steps=[20]") == (
-        "profile.steps=[20] is not allowed: give 2 values [an integer ≥ 1, an integer ≥ 1], or auto | none"
+        "profile.steps=[20] is not allowed: give 2 values [an integer ≥ 1, an integer ≥ 1], or auto | none, such as"
+        " 'profile.steps=[20, 24]'"
     )
     assert refused("digits", "augment.scale=[1, 0.5]") == "augment.scale=[1, 0.5]: give the smaller number first"
 

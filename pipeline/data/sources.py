@@ -136,7 +136,7 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
         index = pack.open_index(root)
     else:
         _ensure_digits(config, root)
-        if (root / pack.SUMMARY).exists():
+        if os.path.exists(root / pack.SUMMARY):
             raise RequestError(f"data.root={root} is a pack: set data.source=pack")
         index = open_index(root, config.data.val_split, config.run_dir / "index", check_sizes=check_sizes)
     check_train_classes(index, root)  # an earlier version may have cached an index with such a class
