@@ -72,7 +72,7 @@ WORKDIR /runs
 VOLUME /runs
 ENV TORCHINDUCTOR_CACHE_DIR=/runs/.cache/inductor TRITON_CACHE_DIR=/runs/.cache/triton
 ARG REVISION=unknown
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0.dev0
 ENV PIPELINE_COMMIT=${REVISION}
 LABEL org.opencontainers.image.title="ddp-pipeline" \
       org.opencontainers.image.licenses="Apache-2.0" \

@@ -8,17 +8,18 @@ BIN := .venv/bin
 GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')
 NPROC ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 ARGS ?=
+PORT ?= 5000
 # a lock file with hashes, for Python 3.11 and later, without the address of any package index
 COMPILE = uv pip compile --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
   --no-emit-index-url --no-emit-find-links --quiet
 
 help:
 	@echo 'make train   set up, make the digits, and train on $(NPROC) processes (NPROC=N, ARGS="key=value ...")'
-	@echo 'make ui      show the runs in MLflow, http://127.0.0.1:5000'
+	@echo 'make ui      show the newest run in MLflow, at http://127.0.0.1:$(PORT) (PORT=5001: another port)'
 	@echo 'make test    set up and run all tests'
 	@echo 'make faults-ci         run the fault matrix in 20 minutes; make faults: for hours, resumes if interrupted'
 	@echo 'make equivalence       write docs/equivalence.md: the same job started in every way, with every strategy'
-	@echo 'make screenshots       write docs/images: a run on two nodes in MLflow, with Chromium'
+	@echo 'make screenshots       write docs/images: terminal, report and MLflow in Chromium, a killed run'
 	@echo 'make test-containers   build the images and test them; needs a Docker engine'
 	@echo 'make cluster-test      train on a real cluster and inject faults (KUBECONFIG, IMAGE, MLFLOW_IMAGE, RENDER)'
 	@echo 'make lint    run ruff and mypy'
@@ -40,9 +41,7 @@ train: setup
 	@echo 'the run is in runs/digits; show it with: make ui'
 
 ui: setup
-	@echo 'http://127.0.0.1:5000 (stop with Ctrl-C)'
-	MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false MLFLOW_DISABLE_TELEMETRY=true $(BIN)/mlflow server --host 127.0.0.1 --port 5000 --workers 1 --backend-store-uri sqlite:///runs/mlflow.db \
-	  --artifacts-destination runs/mlartifacts
+	@$(BIN)/python tests/ui.py $(PORT)
 
 TWO = --numprocesses 2 --dist loadfile --no-loadscope-reorder
 test: setup
@@ -52,9 +51,10 @@ test: setup
 equivalence: setup
 	$(BIN)/python tests/equivalence.py docs/equivalence.md
 
-# the images of docs/what-you-see.md; needs Chromium
+# the images of the documentation; needs Chromium
 screenshots: setup
-	$(BIN)/python tests/screenshots.py docs/images
+	$(BIN)/python tests/resume_picture.py docs/images/resume.png
+	$(BIN)/python tests/screenshots.py docs/images $(ARGS)
 
 FAULTS = $(BIN)/python -m pytest --ledger=build/faults.jsonl --report=docs/faults.md
 

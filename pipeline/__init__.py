@@ -6,4 +6,4 @@ telemetry, record, data, parallel, model, plan, group, device, config, supervisi
 randomness, errors, files.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"

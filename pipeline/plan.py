@@ -170,7 +170,13 @@ class Plan(Resources):
         return asdict(self)
 
     def table(self) -> str:
-        """Return the plan as text, one row per quantity, with the arithmetic behind it."""
+        """Return the plan as text, one line per quantity."""
+        rows = self.rows()
+        width = max(map(len, rows))
+        return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
+
+    def rows(self) -> dict[str, str]:
+        """Return the plan's quantities by name, with the arithmetic behind them."""
         nodes = self.world // self.local_world
         left_out = self.train_images % self.global_batch
         epochs = self.last_step / self.steps_per_epoch
@@ -197,15 +203,15 @@ class Plan(Resources):
             "steps": f"{self.last_step:,}{total} ({epochs:.4g} epochs)",
             "images": f"{self.image_size} px{growth}{repeats}; {self.eval_size} px in validation",
             "compiled": ("yes: " if self.compiles else "no: ") + self.compile_reason,
-            "learning rate": f"{self.peak_lr:.6g} at {self.global_batch} images a batch, {self.schedule}{warmup}",
+            "learning rate": f"{self.peak_lr:.6g} = {self.peak_lr * 256 / self.global_batch:.6g} ×"
+            f" {self.global_batch} / 256 (optimizer.lr is for 256 images), {self.schedule}{warmup}",
             "validation": f"every {self.evaluate_every:,} steps, {math.ceil(self.val_images / self.eval_batch):,}"
             f" batches of {self.eval_batch}, each image once",
             "checkpoint": f"every {self.checkpoint_every:,} steps",
         }
         if self.stages == 1:
             del rows["stages"]
-        width = max(map(len, rows))
-        return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
+        return rows
 
 
 def request_digest(config: Config, world: World) -> str:

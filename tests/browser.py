@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 from base64 import b64decode
@@ -14,6 +15,8 @@ _FLAGS = (
     "--blink-settings=primaryHoverType=2,availableHoverTypes=2,primaryPointerType=4,availablePointerTypes=4",
     "--remote-debugging-pipe",
 )  # fmt: skip
+PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
+NO_BROWSER = f"none of {', '.join(PROGRAMS)} is installed: install Chromium"
 _TIMEOUT_S = 60
 _PAUSE_S = 2
 """Time between two captures: a page whose captures are equal has stopped changing."""
@@ -25,6 +28,11 @@ _CLICK = """(() => {
   found?.click();
   return Boolean(found);
 })()"""
+
+
+def find_program() -> str | None:
+    """Return the path of an installed browser, or None."""
+    return next(filter(None, map(shutil.which, PROGRAMS)), None)
 
 
 class Browser:
@@ -42,16 +50,21 @@ class Browser:
         self._to, self._from = os.fdopen(our_out, "wb", buffering=0), os.fdopen(our_in, "rb")
         self._calls = 0
         self._session: dict[str, str] = {}
+        self.requests: list[str] = []
+        """Every URL that pages have requested, data: included, up to the last call."""
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         self._session = {"sessionId": self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
+        self._call("Network.enable")
 
     def _call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Call a method and return its result; ignore the events that the browser sends."""
+        """Call a method and return its result; note the requests that the browser reports."""
         self._calls += 1
         message = {"id": self._calls, "method": method, "params": params, **self._session}
         self._to.write(json.dumps(message).encode() + b"\0")
         while True:
             reply = json.loads(self._read())
+            if reply.get("method") == "Network.requestWillBeSent":
+                self.requests.append(reply["params"]["request"]["url"])
             if reply.get("id") == self._calls:
                 if "error" in reply:
                     raise RuntimeError(f"{method}: {reply['error']['message']}")
@@ -72,12 +85,7 @@ class Browser:
         First click on the elements with the texts `clicks`, and wait for the texts `shows`. Raise
         RuntimeError if the page does not show them.
         """
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self._call("Emulation.setDeviceMetricsOverride", **size)
-        # Expand the sections that a previous page has collapsed.
-        self._call("Storage.clearDataForOrigin", origin=url.partition("/#")[0], storageTypes="local_storage")
-        self._call("Page.navigate", url="about:blank")  # a change of only the fragment would not load the page
-        self._call("Page.navigate", url=url)
+        self.open(url, width, height)
         for words in clicks:
             self._wait_for(_CLICK % json.dumps(words))
         for words in shows:
@@ -88,14 +96,29 @@ class Browser:
             before, now = now, self._screenshot()
         return now
 
+    def open(self, url: str, width: int, height: int) -> None:
+        """Load a page as on a first visit in a window of this size; return when it is complete."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self._call("Emulation.setDeviceMetricsOverride", **size)
+        # Expand the sections that a previous page has collapsed.
+        self._call("Storage.clearDataForOrigin", origin=url.partition("/#")[0], storageTypes="local_storage")
+        self._call("Page.navigate", url="about:blank")  # a change of only the fragment would not load the page
+        self._call("Page.navigate", url=url)
+        self._wait_for("location.protocol !== 'about:' && document.readyState === 'complete'")
+
+    def prefer(self, scheme: str) -> None:
+        """Show pages as on a device that prefers the colour scheme `light` or `dark`."""
+        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
     def _wait_for(self, condition: str) -> None:
         end = time.monotonic() + _TIMEOUT_S
-        while not self._evaluate(condition):
+        while not self.evaluate(condition):
             if time.monotonic() > end:
-                raise RuntimeError(f"false after {_TIMEOUT_S} s: {condition}; the page shows: {self._evaluate(_TEXT)}")
+                raise RuntimeError(f"false after {_TIMEOUT_S} s: {condition}; the page shows: {self.evaluate(_TEXT)}")
             time.sleep(0.5)
 
-    def _evaluate(self, script: str) -> Any:
+    def evaluate(self, script: str) -> Any:
+        """Return the value of a JavaScript expression in the page."""
         return self._call("Runtime.evaluate", expression=script, returnByValue=True)["result"].get("value")
 
     def _screenshot(self) -> bytes:

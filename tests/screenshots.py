@@ -1,31 +1,45 @@
-"""Take screenshots of a run in MLflow's pages: `make screenshots` writes docs/images.
+"""Take screenshots of what a newcomer sees: `make screenshots` writes docs/images.
 
-The run trains the digits recipe on two "nodes", which are two torchrun agents with different host
-names, and sends its data to a real MLflow server.
+The first run is that of `make train`: its terminal, and its web page. The second run trains the
+same recipe on two "nodes", which are two torchrun agents with different host names, and sends its
+data to a real MLflow server, whose pages are shown.
 """
 
 import argparse
 import contextlib
+import html
 import io
-import shutil
+import math
+import os
+import pty
+import re
 import subprocess
 import sys
 import tempfile
+import termios
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from browser import Browser
-from harness import Job, on_host, pipeline, two_nodes
+from browser import NO_BROWSER, Browser, find_program
+from harness import Job, environment, on_host, pipeline, torchrun, two_nodes
 from PIL import Image
 from server import Server
 
-PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 HOSTS = ("node-0", "node-1")
 WIDTH = 1400
 ASSISTANT = "Close"
 """The button that closes the assistant panel, which MLflow opens on each page."""
 MAX_BYTES = 200_000
 """Largest size of a screenshot."""
+COLUMNS, ROWS = 100, 40
+"""Size of the terminal."""
+TERMINAL = """<!DOCTYPE html><meta charset="utf-8"><style>
+body { margin: 0; background: #fff; }
+pre { display: inline-block; min-width: 100ch; margin: 0; vertical-align: top; padding: 18px; border-radius: 8px;
+  background: #1b222b; color: #e6eaf0; font: 14px/1.35 monospace; }
+b { color: #fff; }
+</style><body><pre>%s</pre></body>"""
 
 
 @dataclass(frozen=True)
@@ -60,6 +74,62 @@ def train(folder: Path, server: Server) -> Job:
     return job
 
 
+def newcomer(browser: Browser, scratch: Path, out: Path) -> None:
+    """Train as `make train` does, in a terminal, and show the terminal and the run's web page."""
+    command = [*torchrun(2), "train", "digits"]
+    lines = ["<b>$ make train</b>", *render(in_terminal(command, scratch))]
+    page = scratch / "terminal.html"
+    page.write_text(TERMINAL % "\n".join(lines))
+    browser.open(page.as_uri(), WIDTH, 100)
+    size = browser.evaluate("(({width, height}) => [width, height])(document.body.firstChild.getBoundingClientRect())")
+    width, height = map(math.ceil, size)
+    save("terminal", browser.capture(page.as_uri(), width, height, (), ("done step=",)), out)
+    report = scratch / "runs" / "digits" / "report" / "index.html"
+    save("report-page", browser.capture(report.as_uri(), 1200, 1250, (), ("Confusion",)), out)
+
+
+def in_terminal(command: list[str], cwd: Path) -> str:
+    """Return the output of a command in a terminal, with a clone's folder in place of `cwd`."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (ROWS, COLUMNS))
+    env = environment(OMP_NUM_THREADS="1", TERM="xterm-256color", COLUMNS=str(COLUMNS))
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=cwd, env=env)
+    os.close(theirs)
+    output = bytearray()
+    with contextlib.suppress(OSError):  # the end of a terminal is an error
+        while read := os.read(ours, 65536):
+            output += read
+    os.close(ours)
+    if process.wait():
+        raise RuntimeError(f"exit code {process.returncode}: {output.decode()}")
+    return output.decode().replace(str(cwd), "/home/me/ddp-pipeline")
+
+
+def render(output: str) -> Iterator[str]:
+    """Yield the lines that a terminal shows after this output, as HTML.
+
+    It knows a carriage return, "erase to the end of the line", and bold; other sequences are left
+    out.
+    """
+    for line in output.removesuffix("\r\n").split("\r\n"):
+        cells: list[tuple[str, bool]] = []
+        column, is_bold = 0, False
+        for control, code, character in re.findall(r"\x1b\[([\d;?]*)([A-Za-z])|([^\x1b])", line):
+            if character == "\r":
+                column = 0
+            elif character:
+                cells[column : column + 1] = [(character, is_bold)]
+                column += 1
+            elif code == "m":
+                is_bold = control == "1"
+            elif code == "K":
+                del cells[column:]
+        for start in range(0, max(1, len(cells)), COLUMNS):
+            row = cells[start : start + COLUMNS]
+            text = "".join(f"<b>{html.escape(shown)}</b>" if bold else html.escape(shown) for shown, bold in row)
+            yield text.replace("</b><b>", "").rstrip()
+
+
 def capture_all(browser: Browser, server: Server, job: Job, out: Path) -> None:
     run = server.run_of(job)
     (model,) = run.outputs.model_outputs
@@ -74,40 +144,45 @@ def capture_all(browser: Browser, server: Server, job: Job, out: Path) -> None:
         # Without the query MLflow opens its view of traces.
         url = f"{server.uri}/#/experiments/{run.info.experiment_id}/{path}?workflowType=machine_learning"
         screenshot = browser.capture(url, WIDTH, page.height, (ASSISTANT, *clicks), page.shows)
-        print(f"{page.name:<10} {write(screenshot, out / f'{page.name}.png'):,} bytes", flush=True)
+        save(page.name, screenshot, out)
 
 
-def write(screenshot: bytes, path: Path) -> int:
-    """Write the screenshot with 256 colours, which is enough for these pages; return its bytes."""
+def save(name: str, screenshot: bytes, out: Path) -> None:
+    """Write the screenshot with 256 colours, which is enough for these pages."""
+    path = out / f"{name}.png"
     reduced = Image.open(io.BytesIO(screenshot)).convert("RGB").quantize(256, dither=Image.Dither.NONE)
     reduced.save(path, optimize=True)
     size = path.stat().st_size
     if size > MAX_BYTES:
         raise RuntimeError(f"{path} has {size:,} bytes, more than {MAX_BYTES:,}: reduce the page's height")
-    return size
+    print(f"{name:<12} {size:,} bytes", flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description="Train the digits on two nodes and take screenshots of the run in MLflow."
+        description="Train the digits, and take screenshots of the terminal, of the run's page and of MLflow."
     )
     parser.add_argument("out", type=Path)
-    out = parser.parse_args().out
-    program = next(filter(None, map(shutil.which, PROGRAMS)), None)
+    parser.add_argument("--only", choices=("newcomer", "mlflow"), help="the terminal and the page, or MLflow")
+    options = parser.parse_args()
+    program = find_program()
     if program is None:
-        print(f"none of {', '.join(PROGRAMS)} is installed: install Chromium", file=sys.stderr)
+        print(NO_BROWSER, file=sys.stderr)
         return 2
-    if subprocess.run([*on_host(HOSTS[0]), "true"], capture_output=True, check=False).returncode:
-        print("two host names need unprivileged user namespaces, which are not available here", file=sys.stderr)
-        return 2
-    out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="screenshots-") as scratch, contextlib.ExitStack() as running:
-        server = Server(Path(scratch)).start()
-        running.callback(server.kill)
-        job = train(Path(scratch), server.wait_ready())
-        browser = Browser(program, Path(scratch) / "profile")
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="screenshots-") as folder, contextlib.ExitStack() as running:
+        scratch = Path(folder)
+        browser = Browser(program, scratch / "profile")
         running.callback(browser.close)
-        capture_all(browser, server, job, out)
+        if options.only != "mlflow":
+            newcomer(browser, scratch, options.out)
+        if options.only != "newcomer":
+            if subprocess.run([*on_host(HOSTS[0]), "true"], capture_output=True, check=False).returncode:
+                print("two host names need unprivileged user namespaces, which are not available here", file=sys.stderr)
+                return 2
+            server = Server(scratch).start()
+            running.callback(server.kill)
+            capture_all(browser, server, train(scratch / "two-nodes", server.wait_ready()), options.out)
     return 0
 
 

@@ -154,5 +154,5 @@ def test_bench_data_prints_its_rows_and_pixel_differences(tmp_path: Path) -> Non
     assert all(set(row) == {"name", "images_per_s", "ratio", "pixel_diff"} for row in rows)
     assert (rows[0]["ratio"], rows[0]["pixel_diff"]) == (1, 0)
     assert rows[1]["pixel_diff"] == rows[2]["pixel_diff"] < 0.1 < rows[3]["pixel_diff"]
-    assert "pipeline bench data --images images --rounds 1 --steps 1\n" in (tmp_path / "docs/benchmarks.md").read_text()
-    assert (tmp_path / "docs/benchmarks.svg").exists()
+    assert "pipeline bench data --images images --rounds 1 --steps 1\n" in (tmp_path / "docs/loaders.md").read_text()
+    assert (tmp_path / "docs/loaders.svg").exists()

@@ -1,5 +1,6 @@
 """Check the Dockerfile and the compose files without a Docker engine."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -16,6 +17,9 @@ from pipeline.deploy import node
 ROOT = Path(pipeline.__file__).parents[1]
 FILES = sorted(ROOT.glob("docker-compose*.yml"))
 BIN = Path(sys.executable).parent
+EXAMPLES = dict(re.findall(r"^#(\w+)=(.*)$", (ROOT / ".env.example").read_text(), re.MULTILINE))
+"""The lines of .env.example that a reader uncomments."""
+SECRET_KEY = "MLFLOW_FLASK_SERVER_SECRET_KEY"
 
 
 class Loader(yaml.SafeLoader):
@@ -70,8 +74,32 @@ def test_the_trainer_has_the_environment_of_a_single_node() -> None:
 
 def test_every_variable_is_in_the_example_env_file() -> None:
     used = {name for path in FILES for name in re.findall(r"\$\{(\w+)", path.read_text())}
-    explained = set(re.findall(r"^#(\w+)=", (ROOT / ".env.example").read_text(), re.MULTILINE))
-    assert used <= explained
+    assert used <= EXAMPLES.keys()
+
+
+def compose_config(folder: Path, variables: dict[str, str]) -> str:
+    """Return the configuration that Compose resolves with `variables` in .env."""
+    (folder / ".env").write_text("".join(f"{name}={value}\n" for name, value in variables.items()))
+    files = [word for path in FILES if path.stem != "docker-compose.cpu" for word in ("--file", str(path))]
+    command = ["docker", "compose", *files, "--project-directory", str(folder), "config"]
+    environment = {"PATH": os.environ["PATH"], "HOME": str(folder)}
+    found = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+def test_each_line_of_the_example_env_file_can_be_uncommented(tmp_path: Path) -> None:
+    if not shutil.which("docker") or subprocess.run(["docker", "compose", "version"], check=False).returncode:
+        pytest.skip("needs Docker's command with Compose v2")
+    with_values = compose_config(tmp_path, EXAMPLES)
+    assert set(re.findall(r"# |\$\(", "".join(EXAMPLES.values()))) == set(), "a comment, or a command"
+    required = {name: "x" for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", SECRET_KEY)}
+    defaults = yaml.safe_load(compose_config(tmp_path, required))
+    for name, value in EXAMPLES.items():
+        changed = compose_config(tmp_path, required | {name: value})
+        is_default = yaml.safe_load(changed) == defaults
+        assert is_default or (value in changed and value in with_values), f"{name}={value}"
+    assert "run.dir=/runs/digits\n      - train.epochs=12\n" in with_values
 
 
 def test_versions_and_base_images_agree_in_all_files() -> None:

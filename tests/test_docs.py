@@ -1,4 +1,4 @@
-"""The commands in README and docs parse, and those that can run here run."""
+"""The commands in README and docs parse, those that can run here run, and pages can be followed."""
 
 import re
 import shlex
@@ -7,15 +7,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
+from follow_page import FENCE, follow
+from follow_page import commands as shell_commands
 from harness import pipeline
 
 from pipeline.cli.main import parse
 from pipeline.config.load import RECIPES, load
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+DOCS = ROOT / "docs"
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md") if (ROOT / name).exists()),
+    *sorted(DOCS.glob("*.md")),
+]
+QUICK = ("your-data", "reproducibility")
+"""Pages that are followed in CI; the others by hand."""
+FOLLOWED = [ROOT / "README.md"] + [
+    DOCS / f"{name}.md" for name in ("getting-started", "your-data", "mlflow", "reproducibility")
+]
 
 # Values for the placeholders of the pages.
 PLACEHOLDERS = {
@@ -44,7 +53,9 @@ NOT_RUN = {
 
 def commands(page: Path) -> Iterator[list[str]]:
     """Yield the arguments of each `pipeline` command in the code blocks of a page."""
-    for _, block in FENCE.findall(page.read_text()):
+    for language, block in FENCE.findall(page.read_text()):
+        if language not in ("sh", "text", ""):
+            continue
         for line in block.replace("\\\n", " ").splitlines():
             for part in re.split(r"&&|;|\|", line):
                 words = shlex.split(part.replace("…", "x").replace("'", "’"), comments=True)
@@ -56,6 +67,8 @@ def commands(page: Path) -> Iterator[list[str]]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_parse_and_links_exist(page: Path) -> None:
     for words in commands(page):
+        if "--help" in words:
+            continue
         options = parse(words)  # RequestError if there is no such command or option
         if words[0] in ("train", "plan", "doctor") and not options.recipe.endswith(".yaml"):
             load(options.recipe, options.overrides)
@@ -77,7 +90,7 @@ def test_there_are_commands_to_check() -> None:
 
 
 def table_of_commands(page: Path) -> Iterator[list[str]]:
-    """Yield the required arguments of each command in the page's table (the first alternative)."""
+    """Yield the required arguments of each command in the page's tables (the first alternative)."""
     for row in re.findall(r"^\| (`pipeline .*?`) \| ", page.read_text(), re.MULTILINE):
         for command in re.findall(r"`pipeline (.*?)`", row):
             required = re.sub(r" \[[^]]*\]", "", command)
@@ -86,9 +99,10 @@ def table_of_commands(page: Path) -> Iterator[list[str]]:
 
 @pytest.mark.long
 def test_each_documented_command_that_can_run_here_succeeds(tmp_path: Path) -> None:
-    own_data = ROOT / "docs" / "own-data.md"  # the next test runs its commands
-    in_blocks = [words for page in PAGES if page != own_data for words in commands(page)]
-    documented = [*table_of_commands(ROOT / "README.md"), *in_blocks]
+    documented = list(table_of_commands(DOCS / "commands.md"))
+    for page in PAGES:
+        if page not in FOLLOWED:  # those are run as a whole
+            documented += commands(page)
     skipped = {start for words in documented for start in NOT_RUN if " ".join(words).startswith(start)}
     assert skipped == NOT_RUN.keys()
     shutil.copy(RECIPES / "digits.yaml", tmp_path / "my.yaml")
@@ -106,24 +120,24 @@ def test_each_documented_command_that_can_run_here_succeeds(tmp_path: Path) -> N
     assert run >= set(expected.split())
 
 
-@pytest.mark.full
-def test_the_commands_of_own_data_run_as_written(tmp_path: Path) -> None:
-    page = ROOT / "docs" / "own-data.md"
-    photos = ("data", "make", "synthetic", "photos", "--images", "320", "--classes", "2", "--side", "40")
-    assert pipeline(*photos, cwd=tmp_path).code == 0
-    (text,) = [block for language, block in FENCE.findall(page.read_text()) if language == "yaml"]
-    recipe = yaml.safe_load(text)
-    recipe["model"] = {"arch": "shufflenet_v2_x0_5"}  # needs no pretrained weights
-    recipe["augment"]["size"] = 32  # trains in seconds
-    recipe["run"] = {"threads": 1}  # a second thread would compete with other tests
-    recipe["train"]["epochs"] = 1
-    (tmp_path / "photos.yaml").write_text(yaml.safe_dump(recipe))
-    (tmp_path / "new").symlink_to("photos/val")
-    documented = [words for words in commands(page) if words[0] != "data"]
-    assert [words[0] for words in documented] == ["plan", "doctor", "train", "predict"]
-    for words in [["data", "check", "photos"], *documented]:
-        result = pipeline(*words, cwd=tmp_path)
-        assert result.code == 0, (words, result.err)
-    assert "new/" in result.out
-    assert (tmp_path / "new.png").exists()
-    assert {path.name for path in (tmp_path / "runs/photos/report").glob("*.png")} >= {"curves.png", "confusion.png"}
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.full if page.stem in QUICK else pytest.mark.long) for page in FOLLOWED],
+    ids=lambda page: page.stem,
+)
+def test_a_page_can_be_followed_in_a_fresh_clone(page: Path, tmp_path: Path) -> None:
+    assert follow(page, tmp_path) == 0
+
+
+def test_following_a_page_ends_at_the_first_command_that_fails(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```sh\ncat > made.txt <<'EOF'\ntwo words\nEOF\n# a comment\ntest -f \\\n  made.txt\n```\n"
+        "```text\ntouch ../not-a-command\n```\n```sh\nfalse\ntouch ../too-late\n```\n"
+    )
+    assert list(shell_commands(page)) == [
+        "cat > made.txt <<'EOF'\ntwo words\nEOF", "test -f \\\n  made.txt", "false", "touch ../too-late",
+    ]  # fmt: skip
+    assert follow(page, tmp_path) != 0
+    assert (tmp_path / "clone/made.txt").read_text() == "two words\n"
+    assert not {"not-a-command", "too-late"} & {path.name for path in tmp_path.iterdir()}

@@ -20,6 +20,7 @@ from pipeline.data.manifest import scan
 from pipeline.group import Group
 from pipeline.record.checkpoint import CheckpointWriter, decode, read_verified, weights_digest
 from pipeline.record.predictions import NO_PREDICTION
+from pipeline.record.terminal import make_terminal
 from pipeline.train.evaluate import EvalResult, Evaluator
 from pipeline.train.state import MAX_LOSS, Evaluation
 from pipeline.world import World
@@ -123,7 +124,7 @@ def evaluate_model(digits: Path, model: nn.Module) -> EvalResult:
     """Evaluate the model on the digits in batches of 48."""
     config, plan, source = prepare(digits, 1, "evaluate.batch=48")
     group = Group(World(), torch.device("cpu"))
-    result = Evaluator(model, source.val, config, plan, group).evaluate(1, lambda: False)
+    result = Evaluator(model, source.val, config, plan, group, make_terminal(is_main=False)).evaluate(1, lambda: False)
     assert result
     return result
 

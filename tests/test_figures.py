@@ -3,12 +3,15 @@
 import json
 import resource
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.text import Text
 from PIL import Image
 
 from pipeline.cli.main import main
+from pipeline.record import figures
 from pipeline.record.figures import EVALUATION_FIGURES
 from pipeline.record.predictions import Predictions, SavedEvaluation, load_evaluation, save_augmented, save_evaluation
 
@@ -80,3 +83,49 @@ def test_the_figures_need_only_the_run_folder(tmp_path: Path, capsys: pytest.Cap
 def test_a_folder_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert "is not a run's folder" in capsys.readouterr().err
+
+
+def drawn_texts(figure: Any) -> list[str]:
+    """Return all texts of a figure that are not empty."""
+    return [text.get_text() for text in figure.findobj(Text) if text.get_text()]
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the list to which each figure is added that a test draws."""
+    kept: list[Any] = []
+    make = figures._figure
+    monkeypatch.setattr(figures, "_figure", lambda *size: kept.append(make(*size)) or kept[-1])
+    return kept
+
+
+def test_curves_show_a_single_point_an_outlier_and_where_the_run_resumed(tmp_path: Path, drawn: list[Any]) -> None:
+    journal = tmp_path / "journal.jsonl"
+    rows = [{"time": 1, "step": step, "metrics": {"train/loss": 0.3, "train/lr": 0.1}} for step in range(1, 10)]
+    rows += [{"time": 1, "step": step, "metrics": {"val/loss": loss}} for step, loss in ((5, 44.2), (9, 0.2))]
+    rows += [{"time": 1, "step": 9, "metrics": {"val/top1": 0.5}}]
+    rows += [{"time": 1, "event": "started", "step": step, "resumed": step > 0} for step in (0, 5)]
+    journal.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    figures.draw_curves(tmp_path / "curves.png", journal)
+    loss, top1, rate = drawn[0].axes
+    assert [axes.get_yscale() for axes in (loss, top1, rate)] == ["log", "linear", "linear"]
+    curves = [line for axes in (loss, top1, rate) for line in axes.lines if line.get_label() != "resumed"]
+    assert all(line.get_marker() == "." for line in curves)
+    resumed = [line.get_xdata()[0] for line in loss.lines if line.get_label() == "resumed"]
+    assert resumed == [5]
+    assert not figures.spans_decades([44.2, 0.0, 0.1, 0.1]), "there is no logarithm of 0"
+    assert not figures.spans_decades([2.3, 1.1, 0.5, 0.3]), "an ordinary loss"
+
+
+def test_figures_say_what_their_numbers_are(tmp_path: Path, drawn: list[Any]) -> None:
+    predictions = make_predictions()
+    evaluation = SavedEvaluation(
+        predictions, CLASSES, predictions.most_confident_mistakes(2), np.zeros((2, 3, 8, 8), np.uint8)
+    )
+    for draw in EVALUATION_FIGURES.values():
+        draw(tmp_path / "figure.png", evaluation, "step 12")
+    confusion, classes, mistakes = map(drawn_texts, drawn)
+    assert {"true class", "predicted class", "1", *CLASSES} <= set(confusion)
+    assert "confusion matrix, step 12\n6 images, counted in the cells" in confusion
+    assert {"0/2", "1/2", *CLASSES} <= set(classes)
+    assert {"predicted $10 (0.95)\ntrue naïve cat", "predicted $5 (0.60)\ntrue $10"} <= set(mistakes)

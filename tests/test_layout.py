@@ -108,8 +108,8 @@ def test_nothing_is_unpickled() -> None:
 def test_modules_that_check_a_request_do_not_import_torch() -> None:
     modules = (
         "config.load", "plan", "world", "supervision", "machine", "errors", "files", "randomness", "data.manifest",
-        "data.sources", "record.folder", "record.figures", "record.description", "preflight.request", "operate.report",
-        "operate.launch", "__main__",
+        "data.sources", "record.folder", "record.figures", "record.page", "record.description", "preflight.request",
+        "operate.report", "operate.launch", "__main__",
     )  # fmt: skip
     names = [f"pipeline.{module}" for module in modules]
     code = (

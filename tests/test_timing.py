@@ -158,6 +158,7 @@ def test_the_advice_names_the_largest_entry_and_a_number(workers: int, spent: Se
 def test_a_run_without_a_bottleneck_gets_no_advice() -> None:
     spent: Seconds = {"data": 5, "forward_backward": 80, "validation": 15}
     assert advise(with_all_entries(spent), plan_with(4), 8) is None
+    assert advise(with_all_entries({"checkpoint": 0.9, "forward_backward": 1.0}), plan_with(4), 8) is None
 
 
 def test_a_switch_of_entries_takes_microseconds() -> None:

@@ -284,8 +284,9 @@ def test_mlflow_shows_the_complete_run_and_its_folder_alone_restores_it(
     result = run.run()
     assert result.code == 0, result.err
     assert "MLflow" not in result.err
-    report = {path.name for path in (run.folder / "report").glob("*.png")}
-    assert report == {"curves.png", "confusion.png", "classes.png", "mistakes.png", "augmentation.png"}
+    report = {path.name for path in (run.folder / "report").iterdir() if path.is_file()}
+    pictures = {"curves.png", "confusion.png", "classes.png", "mistakes.png", "augmentation.png"}
+    assert report == {"index.html", *pictures}
     assert sync(run, MLFLOW_TRACKING_URI=second.uri).code == 0
     mlruns = [server.run_of(run) for server in (good, second)]
     assert good.points(mlruns[0]) == second.points(mlruns[1]) == points_of(run)
@@ -296,6 +297,8 @@ def test_mlflow_shows_the_complete_run_and_its_folder_alone_restores_it(
         assert figures == sorted(f"{name}+step+{step}" for name in names for step in (4, 8)), "each once"
         sent = {Path(file.path).name for file in server.client.list_artifacts(found.info.run_id, "report")}
         assert sent == report
+        page = server.client.download_artifacts(found.info.run_id, "report/index.html", str(server.folder))
+        assert f"{result.done['weights']}</pre>" in Path(page).read_text(), "the page of the finished run"
         note = found.data.tags["mlflow.note.content"]
         assert "FINISHED at step 8" in note
         assert "pipeline train config.yaml" in note

@@ -60,12 +60,21 @@ _PEERS = {
 }  # fmt: skip
 """Peer in peers.py -> its package. dali-linear does not antialias: faster, but other pixels."""
 
+_LEGEND = """\
+- `reference`: ImageFolder with Pillow and torchvision's transforms. The ratios refer to it.
+- `plain`, `lossless`, `lossy`: our loader, from image files, a lossless pack and a pack of the level
+  `max-side=500,q=90`, which holds smaller images.
+- `decoding alone`: each image decoded completely, and nothing else.
+- `pixels`: mean absolute difference to the reference's crop, on the scale of 0 to 255. The other
+  loaders are compared on whole images.
+"""
+
 
 def bench_data(images: Path, rounds: int, steps: int, *, peers: Path | None, write: Path | None, as_json: bool) -> str:
     """Return images/s of each loader, as a table or as JSON.
 
     peers: virtual environment of the other loaders, which is made if needed; None: without them.
-    write: folder for benchmarks.md and a plot.
+    write: folder for loaders.md and a plot.
     """
     check_folder(images, f"--images {images}", "name an image folder, preferably of photos")
     with TemporaryDirectory() as scratch, ExitStack() as stack:
@@ -248,7 +257,7 @@ def _pixel_diff(root: Path, dataset: TrainBatches, config: Config) -> float:
 
 
 def _write_page(folder: Path, command: str, text: str, rows: list[Row]) -> None:
-    """Write benchmarks.md and a plot of the medians and ranges."""
+    """Write loaders.md and a plot of the medians and ranges."""
     from matplotlib.figure import Figure
 
     rows = [row for row in reversed(rows) if row.speeds]
@@ -260,11 +269,9 @@ def _write_page(folder: Path, command: str, text: str, rows: list[Row]) -> None:
     axes.barh([row.name for row in rows], medians, xerr=[below, above])
     axes.set_xlabel("images/s, median and range of the rounds")
     folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / "benchmarks.svg")
+    figure.savefig(folder / "loaders.svg")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "torchvision", "pillow"))
-    (folder / "benchmarks.md").write_text(
-        f"# Input pipeline\n\n```\n{command}\n\n{text}\n```\n\n{versions}; {available_cpus()} CPU cores."
-        " `pixels` is the mean absolute difference to the reference's crop, from 0 to 255; the peers are compared on"
-        " whole images.\n\n"
-        "![images/s](benchmarks.svg)\n"
+    (folder / "loaders.md").write_text(
+        f"# Data loaders compared\n\n```\n{command}\n\n{text}\n```\n\n{versions}; {available_cpus()} CPU cores.\n\n"
+        f"{_LEGEND}\n![images/s](loaders.svg)\n"
     )

@@ -1,21 +1,83 @@
 """The parser class, the argument types and the arguments that several commands share."""
 
 import argparse
+import difflib
+import itertools
 import math
 import os
 import re
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from pipeline.errors import RequestError
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    """Wraps help to the terminal, at most 100 columns; keeps indented lines, such as examples."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=help_width())
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = []
+        for is_kept, lines in itertools.groupby(text.splitlines(), lambda line: not line or line.startswith(" ")):
+            paragraph = "\n".join(lines)
+            paragraphs.append(paragraph if is_kept else super()._fill_text(paragraph, width, indent))
+        return "\n".join(paragraphs)
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises a RequestError of one line instead of exiting."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, formatter_class=_HelpFormatter)
+
     def error(self, message: str) -> NoReturn:
         raise RequestError(f"{message} (see '{self.prog} --help')")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        choices = list(action.choices)
+        suggestion = did_you_mean(str(value), choices)
+        if isinstance(action, argparse._SubParsersAction):
+            suggestion = suggestion or f"; the choices are {', '.join(choices)}"
+            self.error(f"unknown {str(action.metavar).lower()} {value!r}{suggestion}")
+        name = action.option_strings[0] if action.option_strings else action.dest
+        self.error(f"{name} {value!r} is not allowed: give {' | '.join(choices)}{suggestion}")
+
+    def add_commands(self, metavar: str, **options: Any) -> "Commands":
+        """Add the level of commands below this one, which prints its help without a command."""
+        self.set_defaults(run=lambda _: self.format_help().rstrip(), parser=self)
+        return self.add_subparsers(title=f"{metavar.lower()}s", metavar=metavar, **options)
+
+    def refuse(self, words: list[str], flag: str) -> NoReturn:
+        """Raise RequestError for a flag that does not exist, or for words that have no place.
+
+        words: the command line. flag: the first of its words that could not be parsed.
+        """
+        if not flag.startswith("-"):
+            self.error(f"there is no place for {flag!r}")
+        name, advice = flag.partition("=")[0], ""
+        if any(action.dest == "overrides" for action in self._actions):
+            from pipeline.config.help import flag_as_override  # builds the schema of the keys
+
+            advice = flag_as_override(flag, [*words, ""][words.index(flag) + 1])
+        flags = [option for option in self._option_string_actions if option.startswith("--")]
+        self.error(f"unknown flag {name}{advice or did_you_mean(name, flags)}")
+
+
+def help_width() -> int:
+    """Return the width of help texts: that of the terminal less 2, at most 98."""
+    return min(shutil.get_terminal_size().columns, 100) - 2
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """Return "; did you mean X?" for the closest of `words`, or ""."""
+    close = difflib.get_close_matches(word, words, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
@@ -24,11 +86,12 @@ Handler: TypeAlias = Callable[[argparse.Namespace], str | int]
 
 
 def add_command(
-    commands: Commands, name: str, run: Handler, help: str, description: str = "", **options: Any
+    commands: Commands, name: str, run: Handler, help: str, description: str = "", *examples: str, **options: Any
 ) -> Parser:
     """Add a command that `run` handles. Without a description, its help line takes that place."""
     description = description or f"{help[0].upper()}{help[1:]}."
-    parser = commands.add_parser(name, help=help, description=description, **options)
+    epilog = "\n  ".join(["example:" if len(examples) == 1 else "examples:", *examples]) if examples else None
+    parser = commands.add_parser(name, help=help, description=description, epilog=epilog, **options)
     parser.set_defaults(run=run, parser=parser)
     return parser
 

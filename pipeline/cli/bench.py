@@ -12,11 +12,11 @@ def add_commands(commands: Commands) -> None:
         description="Measure speed, always against a stated reference. What is compared takes turns, round after round,"
         " so that other load on the machine affects all alike. The result is the median ratio of the rounds.",
     )  # fmt: skip
-    subjects = bench.add_subparsers(metavar="SUBJECT", dest="subject", required=True)
+    subjects = bench.add_commands("SUBJECT", dest="subject")
     help = "training loop: ours against a minimal torch loop with the same model and batch"
-    _add_loop_arguments(add_command(subjects, "train", _compare_loops, help), steps=8)
+    _add_loop_arguments(add_command(subjects, "train", _compare_loops, help, "", "pipeline bench train"), steps=8)
     help = "tracking: our training loop with journal and MLflow against the same loop without"
-    _add_loop_arguments(add_command(subjects, "track", _compare_loops, help), steps=20)
+    _add_loop_arguments(add_command(subjects, "track", _compare_loops, help, "", "pipeline bench track"), steps=20)
     for add in (_add_data, _add_gpu, _add_top1, _add_comm):
         add(subjects)
 
@@ -42,6 +42,7 @@ def _add_data(subjects: Commands) -> None:
         "Images/s of the whole data loader with two workers, from image files and from packs, against ImageFolder"
         " with Pillow and torchvision's transforms. Uses at most 2,000 of the images of DIR and packs them"
         " temporarily.",
+        "pipeline bench data --images data/imagenette/train",
     )  # fmt: skip
     add = parser.add_argument
     add("--images", type=path, required=True, metavar="DIR", help="an image folder, preferably of photos")
@@ -49,7 +50,7 @@ def _add_data(subjects: Commands) -> None:
     add("--steps", type=positive_int, default=8, metavar="N", help="batches per round (default 8)")
     help = "also compare other data loaders, which pip installs in the virtual environment ENV (default build/peers)"
     add("--peers", nargs="?", type=path, const=Path("build/peers"), metavar="ENV", help=help)
-    add("--write", type=path, metavar="FOLDER", help="also write benchmarks.md and a plot to FOLDER, as in docs/")
+    add("--write", type=path, metavar="FOLDER", help="also write loaders.md and a plot to FOLDER, as in docs/")
     add("--json", action="store_true", help="print JSON")
 
 
@@ -65,6 +66,7 @@ def _add_gpu(subjects: Commands) -> None:
         subjects, "gpu", _gpu, "everything that needs a GPU, in under 8 minutes on one GPU, with a table at the end",
         "Measure everything that needs a GPU, in under 8 minutes on one GPU: training loop, whole trainings,"
         " reproducibility, fp16 and the data loader. Prints a table at the end.",
+        "pipeline bench gpu --images data/imagenette/train",
     )  # fmt: skip
     add_overrides(parser)
     add = parser.add_argument
@@ -83,6 +85,7 @@ def _add_top1(subjects: Commands) -> None:
         subjects, "top1", _top1, "accuracy: a recipe against a plain torchvision loop that trains for the same time",
         "Train RECIPE as 'pipeline train' does, then a plain torchvision loop for as many seconds on the same image"
         " folder, and compare their top-1 accuracy. Repeated for each seed.",
+        "pipeline bench top1 cifar10 data.root=FOLDER",
     )  # fmt: skip
     add_recipe(parser)
     parser.add_argument("--seeds", type=positive_int, default=3, metavar="N", help="number of seeds (default 3)")
@@ -96,7 +99,7 @@ def _top1(options: argparse.Namespace) -> str:
 
 def _add_comm(subjects: Commands) -> None:
     help = "gradient exchange: exact mode against DDP, in the same group of processes"
-    parser = add_command(subjects, "comm", _comm, help)
+    parser = add_command(subjects, "comm", _comm, help, "", "pipeline bench comm --nproc 2")
     parser.add_argument("--nproc", type=positive_int, metavar="N", help="start N processes on this machine")
     _add_loop_arguments(parser, steps=8)
 

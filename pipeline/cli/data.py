@@ -8,14 +8,15 @@ from pipeline.cli.arguments import Commands, Parser, add_command, path, path_or_
 def add_commands(commands: Commands) -> None:
     help = "make, download, import, pack or check a data set"
     data = commands.add_parser("data", help=help, description=f"{help.capitalize()}.")
-    actions = data.add_subparsers(metavar="ACTION", required=True)
+    actions = data.add_commands("ACTION")
     for add in (_add_make, _add_get, _add_import, _add_pack, _add_check):
         add(actions)
 
 
 def _add_make(actions: Commands) -> None:
     help = "write the built-in digits, or synthetic images, as an image folder"
-    add = add_command(actions, "make", _make, help).add_argument
+    examples = "pipeline data make digits", "pipeline data make synthetic photos --images 500 --classes 4"
+    add = add_command(actions, "make", _make, help, "", *examples).add_argument
     add("kind", choices=("digits", "synthetic"), help="which images")
     add("out", nargs="?", type=path_or_uri, metavar="OUT", help="folder to make (default data/<kind>)")
     add("--images", type=positive_int, default=1000, metavar="N", help="synthetic: training images (default 1000)")
@@ -30,7 +31,8 @@ def _make(options: argparse.Namespace) -> str:
 
 
 def _add_get(actions: Commands) -> None:
-    parser = add_command(actions, "get", _get, "download a published data set as an image folder")
+    help = "download a published data set as an image folder"
+    parser = add_command(actions, "get", _get, help, "", "pipeline data get imagenette")
     parser.add_argument("kind", choices=("imagenette",), help="which data set")
     parser.add_argument("out", nargs="?", type=path_or_uri, metavar="OUT", help="folder to make (default data/<kind>)")
 
@@ -47,6 +49,7 @@ def _add_import(actions: Commands) -> None:
         "Turn ImageNet's published archives into an image folder or a pack. ARCHIVES holds ILSVRC2012_img_train.tar,"
         " ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz. Images are read directly from the archives. The"
         " same command continues an interrupted import.",
+        "pipeline data import imagenet ARCHIVES data/imagenet",
     )  # fmt: skip
     parser.add_argument("kind", choices=("imagenet",), help="which data set")
     parser.add_argument("archives", type=path, metavar="ARCHIVES", help="folder with the three archives")
@@ -66,6 +69,7 @@ def _add_pack(actions: Commands) -> None:
         "Pack the image folder SRC into OUT: a few tar files with an index, so that an image is one read and takes"
         " less decoding. Uses all CPU cores; the same command continues an interrupted pack. Train from it with"
         " data.source=pack data.root=OUT: sample ids, order and labels are those of the folder.",
+        "pipeline data pack photos packed --level max-side=500,q=90",
     )  # fmt: skip
     parser.add_argument("src", type=path, metavar="SRC", help="image folder to read")
     parser.add_argument("out", type=path, metavar="OUT", help="folder to make")
@@ -88,6 +92,7 @@ def _add_check(actions: Commands) -> None:
         actions, "check", _check, "check every file of an image folder or a pack, and name each defect",
         "Check the layout and the checksums of an image folder or a pack, and that each image decodes. Names each"
         " defect; exit 4 if there is one.",
+        "pipeline data check photos --write-sums",
     )  # fmt: skip
     parser.add_argument("root", type=path, metavar="FOLDER", help="image folder or pack")
     parser.add_argument("--write-sums", action="store_true", help="write SHA256SUMS, which later checks compare with")

@@ -28,14 +28,15 @@ def add_commands(commands: Commands) -> None:
     _add_rehearse(commands)
     description = "Write Kubernetes manifests for a training job."
     k8s = commands.add_parser("k8s", help="write Kubernetes manifests", description=description)
-    _add_render(k8s.add_subparsers(metavar="ACTION", required=True))
+    _add_render(k8s.add_commands("ACTION"))
 
 
 def _add_doctor(commands: Commands) -> None:
     parser = add_command(
         commands, "doctor", _doctor, "check whether RECIPE can run on this machine, before it starts",
         "Check whether RECIPE can run on this machine: data, model, GPUs, memory, tracking and more. Prints one line"
-        " per check, with a remedy if it fails. Exit 0 if the recipe can run.",
+        " per check as soon as it is done, with a remedy if it fails. Exit 0 if the recipe can run.",
+        "pipeline doctor my.yaml data.root=/data --world 8 --nodes 2", "pipeline doctor my.yaml --sanity",
     )  # fmt: skip
     add = parser.add_argument
     add_recipe(parser, "name or path (default digits)", nargs="?", default="digits")
@@ -62,6 +63,7 @@ def _add_rehearse(commands: Commands) -> None:
         "Run RECIPE in --nodes containers on this machine, which reach each other like the pods of the Kubernetes"
         " job. The containers see the folder --data as /data. A node that fails is replaced. Everything is removed"
         " at the end.",
+        "pipeline rehearse digits --nodes 2 --kill 1@40",
     )  # fmt: skip
     add_recipe(parser)
     add = parser.add_argument
@@ -105,6 +107,7 @@ def _add_render(actions: Commands) -> None:
     parser = add_command(
         actions, "render", _render, "write the manifests for a recipe, an image, N nodes and G GPUs per node",
         "Print the manifests, or write them to --out. Without options they are those of k8s/.",
+        "pipeline k8s render my.yaml --nodes 4 --gpus 8 --image IMAGE --out k8s",
         argument_default=argparse.SUPPRESS,  # the defaults are those of deploy.k8s.RenderOptions
     )  # fmt: skip
     add = parser.add_argument

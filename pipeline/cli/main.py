@@ -6,13 +6,12 @@ A command's result goes to standard output, its log and the one line of an error
 import argparse
 import contextlib
 import os
-import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from pipeline import errors, supervision, world
-from pipeline.cli import bench, data, machine, run
+from pipeline import __version__, errors, supervision, world
+from pipeline.cli import bench, completion, data, machine, run
 from pipeline.cli.arguments import Parser
 from pipeline.errors import RequestError, RunError, StorageError
 
@@ -20,9 +19,10 @@ _DESCRIPTION = """\
 Train image classifiers with PyTorch DDP. Kill a run, restart it, resize it: it resumes with the same samples and
 bit-identical weights, as one MLflow run.
 
-  pipeline train digits                      train the built-in example, in about a minute
-  pipeline train digits --nproc 2            the same with two processes on this machine
-  torchrun --nproc-per-node 8 -m pipeline train my.yaml data.root=/data batch.global=1024
+  pipeline train digits             train the built-in example, about a minute
+  pipeline train digits --nproc 2   the same with two processes on this machine
+  pipeline recipes                  list the recipes
+  torchrun --nproc-per-node 8 -m pipeline train my.yaml data.root=/data
 """
 
 _EPILOG = """\
@@ -33,7 +33,7 @@ exit codes:
   2    the request is invalid: do not retry
   3    the loss is not finite
   4    data or storage failed
-  75   temporary (interrupted, run folder in use, another node not reachable yet): retry
+  75   temporary (interrupted, run folder in use, node not reachable yet): retry
   any other code is a crash
 """
 
@@ -63,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(result, int):
             return result
         if is_main:
+            _erase_live_line()
             print(result, flush=True)
         return errors.OK
     except RunError as error:
@@ -70,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # machine. A later error, unless it is collective, may be this rank's alone.
         is_own = not error.is_collective and (is_first_here or "torch" in sys.modules)
         if is_main or (error.code == RequestError.code and is_own):
+            _erase_live_line()
             print(f"pipeline: {error}", file=sys.stderr, flush=True)
         if error.code in errors.PERMANENT:
             supervision.stop_restarts()
@@ -86,34 +88,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return StorageError.code
 
 
+def _erase_live_line() -> None:
+    """Erase what `record.terminal` shows as progress on a terminal: that line has no end."""
+    if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def make_parser() -> Parser:
+    """Return the parser of all commands."""
+    parser = Parser(prog="pipeline", description=_DESCRIPTION, epilog=_EPILOG)
+    parser.add_argument("--version", action="version", version=f"pipeline {__version__}")
+    commands = parser.add_commands("COMMAND")
+    for module in (run, data, machine, bench, completion):
+        module.add_commands(commands)
+    return parser
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return a command's options. Raises RequestError if they are wrong.
 
     key=value words may come before and after the flags, which argparse alone does not allow.
     """
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="pipeline", description=_DESCRIPTION, epilog=_EPILOG, formatter_class=formatter)
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (run, data, machine, bench):
-        module.add_commands(commands)
-    options, rest = parser.parse_known_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    parser = make_parser()
+    if completion.is_asked():
+        completion.complete(parser)
+    options, rest = parser.parse_known_args(words)
     if rest and hasattr(options, "overrides") and not any(word.startswith("-") for word in rest):
         options.overrides = options.overrides + rest
     elif rest:
-        advice = _flag_advice(rest, options, sys.argv[1:] if arguments is None else arguments)
-        options.parser.error(f"unrecognized arguments: {' '.join(rest)}{advice}")
+        options.parser.refuse(words, next((word for word in rest if word.startswith("-")), rest[0]))
     return options
-
-
-def _flag_advice(rest: Sequence[str], options: argparse.Namespace, arguments: Sequence[str]) -> str:
-    """Return what to write for a flag that is a key (--epochs 3) or mistyped, or ""."""
-    flag = next((word for word in rest if word.startswith("-")), None)
-    if flag is None:
-        return ""
-    from pipeline.config.help import flag_as_override, nearest
-
-    as_override = ""
-    if hasattr(options, "overrides"):
-        as_override = flag_as_override(flag, [*arguments, ""][arguments.index(flag) + 1])
-    flags = re.findall(r"--[\w-]+", options.parser.format_usage())
-    return as_override or nearest(flag.partition("=")[0], flags, 0.7)

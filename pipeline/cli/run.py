@@ -1,20 +1,40 @@
-"""Commands for a run: train, evaluate, predict, plan, verify, report, export, sync."""
+"""Commands for a run: train, recipes, plan, evaluate, predict, verify, report, export, sync."""
 
 import argparse
 import faulthandler
+import json
 import os
 import signal
+from pathlib import Path
 
 from pipeline import machine, supervision, world
-from pipeline.cli.arguments import Commands, add_command, add_overrides, add_recipe, path, path_or_uri, positive_int
+from pipeline.cli import arguments
+from pipeline.cli.arguments import Commands, Parser, add_command, add_overrides, add_recipe, path_or_uri, positive_int
 from pipeline.guards.signals import StopRequest
 
 _TARGET_HELP = "a run's folder (its last checkpoint) or a checkpoint file"
 
 
 def add_commands(commands: Commands) -> None:
-    for add in (_add_train, _add_evaluate, _add_predict, _add_plan, _add_verify, _add_report, _add_export, _add_sync):
+    for add in (
+        _add_train, _add_recipes, _add_plan, _add_evaluate, _add_predict, _add_verify, _add_report, _add_export,
+        _add_sync,
+    ):  # fmt: skip
         add(commands)
+
+
+def _add_best(parser: Parser) -> None:
+    help = "use the run's best checkpoint (highest top-1 in validation) instead of the last"
+    parser.add_argument("--best", action="store_true", help=help)
+
+
+def _target(options: argparse.Namespace) -> str:
+    """Return the path or URI of the model to use: with --best, the run's best checkpoint."""
+    if not options.best:
+        return str(options.target)
+    from pipeline.record.receipt import best_checkpoint
+
+    return str(best_checkpoint(options.target))
 
 
 class _HelpWithKeys(argparse.Action):
@@ -23,7 +43,8 @@ class _HelpWithKeys(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from pipeline.config.help import describe_keys
 
-        print(f"{parser.format_help()}\nkeys:\n{describe_keys()}")
+        print(parser.format_help())
+        print(f"Keys of a recipe, with their defaults, by section:\n\n{describe_keys(arguments.help_width())}")
         parser.exit()
 
 
@@ -32,7 +53,7 @@ def _add_train(commands: Commands) -> None:
         commands, "train", _train, "train a recipe; the same command resumes an interrupted run",
         "Train RECIPE. If its run folder holds checkpoints, training resumes from the newest one. Under torchrun,"
         " this process joins the group; otherwise it trains alone, or starts N processes with --nproc N.",
-        add_help=False,
+        "pipeline train digits train.epochs=3 --nproc 2", add_help=False,
     )  # fmt: skip
     add = parser.add_argument
     add("-h", "--help", nargs=0, action=_HelpWithKeys, help="show this help and every key, and exit")
@@ -57,21 +78,39 @@ def _train(options: argparse.Namespace) -> str | int:
     return launch.train(options.recipe, options.overrides, options.nproc, stop)
 
 
+def _add_recipes(commands: Commands) -> None:
+    parser = add_command(
+        commands, "recipes", _recipes, "list the recipes: what each trains, its target, time, processes, data, source",
+        "List the recipes in pipeline/recipes/: what each trains, its target, the expected time, the number of"
+        " processes, the command that gets its data, and the source that it follows.",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _recipes(options: argparse.Namespace) -> str:
+    from pipeline.config import recipes
+
+    found = recipes.describe_all()
+    return json.dumps({"recipes": found}) if options.json else recipes.table(found, arguments.help_width())
+
+
 def _add_evaluate(commands: Commands) -> None:
     parser = add_command(
         commands, "evaluate", _evaluate, "evaluate a checkpoint on all validation images",
         "Evaluate a checkpoint on the validation images and print the 'done' line of 'pipeline train'. Every image"
         " counts exactly once, at any number of processes.",
+        "pipeline evaluate runs/digits", "pipeline evaluate runs/digits --best --nproc 2",
     )  # fmt: skip
     parser.add_argument("target", type=path_or_uri, metavar="RUN_DIR|CHECKPOINT", help=_TARGET_HELP)
     add_overrides(parser)
+    _add_best(parser)
     parser.add_argument("--nproc", type=positive_int, metavar="N", help="start N processes on this machine")
 
 
 def _evaluate(options: argparse.Namespace) -> str | int:
     from pipeline.operate import launch
 
-    return launch.evaluate(options.target, options.overrides, options.nproc)
+    return launch.evaluate(_target(options), options.overrides, options.nproc)
 
 
 def _add_predict(commands: Commands) -> None:
@@ -80,12 +119,19 @@ def _add_predict(commands: Commands) -> None:
         "Classify each IMAGE, and each image in a folder, with the model of a checkpoint, of a run's last"
         " checkpoint, or of MLflow's model registry (at MLFLOW_TRACKING_URI, or else in runs/mlflow.db). Images that"
         " cannot be decoded are named and skipped.",
+        "pipeline predict runs/digits --best photo.png", "pipeline predict models:/digits@best photos/ --json",
     )  # fmt: skip
     add = parser.add_argument
     add("target", type=path_or_uri, metavar="CHECKPOINT|RUN_DIR|models:/NAME@ALIAS", help="the model to use")
     add("images", nargs="+", type=path_or_uri, metavar="IMAGE", help="image files, or folders of them")
+    _add_best(parser)
     add("--json", action="store_true", help="print JSON")
-    add("--sheet", type=path, metavar="FILE.png", help="also draw the first 64 images with their predicted classes")
+    add(
+        "--sheet",
+        type=arguments.path,
+        metavar="FILE.png",
+        help="also draw the first 64 images with their predicted classes",
+    )
 
 
 def _predict(options: argparse.Namespace) -> str:
@@ -97,7 +143,7 @@ def _predict(options: argparse.Namespace) -> str:
 
     from pipeline.operate import predict
 
-    return predict.predict(options.target, options.images, as_json=options.json, sheet=options.sheet)
+    return predict.predict(_target(options), options.images, as_json=options.json, sheet=options.sheet)
 
 
 def _add_plan(commands: Commands) -> None:
@@ -105,11 +151,13 @@ def _add_plan(commands: Commands) -> None:
         commands, "plan", _plan, "show batch sizes, steps, learning rate and memory of a run, without running it",
         "Print what RECIPE comes to with N processes on M machines: data, batch sizes, steps, learning rate,"
         " validation, checkpoints and memory. Nothing is trained.",
+        "pipeline plan resnet50-90 data.root=/data --world 8",
     )  # fmt: skip
     add_recipe(parser)
     add = parser.add_argument
     add("--world", type=positive_int, default=1, metavar="N", help="processes in the whole job (default 1)")
     add("--nodes", type=positive_int, default=1, metavar="M", help="machines in the whole job (default 1)")
+    add("--json", action="store_true", help="print JSON: the contents of a run's plan.json, and the memory")
 
 
 def _plan(options: argparse.Namespace) -> str:
@@ -124,7 +172,11 @@ def _plan(options: argparse.Namespace) -> str:
     from pipeline.model.architectures import count_parameters  # imports torch: last, so that errors come at once
 
     parameters = count_parameters(config.model, plan.num_classes)
-    return f"{config.recipe}\n{plan.table()}\n{memory_row(config, parameters, plan.world)}"
+    memory = memory_row(config, parameters, plan.world)
+    if options.json:
+        memory = memory.strip().removeprefix("memory").strip()
+        return json.dumps({**plan.to_dict(), "parameters": parameters, "memory": memory})
+    return f"{config.recipe}\n{plan.table()}\n{memory}"
 
 
 def _add_verify(commands: Commands) -> None:
@@ -133,8 +185,9 @@ def _add_verify(commands: Commands) -> None:
         "Train the run in RUN_DIR again from its receipt, in a temporary folder, and compare weights and"
         " checkpoints. Prints 'identical: …' (exit 0), or 'differs: …' (exit 1) with the first step and tensor that"
         " differ.",
+        "pipeline verify runs/digits --steps 50",
     )  # fmt: skip
-    parser.add_argument("run_dir", type=path, metavar="RUN_DIR", help="the run's folder")
+    parser.add_argument("run_dir", type=arguments.path, metavar="RUN_DIR", help="the run's folder")
     parser.add_argument("--steps", type=positive_int, metavar="N", help="repeat only the first N steps (default: all)")
 
 
@@ -150,10 +203,12 @@ def _verify(options: argparse.Namespace) -> str | int:
 def _add_report(commands: Commands) -> None:
     parser = add_command(
         commands, "report", _report, "draw a run's learning curves, confusions and mistakes",
-        "Draw the learning curves, confusions and mistakes of a run into its folder report/. Works during the run,"
-        " after it, and on another machine.",
+        "Draw the learning curves, confusions and mistakes of a run into its folder report/, and write"
+        " report/index.html, a web page of the run in one file. Works during the run, after it, and on another"
+        " machine.",
+        "pipeline report runs/digits",
     )  # fmt: skip
-    parser.add_argument("run_dir", type=path, metavar="RUN_DIR", help="the run's folder")
+    parser.add_argument("run_dir", type=arguments.path, metavar="RUN_DIR", help="the run's folder")
 
 
 def _report(options: argparse.Namespace) -> str:
@@ -167,18 +222,20 @@ def _add_export(commands: Commands) -> None:
         commands, "export", _export, "write the trained model in another format and check it on validation images",
         "Write the model of a checkpoint, or of a run's last checkpoint, to export/ in the run's folder."
         " torch.export and onnx map pixels from 0 to 255 to probabilities; safetensors holds only the weights.",
+        "pipeline export runs/digits --best --to onnx",
     )  # fmt: skip
     add = parser.add_argument
-    add("target", type=path, metavar="RUN_DIR|CHECKPOINT", help=_TARGET_HELP)
+    add("target", type=path_or_uri, metavar="RUN_DIR|CHECKPOINT", help=_TARGET_HELP)
     add_overrides(parser)
+    _add_best(parser)
     add("--to", required=True, choices=("torch.export", "onnx", "safetensors"), help="format of the exported file")
-    add("--out", type=path, metavar="FILE", help="write to this file instead")
+    add("--out", type=arguments.path, metavar="FILE", help="write to this file instead")
 
 
 def _export(options: argparse.Namespace) -> str:
     from pipeline.operate import export
 
-    return export.export(options.target, options.to, options.out, options.overrides)
+    return export.export(Path(_target(options)), options.to, options.out, options.overrides)
 
 
 def _add_sync(commands: Commands) -> None:
@@ -186,9 +243,10 @@ def _add_sync(commands: Commands) -> None:
         commands, "sync", _sync, "send to MLflow the part of a run's journal that it does not have yet",
         "Send to MLflow what it does not have yet of the run in RUN_DIR, after its server could not be reached."
         " MLFLOW_TRACKING_URI names the server; otherwise it is the run's own (track.uri).",
+        "pipeline sync runs/digits",
     )  # fmt: skip
     add = parser.add_argument
-    add("run_dir", type=path, metavar="RUN_DIR", help="the run's folder")
+    add("run_dir", type=arguments.path, metavar="RUN_DIR", help="the run's folder")
     add("--follow", action="store_true", help="keep sending until standard input ends; training runs use this")
 
 

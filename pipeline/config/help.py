@@ -1,6 +1,7 @@
 """The help text for the configuration's keys, and the error lines for invalid keys and values."""
 
 import difflib
+import textwrap
 from functools import cache
 from typing import Any
 
@@ -14,15 +15,29 @@ _OTHER_NAMES = {
 """Names that other training programs give to some keys."""
 
 
-def describe_keys() -> str:
-    """Return the help text: each key with its default, its meaning and the allowed values."""
-    lines = []
+def describe_keys(width: int = 80) -> str:
+    """Return the help text: by section, each key with its default, meaning and allowed values."""
+    blocks: dict[str, list[str]] = {}
     for key, (schema, default) in all_keys().items():
         if key != "recipe":
             text = " ".join(schema["description"].split())
             value = "none" if default is None and "none: " in text else show(default)
-            lines.append(f"  {key}={value}\n      {text} ({_allowed(schema)})")
-    return "\n".join(lines)
+            lines = [*textwrap.wrap(text, width - 6), *textwrap.wrap(f"Allowed: {_allowed(schema)}.", width - 6)]
+            section = key.partition(".")[0] if "." in key else "top level"
+            blocks.setdefault(section, []).append("\n      ".join([f"  {key}={value}", *lines]))
+    return "\n\n".join("\n".join([f"{section}:", *keys]) for section, keys in blocks.items())
+
+
+def words_of(key: str) -> list[str]:
+    """Return the words that are values of a key, such as `cosine`; [] if it has none."""
+    schema, default = all_keys().get(key, ({}, None))
+    words = [word for option in schema.get("anyOf", [schema]) for word in _words(option)]
+    return words if not isinstance(default, str) or default in words else [default, *words]
+
+
+def _words(schema: dict[str, Any]) -> list[str]:
+    by_type = {"boolean": ["true", "false"], "null": ["auto", "none"]}
+    return schema.get("enum") or by_type.get(schema.get("type", ""), [])
 
 
 def nearest(word: str, words: list[str], cutoff: float = 0.5) -> str:

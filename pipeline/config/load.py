@@ -27,10 +27,10 @@ from pipeline.config.help import (
     show,
     unknown_key,
 )
+from pipeline.config.recipes import RECIPES
 from pipeline.config.schema import MAY_CHANGE_ON_RESUME, Config
 from pipeline.errors import RequestError
 
-RECIPES = Path(__file__).parents[1] / "recipes"
 MAX_YAML_BYTES = 1 << 16
 _TRACKING_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 

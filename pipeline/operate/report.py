@@ -1,4 +1,4 @@
-"""`pipeline report`: draw a run's report/ from its folder, during or after it, on any machine."""
+"""`pipeline report`: make a run's report/ from its folder, during or after it, on any machine."""
 
 import sys
 from pathlib import Path
@@ -7,10 +7,11 @@ from pipeline.errors import RequestError, StorageError
 from pipeline.operate.inputs import check_run_folder
 from pipeline.record.figures import draw_report
 from pipeline.record.folder import RunFolder
+from pipeline.record.page import write_page
 
 
 def report(path: Path) -> str:
-    """Draw the pictures of a run; return a line that names them."""
+    """Draw the pictures of a run and write its web page; return a line that names the files."""
     check_run_folder(path)
     folder = RunFolder(path)
     try:
@@ -19,6 +20,7 @@ def report(path: Path) -> str:
         raise RequestError(f"{path} is not a run's folder: {folder.journal.name}: {error.strerror}") from None
     try:
         pictures = draw_report(folder, lambda line: print(line, file=sys.stderr))
+        page = write_page(folder)
     except OSError as error:
         raise StorageError(f"{folder.report} cannot be written: {error.strerror}") from None
-    return f"{folder.report}: {', '.join(picture.name for picture in pictures) or 'nothing to draw yet'}"
+    return f"{folder.report}: {', '.join(path.name for path in [page, *pictures])}"

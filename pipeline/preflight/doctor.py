@@ -35,32 +35,50 @@ class Finding:
 
 
 class _Report:
-    """Findings so far, and the most severe fatal error."""
+    """Findings so far, printed as they are made, and the most severe fatal error."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_quiet: bool) -> None:
         self.findings: list[Finding] = []
         self.error: RunError | None = None
+        self._is_quiet = is_quiet
+        self._is_live = sys.stderr.isatty() and not is_quiet
+        self._live_line = ""
 
     def run(
         self, name: str, check: Callable[[], _Result], describe: Callable[[_Result], str] = str, *, fatal: bool = True
     ) -> _Result | None:
         """Run a check and add its finding; return its result, or None if it raised a RunError."""
+        if self._is_live:
+            self._live_line = f"… {name}"
+            print(self._live_line, end="", file=sys.stderr, flush=True)
         try:
             result = check()
         except RunError as error:
             line, _, remedy = str(error).rpartition(": ")
-            self.findings.append(Finding(name, False, line or remedy, remedy if line else ""))
+            self._add(Finding(name, False, line or remedy, remedy if line else ""))
             if fatal and (self.error is None or isinstance(self.error, TemporaryError)):
                 self.error = error  # a permanent error outweighs a temporary one
             return None
-        self.findings.append(Finding(name, True, describe(result)))
+        self._add(Finding(name, True, describe(result)))
         return result
+
+    def log(self, text: str) -> None:
+        """Print a line; on a terminal, it replaces the name of the check that is running."""
+        erase = f"\r{' ' * len(self._live_line)}\r" if self._live_line else ""
+        self._live_line = ""
+        print(f"{erase}{text}", file=sys.stderr, flush=True)
+
+    def _add(self, finding: Finding) -> None:
+        self.findings.append(finding)
+        if not self._is_quiet:
+            mark, remedy = "ok " if finding.ok else "BAD", f": {finding.remedy}" if finding.remedy else ""
+            self.log(f"{mark} {finding.check:<12} {finding.line}{remedy}")
 
 
 def examine(
     recipe: str, overrides: list[str], num_processes: int | None, num_nodes: int | None, *, as_json: bool, sanity: bool
 ) -> str | int:
-    """Run all checks and print a line for each; raise the error that a start here would end with.
+    """Run all checks, print a line after each; raise the error that a start here would end with.
 
     Changes nothing, except that it makes the digits if they are missing. It takes no lock, so it
     can run during training. Sizes not given come from the node's environment (`deploy.node`); the
@@ -70,7 +88,7 @@ def examine(
     processes = num_processes or nodes * _size_from_environment("PET_NPROC_PER_NODE")
     here = world.from_environment().resized(processes, nodes)
     is_node = "PET_NPROC_PER_NODE" in os.environ  # set in every node of a job
-    report = _Report()
+    report = _Report(is_quiet=as_json)
     config = report.run("recipe", lambda: load(recipe, overrides), lambda config: config.recipe)
     if config:
         folder = RunFolder(config.run_dir)
@@ -81,7 +99,9 @@ def examine(
         plan, resume = None, None
         if source:
             plan = report.run("plan", lambda: make_plan(config, here, source.size), lambda plan: f"\n{plan.table()}")
-            resume = report.run("resume", lambda: _check_resume(config, folder, source), lambda resume: resume.line)
+            resume = report.run(
+                "resume", lambda: _check_resume(config, folder, source, report.log), lambda resume: resume.line
+            )
         if plan and resume:
             build = partial(request.check_model_builds, config, plan, is_resumed=resume.is_resumed)
             report.run("model", build, lambda _: config.model.arch)
@@ -111,10 +131,6 @@ def examine(
             report.run("shuffled", checks.check_shuffled_labels_give_chance, fatal=False)
     if as_json:
         print(json.dumps({"findings": [asdict(finding) for finding in report.findings]}))
-    else:
-        for finding in report.findings:
-            mark, remedy = "ok " if finding.ok else "BAD", f": {finding.remedy}" if finding.remedy else ""
-            print(f"{mark} {finding.check:<12} {finding.line}{remedy}", file=sys.stderr)
     if report.error:
         raise report.error
     return errors.OK if as_json else f"{recipe} can run here"
@@ -125,14 +141,14 @@ class _Resume(NamedTuple):
     is_resumed: bool
 
 
-def _check_resume(config: Config, folder: RunFolder, source: Source) -> _Resume:
+def _check_resume(config: Config, folder: RunFolder, source: Source, log: Callable[[str], None]) -> _Resume:
     """Return what a start here resumes from, after checking that it can."""
     request.check_config_is_compatible(config, folder)
     if folder.is_held():
         return _Resume("config is compatible with the run in training now", is_resumed=True)
     from pipeline.train.resume import find  # imports torch
 
-    found = find(config, folder, source, lambda line: print(line, file=sys.stderr))
+    found = find(config, folder, source, log)
     if found is None:
         return _Resume("a fresh start", is_resumed=False)
     return _Resume(f"config is compatible with the existing run; resumes from {found.path}", is_resumed=True)

@@ -19,19 +19,26 @@ from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
 from pipeline.record.predictions import SavedEvaluation
 
-_CURVES = (
-    ("loss", ("train/loss", "val/loss")),
-    ("top-1", ("train/top1", "val/top1")),
-    ("learning rate", ("train/lr",)),
-)
+_CURVES = (("loss", "loss"), ("top-1 accuracy", "top1"), ("learning rate", "lr"))
+"""(title, metric) of each plot: train/METRIC and val/METRIC."""
+_STYLES = {"train": ("training", "tab:blue", 5), "val": ("validation", "tab:orange", 8)}
+"""Label, colour and size of the markers of each curve: a marker shows a single point, too."""
+_LOG_FROM = 30
+"""Largest value / median from which an axis is logarithmic.
+
+A linear axis would show half of the points in its lowest 3 %.
+"""
+_MAX_NUMBERS = 20  # classes whose confusion matrix has room for numbers
 _MAX_NAMES = 30  # classes whose names fit on an axis
+_MAX_NAME = 24  # characters of a name on an axis
+_MAX_CAPTION = 14  # characters of a name below a small image
 _NAME_STYLE: dict[str, Any] = {"fontsize": 7, "parse_math": False}  # a class may be called $5
 _MAX_BARS = 40  # classes in the bar chart
 # classes up to which the whole confusion matrix is drawn: a cell takes 75 bytes beside the training
 _FULL_MATRIX = 1000
-_SHEET_COLUMNS = 8
-_TILE_INCHES = 1.3
 _PARTIAL_MATRIX = 200  # classes in the matrix if there are more
+_SHEET_COLUMNS = 8
+_TILE_INCHES = 1.4
 
 
 def draw_report(folder: RunFolder, log: Callable[[str], None]) -> list[Path]:
@@ -57,22 +64,39 @@ def draw_report(folder: RunFolder, log: Callable[[str], None]) -> list[Path]:
 
 
 def draw_curves(path: Path, journal: Path) -> None:
-    """Draw loss, top-1 accuracy and learning rate by step."""
+    """Draw loss, top-1 accuracy and learning rate by step, and mark where the run resumed."""
+    from matplotlib.ticker import MaxNLocator
+
     points: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    resumes: set[int] = set()
     for row, _ in read(journal):
         for key, value in row.get("metrics", {}).items():
             points[key].append((row["step"], value))
+        if row.get("event") == "started" and row["resumed"]:
+            resumes.add(row["step"])
     figure = _figure(10, 3)
-    for axes, (title, keys) in zip(figure.subplots(1, len(_CURVES)), _CURVES, strict=True):
-        axes.set_title(title, fontsize=10)
+    for axes, (title, metric) in zip(figure.subplots(1, len(_CURVES)), _CURVES, strict=True):
+        curves = {name: points[f"{name}/{metric}"] for name in _STYLES if points[f"{name}/{metric}"]}
+        for name, curve in curves.items():
+            label, colour, size = _STYLES[name]
+            axes.plot(*zip(*curve, strict=True), color=colour, marker=".", markersize=size, linewidth=1.2, label=label)
+        is_log = spans_decades([value for curve in curves.values() for _, value in curve])
+        axes.set_yscale("log" if is_log else "linear")
+        axes.set_title(f"{title} (log scale)" if is_log else title, fontsize=10)
         axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
         axes.grid(alpha=0.3)
-        for key in keys:
-            if points[key]:
-                axes.plot(*zip(*points[key], strict=True), marker="." if key.startswith("val/") else "", label=key)
-        if axes.lines:
+        for number, step in enumerate(sorted(resumes)):
+            label = "" if number else "resumed"
+            axes.axvline(step, color="gray", linestyle="--", linewidth=0.8, label=label, zorder=1)
+        if curves:
             axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)
+
+
+def spans_decades(values: list[float]) -> bool:
+    """Return True if a linear axis would flatten the curve of these values."""
+    return bool(values) and min(values) > 0 and max(values) > _LOG_FROM * float(np.median(values))
 
 
 def draw_augmentation(path: Path, report: Path) -> None:
@@ -88,40 +112,60 @@ def draw_evaluation(name: str, saved: Path, path: Path) -> None:
 
 
 def draw_confusion(path: Path, evaluation: SavedEvaluation, title: str) -> None:
-    """Draw the confusion matrix as shares of each class; of many classes the most confused ones."""
+    """Draw the confusion matrix as shares of each class; of many classes the most confused ones.
+
+    The cells of a small matrix have the numbers of images. In a large one, colours grow with the
+    square root of the share, so that a few mistakes can be seen.
+    """
+    from matplotlib.colors import PowerNorm
+
     num_classes = len(evaluation.classes)
     count = _PARTIAL_MATRIX if num_classes > _FULL_MATRIX else num_classes
     shown = evaluation.predictions.most_confused_classes(num_classes, count)
     _, images = evaluation.predictions.count_correct(num_classes)
-    shares = evaluation.predictions.confusion_matrix(shown) / np.maximum(1, images[shown, None])
-    figure = _figure(6, 5.5)
+    numbers = evaluation.predictions.confusion_matrix(shown)
+    shares = numbers / np.maximum(1, images[shown, None])
+    has_numbers = len(shown) <= _MAX_NUMBERS
+    figure = _figure(6.5, 6)
     axes = figure.subplots()
-    figure.colorbar(axes.imshow(shares, cmap="Blues", vmin=0, vmax=1), label="share of the class")
-    is_partial = len(shown) < num_classes
-    part = f" of the worst {len(shown)} of {num_classes:,} classes" if is_partial else ""
-    axes.set_title(f"confusion{part}, {title}", fontsize=10)
+    norm = PowerNorm(1 if has_numbers else 0.5, 0, 1)
+    figure.colorbar(axes.imshow(shares, cmap="Blues", norm=norm), label="share of the true class's images", shrink=0.8)
+    part = f" of the worst {len(shown)} of {num_classes:,} classes" if len(shown) < num_classes else ""
+    meaning = ", counted in the cells" if has_numbers else ""
+    axes.set_title(f"confusion matrix{part}, {title}\n{images[shown].sum():,} images{meaning}", fontsize=10)
     axes.set_xlabel("predicted class")
     axes.set_ylabel("true class")
-    if num_classes <= _MAX_NAMES or is_partial:
-        ticks = range(0, len(shown), -(-len(shown) // _MAX_NAMES))
-        names = [evaluation.classes[shown[tick]] for tick in ticks]
-        axes.set_xticks(ticks, names, rotation=90, **_NAME_STYLE)
-        axes.set_yticks(ticks, names, **_NAME_STYLE)
+    ticks = range(0, len(shown), -(-len(shown) // _MAX_NAMES))
+    names = [shorten(evaluation.classes[shown[tick]], _MAX_NAME) for tick in ticks]
+    is_upright = max(map(len, names)) <= 3
+    axes.set_xticks(ticks, names, rotation=0 if is_upright else 90, **_NAME_STYLE)
+    axes.set_yticks(ticks, names, **_NAME_STYLE)
+    if has_numbers:
+        for row, column in np.argwhere(numbers):
+            colour = "white" if shares[row, column] > 0.5 else "black"
+            axes.text(column, row, f"{numbers[row, column]:,}", ha="center", va="center", color=colour, fontsize=8)
     figure.savefig(path, dpi=120)
 
 
 def draw_classes(path: Path, evaluation: SavedEvaluation, title: str) -> None:
-    """Draw the accuracy of each class; of many classes the worst ones."""
+    """Draw the accuracy of each class that has images; of many classes the worst ones."""
     correct, images = evaluation.predictions.count_correct(len(evaluation.classes))
+    classes = np.flatnonzero(images)
     accuracy = correct / np.maximum(1, images)
-    order = np.argsort(accuracy, kind="stable")[:_MAX_BARS][::-1]
-    figure = _figure(6, 0.6 + 0.2 * len(order))
+    order = classes[np.argsort(accuracy[classes], kind="stable")][:_MAX_BARS][::-1]
+    figure = _figure(6.5, 0.9 + 0.2 * len(order))
     axes = figure.subplots()
-    axes.barh(range(len(order)), accuracy[order])
-    axes.set_yticks(range(len(order)), [evaluation.classes[label] for label in order], **_NAME_STYLE)
-    axes.set_xlim(0, 1)
-    part = f"the worst {len(order)} of {len(accuracy):,} classes" if len(order) < len(accuracy) else "each class"
-    axes.set_title(f"top-1 of {part}, {title}", fontsize=10)
+    bars = axes.barh(range(len(order)), accuracy[order])
+    counts = [f"{correct[label]:,}/{images[label]:,}" for label in order]
+    axes.bar_label(bars, counts, padding=3, fontsize=7)
+    names = [shorten(evaluation.classes[label], _MAX_NAME) for label in order]
+    axes.set_yticks(range(len(order)), names, **_NAME_STYLE)
+    axes.set_ylim(-0.6, len(order) - 0.4)
+    axes.set_xlim(0, 1.15)
+    axes.set_xticks(np.linspace(0, 1, 6))
+    axes.set_xlabel("correct images / images of the class", fontsize=8)
+    part = f"the worst {len(order)} of {len(classes):,} classes" if len(order) < len(classes) else "each class"
+    axes.set_title(f"top-1 accuracy of {part}, {title}", fontsize=10)
     figure.savefig(path, dpi=120)
 
 
@@ -132,9 +176,10 @@ def draw_mistakes(path: Path, evaluation: SavedEvaluation, title: str) -> None:
     classes, all_images = evaluation.classes, evaluation.predictions
     tiles = []
     for image, pixels in zip(evaluation.mistakes, evaluation.pixels, strict=True):
-        predicted, label = classes[all_images.predicted[image]], classes[all_images.labels[image]]
-        tiles.append(Tile(pixels, f"{predicted} {all_images.confidence[image]:.2f}\nis {label}"))
-    draw_contact_sheet(path, tiles, f"most confident mistakes, {title}")
+        labels = (all_images.predicted[image], all_images.labels[image])
+        predicted, true = (shorten(classes[label], _MAX_CAPTION) for label in labels)
+        tiles.append(Tile(pixels, f"predicted {predicted} ({all_images.confidence[image]:.2f})\ntrue {true}"))
+    draw_contact_sheet(path, tiles, f"most confident mistakes (probability of the wrong class), {title}")
 
 
 class Tile(NamedTuple):
@@ -145,9 +190,9 @@ class Tile(NamedTuple):
 
 def draw_contact_sheet(path: Path, tiles: list[Tile], title: str = "") -> None:
     """Write images in a grid, each with its caption below, as a PNG file. Raises OSError."""
-    columns = min(_SHEET_COLUMNS, len(tiles))
+    columns = min(_SHEET_COLUMNS, max(4, len(tiles)))  # narrower ones have no room for the title
     rows = -(-len(tiles) // columns)
-    figure = _figure(columns * _TILE_INCHES, rows * (_TILE_INCHES + 0.35) + 0.4)
+    figure = _figure(columns * _TILE_INCHES, rows * (_TILE_INCHES + 0.25) + 0.3)
     if title:
         figure.suptitle(title, fontsize=9)
     cells = figure.subplots(rows, columns, squeeze=False).ravel()
@@ -163,6 +208,12 @@ def draw_contact_sheet(path: Path, tiles: list[Tile], title: str = "") -> None:
 EVALUATION_FIGURES: dict[str, Callable[[Path, SavedEvaluation, str], None]]
 EVALUATION_FIGURES = {"confusion": draw_confusion, "classes": draw_classes, "mistakes": draw_mistakes}
 """The figures of one evaluation: name -> function of (file to write, evaluation, end of title)."""
+
+
+def shorten(name: str, length: int) -> str:
+    """Return a class's name in one line of at most `length` characters."""
+    name = " ".join(name.split())
+    return name if len(name) <= length else f"{name[: length - 1]}…"
 
 
 def _figure(width: float, height: float) -> Any:

@@ -57,6 +57,14 @@ class Predictions:
         mistakes += np.bincount(self.predicted[wrong], minlength=num_classes)
         return np.sort(np.argsort(-mistakes, kind="stable")[:count])
 
+    def most_frequent_confusions(self, count: int) -> list[tuple[int, int, int]]:
+        """Return (label, predicted class, images) of the `count` most frequent confusions."""
+        wrong = self._is_mistake
+        pairs = np.stack([self.labels[wrong], self.predicted[wrong]], axis=1)
+        found, images = np.unique(pairs, axis=0, return_counts=True)
+        order = np.argsort(-images, kind="stable")[:count]
+        return [(int(found[row, 0]), int(found[row, 1]), int(images[row])) for row in order]
+
     def confusion_matrix(self, classes: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the confusion matrix, [K, K], of K ascending classes: label by prediction."""
         among = np.isin(self.labels, classes) & np.isin(self.predicted, classes)

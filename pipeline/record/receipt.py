@@ -13,10 +13,11 @@ other ranks wait: little beside an evaluation, too much for each step.
 import json
 from bisect import bisect_right
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from pipeline.config.load import from_yaml
-from pipeline.errors import RunError
+from pipeline.errors import RequestError, RunError
 from pipeline.files import atomic_write
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
@@ -26,6 +27,29 @@ FORMAT = 1
 _NAMES = {
     "mlflow.source.git.commit": "commit", "mlflow.docker.image.uri": "image", "mlflow.docker.image.id": "image_id",
 }  # fmt: skip
+
+
+def best_checkpoint(target: str) -> Path:
+    """Return the checkpoint with the highest top-1 in validation; of equals the earliest.
+
+    target: the run's folder. Raises RequestError if it is none or keeps no evaluated checkpoint.
+    """
+    folder = RunFolder(Path(target))
+    if not folder.path.is_dir():
+        raise RequestError(f"--best needs a run's folder, but {target} is not a folder: leave --best out")
+    try:
+        rows = json.loads(folder.receipt.read_text())["evaluations"]
+        evaluated = sorted((-row["top1"], row["step"]) for row in rows if not row.get("not_finite"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is damaged"
+        raise RequestError(
+            f"--best cannot read {folder.receipt} ({reason}): give a run's folder, or a checkpoint without --best"
+        ) from None
+    for _, step in evaluated:
+        found = list(folder.checkpoints.glob(f"step-{step:08d}.*.pt"))
+        if found:
+            return max(found, key=lambda path: path.stat().st_mtime_ns)
+    raise RequestError(f"{target} has no best checkpoint: none has a validation with finite logits: leave --best out")
 
 
 class Receipt:

@@ -12,6 +12,8 @@ from pipeline.data.sources import Images
 
 _BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
 _LOG_EVERY_S = 10
+_SEPARATOR = "  "
+_DEFAULT_COLUMNS = 80
 QUIET = "PIPELINE_QUIET"
 """The environment variable that --quiet sets, so that it reaches every process of a run."""
 
@@ -23,7 +25,7 @@ class Terminal:
         self._is_live = sys.stderr.isatty()
         self._has_colour = self._is_live and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._live_width = 0
-        self._last_progress = float("-inf")
+        self._last_progress = time.monotonic()
 
     def log(self, text: str) -> None:
         """Print a line that stays, with the time if this is not a terminal."""
@@ -47,16 +49,23 @@ class Terminal:
         for sample, defect in defects:
             self.log(f"bad image {images.name(sample)}: {defect}; it counts as a wrong prediction")
 
-    def progress(self, text: str) -> None:
-        """Replace the live line on a terminal; otherwise print a line at most every ten seconds."""
+    def progress(self, *parts: str) -> None:
+        """Replace the live line on a terminal; otherwise print a line at most every ten seconds.
+
+        parts: the most important first. A narrow terminal shows those that fit.
+        """
         if self._is_live:
             self._erase_live_line()
-            text = text[: shutil.get_terminal_size().columns - 1]  # a line that wraps cannot be erased
-            print(text, end="", file=sys.stderr, flush=True)
-            self._live_width = len(text)
+            room = _columns() - 1  # a line that wraps cannot be erased
+            text = _SEPARATOR.join(parts)
+            while len(text) > room and len(parts) > 1:
+                parts = parts[:-1]
+                text = _SEPARATOR.join(parts)
+            print(text[:room], end="", file=sys.stderr, flush=True)
+            self._live_width = len(text[:room])
         elif time.monotonic() - self._last_progress >= _LOG_EVERY_S:
             self._last_progress = time.monotonic()
-            self.log(text)
+            self.log(_SEPARATOR.join(parts))
 
     def _erase_live_line(self) -> None:
         if self._live_width:
@@ -70,8 +79,16 @@ class NullTerminal(Terminal):
     def show(self, text: str) -> None:
         pass
 
-    def progress(self, text: str) -> None:
+    def progress(self, *parts: str) -> None:
         pass
+
+
+def _columns() -> int:
+    """Return the width of the terminal that shows standard error; standard output may be a file."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or _DEFAULT_COLUMNS
+    except (OSError, ValueError):
+        return shutil.get_terminal_size((_DEFAULT_COLUMNS, 24)).columns
 
 
 def make_terminal(*, is_main: bool) -> Terminal:

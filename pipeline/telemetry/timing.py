@@ -43,6 +43,8 @@ _NOTEWORTHY: Seconds = {
     "tracking": 0.02,
 }
 """Shares of the time above which an entry is worth a line of advice."""
+_MIN_AVOIDABLE_S = 1.0
+"""Seconds of an epoch below which it is not: a start of a few seconds has noise."""
 
 
 class StepTimer:
@@ -149,7 +151,9 @@ def advise(spent: Seconds, plan: Plan, cpus: int) -> tuple[Entry, str] | None:
     """Return the largest avoidable entry and a line of advice, or None. cpus: of this machine."""
     total = max(1e-9, sum(spent.values()))
     above: Seconds = {
-        entry: spent[entry] / total for entry, share in _NOTEWORTHY.items() if spent[entry] > share * total
+        entry: spent[entry] / total
+        for entry, share in _NOTEWORTHY.items()
+        if spent[entry] > max(share * total, _MIN_AVOIDABLE_S)
     }
     if not above:
         return None

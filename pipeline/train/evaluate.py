@@ -29,6 +29,7 @@ from pipeline.model.architectures import Normalise
 from pipeline.parallel.strategy import autocast
 from pipeline.plan import Resources
 from pipeline.record.predictions import NO_PREDICTION, Predictions
+from pipeline.record.terminal import Terminal
 from pipeline.train.state import LOSS_UNIT, MAX_LOSS, Evaluation
 
 _CONFIDENCE_UNIT = 2**30
@@ -55,6 +56,7 @@ class Evaluator:
         config: Config,
         resources: Resources,
         group: Group,
+        terminal: Terminal,
         predict: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.images = images
@@ -64,6 +66,7 @@ class Evaluator:
         self._precision = config.train.precision
         self._resources = resources
         self._group = group
+        self._terminal = terminal
         self._normalise = Normalise(group.device, channels_last=config.model.channels_last)
         self._size = evaluation_geometry(config.evaluate, config.augment)[0]
 
@@ -84,7 +87,8 @@ class Evaluator:
         self._model.eval()
         try:
             with torch.inference_mode(), autocast(device, self._precision):
-                for _ in range(-(-len(self._data) // group.size)):
+                rounds = -(-len(self._data) // group.size)
+                for done in range(1, rounds + 1):
                     batch = next(loaded, None)
                     if batch is not None:
                         counts += self._count(batch, per_image)
@@ -97,6 +101,7 @@ class Evaluator:
                         group.raise_together(outage)
                     if is_stopping:
                         return None
+                    self._terminal.progress(f"validation {done / rounds:4.0%}", f"{len(self.images):,} images")
         finally:
             for module in in_training:
                 module.training = True

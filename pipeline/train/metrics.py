@@ -74,11 +74,10 @@ class Metrics:
         state.totals.zero_()
         waited = (self._timer.seconds["data"] - self._waited) / elapsed
         images_per_s = self._steps * self._plan.global_batch / elapsed
-        learning_rate = self._plan.learning_rate(step - 1)
         metrics = {
             "train/loss": loss / LOSS_UNIT / images,
             "train/top1": correct / images,
-            "train/lr": learning_rate,
+            "train/lr": self._plan.learning_rate(step - 1),
             "train/epoch": step / self._plan.steps_per_epoch,
             "time/images_per_s": images_per_s,
             "time/step_ms": 1000 * elapsed / self._steps,
@@ -88,14 +87,26 @@ class Metrics:
             **_by_machine(self._group.hosts, rest[len(times) :]),
         }
         self._records.log_metrics(step, metrics)
-        left = (self._plan.last_step - step) * elapsed / self._steps
-        epochs = math.ceil(self._plan.last_step / self._plan.steps_per_epoch)
-        self._terminal.progress(
-            f"epoch {self._plan.epoch_at(step - 1) + 1}/{epochs}  step {step:,}/{self._plan.last_step:,}"
-            f"  loss {metrics['train/loss']:.4f}  lr {learning_rate:.3g}  {images_per_s:,.0f} images/s"
-            f"  data {waited:.0%}  {format_duration(left)} left"
-        )
+        self._show_progress(state, metrics, seconds_per_step=elapsed / self._steps)
         self.restart_window()
+
+    def _show_progress(self, state: TrainState, metrics: dict[str, float], seconds_per_step: float) -> None:
+        plan, step = self._plan, state.confirmed_step
+        epochs = math.ceil(plan.last_step / plan.steps_per_epoch)
+        parts = [
+            f"{step / plan.last_step:4.0%}",
+            f"epoch {plan.epoch_at(step - 1) + 1}/{epochs}",
+            f"step {step:,}/{plan.last_step:,}",
+            f"loss {metrics['train/loss']:.4f}",
+            f"{format_duration((plan.last_step - step) * seconds_per_step)} left",
+            f"best top-1 {state.best.top1:.4f}" if state.best else "",
+            f"{metrics['time/images_per_s']:,.0f} images/s",
+            f"lr {metrics['train/lr']:.3g}",
+            f"waiting for data {metrics['time/waiting_for_data']:.0%}",
+        ]
+        peak_mib = max((value for name, value in metrics.items() if name.endswith("/gpu_peak_mib")), default=0)
+        parts.append(f"GPU memory {peak_mib / 1024:.1f} GiB" if peak_mib else "")
+        self._terminal.progress(*filter(None, parts))
 
     def after_evaluation(self, state: TrainState, is_best: bool) -> None:
         """Report the state's evaluation."""

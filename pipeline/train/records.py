@@ -14,7 +14,7 @@ from pipeline.data.sources import Source
 from pipeline.errors import RunError
 from pipeline.files import atomic_write
 from pipeline.plan import Plan
-from pipeline.record import sender
+from pipeline.record import page, sender
 from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
@@ -137,7 +137,7 @@ class Records:
         return self._checkpoints.path_of_step(step) is None
 
     def finish(self, state: TrainState, line: str) -> None:
-        """Draw the report, record the end of a finished run, and log a summary."""
+        """Make the report, record the end of a finished run, and log a summary."""
         if self._samples:
             self._samples.draw_report(self._folder)
         self.end(state, "FINISHED", line)
@@ -152,6 +152,8 @@ class Records:
         self._checkpoints.wait()
         self._journal.log_event("ended", status=status, step=state.step, line=line, best=self._best_file(state))
         self._receipt.write(log)
+        if self._samples:
+            self._samples.write_page(self._folder)
         if not self._sender.close(log):
             log("MLflow did not take everything: the journal keeps it, 'pipeline sync' with this run's folder sends it")
 
@@ -165,13 +167,17 @@ class Records:
         rows = {}
         if best is None:
             rows["best"] = "none: no validation had finite logits, so no model is sent or registered"
-        if best and file:
-            rows["best"] = f"top-1 {best.top1:.4f} at step {best.step:,}: {self._folder.checkpoints / file['file']}"
+        last = state.evaluation
+        is_last = best is not None and last is not None and best.step == last.step
+        if best and last and file:
+            rows["best"] = f"step {best.step:,}, top-1 {best.top1:.4f}"
+            rows["best"] += " (the last)" if is_last else f"; last: step {last.step:,}, top-1 {last.top1:.4f}"
+            rows["best"] += f": {self._folder.checkpoints / file['file']}"
         if self._config.track.report:
-            rows["report"] = str(self._folder.report)
+            rows["report"] = str(self._folder.report / page.FILE_NAME)
         uri = sender.tracking_uri(self._config, self._folder)
         rows["tracker"] = without_password(uri) if uri else "none: the journal alone"
-        rows["use it"] = f"pipeline predict {self._folder.path} IMAGE ..."
+        rows["use it"] = f"pipeline predict {self._folder.path}{'' if is_last or not file else ' --best'} IMAGE ..."
         return rows
 
     def _best_file(self, state: TrainState) -> dict[str, Any] | None:

@@ -25,6 +25,7 @@ from pipeline.data.sources import Source
 from pipeline.plan import Plan
 from pipeline.record import predictions
 from pipeline.record.folder import RunFolder
+from pipeline.record.page import write_page
 from pipeline.record.predictions import SavedEvaluation
 from pipeline.train.evaluate import EvalResult
 
@@ -88,7 +89,11 @@ class Samples:
         if done.returncode:
             self._log(f"{folder.report} was not drawn: {done.stderr.strip()[-200:]}")
 
-    def _keep(self, save: Callable[[], None]) -> None:
+    def write_page(self, folder: RunFolder) -> None:
+        """Write the web page of the run in `folder`, with the pictures that are drawn."""
+        self._keep(lambda: write_page(folder))
+
+    def _keep(self, save: Callable[[], object]) -> None:
         try:
             save()
         except OSError as error:

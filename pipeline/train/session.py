@@ -114,7 +114,7 @@ def run_evaluation(config: Config, world: World, contents: dict[str, Any], sourc
     group = _join(config, world)
     source = _broadcast_source(config, group, source)
     model = eval_model(contents, config.model).to(group.device)
-    evaluator = Evaluator(model, source.val, config, divide_resources(config, world), group)
+    evaluator = Evaluator(model, source.val, config, divide_resources(config, world), group, terminal)
     result = evaluator.evaluate(contents["step"], lambda: False)
     assert result is not None
     terminal.log_bad_images(source.val, result.defects)

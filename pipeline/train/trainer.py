@@ -72,7 +72,7 @@ class Trainer:
             state=state,
             normalise=Normalise(group.device, channels_last=config.model.channels_last),
             train_images=source.train,
-            evaluator=Evaluator(state.eval_model, source.val, config, plan, group, predict),
+            evaluator=Evaluator(state.eval_model, source.val, config, plan, group, terminal, predict),
             divergence=make_divergence_watch(strategy, plan),
             stragglers=stragglers,
             watchdog=watchdog,

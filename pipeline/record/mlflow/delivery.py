@@ -24,6 +24,7 @@ from pipeline.record.mlflow import connection
 from pipeline.record.mlflow.figures import send_figures
 from pipeline.record.mlflow.model import register_model, send_model
 from pipeline.record.mlflow.run import MlflowRun, open_run
+from pipeline.record.page import FILE_NAME, render_page
 from pipeline.record.receipt import Receipt
 
 _MAX_METRICS = 1000  # MLflow's limit for one request
@@ -145,8 +146,10 @@ class Delivery:
                 run.client.log_artifact(run.run_id, str(path))
         for path in sorted(self._folder.report.glob("*.png")):
             run.client.log_artifact(run.run_id, str(path), self._folder.report.name)
-        # made here: rank 0 may not have written the file yet, or may never do so
+        # made here: rank 0 may not have written these files yet, or may never do so
         run.client.log_text(run.run_id, Receipt(self._folder).text(), self._folder.receipt.name)
+        if self._folder.report.exists():
+            run.client.log_text(run.run_id, render_page(self._folder), f"{self._folder.report.name}/{FILE_NAME}")
 
 
 @contextlib.contextmanager

@@ -1,0 +1,94 @@
+"""Draw docs/images/resume.png: a run that was killed and resumed, and an undisturbed one.
+
+Both runs train the digits recipe on two processes. The killed run gets SIGKILL, all its processes
+at once, and is started again with the same command. The script fails unless both have the same
+metrics at every step and the same weights.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from harness import Job
+from matplotlib.figure import Figure
+from PIL import Image
+
+KILL_FROM = 106
+"""Step from which the run is killed, in the middle of an epoch."""
+PLOTS = (("training loss", "train/loss"), ("validation top-1 accuracy", "val/top1"))
+UNDISTURBED, KILLED, SIGKILL, RESUME = "#9ecae1", "#08519c", "#c0392b", "#1a7f4b"
+
+
+def train_undisturbed(scratch: Path, words: list[str]) -> tuple[Job, str]:
+    job = Job(scratch / "undisturbed", words, nproc=2)
+    return job, job.run().done["weights"]
+
+
+def train_killed(scratch: Path, words: list[str]) -> tuple[Job, str, int]:
+    """Return the job, its weights and the last step that it made before it was killed."""
+    job = Job(scratch / "killed", words, nproc=2).start()
+    job.wait_for_step(KILL_FROM)
+    job.clean()
+    job.wait_gone(5)
+    killed_at = job.step()
+    return job, job.run().done["weights"], killed_at
+
+
+def draw(path: Path, undisturbed: Job, killed: Job, killed_at: int, digests: list[str]) -> None:
+    resumed_at = killed.starts()[-1]["step"]
+    figure = Figure((9, 3.9), layout="constrained")
+    figure.get_layout_engine().set(rect=(0, 0.13, 1, 0.87))
+    figure.suptitle(
+        f"All processes killed at step {killed_at}, started again, resumed from the checkpoint of step {resumed_at}",
+        fontsize=11, fontweight="bold",
+    )  # fmt: skip
+    for axes, (title, key) in zip(figure.subplots(1, 2), PLOTS, strict=True):
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("step", fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        wide: dict[str, Any] = {"color": UNDISTURBED, "linewidth": 6, "solid_capstyle": "round"}
+        axes.plot(*curve(undisturbed, key), label="undisturbed run", **wide)
+        axes.plot(*curve(killed, key), label="killed and resumed run", color=KILLED, linewidth=1.4)
+        axes.axvspan(resumed_at, killed_at, color="gray", alpha=0.15, linewidth=0, label="trained twice")
+        axes.axvline(killed_at, color=SIGKILL, linewidth=1.6, label=f"SIGKILL at step {killed_at}")
+        axes.axvline(resumed_at, color=RESUME, linewidth=1.6, linestyle="--", label=f"resumed at step {resumed_at}")
+        axes.legend(fontsize=8, frameon=False)
+    names = ("undisturbed", "killed and resumed")
+    for height, name, digest in zip((0.075, 0.025), names, digests, strict=True):
+        figure.text(0.02, height, f"weights, {name}:", fontsize=8)
+        figure.text(0.245, height, f"sha256:{digest}", fontsize=8, family="monospace")
+    figure.savefig(path, dpi=200, facecolor="white")
+    reduced = Image.open(path).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    reduced.save(path, optimize=True)
+
+
+def curve(job: Job, key: str) -> tuple[list[int], list[float]]:
+    points = sorted((step, value) for step, _, value in job.journal(key))
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Draw a run that was killed and resumed beside an undisturbed one.")
+    parser.add_argument("out", type=Path)
+    out = parser.parse_args().out
+    with tempfile.TemporaryDirectory(prefix="resume-") as folder:
+        scratch = Path(folder)
+        words = ["digits", f"data.root={scratch / 'data'}", "run.deterministic=true", "run.trace=true"]
+        words += ["track.uri=none", "track.report=false", "track.every=2 steps", "evaluate.every=7 steps"]
+        undisturbed, expected = train_undisturbed(scratch, words)
+        killed, weights, killed_at = train_killed(scratch, words)
+        metrics = [sorted(job.journal("train/loss", "train/top1", "val/")) for job in (undisturbed, killed)]
+        if weights != expected or metrics[0] != metrics[1]:
+            print(f"the runs differ: see {expected} and {weights}", file=sys.stderr)
+            return 1
+        draw(out, undisturbed, killed, killed_at, [expected, weights])
+        print(f"killed at step {killed_at}, {len(metrics[0])} equal metrics, {out.stat().st_size:,} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""The web page of a run is one file that opens anywhere and shows what the run's folder holds."""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from browser import NO_BROWSER, Browser, find_program
+
+from pipeline.cli.main import main
+from pipeline.config.load import load
+from pipeline.plan import DataSize, make_plan
+from pipeline.record.folder import RunFolder
+from pipeline.record.page import render_page
+from pipeline.record.predictions import Predictions, SavedEvaluation, save_augmented, save_evaluation
+from pipeline.world import World
+
+HOSTILE = "<script>alert(1)</script>"
+CLASSES = [HOSTILE, '"><img src="https://example.org/x.png">', "a long name " * 12]
+FIGURES = {"step": "28", "epoch": "2", "top1": "0.6667", "top5": "0.9833", "images": "3/3", "weights": "sha256:4f0c"}
+DONE = " ".join(["done", *(f"{name}={value}" for name, value in FIGURES.items())])
+SECTIONS = [
+    "curves", "confusion", "classes", "mistakes", "augmentation", "time", "evaluations", "plan", "receipt", "commands",
+    "configuration",
+]  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return the folder of a finished run, made by hand, with hostile class names."""
+    run = RunFolder(tmp_path / "my run")
+    run.path.mkdir()
+    config = load("digits", ["run.deterministic=true"])
+    plan = make_plan(config, World(size=2, local_size=2), DataSize(1437, 3, 3))
+    run.config.write_text(config.to_yaml())
+    run.plan.write_text(json.dumps(plan.to_dict()))
+    predictions = Predictions(np.array([0, 1, 2], np.int32), np.array([0, 0, 2], np.int32), np.ones(3, np.float32))
+    pixels = np.zeros((1, 3, 8, 8), np.uint8)
+    save_evaluation(run.report, 28, SavedEvaluation(predictions, CLASSES, np.array([1]), pixels))
+    save_augmented(run.report, pixels, CLASSES[:1])
+    evaluated = {"step": 28, "weights": "sha256:4f0c", "top1": 2 / 3, "top5": 0.98333, "loss": 0.5, "images": "3/3"}
+    tags = {"world": 2, "epochs": 2, "data": "1f2e", "version": "0.2", "device": "<b>GPU</b>"}
+    times = {"time/epoch_s": 8.0, "time/data_s": 6.0, "time/copy_s": 2.0, "time/images_per_s": 300.0}
+    rows = [
+        {"time": 1_795_411_905_407, "event": "created", "run": "6c0d"},
+        {"time": 1_795_411_905_415, "event": "started", "step": 0, "resumed": False, "tags": tags},
+        {"time": 1_795_411_907_000, "step": 5, "metrics": {"train/loss": 2.3, "train/top1": 0.1, "train/lr": 0.01}},
+        {"time": 1_795_411_908_000, "step": 14, "metrics": times},
+        {"time": 1_795_411_909_000, "event": "evaluated", **evaluated},
+        {"time": 1_795_411_910_000, "event": "ended", "status": "FINISHED", "step": 28, "line": DONE, "best": None},
+    ]  # fmt: skip
+    run.journal.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["report", str(run.path)]) == 0
+    return run.path
+
+
+class Page(HTMLParser):
+    """The elements and texts of a page."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.feed((folder / "report" / "index.html").read_text())
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_data(self, text: str) -> None:
+        self.texts.append(text.strip())
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def test_the_page_shows_the_folder_and_names_no_other_file(folder: Path) -> None:
+    page = Page(folder)
+    assert [section["id"] for section in page.all("section")] == SECTIONS
+    assert {*FIGURES.values(), DONE, "finished", "75.0 %", "6.0 s"} <= set(page.texts)
+    run = shlex.quote(str(folder))
+    again = shlex.quote(f"{folder}-again")
+    repeat = f"pipeline train {shlex.quote(f'{folder}/config.yaml')} run.dir={again} --nproc 2"
+    assert {repeat, f"pipeline verify {run}"} <= set(page.texts)
+    for name in CLASSES[:2]:
+        assert name in page.texts, "a class's name is text"
+    assert "<b>GPU</b>" in page.texts
+    assert {tag for tag, _ in page.elements} & {"script", "link", "iframe", "object", "a", "base", "form"} == set()
+    assert all((image["src"] or "").startswith("data:image/png;base64,") for image in page.all("img"))
+    assert len(page.all("img")) == 5, "three pictures, a mistake and an augmented image"
+    names = {name for _, attributes in page.elements for name in attributes}
+    assert not {name for name in names if name.startswith("on") or name in ("href", "srcset", "background")}
+    assert not re.search(r"url\(|@import", (folder / "report" / "index.html").read_text())
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    assert {"http-equiv": "Content-Security-Policy", "content": policy} in page.all("meta")
+    assert render_page(RunFolder(folder)) == (folder / "report" / "index.html").read_text(), "the same bytes again"
+
+
+def test_a_missing_or_damaged_part_is_left_out_and_named(folder: Path) -> None:
+    (folder / "plan.json").write_text("{")
+    (folder / "report" / "curves.png").write_bytes(b"\x89PNG\r\n")
+    (folder / "report" / "classes.png").unlink()
+    saved = folder / "report" / "data" / "step-00000028.npz"
+    saved.write_bytes(saved.read_bytes()[:100])
+    (folder / "report" / "index.html").write_text(render_page(RunFolder(folder)))
+    page = Page(folder)
+    shown = ["confusion", "augmentation", "time", "configuration", "left-out"]
+    assert [section["id"] for section in page.all("section")] == shown
+    named = {"summary", "curves", "frequent confusions", "accuracy of each class", "mistakes", "plan", "commands"}
+    assert named <= set(page.texts)
+    assert "classes.png: No such file or directory" in page.texts
+
+
+def test_a_run_that_has_just_started_has_a_page(folder: Path) -> None:
+    journal = folder / "journal.jsonl"
+    journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:2]))
+    assert main(["report", str(folder)]) == 0
+    page = Page(folder)
+    assert {"running or killed", "no epoch is complete yet"} <= set(page.texts)
+    assert DONE not in page.texts
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    program = find_program()
+    if program is None:
+        pytest.skip(NO_BROWSER)
+    browser = Browser(program, tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+def test_the_page_opens_in_a_browser_without_a_network(folder: Path, browser: Browser) -> None:
+    address = (folder / "report" / "index.html").as_uri()
+    for width in (400, 1200):
+        browser.requests.clear()
+        browser.open(address, width, 900)
+        text = browser.evaluate("document.body.innerText")
+        assert all(figure in text for figure in (*FIGURES.values(), HOSTILE))
+        assert browser.evaluate("[...document.images].map(image => image.naturalWidth > 0)") == [True] * 5
+        assert browser.evaluate("document.scripts.length") == 0
+        assert browser.evaluate("document.documentElement.scrollWidth") == width, "no horizontal overflow"
+        assert {request for request in browser.requests if not request.startswith("data:")} == {address}

@@ -1,0 +1,316 @@
+"""The command line by itself: help, suggestions, recipes, completion, plan --json and --best."""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import SMALL, Job, environment, read_rows
+
+from pipeline.cli.arguments import Parser
+from pipeline.cli.main import main, make_parser
+from pipeline.config import recipes
+from pipeline.config.help import all_keys
+from pipeline.preflight import doctor
+from pipeline.record.receipt import best_checkpoint
+
+ROOT = Path(__file__).parent.parent
+
+
+def parsers(parser: Parser, name: str = "") -> Iterator[tuple[str, Parser]]:
+    """Yield every command and its parser."""
+    yield name.strip(), parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, inner in action.choices.items():
+                yield from parsers(inner, f"{name} {word}")
+
+
+COMMANDS = [name for name, _ in parsers(make_parser())]
+GROUPS = ["", "data", "k8s", "bench"]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Return the one line with which the words are refused."""
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    return line.removeprefix("pipeline: ")
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_without_a_command_the_help_is_printed(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(group.split()) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert captured.out.startswith(f"usage: pipeline {group}".rstrip())
+    for name in COMMANDS:
+        if name and name.rpartition(" ")[0] == group:
+            assert re.search(rf"^ +{name.split()[-1]}\b", captured.out, re.MULTILINE)
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == "pipeline 0.2.0.dev0\n"
+
+
+@pytest.mark.parametrize("columns", [80, 64])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name])
+def test_every_command_has_a_description_and_fits_the_window(
+    name: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit):
+        main([*name.split(), "--help"])
+    text = capsys.readouterr().out
+    usage, description = text.split("\n\n")[:2]
+    assert usage.startswith(f"usage: pipeline {name}")
+    assert description[0].isupper()
+    assert description.endswith(".")
+    example = re.search(r"^examples?:\n(  .*\n)+", text, re.MULTILINE)
+    assert example or name in (*GROUPS, "recipes")
+    wrapped = text.replace(example[0], "") if example else text
+    assert max(map(len, wrapped.splitlines())) <= columns
+    assert not example or max(map(len, example[0].splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("trian", "unknown command 'trian'; did you mean train? (see 'pipeline --help')"),
+        ("data chek", "unknown action 'chek'; did you mean check? (see 'pipeline data --help')"),
+        ("bench top", "unknown subject 'top'; did you mean top1? (see 'pipeline bench --help')"),
+        ("train digits --nporc 2", "unknown flag --nporc; did you mean --nproc? (see 'pipeline train --help')"),
+        ("--xyzzy", "unknown flag --xyzzy (see 'pipeline --help')"),
+        (
+            "export runs/x --to onx",
+            "--to 'onx' is not allowed: give torch.export | onnx | safetensors; did you mean onnx?"
+            " (see 'pipeline export --help')",
+        ),
+    ],
+)
+def test_a_mistyped_word_gets_a_suggestion(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, *words.split()) == line
+
+
+@pytest.mark.parametrize("words", ["train digits --epochs 3", "plan digits --train.epochs=3"])
+def test_a_key_with_dashes_is_answered_with_what_to_write(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, *words.split())
+    assert line.startswith(f"unknown flag {words.split()[2].removesuffix('=3')}: ")
+    assert "write train.epochs=3 (see 'pipeline " in line
+
+
+def test_a_word_that_is_near_to_no_command_is_answered_with_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refused(capsys, "xyzzy")
+    assert line.startswith("unknown command 'xyzzy'; the choices are train, recipes, plan, ")
+    assert set(re.findall(r"[\w-]+", line)) >= {name for name in COMMANDS if name and " " not in name}
+
+
+def test_the_help_of_train_has_every_key_below_its_section(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    text = capsys.readouterr().out
+    keys = text.partition("by section:\n\n")[2]
+    sections = {
+        block.partition(":")[0]: re.findall(r"^  ([\w.]+)=", block, re.MULTILINE) for block in keys.split("\n\n")
+    }
+    assert sections.pop("top level") == ["parallel"]
+    assert {key for inner in sections.values() for key in inner} == all_keys().keys() - {"recipe", "parallel"}
+    assert all(key.startswith(f"{section}.") for section, inner in sections.items() for key in inner)
+    assert max(map(len, text.splitlines())) <= 100
+    assert (
+        "\n  schedule.name=cosine\n      Shape of the learning-rate schedule after the warm-up.\n      Allowed: c"
+        in text
+    )
+
+
+def test_the_recipes_are_listed_with_their_facts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["recipes", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["recipes"]
+    assert [row["name"] for row in rows] == recipes.recipe_names()
+    for row in rows:
+        assert list(row) == ["name", "what", "target", "expected time", "processes", "data", "source"]
+        assert all(row.values())
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["recipes"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) < 80
+    assert "digits: ResNet-18 at 32 px, 12 epochs" in text
+    for row in rows:
+        assert all(word in text for fact in row.values() for word in fact.split())
+
+
+def test_the_commands_of_the_recipes_data_parse() -> None:
+    for row in recipes.describe_all():
+        command = re.search(r"pipeline (data [^'.]*)", row["data"])
+        if command:
+            make_parser().parse_args(command[1].split())
+
+
+def test_a_plan_in_json_is_that_of_the_run(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "digits", f"data.root={digits}", "--world", "2", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["world"], plan["process_batch"], plan["total_steps"]) == (2, 48, 168)
+    assert plan["parameters"] == 11_181_642
+    assert "128.0 MiB a process" in plan["memory"]
+
+
+# ---- completion
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a `pipeline` command, and modules that end it if they are imported."""
+    folder = tmp_path_factory.mktemp("shell")
+    command = folder / "pipeline"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m pipeline "$@"\n')
+    command.chmod(0o755)
+    for module in ("torch", "pydantic"):
+        (folder / f"no-{module}").mkdir()
+        (folder / f"no-{module}" / f"{module}.py").write_text("import os\nos._exit(99)\n")
+    return folder
+
+
+_BASH = """\
+eval "$(pipeline completion bash)"
+for COMP_LINE in "$@"; do
+  COMP_POINT=${#COMP_LINE} COMP_TYPE=9 COMPREPLY=()
+  _python_argcomplete pipeline
+  echo "${COMPREPLY[*]}"
+done
+"""
+
+
+def bash_completions(shell: Path, *lines: str, forbidden: tuple[str, ...]) -> list[list[str]]:
+    """Return what bash offers at the end of each line. forbidden: modules not to be imported."""
+    modules = [str(shell / f"no-{module}") for module in forbidden]
+    path = os.pathsep.join([*modules, str(ROOT)])
+    env = environment(PATH=f"{shell}:{os.environ['PATH']}", PYTHONPATH=path)
+    result = subprocess.run(
+        ["bash", "-c", _BASH, "bash", *lines], capture_output=True, text=True, env=env, cwd=shell, check=True
+    )
+    return [line.split() for line in result.stdout.splitlines()]
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="bash is not installed")
+def test_bash_completes_commands_flags_and_recipes_without_a_slow_import(shell: Path) -> None:
+    (shell / "my.yaml").touch()
+    commands, actions, flags, names, files, formats = bash_completions(
+        shell, "pipeline ", "pipeline data ", "pipeline train digits --", "pipeline train resnet50-",
+        "pipeline plan my", "pipeline export runs/x --to=o", forbidden=("torch", "pydantic"),
+    )  # fmt: skip
+    assert set(commands) == {name for name in COMMANDS if name and " " not in name}
+    assert actions == ["make", "get", "import", "pack", "check"]
+    assert flags == ["--help", "--nproc", "--quiet"]
+    assert names == ["resnet50-90", "resnet50-fast", "resnet50-v2"]
+    assert files == ["my.yaml"]
+    assert formats == ["onnx"], "the part after =, where bash breaks words"
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="bash is not installed")
+def test_bash_completes_keys_and_their_values(shell: Path) -> None:
+    keys, values, cut, after_flag, absent = bash_completions(
+        shell, "pipeline train digits train.", "pipeline train digits schedule.name=",
+        "pipeline train digits schedule.name=cos", "pipeline train digits --nproc 2 checkpoint.",
+        "pipeline doctor digits run.threads=", forbidden=("torch",),
+    )  # fmt: skip
+    assert keys == [f"{key}=" for key in all_keys() if key.startswith("train.")]
+    assert values == ["cosine", "step", "linear", "constant"]
+    assert cut == ["cosine"]
+    assert after_flag == ["checkpoint.every=", "checkpoint.keep="]
+    assert absent == ["auto", "none"]
+
+
+@pytest.mark.skipif(not shutil.which("zsh"), reason="zsh is not installed")
+def test_zsh_accepts_the_script(shell: Path) -> None:
+    script = 'autoload -U compinit && compinit -u; eval "$(pipeline completion zsh)"; echo ${_comps[pipeline]}'
+    env = environment(PATH=f"{shell}:{os.environ['PATH']}", PYTHONPATH=str(ROOT))
+    result = subprocess.run(["zsh", "-fc", script], capture_output=True, text=True, env=env, check=True)
+    assert result.stdout.strip() == "_python_argcomplete"
+
+
+# ---- doctor
+
+
+def test_the_doctor_prints_a_finding_before_the_next_check(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = doctor._Report(is_quiet=False)
+    report.run("first", lambda: "fine")
+    seen = []
+    report.run("second", lambda: seen.append(capsys.readouterr().err) or "fine")
+    assert seen == ["ok  first        fine\n"]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    report = doctor._Report(is_quiet=False)
+    report.run("third", lambda: seen.append(capsys.readouterr().err) or "fine")
+    assert seen[1].endswith("… third"), "on a terminal, the check that is running"
+    assert capsys.readouterr().err == "\r       \rok  third        fine\n"
+
+
+# ---- --best
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
+    """Train with a learning rate that is too high: the best checkpoint is not the last."""
+    job = Job(
+        tmp_path_factory.mktemp("runs") / "run",
+        ["digits", f"data.root={digits}", *SMALL, "data.workers=0", "optimizer.lr=2", "evaluate.every=4 steps",
+         "checkpoint.keep=1", "train.max_steps=12"],
+    )  # fmt: skip
+    assert job.run().code == 0
+    return job
+
+
+def test_the_summary_names_the_best_checkpoint_and_the_command_that_uses_it(run: Job) -> None:
+    best = max(
+        (row for row in read_rows(run.folder / "journal.jsonl") if row.get("event") == "evaluated"),
+        key=lambda row: row["top1"],
+    )
+    assert best["step"] < 12, "the test needs a best checkpoint that is not the last"
+    last = run.log()
+    assert f"best     step {best['step']}, top-1 {best['top1']:.4f}; last: step 12, top-1 " in last
+    assert f"use it   pipeline predict {run.folder} --best IMAGE" in last
+
+
+def test_best_takes_the_best_checkpoint_in_place_of_the_last(
+    run: Job, digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    best, _ = run.checkpoints()
+    assert best_checkpoint(str(run.folder)) == best
+    image = str(next((digits / "val/3").iterdir()))
+    results = {}
+    for target in ((str(run.folder), "--best"), (str(best),), (str(run.folder),)):
+        assert main(["predict", *target, image, "--json"]) == 0
+        results[target] = capsys.readouterr().out
+    assert results[(str(run.folder), "--best")] == results[(str(best),)] != results[(str(run.folder),)]
+    assert main(["evaluate", str(run.folder), "--best"]) == 0
+    rows = {row["step"]: row for row in json.loads((run.folder / "receipt.json").read_text())["evaluations"]}
+    assert f"weights={rows[int(best.name[5:13])]['weights']}" in capsys.readouterr().out
+    assert main(["export", str(run.folder), "--best", "--to", "safetensors", "--out", str(tmp_path / "x")]) == 0
+    assert f"the model of step {int(best.name[5:13])};" in capsys.readouterr().out
+
+
+def test_best_needs_a_run_with_a_best_checkpoint(run: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(run.checkpoints()[0])
+    for target in (file, "models:/digits@best", str(tmp_path / "nosuch")):
+        line = refused(capsys, "evaluate", target, "--best")
+        assert line == f"--best needs a run's folder, but {target} is not a folder: leave --best out"
+    assert "cannot read" in refused(capsys, "export", str(tmp_path), "--best", "--to", "onnx")
+    receipt = json.loads((run.folder / "receipt.json").read_text())
+    (tmp_path / "receipt.json").write_text(json.dumps(receipt))
+    assert "has no best checkpoint" in refused(capsys, "predict", str(tmp_path), "--best", "a.png")
