@@ -313,4 +313,4 @@ def test_best_needs_a_run_with_a_best_checkpoint(run: Job, tmp_path: Path, capsy
     assert "cannot read" in refused(capsys, "export", str(tmp_path), "--best", "--to", "onnx")
     receipt = json.loads((run.folder / "receipt.json").read_text())
     (tmp_path / "receipt.json").write_text(json.dumps(receipt))
-    assert "has no best checkpoint" in refused(capsys, "predict", str(tmp_path), "--best", "a.png")
+    assert "has no best checkpoint" in refused(capsys, "predict", str(tmp_path), "--best", str(tmp_path))

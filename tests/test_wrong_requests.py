@@ -67,7 +67,7 @@ train digits --batch-size=32 | write batch.global=32
 train digits --learning_rate=1 | write optimizer.lr=1
 train digits --model=resnet50 | write model.arch=resnet50
 train digits --quite | did you mean --quiet?
-train digits --gpus=2 | unrecognized arguments: --gpus=2
+train digits --gpus=2 | unknown flag --gpus
 train digits --nproc=0 | '0' is not a whole number of at least 1
 train digits --nproc=two | 'two' is not a whole number
 train digits train.epoch=3 | did you mean train.epochs?
@@ -164,19 +164,19 @@ predict runs/done empty | no image in empty
 predict models:/x photos | there is no runs/mlflow.db here
 export nosuch --to=onnx | nosuch does not exist
 export runs/done | required: --to
-export runs/done --to=tflite | invalid choice: 'tflite'
+export runs/done --to=tflite | --to 'tflite' is not allowed: give torch.export | onnx
 verify nosuch | nosuch does not exist: give a run's folder
 verify photos | has no readable receipt
 report nosuch | nosuch does not exist: give a run's folder
 report photos | is not a run's folder
 sync nosuch | nosuch does not exist: give a run's folder
 sync photos | is not a run's folder
-data | required: ACTION
+data mak digits | unknown action 'mak'; did you mean make?
 data make | required: kind
-data make cats | invalid choice: 'cats'
+data make cats | kind 'cats' is not allowed: give digits | synthetic
 data make digits photos | photos already exists
 data make synthetic out --classes=1 | at least two classes
-data get imagenet | invalid choice: 'imagenet'
+data get imagenet | did you mean imagenette?
 data get imagenette photos | photos already exists
 data import imagenet | required: ARCHIVES, OUT
 data import imagenet nosuch out | nosuch is not a folder
@@ -188,14 +188,14 @@ data pack packed out | packed is a pack already
 data check nosuch | nosuch is not a folder
 data check photos --val-split=2 | '2' is not a number between 0 and 1
 data check photos --val-split=nan | 'nan' is not a number between 0 and 1
-bench | required: SUBJECT
-bench gpus | invalid choice: 'gpus'
+bench bogus | unknown subject 'bogus'; the choices are train, track,
+bench gpus | unknown subject 'gpus'; did you mean gpu?
 bench data --images=nosuch | --images nosuch is not a folder
 bench train nosuch | 'nosuch' is not key=value
 bench top1 nosuch | recipe 'nosuch' is unknown
 rehearse digits | required: --nodes
 rehearse digits --nodes=5 | the nearest batch.global that works is 95 or 100
-k8s rendr | invalid choice: 'rendr'
+k8s rendr | unknown action 'rendr'; did you mean render?
 k8s render --nodes=7 | the nearest batch.global that works is 91 or 98
 k8s render --namespace=UPPER_case | 'UPPER_case' is not a Kubernetes name (RFC 1123)
 k8s render --namespace=a.b | 'a.b' is not a Kubernetes name

@@ -59,6 +59,9 @@ class _Report:
             if fatal and (self.error is None or isinstance(self.error, TemporaryError)):
                 self.error = error  # a permanent error outweighs a temporary one
             return None
+        except KeyboardInterrupt:
+            self.log(f"stopped during: {name}")
+            raise
         self._add(Finding(name, True, describe(result)))
         return result
 
