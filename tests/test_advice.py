@@ -84,6 +84,18 @@ def pack(place: Place) -> None:
     place.run("data", "pack", "images", "packed")
 
 
+def pack_beside(place: Place) -> None:
+    place.run("data", "pack", "images", "images-pack")
+
+
+def add_folder_image(place: Place) -> None:
+    (place.path / "images/train/class-0000/000.jpg").mkdir()
+
+
+def remove_folder_image(place: Place) -> None:
+    (place.path / "images/train/class-0000/000.jpg").rmdir()
+
+
 def pack_and_damage(place: Place) -> None:
     pack(place)
     (place.path / "packed/pack.index").write_bytes(b"x")
@@ -188,6 +200,19 @@ ROWS = [
     Advice(4, RESUME, "start again with run.resume=never", f"{RESUME} run.resume=never", before=damage_checkpoints),
     Advice(75, "run.dir=runs/held", "wait for it, stop it", f"run.dir=runs/held {LONG}", stop_holder, start_holder),
     Advice(75, "run.dir=runs/held", "another run.dir", "run.dir=runs/other", before=start_holder),
+    Advice(2, "train.epochs 3", "write train.epochs=3", "train.epochs=3"),
+    Advice(2, "--epochs 3", "write train.epochs=3", "train.epochs=3"),
+    Advice(2, "augment.scale=0.5", "such as 'augment.scale=[0.08, 1.0]'", "augment.scale=[0.08,1.0]"),
+    Advice(2, "augment.growth=5", "such as 'augment.growth=[5 epochs, 10 epochs]'",
+           "augment.growth=[5_epochs,10_epochs]"),
+    Advice(2, "track.uri=htp://foo", "set track.uri=none", "track.uri=none"),
+    Advice(2, "data.source=pack data.root=images",
+           "'pipeline data pack images images-pack' and give data.root=images-pack",
+           "data.source=pack data.root=images-pack", pack_beside),
+    Advice(2, "data.source=pack data.root=images", "with data.source=folder", "data.source=folder data.root=images"),
+    Advice(2, "data.source=folder data.root=packed", "set data.source=pack", "data.source=pack data.root=packed",
+           before=pack),
+    Advice(2, "", "rename or remove it", "", remove_folder_image, add_folder_image),
 ]  # fmt: skip
 
 

@@ -63,6 +63,7 @@ CASES = [
     Case(2, "augment.mixup=0.2 batch.global=5"), Case(2, "run.exact=true exact.shards=3"),
     Case(2, "run.exact=true train.precision=fp16"), Case(2, "parallel=stages"), Case(2, "track.required=true"),
     Case(2, "run.device=cuda"), Case(2, "data.source=pack"), Case(2, "data.root=nowhere"), Case(2, "train.clip=0"),
+    Case(2, "track.uri=htp://foo"), Case(2, "model.arch=maskrcnn_resnet50_fpn"), Case(2, "data.root=s3://bucket/x"),
     Case(2, "model.batchnorm=sync --nproc 2"), Case(2, "batch.global=9 --nproc 2"),
     # refused because of the model, which needs torch
     Case(2, "model.arch=resnet999"), Case(2, "model.arch=vit_b_16"), Case(2, "model.arch=alexnet"),

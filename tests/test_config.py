@@ -176,10 +176,12 @@ def test_an_error_in_a_list_names_the_key_of_the_list() -> None:
     )
     for short_or_long in ("[0.1]", "[0.1, 0.2, 0.3]"):
         assert refused("digits", f"augment.scale={short_or_long}") == (
-            f"augment.scale={short_or_long} is not allowed: give 2 values [a number > 0 and ≤ 1, a number > 0 and ≤ 1]"
+            f"augment.scale={short_or_long} is not allowed: give 2 values [a number > 0 and ≤ 1, a number > 0 and ≤ 1],"
+            " such as 'augment.scale=[0.08, 1.0]'"
         )
     assert refused("digits", "profile.steps=[20]") == (
-        "profile.steps=[20] is not allowed: give 2 values [an integer ≥ 1, an integer ≥ 1], or auto | none"
+        "profile.steps=[20] is not allowed: give 2 values [an integer ≥ 1, an integer ≥ 1], or auto | none, such as"
+        " 'profile.steps=[20, 24]'"
     )
     assert refused("digits", "augment.scale=[1, 0.5]") == "augment.scale=[1, 0.5]: give the smaller number first"
 

@@ -124,12 +124,8 @@ def _add_render(actions: Commands) -> None:
     add("--mlflow-auth", action="store_true", help=help)
     add("--pull-secret", type=_subdomain, metavar="NAME", help="Secret with the registry's credentials")
     add("--namespace", type=_label, metavar="NAME", help="namespace of all objects (default ddp-pipeline)")
-    add(
-        "--storage-class",
-        type=_subdomain,
-        metavar="NAME",
-        help="one with ReadWriteMany (default: the cluster's default)",
-    )
+    help = "one with ReadWriteMany (default: the cluster's default)"
+    add("--storage-class", type=_subdomain, metavar="NAME", help=help)
     add("--single-node", action="store_true", help="all pods run on one machine (kind, minikube): use ReadWriteOnce")
     add("--cpus", type=positive_int, metavar="C", help="CPUs per pod (default 8 per GPU, or 2 per process on CPU)")
     add("--memory", type=_memory, help="memory per pod (default 24Gi per GPU, or 4Gi per process on CPU)")

@@ -139,7 +139,7 @@ def _predict(options: argparse.Namespace) -> str:
 
     inputs.check_target(options.target)
     inputs.check_images(options.images)
-    inputs.check_folder_of(options.sheet)
+    inputs.check_sheet(options.sheet)
 
     from pipeline.operate import predict
 

@@ -102,7 +102,7 @@ def check_tracking_uri(name: str, uri: str) -> None:
         return
     hint = "" if kind in _TRACKING_SCHEMES else nearest(kind, list(_TRACKING_SCHEMES), 0.7)
     if re.fullmatch(r"[\w.-]+:\d{1,5}(/.*)?", uri, re.ASCII):
-        hint = f"; did you mean http://{uri}?"
+        hint = f"; did you mean {show(f'http://{uri}')}?"
     elif "://" not in uri or kind == "file":
         hint = "; MLflow keeps runs on a server or in a database, not in a folder"
     raise RequestError(
@@ -141,7 +141,7 @@ def _find(recipe: str) -> Path:
     names = _names()
     if recipe in names:
         return RECIPES / f"{recipe}.yaml"
-    if recipe.partition("=")[0] in all_keys():
+    if "=" in recipe and recipe.partition("=")[0] in all_keys():
         raise RequestError(
             f"a recipe is missing before '{show(recipe)}': give one of {', '.join(names)}, or a YAML file"
         )

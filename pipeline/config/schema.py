@@ -177,7 +177,10 @@ class Augment(Section):
     epoch keeps its number of steps and uses 1/repeats of the images."""
     scale: tuple[PositiveFraction, PositiveFraction] = (0.08, 1.0)
     """Random resized crop: smallest and largest share of the image's area."""
-    ratio: tuple[Annotated[float, Field(gt=0, le=100)], Annotated[float, Field(gt=0, le=100)]] = (3 / 4, 4 / 3)
+    ratio: Annotated[
+        tuple[Annotated[float, Field(gt=0, le=100)], Annotated[float, Field(gt=0, le=100)]],
+        Field(examples=[[0.75, 1.33]]),
+    ] = (3 / 4, 4 / 3)
     """Random resized crop: smallest and largest aspect ratio (width / height)."""
     flip: Fraction = 0.5
     """Probability of a horizontal flip."""

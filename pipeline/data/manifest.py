@@ -37,7 +37,7 @@ def open_index(root: Path, val_split: float, spare: Path, *, check_sizes: bool) 
     wrong.
     """
     layout = "train/ and val/ in it, each with one folder per class"
-    check_folder(root, f"data.root={root}", f"give a folder with {layout}, or {_how_to_make(root)}")
+    check_folder(root, f"data.root={root}", f"give a folder with {layout}{_how_to_make(root)}")
     for cached in _cached(root, spare):
         if cached.val_split == val_split and _is_current(cached, root, check_sizes):
             return cached
@@ -47,11 +47,11 @@ def open_index(root: Path, val_split: float, spare: Path, *, check_sizes: bool) 
 
 
 def _how_to_make(root: Path) -> str:
-    """Return the advice that makes the data of `root`; the recipes name their data sets so."""
-    if os.path.exists(root):
-        return "unpack it there first"
-    command = {"imagenet": f"import imagenet ARCHIVES {root}", "imagenette": f"get imagenette {root}"}
-    return f"make one with 'pipeline data {command.get(root.name, f'make synthetic {root}')}'"
+    """Return ", or make one with …", a command that suits the folder's name, or ""."""
+    if os.path.exists(root):  # a file
+        return ""
+    commands = {"imagenet": f"import imagenet ARCHIVES {root}", "imagenette": f"get imagenette {root}"}
+    return f", or make one with 'pipeline data {commands.get(root.name, f'make synthetic {root}')}'"
 
 
 def save_index(index: Index, *folders: Path) -> None:

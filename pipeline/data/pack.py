@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.access import UnreadableError, outage_error, raise_if_outage
+from pipeline.data.access import UnreadableError, is_non_empty_folder, outage_error, raise_if_outage
 from pipeline.data.index import Index, SplitImages
 from pipeline.errors import RequestError
 
@@ -169,8 +169,7 @@ def _how_to_make(root: Path) -> str:
         return f"make one of ImageNet's archives with '{make}'"
     if root.is_file():
         return "give the folder of a pack"
-    has_images = root.is_dir() and not (root / REQUEST).exists() and any(root.iterdir())
-    if has_images:
+    if is_non_empty_folder(root) and not (root / REQUEST).exists():
         new = root.with_name(f"{root.name}-pack")
         remedy = f"make one with 'pipeline data pack {root} {new}' and give data.root={new}"
         return f"{remedy}, or train from a folder of images with data.source=folder"

@@ -130,13 +130,13 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
     root = data_root(config)
     if "://" in str(config.data.root):
         raise RequestError(
-            f"data.root={config.data.root} is no folder: copy the data to this machine and give its folder"
+            f"data.root={config.data.root} is not a folder: copy the data to this machine and give its folder"
         )
     if config.data.source == "pack":
         index = pack.open_index(root)
     else:
         _ensure_digits(config, root)
-        if (root / pack.SUMMARY).exists():
+        if os.path.exists(root / pack.SUMMARY):
             raise RequestError(f"data.root={root} is a pack: set data.source=pack")
         index = open_index(root, config.data.val_split, config.run_dir / "index", check_sizes=check_sizes)
     check_train_classes(index, root)  # an earlier version may have cached an index with such a class

@@ -41,7 +41,7 @@ def _check_exists(path: str | Path, if_missing: str) -> None:
         raise RequestError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def check_folder_of(file: Path | None) -> None:
-    """Check that the folder of a file to write exists."""
+def check_sheet(file: Path | None) -> None:
+    """Check that the folder of the contact sheet exists."""
     if file and not os.path.isdir(file.parent):
         raise RequestError(f"--sheet {file} cannot be written: {file.parent} is not a folder: name one that exists")
