@@ -41,7 +41,7 @@ class World:
         Raises RequestError if `nodes` does not divide `size`.
         """
         if size % nodes:
-            raise RequestError(f"--world {size} does not divide by --nodes {nodes}: give each node the same number")
+            raise RequestError(f"--world {size} does not divide by --nodes {nodes}: give --world a multiple of {nodes}")
         return replace(self, size=size, local_size=size // nodes, rank=0, local_rank=0)
 
 

@@ -155,26 +155,33 @@ doctor digits track.uri=htp://foo | did you mean http?
 doctor digits --world=two | 'two' is not a whole number
 evaluate | required: RUN_DIR|CHECKPOINT
 evaluate nosuch | nosuch does not exist: give a run's folder or a file step-
+evaluate notes.txt | notes.txt is not a checkpoint: give a run's folder or a file step-
+evaluate models:/digits@best | only 'pipeline predict' takes
 evaluate done | did you mean runs/done?
 predict | required:
 predict runs/done | required: IMAGE
 predict nosuch photos | nosuch does not exist
 predict runs/done nosuch.jpg | nosuch.jpg: file not found: give image files
 predict runs/done empty | no image in empty
+predict models:/x@ photos | 'models:/x@' is not the URI of a model: give models:/NAME@ALIAS
+predict runs/done photos --sheet=out.jpg | give the name of a .png file
+predict runs/done photos --sheet=photos | --sheet photos is a folder
 predict models:/x photos | there is no runs/mlflow.db here
 export nosuch --to=onnx | nosuch does not exist
+export runs/done --to=onnx --out=nosuch/model.onnx | nosuch is not a folder
 export runs/done | required: --to
 export runs/done --to=tflite | --to 'tflite' is not allowed: give torch.export | onnx
 verify nosuch | nosuch does not exist: give a run's folder
 verify photos | has no readable receipt
 report nosuch | nosuch does not exist: give a run's folder
-report photos | is not a run's folder
+report photos | is not the folder of a run that has started
 sync nosuch | nosuch does not exist: give a run's folder
-sync photos | is not a run's folder
+sync photos | is not the folder of a run that has started
 data mak digits | unknown action 'mak'; did you mean make?
 data make | required: kind
 data make cats | kind 'cats' is not allowed: give digits | synthetic
 data make digits photos | photos already exists
+data make digits out --images=3 | leave them out with 'digits'
 data make synthetic out --classes=1 | at least two classes
 data get imagenet | did you mean imagenette?
 data get imagenette photos | photos already exists
@@ -285,7 +292,8 @@ data check differ | the classes of train/ and val/ differ
 data check packed --write-sums | leave --write-sums out
 data check torn-pack | the pack torn-pack is damaged
 data pack folder-image out | 000.jpg is a folder that is named like an image
-data pack photos photos | is not empty and holds no pack
+data pack photos photos | photos is inside the image folder photos: name a folder outside it
+data pack photos photos/packed | is inside the image folder photos
 data pack photos packed --level raw=32 | holds a pack of another source or level
 data make synthetic out --images 8 --classes 4 | make at least 13 images
 data import imagenet photos out --pack zip | level zip is not allowed
@@ -364,7 +372,6 @@ MISSING = """
 evaluate photos | holds no checkpoint
 predict photos photo.jpg | holds no checkpoint
 export empty-run --to torch.export | holds no checkpoint
-evaluate notes.txt | the name is not step-
 """
 
 

@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         words: the command line. flag: the first of its words that could not be parsed.
         """
         if not flag.startswith("-"):
-            self.error(f"there is no place for {flag!r}")
+            self.error(f"unexpected argument {flag!r}")
         name, advice = flag.partition("=")[0], ""
         if any(action.dest == "overrides" for action in self._actions):
             from pipeline.config.help import flag_as_override  # builds the schema of the keys

@@ -3,6 +3,7 @@
 import argparse
 
 from pipeline.cli.arguments import Commands, Parser, add_command, path, path_or_uri, positive_int, share
+from pipeline.errors import RequestError
 
 
 def add_commands(commands: Commands) -> None:
@@ -19,15 +20,19 @@ def _add_make(actions: Commands) -> None:
     add = add_command(actions, "make", _make, help, "", *examples).add_argument
     add("kind", choices=("digits", "synthetic"), help="which images")
     add("out", nargs="?", type=path_or_uri, metavar="OUT", help="folder to make (default data/<kind>)")
-    add("--images", type=positive_int, default=1000, metavar="N", help="synthetic: training images (default 1000)")
-    add("--classes", type=positive_int, default=10, metavar="N", help="synthetic: classes (default 10)")
-    add("--side", type=positive_int, default=64, metavar="PX", help="synthetic: side in pixels (default 64)")
+    add("--images", type=positive_int, metavar="N", help="synthetic: training images (default 1000)")
+    add("--classes", type=positive_int, metavar="N", help="synthetic: classes (default 10)")
+    add("--side", type=positive_int, metavar="PX", help="synthetic: side in pixels (default 64)")
 
 
 def _make(options: argparse.Namespace) -> str:
     from pipeline.operate import data
 
-    return data.make(options.kind, options.out, options.images, options.classes, options.side)
+    sizes = options.images, options.classes, options.side
+    if options.kind == "digits" and any(sizes):
+        raise RequestError("--images, --classes and --side are for synthetic images: leave them out with 'digits'")
+    images, classes, side = (size or default for size, default in zip(sizes, (1000, 10, 64), strict=True))
+    return data.make(options.kind, options.out, images, classes, side)
 
 
 def _add_get(actions: Commands) -> None:

@@ -30,6 +30,7 @@ _EPILOG = """\
 
 exit codes:
   0    done
+  1    'verify' found a difference
   2    the request is invalid: do not retry
   3    the loss is not finite
   4    data or storage failed

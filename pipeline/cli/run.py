@@ -10,6 +10,7 @@ from pathlib import Path
 from pipeline import machine, supervision, world
 from pipeline.cli import arguments
 from pipeline.cli.arguments import Commands, Parser, add_command, add_overrides, add_recipe, path_or_uri, positive_int
+from pipeline.errors import RequestError
 from pipeline.guards.signals import StopRequest
 
 _TARGET_HELP = "a run's folder (its last checkpoint) or a checkpoint file"
@@ -137,9 +138,11 @@ def _add_predict(commands: Commands) -> None:
 def _predict(options: argparse.Namespace) -> str:
     from pipeline.operate import inputs
 
-    inputs.check_target(options.target)
+    inputs.check_model(options.target)
     inputs.check_images(options.images)
-    inputs.check_sheet(options.sheet)
+    inputs.check_output("--sheet", options.sheet)
+    if options.sheet and options.sheet.suffix != ".png":
+        raise RequestError(f"--sheet {options.sheet} is not allowed: give the name of a .png file")
 
     from pipeline.operate import predict
 

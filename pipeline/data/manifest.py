@@ -51,7 +51,9 @@ def _how_to_make(root: Path) -> str:
     if os.path.exists(root):  # a file
         return ""
     commands = {"imagenet": f"import imagenet ARCHIVES {root}", "imagenette": f"get imagenette {root}"}
-    return f", or make one with 'pipeline data {commands.get(root.name, f'make synthetic {root}')}'"
+    default = "" if root.name == "cifar10" else f"make synthetic {root}"
+    command = commands.get(root.name, default)
+    return f", or make one with 'pipeline data {command}'" if command else ""
 
 
 def save_index(index: Index, *folders: Path) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import replacing
-from pipeline.operate.inputs import check_target
+from pipeline.operate.inputs import check_output, check_target
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -36,8 +36,7 @@ def export(target: Path, kind: str, out: Path | None, overrides: list[str]) -> s
     Raises RequestError if a library of the format is not installed.
     """
     check_target(target)
-    if out and out.is_dir():
-        raise RequestError(f"--out {out} is a folder: give a file in it")
+    check_output("--out", out)
     missing = [name for name in _LIBRARIES[kind] if importlib.util.find_spec(name) is None]
     if missing:
         problem = f"--to {kind} needs {' and '.join(missing)}, not part of the lock file"

@@ -1,17 +1,31 @@
 """Checks of what a command reads, before it imports torch: a run's folder, a checkpoint, images."""
 
 import os
+import re
 from pathlib import Path
 
 from pipeline.config.schema import MODEL_URI_PREFIX
 from pipeline.data.access import raise_if_outage
 from pipeline.errors import RequestError
 
+_MODEL_URI = re.escape(MODEL_URI_PREFIX) + r"[^/@]+([@/][^/@]+)?"
+
 
 def check_target(target: str | Path) -> None:
-    """Check that a run's folder or a checkpoint exists; a model in MLflow is looked up later."""
-    if not str(target).startswith(MODEL_URI_PREFIX):
-        _check_exists(target, f"{target} does not exist: give a run's folder or a file step-….pt{_run_of(target)}")
+    """Check that `target` is a run's folder or a checkpoint."""
+    if str(target).startswith(MODEL_URI_PREFIX):
+        raise RequestError(f"{target} is a model in MLflow, which only 'pipeline predict' takes: give a run's folder")
+    _check_exists(target, f"{target} does not exist: give a run's folder or a file step-….pt{_run_of(target)}")
+    if os.path.isfile(target) and Path(target).suffix != ".pt":
+        raise RequestError(f"{target} is not a checkpoint: give a run's folder or a file step-….pt")
+
+
+def check_model(target: str) -> None:
+    """Check that `target` is a run's folder, a checkpoint or the URI of a model in MLflow."""
+    if not target.startswith(MODEL_URI_PREFIX):
+        check_target(target)
+    elif not re.fullmatch(_MODEL_URI, target):
+        raise RequestError(f"{target!r} is not the URI of a model: give models:/NAME@ALIAS or models:/NAME/VERSION")
 
 
 def check_run_folder(folder: Path) -> None:
@@ -41,7 +55,9 @@ def _check_exists(path: str | Path, if_missing: str) -> None:
         raise RequestError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def check_sheet(file: Path | None) -> None:
-    """Check that the folder of the contact sheet exists."""
+def check_output(flag: str, file: Path | None) -> None:
+    """Check that a file to write can be made: its folder exists, and it is not a folder itself."""
+    if file and file.is_dir():
+        raise RequestError(f"{flag} {file} is a folder: give a file in it")
     if file and not os.path.isdir(file.parent):
-        raise RequestError(f"--sheet {file} cannot be written: {file.parent} is not a folder: name one that exists")
+        raise RequestError(f"{flag} {file} cannot be written: {file.parent} is not a folder: name one that exists")

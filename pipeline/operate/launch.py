@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline import errors, supervision, world
+from pipeline import errors, machine, supervision, world
 from pipeline.config.load import from_yaml, load, refuse_another_model
 from pipeline.config.schema import Config
 from pipeline.data import sources
@@ -126,6 +126,8 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
     refuse_another_model(trained, config, str(path))
     source = None
     if here.is_main:
+        if config.run.device == "cuda" and not machine.has_gpu():
+            raise machine.no_gpu_error()
         source, description = sources.open_validation(config, contents, trained, overrides)
         print(f"evaluating {path} on {description}", file=sys.stderr, flush=True)
 

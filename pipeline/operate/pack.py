@@ -87,6 +87,8 @@ def pack(root: Path, out: Path, level_text: str, val_split: float) -> str:
     check_folder(root, str(root), "name an image folder")
     if (root / SUMMARY).exists():
         raise RequestError(f"{root} is a pack already: name the image folder that it was made of")
+    if out.resolve().is_relative_to(root.resolve()):
+        raise RequestError(f"{out} is inside the image folder {root}: name a folder outside it")
     return pack_source(sources.source_from_index(root, manifest.scan(root, val_split)), out, level)
 
 

@@ -67,14 +67,15 @@ def predict(target: str, paths: list[str], *, as_json: bool, sheet: Path | None)
             if sheet and len(tiles) < _SHEET_TILES:
                 tiles.append(Tile(pixels.numpy(), f"{top[0][0]} {top[0][1]:.2f}"))
         terminal.progress(f"{len(predictions) + len(bad):,} of {len(images):,} images")
-    for image, defect in bad.items():
-        terminal.log(f"bad image {image}: {defect}")
+    if predictions or len(bad) > 1:
+        for image, defect in bad.items():
+            terminal.log(f"bad image {image}: {defect}")
     if has_bad_logits and not predictions:
         raise NotFiniteError(f"the logits of {target} are not finite for any image: use another checkpoint")
     if not predictions:
         image, defect = next(iter(bad.items()))
         others = f" (and none of the other {len(bad) - 1:,} images can be decoded)" if len(bad) > 1 else ""
-        raise StorageError(f"{image}: {defect}{others}")
+        raise StorageError(f"{image}: {defect}{others}: give images that can be decoded")
     if sheet:
         try:
             draw_contact_sheet(sheet, tiles, target)

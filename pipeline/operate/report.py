@@ -17,7 +17,8 @@ def report(path: Path) -> str:
     try:
         folder.journal.stat()
     except OSError as error:
-        raise RequestError(f"{path} is not a run's folder: {folder.journal.name}: {error.strerror}") from None
+        problem = f"{path} is not the folder of a run that has started ({folder.journal.name}: {error.strerror})"
+        raise RequestError(f"{problem}: give a run's folder, such as runs/digits") from None
     try:
         pictures = draw_report(folder, lambda line: print(line, file=sys.stderr))
         page = write_page(folder)

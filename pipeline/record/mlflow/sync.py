@@ -39,7 +39,8 @@ def sync(path: Path, *, follow: bool) -> None:
     try:
         config = from_yaml(folder.config.read_text(errors="replace"), str(folder.config))
     except OSError as error:
-        raise RequestError(f"{path} is not a run's folder: {folder.config.name}: {error.strerror}") from None
+        problem = f"{path} is not the folder of a run that has started ({folder.config.name}: {error.strerror})"
+        raise RequestError(f"{problem}: give a run's folder, such as runs/digits") from None
     named = os.environ.get("PIPELINE_TRACK_URI") or uri_in_environment()
     uri = named or tracking_uri(config, folder)
     if uri is None:
