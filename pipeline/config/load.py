@@ -173,6 +173,7 @@ def _read_text(path: Path) -> str:
     except OSError as error:
         raise RequestError(
             f"recipe {path} cannot be read: {error.strerror}: give a YAML file, or one of {', '.join(_names())}"
+            + nearest(path.stem, _names(), cutoff=0.8)
         ) from None
     except UnicodeDecodeError:
         raise RequestError(f"recipe {path} is not UTF-8 text: give a YAML file") from None

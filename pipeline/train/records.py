@@ -155,7 +155,7 @@ class Records:
         if self._samples:
             self._samples.write_page(self._folder)
         if not self._sender.close(log):
-            log("MLflow did not take everything: the journal keeps it, 'pipeline sync' with this run's folder sends it")
+            log(f"MLflow did not take everything: the journal keeps it, 'pipeline sync {self._folder.path}' sends it")
 
     def crash(self, step: int) -> None:
         """Record a crash at `step`, once a checkpoint that is being written is complete."""
