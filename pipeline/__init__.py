@@ -1,6 +1,6 @@
 """Train image classifiers with PyTorch DDP, and resume with bit-identical weights.
 
-The rooms, from top to bottom. Each imports only from itself and from those below it, which
+The packages, from top to bottom. Each imports only from itself and from those below it, which
 tests/test_layout.py checks: __main__, cli, bench, deploy, operate, preflight, train, guards,
 telemetry, record, data, parallel, model, plan, group, device, config, supervision, world, machine,
 randomness, errors, files.

@@ -28,8 +28,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests marked `full`, `long` or `engine` unless an option asks for them.
 
-    `make test` still tests every promise at least once. Each xdist worker runs whole files, so that
-    their fixtures are made once; the longest files come first.
+    Without options, `make test` runs the tests that take seconds. Some promises are tested only
+    with `--full` (determinism, equivalence, mutations) or with `--engine` (containers). Each xdist
+    worker runs whole files, so that their fixtures are made once; the longest files come first.
     """
     longest = ["test_kills", "test_tracking", "test_equivalence", "test_parallel", "test_checkpoint", "test_parts"]
     items.sort(key=lambda item: longest.index(item.path.stem) if item.path.stem in longest else len(longest))

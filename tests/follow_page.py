@@ -38,7 +38,8 @@ NOT_RUN = {
 _SHELL = r"""
 set -e -o pipefail
 start() { began=$EPOCHREALTIME; printf '\n$ %s\n' "$1"; }
-stopped() { [ "$1" = 124 ] || [ "$1" = 137 ]; }  # the exit codes of `timeout` for SIGTERM and SIGKILL
+# the exit codes of `timeout`: 124 or 137 (SIGKILL), with --preserve-status the command's own, here 75 (run me again)
+stopped() { [ "$1" = 75 ] || [ "$1" = 124 ] || [ "$1" = 137 ]; }
 finish() { printf '[%.1f s]\n' "$(echo "$EPOCHREALTIME $began" | awk '{print $1 - $2}')"; }
 serve() {
     setsid bash -c "exec $2" > "$1" 2>&1 < /dev/null &

@@ -21,7 +21,7 @@ PAGES = [
     *sorted(DOCS.glob("*.md")),
 ]
 QUICK = ("your-data", "reproducibility")
-"""Pages that are followed in CI; the others by hand."""
+"""Pages that are followed in CI; the others by hand: `python tests/follow_page.py PAGE`."""
 FOLLOWED = [ROOT / "README.md"] + [
     DOCS / f"{name}.md" for name in ("getting-started", "your-data", "mlflow", "reproducibility")
 ]
@@ -37,6 +37,7 @@ SHORT = (
 )  # fmt: skip
 NOT_RUN = {
     "train my.yaml": "needs 8 GPUs",
+    "doctor my.yaml": "needs 8 GPUs",
     "rehearse": "needs Docker: tests/test_containers.py",
     "data make": "`train digits` has made them: tests/test_data.py",
     "data import": "needs ImageNet's archives: tests/test_import.py",

@@ -64,7 +64,7 @@ def test_the_package_docstring_names_every_room() -> None:
 def test_a_module_imports_only_from_its_room_and_those_below(module: str) -> None:
     allowed = ROOMS[ROOMS.index(room(module)) :]
     forbidden = {name for name in imported_from_package(module) if room(name) not in allowed}
-    assert not forbidden, f"{module} imports from a room above it: {forbidden}"
+    assert not forbidden, f"{module} imports from a package above it: {forbidden}"
 
 
 def test_there_are_no_circular_imports() -> None:

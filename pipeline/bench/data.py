@@ -62,8 +62,8 @@ _PEERS = {
 
 _LEGEND = """\
 - `reference`: ImageFolder with Pillow and torchvision's transforms. The ratios refer to it.
-- `plain`, `lossless`, `lossy`: our loader, from image files, a lossless pack and a pack of the level
-  `max-side=500,q=90`, which holds smaller images.
+- `plain`, `lossless`, `lossy`: our loader, from image files, a lossless pack and a pack of the
+  level `max-side=500,q=90`, which holds smaller images.
 - `decoding alone`: each image decoded completely, and nothing else.
 - `pixels`: mean absolute difference to the reference's crop, on the scale of 0 to 255. The other
   loaders are compared on whole images.

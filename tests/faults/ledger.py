@@ -12,6 +12,7 @@ import os
 import platform
 import statistics
 import subprocess
+import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -143,10 +144,13 @@ def _report(results: list[dict[str, Any]]) -> str:
         [
             "# Faults",
             "",
-            f"Made from the ledger of {modes}, {days}, commit {commits}, on {_machine()}. *Identical*: the digest"
-            " of the weights, each line of the trace and each reported metric equal those of the uninterrupted"
-            " run. *Promise kept*: times the promise was kept, of times the fault was injected. *Time*: until"
-            " training made a step again, or until all processes had ended.",
+            _wrap(f"Measured by {modes}, {days}, commit {commits}, on {_machine()}."),
+            "",
+            _wrap(
+                "*Identical*: the digest of the weights, the trace and the figures equal those of an undisturbed run."
+                " *Promise kept*: successes of attempts. *Time*: until training made a step again, or until all"
+                " processes had ended."
+            ),
             "",
             "| row | injected | promised | promise kept | time (median) | test |",
             "| --- | --- | --- | --- | --- | --- |",
@@ -155,6 +159,10 @@ def _report(results: list[dict[str, Any]]) -> str:
             *(["Promise not kept:", "", *failed] if failed else []),
         ]
     )
+
+
+def _wrap(text: str) -> str:
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def _machine() -> str:
