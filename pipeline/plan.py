@@ -185,7 +185,7 @@ class Plan(Resources):
         growth = f", {self.first_size} px up to epoch {self.grows_from:g}, growing until {self.grows_until:g}"
         growth = growth if self.first_size < self.image_size else ""
         repeats = f", {self.repeats} views of each in a batch" if self.repeats > 1 else ""
-        warmup = f", after {self.warmup_steps:,} steps of warm-up" if self.warmup_steps else ""
+        warmup = f", {self.warmup_steps:,} steps of warm-up" if self.warmup_steps else ""
         rows = {
             "data": f"{self.train_images:,} images to train, {self.val_images:,} held out,"
             f" {self.num_classes:,} classes",

@@ -291,7 +291,7 @@ def test_plan_prints_the_arithmetic_and_writes_nothing(tmp_path: Path) -> None:
                 "workers        3 a process = ⌈6 a node / 2⌉",
                 "epoch          14 steps = ⌊1,437 / 96⌋ (93 images left out, different ones each epoch)",
                 "steps          168 (12 epochs)",
-                "learning rate  0.0375 = 0.1 × 96 / 256 (optimizer.lr is for 256 images), cosine, after 14 steps",
+                "learning rate  0.0375 = 0.1 × 96 / 256 (optimizer.lr is for 256 images), cosine, 14 steps of warm-up",
                 "validation     every 14 steps, 6 batches of 60, each image once"):  # fmt: skip
         assert f"  {row}" in result.out
     assert not list(tmp_path.iterdir())

@@ -107,7 +107,7 @@ def _add_render(actions: Commands) -> None:
     parser = add_command(
         actions, "render", _render, "write the manifests for a recipe, an image, N nodes and G GPUs per node",
         "Print the manifests, or write them to --out. Without options they are those of k8s/.",
-        "pipeline k8s render my.yaml --nodes 4 --gpus 8 --image IMAGE --out k8s",
+        "pipeline k8s render my.yaml --nodes 4 --gpus 8 --image IMAGE --out job",
         argument_default=argparse.SUPPRESS,  # the defaults are those of deploy.k8s.RenderOptions
     )  # fmt: skip
     add = parser.add_argument
