@@ -20,7 +20,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md") if (ROOT / name).exists()),
     *sorted(DOCS.glob("*.md")),
 ]
-QUICK = ("your-data", "reproducibility")
+IN_CI = "your-data"
 """Pages that are followed in CI; the others by hand: `python tests/follow_page.py PAGE`."""
 FOLLOWED = [ROOT / "README.md"] + [
     DOCS / f"{name}.md" for name in ("getting-started", "your-data", "mlflow", "reproducibility")
@@ -125,7 +125,7 @@ def test_each_documented_command_that_can_run_here_succeeds(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=pytest.mark.full if page.stem in QUICK else pytest.mark.long) for page in FOLLOWED],
+    [pytest.param(page, marks=pytest.mark.full if page.stem == IN_CI else pytest.mark.long) for page in FOLLOWED],
     ids=lambda page: page.stem,
 )
 def test_a_page_can_be_followed_in_a_fresh_clone(page: Path, tmp_path: Path) -> None:
