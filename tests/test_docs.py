@@ -21,7 +21,7 @@ PAGES = [
     *sorted(DOCS.glob("*.md")),
 ]
 IN_CI = "your-data"
-"""Pages that are followed in CI; the others by hand: `python tests/follow_page.py PAGE`."""
+"""The page that is followed in CI; the others by hand: `python tests/follow_page.py PAGE`."""
 FOLLOWED = [ROOT / "README.md"] + [
     DOCS / f"{name}.md" for name in ("getting-started", "your-data", "mlflow", "reproducibility")
 ]
