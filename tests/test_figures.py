@@ -82,7 +82,7 @@ def test_the_figures_need_only_the_run_folder(tmp_path: Path, capsys: pytest.Cap
 
 def test_a_folder_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
-    assert "is not a run's folder" in capsys.readouterr().err
+    assert "is not the folder of a run that has started" in capsys.readouterr().err
 
 
 def drawn_texts(figure: Any) -> list[str]:
