@@ -1,0 +1,215 @@
+"""Train and evaluate on a fake CUDA device, with and without planted faults.
+
+Usage: LD_PRELOAD=… python tests/dry_run.py [NAME …]. Each case and fault prints a line of JSON: its
+name, its seconds, the functions in which the host waited for the device in the updates and in the
+evaluation, and the error that ended it.
+"""
+
+import inspect
+import json
+import os
+import sys
+import textwrap
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import fake_cuda
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from pipeline.config.load import load
+from pipeline.config.recipes import recipe_names
+from pipeline.data import transfer
+from pipeline.data.loader import TrainBatches, batches
+from pipeline.data.sources import SyntheticImages, open_source
+from pipeline.group import Group
+from pipeline.guards.signals import StopRequest
+from pipeline.guards.watchdog import Watchdog
+from pipeline.model.architectures import Normalise
+from pipeline.parallel import ddp
+from pipeline.plan import DataSize, make_plan
+from pipeline.record.terminal import NullTerminal
+from pipeline.telemetry.profiler import NullProfiler
+from pipeline.telemetry.timing import TimedBatches, make_timer
+from pipeline.train import evaluate, loop, session, state, step
+from pipeline.train.records import NullRecords
+from pipeline.train.trainer import Trainer
+from pipeline.world import World
+
+UPDATES = 3
+GPUS = 8
+IMAGENET = DataSize(1_281_167, 50_000, 1000)
+COMMON = (
+    "data.source=synthetic", f"data.num_images={IMAGENET.train_images}", "data.workers=0", "batch.global=32",
+    "evaluate.batch=4", "train.compile=off", "track.uri=none", f"track.every={UPDATES + 1} steps",
+    f"run.watch={UPDATES + 1} steps",
+)  # fmt: skip
+READABLE = {"Group.all_reduce": 0.0, "LossGuard.check": 1.0, "ExactStrategy.has_overflow": 0.0, "all_finite": 1.0}
+"""The functions in which the host may wait, and the value that it reads there."""
+
+
+@dataclass(frozen=True)
+class Case:
+    recipe: str
+    words: tuple[str, ...] = ()
+    gpus: int = 1
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A line of a function, and a mistake in its place."""
+
+    function: Callable[..., Any]
+    line: str
+    mistake: str
+    case: Case
+
+
+@dataclass
+class Result:
+    name: str
+    seconds: float = 0.0
+    updates: list[str] = field(default_factory=list)
+    evaluation: list[str] = field(default_factory=list)
+    error: str = ""
+
+
+MIXED = Case("digits", ("augment.mixup=0.2", "augment.cutmix=1", "train.loss=bce", "model.channels_last=true"))
+CASES = {
+    **{f"recipe {name}": Case(name, gpus=GPUS) for name in recipe_names()},
+    **{f"precision {name}": Case("digits", (f"train.precision={name}",)) for name in ("fp32", "tf32", "bf16")},
+    "precision fp16": Case("digits", ("train.precision=fp16", "train.clip=1", "optimizer.name=adamw")),
+    "mixed": MIXED,
+    "frozen": Case("digits", ("model.init=DEFAULT", "model.freeze=backbone", "train.precision=fp16")),
+    "ddp": Case("digits", ("batch.accumulate=2", "train.ema=0.99", "train.clip=1", "train.exchange=bf16"), GPUS),
+    "fsdp": Case("digits", ("parallel=fsdp", "batch.accumulate=2", "train.ema=0.99", "train.clip=1"), GPUS),
+    "fsdp bf16": Case("digits", ("parallel=fsdp", "train.precision=bf16", "optimizer.name=adamw"), GPUS),
+    "exact": Case("digits", ("run.exact=true", "exact.shards=16"), GPUS),
+}
+FAULTS = {
+    "mixing on the CPU": Fault(
+        step._run_pass, "mix_images(pixels, batch.mix)", "mix_images(pixels.cpu(), batch.mix.cpu())", MIXED
+    ),
+    "labels by way of the CPU": Fault(
+        step._run_pass, "Targets(batch.labels)\n", "Targets(batch.labels.cpu().to(pixels.device))\n", MIXED
+    ),
+    "mean on the CPU": Fault(Normalise.__init__, "torch.tensor(MEAN, device=device)", "torch.tensor(MEAN)", MIXED),
+    "loss sum on the CPU": Fault(step.forward_backward, "torch.zeros((), device=device)", "torch.zeros(())", MIXED),
+    "a printed loss": Fault(step.forward_backward, "loss_sum += loss", "print(loss.item())", MIXED),
+    "a count on the host": Fault(
+        state.TrainState.add_to_totals, "(logits.argmax(1) == labels).sum()", "int((logits.argmax(1) == labels).sum())",
+        MIXED,
+    ),
+    "moments in another layout": Fault(
+        state.make_optimizer, "torch.zeros_like(parameter)", "torch.zeros(parameter.shape, device=parameter.device)",
+        MIXED,
+    ),
+    "a copy that waits": Fault(transfer._to_gpu, "to(device, non_blocking=True)", "to(device)", MIXED),
+    "a count of each evaluation batch": Fault(
+        evaluate.Evaluator.evaluate, "defects += batch.defects", "defects += batch.defects * int(counts[0])", MIXED
+    ),
+}  # fmt: skip
+
+
+class FakeGroup(Group):
+    """A group of processes of which this one runs: it sends nothing, and receives ones."""
+
+    def all_reduce(self, counts: Tensor) -> Tensor:
+        super().all_reduce(counts)
+        return torch.ones(counts.shape, dtype=counts.dtype)
+
+
+class LocalDDP(nn.Module):
+    """DistributedDataParallel without its reducer, which is C++ and reads the gradients."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        logits: Tensor = self.module(pixels)
+        return logits
+
+    def register_comm_hook(self, state: object, hook: object) -> None:
+        pass
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        yield
+
+
+def run(case: Case, result: Result) -> None:
+    """Evaluate, as a run that resumes before an evaluation does, train, report, and save."""
+    device = torch.device("cuda", 0)
+    world = World(size=case.gpus, local_size=case.gpus, cpus=16, has_gpu=True)
+    config = load(case.recipe, [*COMMON, *case.words])
+    source = open_source(config)
+    assert isinstance(source.val, SyntheticImages)
+    source = replace(source, val=replace(source.val, count=10))
+    plan = make_plan(config, world, replace(IMAGENET, num_classes=config.data.num_classes))
+    with FakeTensorMode(allow_non_fake_inputs=True), fake_cuda.FakeCuda(READABLE) as cuda:
+        timer, watchdog = make_timer(device), Watchdog(300, Path(os.devnull), 0)
+        plan, state = session._build(
+            config, plan, FakeGroup(world, device), None, timer, watchdog, NullTerminal(),
+            is_resumed=config.model.init is not None,
+        )  # fmt: skip
+        trainer = Trainer.build(
+            config, plan, state, source, NullRecords(), NullTerminal(), timer=timer, watchdog=watchdog,
+            stop=StopRequest(), profiler=NullProfiler(),
+        )  # fmt: skip
+        data = TrainBatches(source.train, config, plan, rank=0)
+        stream = TimedBatches(transfer.to_device(batches(data, range(100), plan, pin=False), device), timer)
+        with cuda.watch(result.evaluation):
+            trainer.evaluator.evaluate(0, trainer.asked_to_stop)
+        with cuda.watch(result.updates):
+            for _ in range(UPDATES):
+                step.update_once(trainer, stream)
+        step.update_once(trainer, stream)  # after which a report and a comparison of the weights are due
+        loop.save(trainer, is_last=True)
+
+
+@contextmanager
+def planted(fault: Fault) -> Iterator[None]:
+    """Make the mistake in the function, wherever it is imported."""
+    source = textwrap.dedent(inspect.getsource(fault.function))
+    assert source.count(fault.line) == 1, f"{fault.function.__qualname__} has no line {fault.line!r}"
+    namespace: dict[str, Any] = {}
+    mistaken = compile(source.replace(fault.line, fault.mistake), inspect.getfile(fault.function), "exec")
+    exec(mistaken, fault.function.__globals__, namespace)
+    code, fault.function.__code__ = fault.function.__code__, namespace[fault.function.__name__].__code__
+    try:
+        yield
+    finally:
+        fault.function.__code__ = code
+
+
+def main(names: list[str]) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    fake_cuda.install()
+    ddp.DistributedDataParallel = LocalDDP  # type: ignore[misc, assignment]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=GPUS)
+    for name in names or [*CASES, *FAULTS]:
+        result, start = Result(name), time.monotonic()
+        try:
+            if name in FAULTS:
+                with planted(FAULTS[name]):
+                    run(FAULTS[name].case, result)
+            else:
+                run(CASES[name], result)
+        except Exception as error:
+            result.error = f"{type(error).__name__}: {error}"
+        result.seconds = round(time.monotonic() - start, 1)
+        print(json.dumps(asdict(result)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

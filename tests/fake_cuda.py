@@ -1,0 +1,198 @@
+"""A fake CUDA device: the real training code runs on it without a GPU, and its waits are seen.
+
+Tensors of the device have a dtype, a shape, strides and a device, and no values (torch's
+FakeTensorMode). What the host computes is real. An operation on tensors of two devices fails as on
+a GPU. An operation that makes the host wait for the device is recorded with the function that asks
+for it. DDP's reducer, pipeline stages and compiled kernels are not Python, and are not covered.
+
+The process must run with the library of `fake_cuda.c` in LD_PRELOAD.
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    unset_fake_temporarily,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import pipeline
+
+_PIPELINE = str(Path(pipeline.__file__).parent)
+_WAITING = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+class HostWaitError(Exception):
+    """The host would wait for the device in a function that must not."""
+
+
+class LayoutError(Exception):
+    """A fused update would read a gradient or a moment in another layout than its weight's."""
+
+
+class FakeCuda(TorchDispatchMode):
+    """Runs operations on CUDA tensors without values, and all others for real.
+
+    Entered inside `FakeTensorMode(allow_non_fake_inputs=True)`.
+    """
+
+    def __init__(self, readable: dict[str, float]) -> None:
+        """Make the device.
+
+        readable: the functions, by qualified name, in which the host may read a value, and the
+        value that it reads there.
+        """
+        super().__init__()
+        self._waits: list[str] | None = None
+        self._readable = readable
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if DTensor in types:
+            return NotImplemented  # its operations on local tensors come here
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        target = kwargs.get("device")
+        is_moved = target is not None and torch.device(target).type == "cuda"
+        if not is_moved and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            kwargs.pop("pin_memory", None)
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and func.namespace == "aten":
+            # in inference mode torch hands over composite operations, such as `to`, whole
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        name = func.overloadpacket.__name__
+        if name.startswith("_fused_"):
+            _check_layouts(*args[:3])
+        if _copies_and_waits(name, args, kwargs):
+            self._wait()
+        try:
+            return func(*args, **kwargs)
+        except _WAITING:
+            return self._wait()
+
+    @contextmanager
+    def watch(self, waits: list[str]) -> Iterator[None]:
+        """Append the function of each wait in the context to `waits`.
+
+        A function that is not readable raises HostWaitError there. Outside, any may wait.
+        """
+        self._waits = waits
+        try:
+            yield
+        finally:
+            self._waits = None
+
+    def _wait(self) -> float:
+        """Record a wait, and return the value that the host reads."""
+        name = _caller()
+        if self._waits is not None:
+            self._waits.append(name)
+            if name not in self._readable:
+                raise HostWaitError(name)
+        return self._readable.get(name, 0.0)
+
+
+class FakeEvent:
+    """An event that has completed."""
+
+    def __init__(self, **options: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        return 1.0
+
+
+class FakeStream:
+    """A stream whose work has completed."""
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        pass
+
+    def wait_stream(self, stream: "FakeStream") -> None:
+        pass
+
+    def record_event(self) -> FakeEvent:
+        return FakeEvent()
+
+    def wait_event(self, event: FakeEvent) -> None:
+        pass
+
+
+def install() -> None:
+    """Replace what torch.cuda cannot do without a GPU, in this process."""
+    torch.autograd.set_multithreading_enabled(False)
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    for module in (torch.cuda, torch.cuda.streams):
+        module.Event, module.Stream = FakeEvent, FakeStream  # type: ignore[misc, assignment]
+    torch.cuda.stream = lambda stream: nullcontext()  # type: ignore[assignment, misc]
+    torch.cuda.current_stream = FakeStream  # type: ignore[assignment]
+    torch.cuda.amp.common.amp_definitely_not_available = lambda: False
+    torch.cuda.current_device = torch.cuda.max_memory_allocated = lambda *device: 0
+    torch.cuda.get_device_name = lambda device=None: "NVIDIA H100"  # type: ignore[assignment]
+    torch.cuda.is_bf16_supported = lambda including_emulation=True: True
+    Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign, assignment]
+    torch.library.impl("aten::_fused_sgd_", "Meta")(lambda *args, **kwargs: None)
+
+
+def build_library(folder: Path) -> Path:
+    """Compile `fake_cuda.c` into `folder`, and return the library."""
+    library = folder / "fake_cuda.so"
+    source = Path(__file__).with_suffix(".c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    return library
+
+
+def _copies_and_waits(name: str, args: Any, kwargs: Any) -> bool:
+    """Return True if an operation copies between host and device, and is not asynchronous."""
+    if name == "_to_copy":
+        source, target = args[0].device, torch.device(kwargs.get("device") or args[0].device)
+        return source.type != target.type and not kwargs.get("non_blocking")
+    if name == "copy_":
+        asynchronous = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
+        return args[0].device.type != args[1].device.type and not asynchronous
+    return False
+
+
+def _check_layouts(weights: list[Tensor], gradients: list[Tensor], moments: list[Tensor]) -> None:
+    for others in filter(None, (gradients, moments)):
+        for weight, other in zip(weights, others, strict=True):
+            expected, found = _layout(weight), _layout(other)
+            if found != expected:
+                raise LayoutError(f"{found} for a weight of {expected}")
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    """Return what a fused kernel compares (torch's ATen/native/ForeachUtils.h)."""
+    strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+    return tensor.device, tensor.dtype, tuple(tensor.shape), strides
+
+
+def _caller() -> str:
+    """Return the qualified name of the innermost function of the pipeline that is running."""
+    frame = sys._getframe(1)
+    while frame.f_back and not frame.f_code.co_filename.startswith(_PIPELINE):
+        frame = frame.f_back
+    return frame.f_code.co_qualname.partition(".<locals>")[0]

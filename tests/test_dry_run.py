@@ -1,0 +1,54 @@
+"""Every recipe, precision and strategy trains on a fake CUDA device, and its host never waits."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import fake_cuda
+import pytest
+from dry_run import CASES, FAULTS, UPDATES, Result
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="the fake CUDA device needs a C compiler (cc)")
+
+EXPECTED_WAITS = {
+    "exact": ["LossGuard.check", "ExactStrategy.has_overflow"] * UPDATES,
+    **dict.fromkeys(("recipe vit-l16", "fsdp", "fsdp bf16"), ["LossGuard.check"] * UPDATES),
+}
+EXPECTED_ERRORS = {
+    "mixing on the CPU": "HostWaitError: _run_pass",
+    "labels by way of the CPU": "HostWaitError: _run_pass",
+    "mean on the CPU": "FakeTensorDeviceMismatchError: Expected all tensors to be on the same device",
+    "loss sum on the CPU": "RuntimeError: FakeTensor is wrapped to wrong device, found cpu, expected cuda:0",
+    "a printed loss": "HostWaitError: forward_backward",
+    "a count on the host": "HostWaitError: add_to_totals",
+    "moments in another layout": "LayoutError: ",
+    "a copy that waits": "HostWaitError: _to_gpu",
+    "a count of each evaluation batch": "HostWaitError: evaluate",
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    """Run all cases and faults in one process, which has the library loaded before torch."""
+    library = fake_cuda.build_library(tmp_path_factory.mktemp("library"))
+    env = {**os.environ, "LD_PRELOAD": str(library), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(Path(__file__).with_name("dry_run.py"))]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = [Result(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {result.name: result for result in found}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_host_never_waits_for_the_device_in_an_update(results: dict[str, Result], name: str) -> None:
+    assert results[name].error == ""
+    assert results[name].updates == EXPECTED_WAITS.get(name, [])
+    assert results[name].evaluation == ["Group.all_reduce"] * 2, "once at the end: counts, and predictions"
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(results: dict[str, Result], name: str) -> None:
+    assert results[name].error.startswith(EXPECTED_ERRORS[name])
