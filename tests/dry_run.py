@@ -3,6 +3,10 @@
 Usage: LD_PRELOAD=… python tests/dry_run.py [NAME …]. Each case and fault prints a line of JSON: its
 name, its seconds, the functions in which the host waited for the device in the updates and in the
 evaluation, and the error that ended it.
+
+With --memory in place of names: a table of the memory that each recipe takes on a GPU, at the
+recipe's own batch. It is the sum of all tensors at its highest point; the workspace of kernels and
+the allocator's fragments come on top.
 """
 
 import inspect
@@ -48,7 +52,7 @@ UPDATES = 3
 GPUS = 8
 IMAGENET = DataSize(1_281_167, 50_000, 1000)
 COMMON = (
-    "data.source=synthetic", f"data.num_images={IMAGENET.train_images}", "data.workers=0", "batch.global=32",
+    "data.source=synthetic", f"data.num_images={IMAGENET.train_images}", "data.workers=0",
     "evaluate.batch=4", "train.compile=off", "track.uri=none", f"track.every={UPDATES + 1} steps",
     f"run.watch={UPDATES + 1} steps",
 )  # fmt: skip
@@ -79,6 +83,7 @@ class Result:
     seconds: float = 0.0
     updates: list[str] = field(default_factory=list)
     evaluation: list[str] = field(default_factory=list)
+    peak_gib: float = 0.0
     error: str = ""
 
 
@@ -146,11 +151,14 @@ class LocalDDP(nn.Module):
         yield
 
 
-def run(case: Case, result: Result) -> None:
-    """Evaluate, as a run that resumes before an evaluation does, train, report, and save."""
+def run(case: Case, result: Result, *words: str) -> str:
+    """Evaluate, as a run that resumes before an evaluation does, train, report, and save.
+
+    Return the plan's batch.
+    """
     device = torch.device("cuda", 0)
     world = World(size=case.gpus, local_size=case.gpus, cpus=16, has_gpu=True)
-    config = load(case.recipe, [*COMMON, *case.words])
+    config = load(case.recipe, [*COMMON, *words, *case.words])
     source = open_source(config)
     assert isinstance(source.val, SyntheticImages)
     source = replace(source, val=replace(source.val, count=10))
@@ -174,6 +182,8 @@ def run(case: Case, result: Result) -> None:
                 step.update_once(trainer, stream)
         step.update_once(trainer, stream)  # after which a report and a comparison of the weights are due
         loop.save(trainer, is_last=True)
+        result.peak_gib = cuda.peak_bytes / 2**30
+    return f"{plan.world} × {plan.micro_batch}"
 
 
 @contextmanager
@@ -197,18 +207,28 @@ def main(names: list[str]) -> None:
     fake_cuda.install()
     ddp.DistributedDataParallel = LocalDDP  # type: ignore[misc, assignment]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=GPUS)
+    if names == ["--memory"]:
+        return print_memory()
     for name in names or [*CASES, *FAULTS]:
         result, start = Result(name), time.monotonic()
         try:
             if name in FAULTS:
                 with planted(FAULTS[name]):
-                    run(FAULTS[name].case, result)
+                    run(FAULTS[name].case, result, "batch.global=32")
             else:
-                run(CASES[name], result)
+                run(CASES[name], result, "batch.global=32")
         except Exception as error:
             result.error = f"{type(error).__name__}: {error}"
         result.seconds = round(time.monotonic() - start, 1)
         print(json.dumps(asdict(result)), flush=True)
+
+
+def print_memory() -> None:
+    print("| recipe | GPUs × images a pass | GiB a GPU |\n| --- | --- | --- |")
+    for name in recipe_names():
+        result = Result(name)
+        batch = run(Case(name, gpus=GPUS), result, "augment.first_size=none")  # the largest images
+        print(f"| `{name}` | {batch} | {result.peak_gib:.1f} |", flush=True)
 
 
 if __name__ == "__main__":
