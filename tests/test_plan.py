@@ -279,6 +279,15 @@ def test_affinity_limits_the_cpus() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "1\n"
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_ranks_that_torchrun_binds_to_some_cpus_divide_all_of_them() -> None:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--no-python"]
+    rank = ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0))), sys.executable, "-c"]  # as numactl does
+    code = "import os; from pipeline import world; print(len(os.sched_getaffinity(0)), world.from_environment().cpus)"
+    done = subprocess.run([sys.executable, *command, *rank, code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"1 {machine.available_cpus()}\n"
+
+
 @pytest.mark.parametrize(
     ("files", "cgroup", "quota"),
     [({"cpu.max": "150000 100000"}, "0::/", 1.5),
