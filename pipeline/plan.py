@@ -97,7 +97,7 @@ class Plan(Resources):
     compile_reason: str = ""
     """The reason for compiling the model, or for not compiling it."""
     precision_note: str = ""
-    """What the default precision means for the speed of a GPU; "": nothing to say."""
+    """A hint about the speed of the precision on a GPU, or ""."""
 
     def epoch_at(self, step: int) -> int:
         """Return the epoch, from 0, of the update after `step`."""

@@ -1,4 +1,4 @@
-"""What Dynamo makes of each model, on a CPU: one graph per image size, whole, and never again.
+"""Dynamo makes one whole graph of each model per image size, and makes it once.
 
 A dummy backend takes the graphs, so nothing is compiled to code.
 """
