@@ -448,10 +448,12 @@ def _growth(config: Config, length: _Length) -> tuple[int, float, float]:
 def _compilation(config: Config, world: World, plan: Plan) -> tuple[bool, str]:
     """Return True if the model is compiled, and the reason for compiling it or not."""
     mode, missing, has_gpu = config.train.compile, world.missing_to_compile, _uses_gpu(config, world)
-    # torch's layers read counts on the host in each pass, which breaks the graph (torch 2.14)
-    syncs_batchnorm = config.model.batchnorm == "sync" and world.size > 1
     if mode == "off":
         return False, "train.compile=off"
+    if config.model.batchnorm == "sync" and world.size > 1:
+        if mode != "auto":
+            raise RequestError(f"train.compile={mode} does not support model.batchnorm=sync: leave one of them out")
+        return False, "model.batchnorm=sync waits for the GPU in each layer, which splits the compiled graph"
     if mode == "reduce-overhead" and not (has_gpu and world.size == 1):
         found = f"there are {world.size} processes" if world.size > 1 else "there is no GPU"
         raise RequestError(
@@ -459,11 +461,6 @@ def _compilation(config: Config, world: World, plan: Plan) -> tuple[bool, str]:
             " train.compile=auto"
         )
     if mode != "auto":
-        if syncs_batchnorm:
-            raise RequestError(
-                f"train.compile={mode} does not support model.batchnorm=sync, whose layers wait for the GPU: leave one"
-                " of them out"
-            )
         if missing:
             raise RequestError(f"train.compile={mode} needs {missing}: install it, or set train.compile=auto")
         return True, f"train.compile={mode}"
@@ -473,8 +470,6 @@ def _compilation(config: Config, world: World, plan: Plan) -> tuple[bool, str]:
         return False, "no GPU; train.compile=on compiles for the CPU"
     if config.is_deterministic:
         return False, "the run is deterministic, and compiled kernels may change bits; train.compile=on overrides this"
-    if syncs_batchnorm:
-        return False, "the layers of model.batchnorm=sync wait for the GPU"
     if missing:
         return False, f"torch.compile needs {missing}, which is missing"
     # A run that is resumed with more train.epochs may reach the number and compile from then on.

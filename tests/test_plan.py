@@ -153,11 +153,11 @@ def test_the_plan_shows_whether_the_model_is_compiled_and_why() -> None:
     assert compiled().startswith("no: no GPU; train.compile=on compiles")
     assert compiled("run.device=cpu", **gpu).startswith("no: no GPU; train.compile=on compiles")
     assert compiled("run.deterministic=true", **gpu).startswith("no: the run is deterministic")
-    sync = ("model.batchnorm=sync", "train.epochs=200")
-    assert compiled(*sync, size=2, local_size=2, **gpu) == "no: the layers of model.batchnorm=sync wait for the GPU"
-    assert compiled(*sync, **gpu) == "yes: there is a GPU", "one process synchronises nothing"
-    with pytest.raises(RequestError, match=r"train\.compile=on does not support model\.batchnorm=sync"):
-        compiled(*sync, "train.compile=on", size=2, local_size=2, **gpu)
+    assert compiled("model.batchnorm=sync", size=2, **gpu).startswith("no: model.batchnorm=sync waits for the GPU")
+    one_process = compiled("model.batchnorm=sync", "train.epochs=200", **gpu)
+    assert one_process == "yes: there is a GPU", "one process does not synchronise"
+    with pytest.raises(RequestError, match=r"train.compile=on does not support model.batchnorm=sync: leave one of"):
+        compiled("model.batchnorm=sync", "train.compile=on", size=2, **gpu)
     without = {**gpu, "missing_to_compile": "a compiler (gcc, or CC in the environment)"}
     assert compiled(**without).startswith("no: torch.compile needs a compiler (gcc, or CC in the environment)")
     with pytest.raises(RequestError, match=r"train.compile=on needs a compiler"):
