@@ -454,11 +454,13 @@ def _compilation(config: Config, world: World, plan: Plan) -> tuple[bool, str]:
         if mode != "auto":
             raise RequestError(f"train.compile={mode} does not support model.batchnorm=sync: leave one of them out")
         return False, "model.batchnorm=sync waits for the GPU in each layer, which splits the compiled graph"
+    # not with DDP: torch cuts its graphs at the buckets, where CUDA graphs were skipped
+    # (pytorch#139207) or crashed (pytorch#128218)
     if mode == "reduce-overhead" and not (has_gpu and world.size == 1):
         found = f"there are {world.size} processes" if world.size > 1 else "there is no GPU"
         raise RequestError(
-            f"train.compile=reduce-overhead records CUDA graphs of one process with a GPU, and {found}: use"
-            " train.compile=auto"
+            f"train.compile=reduce-overhead records CUDA graphs of one process with a GPU, and {found}: start one"
+            " process with a GPU, or use train.compile=auto"
         )
     if mode != "auto":
         if missing:
