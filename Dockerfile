@@ -58,10 +58,10 @@ ENTRYPOINT ["mlflow", "server", "--host", "0.0.0.0", "--port", "5000", "--worker
             "--backend-store-uri", "sqlite:////mlflow/mlflow.db", "--artifacts-destination", "/mlflow/artifacts"]
 
 FROM python AS trainer
-# Triton compiles its kernel launchers with gcc at run time, for torch.compile
+# Triton compiles its kernel launchers with gcc at run time, for torch.compile; torchrun --numa-binding needs numactl
 # hadolint ignore=DL3008
 RUN --mount=type=cache,target=/var/cache/apt,sharing=locked --mount=type=cache,target=/var/lib/apt,sharing=locked \
-    apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev libpython3-dev
+    apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev libpython3-dev numactl
 COPY --from=trainer-packages /opt/venv /opt/venv
 RUN --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
     pip install --no-cache-dir --no-deps --no-index --disable-pip-version-check --root-user-action ignore /wheel/*.whl

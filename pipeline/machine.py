@@ -13,8 +13,13 @@ from pipeline.errors import RequestError
 
 
 def available_cpus() -> int:
-    """Return the CPUs that the affinity mask and the cgroup (v2 or v1) allow, at least 1."""
-    cpus = len(os.sched_getaffinity(0))
+    """Return the CPUs that the affinity mask and the cgroup (v2 or v1) allow, at least 1.
+
+    The mask is that of the torchrun agent if there is one: with --numa-binding it binds each rank
+    to some of the CPUs, and the ranks of a machine divide all of them.
+    """
+    agent_pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0  # 0: this process
+    cpus = len(os.sched_getaffinity(agent_pid))
     quota = _cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     return max(1, min(cpus, int(quota))) if quota else cpus
 

@@ -11,12 +11,19 @@ another rest in each epoch.
 
 import hashlib
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pipeline.config.schema import Config, Duration
 from pipeline.errors import RequestError
 from pipeline.world import World
+
+_STEPS_TO_REPAY_COMPILATION = 2_000
+"""Steps with each image size from which train.compile=auto compiles.
+
+An estimate, not measured: to compile takes a minute or more, and a compiled step of 200 ms is 15 %
+shorter. A plan does not know the time of a step.
+"""
 
 
 @dataclass(frozen=True)
@@ -86,9 +93,11 @@ class Plan(Resources):
     """Epochs between which the side of an image grows from first_size to image_size."""
     eval_size: int
     repeats: int
-    compiles: bool
-    compile_reason: str
+    compiles: bool = False
+    compile_reason: str = ""
     """The reason for compiling the model, or for not compiling it."""
+    precision_note: str = ""
+    """A hint about the speed of the precision on a GPU, or ""."""
 
     def epoch_at(self, step: int) -> int:
         """Return the epoch, from 0, of the update after `step`."""
@@ -203,6 +212,7 @@ class Plan(Resources):
             "steps": f"{self.last_step:,}{total} ({epochs:.4g} epochs)",
             "images": f"{self.image_size} px{growth}{repeats}; {self.eval_size} px in validation",
             "compiled": ("yes: " if self.compiles else "no: ") + self.compile_reason,
+            "precision": self.precision_note,
             "learning rate": f"{self.peak_lr:.6g} = {self.peak_lr * 256 / self.global_batch:.6g} ×"
             f" {self.global_batch} / 256 (optimizer.lr is for 256 images), {self.schedule}{warmup}",
             "validation": f"every {self.evaluate_every:,} steps, {math.ceil(self.val_images / self.eval_batch):,}"
@@ -211,6 +221,8 @@ class Plan(Resources):
         }
         if self.stages == 1:
             del rows["stages"]
+        if not self.precision_note:
+            del rows["precision"]
         return rows
 
 
@@ -250,7 +262,6 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
     length = _length(config, data, passes=world.size * accumulate)
     warmup_steps, cooldown_steps = _warmup_and_cooldown(config, length)
     first_size, grows_from, grows_until = _growth(config, length)
-    compiles, compile_reason = _compilation(config, world)
     plan = Plan(
         **vars(divide_resources(config, world)), **vars(data),
         global_batch=global_batch, process_batch=global_batch // world.size,
@@ -266,8 +277,9 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
         watch_every=length.interval(config.run.watch) if config.run.watch else 0,
         image_size=size, first_size=first_size, grows_from=grows_from, grows_until=grows_until,
         eval_size=config.evaluate.size or size, repeats=config.augment.repeats,
-        compiles=compiles, compile_reason=compile_reason,
+        precision_note=_precision_note(config, world),
     )  # fmt: skip
+    compiles, compile_reason = _compilation(config, world, plan)
     needed = plan.prefetch_bytes
     if world.shared_memory is not None and needed > world.shared_memory:
         raise RequestError(
@@ -275,7 +287,7 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
             f" {_mib(world.shared_memory)}: enlarge it (docker: --shm-size, k8s render: --shm), or lower data.workers,"
             " data.prefetch or evaluate.batch (data.workers=0 needs none)"
         )
-    return plan
+    return replace(plan, compiles=compiles, compile_reason=compile_reason)
 
 
 def divide_batch(config: Config, world: int) -> tuple[int, int, int, int]:
@@ -433,24 +445,56 @@ def _growth(config: Config, length: _Length) -> tuple[int, float, float]:
     return first_size, grows_from, grows_until
 
 
-def _compilation(config: Config, world: World) -> tuple[bool, str]:
+def _compilation(config: Config, world: World, plan: Plan) -> tuple[bool, str]:
     """Return True if the model is compiled, and the reason for compiling it or not."""
-    mode, missing = config.train.compile, world.missing_to_compile
+    mode, missing, has_gpu = config.train.compile, world.missing_to_compile, _uses_gpu(config, world)
     if mode == "off":
         return False, "train.compile=off"
-    if mode == "on":
+    if config.model.batchnorm == "sync" and world.size > 1:
+        if mode != "auto":
+            raise RequestError(f"train.compile={mode} does not support model.batchnorm=sync: leave one of them out")
+        return False, "model.batchnorm=sync waits for the GPU in each layer, which splits the compiled graph"
+    # not with DDP: torch cuts its graphs at the buckets, where CUDA graphs were skipped
+    # (pytorch#139207) or crashed (pytorch#128218)
+    if mode == "reduce-overhead" and not (has_gpu and world.size == 1):
+        found = f"there are {world.size} processes" if world.size > 1 else "there is no GPU"
+        raise RequestError(
+            f"train.compile=reduce-overhead records CUDA graphs of one process with a GPU, and {found}: start one"
+            " process with a GPU, or use train.compile=auto"
+        )
+    if mode != "auto":
         if missing:
-            raise RequestError(f"train.compile=on needs {missing}: install it, or set train.compile=auto")
-        return True, "train.compile=on"
+            raise RequestError(f"train.compile={mode} needs {missing}: install it, or set train.compile=auto")
+        return True, f"train.compile={mode}"
     if config.parallel != "ddp":
         return False, f"parallel={config.parallel} runs parts of a model, which are not compiled"
-    if config.run.device == "cpu" or not world.has_gpu:
+    if not has_gpu:
         return False, "no GPU; train.compile=on compiles for the CPU"
     if config.is_deterministic:
         return False, "the run is deterministic, and compiled kernels may change bits; train.compile=on overrides this"
     if missing:
         return False, f"torch.compile needs {missing}, which is missing"
+    # A run that is resumed with more train.epochs may reach the number and compile from then on.
+    # That breaks no promise, because a deterministic run never gets here.
+    steps, sizes = plan.total_steps, len(plan.image_sizes)
+    if steps < _STEPS_TO_REPAY_COMPILATION * sizes:
+        with_sizes = f" with {sizes} image sizes" if sizes > 1 else ""
+        return False, f"{steps:,} steps{with_sizes} are too few to repay a compilation; train.compile=on compiles"
     return True, "there is a GPU"
+
+
+def _precision_note(config: Config, world: World) -> str:
+    """Return a line about fp32 on a GPU, where torch's default is another one, or ""."""
+    if config.train.precision != "fp32" or not _uses_gpu(config, world):
+        return ""
+    return (
+        "fp32: TF32 is off, also in convolutions, where torch's default is on; train.precision=tf32 or bf16 is faster"
+        " on Ampere and later"
+    )
+
+
+def _uses_gpu(config: Config, world: World) -> bool:
+    return world.has_gpu and config.run.device != "cpu"
 
 
 def _near_divisors(number: int, near: int) -> str:

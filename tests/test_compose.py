@@ -72,6 +72,17 @@ def test_the_trainer_has_the_environment_of_a_single_node() -> None:
     assert int(found["stop_grace_period"].removesuffix("s")) > node.SHUTDOWN_TIMEOUT_S
 
 
+def test_a_replaced_trainer_finds_what_was_compiled_before() -> None:
+    caches = re.findall(r"(\w+)_CACHE_DIR=(\S+)", (ROOT / "Dockerfile").read_text())
+    assert [name for name, _ in caches] == ["TORCHINDUCTOR", "TRITON"]
+    assert all(folder.startswith("/runs/") for _, folder in caches)
+    assert "runs:/runs" in service("trainer")["volumes"]
+    _, job = yaml.safe_load_all((ROOT / "k8s" / "50-trainer.yaml").read_text())
+    pod = job["spec"]["template"]["spec"]
+    assert {"name": "runs", "mountPath": "/runs"} in pod["containers"][0]["volumeMounts"]
+    assert {"name": "runs", "persistentVolumeClaim": {"claimName": "runs"}} in pod["volumes"]
+
+
 def test_every_variable_is_in_the_example_env_file() -> None:
     used = {name for path in FILES for name in re.findall(r"\$\{(\w+)", path.read_text())}
     assert used <= EXAMPLES.keys()

@@ -73,6 +73,18 @@ def test_a_batch_that_cannot_be_split_is_refused(limit: int, words: tuple[str, .
         fit(limit, *words)
 
 
+def test_cuda_graphs_are_refused_if_the_batch_must_be_split() -> None:
+    config = load("digits", ["train.compile=reduce-overhead"])
+    plan = make_plan(config, World(has_gpu=True), DataSize(1437, 360, 10))
+
+    def try_pass(images: int) -> None:
+        if images > 48:
+            raise torch.OutOfMemoryError
+
+    with pytest.raises(RequestError, match=r"and train\.compile=reduce-overhead needs one pass: lower batch\.global"):
+        fit_passes(config, plan, Group(World(), torch.device("cpu")), try_pass, print)
+
+
 def test_a_trial_pass_leaves_no_gradient() -> None:
     config = load("digits", ["model.arch=squeezenet1_1", "train.ema=0.9"])
     plan = make_plan(config, World(), DataSize(1437, 360, 10))

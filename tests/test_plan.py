@@ -147,16 +147,62 @@ def compiled(*words: str, **world_fields: object) -> str:
 
 def test_the_plan_shows_whether_the_model_is_compiled_and_why() -> None:
     gpu = {"has_gpu": True}
-    assert compiled(**gpu) == "yes: there is a GPU"
+    assert compiled("train.epochs=200", **gpu) == "yes: there is a GPU"
     assert compiled("train.compile=on") == "yes: train.compile=on"
     assert compiled("train.compile=off", **gpu) == "no: train.compile=off"
     assert compiled().startswith("no: no GPU; train.compile=on compiles")
     assert compiled("run.device=cpu", **gpu).startswith("no: no GPU; train.compile=on compiles")
     assert compiled("run.deterministic=true", **gpu).startswith("no: the run is deterministic")
+    assert compiled("model.batchnorm=sync", size=2, **gpu).startswith("no: model.batchnorm=sync waits for the GPU")
+    one_process = compiled("model.batchnorm=sync", "train.epochs=200", **gpu)
+    assert one_process == "yes: there is a GPU", "one process does not synchronise"
+    with pytest.raises(RequestError, match=r"train.compile=on does not support model.batchnorm=sync: leave one of"):
+        compiled("model.batchnorm=sync", "train.compile=on", size=2, **gpu)
     without = {**gpu, "missing_to_compile": "a compiler (gcc, or CC in the environment)"}
     assert compiled(**without).startswith("no: torch.compile needs a compiler (gcc, or CC in the environment)")
     with pytest.raises(RequestError, match=r"train.compile=on needs a compiler"):
         compiled("train.compile=on", **without)
+
+
+def test_a_short_training_is_not_compiled() -> None:
+    # 14 steps an epoch
+    assert compiled(has_gpu=True) == "no: 168 steps are too few to repay a compilation; train.compile=on compiles"
+    assert compiled("train.epochs=142", has_gpu=True).startswith("no: 1,988 steps")
+    assert compiled("train.epochs=143", has_gpu=True) == "yes: there is a GPU"
+    assert compiled("train.epochs=143", "train.max_steps=5", has_gpu=True).startswith("yes"), "of the whole schedule"
+    growing = ("augment.first_size=32", "augment.size=64", "augment.growth=[10 epochs, 20 epochs]")
+    assert compiled("train.epochs=143", *growing, has_gpu=True).startswith("no: 2,002 steps with 2 image sizes are")
+    assert compiled("train.epochs=286", *growing, has_gpu=True) == "yes: there is a GPU"
+
+
+def test_cuda_graphs_are_refused_by_name_where_they_cannot_be() -> None:
+    word, gpu = "train.compile=reduce-overhead", {"has_gpu": True}
+    assert compiled(word, **gpu) == "yes: train.compile=reduce-overhead"
+    assert compiled(word, "run.deterministic=true", **gpu) == "yes: train.compile=reduce-overhead"
+    for words, world_fields, problem in (
+        ([], {}, "there is no GPU"),
+        (["run.device=cpu"], gpu, "there is no GPU"),
+        ([], {**gpu, "size": 2, "local_size": 2}, "there are 2 processes"),
+        ([], {**gpu, "missing_to_compile": "a compiler"}, "train.compile=reduce-overhead needs a compiler"),
+        (["batch.accumulate=2"], gpu, "does not support batch.accumulate=2, because a pass overwrites gradients"),
+        (["augment.first_size=16"], gpu, "does not support augment.first_size=16, because a graph has one image size"),
+        (["run.exact=true"], gpu, "needs plain DDP and does not support run.exact=true"),
+        (["parallel=fsdp"], gpu, "needs plain DDP and does not support parallel=fsdp"),
+    ):
+        with pytest.raises(RequestError, match=problem):
+            compiled(word, *words, **world_fields)
+
+
+def test_the_plan_says_that_fp32_is_slow_on_a_gpu() -> None:
+    def note(*words: str, has_gpu: bool) -> str | None:
+        return make_plan(load("digits", list(words)), World(has_gpu=has_gpu), DIGITS).rows().get("precision")
+
+    fp32 = note(has_gpu=True)
+    assert fp32 is not None
+    assert fp32.startswith("fp32: TF32 is off, also in convolutions")
+    assert note(has_gpu=False) is None
+    assert note("run.device=cpu", has_gpu=True) is None
+    assert note("train.precision=bf16", has_gpu=True) is None
 
 
 def test_a_missing_compiler_or_header_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -231,6 +277,15 @@ def test_affinity_limits_the_cpus() -> None:
     cpu = min(os.sched_getaffinity(0))
     code = f"import os; os.sched_setaffinity(0, [{cpu}]); from pipeline import machine; print(machine.available_cpus())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "1\n"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_ranks_that_torchrun_binds_to_some_cpus_divide_all_of_them() -> None:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--no-python"]
+    rank = ["taskset", "--cpu-list", str(min(os.sched_getaffinity(0))), sys.executable, "-c"]  # as numactl does
+    code = "import os; from pipeline import world; print(len(os.sched_getaffinity(0)), world.from_environment().cpus)"
+    done = subprocess.run([sys.executable, *command, *rank, code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"1 {machine.available_cpus()}\n"
 
 
 @pytest.mark.parametrize(

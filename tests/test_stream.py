@@ -128,6 +128,15 @@ def test_batches_arrive_unchanged_on_a_gpu(digits: Path) -> None:
         assert torch.equal(batch.labels.cpu(), data[step].labels)
 
 
+def test_all_copies_to_a_gpu_use_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "Stream", streams.append)
+    device = torch.device("cuda", 99)  # which no other test uses: the stream is kept
+    for _ in range(3):
+        assert not list(to_device(iter([]), device))
+    assert streams == [device]
+
+
 def test_an_image_looks_different_in_each_epoch(digits: Path) -> None:
     config, plan, source = prepare(digits, 1)
     data = TrainBatches(source.train, config, plan, 0)

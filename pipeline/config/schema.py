@@ -313,9 +313,11 @@ class Train(Section):
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "fp32"
     """Precision of the arithmetic. tf32: for Ampere GPUs and later; bf16 and fp16: autocast with
     fp32 weights; fp16 scales the loss, and all processes skip a step whose gradient overflows."""
-    compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the model with torch.compile. auto: on a GPU, unless the run is deterministic; the
-    plan gives the decision and the reason."""
+    compile: Literal["auto", "on", "off", "reduce-overhead"] = "auto"
+    """Compile the model with torch.compile. auto: on a GPU, unless the run is deterministic or
+    short; the plan gives the decision and the reason. reduce-overhead: record CUDA graphs, too, for
+    small models that keep a GPU waiting for Python; for one process with a GPU, one image size and
+    one pass per update."""
     gradient_dtype: Annotated[Literal["fp32", "bf16"], Field(alias="exchange")] = "fp32"
     """Precision in which DDP exchanges gradients. bf16 halves the traffic and rounds each
     gradient."""
@@ -433,11 +435,13 @@ class Config(Section):
         for option, is_set in (
             (f"parallel={self.parallel}", self.run.exact and self.parallel != "ddp"),
             (f"model.batchnorm={self.model.batchnorm}", self.model.batchnorm != "local"),
-            (f"train.compile={self.train.compile}", self.train.compile == "on"),
+            (f"train.compile={self.train.compile}", self.train.compile in ("on", "reduce-overhead")),
             (f"train.exchange={self.train.gradient_dtype}", self.train.gradient_dtype != "fp32"),
         ):
             if is_set and mode != "parallel=ddp":
                 raise ValueError(f"{option} needs plain DDP and does not support {mode}: leave one of them out")
+        if self.train.compile == "reduce-overhead":
+            self._check_cuda_graphs()
         if self.parallel == "stages" and (self.model.freeze or self.augment.first_size):
             raise ValueError(
                 "parallel=stages does not support model.freeze or augment.first_size, because stages exchange tensors"
@@ -455,6 +459,19 @@ class Config(Section):
         if self.track.required and self.track.uri == "none":
             raise ValueError("track.required=true needs a tracking server: set track.uri, or leave track.required out")
         return self
+
+    def _check_cuda_graphs(self) -> None:
+        """Raise ValueError for options that do not work with CUDA graphs."""
+        grows = self.augment.first_size not in (None, self.augment.size)
+        for option, is_set, reason in (
+            (f"augment.first_size={self.augment.first_size}", grows, "a graph has one image size"),
+            (f"batch.accumulate={self.batch.accumulate}", self.batch.accumulate > 1, "a pass overwrites gradients"),
+        ):
+            if is_set:
+                raise ValueError(
+                    f"train.compile=reduce-overhead records CUDA graphs and does not support {option}, because"
+                    f" {reason}: leave it out, or use train.compile=on"
+                )
 
     @property
     def is_deterministic(self) -> bool:

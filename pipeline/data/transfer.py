@@ -5,6 +5,7 @@ that neither the CPU nor the kernels of the step wait for them.
 """
 
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 
@@ -20,7 +21,7 @@ def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]
 
 
 def _to_gpu(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = _copy_stream(device)
     previous: tuple[Batch, torch.cuda.Event] | None = None
     for batch in batches:
         with torch.cuda.stream(stream):
@@ -32,6 +33,12 @@ def _to_gpu(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
         previous = moved, copied
     if previous:
         yield _ready(*previous)
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the device's stream for copies: torch reuses freed memory only on the same stream."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _ready(batch: Batch, copied: torch.cuda.Event) -> Batch:

@@ -27,8 +27,8 @@ def fit_passes(
     """Return the plan with as many passes a step as the memory needs.
 
     try_pass: runs a pass of the given number of images in this process; raises
-    torch.OutOfMemoryError if they are too many. Raises RequestError if no pass fits, or if more
-    passes would change the bits of a deterministic run.
+    torch.OutOfMemoryError if they are too many. Raises RequestError if no pass fits, or if the run
+    cannot have more: a deterministic one, or one with CUDA graphs.
     """
     images, unit = plan.process_batch, 2 if config.mixes else 1  # mixing needs pairs
     for accumulate in range(plan.accumulate, images // unit + 1, plan.accumulate):
@@ -44,6 +44,9 @@ def fit_passes(
             key = "exact.shards" if config.run.exact else "batch.accumulate"
             value = accumulate * (plan.world if config.run.exact else 1)
             raise RequestError(f"{shortage}, and fewer at once would change the bits: {key}={value} fits").collective()
+        if config.train.compile == "reduce-overhead":
+            remedy = "lower batch.global, or use train.compile=on"
+            raise RequestError(f"{shortage}, and train.compile=reduce-overhead needs one pass: {remedy}").collective()
         log(
             f"{shortage}: {accumulate} passes of {images // accumulate} make the same batch"
             f" (batch.accumulate={accumulate})"

@@ -1,5 +1,6 @@
 """The interface of all strategies, and the strategy of a single process."""
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -123,16 +124,26 @@ class Strategy:
         return states
 
     def _compiled(self, module: nn.Module) -> Callable[[Tensor], Tensor]:
-        """Return `module`, compiled if the plan says so, at its first call with each image size."""
+        """Return `module`, compiled if the plan says so, at its first call with each image size.
+
+        With CUDA graphs, logits and gradients lie in the graphs' memory, which the next pass
+        overwrites. So there is one pass per update, which ends by freeing its gradients.
+        """
         if not self._compiles:
             return module
         from torch._dynamo import config  # takes a second to import
+        from torch._inductor import config as inductor
 
         # above its limit torch runs a size uncompiled, and a resumed run would compile other sizes
         limit = _RECOMPILES_PER_SIZE * self._num_sizes
         config.recompile_limit = max(config.recompile_limit, limit)
         config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, limit)
-        return torch.compile(module, dynamic=False)
+        if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+            # torch counts the affinity mask in every process, not the cgroup's limit (torch 2.14)
+            world = self.group.world
+            inductor.compile_threads = min(inductor.compile_threads or 1, max(1, world.cpus // world.local_size))
+        mode = "reduce-overhead" if self._options.compile == "reduce-overhead" else None
+        return torch.compile(module, dynamic=False, mode=mode)
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:

@@ -1,0 +1,140 @@
+"""Dynamo makes one whole graph of each model per image size, and makes it once.
+
+A dummy backend takes the graphs, so nothing is compiled to code.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import pipeline
+from pipeline.config.load import load
+from pipeline.group import Group
+from pipeline.model.architectures import build, meta_model
+from pipeline.model.loss import Targets
+from pipeline.parallel import Strategy
+from pipeline.parallel.ddp import DDPStrategy
+from pipeline.plan import DataSize, Plan, make_plan
+from pipeline.world import World
+
+RECIPES = sorted(path.stem for path in (Path(pipeline.__file__).parent / "recipes").glob("*.yaml"))
+CPU = torch.device("cpu")
+
+
+class Backend:
+    """Runs graphs as they are, and keeps them."""
+
+    def __init__(self) -> None:
+        self.graphs: list[torch.fx.GraphModule] = []
+        self.modes: list[str | None] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, _: list[Tensor], mode: str | None = None) -> torch.fx.GraphModule:
+        self.graphs.append(graph)
+        self.modes.append(mode)
+        return graph
+
+
+class SmallModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 2, 3)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        logits: Tensor = self.conv(pixels).mean((2, 3))
+        return logits
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
+    torch._dynamo.reset()
+    counters.clear()
+    backend = Backend()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    return backend
+
+
+@pytest.fixture
+def gloo() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def train(strategy: Strategy, plan: Plan, epochs: int) -> None:
+    """Run the passes of one update with each image size, that many times."""
+    labels = Targets(torch.zeros(plan.micro_batch, dtype=torch.int64))
+    for size in epochs * plan.image_sizes:
+        for micro in range(plan.accumulate):
+            strategy.forward_backward(micro, torch.zeros(plan.micro_batch, 3, size, size), labels)
+        strategy.model.zero_grad()
+
+
+@pytest.mark.usefixtures("gloo")
+def test_ddp_has_one_graph_per_size_with_and_without_gradient_sync(backend: Backend) -> None:
+    words = ["train.compile=on", "batch.accumulate=2", "batch.global=4", "augment.first_size=32", "augment.size=64",
+             "augment.growth=[0 epochs, 1 epoch]"]  # fmt: skip
+    config = load("digits", words)
+    plan = make_plan(config, World(), DataSize(8, 8, 10))
+    strategy = DDPStrategy(config, plan, build(config.model, 10), Group(World(), CPU))
+    train(strategy, plan, epochs=1)
+    assert counters["stats"]["unique_graphs"] == len(plan.image_sizes) == 2
+    pieces = len(backend.graphs)
+    assert pieces > 2, "cut at the buckets, so that one is sent while the next is computed"
+    train(strategy, plan, epochs=2)
+    assert len(backend.graphs) == pieces, "buckets, passes and sizes seen before are not compiled again"
+
+
+@pytest.mark.usefixtures("gloo")
+def test_sizes_that_grow_stay_within_the_limit_under_ddp(backend: Backend) -> None:
+    words = ["train.compile=on", "batch.accumulate=2", "batch.global=4", "train.epochs=40", "augment.first_size=32",
+             "augment.size=384", "augment.growth=[0 epochs, 39 epochs]"]  # fmt: skip
+    config = load("digits", words)
+    plan = make_plan(config, World(), DataSize(8, 8, 10))
+    strategy = DDPStrategy(config, plan, SmallModel(), Group(World(), CPU))
+    train(strategy, plan, epochs=2)
+    assert len(backend.graphs) == len(plan.image_sizes) == 12
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_is_one_graph_per_size_without_a_break(
+    recipe: str, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(recipe, ["train.compile=on", "parallel=ddp", "data.root=/data"])
+    plan = make_plan(config, World(), DataSize(1_281_167, 50_000, 1000))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, fullgraph=True))  # a break is an error
+    strategy = Strategy(config, plan, meta_model(config.model, 1000), Group(World(), torch.device("meta")))
+    for size in 2 * plan.image_sizes:
+        strategy.forward(torch.empty(2, 3, size, size, device="meta"))
+    assert len(backend.graphs) == len(plan.image_sizes)
+
+
+def test_reduce_overhead_reaches_the_compiler(backend: Backend) -> None:
+    for mode, expected in (("on", None), ("reduce-overhead", "reduce-overhead")):
+        config = load("digits", [f"train.compile={mode}"])
+        plan = make_plan(config, World(has_gpu=True), DataSize(96, 8, 10))
+        Strategy(config, plan, SmallModel(), Group(World(), CPU)).forward(torch.zeros(1, 3, 8, 8))
+        assert backend.modes[-1] == expected
+
+
+def test_the_compilers_threads_are_shared_among_the_processes_of_a_machine(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import config as inductor
+
+    config = load("digits", ["train.compile=on"])
+    plan = make_plan(config, World(), DataSize(96, 8, 10))
+
+    def threads(cpus: int, local_size: int) -> int | None:
+        monkeypatch.setattr(inductor, "compile_threads", 32)
+        Strategy(config, plan, SmallModel(), Group(World(cpus=cpus, local_size=local_size), CPU))
+        return inductor.compile_threads
+
+    assert [threads(24, 8), threads(2, 8), threads(200, 2)] == [3, 1, 32]
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "32")
+    assert threads(24, 8) == 32
