@@ -438,6 +438,10 @@ def _compilation(config: Config, world: World) -> tuple[bool, str]:
     mode, missing = config.train.compile, world.missing_to_compile
     if mode == "off":
         return False, "train.compile=off"
+    if config.model.batchnorm == "sync" and world.size > 1:
+        if mode == "on":
+            raise RequestError("train.compile=on does not support model.batchnorm=sync: leave one of them out")
+        return False, "model.batchnorm=sync waits for the GPU in each layer, which splits the compiled graph"
     if mode == "on":
         if missing:
             raise RequestError(f"train.compile=on needs {missing}: install it, or set train.compile=auto")

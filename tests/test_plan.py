@@ -153,6 +153,10 @@ def test_the_plan_shows_whether_the_model_is_compiled_and_why() -> None:
     assert compiled().startswith("no: no GPU; train.compile=on compiles")
     assert compiled("run.device=cpu", **gpu).startswith("no: no GPU; train.compile=on compiles")
     assert compiled("run.deterministic=true", **gpu).startswith("no: the run is deterministic")
+    assert compiled("model.batchnorm=sync", size=2, **gpu).startswith("no: model.batchnorm=sync waits for the GPU")
+    assert compiled("model.batchnorm=sync", **gpu) == "yes: there is a GPU", "one process does not synchronise"
+    with pytest.raises(RequestError, match=r"train.compile=on does not support model.batchnorm=sync: leave one of"):
+        compiled("model.batchnorm=sync", "train.compile=on", size=2, **gpu)
     without = {**gpu, "missing_to_compile": "a compiler (gcc, or CC in the environment)"}
     assert compiled(**without).startswith("no: torch.compile needs a compiler (gcc, or CC in the environment)")
     with pytest.raises(RequestError, match=r"train.compile=on needs a compiler"):
