@@ -4,8 +4,11 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-# one process for each GPU, else two processes on the CPU
+# one process for each GPU that CUDA_VISIBLE_DEVICES does not hide, else two processes on the CPU
 GPUS := $(shell nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')
+ifneq (,$(and $(filter-out 0,$(GPUS)),$(filter environment,$(origin CUDA_VISIBLE_DEVICES))))
+GPUS := $(shell echo "$$CUDA_VISIBLE_DEVICES" | tr , '\n' | grep -c '^[0-9GM]')
+endif
 NPROC ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 ARGS ?=
 PORT ?= 5000

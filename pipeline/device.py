@@ -1,5 +1,6 @@
 """The device of this process: a usable GPU, or the CPU if the request allows it."""
 
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError
 from pipeline.machine import has_gpu, no_gpu_error
-from pipeline.world import World
+from pipeline.world import World, is_launched
 
 
 def choose_device(config: Config, world: World) -> torch.device:
@@ -28,12 +29,15 @@ def choose_device(config: Config, world: World) -> torch.device:
             f"this machine has a GPU, but torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use it with"
             f" driver {driver_version()}: update the driver (CUDA 13 needs 580 or later), or set run.device=cpu"
         )
-    if world.local_size > torch.cuda.device_count():
+    gpus = torch.cuda.device_count()
+    # Slurm, for example, can show each process only its own GPU; `group.start` compares them
+    is_own = gpus == 1 and is_launched() and "CUDA_VISIBLE_DEVICES" in os.environ
+    if world.local_size > gpus and not is_own:
         raise RequestError(
-            f"{world.local_size} processes on this machine but {torch.cuda.device_count()} usable GPUs: start one"
-            " process per GPU, or set run.device=cpu"
+            f"{world.local_size} processes on this machine but {gpus} usable GPUs: start one process per GPU, or set"
+            " run.device=cpu"
         )
-    device = torch.device("cuda", world.local_rank)
+    device = torch.device("cuda", 0 if is_own else world.local_rank)
     capability = torch.cuda.get_device_capability(device)
     built_for = torch.cuda.get_arch_list()
     if not any(_supports(arch, capability) for arch in built_for):

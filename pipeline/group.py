@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.config.schema import Config
-from pipeline.errors import RunError, TemporaryError
+from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.world import World
 
 T = TypeVar("T")
@@ -171,5 +171,28 @@ def is_peer_failure(error: Exception) -> bool:
 
 
 def start(config: Config, world: World, device: torch.device) -> Group:
-    """Join and return the process group, or raise TemporaryError if a peer does not come."""
-    return ProcessGroup(world, device, config.run.timeout) if world.size > 1 else Group(world, device)
+    """Join and return the process group.
+
+    Raises TemporaryError if a peer does not come, RequestError if two processes have the same GPU.
+    """
+    if world.size == 1:
+        return Group(world, device)
+    group = ProcessGroup(world, device, config.run.timeout)
+    if device.type == "cuda":
+        check_gpus_differ(group, str(torch.cuda.get_device_properties(device).uuid))
+    return group
+
+
+def check_gpus_differ(group: Group, uuid: str) -> None:
+    """Raise RequestError on all ranks if two of them use the same GPU. uuid: this rank's GPU.
+
+    NCCL refuses that, too, but only at its first collective, and without naming the ranks.
+    """
+    first_rank: dict[str, int] = {}
+    for rank, gpu in enumerate(group.all_gather(uuid)):
+        if gpu in first_rank:
+            raise RequestError(
+                f"ranks {first_rank[gpu]} and {rank} use the same GPU ({group.hosts[rank]}, {gpu}): start one process"
+                " per GPU and give each its LOCAL_RANK, or show each process only its own GPU, or set run.device=cpu"
+            ).collective()
+        first_rank[gpu] = rank

@@ -4,12 +4,16 @@ CPUs and memory are those that this process may use, by its affinity mask and it
 """
 
 import os
+import re
 import shutil
 import sysconfig
 from contextlib import suppress
 from pathlib import Path
 
 from pipeline.errors import RequestError
+
+_DEVICES = Path("/dev")
+_WSL_CUDA = Path("/usr/lib/wsl/lib/libcuda.so.1")
 
 
 def available_cpus() -> int:
@@ -55,12 +59,27 @@ def missing_to_compile() -> str:
 
 
 def has_gpu() -> bool:
-    """Return True if this machine has a GPU, usable or not."""
-    return any(Path("/dev").glob("nvidia[0-9]*"))
+    """Return True if this machine has a GPU, usable or not, that the environment does not hide."""
+    return _has_gpu_device() and not hidden_gpus()
+
+
+def hidden_gpus() -> str:
+    """Return the setting in the environment that hides this machine's GPUs, or ""."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    # CUDA stops at a word that is neither an index nor a UUID: -1, or NoDevFiles from Slurm
+    is_hidden = _has_gpu_device() and not re.match(r"\s*(\d|GPU-|MIG-)", visible)
+    return f"CUDA_VISIBLE_DEVICES='{visible}'" if is_hidden else ""
 
 
 def no_gpu_error() -> RequestError:
+    if hidden := hidden_gpus():
+        return RequestError(f"run.device=cuda, but {hidden} hides the GPUs: unset it, or use run.device=cpu, or auto")
     return RequestError("run.device=cuda, but this machine has no GPU: use run.device=cpu, or auto")
+
+
+def _has_gpu_device() -> bool:
+    # WSL2 has one device for GPUs of all makers; the driver of an NVIDIA GPU adds its CUDA library
+    return any(_DEVICES.glob("nvidia[0-9]*")) or ((_DEVICES / "dxg").exists() and _WSL_CUDA.exists())
 
 
 def _cgroup_quota(root: Path, own: Path) -> float | None:

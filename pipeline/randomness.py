@@ -15,6 +15,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+FIXED_ORDER_ALGORITHM = "Ring"
+"""NCCL's algorithm in deterministic mode: it sums in the same order in each start.
+
+On GPUs with an NVSwitch NCCL may choose NVLS, whose sums can differ from call to call
+(NVIDIA/nccl#1497). In its deterministic mode torch 2.14 excludes NVLS, but not NVLSTree. NCCL
+chooses protocol, channels and chunks by message size and topology, so they need no setting.
+"""
+
 
 def derive(seed: int, *address: int | str) -> int:
     """Return a 63-bit seed for `address`; the seeds of different addresses are independent.
@@ -43,8 +51,11 @@ def seed_network(seed: int, *address: int | str) -> None:
     torch.manual_seed(derive(seed, *address))
 
 
-def configure_torch(*, deterministic: bool, precision: str, threads: int) -> None:
-    """Set this process's threads, TF32 and, in deterministic mode, deterministic kernels."""
+def configure_torch(*, deterministic: bool, exact: bool = False, precision: str, threads: int) -> None:
+    """Set this process's threads, TF32 and, in deterministic mode, deterministic kernels and sums.
+
+    Call it before the process group forms. exact: gradients are summed as integers, in any order.
+    """
     import torch
 
     torch.set_num_threads(threads)
@@ -54,6 +65,8 @@ def configure_torch(*, deterministic: bool, precision: str, threads: int) -> Non
     if deterministic:
         # cuBLAS reads this when its first handle is created, so it must be set before any GPU work.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        if not exact:
+            os.environ["NCCL_ALGO"] = FIXED_ORDER_ALGORITHM
         torch.use_deterministic_algorithms(True)
         # This setting only helps to find bugs, and would slow down every step.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,34 @@ def test_images_whose_logits_are_not_finite_are_counted_and_wrong(digits: Path, 
     assert found.correct1 <= finite.correct1
     assert NO_PREDICTION not in predictions.predicted[predictions.most_confident_mistakes(1000)]
     assert len(predictions.most_confused_classes(10, 10)) == 10
+
+
+class RecordCudnn(nn.Module):
+    """Records cuDNN's settings in each batch; raises in the second if it is told to."""
+
+    def __init__(self, *, fails: bool) -> None:
+        super().__init__()
+        self.fails, self.settings = fails, []  # type: ignore[var-annotated]
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.settings.append((torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic))
+        if self.fails and len(self.settings) == 2:
+            raise ValueError("the second batch")
+        return torch.zeros(len(images), 10)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_kernels_of_validation_are_not_chosen_by_a_benchmark(
+    digits: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
+    model = RecordCudnn(fails=fails)
+    with pytest.raises(ValueError, match="second") if fails else nullcontext():
+        evaluate_model(digits, model)
+    assert set(model.settings) == {(False, True)}
+    assert torch.backends.cudnn.benchmark, "training goes on to benchmark"
+    assert not torch.backends.cudnn.deterministic
 
 
 def test_no_loss_is_too_large_for_the_sum(digits: Path) -> None:

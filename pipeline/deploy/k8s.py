@@ -130,7 +130,8 @@ def _check_plan(request: RenderOptions, config: Config) -> None:
         divide_batch(config, world.size)
         check_model_exists(config, num_classes=1000)
     else:
-        check_model_builds(config, make_plan(config, world, size), is_resumed=True)  # model.init is in the cluster
+        plan = make_plan(config, world, size)
+        check_model_builds(config, plan, world, is_resumed=True)  # model.init is in the cluster
 
 
 def _bytes(memory: str) -> int:

@@ -27,6 +27,14 @@ _OWN_MODELS: dict[str, Callable[..., nn.Module]] = {
 # With an auxiliary head, the model returns a tuple in training.
 _OPTIONS = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}
 
+# Layers for images whose gradient torch's deterministic mode refuses on CUDA: those that its
+# documentation lists and whose kernels call alertNotDeterministic (torch 2.14). Of torchvision's
+# classification models AlexNet and VGG have one.
+_NOT_DETERMINISTIC = (
+    "AdaptiveAvgPool2D", "AdaptiveMaxPool2D", "FractionalMaxPool2D", "GridSampler2D", "MaxUnpool2D",
+    "UpsampleBicubic2D",
+)  # fmt: skip
+
 
 def check_shapes(options: Model, num_classes: int, batch: int, size: int, eval_size: int) -> None:
     """Try a training and an evaluation pass on the meta device, which computes only shapes.
@@ -46,6 +54,29 @@ def check_shapes(options: Model, num_classes: int, batch: int, size: int, eval_s
                     f"{options.arch} cannot take passes of {images} images of {side} px ({error}): raise {key}, or have"
                     " more images in a pass (batch.global, batch.accumulate, exact.shards, number of processes)"
                 ) from None
+
+
+def check_gradients_are_deterministic(model: nn.Module, arch: str, batch: int, size: int) -> None:
+    """Check that CUDA can compute the gradients of `model`, on the meta device, the same each time.
+
+    Raises RequestError if it cannot: in its deterministic mode torch refuses such a layer, but only
+    in the first backward pass. It refuses it also if the layer changes no size; in a frozen part of
+    the model there is no gradient.
+    """
+    with torch.device("meta"):
+        nodes = [model.train()(torch.empty(batch, 3, size, size)).grad_fn]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        layer = node.name().removesuffix("Backward0")
+        if layer in _NOT_DETERMINISTIC:
+            raise RequestError(
+                f"{arch} has the layer {layer.replace('2D', '2d')}, whose gradient on a GPU differs each time:"
+                " choose another model.arch, or train without run.deterministic and run.exact, or with run.device=cpu"
+            )
+        new = {before for before, _ in node.next_functions if before} - seen
+        seen |= new
+        nodes += new
 
 
 def pretrained_weights(arch: str) -> dict[str, Any]:

@@ -66,7 +66,7 @@ def check_request(config: Config, here: World, folder: RunFolder) -> tuple[Sourc
     """Run every check of a request that needs no torch. Raises RunError if one fails."""
     request.check_run_folder_is_writable(config, folder)
     request.check_previous_start_did_not_fail(config, here, folder)
-    request.check_device_exists(config, here)
+    request.check_device(config, here)
     source = request.open_data(config, folder)
     plan = make_plan(config, here, source.size)
     request.check_config_is_compatible(config, folder)
@@ -79,9 +79,12 @@ def _prepare(config: Config, here: World, folder: RunFolder, source: Source, pla
     from pipeline.train.session import Prepared
 
     try:
-        request.check_gpus_are_supported(config, here)
-        found = find(config, folder, source, make_terminal(is_main=True).log)
-        weights = request.check_model_builds(config, plan, is_resumed=found is not None)
+        log = make_terminal(is_main=True).log
+        line = request.check_gpus_are_supported(config, here)
+        if config.run.device == "auto" and machine.hidden_gpus():
+            log(line)
+        found = find(config, folder, source, log)
+        weights = request.check_model_builds(config, plan, here, is_resumed=found is not None)
     except RunError:
         folder.release()
         raise

@@ -97,7 +97,7 @@ def examine(
         folder = RunFolder(config.run_dir)
         report.run("run folder", lambda: request.check_run_folder_is_writable(config, folder))
         report.run("last start", lambda: request.check_previous_start_did_not_fail(config, here, folder))
-        report.run("device", lambda: request.check_device_exists(config, here))
+        report.run("device", lambda: request.check_device(config, here))
         source = report.run("data", lambda: request.open_data(config, folder), lambda source: source.size.describe())
         plan, resume = None, None
         if source:
@@ -106,7 +106,7 @@ def examine(
                 "resume", lambda: _check_resume(config, folder, source, report.log), lambda resume: resume.line
             )
         if plan and resume:
-            build = partial(request.check_model_builds, config, plan, is_resumed=resume.is_resumed)
+            build = partial(request.check_model_builds, config, plan, here, is_resumed=resume.is_resumed)
             report.run("model", build, lambda _: config.model.arch)
         report.run("GPUs", lambda: request.check_gpus_are_supported(config, here))
         if endpoint := os.environ.get("PET_RDZV_ENDPOINT"):  # set if the job has several nodes

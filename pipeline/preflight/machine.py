@@ -147,6 +147,8 @@ def check_all_reduce(config: Config, here: World) -> str:
     nccl = config.run.device != "cpu" and torch.cuda.is_available()
     backend = "NCCL" if nccl else "gloo"
     count = here.local_size if nccl else 2
+    if nccl and torch.cuda.device_count() < count:
+        return "not tried: this process sees only its own GPU"
     try:
         with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
             spawn(_all_reduce, (count, folder, backend), nprocs=count)  # type: ignore[no-untyped-call]

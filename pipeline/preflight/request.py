@@ -6,6 +6,7 @@ None communicates with other ranks: a node that replaces a lost one is checked w
 train. None changes anything, except that `open_data` makes the digits if they are missing.
 """
 
+import os
 import socket
 import sys
 import time
@@ -20,6 +21,7 @@ from pipeline.data.access import is_non_empty_folder
 from pipeline.data.sources import Source
 from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.plan import Plan, request_digest
+from pipeline.randomness import FIXED_ORDER_ALGORITHM
 from pipeline.record.folder import RunFolder
 from pipeline.record.sender import tracking_uri
 from pipeline.world import World
@@ -49,12 +51,19 @@ def check_previous_start_did_not_fail(config: Config, here: World, folder: RunFo
     return "previous start did not fail"
 
 
-def check_device_exists(config: Config, here: World) -> str:
-    """Check that this machine has a GPU if the request needs one."""
-    if config.run.device == "cuda" and not machine.has_gpu():
+def check_device(config: Config, here: World) -> str:
+    """Check that this machine has a GPU if the request needs one, and NCCL's order of sums."""
+    if config.run.device == "cuda" and not here.has_gpu:
         raise machine.no_gpu_error()
-    if config.model.batchnorm == "sync" and here.size > 1 and (config.run.device == "cpu" or not machine.has_gpu()):
+    if config.model.batchnorm == "sync" and here.size > 1 and not _uses_gpu(config, here):
         raise RequestError("model.batchnorm=sync: torch synchronises batch norm on GPUs only; use local or average")
+    algorithm = os.environ.get("NCCL_ALGO") or FIXED_ORDER_ALGORITHM
+    needs_fixed_order = config.is_deterministic and not config.run.exact and here.size > 1 and _uses_gpu(config, here)
+    if needs_fixed_order and algorithm.lower() != FIXED_ORDER_ALGORITHM.lower():
+        raise RequestError(
+            f"NCCL_ALGO={algorithm} in the environment contradicts run.deterministic=true, which needs sums in a fixed"
+            f" order: unset it, or set NCCL_ALGO={FIXED_ORDER_ALGORITHM}"
+        )
     return f"run.device={config.run.device}"
 
 
@@ -81,18 +90,20 @@ def check_config_is_compatible(config: Config, folder: RunFolder) -> None:
             refuse_changes(before, config)
 
 
-def check_model_builds(config: Config, plan: Plan, *, is_resumed: bool) -> "dict[str, Tensor] | None":
-    """Check that the model can be built, run, frozen and split as planned.
+def check_model_builds(config: Config, plan: Plan, here: World, *, is_resumed: bool) -> "dict[str, Tensor] | None":
+    """Check that the model can be built, run, frozen, split and differentiated as planned.
 
     Returns the initial weights if model.init names some. A resumed run does not need them: its
     weights are in the checkpoint.
     """
-    from pipeline.model.architectures import check_shapes
+    from pipeline.model.architectures import check_gradients_are_deterministic, check_shapes
     from pipeline.model.partition import check_stages
     from pipeline.train import pretrained
 
     check_shapes(config.model, plan.num_classes, plan.bn_batch, plan.first_size, plan.eval_size)
     model = check_model_exists(config, plan.num_classes)
+    if config.is_deterministic and _uses_gpu(config, here):
+        check_gradients_are_deterministic(model, config.model.arch, plan.bn_batch, plan.first_size)
     if plan.stages > 1:
         check_stages(config.model, plan.num_classes, plan.stages, plan.image_size)
     if config.model.init and not is_resumed:
@@ -134,13 +145,18 @@ def check_names_resolve(endpoint: str) -> str:
 
 def check_gpus_are_supported(config: Config, here: World) -> str:
     """Check that this build of torch can use the GPUs of this machine."""
-    if not machine.has_gpu():
-        return "no GPU" if config.run.device == "cuda" else "no GPU; training on CPU"
+    if not here.has_gpu:
+        reason = f"{hidden} hides the GPUs" if (hidden := machine.hidden_gpus()) else "no GPU"
+        return reason if config.run.device == "cuda" else f"{reason}; training on CPU"
     if config.run.device == "cpu":
         return "not used: run.device=cpu"
     from pipeline.device import choose_device
 
     return f"torch can use {choose_device(config, here)}"
+
+
+def _uses_gpu(config: Config, here: World) -> bool:
+    return config.run.device != "cpu" and here.has_gpu
 
 
 def _previous_config(folder: RunFolder) -> Config | None:

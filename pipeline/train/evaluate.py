@@ -5,12 +5,16 @@ on which process evaluates them. Process r evaluates batches r, r + world, …. 
 integers (correct per_image, losses in 2^-20), whose sum is the same in any order. Nothing is
 padded.
 
+On GPUs this holds with one GPU model and version of the software. cuDNN then chooses its kernels by
+the shapes of a batch. Benchmarking them, as training does, could choose others in each process.
+
 NaN and infinity have no integer. An image whose logits are not finite is counted: it is a wrong
 answer, and it is in no sum. The loss of one image counts at most `MAX_LOSS`, so no sum can
 overflow.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +37,18 @@ from pipeline.record.terminal import Terminal
 from pipeline.train.state import LOSS_UNIT, MAX_LOSS, Evaluation
 
 _CONFIDENCE_UNIT = 2**30
+
+
+@contextmanager
+def _fixed_kernels() -> Iterator[None]:
+    """Use deterministic cuDNN kernels that are not chosen by a benchmark."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.deterministic
+    cudnn.benchmark, cudnn.deterministic = False, True
+    try:
+        yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic = before
 
 
 class EvalResult(NamedTuple):
@@ -86,7 +102,7 @@ class Evaluator:
         in_training = [module for module in self._model.modules() if module.training]  # frozen modules are not
         self._model.eval()
         try:
-            with torch.inference_mode(), autocast(device, self._precision):
+            with torch.inference_mode(), _fixed_kernels(), autocast(device, self._precision):
                 rounds = -(-len(self._data) // group.size)
                 for done in range(1, rounds + 1):
                     batch = next(loaded, None)

@@ -218,6 +218,7 @@ def _join(config: Config, world: World) -> Group:
     """Configure torch, choose the device and join the process group."""
     randomness.configure_torch(
         deterministic=config.is_deterministic,
+        exact=config.run.exact,
         precision=config.train.precision,
         threads=divide_resources(config, world).threads,
     )

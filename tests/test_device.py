@@ -1,0 +1,248 @@
+"""Requests that depend on GPUs are checked on a machine without one."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+from harness import environment, free_port
+
+from pipeline import machine
+from pipeline.config.load import load
+from pipeline.device import choose_device
+from pipeline.errors import RequestError
+from pipeline.group import ProcessGroup, check_gpus_differ
+from pipeline.guards.signals import StopRequest
+from pipeline.operate import launch
+from pipeline.plan import DataSize, make_plan
+from pipeline.preflight import request
+from pipeline.preflight.doctor import examine
+from pipeline.record.folder import RunFolder
+from pipeline.world import World, from_environment
+
+DETERMINISTIC, EXACT = "run.deterministic=true", "run.exact=true"
+
+
+@pytest.fixture
+def with_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Give this process the device files of a machine with one NVIDIA GPU; return their folder."""
+    devices = tmp_path / "dev"
+    devices.mkdir()
+    (devices / "nvidia0").touch()
+    monkeypatch.setattr(machine, "_DEVICES", devices)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return devices
+
+
+@pytest.mark.parametrize(
+    ("visible", "hides"),
+    [(None, False), ("0", False), ("1,0", False), ("GPU-8932f937", False), ("MIG-1a2b", False),
+     ("", True), ("-1", True), ("NoDevFiles", True)],
+)  # fmt: skip
+def test_gpus_that_the_environment_hides_are_not_used(
+    with_gpu: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, hides: bool
+) -> None:
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert machine.has_gpu() != hides
+    if hides:
+        here = World(has_gpu=machine.has_gpu())
+        line = request.check_gpus_are_supported(load("digits", []), here)
+        assert line == f"CUDA_VISIBLE_DEVICES='{visible}' hides the GPUs; training on CPU"
+        assert choose_device(load("digits", []), here) == torch.device("cpu")
+        with pytest.raises(RequestError, match=r"^run.device=cuda, but CUDA_VISIBLE_DEVICES='.*' hides .*: unset it,"):
+            request.check_device(load("digits", ["run.device=cuda"]), here)
+
+
+def test_training_says_that_gpus_are_hidden(
+    with_gpu: Path, tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    config = load("digits", [f"data.root={digits}", f"run.dir={tmp_path / 'run'}", "track.uri=none"])
+    here, folder = from_environment(), RunFolder(config.run_dir)
+    launch._prepare(config, here, folder, *launch.check_request(config, here, folder))
+    assert "CUDA_VISIBLE_DEVICES='' hides the GPUs; training on CPU" in capsys.readouterr().err
+
+
+def test_wsl_has_a_gpu_if_its_cuda_library_is_there(
+    with_gpu: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (with_gpu / "nvidia0").rename(with_gpu / "dxg")
+    monkeypatch.setattr(machine, "_WSL_CUDA", tmp_path / "libcuda.so.1")
+    assert not machine.has_gpu(), "a GPU of another maker"
+    (tmp_path / "libcuda.so.1").touch()
+    assert machine.has_gpu()
+
+
+@pytest.mark.parametrize(
+    ("words", "size", "algorithm", "is_refused"),
+    [((DETERMINISTIC,), 2, "NVLS", True), ((DETERMINISTIC,), 2, "^NVLS", True), ((DETERMINISTIC,), 2, "Tree", True),
+     ((DETERMINISTIC,), 2, "ring;allreduce:nvls", True), ((DETERMINISTIC,), 2, "ring,tree", True),
+     ((DETERMINISTIC,), 2, "Ring", False), ((DETERMINISTIC,), 2, "RING", False), ((DETERMINISTIC,), 2, "", False),
+     ((DETERMINISTIC,), 1, "NVLS", False), ((EXACT,), 2, "NVLS", False), ((), 2, "NVLS", False),
+     ((DETERMINISTIC, "run.device=cpu"), 2, "NVLS", False)],
+)  # fmt: skip
+def test_an_nccl_algorithm_without_a_fixed_order_is_refused(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], size: int, algorithm: str, is_refused: bool
+) -> None:
+    monkeypatch.setenv("NCCL_ALGO", algorithm)
+    config = load("digits", list(words))
+    request.check_device(config, World(size=size, local_size=size))
+    gpus = World(size=size, local_size=size, has_gpu=True)
+    if is_refused:
+        with pytest.raises(RequestError) as refusal:
+            request.check_device(config, gpus)
+        assert str(refusal.value) == (
+            f"NCCL_ALGO={algorithm} in the environment contradicts run.deterministic=true, which needs sums in a fixed"
+            " order: unset it, or set NCCL_ALGO=Ring"
+        )
+    else:
+        request.check_device(config, gpus)
+
+
+def test_train_and_doctor_refuse_an_nccl_algorithm_before_anything_starts(
+    with_gpu: Path, tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_ALGO", "NVLS")
+    words = [f"data.root={digits}", f"run.dir={tmp_path / 'run'}", "track.uri=none", DETERMINISTIC]
+    with pytest.raises(RequestError, match=r"^NCCL_ALGO=NVLS in the environment contradicts"):
+        launch.train("digits", words, 2, StopRequest())
+    with pytest.raises(RequestError, match=r"^NCCL_ALGO=NVLS in the environment contradicts"):
+        examine("digits", words, 2, None, as_json=True, sanity=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_nccl_has_a_fixed_order_before_the_group_forms() -> None:
+    program = (
+        "import os\n"
+        "from pipeline.config.load import load\n"
+        "from pipeline.train import session\n"
+        "from pipeline.world import World\n"
+        "session.groups.start = lambda *_: print(os.environ['NCCL_ALGO'])\n"
+        f"for word in ('run.seed=1', '{EXACT}', '{DETERMINISTIC}'):\n"
+        "    session._join(load('digits', ['run.device=cpu', word]), World())\n"
+    )
+    env = environment(NCCL_ALGO="NVLS")  # as on another node than rank 0's: only rank 0 has checked its own
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    assert done.stdout.split() == ["NVLS", "NVLS", "Ring"]
+
+
+def refuse_gradients(arch: str, *words: str, has_gpu: bool = True, size: int = 64) -> str | None:
+    """Return the line with which the checks of a start refuse a deterministic run, or None."""
+    config = load("digits", [f"model.arch={arch}", f"augment.size={size}", "batch.global=8", *words])
+    here = World(has_gpu=has_gpu)
+    try:
+        request.check_model_builds(config, make_plan(config, here, DataSize(96, 96, 10)), here, is_resumed=True)
+    except RequestError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("arch", "words", "size"),
+    [("alexnet", (DETERMINISTIC,), 64), ("vgg11", (EXACT, "exact.shards=4"), 64),
+     ("vgg11_bn", (DETERMINISTIC,), 224)],  # 224: the layer does not change the size
+)  # fmt: skip
+def test_a_layer_without_a_deterministic_gradient_is_refused_on_a_gpu(
+    arch: str, words: tuple[str, ...], size: int
+) -> None:
+    assert refuse_gradients(arch, *words, size=size) == (
+        f"{arch} has the layer AdaptiveAvgPool2d, whose gradient on a GPU differs each time: choose another model.arch,"
+        " or train without run.deterministic and run.exact, or with run.device=cpu"
+    )
+    assert refuse_gradients(arch, size=size) is None
+    assert refuse_gradients(arch, *words, "run.device=cpu", size=size) is None
+    assert refuse_gradients(arch, *words, size=size, has_gpu=False) is None
+    frozen = ("model.init=DEFAULT", "model.freeze=backbone")
+    assert refuse_gradients(arch, *words, *frozen, size=size) is None, "the layer has no gradient"
+
+
+ARCHS = ("resnet18", "googlenet", "densenet121", "swin_t", "vit_b_16", "maxvit_t")
+
+
+@pytest.mark.parametrize(
+    "arch",
+    [
+        name if name in ARCHS else pytest.param(name, marks=pytest.mark.full)
+        for name in torchvision.models.list_models(module=torchvision.models)
+        if not name.startswith(("alexnet", "vgg"))
+    ],
+)
+def test_other_models_have_deterministic_gradients(arch: str) -> None:
+    assert refuse_gradients(arch, DETERMINISTIC, size=299 if arch == "inception_v3" else 224) is None
+
+
+@pytest.mark.parametrize(
+    ("gpus", "local_rank", "visible", "is_launched", "expected"),
+    [(4, 3, None, True, 3), (4, 3, "0,1,2,3", True, 3), (8, 0, None, True, 0), (1, 3, "3", True, 0),
+     (1, 3, None, True, None), (1, 0, "3", False, None), (2, 1, "2,3", True, None)],
+)  # fmt: skip
+def test_a_process_may_see_all_gpus_or_only_its_own(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, local_rank: int, visible: str | None, is_launched: bool,
+    expected: int | None,
+) -> None:  # fmt: skip
+    answers = {"is_available": True, "device_count": gpus, "get_device_capability": (8, 0), "get_arch_list": ["sm_80"],
+               "set_device": None}  # fmt: skip
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    variables = {"CUDA_VISIBLE_DEVICES": visible, "RANK": "0", "WORLD_SIZE": "4"}
+    for name, value in variables.items():
+        if value is None or (name != "CUDA_VISIBLE_DEVICES" and not is_launched):
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    world = World(size=4, local_size=4, rank=local_rank, local_rank=local_rank, has_gpu=True)
+    if expected is None:
+        with pytest.raises(RequestError, match=f"^4 processes on this machine but {gpus} usable GPUs: start one"):
+            choose_device(load("digits", []), world)
+    else:
+        assert choose_device(load("digits", []), world) == torch.device("cuda", expected)
+
+
+def _compare_gpus(rank: int, address: str) -> None:
+    world = World(size=2, local_size=2, rank=rank, local_rank=rank, init_method=address)
+    group = ProcessGroup(world, torch.device("cpu"), 60)
+    check_gpus_differ(group, f"GPU-{rank}")
+    code = 0
+    try:
+        check_gpus_differ(group, "GPU-0")
+    except RequestError as error:
+        is_named = str(error).startswith(f"ranks 0 and 1 use the same GPU ({group.hosts[1]}, GPU-0): start one process")
+        code = error.code if is_named and error.is_collective else 1
+    group.shutdown()
+    os._exit(code)
+
+
+def test_two_processes_on_one_gpu_are_refused_by_both() -> None:
+    context = multiprocessing.get_context("spawn")
+    address = f"tcp://127.0.0.1:{free_port()}"
+    processes = [context.Process(target=_compare_gpus, args=(rank, address)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "processes"),
+    [(4, None, 4), (4, "0,2", 2), (4, "GPU-8932f937", 1), (4, "", 2), (4, "-1", 2), (0, None, 2), (0, "0", 2)],
+)
+def test_make_train_starts_a_process_for_each_visible_gpu(
+    tmp_path: Path, gpus: int, visible: str | None, processes: int
+) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\nfor i in $(seq {gpus}); do echo GPU $i: a card; done\n")
+    smi.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    env.pop("CUDA_VISIBLE_DEVICES", None)
+    if visible is not None:
+        env["CUDA_VISIBLE_DEVICES"] = visible
+    root = Path(__file__).parent.parent
+    done = subprocess.run(["make", "-n", "train"], cwd=root, env=env, capture_output=True, text=True, check=True)
+    assert f"--nproc-per-node {processes} " in done.stdout
