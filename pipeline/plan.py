@@ -225,6 +225,11 @@ def request_digest(config: Config, world: World) -> str:
     return hashlib.sha256(f"{fields} {world.size} {world.local_size}".encode()).hexdigest()
 
 
+def fsdp_slices(config: Config, plan: Resources) -> int:
+    """Return the number of slices that FSDP cuts a copy of the weights into."""
+    return plan.world if config.fsdp.shard == "all" else plan.local_world
+
+
 def memory_row(config: Config, parameters: int, plan: Resources) -> str:
     """Return the table's row about the memory of weights, gradients and optimizer per process."""
     moments = config.optimizer.moments
@@ -234,8 +239,7 @@ def memory_row(config: Config, parameters: int, plan: Resources) -> str:
         f"  memory         {parameters:,} parameters × 4 bytes × {copies} (weights, gradients, {moments} of the"
         f" optimizer) = {_mib(total)}"
     )
-    slices = plan.world if config.fsdp.shard == "all" else plan.local_world
-    parts = {"fsdp": slices, "stages": config.stages.count}.get(config.parallel, 1)
+    parts = {"fsdp": fsdp_slices(config, plan), "stages": config.stages.count}.get(config.parallel, 1)
     if parts == 1:
         return f"{row} a process, plus activations"
     return (

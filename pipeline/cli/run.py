@@ -160,13 +160,13 @@ def _add_plan(commands: Commands) -> None:
     add = parser.add_argument
     add("--world", type=positive_int, default=1, metavar="N", help="processes in the whole job (default 1)")
     add("--nodes", type=positive_int, default=1, metavar="M", help="machines in the whole job (default 1)")
-    add("--json", action="store_true", help="print JSON: the contents of a run's plan.json, and the memory")
+    add("--json", action="store_true", help="print JSON: the contents of a run's plan.json, and the rows below them")
 
 
 def _plan(options: argparse.Namespace) -> str:
     from pipeline.config.load import load
     from pipeline.data.sources import data_size
-    from pipeline.plan import gathered_row, make_plan, memory_row
+    from pipeline.plan import fsdp_slices, gathered_row, make_plan, memory_row
 
     config = load(options.recipe, options.overrides)
     this_machine = world.World(cpus=machine.available_cpus(), has_gpu=machine.has_gpu())
@@ -180,7 +180,8 @@ def _plan(options: argparse.Namespace) -> str:
     if config.parallel == "fsdp" and plan.world > 1:
         from pipeline.parallel.fsdp import gathered_bytes
 
-        pass_bytes = gathered_bytes(model, is_bf16=config.train.precision == "bf16")
+        slices, is_bf16 = fsdp_slices(config, plan), config.train.precision == "bf16"
+        pass_bytes = gathered_bytes(model, slices, is_bf16=is_bf16)
         rows.append(gathered_row(config, parameters, plan, pass_bytes))
     if options.json:
         texts = dict(row.split(maxsplit=1) for row in rows)

@@ -251,8 +251,9 @@ class Exact(Section):
 
 class FSDP(Section):
     shard: Literal["all", "node"] = "all"
-    """With parallel=fsdp: processes that share a copy of the weights. all: all processes; node: those
-    of a machine, so that each machine has a copy and gathers no weights over the network (HSDP)."""
+    """With parallel=fsdp: the processes among which a copy of the weights is divided. all: all of
+    them; node: those of one machine, so that each machine has a copy and gathers no weights over
+    the network (HSDP)."""
 
 
 class Stages(Section):

@@ -70,9 +70,9 @@ class LossGuard:
         bad_by_rank = {rank: found for rank, found in enumerate(group.all_gather(bad)) if found}
         if not bad_by_rank:
             return NotFiniteError(
-                f"a gradient at step {last.step} is not finite, or larger than exact mode can sum: the step is not saved;"
-                " lower optimizer.lr, lengthen schedule.warmup, or lower exact.fraction_bits, and start again with"
-                " run.resume=never"
+                f"a gradient at step {last.step} is not finite, or larger than exact mode can sum: the step is not"
+                " saved; lower optimizer.lr, lengthen schedule.warmup, or lower exact.fraction_bits, and start again"
+                " with run.resume=never"
             )
         rank, (value, ids) = min(bad_by_rank.items())
         return NotFiniteError(

@@ -18,8 +18,8 @@ repeats: no warm-up pass is needed.
   gathered: half the bytes and the same bits. Norms and other weights that autocast leaves in fp32
   are gathered in fp32, and gradients are summed in fp32: a sum over many processes in bf16 would
   lose what one of them adds.
-- fsdp.shard=node cuts weights into slices within a machine and keeps a copy on each machine: weights
-  never leave a machine, and a slice's gradients are summed over the machines.
+- fsdp.shard=node divides weights among the processes of a machine, and each machine has a copy:
+  only gradients leave a machine.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ from pipeline.group import Group
 from pipeline.model.architectures import parameter_groups
 from pipeline.model.ema import make_ema
 from pipeline.parallel.strategy import Strategy, map_tensors
-from pipeline.plan import Plan
+from pipeline.plan import Plan, fsdp_slices
 
 _CAST_BY_AUTOCAST = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.MultiheadAttention)
 """Modules all of whose own weights autocast casts to bf16."""
@@ -139,16 +139,16 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _make_mesh(config: Config, plan: Plan, group: Group) -> DeviceMesh:
-    """Return the mesh of processes over which weights are cut: a row for each copy of the model."""
-    if config.fsdp.shard == "all" or plan.local_world == group.size:
-        return init_device_mesh(group.device.type, (group.size,))
-    sizes = group.all_gather(plan.local_world)
+    """Return the mesh of processes: with several copies of the weights a row for each copy."""
+    sizes = group.all_gather(fsdp_slices(config, plan))
     if len(set(sizes)) > 1:
         raise RequestError(
             f"fsdp.shard=node needs the same number of processes on each machine, not {min(sizes)} and {max(sizes)}:"
             " start as many on each, or use fsdp.shard=all"
         )
-    shape = (group.size // plan.local_world, plan.local_world)
+    if sizes[0] == group.size:
+        return init_device_mesh(group.device.type, (group.size,))
+    shape = (group.size // sizes[0], sizes[0])
     return init_device_mesh(group.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
@@ -181,19 +181,22 @@ def units(model: nn.Module, *, is_bf16: bool) -> list[tuple[list[nn.Module], tor
     return found
 
 
-def gathered_bytes(model: nn.Module, *, is_bf16: bool) -> int:
-    """Return the bytes of weights that a process gathers in a pass.
+def gathered_bytes(model: nn.Module, slices: int, *, is_bf16: bool) -> int:
+    """Return the bytes of weights that a process gathers in a pass, its own slices included.
 
     A unit is gathered before its forward pass, and again before its backward pass. The rest is kept
-    between the two (torch 2.14: reshard_after_forward is False for the root).
+    between the two (torch 2.14: reshard_after_forward is False for the root). All slices have the
+    same number of rows, so the last ones are padded.
     """
     counted: set[nn.Parameter] = set()
     total = 0
-    for modules, dtype in units(model, is_bf16=is_bf16):
+    gathers = [(modules, 2 * dtype.itemsize) for modules, dtype in units(model, is_bf16=is_bf16)]
+    for modules, num_bytes in [*gathers, ([model], 4)]:
         parameters = {param for module in modules for param in module.parameters()} - counted
-        total += 2 * dtype.itemsize * sum(param.numel() for param in parameters)
+        rows = [(-(-len(param) // slices) * slices, param.numel() // len(param)) for param in parameters]
+        total += num_bytes * sum(count * width for count, width in rows)
         counted |= parameters
-    return total + 4 * sum(param.numel() for param in model.parameters() if param not in counted)
+    return total
 
 
 def _fp32_modules(block: nn.Module) -> list[nn.Module]:
