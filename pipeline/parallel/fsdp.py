@@ -40,8 +40,8 @@ from pipeline.model.ema import make_ema
 from pipeline.parallel.strategy import Strategy, map_tensors
 from pipeline.plan import Plan, fsdp_slices
 
-_CAST_BY_AUTOCAST = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.MultiheadAttention)
-"""Modules all of whose own weights autocast casts to bf16."""
+_CAST_BY_AUTOCAST = {kind.forward for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)}
+"""Forward functions that use weights only as autocast casts them, to bf16."""
 
 
 class FSDPStrategy(Strategy):
@@ -155,7 +155,7 @@ def _make_mesh(config: Config, plan: Plan, group: Group) -> DeviceMesh:
 def _shard_model(model: nn.Module, mesh: DeviceMesh, *, is_bf16: bool) -> None:
     """Cut the weights of each unit, and then the rest, into slices."""
     for modules, dtype in units(model, is_bf16=is_bf16):
-        # autocast casts activations, so FSDP casts no inputs; fp32 weights need no policy
+        # FSDP casts no inputs: autocast does. With fp32 the policy changes nothing.
         policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         fully_shard(modules, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh)
@@ -171,7 +171,7 @@ def units(model: nn.Module, *, is_bf16: bool) -> list[tuple[list[nn.Module], tor
     cast = {
         block: norms
         for block, norms in fp32_modules.items()
-        if is_bf16 and not any(True for norm in norms for _ in norm.children())
+        if is_bf16 and all(param.ndim < 2 for norm in norms for param in norm.parameters())
     }
     all_norms = [norm for norms in cast.values() for norm in norms]
     found: list[tuple[list[nn.Module], torch.dtype]] = [(all_norms, torch.float32)] if all_norms else []
@@ -204,7 +204,7 @@ def _fp32_modules(block: nn.Module) -> list[nn.Module]:
     return [
         module
         for module in block.modules()
-        if any(True for _ in module.parameters(recurse=False)) and not isinstance(module, _CAST_BY_AUTOCAST)
+        if any(True for _ in module.parameters(recurse=False)) and type(module).forward not in _CAST_BY_AUTOCAST
     ]
 
 
