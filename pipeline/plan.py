@@ -250,7 +250,7 @@ def memory_row(config: Config, parameters: int, plan: Resources) -> str:
 
 def gathered_row(config: Config, parameters: int, plan: Plan, pass_bytes: int) -> str:
     """Return the table's row about what FSDP sends. pass_bytes: weights gathered in a pass."""
-    place = " within a machine" if config.fsdp.shard == "node" else ""
+    place = ", within a machine," if config.fsdp.shard == "node" else ""
     return (
         f"  gathered       {_mib(plan.accumulate * pass_bytes)} of weights a step and process{place} ="
         f" {_count(plan.accumulate, 'pass', 'es')} × {_mib(pass_bytes)} (blocks forward and backward, the rest once);"

@@ -36,7 +36,7 @@ from pipeline.parallel.fsdp import FSDPStrategy, blocks, gathered_bytes, units
 from pipeline.parallel.strategy import autocast
 from pipeline.plan import DataSize, Plan, make_plan, memory_row
 from pipeline.record.checkpoint import decode, read_verified
-from pipeline.train.state import TrainState
+from pipeline.train.state import TrainState, make_optimizer
 from pipeline.train.step import apply_gradients, forward_backward
 from pipeline.world import World, from_environment
 
@@ -345,6 +345,20 @@ def test_weights_gathered_in_bf16_give_the_bits_of_autocast(arch: str, group: Pr
     for (name, param), sharded in zip(plain.named_parameters(), strategy.model.parameters(), strict=True):
         assert sharded.dtype == torch.float32
         assert torch.equal(sharded.grad.full_tensor(), param.grad), name  # type: ignore[union-attr, operator, arg-type]
+
+
+def test_sharded_weights_are_updated_together(group: ProcessGroup) -> None:
+    config = load("digits", ["parallel=fsdp", "model.arch=resnet18"])
+    strategy = FSDPStrategy(
+        config, make_plan(config, group.world, DataSize(960, 96, 10)), build(config.model, 10), group
+    )
+    optimizer = make_optimizer(strategy.model, config)
+    for param in strategy.model.parameters():
+        param.grad = torch.ones_like(param)
+    with torch.profiler.profile() as profile:
+        optimizer.step()
+    calls = sum(event.count for event in profile.key_averages() if event.key.startswith("aten::_foreach_"))
+    assert 0 < calls < len(list(strategy.model.parameters())), "one by one, each would need several"
 
 
 @pytest.mark.parametrize(("name", "skips"), [("sgd", False), ("adamw", True)])
