@@ -47,8 +47,8 @@ _CAST_BY_AUTOCAST = {kind.forward for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, 
 class FSDPStrategy(Strategy):
     is_replicated = False
     notice = (
-        "parallel=fsdp: rank 0 holds the whole state in host memory during a save, and every process on resume; the"
-        " processes share no weights that run.watch could compare"
+        "parallel=fsdp: rank 0 holds the whole state in host memory during a save, and every process on resume;"
+        " run.watch compares nothing"
     )
 
     def __init__(self, config: Config, plan: Plan, model: nn.Module, group: Group) -> None:
