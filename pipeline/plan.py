@@ -237,7 +237,12 @@ def request_digest(config: Config, world: World) -> str:
     return hashlib.sha256(f"{fields} {world.size} {world.local_size}".encode()).hexdigest()
 
 
-def memory_row(config: Config, parameters: int, world: int) -> str:
+def fsdp_slices(config: Config, plan: Resources) -> int:
+    """Return the number of slices that FSDP cuts a copy of the weights into."""
+    return plan.world if config.fsdp.shard == "all" else plan.local_world
+
+
+def memory_row(config: Config, parameters: int, plan: Resources) -> str:
     """Return the table's row about the memory of weights, gradients and optimizer per process."""
     moments = config.optimizer.moments
     copies = 2 + moments
@@ -246,12 +251,22 @@ def memory_row(config: Config, parameters: int, world: int) -> str:
         f"  memory         {parameters:,} parameters × 4 bytes × {copies} (weights, gradients, {moments} of the"
         f" optimizer) = {_mib(total)}"
     )
-    parts = {"fsdp": world, "stages": config.stages.count}.get(config.parallel, 1)
+    parts = {"fsdp": fsdp_slices(config, plan), "stages": config.stages.count}.get(config.parallel, 1)
     if parts == 1:
         return f"{row} a process, plus activations"
     return (
         f"{row}, of which a process has about 1/{parts} = {_mib(total // parts)}, plus activations; rank 0 has"
         f" {_mib(4 * parameters * (1 + moments))} more in host memory while it saves, twice if on a CPU"
+    )
+
+
+def gathered_row(config: Config, parameters: int, plan: Plan, pass_bytes: int) -> str:
+    """Return the table's row about what FSDP sends. pass_bytes: weights gathered in a pass."""
+    place = ", within a machine," if config.fsdp.shard == "node" else ""
+    return (
+        f"  gathered       {_mib(plan.accumulate * pass_bytes)} of weights a step and process{place} ="
+        f" {_count(plan.accumulate, 'pass', 'es')} × {_mib(pass_bytes)} (blocks forward and backward, the rest once);"
+        f" {_mib(4 * parameters)} of gradients are summed once a step"
     )
 
 

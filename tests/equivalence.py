@@ -63,6 +63,8 @@ ROWS = (
     Row("fsdp, again", "parallel=fsdp batch.accumulate=2", 2, against="fsdp, 2 processes", why="deterministic"),
     Row("fsdp, 4 processes", "parallel=fsdp batch.accumulate=1", 4, tolerance=ROUNDING,
         why="sums and norms of slices are added"),
+    Row("fsdp, two nodes", "parallel=fsdp fsdp.shard=node batch.accumulate=1", 4, "two nodes", tolerance=ROUNDING,
+        why="sums and norms of slices are added, then those of two nodes"),
     Row("2 stages", "parallel=stages stages.micro_batches=4", 2, tolerance=ROUNDING,
         why="the gradient norms of the stages are added"),
     Row("2 stages, again", "parallel=stages stages.micro_batches=4", 2, against="2 stages", why="deterministic"),

@@ -10,9 +10,12 @@ from harness import SMALL, Job, assert_each_sample_once, kill, pipeline
 from torch import nn
 
 from pipeline.config.load import load
+from pipeline.errors import NotFiniteError
 from pipeline.group import Group
+from pipeline.guards.nonfinite import DeviceLossGuard
 from pipeline.parallel.exact import ExactStrategy
 from pipeline.plan import DataSize, make_plan
+from pipeline.telemetry.timing import StepTimer
 from pipeline.world import World
 
 
@@ -159,9 +162,14 @@ def test_an_overflow_is_noticed_and_cleared_at_the_next_step(scale: float) -> No
     assert not strategy.has_overflow()
     step(strategy, shards, scale)
     assert strategy.has_overflow()
+    guard = DeviceLossGuard(strategy, StepTimer())  # as on a GPU, where the host reads the flag a step later
+    assert not guard.check(2, torch.tensor(1.0), [])
+    assert guard.skip == 1, "the device skips the update"
     strategy.model.norm.reset_running_stats()  # type: ignore[union-attr, operator]
     step(strategy, shards)
     assert not strategy.has_overflow()
+    with pytest.raises(NotFiniteError, match="a gradient at step 2 is not finite, or larger than exact mode can sum"):
+        guard.sync()
 
 
 def test_coarse_sums_cause_a_warning() -> None:

@@ -1,32 +1,43 @@
 """fsdp and stages: the checkpoints, weights and predictions of DDP, with a model in parts."""
 
 import copy
+import dataclasses
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 import torch
-from harness import SMALL, Job, free_port, kill, pipeline, read_rows
+import torch.distributed as dist
+from harness import SMALL, Job, free_port, kill, pipeline, read_rows, two_nodes
+from streams import make_trainer
 from torch import nn
 from torch.nn.parallel import parallel_apply
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision import models
 from torchvision.models.convnext import CNBlockConfig
 from torchvision.models.regnet import BlockParams
 
 from pipeline.config.load import load
 from pipeline.config.schema import Model
-from pipeline.errors import RequestError
-from pipeline.group import ProcessGroup
+from pipeline.data.loader import TrainBatches
+from pipeline.errors import NotFiniteError, RequestError
+from pipeline.group import Group, ProcessGroup
+from pipeline.guards.nonfinite import DeviceLossGuard
 from pipeline.model.architectures import build, meta_model
 from pipeline.model.partition import StageModule, remove_layers, split_into_stages
 from pipeline.parallel.dataparallel import AutocastModel
-from pipeline.parallel.fsdp import FSDPStrategy, blocks
+from pipeline.parallel.fsdp import FSDPStrategy, blocks, gathered_bytes, units
+from pipeline.parallel.strategy import autocast
 from pipeline.plan import DataSize, Plan, make_plan, memory_row
 from pipeline.record.checkpoint import decode, read_verified
+from pipeline.train.state import TrainState, make_optimizer
+from pipeline.train.step import apply_gradients, forward_backward
 from pipeline.world import World, from_environment
 
 COMMON = ("batch.accumulate=2", "train.clip=0.5", "train.ema=0.9", "model.channels_last=true")
@@ -92,6 +103,19 @@ def test_digits_are_learned_while_two_processes_become_four(tmp_path: Path, digi
     assert [row["step"] for row in rows] == list(range(1, 169))
 
 
+@pytest.mark.full
+def test_slices_within_a_machine_resume_with_the_same_bits_and_at_other_sizes(tmp_path: Path, digits: Path) -> None:
+    words = ("parallel=fsdp", "fsdp.shard=node", "train.clip=0.5", "train.ema=0.9")
+    expected = two_nodes(job(tmp_path / "uninterrupted", digits, 4, *words)).done
+    run = job(tmp_path / "run", digits, 4, *words, "train.max_steps=6")
+    assert two_nodes(run).done["step"] == "6"
+    run.arguments.pop()
+    assert two_nodes(run).done == expected, "a resume has the same bits"
+    for step, run.nproc in ((15, 2), (18, 1), (21, 2)):  # a checkpoint has all weights
+        run.arguments.append(f"train.max_steps={step}")
+        assert run.run().done["step"] == str(step)
+
+
 @pytest.mark.parametrize(
     "words",
     [("parallel=fsdp", "run.exact=true"), ("parallel=stages", "run.exact=true"),
@@ -115,9 +139,52 @@ def test_a_model_that_cannot_be_split_is_refused_before_the_group_forms(tmp_path
 
 
 def test_the_plan_shows_the_memory_of_a_process_and_of_rank_0() -> None:
-    row = memory_row(load("digits", ["parallel=fsdp"]), 1 << 20, 4)
-    assert "of which a process has about 1/4 = 3.0 MiB" in row
-    assert "rank 0 has 8.0 MiB more in host memory while it saves" in row
+    def row(*words: str) -> str:
+        config = load("digits", ["parallel=fsdp", *words])
+        return memory_row(config, 1 << 20, make_plan(config, World(size=4, local_size=2), DataSize(960, 96, 10)))
+
+    assert "of which a process has about 1/4 = 3.0 MiB" in row()
+    assert "rank 0 has 8.0 MiB more in host memory while it saves" in row()
+    assert "of which a process has about 1/2 = 6.0 MiB" in row("fsdp.shard=node")
+
+
+def test_the_plan_shows_what_fsdp_gathers() -> None:
+    words = ("batch.accumulate=2", "parallel=fsdp", "model.arch=resnet18", "train.precision=bf16")
+    result = pipeline("plan", "digits", *words, "--world", "2")
+    assert (
+        "  gathered       85.4 MiB of weights a step and process = 2 passes × 42.7 MiB (blocks forward and backward,"
+        " the rest once); 42.7 MiB of gradients are summed once a step\n"
+    ) in result.out
+    assert "gathered" not in pipeline("plan", "digits", *words).out, "one process gathers nothing"
+
+
+class CountGathers(TorchDispatchMode):
+    """Counts what torch.distributed gathers."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() == "c10d::_allgather_base_":
+            self.num_bytes += args[0].numel() * args[0].itemsize
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "vit_b_32", "convnext_tiny"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_bytes_gathered_are_those_of_the_plan(arch: str, precision: str) -> None:
+    config = load("digits", ["parallel=fsdp", f"model.arch={arch}", f"train.precision={precision}"])
+    plan = make_plan(config, World(size=4, local_size=4), DataSize(960, 96, 10))
+    group, model = Group(World(size=4), torch.device("cpu")), build(config.model, 10)
+    images = torch.randn(2, 3, 224, 224)
+    expected = gathered_bytes(model, 4, is_bf16=precision == "bf16")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)  # sends nothing
+    try:
+        strategy = FSDPStrategy(config, plan, model, group)
+        with CountGathers() as gathers, strategy.gradient_sync(0), autocast(group.device, precision):
+            strategy.forward(images).sum().backward()  # type: ignore[no-untyped-call]
+    finally:
+        dist.destroy_process_group()
+    assert gathers.num_bytes == expected
 
 
 def test_stages_that_do_not_divide_are_refused_with_values_that_work() -> None:
@@ -140,12 +207,12 @@ def test_dataparallel_uses_one_process() -> None:
 def test_a_replica_in_its_own_thread_has_the_precision_of_training(kind: torch.dtype) -> None:
     replica, images, found = AutocastModel(nn.Conv2d(3, 4, 3)), torch.randn(2, 3, 8, 8), {}
 
-    def compute(*, autocast: bool) -> None:
-        with torch.autocast("cpu", enabled=autocast):  # as in torch.nn.parallel.parallel_apply
-            found[autocast] = replica(images, kind).dtype
+    def compute(*, is_enabled: bool) -> None:
+        with torch.autocast("cpu", enabled=is_enabled):  # as in torch.nn.parallel.parallel_apply
+            found[is_enabled] = replica(images, kind).dtype
 
-    for autocast in (True, False):
-        thread = Thread(target=compute, kwargs={"autocast": autocast})
+    for is_enabled in (True, False):
+        thread = Thread(target=compute, kwargs={"is_enabled": is_enabled})
         thread.start()
         thread.join()
     assert found == {True: kind, False: torch.float32}
@@ -236,19 +303,85 @@ def test_fsdp_blocks_are_small_modules_that_are_called_as_one(arch: str) -> None
     assert not any(type(block) in (nn.Sequential, nn.ModuleList) for block in found)
 
 
-def test_an_fsdp_model_can_be_validated_before_it_is_trained() -> None:
-    config, size = load("digits", ["parallel=fsdp", "model.arch=shufflenet_v2_x0_5"]), DataSize(960, 96, 10)
+@pytest.fixture
+def group() -> Iterator[ProcessGroup]:
+    """Return a process group of one process, whose models torch shards."""
     group = ProcessGroup(World(init_method=f"tcp://127.0.0.1:{free_port()}"), torch.device("cpu"), 30)
-    try:
-        strategy = FSDPStrategy(config, make_plan(config, group.world, size), build(config.model, 10), group)
-        images = torch.randn(4, 3, 32, 32)
-        with torch.inference_mode():
-            assert not strategy.make_predictor(strategy.model)(images).requires_grad
-        with strategy.gradient_sync(0):
-            strategy.forward(images).sum().backward()  # type: ignore[no-untyped-call]
-        assert all(param.grad is not None for param in strategy.model.parameters())
-    finally:
-        group.shutdown()
+    yield group
+    group.shutdown()
+
+
+def test_an_fsdp_model_can_be_validated_before_it_is_trained(group: ProcessGroup) -> None:
+    config, size = load("digits", ["parallel=fsdp", "model.arch=shufflenet_v2_x0_5"]), DataSize(960, 96, 10)
+    strategy = FSDPStrategy(config, make_plan(config, group.world, size), build(config.model, 10), group)
+    images = torch.randn(4, 3, 32, 32)
+    with torch.inference_mode():
+        assert not strategy.make_predictor(strategy.model)(images).requires_grad
+    with strategy.gradient_sync(0):
+        strategy.forward(images).sum().backward()  # type: ignore[no-untyped-call]
+    assert all(param.grad is not None for param in strategy.model.parameters())
+
+
+@pytest.mark.parametrize("arch", ["resnet18", "mobilenet_v3_small", "vit_b_32", "swin_t"])
+def test_weights_gathered_in_bf16_give_the_bits_of_autocast(arch: str, group: ProcessGroup) -> None:
+    config = load("digits", ["parallel=fsdp", f"model.arch={arch}", "train.precision=bf16", "batch.accumulate=2"])
+    model = build(config.model, 10)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0
+    plain = copy.deepcopy(model)
+    cast = [module for modules, dtype in units(model, is_bf16=True) if dtype == torch.bfloat16 for module in modules]
+    assert sum(param.numel() for module in cast for param in module.parameters()) > 1e6
+    strategy = FSDPStrategy(config, make_plan(config, group.world, DataSize(960, 96, 10)), model, group)
+    for micro in range(2):
+        images = torch.randn(2, 3, 224, 224)
+        outputs = []
+        for forward in (plain, strategy.forward):
+            torch.manual_seed(micro)  # stochastic depth
+            with strategy.gradient_sync(micro), autocast(group.device, "bf16"):
+                outputs.append(forward(images))
+            outputs[-1].float().square().mean().backward()  # type: ignore[no-untyped-call]
+        assert torch.equal(*outputs)
+    for (name, param), sharded in zip(plain.named_parameters(), strategy.model.parameters(), strict=True):
+        assert sharded.dtype == torch.float32
+        assert torch.equal(sharded.grad.full_tensor(), param.grad), name  # type: ignore[union-attr, operator, arg-type]
+
+
+def test_sharded_weights_are_updated_together(group: ProcessGroup) -> None:
+    config = load("digits", ["parallel=fsdp", "model.arch=resnet18"])
+    strategy = FSDPStrategy(
+        config, make_plan(config, group.world, DataSize(960, 96, 10)), build(config.model, 10), group
+    )
+    optimizer = make_optimizer(strategy.model, config)
+    for param in strategy.model.parameters():
+        param.grad = torch.ones_like(param)
+    with torch.profiler.profile() as profile:
+        optimizer.step()
+    calls = sum(event.count for event in profile.key_averages() if event.key.startswith("aten::_foreach_"))
+    assert 0 < calls < len(list(strategy.model.parameters())), "one by one, each would need several"
+
+
+@pytest.mark.parametrize(("name", "skips"), [("sgd", False), ("adamw", True)])
+def test_nothing_leaves_an_fsdp_step_whose_loss_is_nan(
+    name: str, skips: bool, digits: Path, group: ProcessGroup
+) -> None:
+    made = make_trainer(digits, "model.arch=shufflenet_v2_x0_5", "batch.global=24", f"optimizer.name={name}")
+    strategy = FSDPStrategy(made.config, made.plan, made.state.model, group)
+    state = TrainState.build(strategy, DeviceLossGuard(strategy, made.timer), made.config)  # as on a GPU
+    trainer = dataclasses.replace(made, state=state)
+    batch = TrainBatches(made.train_images, made.config, made.plan, 0)[0]
+    for factor in (1, torch.nan):
+        before = [param.full_tensor().clone() for param in state.model.parameters()]  # type: ignore[operator]
+        assert state.confirmed_step == state.step
+        loss, used = forward_backward(trainer, iter([batch]))
+        assert not state.loss_guard.check(state.step + 1, loss * factor, used), "the host does not know yet"
+        apply_gradients(trainer)
+    after = [param.full_tensor() for param in state.model.parameters()]  # type: ignore[operator]
+    assert all(map(torch.equal, before, after)) == skips, "fused AdamW skips the update of sharded weights"
+    with pytest.raises(NotFiniteError, match=r"the loss is nan at step 2 on rank 0 .*: the step is not saved;"):
+        _ = state.confirmed_step
+    loss, used = forward_backward(trainer, iter([batch]))
+    assert state.loss_guard.check(3, loss, used), "the run ends at the next step at the latest"
 
 
 def test_processes_started_by_hand_need_the_address_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:

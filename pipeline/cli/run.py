@@ -160,26 +160,33 @@ def _add_plan(commands: Commands) -> None:
     add = parser.add_argument
     add("--world", type=positive_int, default=1, metavar="N", help="processes in the whole job (default 1)")
     add("--nodes", type=positive_int, default=1, metavar="M", help="machines in the whole job (default 1)")
-    add("--json", action="store_true", help="print JSON: the contents of a run's plan.json, and the memory")
+    add("--json", action="store_true", help="print JSON: the contents of a run's plan.json, and the rows below them")
 
 
 def _plan(options: argparse.Namespace) -> str:
     from pipeline.config.load import load
     from pipeline.data.sources import data_size
-    from pipeline.plan import make_plan, memory_row
+    from pipeline.plan import fsdp_slices, gathered_row, make_plan, memory_row
 
     config = load(options.recipe, options.overrides)
     this_machine = world.World(cpus=machine.available_cpus(), has_gpu=machine.has_gpu())
     plan = make_plan(config, this_machine.resized(options.world, options.nodes), data_size(config))
 
-    from pipeline.model.architectures import count_parameters  # imports torch: last, so that errors come at once
+    from pipeline.model.architectures import meta_model  # imports torch: last, so that errors come at once
 
-    parameters = count_parameters(config.model, plan.num_classes)
-    memory = memory_row(config, parameters, plan.world)
+    model = meta_model(config.model, plan.num_classes)
+    parameters = sum(param.numel() for param in model.parameters())
+    rows = [memory_row(config, parameters, plan)]
+    if config.parallel == "fsdp" and plan.world > 1:
+        from pipeline.parallel.fsdp import gathered_bytes
+
+        slices, is_bf16 = fsdp_slices(config, plan), config.train.precision == "bf16"
+        pass_bytes = gathered_bytes(model, slices, is_bf16=is_bf16)
+        rows.append(gathered_row(config, parameters, plan, pass_bytes))
     if options.json:
-        memory = memory.strip().removeprefix("memory").strip()
-        return json.dumps({**plan.to_dict(), "parameters": parameters, "memory": memory})
-    return f"{config.recipe}\n{plan.table()}\n{memory}"
+        texts = dict(row.split(maxsplit=1) for row in rows)
+        return json.dumps({**plan.to_dict(), "parameters": parameters, **texts})
+    return "\n".join([config.recipe, plan.table(), *rows])
 
 
 def _add_verify(commands: Commands) -> None:

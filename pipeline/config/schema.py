@@ -249,6 +249,13 @@ class Exact(Section):
     allowed in a shard is 2^(62 - fraction_bits) / shards."""
 
 
+class FSDP(Section):
+    shard: Literal["all", "node"] = "all"
+    """With parallel=fsdp: the processes among which a copy of the weights is divided. all: all of
+    them; node: those of one machine, so that each machine has a copy and gathers no weights over
+    the network (HSDP)."""
+
+
 class Stages(Section):
     count: Annotated[int, Field(ge=2, le=64)] = 2
     """With parallel=stages: number of stages of the model, one per process. Twice as many processes
@@ -405,6 +412,7 @@ class Config(Section):
     model: Model = Model()
     batch: Batch = Batch()
     exact: Exact = Exact()
+    fsdp: FSDP = FSDP()
     stages: Stages = Stages()
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()

@@ -1,12 +1,13 @@
 """The loss guard: a loss that is not finite never reaches the weights.
 
-Promise: a loss that is not finite updates no weights in any process, and the run ends with a line
-that names the step and the rank. On a CPU the loss is checked before the update, in the exchange in
-which the processes agree on everything else. On a GPU that check would wait for the device, so the
-device checks: the flag is summed over the processes on its stream, a fused optimizer skips the
-update where `found_inf` is 1 (torch made that for its GradScaler), and the host reads the flag one
-step later without waiting. Nothing is reported, evaluated or saved before `sync` has asked about
-the last step, so no result of a skipped update is ever seen.
+Promise: nothing of a step whose loss is not finite is reported, evaluated or saved, and the run
+ends with a line that names the step and the rank. On a CPU the loss is checked before the update,
+in the exchange in which the processes agree on everything else. On a GPU that check would wait for
+the device, so the device checks: the flag is summed over the processes on its stream, a fused
+optimizer skips the update where `found_inf` is 1 (torch made that for its GradScaler), and the host
+reads the flag one step later without waiting. An optimizer that is not fused (SGD on sharded
+weights) makes the update. Nothing leaves the process before `sync` has asked about the last step,
+so no result of a skipped or a bad update is ever seen.
 """
 
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ class LossGuard:
         Called after the backward passes of each step.
         """
         self._last = _Checked(step, loss, batches)
-        return not bool(torch.isfinite(loss)) or self._strategy.has_overflow()
+        return not bool(torch.isfinite(loss)) or bool(self._strategy.has_overflow())
 
     def sync(self) -> None:
         """Raise NotFiniteError in all processes if the last step's loss was bad.
@@ -69,13 +70,13 @@ class LossGuard:
         bad_by_rank = {rank: found for rank, found in enumerate(group.all_gather(bad)) if found}
         if not bad_by_rank:
             return NotFiniteError(
-                f"a gradient at step {last.step} is not finite, or larger than exact mode can sum: nothing was updated;"
-                " lower optimizer.lr, lengthen schedule.warmup, or lower exact.fraction_bits, and start again with"
-                " run.resume=never"
+                f"a gradient at step {last.step} is not finite, or larger than exact mode can sum: the step is not"
+                " saved; lower optimizer.lr, lengthen schedule.warmup, or lower exact.fraction_bits, and start again"
+                " with run.resume=never"
             )
         rank, (value, ids) = min(bad_by_rank.items())
         return NotFiniteError(
-            f"the loss is {value} at step {last.step} on rank {rank} ({format_sample_ids(ids)}): nothing was updated;"
+            f"the loss is {value} at step {last.step} on rank {rank} ({format_sample_ids(ids)}): the step is not saved;"
             " lower optimizer.lr, lengthen schedule.warmup or set train.clip, and start again with run.resume=never"
         )
 
@@ -93,7 +94,7 @@ class DeviceLossGuard(LossGuard):
         self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
     def check(self, step: int, loss: Tensor, batches: list[Batch]) -> bool:
-        bad = (~torch.isfinite(loss)).to(torch.int64)
+        bad = (~torch.isfinite(loss) | self._strategy.has_overflow()).to(torch.int64)
         self._strategy.group.all_reduce_async(bad).wait()  # the stream waits, the host does not
         self.skip.copy_(bad.clamp_(max=1))
         if self._was_bad():
@@ -121,6 +122,6 @@ class DeviceLossGuard(LossGuard):
 
 def make_loss_guard(strategy: Strategy, timer: StepTimer) -> LossGuard:
     """Return the guard that never makes the host wait for the device."""
-    if strategy.can_skip_update and strategy.group.device.type == "cuda":
+    if strategy.group.device.type == "cuda":
         return DeviceLossGuard(strategy, timer)
     return LossGuard(strategy)

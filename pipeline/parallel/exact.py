@@ -53,8 +53,6 @@ class _Bucket:
 
 
 class ExactStrategy(Strategy):
-    can_skip_update = False  # the host checks the sums of each step, `has_overflow`
-
     def __init__(self, config: Config, plan: Plan, model: nn.Module, group: Group) -> None:
         super().__init__(config, plan, model, group)
         self._loss_divisor = 1  # the sum over all shards is divided by their number
@@ -101,8 +99,8 @@ class ExactStrategy(Strategy):
         if self._is_last_pass:
             self._end_step()
 
-    def has_overflow(self) -> bool:
-        return bool(self._overflow)
+    def has_overflow(self) -> Tensor:
+        return self._overflow
 
     def precision_warning(self) -> str | None:
         units = float(self._smallest) * 2.0**self._bits

@@ -14,6 +14,12 @@ repeats: no warm-up pass is needed.
   their memory.
 - Validation runs on shards too, so a process that has no batch left passes a blank image to take
   part in each block.
+- With train.precision=bf16, weights that autocast would cast anyway are cast before they are
+  gathered: half the bytes and the same bits. Norms and other weights that autocast leaves in fp32
+  are gathered in fp32, and gradients are summed in fp32: a sum over many processes in bf16 would
+  lose what one of them adds.
+- fsdp.shard=node divides weights among the processes of a machine, and each machine has a copy:
+  only gradients leave a machine.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,24 +28,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from pipeline.config.schema import Config
+from pipeline.errors import RequestError
 from pipeline.group import Group
 from pipeline.model.architectures import parameter_groups
 from pipeline.model.ema import make_ema
 from pipeline.parallel.strategy import Strategy, map_tensors
-from pipeline.plan import Plan
+from pipeline.plan import Plan, fsdp_slices
+
+_CAST_BY_AUTOCAST = {kind.forward for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)}
+"""Forward functions that use weights only as autocast casts them, to bf16."""
 
 
 class FSDPStrategy(Strategy):
     is_replicated = False
-    can_skip_update = False
     notice = (
-        "parallel=fsdp: rank 0 holds the whole state in host memory during a save, and every process on resume; the"
-        " processes share no weights that run.watch could compare"
+        "parallel=fsdp: rank 0 holds the whole state in host memory during a save, and every process on resume;"
+        " run.watch compares nothing"
     )
 
     def __init__(self, config: Config, plan: Plan, model: nn.Module, group: Group) -> None:
@@ -49,11 +58,9 @@ class FSDPStrategy(Strategy):
             self.notice += "; model.channels_last applies to images and activations only"
         # torch cannot copy a sharded model
         self._ema = make_ema(model) if config.train.ema is not None else None
-        mesh = init_device_mesh(group.device.type, (group.size,))
+        mesh = _make_mesh(config, plan, group)
         for root in (model, self._ema) if self._ema is not None else (model,):
-            for block in blocks(root):
-                fully_shard(block, mesh=mesh)
-            fully_shard(root, mesh=mesh)
+            _shard_model(root, mesh, is_bf16=config.train.precision == "bf16")
 
     @contextmanager
     def gradient_sync(self, micro: int) -> Iterator[None]:
@@ -129,6 +136,76 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
                     yield member
         else:
             yield from blocks(child)
+
+
+def _make_mesh(config: Config, plan: Plan, group: Group) -> DeviceMesh:
+    """Return the mesh of processes: with several copies of the weights a row for each copy."""
+    sizes = group.all_gather(fsdp_slices(config, plan))
+    if len(set(sizes)) > 1:
+        raise RequestError(
+            f"fsdp.shard=node needs the same number of processes on each machine, not {min(sizes)} and {max(sizes)}:"
+            " start as many on each, or use fsdp.shard=all"
+        )
+    if sizes[0] == group.size:
+        return init_device_mesh(group.device.type, (group.size,))
+    shape = (group.size // sizes[0], sizes[0])
+    return init_device_mesh(group.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _shard_model(model: nn.Module, mesh: DeviceMesh, *, is_bf16: bool) -> None:
+    """Cut the weights of each unit, and then the rest, into slices."""
+    for modules, dtype in units(model, is_bf16=is_bf16):
+        # FSDP casts no inputs: autocast does. With fp32 the policy changes nothing.
+        policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        fully_shard(modules, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh)
+
+
+def units(model: nn.Module, *, is_bf16: bool) -> list[tuple[list[nn.Module], torch.dtype]]:
+    """Return the modules of each FSDP unit but the last, the rest, and the dtype that it gathers.
+
+    A unit gathers weights of one dtype. So with bf16 the norms of all blocks are a unit in fp32. A
+    block that has other weights which autocast leaves in fp32, as ConvNeXt's, stays in fp32 whole.
+    """
+    fp32_modules = {block: _fp32_modules(block) for block in blocks(model)}
+    cast = {
+        block: norms
+        for block, norms in fp32_modules.items()
+        if is_bf16 and all(param.ndim < 2 for norm in norms for param in norm.parameters())
+    }
+    all_norms = [norm for norms in cast.values() for norm in norms]
+    found: list[tuple[list[nn.Module], torch.dtype]] = [(all_norms, torch.float32)] if all_norms else []
+    for block in fp32_modules:
+        if block not in all_norms:
+            found.append(([block], torch.bfloat16 if block in cast else torch.float32))
+    return found
+
+
+def gathered_bytes(model: nn.Module, slices: int, *, is_bf16: bool) -> int:
+    """Return the bytes of weights that a process gathers in a pass, its own slices included.
+
+    A unit is gathered before its forward pass, and again before its backward pass. The rest is kept
+    between the two (torch 2.14: reshard_after_forward is False for the root). All slices have the
+    same number of rows, so the last ones are padded.
+    """
+    counted: set[nn.Parameter] = set()
+    total = 0
+    gathers = [(modules, 2 * dtype.itemsize) for modules, dtype in units(model, is_bf16=is_bf16)]
+    for modules, num_bytes in [*gathers, ([model], 4)]:
+        parameters = {param for module in modules for param in module.parameters()} - counted
+        rows = [(-(-len(param) // slices) * slices, param.numel() // len(param)) for param in parameters]
+        total += num_bytes * sum(count * width for count, width in rows)
+        counted |= parameters
+    return total
+
+
+def _fp32_modules(block: nn.Module) -> list[nn.Module]:
+    """Return the modules with weights of their own that autocast does not cast, such as norms."""
+    return [
+        module
+        for module in block.modules()
+        if any(True for _ in module.parameters(recurse=False)) and type(module).forward not in _CAST_BY_AUTOCAST
+    ]
 
 
 def _shard(full: Any, like: Tensor) -> Any:

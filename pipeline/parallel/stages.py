@@ -40,7 +40,6 @@ from pipeline.plan import Plan
 
 class StagesStrategy(Strategy):
     is_replicated = False
-    can_skip_update = False
     notice = (
         "parallel=stages: batch norm sees one micro-batch at a time; rank 0 holds the whole state in host memory during"
         " a save, and every process on resume; run.watch compares nothing"

@@ -22,8 +22,6 @@ class Strategy:
 
     is_replicated = True
     """Each process has the whole model, and waits for others only when gradients are exchanged."""
-    can_skip_update = True
-    """The device can skip an update by itself (`guards.nonfinite`)."""
     notice: str | None = None
     """A line that a user who chose this strategy should read."""
 
@@ -74,8 +72,8 @@ class Strategy:
         """Scale the gradient of the whole model down to `max_norm` if its norm is larger."""
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
-    def has_overflow(self) -> bool:
-        """Return True if a gradient could not be summed: there must be no update."""
+    def has_overflow(self) -> Tensor | bool:
+        """Return True, or [] bool on the device, if a gradient of this step could not be summed."""
         return False
 
     def precision_warning(self) -> str | None:

@@ -174,7 +174,10 @@ class TrainState:
         self.model.load_state_dict(states["model"])
         if self.ema is not None:
             self.ema.load_state_dict(states["average"])
-        self.optimizer.load_state_dict(states["optimizer"])
+        # The saved settings say which kernels updated (fused, foreach). With another number of
+        # processes these may be unable to.
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({**states["optimizer"], "param_groups": groups})
         self.strategy.scaler.load_state_dict(contents["scaler"])
         self.step = contents["step"]
         self.totals.zero_()
@@ -215,11 +218,13 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     groups = parameter_groups(model, options.weight_decay)
     if options.name == "adamw":
         return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=True)
-    # torch 2.14's fused SGD does not take sharded parameters
+    # torch 2.14's fused SGD does not take sharded parameters, and chooses foreach by itself only if
+    # neither option is given
     is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     optimizer = torch.optim.SGD(
-        groups, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov, fused=not is_sharded
-    )
+        groups, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov,
+        fused=not is_sharded, foreach=is_sharded,
+    )  # fmt: skip
     if options.momentum:
         # Zeros have the same effect as no buffer at the first step. If that step is skipped because
         # of an overflow (fp16), torch 2.14's fused SGD leaves new buffers uninitialised, with other

@@ -89,7 +89,7 @@ def apply_gradients(trainer: Trainer) -> None:
     if skip is not None and scaler.is_enabled():  # the scaler skips the update for a gradient that is NaN
         first = next(parameter.grad for parameter in state.model.parameters() if parameter.grad is not None)
         first.masked_fill_(skip > 0, torch.nan)
-    elif skip is not None:  # the fused optimizer skips it for this flag
+    elif skip is not None and state.optimizer.defaults["fused"]:  # a fused optimizer skips it for this flag
         state.optimizer.found_inf = skip  # type: ignore[attr-defined]
     if config.train.clip is not None:
         scaler.unscale_(state.optimizer)
