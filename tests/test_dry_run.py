@@ -9,14 +9,10 @@ from pathlib import Path
 
 import fake_cuda
 import pytest
-from dry_run import CASES, FAULTS, UPDATES, Result
+from dry_run import CASES, FAULTS, Result
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="the fake CUDA device needs a C compiler (cc)")
 
-EXPECTED_WAITS = {
-    "exact": ["LossGuard.check", "ExactStrategy.has_overflow"] * UPDATES,
-    **dict.fromkeys(("recipe vit-l16", "fsdp", "fsdp bf16"), ["LossGuard.check"] * UPDATES),
-}
 EXPECTED_ERRORS = {
     "mixing on the CPU": "HostWaitError: _run_pass",
     "labels by way of the CPU": "HostWaitError: _run_pass",
@@ -45,7 +41,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
 @pytest.mark.parametrize("name", CASES)
 def test_the_host_never_waits_for_the_device_in_an_update(results: dict[str, Result], name: str) -> None:
     assert results[name].error == ""
-    assert results[name].updates == EXPECTED_WAITS.get(name, [])
+    assert results[name].updates == []
     assert results[name].evaluation == ["Group.all_reduce"] * 2, "once at the end: counts, and predictions"
 
 
