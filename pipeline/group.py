@@ -10,8 +10,9 @@ gloo, so that no collective here waits for a GPU's stream. A strategy exchanges 
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -47,6 +48,8 @@ class Group:
         """The host name of each rank."""
         self.local_peer_pids: list[int] = []
         """The process ids of the other ranks on this machine."""
+        self.device_timeout: timedelta | None = None
+        """The timeout of collectives on the device, also for subgroups that a strategy creates."""
 
     def any_rank(self, *flags: bool) -> tuple[bool, ...]:
         """Return for each flag if it is set on any rank."""
@@ -85,6 +88,18 @@ class Group:
         """Run `work`, which may take longer on one rank than the others' collectives wait."""
         return work()
 
+    @contextmanager
+    def extended_timeout(self, extra_s: float) -> Iterator[None]:
+        """Have the collectives on the host wait `extra_s` longer in this context."""
+        yield
+
+    def set_gpu_timeout(self, timeout_s: float) -> None:
+        """Set how long collectives on GPUs wait, of this group and of subgroups created later.
+
+        At the timeout torch's NCCL watchdog aborts the process, without the traceback and the line
+        of ours (torch 2.14, TORCH_NCCL_ASYNC_ERROR_HANDLING=3). So it must wait longer than ours.
+        """
+
     def shutdown(self) -> None:
         """Wait for all ranks, then destroy the process group."""
 
@@ -94,7 +109,8 @@ class ProcessGroup(Group):
 
     def __init__(self, world: World, device: torch.device, timeout_s: float) -> None:
         super().__init__(world, device)
-        timeout = timedelta(seconds=timeout_s)
+        self._timeout_s = timeout_s
+        self.device_timeout = timeout = timedelta(seconds=timeout_s)
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         try:
             dist.init_process_group(backend, world.init_method, rank=world.rank, world_size=world.size, timeout=timeout)
@@ -159,10 +175,32 @@ class ProcessGroup(Group):
                 futures.wait([task], timeout=1)
             return task.result()
 
+    @contextmanager
+    def extended_timeout(self, extra_s: float) -> Iterator[None]:
+        _set_timeout("cpu", timedelta(seconds=self._timeout_s + extra_s))
+        try:
+            yield
+        finally:
+            _set_timeout("cpu", timedelta(seconds=self._timeout_s))
+
+    def set_gpu_timeout(self, timeout_s: float) -> None:
+        if self.device.type == "cuda":
+            self.device_timeout = timedelta(seconds=timeout_s)
+            _set_timeout("cuda", self.device_timeout)
+
     def shutdown(self) -> None:
         # After the first rank exits, a launcher kills the others, and rank 0 may still be saving.
         self.any_rank(False)
         dist.destroy_process_group()
+
+
+def _set_timeout(device: str, timeout: timedelta) -> None:
+    """Set the timeout of later collectives of the process group's backend for `device`.
+
+    `torch.distributed.set_timeout` (torch 2.14) would set that of both backends.
+    """
+    assert dist.group.WORLD is not None
+    dist.group.WORLD._get_backend(torch.device(device))._set_default_timeout(timeout)
 
 
 def is_peer_failure(error: Exception) -> bool:

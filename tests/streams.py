@@ -60,7 +60,7 @@ def make_trainer(root: Path, *overrides: str) -> Trainer:
     state = TrainState.build(strategy, make_loss_guard(strategy, timer), config)
     return Trainer.build(
         config, plan, state, source, NullRecords(), NullTerminal(), timer=timer, stop=StopRequest(),
-        watchdog=Watchdog(300, Path(os.devnull), 0), profiler=NullProfiler(),
+        watchdog=Watchdog(300, Path(os.devnull), 0, StopRequest()), profiler=NullProfiler(),
     )  # fmt: skip
 
 

@@ -1,16 +1,24 @@
 """A rank whose weights diverge is found before the next save, and a slow rank is named."""
 
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from harness import SMALL, Job, Result
+import torch.distributed as dist
+from harness import SMALL, Job, Result, free_port
 
 from pipeline.config.load import load
-from pipeline.group import Group
+from pipeline.data.sources import open_source
+from pipeline.group import Group, ProcessGroup
+from pipeline.guards.signals import StopRequest
 from pipeline.guards.stragglers import StragglerWatch
+from pipeline.guards.watchdog import COMPILATION_S, Watchdog
 from pipeline.parallel import Strategy
 from pipeline.plan import DataSize, make_plan
+from pipeline.record.folder import RunFolder
+from pipeline.train import session
 from pipeline.world import World
 
 
@@ -128,3 +136,43 @@ def test_a_slow_rank_is_reported_after_two_measurements_and_again_only_after_a_r
     assert [report(10, 10, 14), report(10, 10, 16), report(10, 10, 16)] == [0, 0, 0], "not yet recovered"
     assert [report(10, 11, 10), report(10, 10, 16), report(10, 10, 16)] == [0, 0, 1]
     assert [report(16, 10, 10), report(10, 16, 10), report(10, 16, 10)] == [0, 0, 1], "another rank"
+
+
+def test_nccl_waits_longer_than_the_watchdog_and_gloo_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nccl(options: Any, _: object) -> dist.ProcessGroupGloo:  # there is no NCCL without a GPU
+        return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
+
+    def timeouts() -> list[float]:
+        assert dist.group.WORLD
+        backends = [dist.group.WORLD._get_backend(torch.device(name)) for name in ("cpu", "cuda")]
+        return [backend.options._timeout.total_seconds() for backend in backends]
+
+    monkeypatch.setitem(dist.Backend._plugins, "NCCL", dist.Backend._BackendPlugin(nccl, True))
+    world = World(init_method=f"tcp://127.0.0.1:{free_port()}")
+    group = ProcessGroup(world, torch.device("cuda"), 300)
+    try:
+        group.set_gpu_timeout(2000)
+        assert timeouts() == [300, 2000]
+        with group.extended_timeout(1800):
+            assert timeouts() == [2100, 2000]
+        assert timeouts() == [300, 2000]
+        assert group.device_timeout == timedelta(seconds=2000), "for subgroups"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_training_ends_a_hang_before_nccl_does(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Called(Exception):
+        pass
+
+    def set_gpu_timeout(self: Group, timeout_s: float) -> None:
+        raise Called(timeout_s)
+
+    monkeypatch.setattr(Group, "set_gpu_timeout", set_gpu_timeout)
+    monkeypatch.setattr(Watchdog, "start", lambda self: None)
+    config = load("digits", [f"data.root={digits}", *SMALL, f"run.dir={tmp_path}"])
+    source = open_source(config)
+    prepared = session.Prepared(source, make_plan(config, World(), source.size), found=None, weights=None)
+    with pytest.raises(Called) as called:
+        session.run_training(config, World(), RunFolder(tmp_path), lambda: prepared, StopRequest())
+    assert called.value.args[0] > config.run.timeout + session._MARGIN_S + COMPILATION_S + 60

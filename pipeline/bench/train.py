@@ -246,7 +246,7 @@ def _our_step(
     state = TrainState.build(strategy, make_loss_guard(strategy, timer), config)
     trainer = Trainer.build(
         config, plan, state, source, JournalOnly(journal) if journal else NullRecords(), NullTerminal(), timer=timer,
-        watchdog=Watchdog(config.run.timeout, Path(os.devnull), group.rank), stop=StopRequest(),
+        watchdog=Watchdog(config.run.timeout, Path(os.devnull), group.rank, stop := StopRequest()), stop=stop,
         profiler=NullProfiler(),
     )  # fmt: skip
     return partial(update_once, trainer, TimedBatches(stream, timer))

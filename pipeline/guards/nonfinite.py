@@ -91,7 +91,8 @@ class DeviceLossGuard(LossGuard):
         self._timer = timer
         self.skip: Tensor = torch.zeros((), device=device)
         self._flag = torch.zeros((), pin_memory=is_cuda)  # a copy to unpinned memory would wait for the device
-        self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+        # blocking: the host sleeps while it waits; without it, it spins, which takes a core per GPU
+        self._copied = torch.cuda.Event(blocking=True) if is_cuda else None  # type: ignore[no-untyped-call]
 
     def check(self, step: int, loss: Tensor, batches: list[Batch]) -> bool:
         bad = (~torch.isfinite(loss) | self._strategy.has_overflow()).to(torch.int64)

@@ -1,8 +1,14 @@
-"""SIGTERM and SIGINT only set a flag: the loop reads it, and all processes decide together."""
+"""SIGTERM and SIGINT only set a flag: the loop reads it, and all processes decide together.
 
+Python runs a signal's handler in the main thread, once that returns from native code. While it
+waits there, for a device or for peers, the flag is not set. But Python's C handler writes to the
+wake-up file descriptor at once. It is a pipe, from which any thread learns of the signal.
+"""
+
+import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from pipeline.errors import TemporaryError
@@ -14,17 +20,22 @@ _TOO_EARLY = "asked to stop before a step was made: the same command starts agai
 class StopRequest:
     def __init__(self) -> None:
         self._asked = False
+        self._pipe, self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def listen(self) -> None:
         """Set the flag at each signal from now on.
 
         Called first in a process, before torch is imported.
         """
+        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         for number in _SIGNALS:
             signal.signal(number, self._set_flag)
 
     def is_set(self) -> bool:
-        """Return True if a signal has arrived."""
+        """Return True if a signal has arrived, in any thread, whatever the main one waits for."""
+        with suppress(BlockingIOError):
+            if any(number in _SIGNALS for number in os.read(self._pipe, 512)):
+                self._asked = True
         return self._asked
 
     @contextmanager

@@ -6,6 +6,11 @@ disk that the stacks are written to cannot delay it. It counts seconds itself in
 clock, so that a machine that slept, or a job that was paused as a whole, does not look like a hang.
 A compilation takes minutes without progress: the loop announces it, and the watchdog waits
 `COMPILATION_S` longer.
+
+A process that is asked to stop does so after its step. If it makes no progress, it cannot: a GPU
+may wait in an NCCL kernel for a peer that has died. It then leaves after `STOP_S`, before the
+launcher kills it (torchrun's shutdown timeout is 30 s by default). Slow steps are not cut short: it
+waits at least twice the longest time between two of the last steps. Nor are compilations and saves.
 """
 
 import faulthandler
@@ -13,20 +18,34 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.errors import CRASH
+from pipeline.errors import RunError, TemporaryError
+from pipeline.group import Group
+from pipeline.guards.signals import StopRequest
 
 _WRITING_S = 5
 COMPILATION_S = 1800
 """Additional seconds without progress while a model is compiled."""
+STOP_S = 20
+"""Seconds without progress after which a process that was asked to stop leaves."""
 
 
 class Watchdog:
-    def __init__(self, timeout_s: float, stacks: Path, rank: int) -> None:
+    on_exit: Callable[[RunError], None] | None = None
+    """Records why the process exits. It has a few seconds, in a thread of its own."""
+
+    def __init__(self, timeout_s: float, stacks: Path, rank: int, stop: StopRequest) -> None:
         """Watch this process. stacks: the file to which the stacks of its threads are written."""
-        self._timeout_s, self._stacks, self._rank = timeout_s, stacks, rank
+        self._timeout_s, self._stacks, self._rank, self._stop = timeout_s, stacks, rank, stop
         self._idle_s = 0
+        self._stopping_s = 0
+        """The part of `_idle_s` since the process was asked to stop."""
+        self._longest_s = 0.0
+        """The longest time between two reports of progress. One stall fades."""
+        self._is_patient = False
         self._extra_s = 0
         self._stopped = threading.Event()
 
@@ -36,11 +55,28 @@ class Watchdog:
 
     def beat(self) -> None:
         """Report progress."""
-        self._idle_s = self._extra_s = 0
+        if not self._is_patient:
+            self._longest_s = max(0.99 * self._longest_s, self._idle_s)
+        self._idle_s = self._stopping_s = 0
 
-    def expect_compilation(self) -> None:
-        """Report progress, and wait longer for the next: a model is compiled until then."""
-        self._idle_s, self._extra_s = 0, COMPILATION_S
+    @contextmanager
+    def patient(self, extra_s: int = 0) -> Iterator[None]:
+        """Wait `extra_s` longer in this context, and as long if the process is asked to stop."""
+        self.beat()
+        self._extra_s, self._is_patient = extra_s, True
+        yield
+        self.beat()
+        self._extra_s, self._is_patient = 0, False
+
+    @contextmanager
+    def allow_compilation(self, group: Group) -> Iterator[None]:
+        """Wait COMPILATION_S longer in this context, for this process and for its peers.
+
+        The context ends once all processes have reached its end.
+        """
+        with self.patient(COMPILATION_S), group.extended_timeout(COMPILATION_S):
+            yield
+            group.any_rank(False)
 
     def stop(self) -> None:
         """Stop to watch."""
@@ -49,23 +85,32 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._stopped.wait(1):
             self._idle_s += 1
+            self._stopping_s += int(self._stop.is_set())
             if self._idle_s > self._timeout_s + self._extra_s:
-                self._end_process()
+                compiling = f", and {self._extra_s} s to compile" if self._extra_s else ""
+                self._end_process(
+                    RunError(
+                        f"rank {self._rank} made no progress for {self._idle_s} s (run.timeout{compiling}) and exits;"
+                        f" the stacks of its threads are in {self._stacks}"
+                    )
+                )
+            if self._stopping_s > max(STOP_S, 2 * self._longest_s) and not self._is_patient:
+                self._end_process(
+                    TemporaryError(
+                        f"rank {self._rank} was asked to stop, made no progress for {self._idle_s} s and exits without"
+                        " a save: the same command resumes from the newest checkpoint; the stacks of its threads are"
+                        f" in {self._stacks}"
+                    )
+                )
 
-    def _end_process(self) -> None:
-        writer = threading.Thread(target=self._write_stacks, daemon=True)
+    def _end_process(self, error: RunError) -> None:
+        writer = threading.Thread(target=self._write_last_words, args=(error,), daemon=True)
         writer.start()
         writer.join(_WRITING_S)
-        compiling = f", and {self._extra_s} s to compile" if self._extra_s else ""
-        print(
-            f"pipeline: rank {self._rank} made no progress for {self._idle_s} s (run.timeout{compiling}) and exits; the"
-            f" stacks of its threads are in {self._stacks}",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(CRASH)
+        print(f"pipeline: {error}", file=sys.stderr, flush=True)
+        os._exit(error.code)
 
-    def _write_stacks(self) -> None:
+    def _write_last_words(self, error: RunError) -> None:
         head = f"rank {self._rank}, {time.strftime('%F %T')}: no progress for {self._idle_s} s"
         try:
             with open(self._stacks, "w") as file:
@@ -73,3 +118,5 @@ class Watchdog:
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError:
             faulthandler.dump_traceback(all_threads=True)
+        if self.on_exit:
+            self.on_exit(error)

@@ -50,7 +50,7 @@ class StagesStrategy(Strategy):
         self._count, self._classes, self._eval_batch = plan.stages, plan.num_classes, plan.eval_batch
         self._copies = group.size // plan.stages
         self._copy, self._stage = divmod(group.rank, plan.stages)
-        ranks, timeout = range(group.size), timedelta(seconds=config.run.timeout)
+        ranks, timeout = range(group.size), group.device_timeout
         # a copy's stages are neighbours; the same stage of all copies averages its gradients
         self._pp_group = _join_one_of([ranks[first : first + plan.stages] for first in ranks[:: plan.stages]], timeout)
         self._dp_group = _join_one_of([ranks[stage :: plan.stages] for stage in range(plan.stages)], timeout)
@@ -195,7 +195,7 @@ class _AutocastStage(StageModule):
             return super().forward(x)
 
 
-def _join_one_of(groups: list[range], timeout: timedelta) -> dist.ProcessGroup:
+def _join_one_of(groups: list[range], timeout: timedelta | None) -> dist.ProcessGroup:
     """Return the group that this process is in, of those that all processes create together."""
     group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], timeout)
     assert isinstance(group, dist.ProcessGroup)

@@ -6,6 +6,7 @@ the same in all processes: it comes from the plan, from the state, or from `any_
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 from pipeline.data.batch import Batch
 from pipeline.errors import NotFiniteError, StorageError, TemporaryError
@@ -43,7 +44,7 @@ def train(trainer: Trainer, batches: Iterator[Batch], *, is_saved: bool) -> Eval
                 with timer.charge("tracking"):
                     metrics.after_evaluation(state, is_best)
         if (is_stopping or is_best or plan.saves_at(state.step)) and saved != (state.step, state.is_evaluated):
-            with timer.charge("checkpoint"):
+            with timer.charge("checkpoint"), trainer.watchdog.patient():  # a disk may be slow
                 save(trainer, is_last=is_stopping or state.step >= plan.last_step)
             saved = (state.step, state.is_evaluated)
             metrics.restart_window()
@@ -54,9 +55,9 @@ def train(trainer: Trainer, batches: Iterator[Batch], *, is_saved: bool) -> Eval
             assert state.evaluation is not None
             return state.evaluation
 
-        if plan.compiles_at(state.step, is_first=state.step == first_step):
-            trainer.watchdog.expect_compilation()
-        is_stopping = update_once(trainer, batches)
+        compiles = plan.compiles_at(state.step, is_first=state.step == first_step)
+        with trainer.watchdog.allow_compilation(trainer.group) if compiles else nullcontext():
+            is_stopping = update_once(trainer, batches)
 
 
 def evaluate(trainer: Trainer) -> Evaluation | None:

@@ -157,10 +157,10 @@ class Records:
         if not self._sender.close(log):
             log(f"MLflow did not take everything: the journal keeps it, 'pipeline sync {self._folder.path}' sends it")
 
-    def crash(self, step: int) -> None:
+    def crash(self, step: int, status: str, line: str) -> None:
         """Record a crash at `step`, once a checkpoint that is being written is complete."""
         self._checkpoints.wait()
-        self._journal.log_event("ended", status="FAILED", step=step, line="crashed")
+        self._journal.log_event("ended", status=status, step=step, line=line)
 
     def _summary(self, state: TrainState) -> dict[str, str]:
         best, file = state.best, self._best_file(state)
@@ -227,7 +227,7 @@ class NullRecords(Records):
     def end(self, state: TrainState, status: str, line: str) -> None:
         pass
 
-    def crash(self, step: int) -> None:
+    def crash(self, step: int, status: str, line: str) -> None:
         pass
 
 

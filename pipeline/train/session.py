@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -31,7 +31,7 @@ from pipeline.group import Group
 from pipeline.guards.memory import fit_passes, make_try_pass
 from pipeline.guards.nonfinite import make_loss_guard
 from pipeline.guards.signals import StopRequest
-from pipeline.guards.watchdog import Watchdog
+from pipeline.guards.watchdog import COMPILATION_S, Watchdog
 from pipeline.model.architectures import Normalise, build
 from pipeline.parallel import Strategy, choose_strategy
 from pipeline.plan import Plan, divide_resources, make_plan, request_digest
@@ -54,6 +54,7 @@ from pipeline.train.trainer import Trainer
 from pipeline.world import World
 
 _MARGIN_S = 10
+_GPU_MARGIN_S = 120  # the watchdog's margin and the part of a step between a collective and its last progress
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ def run_training(
     plan, state, group, watchdog = trainer.plan, trainer.state, trainer.group, trainer.watchdog
     data = TrainBatches(trainer.train_images, config, plan, group.rank)
     positions = range(state.step * plan.accumulate, max(state.step, plan.last_step) * plan.accumulate)
+    watchdog.on_exit = partial(_record_hang, trainer)
     watchdog.beat()
     try:
         evaluation = train(
@@ -141,7 +143,7 @@ def _set_up(
     """
     # longer than a collective may take, so that a collective that fails reports its own error
     new_watchdog = partial(
-        Watchdog, config.run.timeout + _MARGIN_S, folder.path / f"hang-rank-{world.rank}.txt", world.rank
+        Watchdog, config.run.timeout + _MARGIN_S, folder.path / f"hang-rank-{world.rank}.txt", world.rank, stop
     )
     prepared = None
     if prepare:
@@ -158,6 +160,7 @@ def _set_up(
             group = _join(config, world)
         watchdog = new_watchdog()
         watchdog.start()
+        group.set_gpu_timeout(config.run.timeout + COMPILATION_S + _GPU_MARGIN_S)
         source = _broadcast_source(config, group, prepared.source if prepared else None)
         plan = _agree_on_plan(config, group, source)
         contents = broadcast_contents(found, group)
@@ -276,6 +279,7 @@ def _build(
     if config.model.freeze:
         log(freeze(model, config.model.freeze))
     if group.device.type == "cuda" and config.parallel == "ddp":
+        watchdog.beat()
         plan = fit_passes(config, plan, group, make_try_pass(model, config, plan, group.device), log)
     if plan.compiles:
         log("compiling at the first step, which takes a minute or so ...")
@@ -286,9 +290,9 @@ def _build(
         strategy.on_gradients_computed(partial(timer.switch_to, "communication"))
     state = TrainState.build(strategy, make_loss_guard(strategy, timer), config)
     first_weights = copy_to_host(model.state_dict())  # the warm-up pass changes the running statistics
-    if plan.compiles:
-        watchdog.expect_compilation()
-    _warm_up(config, plan, strategy, timer)
+    watchdog.beat()
+    with watchdog.allow_compilation(group) if plan.compiles else nullcontext():
+        _warm_up(config, plan, strategy, timer)
     model.load_state_dict(first_weights)
     return plan, state
 
@@ -316,8 +320,18 @@ def _end(trainer: Trainer, error: RunError) -> None:
     """Tell the launcher and the tracker why there is no result."""
     if error.code == errors.CRASH:
         report_to_agent(str(error), is_secondary=not trainer.group.is_main)
-    status = "KILLED" if isinstance(error, TemporaryError) else "FAILED"
-    trainer.records.end(trainer.state, status, str(error))
+    trainer.records.end(trainer.state, _status(error), str(error))
+
+
+def _record_hang(trainer: Trainer, error: RunError) -> None:
+    """Tell the launcher and the journal that this process exits. A peer may have failed first."""
+    report_to_agent(str(error), is_secondary=True)
+    kill_stopped_peers(trainer.group.local_peer_pids)
+    trainer.records.crash(trainer.state.step, _status(error), str(error))
+
+
+def _status(error: RunError) -> str:
+    return "KILLED" if isinstance(error, TemporaryError) else "FAILED"
 
 
 def _crash(trainer: Trainer, traceback_text: str, code: int, *, is_secondary: bool = False) -> NoReturn:
@@ -332,7 +346,7 @@ def _crash(trainer: Trainer, traceback_text: str, code: int, *, is_secondary: bo
     print(f"{traceback_text}\npipeline: {line}", file=sys.stderr, flush=True)
     report_to_agent(line, is_secondary=is_secondary)
     kill_stopped_peers(group.local_peer_pids)
-    trainer.records.crash(step)
+    trainer.records.crash(step, "FAILED", "crashed")
     if code in errors.PERMANENT:
         stop_restarts()
     os._exit(code)

@@ -54,6 +54,13 @@ GUARDS = (
         ("tests/faults/test_stops.py::test_loader_workers_ignore_signals_to_their_process_group",),
     ),
     Guard(
+        "the watchdog learns of a signal that the main thread cannot handle",
+        "pipeline/guards/signals.py",
+        "        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)\n",
+        "",
+        ("tests/faults/test_hangs.py::test_a_stop_ends_processes_that_wait_for_a_device_or_a_peer",),
+    ),
+    Guard(
         "collective stop",
         "pipeline/group.py",
         "        dist.all_reduce(raised, dist.ReduceOp.MAX)\n        return",

@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 from harness import SMALL, Job, children, command_line, kill
 
+from pipeline.guards import watchdog
+from pipeline.record.checkpoint import newest_verified, step_of
+from pipeline.record.journal import last_event
+
 LIMIT = 8
 
 
@@ -58,6 +62,50 @@ def test_a_paused_and_continued_job_is_not_taken_for_a_hang(tmp_path: Path, digi
     time.sleep(LIMIT + 14)
     kill(run.process.pid, signal.SIGCONT)
     assert run.wait().code == 0
+
+
+def test_a_stop_ends_processes_that_wait_for_a_device_or_a_peer(tmp_path: Path, digits: Path) -> None:
+    assert 1 + watchdog.STOP_S + watchdog._WRITING_S < 30, "torchrun's shutdown timeout"
+    (tmp_path / "sitecustomize.py").write_text(
+        "import ctypes, os\n"
+        "if 'RANK' in os.environ:\n"
+        "    from pipeline.guards import nonfinite, watchdog\n"
+        "    watchdog.STOP_S = 4\n"
+        "    class Event:\n"
+        "        records = 0\n"
+        "        def record(self):\n"
+        "            self.records += 1\n"
+        "        def synchronize(self):\n"  # as behind an NCCL kernel whose peer has died
+        "            lock = ctypes.create_string_buffer(64)\n"
+        "            while self.records == 15:\n"
+        "                ctypes.CDLL(None).pthread_mutex_lock(lock)\n"  # no signal interrupts it
+        "    def make_loss_guard(strategy, timer):\n"
+        "        guard = nonfinite.DeviceLossGuard(strategy, timer)\n"
+        "        if strategy.group.is_main:\n"
+        "            guard._copied = Event()\n"
+        "        return guard\n"
+        "    nonfinite.make_loss_guard = make_loss_guard\n"
+    )
+    words = ("checkpoint.every=5 steps", "run.timeout=60")
+    run = job(tmp_path / "run", digits, *words, nproc=2, PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    run.start().wait_for_step(14)
+    time.sleep(1)
+    assert run.process
+    kill(run.process.pid, signal.SIGTERM)
+    stopped = time.monotonic()
+    result = run.wait(60)
+    assert time.monotonic() - stopped < 25, "before the launcher kills them"
+    assert result.code == 75
+    run.wait_gone(1)
+    for rank, waits_in in enumerate(("synchronize", "distributed_c10d")):
+        assert f"rank {rank} was asked to stop, made no progress for " in result.err
+        assert waits_in in (run.folder / f"hang-rank-{rank}.txt").read_text()
+    end = last_event(run.folder / "journal.jsonl")
+    assert (end["status"], end["line"].partition(",")[0]) == ("KILLED", "rank 0 was asked to stop")
+    found = newest_verified(run.folder / "checkpoints", lambda line: pytest.fail(line))
+    assert found
+    assert step_of(found[0]) == 10, "the newest before the hang; that of step 15 waits for the device"
+    assert job(tmp_path / "run", digits, *words, "train.max_steps=17", nproc=2).run().done["step"] == "17"
 
 
 @pytest.mark.fault("A6", ci=1, long=10)

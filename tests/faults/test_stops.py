@@ -2,6 +2,8 @@
 
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -96,6 +98,31 @@ def test_a_second_signal_does_not_break_the_save(tmp_path: Path, digits: Path) -
         kill(run.process.pid, number)
     assert run.wait().code == 75
     assert step_of(run.checkpoints()[-1]) == run.step()
+
+
+def test_a_stop_cuts_neither_slow_steps_nor_saves_short(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys, time\n"
+        "from pathlib import Path\n"
+        "from pipeline.guards import signals, watchdog\n"
+        "watchdog.STOP_S = 1\n"
+        "stop = signals.StopRequest()\n"
+        "stop.listen()\n"
+        "watched = watchdog.Watchdog(300, Path(sys.argv[1]), 0, stop)\n"
+        "watched.start()\n"
+        "time.sleep(4.5)\n"  # a step
+        "watched.beat()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "time.sleep(6)\n"  # a step that takes longer
+        "with watched.patient():\n"
+        "    time.sleep(14)\n"  # a save
+        "print('saved', flush=True)\n"
+        "time.sleep(60)\n"  # a hang
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "stacks")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (75, "saved\n")
+    assert "rank 0 was asked to stop, made no progress for " in done.stderr
 
 
 @pytest.mark.fault("A8")
