@@ -164,7 +164,7 @@ def run(case: Case, result: Result, *words: str) -> str:
     source = replace(source, val=replace(source.val, count=10))
     plan = make_plan(config, world, replace(IMAGENET, num_classes=config.data.num_classes))
     with FakeTensorMode(allow_non_fake_inputs=True), fake_cuda.FakeCuda(READABLE) as cuda:
-        timer, watchdog = make_timer(device), Watchdog(300, Path(os.devnull), 0)
+        timer, watchdog = make_timer(device), Watchdog(300, Path(os.devnull), 0, StopRequest())
         plan, state = session._build(
             config, plan, FakeGroup(world, device), None, timer, watchdog, NullTerminal(),
             is_resumed=config.model.init is not None,

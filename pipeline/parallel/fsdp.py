@@ -148,8 +148,12 @@ def _make_mesh(config: Config, plan: Plan, group: Group) -> DeviceMesh:
         )
     if sizes[0] == group.size:
         return init_device_mesh(group.device.type, (group.size,))
-    shape = (group.size // sizes[0], sizes[0])
-    return init_device_mesh(group.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    names = ("replicate", "shard")
+    mesh = init_device_mesh(group.device.type, (group.size // sizes[0], sizes[0]), mesh_dim_names=names)
+    assert group.device_timeout is not None
+    for name in names:
+        mesh.get_group(name)._get_backend(group.device)._set_default_timeout(group.device_timeout)
+    return mesh
 
 
 def _shard_model(model: nn.Module, mesh: DeviceMesh, *, is_bf16: bool) -> None:
