@@ -310,7 +310,7 @@ class _LoadedLoop(Loop):
         self._loader: Iterator[Batch] = iter(())
         self._timer = make_timer(group.device)
         self._costs: list[tuple[float, float]] = []
-        """Of each turn: the share of waiting for data, and the workers' CPU seconds per image."""
+        """The share of waiting for data, and the workers' CPU seconds per image, in each turn."""
         steps = -(-steps // workers) * workers
         arguments = config, plan, group, source, self._stream(), journal, self._timer
         super().__init__(group.device, plan.global_batch, steps, _our_step, *arguments)
