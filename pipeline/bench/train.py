@@ -318,14 +318,16 @@ class _LoadedLoop(Loop):
     def __call__(self) -> float:
         loader = batches(self._data, range(10**6), self._plan, pin=self._device.type == "cuda")
         self._loader = to_device(loader, self._device)
-        for _ in range(self._plan.workers * self._plan.prefetch + 2):
-            self._run_step()
-        waited, cpu_seconds = self._timer.seconds["data"], _workers_cpu_seconds()
-        speed = super().__call__()
-        images = self._images * self._steps
-        share = (self._timer.seconds["data"] - waited) * speed / images
-        self._costs.append((share, (_workers_cpu_seconds() - cpu_seconds) / images))
-        loader.close()  # type: ignore[attr-defined]
+        try:
+            for _ in range(self._plan.workers * self._plan.prefetch + 2):
+                self._run_step()
+            waited, cpu_seconds = self._timer.seconds["data"], _workers_cpu_seconds()
+            speed = super().__call__()
+            images = self._images * self._steps
+            share = (self._timer.seconds["data"] - waited) * speed / images
+            self._costs.append((share, (_workers_cpu_seconds() - cpu_seconds) / images))
+        finally:
+            loader.close()  # type: ignore[attr-defined]
         return speed
 
     def _stream(self) -> Iterator[Batch]:
