@@ -65,6 +65,12 @@ def process_stat(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time that a process has used."""
+    user, system = process_stat(pid)[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 def die_with_parent(parent_pid: int) -> None:
     """Have the kernel send SIGKILL to this process when the thread that started it ends.
 

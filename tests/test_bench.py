@@ -1,30 +1,40 @@
 """Benchmarks name what they compare; speeds are never asserted."""
 
 import json
+import os
 import re
+import time
 from collections.abc import Iterator
-from itertools import islice
+from functools import partial
+from itertools import islice, pairwise
+from multiprocessing import active_children
 from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 import torch
 from harness import pipeline
 from test_pack import encoded, photo
 
-from pipeline import machine
 from pipeline.bench import gpu
 from pipeline.bench import train as bench_train
+from pipeline.config.load import load
 from pipeline.data.batch import Batch
-from pipeline.record.journal import Journal
-from pipeline.telemetry.mfu import NullMfuMeter
+from pipeline.data.loader import TrainBatches
+from pipeline.data.shared_memory import Allocate
+from pipeline.errors import RequestError
+from pipeline.telemetry.timing import TimedBatches
 
+ROOT = Path(__file__).parent.parent
 SETTINGS = ("--rounds", "1", "--steps", "1", "model.arch=shufflenet_v2_x0_5", "augment.size=32", "batch.global=32")
 
 
 @pytest.mark.parametrize(
     ("words", "names"),
     [
-        (("train",), ["reference", "torchvision", "plain", "loaded"]),
+        (("train",), ["reference", "torchvision", "timm", "plain", "loaded"]),
+        (("train", "--only", "plain"), ["reference", "plain"]),
         pytest.param(("track", "track.every=1 step"), ["reference", "tracked"], marks=pytest.mark.full),
         pytest.param(("comm", "--nproc", "2", "exact.shards=4"), ["reference", "exact"], marks=pytest.mark.full),
     ],
@@ -48,16 +58,17 @@ def test_a_loop_without_a_loader_is_fed_batches_on_the_device(name: str, monkeyp
         return (batch._replace(labels=torch.full_like(batch.labels, -2)) for batch in batches)
 
     monkeypatch.setattr(bench_train, "to_device", mark)
-    monkeypatch.setattr(bench_train, "batches", lambda *_, **__: iter(()))  # the row of the loader alone
-    monkeypatch.setattr(bench_train, "_plain_step", lambda config, plan, group, batch: fed.append(batch))
+    monkeypatch.setattr(bench_train, "_plain_step", lambda config, plan, group, batch, **_: fed.append(batch))
     monkeypatch.setattr(
         bench_train, "_our_step", lambda config, plan, group, source, stream, *_: fed.extend(islice(stream, 1))
     )
-    monkeypatch.setattr(bench_train, "interleave", lambda rows, _: [row.speeds.append(1.0) for row in rows])
+    monkeypatch.setattr(bench_train, "interleave", lambda rows, *_, **__: [row.speeds.append(1.0) for row in rows])
     monkeypatch.setattr(bench_train.randomness, "configure_torch", lambda **_: None)
     monkeypatch.setattr(bench_train.sender, "start", lambda *_: IdleSender())
-    getattr(bench_train, f"bench_{name}")(["run.device=cpu", "augment.size=32", "batch.global=32"], 1, 1, as_json=True)
-    assert len(fed) == (3 if name == "train" else 2)
+    only = {"only": ["torchvision", "timm", "plain"]} if name == "train" else {}
+    words = ["run.device=cpu", "augment.size=32", "batch.global=32"]
+    getattr(bench_train, f"bench_{name}")(words, 1, 1, **only, as_json=True)
+    assert len(fed) == (4 if name == "train" else 2)
     assert all((batch.labels == -2).all() for batch in fed)
 
 
@@ -81,57 +92,133 @@ def test_the_cost_of_tracking_is_printed_beside_the_ratio() -> None:
     assert float(found[1]) > 0
 
 
+def test_the_loader_is_measured_in_its_steady_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a worker take 0.1 s a batch, and rest between two turns: no batch may be ready before."""
+    make_batch = TrainBatches.make_batch
+
+    def make_slowly(self: TrainBatches, position: int, allocate: Allocate) -> Batch:
+        time.sleep(0.1)
+        return make_batch(self, position, allocate)
+
+    def make_step(config: Any, plan: Any, group: Any, source: Any, stream: Any, journal: Any, timer: Any) -> object:
+        return partial(next, TimedBatches(stream, timer))
+
+    monkeypatch.setattr(TrainBatches, "make_batch", make_slowly)
+    monkeypatch.setattr(bench_train, "_our_step", make_step)
+    monkeypatch.setattr(bench_train.randomness, "configure_torch", lambda **_: None)
+    config = load("digits", ["run.device=cpu", "data.source=synthetic", "data.workers=1", "batch.global=8"])  # 32 px
+    plan, group, source = bench_train.prepare(config, deterministic=False)
+    loop = bench_train._LoadedLoop(config, plan, group, source, 3, Path(os.devnull))
+    for _ in range(2):
+        assert loop() < 1.3 * 8 / 0.1
+        assert not active_children(), "workers would slow down the other rows"
+        time.sleep(0.3)
+    text = loop.describe(500)
+    found = re.fullmatch(r"waits for data (\d+)%, .* of a core per image: ([\d.]+) cores for 500 images/s", text)
+    assert found, text
+    assert int(found[1]) > 90
+    assert 0 < float(found[2]) < 10
+
+
+def test_rows_of_a_model_that_is_not_compiled_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_train.randomness, "configure_torch", lambda **_: None)
+    with pytest.raises(RequestError, match=r"^--only plain-compiled: nothing is compiled here \(no GPU"):
+        bench_train.bench_train(["run.device=cpu"], 1, 1, only=["plain-compiled"], as_json=True)
+
+
+# ---- bench gpu
+
+
 class FakeSuite(gpu._Suite):
-    """A suite that returns prepared outputs instead of running commands."""
+    """A suite that records commands; the weights of trainings, and their top-1, are prepared."""
 
-    def __init__(self, folder: Path, *outputs: str) -> None:
-        super().__init__(folder, [], 256, 224, NullMfuMeter())
-        self.outputs = list(outputs)
+    def __init__(self, folder: Path, *digests: str) -> None:
+        super().__init__(folder, [], 256, "-compiled", None, None)
+        self.digests, self.commands = list(digests), []
 
-    def _run(self, title: str, *arguments: str) -> str:
-        if arguments[0] == "train":
-            run = next(Path(word.removeprefix("run.dir=")) for word in arguments if word.startswith("run.dir="))
-            run.mkdir(parents=True)
-            metrics = {"system/one/gpu_peak_mib": 2048.0, "system/two/gpu_peak_mib": 3072.0, "time/images_per_s": 800.0}
-            Journal(run / "journal.jsonl", lambda _: None).log_metrics(4, metrics)
-        return self.outputs.pop(0)
+    def run(self, *arguments: str, is_shown: bool = False, setup: str = "") -> CompletedProcess[str]:
+        self.commands.append(arguments)
+        line = f"done top1=0.9800 top5=1.0000 weights=sha256:{self.digests.pop(0)}\n" if arguments[0] == "train" else ""
+        return CompletedProcess(arguments, 0, line, "")
+
+    def interrupt(self, run: str, number: int, words: list[str]) -> tuple[int, float]:
+        return 75, 1.0
 
 
-@pytest.mark.parametrize(
-    ("digests", "remark"),
-    [
-        (["0123456789"], "3.0 GiB"),
-        (["0123456789", "0123456789"], "identical weights: 01234567  3.0 GiB"),
-        (["0123456789", "abcdefabcd"], "weights differ: 01234567 abcdefab  3.0 GiB"),
-    ],
-)
-def test_bench_gpu_reports_the_weights_and_memory_of_a_training(
-    tmp_path: Path, digests: list[str], remark: str
-) -> None:
-    suite = FakeSuite(tmp_path, *(f"done step=16 weights=sha256:{digest}" for digest in digests))
-    suite.train("deterministic", times=len(digests))
-    (row,) = suite.rows
-    assert (row.images_per_s, row.remark) == (800, remark)
-    assert suite.table().endswith(f" 800      320.0       –       –  {remark}")
+STOPPED = "ok: exit 75 after 1.0 s"
+SAME, DIFFERENT = "ok: identical weights a", "FAILED: weights b differ from a"
 
 
 @pytest.mark.parametrize(
-    ("missing", "words", "names"),
+    ("digests", "rows"),
     [
-        ("", (), ["bf16: reference", "bf16: plain"]),
-        ("a compiler (gcc)", (), ["bf16: reference", "bf16: plain", "bf16: compiled"]),
-        ("a compiler (gcc)", ("train.compile=off",), ["bf16: reference", "bf16: plain"]),
+        ("xaacca", ["ok", "ok: top1=0.9800", SAME, "ok: identical weights c", STOPPED, SAME]),
+        ("xabccb", ["ok", "ok: top1=0.9800", DIFFERENT, "ok: identical weights c", STOPPED, DIFFERENT]),
     ],
 )
-def test_bench_gpu_names_what_torch_compile_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str, words: tuple[str, ...], names: list[str]
+def test_the_checks_compare_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], digests: str, rows: list[str]
 ) -> None:
-    monkeypatch.setattr(machine, "missing_to_compile", lambda: missing)
-    rows = [{"name": name, "images_per_s": 800.0, "ratio": 1.0} for name in ("reference", "plain")]
-    suite = FakeSuite(tmp_path, json.dumps({"rows": rows}))
-    suite.compare_loops("bf16", *words)
-    assert [row.name for row in suite.rows] == names
-    assert len(names) == 2 or suite.rows[-1].remark == "torch.compile needs a compiler (gcc), which is missing here"
+    suite = FakeSuite(tmp_path, *digests)
+    gpu._checks(suite)
+    assert [re.sub(r"^ {2}\S.{19} | \[0 s\]$", "", line) for line in capsys.readouterr().out.splitlines()] == rows
+    trainings = [command for command in suite.commands if command[0] == "train"]
+    assert all({"track.uri=none", "track.report=false"} <= set(command) for command in trainings)
+
+
+def test_the_headline_is_first_and_compares_compiled_loops(tmp_path: Path) -> None:
+    suite = FakeSuite(tmp_path)
+    next(iter(gpu._PARTS.values()))[0](suite)
+    (command,) = suite.commands
+    assert command[:2] == ("bench", "train")
+    compared = [row for flag, row in pairwise(command) if flag == "--only"]
+    assert compared == ["reference-compiled", "plain-compiled"]
+    assert "train.precision=bf16" in command
+
+
+def test_after_the_time_limit_nothing_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "_TIME_LIMIT_S", 0)
+    suite = FakeSuite(tmp_path)
+    for part, _ in gpu._PARTS.values():
+        part(suite)
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == len(suite.failed) == 14
+    assert all("FAILED: not run: no time left" in row for row in rows)
+    assert not suite.commands
+
+
+TABLE = r"(  {} +[\d,.]+ images/s   ratio .*\n)"
+PARTS_OUTPUT = {
+    "headline": "".join(TABLE.format(row) for row in ("reference", "plain")) + r"  headline +5 rounds \[\d+ s\]\n",
+    "bf16": "".join(TABLE.format(row) for row in ("reference", "torchvision", "timm", "plain")),
+    "fp16": "".join(TABLE.format(row) for row in ("reference", "torchvision", "timm", "plain")),
+    "jpeg": r"  photos +16 JPEGs .*\n.*\n" + "".join(TABLE.format(row) for row in ("reference", "plain", "loaded")),
+    "checks": (
+        r"  doctor +ok .*\n  digits +FAILED: top1=0\.\d+ is below 0.97 .*\n"
+        r"  deterministic twice +ok: identical weights (\w{8}) .*\n  exact twice +ok: identical weights \w{8} .*\n"
+        r"  SIGTERM +ok: exit 75 after [\d.]+ s .*\n  SIGTERM and SIGKILL +ok: identical weights \1 .*\n"
+    ),
+    "memory": r"  largest pass +64 images .*\n  batch cut to fit +not cut: .*\n  profile +20 steps, [\d.]+ MiB; .*\n",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", PARTS_OUTPUT)
+def test_a_part_of_bench_gpu_runs_on_a_cpu_without_mlflow(part: str, tmp_path: Path) -> None:
+    """Run the part in miniature, where mlflow and docker cannot be imported."""
+    for module in ("mlflow", "docker"):
+        (tmp_path / f"{module}.py").write_text("raise ImportError\n")
+    words = ["run.device=cpu", "model.arch=shufflenet_v2_x0_5", "augment.size=32", "data.num_images=64"]
+    if part == "checks":
+        words += ["train.max_steps=10", "checkpoint.every=2 steps"]
+    flags = ["--only", part, "--batch", "8", "--write", str(tmp_path / "kept")]
+    result = pipeline("bench", "gpu", *flags, *words, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert result.code == 0, result.err
+    assert re.search(PARTS_OUTPUT[part], result.out), result.out + result.err
+    assert (tmp_path / "kept/profile-steps-21-40.json.gz").exists() == (part == "memory")
+    assert ("FAILED: digits" if part == "checks" else "nothing failed") in result.out.splitlines()[-1]
 
 
 def test_bench_gpu_refuses_a_missing_folder_of_images(tmp_path: Path) -> None:

@@ -199,6 +199,8 @@ bench bogus | unknown subject 'bogus'; the choices are train, track,
 bench gpus | unknown subject 'gpus'; did you mean gpu?
 bench data --images=nosuch | --images nosuch is not a folder
 bench train nosuch | 'nosuch' is not key=value
+bench train --only plian | did you mean plain?
+bench gpu --only chekcs | did you mean checks?
 bench top1 nosuch | recipe 'nosuch' is unknown
 rehearse digits | required: --nodes
 rehearse digits --nodes=5 | the nearest batch.global that works is 95 or 100

@@ -1,141 +1,302 @@
-"""`pipeline bench gpu`: everything that needs a GPU, on one GPU, in minutes, with a final table.
+"""`pipeline bench gpu`: everything that needs a GPU, on one GPU, part by part.
 
-Each part runs a `pipeline` command in its own process, so that it frees its memory and, if it
-fails, the next part still runs. A part that does not finish in time is reported as such. No
-network, MLflow or data is needed: without a folder of images, JPEGs are generated.
-
-The parts: our training loop against the minimal loop, eager and compiled, with ResNet-50 at 224 px
-in bf16; whole trainings; bit-identical repetition in deterministic and exact mode, and its cost;
-fp16, which skips steps that overflow; and training from JPEG files.
+Each part runs `pipeline` commands in their own processes, so that they free their memory and, if
+one fails, the rest still runs. A row is printed as soon as it is known: what was measured is kept
+if the time is over. No network, MLflow or photos are needed: without a folder of images, JPEGs are
+generated.
 """
 
-import json
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, CompletedProcess
 
 import torch
 
 from pipeline import machine
+from pipeline.bench.rounds import TurnError
+from pipeline.bench.train import COMPILED, prepare
 from pipeline.config.load import load
 from pipeline.data.access import check_folder
-from pipeline.data.sources import make_synthetic
-from pipeline.record import journal
-from pipeline.telemetry.mfu import MfuMeter, make_mfu_meter
+from pipeline.data.sources import make_synthetic, open_source
+from pipeline.errors import TemporaryError
+from pipeline.guards.memory import make_try_pass
+from pipeline.model.architectures import build
+from pipeline.plan import make_plan
+from pipeline.world import from_environment
 
-_TIME_LIMIT_S = 460
-_MODEL = ["model.arch=resnet50", "model.channels_last=true", "augment.size=224", "train.precision=bf16"]
-_RUN = [
-    "data.source=synthetic", "data.num_images=4096", "train.max_steps=16", "track.every=4 steps", "track.uri=none",
-    "train.epochs=90", "evaluate.batch=256", "exact.shards=8",
-]  # fmt: skip
-
-
-@dataclass
-class _Row:
-    name: str
-    images_per_s: float | None = None
-    ratio: float | None = None
-    mfu: float | None = None
-    remark: str = ""
+_TIME_LIMIT_S = 420
+_STOP_LIMIT_S = 10
+_TARGET_TOP1 = 0.97
+_MODEL = (
+    "model.arch=resnet50", "model.channels_last=true", "augment.size=224", "train.precision=bf16",
+    "data.source=synthetic", "data.num_images=4096", "train.epochs=10000",
+)  # fmt: skip
+_SHORT = "train.max_steps=42"  # three epochs of the digits
 
 
 class _Suite:
-    """Runs `pipeline` commands until the time limit and collects rows of the table."""
+    """Runs `pipeline` commands until the time limit, and prints rows."""
 
-    def __init__(self, folder: Path, overrides: list[str], batch: int, image_size: int, efficiency: MfuMeter) -> None:
-        self.rows: list[_Row] = []
-        self._folder, self._overrides, self._batch = folder, overrides, batch
-        self._efficiency, self._image_size = efficiency, image_size
+    def __init__(
+        self, folder: Path, overrides: list[str], batch: int, suffix: str, photos: Path | None, write: Path | None
+    ) -> None:
+        """Keep runs in `folder`. suffix: "-compiled", or "" if the plan does not compile."""
+        self.folder, self.batch, self.photos, self.write = folder, batch, photos, write
+        self.failed: list[str] = []
+        """Names of the rows that failed."""
+        self._overrides, self._suffix = overrides, suffix
         self._deadline = time.monotonic() + _TIME_LIMIT_S
 
-    def compare_loops(self, title: str, *overrides: str, rounds: int = 3) -> None:
-        """Run `bench train` and add its rows."""
-        words = [*_MODEL, *self._overrides, *overrides]
-        output = self._run(title, "bench", "train", "--json", "--rounds", str(rounds), "--steps", "20", *words)
-        if output is None:
-            return
-        for row in json.loads(output.splitlines()[-1])["rows"]:
-            speed = row["images_per_s"]
-            mfu = self._efficiency.metrics(speed, self._image_size).get("time/mfu")
-            self.rows.append(_Row(f"{title}: {row['name']}", speed, row["ratio"], mfu))
-        missing = machine.missing_to_compile()
-        if missing and "train.compile=off" not in words:
-            self.rows.append(_Row(f"{title}: compiled", remark=f"torch.compile needs {missing}, which is missing here"))
-
-    def train(self, title: str, *overrides: str, times: int = 1) -> None:
-        """Run `train` that many times and add one row, which compares the final weights."""
-        digests: list[str] = []
-        metrics: dict[str, float] = {}
-        for number in range(times):
-            run = self._folder / f"{title}-{number}".replace(" ", "-")
-            output = self._run(title, "train", "digits", f"run.dir={run}", *_RUN, *_MODEL, *self._overrides, *overrides)
-            if output is None:
-                return
-            digests.append(output.splitlines()[-1].rpartition("sha256:")[2])
-            for event, _ in journal.read(run / "journal.jsonl"):
-                metrics |= event.get("metrics", {})
-        remarks = [f"identical weights: {digests[0][:8]}"] if times > 1 else []
-        if len(set(digests)) > 1:
-            remarks = [f"weights differ: {' '.join(digest[:8] for digest in digests)}"]
-        peaks = [value for name, value in metrics.items() if name.endswith("/gpu_peak_mib")]
-        if peaks:
-            remarks.append(f"{max(peaks) / 1024:.1f} GiB")
-        speed, mfu = metrics.get("time/images_per_s"), metrics.get("time/mfu")
-        self.rows.append(_Row(title, speed, mfu=mfu, remark="  ".join(remarks)))
-
-    def table(self) -> str:
-        lines = [f"{'part':<38} {'images/s':>10} {'ms/step':>10} {'ratio':>7} {'MFU':>7}"]
-        for row in self.rows:
-            speed = step = "–"
-            if row.images_per_s:
-                speed, step = f"{row.images_per_s:,.0f}", f"{1000 * self._batch / row.images_per_s:,.1f}"
-            ratio = f"{row.ratio:.3f}" if row.ratio is not None else "–"
-            mfu = f"{row.mfu:.1%}" if row.mfu is not None else "–"
-            lines.append(f"{row.name:<38} {speed:>10} {step:>10} {ratio:>7} {mfu:>7}  {row.remark}".rstrip())
-        return "\n".join(lines)
-
-    def _run(self, title: str, *arguments: str) -> str | None:
-        """Run a command; return its standard output, or None after adding a row that says why."""
-        seconds_left = self._deadline - time.monotonic()
-        print(f"{title} ... ({seconds_left:.0f} s left)", file=sys.stderr, flush=True)
-        command = [sys.executable, "-m", "pipeline", *arguments]
+    def report(self, name: str, measure: Callable[[], str]) -> None:
+        """Print a row: what `measure` returns, or why it failed."""
+        start = time.monotonic()
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=max(1, seconds_left), check=False)
+            self._seconds_left()
+            text = measure()
+        except Exception as error:
+            text = f"FAILED: {error if isinstance(error, TurnError) else repr(error)}"
+            self.failed.append(name)
+        print(f"  {name:<20} {text} [{time.monotonic() - start:.0f} s]", flush=True)
+
+    def compare_loops(self, name: str, loops: list[str], rounds: int, steps: int, *words: str) -> None:
+        """Run `bench train`, which prints its rows. loops: "+" means compiled, if the plan is."""
+        rows = dict.fromkeys(loop.replace("+", self._suffix) for loop in loops)
+        only = [flag for row in rows for flag in ("--only", row)]
+        flags = [f"--rounds={rounds}", f"--steps={steps}", *only]
+
+        def measure() -> str:
+            self.run("bench", "train", *self.model(*words), *flags, is_shown=True)
+            return f"{rounds} rounds"
+
+        self.report(name, measure)
+
+    def model(self, *words: str) -> list[str]:
+        """Return the words for the model whose speed and memory are measured."""
+        return [*_MODEL, f"batch.global={self.batch}", *self._overrides, *words]
+
+    def digits(self, *words: str) -> list[str]:
+        """Return the words for the recipe `digits`."""
+        return [f"data.root={self.folder / 'digits'}", *words, *self._overrides]
+
+    def train(self, run: str, words: list[str], setup: str = "") -> CompletedProcess[str]:
+        """Train in the folder `run`."""
+        return self.run("train", *self._words(run, words), setup=setup)
+
+    def digest(self, run: str, words: list[str]) -> str:
+        """Train the digits in the folder `run`; return the digest of the weights."""
+        return self.train(run, words).stdout.strip().rpartition("sha256:")[2]
+
+    def interrupt(self, run: str, number: int, words: list[str]) -> tuple[int, float]:
+        """Signal a training that has saved; return its exit code and the seconds until its end."""
+        before = self._checkpoints(run)
+        command = [sys.executable, "-m", "pipeline", "train", *self._words(run, words)]
+        with subprocess.Popen(command, stdout=DEVNULL, stderr=DEVNULL) as process:
+            try:
+                while self._checkpoints(run) <= before:
+                    if process.poll() is not None:
+                        raise TurnError(f"ended with exit {process.returncode} before it could be stopped")
+                    self._seconds_left()
+                    time.sleep(0.01)
+                start = time.monotonic()
+                process.send_signal(number)
+                return process.wait(self._seconds_left()), time.monotonic() - start
+            except subprocess.TimeoutExpired:
+                raise TurnError("did not end") from None
+            finally:
+                process.kill()
+
+    def _checkpoints(self, run: str) -> set[Path]:
+        return set((self.folder / run / "checkpoints").glob("step-*.pt"))
+
+    def _words(self, run: str, words: list[str]) -> list[str]:
+        return ["digits", f"run.dir={self.folder / run}", "track.uri=none", "track.report=false", *words]
+
+    def run(self, *arguments: str, is_shown: bool = False, setup: str = "") -> CompletedProcess[str]:
+        """Run a command. Raises TurnError if it fails or no time is left.
+
+        is_shown: let it print. setup: Python code that its process runs first.
+        """
+        start = ["-c", f"{setup}\nfrom pipeline.cli.main import command\ncommand()"] if setup else ["-m", "pipeline"]
+        pipe = None if is_shown else PIPE
+        try:
+            done = subprocess.run(
+                [sys.executable, *start, *arguments],
+                stdout=pipe, stderr=pipe, text=True, timeout=self._seconds_left(), check=False,
+            )  # fmt: skip
         except subprocess.TimeoutExpired:
-            self.rows.append(_Row(title, remark="not finished: no time left"))
-            return None
-        if not done.returncode:
-            return done.stdout
-        last_line = (done.stderr.strip().splitlines() or ["no error message"])[-1]
-        self.rows.append(_Row(title, remark=f"exit {done.returncode}: {last_line[:120]}"))
-        return None
+            raise TurnError("not finished: no time left") from None
+        if done.returncode:
+            lines = (done.stderr or "").strip().splitlines()
+            raise TurnError(f"exit {done.returncode}: {lines[-1][:150] if lines else 'see above'}")
+        return done
+
+    def _seconds_left(self) -> float:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TurnError("not run: no time left")
+        return left
 
 
-def bench_gpu(images: Path | None, overrides: list[str], batch: int) -> str:
-    """Return the table. Raises RequestError if there is no GPU or `images` is no folder."""
+def _headline(suite: _Suite) -> None:
+    suite.compare_loops("headline", ["reference+", "plain+"], 5, 20)
+
+
+def _scripts(suite: _Suite, precision: str) -> None:
+    loops = ["reference", "plain", "reference+", "torchvision+", "timm+", "plain+"]
+    suite.compare_loops(precision, loops, 3, 12, f"train.precision={precision}")
+
+
+def _jpeg(suite: _Suite) -> None:
+    photos, count, side = suite.photos or suite.folder / "photos", 2 * suite.batch, 400
+
+    def make_photos() -> str:
+        make_synthetic(photos, count, 2, side)
+        return f"{count} JPEGs of {side} px generated"
+
+    if not suite.photos:
+        suite.report("photos", make_photos)
+    suite.compare_loops("jpeg", ["plain+", "loaded+"], 2, 12, "data.source=folder", f"data.root={photos}")
+
+
+def _checks(suite: _Suite) -> None:
+    modes = {mode: suite.digits(_SHORT, f"run.{mode}=true") for mode in ("deterministic", "exact")}
+    digests = {}
+
+    def check_machine() -> str:
+        suite.run("doctor", "digits", f"run.dir={suite.folder / 'doctor'}", "track.uri=none", *suite.digits())
+        return "ok"
+
+    def reach_target() -> str:
+        line = suite.train("accuracy", suite.digits()).stdout
+        top1 = float(line.rpartition("top1=")[2].split()[0])
+        if top1 < _TARGET_TOP1:
+            raise TurnError(f"top1={top1:.4f} is below {_TARGET_TOP1}")
+        return f"ok: top1={top1:.4f}"
+
+    def repeat(mode: str) -> str:
+        digests[mode] = suite.digest(f"{mode}-1", modes[mode])
+        return same(mode, suite.digest(f"{mode}-2", modes[mode]))
+
+    def stop() -> str:
+        code, seconds = suite.interrupt("stopped", signal.SIGTERM, modes["deterministic"])
+        if code != TemporaryError.code or seconds > _STOP_LIMIT_S:
+            raise TurnError(f"exit {code} after {seconds:.1f} s")
+        return f"ok: exit {code} after {seconds:.1f} s"
+
+    def resume() -> str:
+        suite.interrupt("stopped", signal.SIGKILL, modes["deterministic"])
+        return same("deterministic", suite.digest("stopped", modes["deterministic"]))
+
+    def same(mode: str, digest: str) -> str:
+        if digest != digests.get(mode):
+            raise TurnError(f"weights {digest[:8]} differ from {digests.get(mode, 'none')[:8]}")
+        return f"ok: identical weights {digest[:8]}"
+
+    suite.report("doctor", check_machine)
+    suite.report("digits", reach_target)
+    suite.report("deterministic twice", lambda: repeat("deterministic"))
+    suite.report("exact twice", lambda: repeat("exact"))
+    suite.report("SIGTERM", stop)
+    suite.report("SIGTERM and SIGKILL", resume)
+
+
+def _memory(suite: _Suite) -> None:
+    largest = 0
+
+    def measure_pass() -> str:
+        nonlocal largest
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # frees the memory at its end
+            largest = pool.submit(_largest_pass, suite.model(), suite.batch // 4).result()
+        return f"{largest} images"
+
+    def cut_passes() -> str:
+        if not largest:
+            raise TurnError("needs the largest pass")
+        share = 0.7 * suite.batch / largest  # of the memory, so that 0.7 of the batch fits
+        limit = f"torch.cuda.is_available() and torch.cuda.set_per_process_memory_fraction({share:.3f})"
+        words = suite.model("train.compile=off", "train.max_steps=2")
+        log = suite.train("cut", words, setup=f"import torch\n{limit}").stderr
+        lines = [line for line in log.splitlines() if "make the same batch" in line]
+        if torch.cuda.is_available() and not lines:
+            raise TurnError("the pass was not cut")
+        return lines[0] if lines else "not cut: a CPU has no limit"
+
+    suite.report("largest pass", measure_pass)
+    suite.report("batch cut to fit", cut_passes)
+    suite.report("profile", partial(_profile, suite))
+
+
+def _profile(suite: _Suite) -> str:
+    """Profile 20 steps of a training; return the size and the place of the profile."""
+    suite.train("profile", suite.model("profile.steps=21-40", "train.max_steps=40"))  # the first ones choose kernels
+    file = suite.folder / "profile/report/profile-steps-21-40.json.gz"
+    if suite.write:
+        suite.write.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, suite.write)
+    place = str(suite.write / file.name) if suite.write else "not kept: --write FOLDER keeps it"
+    return f"20 steps, {file.stat().st_size / 2**20:.1f} MiB; {place}"
+
+
+def _largest_pass(words: list[str], unit: int) -> int:
+    """Return the images of the largest training pass that fits, in multiples of `unit`."""
+    config = load("digits", words)
+    plan, group, _ = prepare(config, deterministic=False)
+    try_pass = make_try_pass(build(config.model, plan.num_classes).to(group.device), config, plan, group.device)
+
+    def is_too_large(units: int) -> bool:
+        try:
+            try_pass(units * unit)
+        except torch.OutOfMemoryError:
+            return True
+        return False
+
+    return unit * bisect_left(range(1, plan.train_images // unit + 1), True, key=is_too_large)
+
+
+_PARTS: dict[str, tuple[Callable[[_Suite], None], int]] = {
+    "headline": (_headline, 70),
+    "bf16": (partial(_scripts, precision="bf16"), 50),
+    "fp16": (partial(_scripts, precision="fp16"), 75),
+    "jpeg": (_jpeg, 55),
+    "checks": (_checks, 90),
+    "memory": (_memory, 60),
+}
+"""The parts in their order, and the seconds that each is estimated to take on one H100."""
+
+
+def bench_gpu(only: list[str] | None, images: Path | None, overrides: list[str], batch: int, write: Path | None) -> str:
+    """Run the parts, all or those in `only`, and return a last line.
+
+    Raises RequestError if there is no GPU, `images` is no folder, or /dev/shm is too small.
+    """
     if images is not None:
         check_folder(images, f"--images {images}", "name an image folder, preferably of photos")
-    config = load("digits", [*_MODEL, *overrides])
+    config = load("digits", [*_MODEL, f"batch.global={batch}", *overrides])
     if config.run.device != "cpu" and not machine.has_gpu():
         raise machine.no_gpu_error()
-    device = torch.device("cpu" if config.run.device == "cpu" else "cuda")
-    efficiency = make_mfu_meter(config, config.data.num_classes, 1, device)
+    world = from_environment()
+    plan = make_plan(config, world, open_source(config).size)
+    rows = plan.rows()
+    name = "CPU" if config.run.device == "cpu" else torch.cuda.get_device_name()
+    model = f"{config.model.arch}, {plan.image_size} px, batch {batch}"
+    print(f"{name}, torch {torch.__version__}, {world.cpus} CPUs; {model}")
+    print(f"  workers: {rows['workers']}\n  compiled: {rows['compiled']}", flush=True)
+    start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="pipeline-gpu-", ignore_cleanup_errors=True) as scratch:
-        folder = Path(scratch)
-        suite = _Suite(folder, [f"batch.global={batch}", *overrides], batch, config.augment.size, efficiency)
-        suite.compare_loops("bf16")
-        suite.train("train, bf16")
-        suite.train("deterministic", "run.deterministic=true", times=2)
-        suite.train("exact", "run.exact=true", times=2)
-        suite.train("fp16", "train.precision=fp16")
-        if images is None:
-            images = folder / "images"
-            make_synthetic(images, 1024, 10, 400)
-        suite.compare_loops("from JPEGs", "data.source=folder", f"data.root={images}", "train.compile=off", rounds=2)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    title = f"{name}, torch {torch.__version__}, {config.model.arch}, {config.augment.size} px, batch {batch}"
-    return f"{title}\n{suite.table()}"
+        suite = _Suite(Path(scratch), overrides, batch, COMPILED if plan.compiles else "", images, write)
+        for part, (measure, seconds) in _PARTS.items():
+            if not only or part in only:
+                print(f"{part}, about {seconds} s on an H100:", flush=True)
+                measure(suite)
+    failed = f"FAILED: {', '.join(suite.failed)}" if suite.failed else "nothing failed"
+    return f"{failed}; {time.monotonic() - start:.0f} s"

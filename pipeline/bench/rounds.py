@@ -68,6 +68,7 @@ class Loop:
         before = self._allocated()
         if is_cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
+            torch.cuda.synchronize(self._device)
         start = time.perf_counter()
         for _ in range(self._steps):
             self._run_step()
@@ -93,8 +94,9 @@ def interleave(rows: list[Row], rounds: int, *, show_progress: bool = False) -> 
                 continue
             if number:
                 row.speeds.append(speed)
-        if show_progress:
-            print(f"round {number} of {rounds}", file=sys.stderr, flush=True)
+            if show_progress:
+                turn = f"round {number} of {rounds}" if number else "warm-up"
+                print(f"{turn}: {row.name} {speed:,.1f} images/s", file=sys.stderr, flush=True)
 
 
 def figures(row: Row) -> dict[str, object]:

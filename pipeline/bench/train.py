@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
+from multiprocessing import active_children
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline import group as groups
-from pipeline import randomness
+from pipeline import randomness, supervision
 from pipeline.bench.rounds import Loop, Row, interleave, show
 from pipeline.config.load import load
 from pipeline.config.schema import Config
@@ -23,7 +24,7 @@ from pipeline.data.loader import TrainBatches, batches
 from pipeline.data.sources import Source, open_source
 from pipeline.data.transfer import to_device
 from pipeline.device import choose_device
-from pipeline.errors import TemporaryError
+from pipeline.errors import RequestError, TemporaryError
 from pipeline.files import atomic_write
 from pipeline.group import Group
 from pipeline.guards.nonfinite import make_loss_guard
@@ -50,53 +51,65 @@ _DEFAULTS = [
     "data.source=synthetic", "data.num_images=4096", "model.arch=resnet18", "augment.size=64", "batch.global=64",
     "train.epochs=1000", "track.uri=none",
 ]  # fmt: skip
+LOOPS = ("reference", "torchvision", "timm", "plain", "loaded")
+COMPILED = "-compiled"
+"""End of the name of a row whose model is compiled."""
 
 
-def bench_train(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> str:
-    """Return images/s of our training loop against a minimal torch loop.
+def bench_train(overrides: list[str], rounds: int, steps: int, *, only: list[str] | None = None, as_json: bool) -> str:
+    """Return images/s of our training loop against a minimal torch loop and two known scripts.
 
     Rows:
 
     - `reference`: the minimal loop. Forward, backward and update with the same model, optimizer and
       device, on one batch in memory.
-    - `torchvision`: the loop of torchvision's reference scripts, which reads three metrics from the
-      device after each step.
+    - `torchvision`, `timm`: the loops of these projects' training scripts, with the same batch.
     - `plain`: our loop, checks and metrics included, with the same batch in memory. Its ratio is
       what the loop itself costs.
     - `loaded`: our loop with our data loader, which on a CPU uses the same cores.
 
     If the plan compiles the model, each row appears once more, compiled. Their ratios refer to the
-    compiled reference, and its own ratio to the eager reference.
+    compiled reference, and its own ratio to the eager reference if that is compared.
+
+    only: names of rows to compare; their references are compared, too. Raises RequestError if the
+    plan does not compile a model that `only` names.
     """
     config = load("digits", [*_DEFAULTS, *overrides])
-    plan, group, source = _prepare(config, deterministic=config.is_deterministic)
-    device, data = group.device, TrainBatches(source.train, config, plan, group.rank)
-    batch = _batch_on_device(data, device)
-    timed = partial(Loop, device, plan.global_batch, steps)
+    plan, group, source = prepare(config, deterministic=config.is_deterministic)
+    if not plan.compiles and any(name.endswith(COMPILED) for name in only or ()):
+        raise RequestError(
+            f"--only {' '.join(only or ())}: nothing is compiled here ({plan.compile_reason}): leave the rows that end"
+            f" in {COMPILED} out, or set train.compile=on"
+        )
+    batch = _batch_on_device(TrainBatches(source.train, config, plan, group.rank), group.device)
+    timed = partial(Loop, group.device, plan.global_batch, steps)
     rows: list[Row] = []
     loops: list[Loop] = []
     reference = None
     with TemporaryDirectory() as folder:
         for compiles in (False, True) if plan.compiles else (False,):
-            variant, suffix = replace(plan, compiles=compiles), "-compiled" if compiles else ""
-            named = {
-                "reference": timed(_plain_step, config, variant, group, batch),
-                "torchvision": timed(_torchvision_step, config, variant, group, batch),
-            }
-            loaded = to_device(batches(data, range(10**6), plan, pin=device.type == "cuda"), device)
-            for name, stream in (("plain", repeat(batch)), ("loaded", loaded)):
+            variant, suffix = replace(plan, compiles=compiles), COMPILED if compiles else ""
+            chosen = [name for name in LOOPS if not only or name + suffix in only]
+            for name in dict.fromkeys(["reference", *chosen] if chosen else []):
                 journal = Path(folder) / f"{name}{suffix}.jsonl"
-                named[name] = timed(_our_step, config, variant, group, source, stream, journal)
-            for name, loop in named.items():
-                rows.append(Row(f"{name}{suffix}", loop, reference))
-                loops.append(loop)
+                match name:
+                    case "loaded":
+                        loops.append(_LoadedLoop(config, variant, group, source, steps, journal))
+                    case "plain":
+                        loops.append(timed(_our_step, config, variant, group, source, repeat(batch), journal))
+                    case _:
+                        build_step = {"torchvision": _torchvision_step, "timm": _timm_step}.get(name, _plain_step)
+                        loops.append(timed(build_step, config, variant, group, batch))
+                rows.append(Row(f"{name}{suffix}", loops[-1], reference))
                 if name == "reference":
                     reference = rows[-1]
-        interleave(rows, rounds)
-    efficiency = make_mfu_meter(config, plan.num_classes, plan.world, device)
+        interleave(rows, rounds, show_progress=True)
+    efficiency = make_mfu_meter(config, plan.num_classes, plan.world, group.device)
     for row, loop in zip(rows, loops, strict=True):
         row.remark = _remark(plan, loop, median(row.speeds), efficiency)
-    return show(_title(config, plan, str(device), rounds, steps), rows, as_json=as_json)
+        if isinstance(loop, _LoadedLoop) and row.reference:
+            row.remark += f"   {loop.describe(median(row.reference.speeds))}"
+    return show(_title(config, plan, str(group.device), rounds, steps), rows, as_json=as_json)
 
 
 def bench_track(overrides: list[str], rounds: int, steps: int, *, as_json: bool) -> str:
@@ -112,7 +125,7 @@ def bench_track(overrides: list[str], rounds: int, steps: int, *, as_json: bool)
     Raises TemporaryError if MLflow lacks a row.
     """
     config = load("digits", [*_DEFAULTS, "track.uri=auto", "track.required=true", "track.experiment=bench", *overrides])
-    plan, group, source = _prepare(config, deterministic=config.is_deterministic)
+    plan, group, source = prepare(config, deterministic=config.is_deterministic)
     batch = _batch_on_device(TrainBatches(source.train, config, plan, group.rank), group.device)
     timed = partial(Loop, group.device, plan.global_batch, steps)
     with TemporaryDirectory() as scratch:
@@ -147,7 +160,7 @@ def bench_comm(overrides: list[str], rounds: int, steps: int, *, as_json: bool) 
     """
     words = [*_DEFAULTS, "exact.shards=16", *overrides]
     config, exact = load("digits", [*words, "run.exact=false"]), load("digits", [*words, "run.exact=true"])
-    _, group, source = _prepare(config, deterministic=False)
+    _, group, source = prepare(config, deterministic=False)
     world = from_environment()
     rows: list[Row] = []
     with TemporaryDirectory() as folder:
@@ -163,7 +176,7 @@ def bench_comm(overrides: list[str], rounds: int, steps: int, *, as_json: bool) 
     return show(_title(config, plan, details, rounds, steps), rows, as_json=as_json)
 
 
-def _prepare(config: Config, *, deterministic: bool) -> tuple[Plan, Group, Source]:
+def prepare(config: Config, *, deterministic: bool) -> tuple[Plan, Group, Source]:
     """Configure torch for this process; return its plan, group and source."""
     world = from_environment()
     threads = max(1, world.cpus // world.local_size)
@@ -194,12 +207,13 @@ def _title(config: Config, plan: Plan, details: str, rounds: int, steps: int) ->
 
 
 def _torchvision_step(config: Config, plan: Plan, group: Group, batch: Batch) -> Callable[[], None]:
-    """Return the minimal step with what torchvision's reference adds to it.
+    """Return the step of torchvision's script, with the flags that make it fastest.
 
-    `train_one_epoch` in references/classification/train.py reads loss and accuracies from the
-    device at once.
+    `train_one_epoch` in references/classification/train.py (torchvision 0.26) reads the loss and
+    two accuracies from the device in each step. The script has flags for neither bf16,
+    channels-last nor torch.compile; here it gets what the configuration says.
     """
-    update = _plain_step(config, plan, group, batch)
+    update = _plain_step(config, plan, group, batch, is_fused=False)
     labels = batch.labels.to(group.device)
     sums = [0.0, 0.0, 0.0]
 
@@ -214,25 +228,54 @@ def _torchvision_step(config: Config, plan: Plan, group: Group, batch: Batch) ->
     return run_step
 
 
-def _plain_step(config: Config, plan: Plan, group: Group, batch: Batch) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Return a function that makes forward, backward and update, and returns loss and logits."""
-    device = group.device
+def _timm_step(config: Config, plan: Plan, group: Group, batch: Batch) -> Callable[[], None]:
+    """Return the step of timm's script with --amp, --channels-last and --torchcompile.
+
+    `train_one_epoch` in train.py (timm 1.0) reads the loss from the device in each step.
+    """
+    update = _plain_step(config, plan, group, batch, is_fused=False)
+    losses: list[float] = []
+
+    def run_step() -> None:
+        loss, _ = update()
+        losses.append(loss.item())
+
+    return run_step
+
+
+def _plain_step(
+    config: Config, plan: Plan, group: Group, batch: Batch, *, is_fused: bool = True
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Return a function that makes forward, backward and update, and returns loss and logits.
+
+    is_fused: use our optimizer; otherwise SGD as torch makes it by default, as the scripts do.
+    """
+    device, precision = group.device, config.train.precision
     model = build(config.model, plan.num_classes).to(device)
     network = torch.compile(model, dynamic=False) if plan.compiles else model
-    optimizer = make_optimizer(model, config)
+    optimizer = make_optimizer(model, config) if is_fused else _default_sgd(model, config)
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
     images = Normalise(device, channels_last=config.model.channels_last)(batch.images)
     labels = batch.labels.to(device)
 
     def update() -> tuple[Tensor, Tensor]:
-        with autocast(device, config.train.precision):
+        with autocast(device, precision):
             logits = network(images)
             loss = functional.cross_entropy(logits, labels, label_smoothing=config.train.label_smoothing)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         return loss, logits
 
     return update
+
+
+def _default_sgd(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    options = config.optimizer
+    return torch.optim.SGD(
+        model.parameters(), options.lr, options.momentum, weight_decay=options.weight_decay, nesterov=options.nesterov
+    )
 
 
 def _our_step(
@@ -250,6 +293,56 @@ def _our_step(
         profiler=NullProfiler(),
     )  # fmt: skip
     return partial(update_once, trainer, TimedBatches(stream, timer))
+
+
+class _LoadedLoop(Loop):
+    """Our loop with our data loader in its steady state.
+
+    The loader's workers live for one turn, so that they take no CPU from the other rows. A turn
+    first trains, untimed, on as many batches as the loader can hold ready. After that, batches are
+    ready only if the loader is faster than the loop. Workers make a batch each, and so finish
+    several at about the same time: a turn has a whole number of batches of each worker.
+    """
+
+    def __init__(self, config: Config, plan: Plan, group: Group, source: Source, steps: int, journal: Path) -> None:
+        workers = max(1, plan.workers)
+        self._plan, self._data = plan, TrainBatches(source.train, config, plan, group.rank)
+        self._loader: Iterator[Batch] = iter(())
+        self._timer = make_timer(group.device)
+        self._costs: list[tuple[float, float]] = []
+        """The share of waiting for data, and the workers' CPU seconds per image, in each turn."""
+        steps = -(-steps // workers) * workers
+        arguments = config, plan, group, source, self._stream(), journal, self._timer
+        super().__init__(group.device, plan.global_batch, steps, _our_step, *arguments)
+
+    def __call__(self) -> float:
+        loader = batches(self._data, range(10**6), self._plan, pin=self._device.type == "cuda")
+        self._loader = to_device(loader, self._device)
+        try:
+            for _ in range(self._plan.workers * self._plan.prefetch + 2):
+                self._run_step()
+            waited, cpu_seconds = self._timer.seconds["data"], _workers_cpu_seconds()
+            speed = super().__call__()
+            images = self._images * self._steps
+            share = (self._timer.seconds["data"] - waited) * speed / images
+            self._costs.append((share, (_workers_cpu_seconds() - cpu_seconds) / images))
+        finally:
+            loader.close()  # type: ignore[attr-defined]
+        return speed
+
+    def _stream(self) -> Iterator[Batch]:
+        while True:
+            yield next(self._loader)
+
+    def describe(self, speed: float) -> str:
+        """Return the wait for data, and the cores that the loader needs for `speed` images/s."""
+        share, seconds = (median(costs) for costs in zip(*self._costs, strict=True))
+        cores = f"{seconds * speed:.1f} cores for {speed:,.0f} images/s"
+        return f"waits for data {share:.0%}, {1000 * seconds:.2f} ms of a core per image: {cores}"
+
+
+def _workers_cpu_seconds() -> float:
+    return sum(supervision.cpu_seconds(process.pid) for process in active_children() if process.pid)
 
 
 class JournalOnly(NullRecords):

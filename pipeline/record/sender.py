@@ -20,7 +20,7 @@ from pipeline.config.load import check_tracking_uri
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError
 from pipeline.record.folder import RunFolder
-from pipeline.supervision import process_stat
+from pipeline.supervision import cpu_seconds
 
 READY = "ready"
 # not just the end of the pipe: a loader worker, forked from rank 0, may still hold the pipe open
@@ -63,8 +63,7 @@ class Sender:
 
     def cpu_seconds(self) -> float:
         """Return the CPU time that the process has used."""
-        user, system = process_stat(self._process.pid)[11:13]
-        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+        return cpu_seconds(self._process.pid)
 
     def close(self, log: Callable[[str], None]) -> bool:
         """Let the process deliver the rest and end; return True if everything was delivered."""
