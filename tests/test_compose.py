@@ -68,7 +68,8 @@ def test_the_trainer_has_the_environment_of_a_single_node() -> None:
     found = service("trainer")
     environment = node.environment(1, "${NPROC:-gpu}")
     assert {key: value for key, value in found["environment"].items() if key in environment} == environment
-    assert tuple(found["entrypoint"]) == node.COMMAND
+    assert found["entrypoint"] == "torchrun ${TORCHRUN_OPTIONS:-} -m pipeline train"
+    assert tuple(found["entrypoint"].replace("${TORCHRUN_OPTIONS:-}", "").split()) == node.COMMAND
     assert int(found["stop_grace_period"].removesuffix("s")) > node.SHUTDOWN_TIMEOUT_S
 
 

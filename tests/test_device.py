@@ -246,3 +246,14 @@ def test_make_train_starts_a_process_for_each_visible_gpu(
     root = Path(__file__).parent.parent
     done = subprocess.run(["make", "-n", "train"], cwd=root, env=env, capture_output=True, text=True, check=True)
     assert f"--nproc-per-node {processes} " in done.stdout
+
+
+@pytest.mark.skipif(machine.has_gpu(), reason="binds processes where there is a GPU")
+def test_numa_binding_reaches_torch_which_starts_processes_unbound_if_it_must() -> None:
+    program = "from pipeline.operate import launch; print(launch.start_processes(2, ['--version'], 'node'))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment(), check=False
+    )
+    assert done.stdout.splitlines()[-1] == "0", done.stderr
+    assert "Failed to apply NUMA binding" in done.stderr
+    assert "AffinityMode.NODE" in done.stderr

@@ -120,6 +120,11 @@ def test_every_rendered_variant_is_valid(nodes: int, hardware: dict[str, Any]) -
     assert settings(found).items() >= node.environment(nodes, request.gpus or request.nproc).items()
 
 
+def test_numa_binding_is_an_option_of_torchrun() -> None:
+    text = render(RenderOptions(numa_binding="node"))["50-trainer.yaml"]
+    assert "command: [torchrun, --numa-binding=node, -m, pipeline, train, " in text
+
+
 def test_the_recipe_in_the_configmap_is_the_local_recipe(tmp_path: Path, defaults: list[Document]) -> None:
     (tmp_path / "recipe.yaml").write_text(settings(defaults)["recipe.yaml"])
     assert load(str(tmp_path / "recipe.yaml"), ["run.dir=runs/digits"]) == load("digits", [])

@@ -70,6 +70,9 @@ train digits --quite | did you mean --quiet?
 train digits --gpus=2 | unknown flag --gpus
 train digits --nproc=0 | '0' is not a whole number of at least 1
 train digits --nproc=two | 'two' is not a whole number
+train digits --numa-binding nod | did you mean node?
+train digits --numa-binding node | --numa-binding node is for --nproc N: give it to torchrun, which has it too, or add
+train digits --nproc 2 --numa-binding node run.device=cpu | binds to the CPUs next to a GPU, and there is none
 train digits train.epoch=3 | did you mean train.epochs?
 train digits epochs=3 | did you mean train.epochs?
 train digits trian.epochs=3 | did you mean train.epochs?
@@ -348,6 +351,7 @@ k8s render --memory 4Gi --shm 8Gi | --shm 8Gi is more than half of --memory 4Gi
 k8s render --cpu --memory 1Gi | --shm 1Gi is more than half of --memory 1Gi
 k8s render digits model.arch=resnet19 | did you mean resnet18?
 k8s render digits run.device=cuda --cpu | leave one of the two out
+k8s render digits --numa-binding node --cpu | --numa-binding node binds to the CPUs next to a GPU: leave --cpu out
 k8s render digits model.batchnorm=sync --cpu | synchronises batch norm on GPUs only
 k8s render digits run.dir=/runs/x --nodes 4 | has no effect in a pod
 k8s render digits track.uri=htp://foo --nodes 4 | did you mean http?

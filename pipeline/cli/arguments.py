@@ -104,6 +104,13 @@ def add_recipe(parser: Parser, help: str = "name or path of a recipe", keys: str
     add_overrides(parser, keys)
 
 
+def add_numa_binding(parser: Parser, when: str = "") -> None:
+    """Add torchrun's option of that name. when: the condition of its use, for the help."""
+    choices = ("node", "socket", "exclusive", "core-complex")
+    help = f"{when}bind each process to CPUs next to its GPU, as torchrun does: {', '.join(choices)}"
+    parser.add_argument("--numa-binding", choices=choices, metavar="MODE", help=help)
+
+
 def add_overrides(parser: Parser, keys: str = _KEYS_HELP) -> None:
     help = f"set a key of the recipe, for example train.epochs=10; {keys}"
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help)

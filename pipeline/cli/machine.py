@@ -4,7 +4,7 @@ import argparse
 import os
 import re
 
-from pipeline.cli.arguments import Commands, add_command, add_recipe, matching, path, positive_int
+from pipeline.cli.arguments import Commands, add_command, add_numa_binding, add_recipe, matching, path, positive_int
 from pipeline.errors import RequestError
 
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
@@ -130,6 +130,7 @@ def _add_render(actions: Commands) -> None:
     add("--cpus", type=positive_int, metavar="C", help="CPUs per pod (default 8 per GPU, or 2 per process on CPU)")
     add("--memory", type=_memory, help="memory per pod (default 24Gi per GPU, or 4Gi per process on CPU)")
     add("--shm", type=_memory, help="part of it for /dev/shm (default 8Gi per GPU, or 1Gi per process on CPU)")
+    add_numa_binding(parser)
     add("--out", type=path, default=None, metavar="FOLDER", help="write one file per manifest to this folder")
 
 

@@ -60,6 +60,7 @@ def _add_train(commands: Commands) -> None:
     add("-h", "--help", nargs=0, action=_HelpWithKeys, help="show this help and every key, and exit")
     add_recipe(parser, "name of a recipe in pipeline/recipes/, or a YAML file", "the keys are listed below")
     add("--nproc", type=positive_int, metavar="N", help="start N processes on this machine")
+    arguments.add_numa_binding(parser, "with --nproc: ")
     add("--quiet", action="store_true", help="print only errors and the last line")
 
 
@@ -76,7 +77,7 @@ def _train(options: argparse.Namespace) -> str | int:
 
     if options.quiet:
         os.environ[QUIET] = "1"
-    return launch.train(options.recipe, options.overrides, options.nproc, stop)
+    return launch.train(options.recipe, options.overrides, options.nproc, stop, options.numa_binding)
 
 
 def _add_recipes(commands: Commands) -> None:

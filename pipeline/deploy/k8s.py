@@ -51,6 +51,8 @@ class RenderOptions:
     """CPUs of a pod. None: 8 per process with GPUs, 2 without."""
     memory: str | None = None
     shm: str | None = None
+    numa_binding: str | None = None
+    """torchrun's option of that name: which CPUs a process is bound to."""
 
     @property
     def processes(self) -> int:
@@ -113,6 +115,8 @@ def _check_pods(request: RenderOptions, config: Config) -> None:
         )
     if request.gpus and request.nproc != 1:
         raise RequestError(f"--nproc {request.nproc} is for pods without GPUs: add --cpu, or give --gpus instead")
+    if not request.gpus and request.numa_binding:
+        raise RequestError(f"--numa-binding {request.numa_binding} binds to the CPUs next to a GPU: leave --cpu out")
     if not request.gpus and config.run.device == "cuda":
         raise RequestError("run.device=cuda, but pods with --cpu have no GPU: leave one of the two out")
     if not request.gpus and config.model.batchnorm == "sync" and request.nodes * request.processes > 1:
@@ -156,6 +160,8 @@ def _values(request: RenderOptions) -> dict[str, object]:
     name, text = recipe_text(request.recipe)
     access = "ReadWriteOnce" if request.single_node else "ReadWriteMany"
     arguments = ["/recipe/recipe.yaml", *request.overrides, "run.dir=$(RUN_DIR)"]
+    torchrun, *module = node.COMMAND
+    binding = [f"--numa-binding={request.numa_binding}"] if request.numa_binding else []
     return {
         **vars(request),
         "job": node.JOB, "host": node.host_name(0), "environment": node.environment(request.nodes, request.processes),
@@ -164,5 +170,6 @@ def _values(request: RenderOptions) -> dict[str, object]:
         "cpus": str(request.cpus_of_pod), "memory": request.memory_of_pod, "shm": request.shm_of_pod,
         "spread": request.nodes > 1 and not request.single_node,
         "backoff_limit": node.max_replacements(request.nodes), "grace_period": node.SHUTDOWN_TIMEOUT_S + 30,
-        "command": ", ".join(node.COMMAND), "arguments": ", ".join(json.dumps(argument) for argument in arguments),
+        "command": ", ".join([torchrun, *binding, *module]),
+        "arguments": ", ".join(json.dumps(argument) for argument in arguments),
     }  # fmt: skip

@@ -7,6 +7,7 @@ with no restarts.
 
 import gc
 import logging
+import shutil
 import signal
 import sys
 import uuid
@@ -37,16 +38,23 @@ if TYPE_CHECKING:
     from pipeline.train.session import Prepared
 
 
-def train(recipe: str, overrides: list[str], nproc: int | None, stop: StopRequest) -> str | int:
-    """Run `pipeline train`; return the done line, or the exit code of the processes started."""
+def train(
+    recipe: str, overrides: list[str], nproc: int | None, stop: StopRequest, numa_binding: str | None = None
+) -> str | int:
+    """Run `pipeline train`; return the done line, or the exit code of the processes started.
+
+    numa_binding: see `start_processes`.
+    """
     config = load(recipe, overrides)
     here = _read_world(nproc)
+    if numa_binding:
+        _check_numa_binding(numa_binding, nproc, here)
     folder = RunFolder(config.run_dir)
     if nproc and nproc > 1:
         check_request(config, here.resized(nproc), folder)
         folder.hold()  # if another process holds the folder, fail now and name it
         folder.release()  # rank 0 takes the lock
-        return start_processes(nproc, ["train", recipe, *overrides])
+        return start_processes(nproc, ["train", recipe, *overrides], numa_binding)
     prepare = None
     if here.is_main:
         config = _config_after_restart(config)
@@ -159,12 +167,30 @@ def _read_world(nproc: int | None) -> World:
     return world.from_environment()
 
 
-def start_processes(nproc: int, arguments: list[str]) -> int:
-    """Start `nproc` processes on this machine; return the exit code of the first failure, or 0."""
+def _check_numa_binding(mode: str, nproc: int | None, here: World) -> None:
+    """Raise RequestError if torch could not bind processes: it would end in a traceback."""
+    if not nproc or nproc < 2:
+        problem, remedy = "is for --nproc N", "give it to torchrun, which has it too, or add --nproc"
+    elif not here.has_gpu:
+        problem, remedy = "binds to the CPUs next to a GPU, and there is none", "leave it out"
+    elif not shutil.which("numactl"):
+        problem, remedy = "needs the program numactl", "install it, or leave the option out"
+    else:
+        return
+    raise RequestError(f"--numa-binding {mode} {problem}: {remedy}")
+
+
+def start_processes(nproc: int, arguments: list[str], numa_binding: str | None = None) -> int:
+    """Start `nproc` processes on this machine; return the exit code of the first failure, or 0.
+
+    numa_binding: torch's AffinityMode by which a process is bound to CPUs next to its GPU. If torch
+    cannot bind it, it logs why, and the process starts unbound.
+    """
     with _freeze_imports():
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+        from torch.numa.binding import AffinityMode, NumaOptions
 
     # one line says why a run ended; the agent's own report would bury it
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -172,6 +198,7 @@ def start_processes(nproc: int, arguments: list[str]) -> int:
         min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id=uuid.uuid4().hex, max_restarts=0, rdzv_backend="c10d",
         # not the host name, which may not resolve, for example in a container without a network
         rdzv_endpoint="localhost:0", local_addr="localhost",
+        numa_options=NumaOptions(AffinityMode(numa_binding), True) if numa_binding else None,
     )  # fmt: skip
     try:
         elastic_launch(config, sys.executable)("-m", "pipeline", *arguments)
