@@ -215,7 +215,7 @@ def test_bash_completes_commands_flags_and_recipes_without_a_slow_import(shell: 
     )  # fmt: skip
     assert set(commands) == {name for name in COMMANDS if name and " " not in name}
     assert actions == ["make", "get", "import", "pack", "check"]
-    assert flags == ["--help", "--nproc", "--quiet"]
+    assert flags == ["--help", "--nproc", "--numa-binding", "--quiet"]
     assert names == ["resnet50-90", "resnet50-fast", "resnet50-v2"]
     assert files == ["my.yaml"]
     assert formats == ["onnx"], "the part after =, where bash breaks words"
