@@ -31,13 +31,13 @@ def choose_device(config: Config, world: World) -> torch.device:
         )
     gpus = torch.cuda.device_count()
     # Slurm, for example, can show each process only its own GPU; `group.start` compares them
-    is_own = gpus == 1 and is_launched() and "CUDA_VISIBLE_DEVICES" in os.environ
-    if world.local_size > gpus and not is_own:
+    sees_only_its_gpu = gpus == 1 and is_launched() and "CUDA_VISIBLE_DEVICES" in os.environ
+    if world.local_size > gpus and not sees_only_its_gpu:
         raise RequestError(
             f"{world.local_size} processes on this machine but {gpus} usable GPUs: start one process per GPU, or set"
             " run.device=cpu"
         )
-    device = torch.device("cuda", 0 if is_own else world.local_rank)
+    device = torch.device("cuda", 0 if sees_only_its_gpu else world.local_rank)
     capability = torch.cuda.get_device_capability(device)
     built_for = torch.cuda.get_arch_list()
     if not any(_supports(arch, capability) for arch in built_for):

@@ -93,12 +93,15 @@ class Group:
         """Have the collectives on the host wait `extra_s` longer in this context."""
         yield
 
-    def set_gpu_timeout(self, timeout_s: float) -> None:
+    def set_device_timeout(self, timeout_s: float) -> None:
         """Set how long collectives on GPUs wait, of this group and of subgroups created later.
 
         At the timeout torch's NCCL watchdog aborts the process, without the traceback and the line
         of ours (torch 2.14, TORCH_NCCL_ASYNC_ERROR_HANDLING=3). So it must wait longer than ours.
         """
+
+    def set_subgroup_timeout(self, subgroup: dist.ProcessGroup) -> None:
+        """Give the collectives of `subgroup` on the device the timeout of those of this group."""
 
     def shutdown(self) -> None:
         """Wait for all ranks, then destroy the process group."""
@@ -183,10 +186,14 @@ class ProcessGroup(Group):
         finally:
             _set_timeout("cpu", timedelta(seconds=self._timeout_s))
 
-    def set_gpu_timeout(self, timeout_s: float) -> None:
+    def set_device_timeout(self, timeout_s: float) -> None:
         if self.device.type == "cuda":
             self.device_timeout = timedelta(seconds=timeout_s)
             _set_timeout("cuda", self.device_timeout)
+
+    def set_subgroup_timeout(self, subgroup: dist.ProcessGroup) -> None:
+        assert self.device_timeout is not None
+        subgroup._get_backend(self.device)._set_default_timeout(self.device_timeout)
 
     def shutdown(self) -> None:
         # After the first rank exits, a launcher kills the others, and rank 0 may still be saving.
@@ -217,11 +224,11 @@ def start(config: Config, world: World, device: torch.device) -> Group:
         return Group(world, device)
     group = ProcessGroup(world, device, config.run.timeout)
     if device.type == "cuda":
-        check_gpus_differ(group, str(torch.cuda.get_device_properties(device).uuid))
+        _check_gpus_differ(group, str(torch.cuda.get_device_properties(device).uuid))
     return group
 
 
-def check_gpus_differ(group: Group, uuid: str) -> None:
+def _check_gpus_differ(group: Group, uuid: str) -> None:
     """Raise RequestError on all ranks if two of them use the same GPU. uuid: this rank's GPU.
 
     NCCL refuses that, too, but only at its first collective, and without naming the ranks.

@@ -11,7 +11,7 @@ another rest in each epoch.
 
 import hashlib
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipeline.config.schema import Config, Duration
@@ -93,8 +93,8 @@ class Plan(Resources):
     """Epochs between which the side of an image grows from first_size to image_size."""
     eval_size: int
     repeats: int
-    compiles: bool = False
-    compile_reason: str = ""
+    compiles: bool
+    compile_reason: str
     """The reason for compiling the model, or for not compiling it."""
     precision_note: str = ""
     """A hint about the speed of the precision on a GPU, or ""."""
@@ -104,23 +104,17 @@ class Plan(Resources):
         return step // self.steps_per_epoch
 
     def image_size_at(self, step: int) -> int:
-        """Return the side of the images in the update after `step`, in pixels.
-
-        This is the rule of FFCV (train_imagenet.py, get_resolution).
-        """
-        epoch = self.epoch_at(step)
-        if epoch <= self.grows_from or self.first_size == self.image_size:
-            return self.first_size
-        if epoch >= self.grows_until:
-            return self.image_size
-        share = (epoch - self.grows_from) / (self.grows_until - self.grows_from)
-        nearest = round((self.first_size + share * (self.image_size - self.first_size)) / 32) * 32
-        return min(max(nearest, self.first_size), self.image_size)
+        """Return the side of the images in the update after `step`, in pixels."""
+        return self._growth.size_at(self.epoch_at(step))
 
     @property
     def image_sizes(self) -> list[int]:
         """Return every side that training images have, in pixels, in ascending order."""
-        return sorted({self.image_size_at(step) for step in range(0, self.total_steps, self.steps_per_epoch)})
+        return self._growth.sizes(self.total_steps // self.steps_per_epoch)
+
+    @property
+    def _growth(self) -> "_Growth":
+        return _Growth(self.first_size, self.image_size, self.grows_from, self.grows_until)
 
     def compiles_at(self, step: int, *, is_first: bool) -> bool:
         """Return True if the update after `step` may compile the model.
@@ -276,7 +270,9 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
     accumulate, micro_batch, stages, micro_batches = divide_batch(config, world.size)
     length = _length(config, data, passes=world.size * accumulate)
     warmup_steps, cooldown_steps = _warmup_and_cooldown(config, length)
-    first_size, grows_from, grows_until = _growth(config, length)
+    growth = _growth(config, length)
+    num_sizes = len(growth.sizes(config.train.epochs))
+    compiles, compile_reason = _compilation(config, world, length.total_steps, num_sizes)
     plan = Plan(
         **vars(divide_resources(config, world)), **vars(data),
         global_batch=global_batch, process_batch=global_batch // world.size,
@@ -290,11 +286,11 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
         evaluate_every=length.interval(config.evaluate.every),
         checkpoint_every=length.interval(config.checkpoint.every), log_every=length.interval(config.track.every),
         watch_every=length.interval(config.run.watch) if config.run.watch else 0,
-        image_size=size, first_size=first_size, grows_from=grows_from, grows_until=grows_until,
+        image_size=size, first_size=growth.first_size,
+        grows_from=growth.grows_from, grows_until=growth.grows_until,
         eval_size=config.evaluate.size or size, repeats=config.augment.repeats,
-        precision_note=_precision_note(config, world),
+        compiles=compiles, compile_reason=compile_reason, precision_note=_precision_note(config, world),
     )  # fmt: skip
-    compiles, compile_reason = _compilation(config, world, plan)
     needed = plan.prefetch_bytes
     if world.shared_memory is not None and needed > world.shared_memory:
         raise RequestError(
@@ -302,7 +298,7 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
             f" {_mib(world.shared_memory)}: enlarge it (docker: --shm-size, k8s render: --shm), or lower data.workers,"
             " data.prefetch or evaluate.batch (data.workers=0 needs none)"
         )
-    return replace(plan, compiles=compiles, compile_reason=compile_reason)
+    return plan
 
 
 def divide_batch(config: Config, world: int) -> tuple[int, int, int, int]:
@@ -448,8 +444,35 @@ def _warmup_and_cooldown(config: Config, length: _Length) -> tuple[int, int]:
     return warmup_steps, cooldown_steps
 
 
-def _growth(config: Config, length: _Length) -> tuple[int, float, float]:
-    """Return the first image size, and the epochs at which the images start and stop growing."""
+@dataclass(frozen=True)
+class _Growth:
+    """The growth of the images, from epoch `grows_from` until epoch `grows_until`."""
+
+    first_size: int
+    last_size: int
+    grows_from: float
+    grows_until: float
+
+    def size_at(self, epoch: int) -> int:
+        """Return the side of the images in an epoch, in pixels.
+
+        This is the rule of FFCV (train_imagenet.py, get_resolution).
+        """
+        if epoch <= self.grows_from or self.first_size == self.last_size:
+            return self.first_size
+        if epoch >= self.grows_until:
+            return self.last_size
+        share = (epoch - self.grows_from) / (self.grows_until - self.grows_from)
+        nearest = round((self.first_size + share * (self.last_size - self.first_size)) / 32) * 32
+        return min(max(nearest, self.first_size), self.last_size)
+
+    def sizes(self, epochs: int) -> list[int]:
+        """Return every side in a training of `epochs` epochs, in ascending order."""
+        return sorted({self.size_at(epoch) for epoch in range(epochs)})
+
+
+def _growth(config: Config, length: _Length) -> _Growth:
+    """Return the growth of the images. Raises RequestError if it does not end in time."""
     options, first_size = config.augment, config.augment.first_size or config.augment.size
     grows_from, grows_until = (length.steps(when) / length.steps_per_epoch for when in options.growth)
     if first_size < options.size and not grows_from <= grows_until < config.train.epochs:
@@ -457,12 +480,15 @@ def _growth(config: Config, length: _Length) -> tuple[int, float, float]:
             f"augment.growth=[{options.growth[0]}, {options.growth[1]}] is from epoch {grows_from:g} to {grows_until:g}"
             f" of {config.train.epochs}: let the growth end no earlier than it starts, and before the training ends"
         )
-    return first_size, grows_from, grows_until
+    return _Growth(first_size, options.size, grows_from, grows_until)
 
 
-def _compilation(config: Config, world: World, plan: Plan) -> tuple[bool, str]:
-    """Return True if the model is compiled, and the reason for compiling it or not."""
-    mode, missing, has_gpu = config.train.compile, world.missing_to_compile, _uses_gpu(config, world)
+def _compilation(config: Config, world: World, total_steps: int, num_sizes: int) -> tuple[bool, str]:
+    """Return True if the model is compiled, and the reason for compiling it or not.
+
+    num_sizes: of images.
+    """
+    mode, missing, has_gpu = config.train.compile, world.missing_to_compile, world.uses_gpu(config.run.device)
     if mode == "off":
         return False, "train.compile=off"
     if config.model.batchnorm == "sync" and world.size > 1:
@@ -491,25 +517,20 @@ def _compilation(config: Config, world: World, plan: Plan) -> tuple[bool, str]:
         return False, f"torch.compile needs {missing}, which is missing"
     # A run that is resumed with more train.epochs may reach the number and compile from then on.
     # That breaks no promise, because a deterministic run never gets here.
-    steps, sizes = plan.total_steps, len(plan.image_sizes)
-    if steps < _STEPS_TO_REPAY_COMPILATION * sizes:
-        with_sizes = f" with {sizes} image sizes" if sizes > 1 else ""
-        return False, f"{steps:,} steps{with_sizes} are too few to repay a compilation; train.compile=on compiles"
+    if total_steps < _STEPS_TO_REPAY_COMPILATION * num_sizes:
+        with_sizes = f" with {num_sizes} image sizes" if num_sizes > 1 else ""
+        return False, f"{total_steps:,} steps{with_sizes} are too few to repay a compilation; train.compile=on compiles"
     return True, "there is a GPU"
 
 
 def _precision_note(config: Config, world: World) -> str:
     """Return a line about fp32 on a GPU, where torch's default is another one, or ""."""
-    if config.train.precision != "fp32" or not _uses_gpu(config, world):
+    if config.train.precision != "fp32" or not world.uses_gpu(config.run.device):
         return ""
     return (
         "fp32: TF32 is off, also in convolutions, where torch's default is on; train.precision=tf32 or bf16 is faster"
         " on Ampere and later"
     )
-
-
-def _uses_gpu(config: Config, world: World) -> bool:
-    return world.has_gpu and config.run.device != "cpu"
 
 
 def _near_divisors(number: int, near: int) -> str:

@@ -35,6 +35,10 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def uses_gpu(self, device: str) -> bool:
+        """Return True if a run with run.device=`device` uses this machine's GPUs."""
+        return self.has_gpu and device != "cpu"
+
     def resized(self, size: int, nodes: int = 1) -> "World":
         """Return rank 0's world with `size` processes on `nodes` machines like this one.
 

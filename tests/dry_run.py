@@ -56,7 +56,7 @@ COMMON = (
     "evaluate.batch=4", "train.compile=off", "track.uri=none", f"track.every={UPDATES + 1} steps",
     f"run.watch={UPDATES + 1} steps",
 )  # fmt: skip
-READABLE = {"Group.all_reduce": 0.0, "all_finite": 1.0}
+READABLE = {"Group.all_reduce": 0.0, "all_finite": 1.0, "DeviceLossGuard._was_bad": 0.0}
 """The functions in which the host may wait, and the value that it reads there."""
 
 
@@ -65,6 +65,7 @@ class Case:
     recipe: str
     words: tuple[str, ...] = ()
     gpus: int = 1
+    nodes: int = 1
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,9 @@ CASES = {
     "ddp": Case("digits", ("batch.accumulate=2", "train.ema=0.99", "train.clip=1", "train.exchange=bf16"), GPUS),
     "fsdp": Case("digits", ("parallel=fsdp", "batch.accumulate=2", "train.ema=0.99", "train.clip=1"), GPUS),
     "fsdp bf16": Case("digits", ("parallel=fsdp", "train.precision=bf16", "optimizer.name=adamw"), GPUS),
+    "fsdp, two nodes": Case(
+        "digits", ("parallel=fsdp", "fsdp.shard=node", "optimizer.name=adamw", "train.clip=1"), GPUS, nodes=2
+    ),
     "exact": Case("digits", ("run.exact=true", "exact.shards=16"), GPUS),
 }
 FAULTS = {
@@ -116,6 +120,9 @@ FAULTS = {
     "moments in another layout": Fault(
         state.make_optimizer, "torch.zeros_like(parameter)", "torch.zeros(parameter.shape, device=parameter.device)",
         MIXED,
+    ),
+    "a wait for an event": Fault(
+        transfer._ready, "current.wait_event(copied)", "copied.synchronize()", MIXED
     ),
     "a copy that waits": Fault(transfer._to_gpu, "to(device, non_blocking=True)", "to(device)", MIXED),
     "a count of each evaluation batch": Fault(
@@ -157,7 +164,7 @@ def run(case: Case, result: Result, *words: str) -> str:
     Return the plan's batch.
     """
     device = torch.device("cuda", 0)
-    world = World(size=case.gpus, local_size=case.gpus, cpus=16, has_gpu=True)
+    world = World(size=case.gpus, local_size=case.gpus // case.nodes, cpus=16, has_gpu=True)
     config = load(case.recipe, [*COMMON, *words, *case.words])
     source = open_source(config)
     assert isinstance(source.val, SyntheticImages)

@@ -83,11 +83,11 @@ class FakeCuda(TorchDispatchMode):
         if name.startswith("_fused_"):
             _check_layouts(*args[:3])
         if _copies_and_waits(name, args, kwargs):
-            self._wait()
+            self.wait()
         try:
             result = func(*args, **kwargs)
         except _WAITING:
-            return self._wait()
+            return self.wait()
         for tensor in tree_leaves(result):
             if isinstance(tensor, FakeTensor) and tensor.device.type == "cuda":
                 self._count(tensor.untyped_storage())
@@ -99,7 +99,7 @@ class FakeCuda(TorchDispatchMode):
 
         A function that is not readable raises HostWaitError there. Outside, any may wait.
         """
-        self._waits = waits
+        self._waits, FakeEvent.device = waits, self
         try:
             yield
         finally:
@@ -117,7 +117,7 @@ class FakeCuda(TorchDispatchMode):
         self._storages.discard(key)
         self._bytes -= num_bytes
 
-    def _wait(self) -> float:
+    def wait(self) -> float:
         """Record a wait, and return the value that the host reads."""
         name = _caller()
         if self._waits is not None:
@@ -128,10 +128,12 @@ class FakeCuda(TorchDispatchMode):
 
 
 class FakeEvent:
-    """An event that has completed."""
+    """An event that has completed. A host that waits for it is recorded."""
 
-    def __init__(self, **options: Any) -> None:
-        pass
+    device: FakeCuda | None = None
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+        self._blocking = blocking
 
     def record(self, stream: Any = None) -> None:
         pass
@@ -140,7 +142,9 @@ class FakeEvent:
         return True
 
     def synchronize(self) -> None:
-        pass
+        if self.device:
+            self.device.wait()
+        assert self._blocking, "the host would spin while it waits"
 
     def elapsed_time(self, end: "FakeEvent") -> float:
         return 1.0

@@ -19,6 +19,7 @@ from test_pack import encoded, photo
 
 from pipeline.bench import gpu
 from pipeline.bench import train as bench_train
+from pipeline.cli import bench as cli_bench
 from pipeline.config.load import load
 from pipeline.data.batch import Batch
 from pipeline.data.loader import TrainBatches
@@ -223,6 +224,11 @@ def test_a_part_of_bench_gpu_runs_on_a_cpu_without_mlflow(part: str, tmp_path: P
     assert re.search(PARTS_OUTPUT[part], result.out), result.out + result.err
     assert (tmp_path / "kept/profile-steps-21-40.json.gz").exists() == (part == "memory")
     assert ("FAILED: digits" if part == "checks" else "nothing failed") in result.out.splitlines()[-1]
+
+
+def test_the_command_line_knows_every_row_and_part() -> None:
+    assert cli_bench.LOOPS == bench_train.LOOPS
+    assert cli_bench.PARTS == tuple(gpu.PARTS) == tuple(PARTS_OUTPUT)
 
 
 def test_bench_gpu_refuses_a_missing_folder_of_images(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_hang_in_a_compilation_is_ended(tmp_path: Path) -> None:
         "from pipeline.guards.signals import StopRequest\n"
         "watched = watchdog.Watchdog(1, Path(sys.argv[1]), 0, StopRequest())\n"
         "watched.start()\n"
-        "with watched.patient(2):\n"
+        "with watched.allow_pause(2):\n"
         "    time.sleep(30)\n"
     )
     start = time.monotonic()

@@ -2,12 +2,16 @@
 
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torchvision
 from harness import environment, free_port
 
@@ -15,7 +19,7 @@ from pipeline import machine
 from pipeline.config.load import load
 from pipeline.device import choose_device
 from pipeline.errors import RequestError
-from pipeline.group import ProcessGroup, check_gpus_differ
+from pipeline.group import start
 from pipeline.guards.signals import StopRequest
 from pipeline.operate import launch
 from pipeline.plan import DataSize, make_plan
@@ -204,29 +208,35 @@ def test_a_process_may_see_all_gpus_or_only_its_own(
         assert choose_device(load("digits", []), world) == torch.device("cuda", expected)
 
 
-def _compare_gpus(rank: int, address: str) -> None:
-    world = World(size=2, local_size=2, rank=rank, local_rank=rank, init_method=address)
-    group = ProcessGroup(world, torch.device("cpu"), 60)
-    check_gpus_differ(group, f"GPU-{rank}")
+def _join_with_gpu(rank: int, address: str, uuid: str) -> None:
+    """Join a group of two processes, whose GPU has this UUID; exit with the code of the error."""
+
+    def nccl(options: Any, _: object) -> dist.ProcessGroupGloo:  # there is no NCCL without a GPU
+        return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
+
+    dist.Backend._plugins["NCCL"] = dist.Backend._BackendPlugin(nccl, True)
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuid)  # type: ignore[assignment, misc]
     code = 0
     try:
-        check_gpus_differ(group, "GPU-0")
+        start(load("digits", []), World(2, 2, rank, rank, init_method=address), torch.device("cuda", 0))
     except RequestError as error:
-        is_named = str(error).startswith(f"ranks 0 and 1 use the same GPU ({group.hosts[1]}, GPU-0): start one process")
+        is_named = re.match(r"ranks 0 and 1 use the same GPU \(.+, GPU-0\): start one process per GPU", str(error))
         code = error.code if is_named and error.is_collective else 1
-    group.shutdown()
+    dist.all_reduce(torch.zeros(1))  # neither leaves before the other has raised
     os._exit(code)
 
 
-def test_two_processes_on_one_gpu_are_refused_by_both() -> None:
+@pytest.mark.parametrize(("uuids", "code"), [(("GPU-0", "GPU-0"), 2), (("GPU-0", "GPU-1"), 0)])
+def test_two_processes_on_one_gpu_are_refused_by_both(uuids: tuple[str, str], code: int) -> None:
     context = multiprocessing.get_context("spawn")
     address = f"tcp://127.0.0.1:{free_port()}"
-    processes = [context.Process(target=_compare_gpus, args=(rank, address)) for rank in range(2)]
+    arguments = [(rank, address, uuid) for rank, uuid in enumerate(uuids)]
+    processes = [context.Process(target=_join_with_gpu, args=words) for words in arguments]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
-    assert [process.exitcode for process in processes] == [2, 2]
+    assert [process.exitcode for process in processes] == [code, code]
 
 
 @pytest.mark.parametrize(

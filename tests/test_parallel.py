@@ -117,6 +117,19 @@ def test_slices_within_a_machine_resume_with_the_same_bits_and_at_other_sizes(tm
 
 
 @pytest.mark.parametrize(
+    ("local_size", "hosts"),
+    [(1, ["a", "a", "b", "b"]), (2, ["a", "b", "a", "b"])],
+    ids=["without LOCAL_WORLD_SIZE", "ranks not consecutive"],
+)
+def test_slices_within_a_machine_need_the_ranks_of_a_machine(local_size: int, hosts: list[str]) -> None:
+    config, world = load("digits", ["parallel=fsdp", "fsdp.shard=node"]), World(size=4, local_size=local_size)
+    group = Group(world, torch.device("cpu"))
+    group.hosts = hosts
+    with pytest.raises(RequestError, match=rf"^fsdp.shard=node needs .* not ranks on {', '.join(hosts)}: start with"):
+        FSDPStrategy(config, make_plan(config, world, DataSize(960, 96, 10)), build(config.model, 10), group)
+
+
+@pytest.mark.parametrize(
     "words",
     [("parallel=fsdp", "run.exact=true"), ("parallel=stages", "run.exact=true"),
      ("parallel=fsdp", "train.precision=fp16"), ("parallel=stages", "model.batchnorm=average"),

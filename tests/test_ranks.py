@@ -151,7 +151,7 @@ def test_nccl_waits_longer_than_the_watchdog_and_gloo_does_not(monkeypatch: pyte
     world = World(init_method=f"tcp://127.0.0.1:{free_port()}")
     group = ProcessGroup(world, torch.device("cuda"), 300)
     try:
-        group.set_gpu_timeout(2000)
+        group.set_device_timeout(2000)
         assert timeouts() == [300, 2000]
         with group.extended_timeout(1800):
             assert timeouts() == [2100, 2000]
@@ -165,10 +165,10 @@ def test_training_ends_a_hang_before_nccl_does(tmp_path: Path, digits: Path, mon
     class Called(Exception):
         pass
 
-    def set_gpu_timeout(self: Group, timeout_s: float) -> None:
+    def set_device_timeout(self: Group, timeout_s: float) -> None:
         raise Called(timeout_s)
 
-    monkeypatch.setattr(Group, "set_gpu_timeout", set_gpu_timeout)
+    monkeypatch.setattr(Group, "set_device_timeout", set_device_timeout)
     monkeypatch.setattr(Watchdog, "start", lambda self: None)
     config = load("digits", [f"data.root={digits}", *SMALL, f"run.dir={tmp_path}"])
     source = open_source(config)

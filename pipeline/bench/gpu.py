@@ -216,12 +216,14 @@ def _memory(suite: _Suite) -> None:
     def measure_pass() -> str:
         nonlocal largest
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # frees the memory at its end
-            largest = pool.submit(_largest_pass, suite.model(), suite.batch // 4).result()
+            largest = pool.submit(_largest_pass, suite.model(), max(1, suite.batch // 4)).result()
         return f"{largest} images"
 
     def cut_passes() -> str:
         if not largest:
             raise TurnError("needs the largest pass")
+        if largest < suite.batch:
+            return "not needed: the batch does not fit whole"
         share = 0.7 * suite.batch / largest  # of the memory, so that 0.7 of the batch fits
         limit = f"torch.cuda.is_available() and torch.cuda.set_per_process_memory_fraction({share:.3f})"
         words = suite.model("train.compile=off", "train.max_steps=2")
@@ -263,7 +265,7 @@ def _largest_pass(words: list[str], unit: int) -> int:
     return unit * bisect_left(range(1, plan.train_images // unit + 1), True, key=is_too_large)
 
 
-_PARTS: dict[str, tuple[Callable[[_Suite], None], int]] = {
+PARTS: dict[str, tuple[Callable[[_Suite], None], int]] = {
     "headline": (_headline, 70),
     "bf16": (partial(_scripts, precision="bf16"), 50),
     "fp16": (partial(_scripts, precision="fp16"), 75),
@@ -294,7 +296,7 @@ def bench_gpu(only: list[str] | None, images: Path | None, overrides: list[str],
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="pipeline-gpu-", ignore_cleanup_errors=True) as scratch:
         suite = _Suite(Path(scratch), overrides, batch, COMPILED if plan.compiles else "", images, write)
-        for part, (measure, seconds) in _PARTS.items():
+        for part, (measure, seconds) in PARTS.items():
             if not only or part in only:
                 print(f"{part}, about {seconds} s on an H100:", flush=True)
                 measure(suite)

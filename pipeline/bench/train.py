@@ -32,7 +32,7 @@ from pipeline.guards.signals import StopRequest
 from pipeline.guards.watchdog import Watchdog
 from pipeline.model.architectures import Normalise, build
 from pipeline.parallel import choose_strategy
-from pipeline.parallel.strategy import autocast
+from pipeline.parallel.strategy import autocast, compile_mode
 from pipeline.plan import Plan, make_plan
 from pipeline.record import sender
 from pipeline.record.folder import RunFolder
@@ -252,7 +252,7 @@ def _plain_step(
     """
     device, precision = group.device, config.train.precision
     model = build(config.model, plan.num_classes).to(device)
-    network = torch.compile(model, dynamic=False) if plan.compiles else model
+    network = torch.compile(model, dynamic=False, mode=compile_mode(config.train)) if plan.compiles else model
     optimizer = make_optimizer(model, config) if is_fused else _default_sgd(model, config)
     scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
     images = Normalise(device, channels_last=config.model.channels_last)(batch.images)

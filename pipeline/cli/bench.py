@@ -5,7 +5,9 @@ from pathlib import Path
 
 from pipeline.cli.arguments import Commands, Parser, add_command, add_overrides, add_recipe, path, positive_int
 
-_LOOPS = ("reference", "torchvision", "timm", "plain", "loaded")
+# the rows of `bench.train` and the parts of `bench.gpu`, which import torch
+LOOPS = ("reference", "torchvision", "timm", "plain", "loaded")
+PARTS = ("headline", "bf16", "fp16", "jpeg", "checks", "memory")
 
 
 def add_commands(commands: Commands) -> None:
@@ -18,8 +20,8 @@ def add_commands(commands: Commands) -> None:
     help = "training loop: ours against a minimal torch loop with the same model and batch"
     train = add_command(subjects, "train", _compare_loops, help, "", "pipeline bench train")
     _add_loop_arguments(train, steps=8)
-    help = f"compare only this row, and its reference (repeat it for more): {', '.join(_LOOPS)}, or one with -compiled"
-    choices = [*_LOOPS, *(f"{loop}-compiled" for loop in _LOOPS)]
+    help = f"compare only this row, and its reference (repeat it for more): {', '.join(LOOPS)}, or one with -compiled"
+    choices = [*LOOPS, *(f"{loop}-compiled" for loop in LOOPS)]
     train.add_argument("--only", action="append", choices=choices, metavar="ROW", help=help)
     help = "tracking: our training loop with journal and MLflow against the same loop without"
     _add_loop_arguments(add_command(subjects, "track", _compare_loops, help, "", "pipeline bench track"), steps=20)
@@ -82,8 +84,7 @@ def _add_gpu(subjects: Commands) -> None:
     )  # fmt: skip
     add_overrides(parser)
     add = parser.add_argument
-    parts = ("headline", "bf16", "fp16", "jpeg", "checks", "memory")
-    add("--only", action="append", choices=parts, metavar="PART", help="run only this part (repeat it for more)")
+    add("--only", action="append", choices=PARTS, metavar="PART", help="run only this part (repeat it for more)")
     add("--images", type=path, metavar="DIR", help="an image folder, preferably of photos (default: generated images)")
     add("--batch", type=positive_int, default=256, metavar="N", help="images per step (default 256)")
     add("--write", type=path, metavar="FOLDER", help="also write the profile to FOLDER")

@@ -1,11 +1,11 @@
-"""The loss guard: a loss that is not finite never reaches the weights.
+"""The loss guard: nothing of a step whose loss is not finite is kept.
 
 Promise: nothing of a step whose loss is not finite is reported, evaluated or saved, and the run
 ends with a line that names the step and the rank. On a CPU the loss is checked before the update,
 in the exchange in which the processes agree on everything else. On a GPU that check would wait for
 the device, so the device checks: the flag is summed over the processes on its stream, a fused
 optimizer skips the update where `found_inf` is 1 (torch made that for its GradScaler), and the host
-reads the flag one step later without waiting. An optimizer that is not fused (SGD on sharded
+reads the flag one step later. An optimizer that is not fused (SGD on sharded
 weights) makes the update. Nothing leaves the process before `sync` has asked about the last step,
 so no result of a skipped or a bad update is ever seen.
 """

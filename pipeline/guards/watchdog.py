@@ -29,14 +29,12 @@ from pipeline.guards.signals import StopRequest
 _WRITING_S = 5
 COMPILATION_S = 1800
 """Additional seconds without progress while a model is compiled."""
+_FADING = 0.95  # a stall of 100 s counts as 10 s after 45 reports
 STOP_S = 20
 """Seconds without progress after which a process that was asked to stop leaves."""
 
 
 class Watchdog:
-    on_exit: Callable[[RunError], None] | None = None
-    """Records why the process exits. It has a few seconds, in a thread of its own."""
-
     def __init__(self, timeout_s: float, stacks: Path, rank: int, stop: StopRequest) -> None:
         """Watch this process. stacks: the file to which the stacks of its threads are written."""
         self._timeout_s, self._stacks, self._rank, self._stop = timeout_s, stacks, rank, stop
@@ -45,28 +43,39 @@ class Watchdog:
         """The part of `_idle_s` since the process was asked to stop."""
         self._longest_s = 0.0
         """The longest time between two reports of progress. One stall fades."""
-        self._is_patient = False
+        self._is_pause_allowed = False
         self._extra_s = 0
         self._stopped = threading.Event()
+        self._record_exit: Callable[[RunError], None] | None = None
 
     def start(self) -> None:
         """Start to watch."""
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
+    def begin_training(self, record_exit: Callable[[RunError], None]) -> None:
+        """Report progress, and forget how long the start took.
+
+        record_exit: records why the process exits. It has a few seconds, in a thread of its own.
+        """
+        self.beat()
+        self._longest_s, self._record_exit = 0.0, record_exit
+
     def beat(self) -> None:
         """Report progress."""
-        if not self._is_patient:
-            self._longest_s = max(0.99 * self._longest_s, self._idle_s)
+        if not self._is_pause_allowed:
+            self._longest_s = max(_FADING * self._longest_s, self._idle_s)
         self._idle_s = self._stopping_s = 0
 
     @contextmanager
-    def patient(self, extra_s: int = 0) -> Iterator[None]:
+    def allow_pause(self, extra_s: int = 0) -> Iterator[None]:
         """Wait `extra_s` longer in this context, and as long if the process is asked to stop."""
         self.beat()
-        self._extra_s, self._is_patient = extra_s, True
-        yield
-        self.beat()
-        self._extra_s, self._is_patient = 0, False
+        self._extra_s, self._is_pause_allowed = extra_s, True
+        try:
+            yield
+        finally:
+            self.beat()
+            self._extra_s, self._is_pause_allowed = 0, False
 
     @contextmanager
     def allow_compilation(self, group: Group) -> Iterator[None]:
@@ -74,7 +83,7 @@ class Watchdog:
 
         The context ends once all processes have reached its end.
         """
-        with self.patient(COMPILATION_S), group.extended_timeout(COMPILATION_S):
+        with self.allow_pause(COMPILATION_S), group.extended_timeout(COMPILATION_S):
             yield
             group.any_rank(False)
 
@@ -94,7 +103,7 @@ class Watchdog:
                         f" the stacks of its threads are in {self._stacks}"
                     )
                 )
-            if self._stopping_s > max(STOP_S, 2 * self._longest_s) and not self._is_patient:
+            if self._stopping_s > max(STOP_S, 2 * self._longest_s) and not self._is_pause_allowed:
                 self._end_process(
                     TemporaryError(
                         f"rank {self._rank} was asked to stop, made no progress for {self._idle_s} s and exits without"
@@ -104,13 +113,13 @@ class Watchdog:
                 )
 
     def _end_process(self, error: RunError) -> None:
-        writer = threading.Thread(target=self._write_last_words, args=(error,), daemon=True)
+        writer = threading.Thread(target=self._write_stacks, args=(error,), daemon=True)
         writer.start()
         writer.join(_WRITING_S)
         print(f"pipeline: {error}", file=sys.stderr, flush=True)
         os._exit(error.code)
 
-    def _write_last_words(self, error: RunError) -> None:
+    def _write_stacks(self, error: RunError) -> None:
         head = f"rank {self._rank}, {time.strftime('%F %T')}: no progress for {self._idle_s} s"
         try:
             with open(self._stacks, "w") as file:
@@ -118,5 +127,5 @@ class Watchdog:
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError:
             faulthandler.dump_traceback(all_threads=True)
-        if self.on_exit:
-            self.on_exit(error)
+        if self._record_exit:
+            self._record_exit(error)

@@ -139,20 +139,25 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _make_mesh(config: Config, plan: Plan, group: Group) -> DeviceMesh:
-    """Return the mesh of processes: with several copies of the weights a row for each copy."""
-    sizes = group.all_gather(fsdp_slices(config, plan))
-    if len(set(sizes)) > 1:
-        raise RequestError(
-            f"fsdp.shard=node needs the same number of processes on each machine, not {min(sizes)} and {max(sizes)}:"
-            " start as many on each, or use fsdp.shard=all"
-        )
-    if sizes[0] == group.size:
+    """Return the mesh of processes: with several copies of the weights a row for each copy.
+
+    Raises RequestError in all processes if fsdp.shard=node, and the processes of a row are not
+    those of one machine.
+    """
+    if config.fsdp.shard == "all":
         return init_device_mesh(group.device.type, (group.size,))
+    slices, hosts = fsdp_slices(config, plan), group.hosts
+    rows = [hosts[first : first + slices] for first in range(0, group.size, slices)]
+    is_unset = slices == 1 and len(set(hosts)) < len(hosts)  # LOCAL_WORLD_SIZE
+    if len(set(group.all_gather(slices))) > 1 or is_unset or any(len(set(row)) > 1 for row in rows):
+        raise RequestError(
+            "fsdp.shard=node needs machines with the same number of processes each, consecutive ranks and"
+            f" LOCAL_WORLD_SIZE, not ranks on {', '.join(hosts[:16])}: start with torchrun, or use fsdp.shard=all"
+        ).collective()
     names = ("replicate", "shard")
-    mesh = init_device_mesh(group.device.type, (group.size // sizes[0], sizes[0]), mesh_dim_names=names)
-    assert group.device_timeout is not None
+    mesh = init_device_mesh(group.device.type, (len(rows), slices), mesh_dim_names=names)
     for name in names:
-        mesh.get_group(name)._get_backend(group.device)._set_default_timeout(group.device_timeout)
+        group.set_subgroup_timeout(mesh.get_group(name))
     return mesh
 
 

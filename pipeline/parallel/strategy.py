@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.schema import Config
+from pipeline.config.schema import Config, Train
 from pipeline.group import Group
 from pipeline.model.ema import make_ema
 from pipeline.model.loss import Targets, classification_loss
@@ -140,8 +140,12 @@ class Strategy:
             # torch counts the affinity mask in every process, not the cgroup's limit (torch 2.14)
             world = self.group.world
             inductor.compile_threads = min(inductor.compile_threads or 1, max(1, world.cpus // world.local_size))
-        mode = "reduce-overhead" if self._options.compile == "reduce-overhead" else None
-        return torch.compile(module, dynamic=False, mode=mode)
+        return torch.compile(module, dynamic=False, mode=compile_mode(self._options))
+
+
+def compile_mode(options: Train) -> str | None:
+    """Return the mode of torch.compile that train.compile asks for."""
+    return options.compile if options.compile == "reduce-overhead" else None
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:

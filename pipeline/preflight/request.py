@@ -55,10 +55,11 @@ def check_device(config: Config, here: World) -> str:
     """Check that this machine has a GPU if the request needs one, and NCCL's order of sums."""
     if config.run.device == "cuda" and not here.has_gpu:
         raise machine.no_gpu_error()
-    if config.model.batchnorm == "sync" and here.size > 1 and not _uses_gpu(config, here):
+    if config.model.batchnorm == "sync" and here.size > 1 and not here.uses_gpu(config.run.device):
         raise RequestError("model.batchnorm=sync: torch synchronises batch norm on GPUs only; use local or average")
     algorithm = os.environ.get("NCCL_ALGO") or FIXED_ORDER_ALGORITHM
-    needs_fixed_order = config.is_deterministic and not config.run.exact and here.size > 1 and _uses_gpu(config, here)
+    has_sums = here.size > 1 and here.uses_gpu(config.run.device)
+    needs_fixed_order = has_sums and config.is_deterministic and not config.run.exact
     if needs_fixed_order and algorithm.lower() != FIXED_ORDER_ALGORITHM.lower():
         raise RequestError(
             f"NCCL_ALGO={algorithm} in the environment contradicts run.deterministic=true, which needs sums in a fixed"
@@ -102,7 +103,7 @@ def check_model_builds(config: Config, plan: Plan, here: World, *, is_resumed: b
 
     check_shapes(config.model, plan.num_classes, plan.bn_batch, plan.first_size, plan.eval_size)
     model = check_model_exists(config, plan.num_classes)
-    if config.is_deterministic and _uses_gpu(config, here):
+    if config.is_deterministic and here.uses_gpu(config.run.device):
         check_gradients_are_deterministic(model, config.model.arch, plan.bn_batch, plan.first_size)
     if plan.stages > 1:
         check_stages(config.model, plan.num_classes, plan.stages, plan.image_size)
@@ -153,10 +154,6 @@ def check_gpus_are_supported(config: Config, here: World) -> str:
     from pipeline.device import choose_device
 
     return f"torch can use {choose_device(config, here)}"
-
-
-def _uses_gpu(config: Config, here: World) -> bool:
-    return config.run.device != "cpu" and here.has_gpu
 
 
 def _previous_config(folder: RunFolder) -> Config | None:

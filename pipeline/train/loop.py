@@ -44,7 +44,7 @@ def train(trainer: Trainer, batches: Iterator[Batch], *, is_saved: bool) -> Eval
                 with timer.charge("tracking"):
                     metrics.after_evaluation(state, is_best)
         if (is_stopping or is_best or plan.saves_at(state.step)) and saved != (state.step, state.is_evaluated):
-            with timer.charge("checkpoint"), trainer.watchdog.patient():  # a disk may be slow
+            with timer.charge("checkpoint"), trainer.watchdog.allow_pause():  # a disk may be slow
                 save(trainer, is_last=is_stopping or state.step >= plan.last_step)
             saved = (state.step, state.is_evaluated)
             metrics.restart_window()

@@ -84,8 +84,7 @@ def run_training(
     plan, state, group, watchdog = trainer.plan, trainer.state, trainer.group, trainer.watchdog
     data = TrainBatches(trainer.train_images, config, plan, group.rank)
     positions = range(state.step * plan.accumulate, max(state.step, plan.last_step) * plan.accumulate)
-    watchdog.on_exit = partial(_record_hang, trainer)
-    watchdog.beat()
+    watchdog.begin_training(partial(_record_hang, trainer))
     try:
         evaluation = train(
             trainer,
@@ -103,8 +102,8 @@ def run_training(
             raise
     except Exception as error:
         _crash(trainer, traceback.format_exc(), errors.CRASH, is_secondary=groups.is_peer_failure(error))
-    watchdog.stop()
     line = _done_line(plan.epoch_at(state.step), evaluation, state.weights_digest())
+    watchdog.stop()
     group.run_long_task(partial(trainer.records.finish, state, line))
     group.shutdown()
     return line
@@ -160,7 +159,7 @@ def _set_up(
             group = _join(config, world)
         watchdog = new_watchdog()
         watchdog.start()
-        group.set_gpu_timeout(config.run.timeout + COMPILATION_S + _GPU_MARGIN_S)
+        group.set_device_timeout(config.run.timeout + COMPILATION_S + _GPU_MARGIN_S)
         source = _broadcast_source(config, group, prepared.source if prepared else None)
         plan = _agree_on_plan(config, group, source)
         contents = broadcast_contents(found, group)

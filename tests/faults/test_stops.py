@@ -114,7 +114,7 @@ def test_a_stop_cuts_neither_slow_steps_nor_saves_short(tmp_path: Path) -> None:
         "watched.beat()\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
         "time.sleep(6)\n"  # a step that takes longer
-        "with watched.patient():\n"
+        "with watched.allow_pause():\n"
         "    time.sleep(14)\n"  # a save
         "print('saved', flush=True)\n"
         "time.sleep(60)\n"  # a hang
