@@ -169,7 +169,7 @@ def test_the_checks_compare_weights(
 
 def test_the_headline_is_first_and_compares_compiled_loops(tmp_path: Path) -> None:
     suite = FakeSuite(tmp_path)
-    next(iter(gpu._PARTS.values()))[0](suite)
+    next(iter(gpu.PARTS.values()))[0](suite)
     (command,) = suite.commands
     assert command[:2] == ("bench", "train")
     compared = [row for flag, row in pairwise(command) if flag == "--only"]
@@ -182,7 +182,7 @@ def test_after_the_time_limit_nothing_is_started(
 ) -> None:
     monkeypatch.setattr(gpu, "_TIME_LIMIT_S", 0)
     suite = FakeSuite(tmp_path)
-    for part, _ in gpu._PARTS.values():
+    for part, _ in gpu.PARTS.values():
         part(suite)
     rows = capsys.readouterr().out.splitlines()
     assert len(rows) == len(suite.failed) == 14
