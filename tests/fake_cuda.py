@@ -81,7 +81,7 @@ class FakeCuda(TorchDispatchMode):
                 return result
         name = func.overloadpacket.__name__
         if name.startswith("_fused_"):
-            _check_layouts(*args[:3])
+            _check_layouts(*args[:4])  # weights, gradients, and one or two lists of moments
         if _copies_and_waits(name, args, kwargs):
             self.wait()
         try:
@@ -201,8 +201,8 @@ def _copies_and_waits(name: str, args: Any, kwargs: Any) -> bool:
     return False
 
 
-def _check_layouts(weights: list[Tensor], gradients: list[Tensor], moments: list[Tensor]) -> None:
-    for others in filter(None, (gradients, moments)):
+def _check_layouts(weights: list[Tensor], *gradients_and_moments: list[Tensor]) -> None:
+    for others in filter(None, gradients_and_moments):
         for weight, other in zip(weights, others, strict=True):
             expected, found = _layout(weight), _layout(other)
             if found != expected:
