@@ -92,6 +92,11 @@ def _failures(spec: Document, pod: Document, config: dict[str, str]) -> Iterator
         yield "podFailurePolicy needs restartPolicy Never"
     if spec.get("podReplacementPolicy") != "Failed":
         yield "a pod is replaced after it has ended, not while it terminates"
+    if spec.get("successPolicy") != {"rules": [{"succeededIndexes": "0"}]}:
+        yield "the Job is complete once rank 0's pod is"
+    tolerated = {t["key"]: t.get("tolerationSeconds") for t in pod.get("tolerations", []) if t["effect"] == "NoExecute"}
+    if tolerated != {"node.kubernetes.io/not-ready": 15, "node.kubernetes.io/unreachable": 15}:
+        yield "the pods of a lost node are deleted after 15 s"
     rules = spec.get("podFailurePolicy", {}).get("rules", [])
     fails = [rule["onExitCodes"] for rule in rules if rule["action"] == "FailJob"]
     names = {container["name"] for container in pod.get("initContainers", [])}
@@ -116,9 +121,10 @@ def _pods(documents: list[Document], job: Document, config: dict[str, str]) -> I
     pod, server = pod_of(job), one(documents, "Deployment", "mlflow")
     if len({container["image"] for container in containers(pod)}) != 1:
         yield "preflight and trainer use the same image"
-    words = [container["command"][2 if container["name"] == "preflight" else 4 :] for container in containers(pod)]
-    if words[0] != words[-1]:
+    requests = [request_of(container) for container in containers(pod)]
+    if any(request != requests[0] for request in requests):
         yield "preflight and trainer have the same request"
+    yield from _processes(pod)
     shm = next((v for v in pod["volumes"] if v.get("emptyDir", {}).get("medium") == "Memory"), None)
     mounts = {m["name"]: m["mountPath"] for m in pod["containers"][0]["volumeMounts"]}
     limits = pod["containers"][0]["resources"]["limits"]
@@ -129,6 +135,8 @@ def _pods(documents: list[Document], job: Document, config: dict[str, str]) -> I
     gpus = limits.get("nvidia.com/gpu")
     if gpus is not None and str(gpus) != config["PET_NPROC_PER_NODE"]:
         yield "one process for each GPU"
+    if gpus is not None and not any(word == "run.device=cuda" for word in requests[0]):
+        yield "a pod that asks for GPUs and gets none fails"
     host = config["MLFLOW_TRACKING_URI"].removeprefix("http://")
     (flag, allowed, *more) = server["spec"]["template"]["spec"]["containers"][0]["args"]
     if flag != "--allowed-hosts" or host not in allowed.split(","):
@@ -161,6 +169,20 @@ def _pods(documents: list[Document], job: Document, config: dict[str, str]) -> I
         ):
             yield "every claim exists"
     yield from _network(documents, job, server)
+
+
+def request_of(container: Document) -> list[str]:
+    """Return the words after `pipeline doctor`, or after `torchrun … train`."""
+    _init, _dashes, program, *words = container["command"]
+    return words[words.index("doctor" if program == "pipeline" else "train") + 1 :]
+
+
+def _processes(pod: Document) -> Iterator[str]:
+    for container in containers(pod):
+        if container["command"][:2] != ["tini", "--"]:
+            yield f"{container['name']}: an init passes SIGTERM on from the first moment"
+        if container.get("terminationMessagePolicy") != "FallbackToLogsOnError":
+            yield f"{container['name']}: kubectl describe shows the last lines of the log"
 
 
 def _network(documents: list[Document], job: Document, server: Document) -> Iterator[str]:

@@ -120,9 +120,19 @@ def test_every_rendered_variant_is_valid(nodes: int, hardware: dict[str, Any]) -
     assert settings(found).items() >= node.environment(nodes, request.gpus or request.nproc).items()
 
 
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "devices"),
+    [(1, (), ["run.device=cuda"]), (0, (), []), (1, ("run.device=auto",), ["run.device=auto"])],
+)
+def test_pods_with_gpus_require_them(gpus: int, overrides: tuple[str, ...], devices: list[str]) -> None:
+    job = one(documents(RenderOptions(gpus=gpus, overrides=overrides)), "Job", "trainer")
+    for container in containers(pod_of(job)):
+        assert [word for word in container["command"] if word.startswith("run.device=")] == devices
+
+
 def test_numa_binding_is_an_option_of_torchrun() -> None:
     text = render(RenderOptions(numa_binding="node"))["50-trainer.yaml"]
-    assert "command: [torchrun, --numa-binding=node, -m, pipeline, train, " in text
+    assert "command: [tini, --, torchrun, --numa-binding=node, -m, pipeline, train, " in text
 
 
 def test_the_recipe_in_the_configmap_is_the_local_recipe(tmp_path: Path, defaults: list[Document]) -> None:
@@ -190,7 +200,12 @@ MISTAKES = {
     "another subdomain": _set(f"{_POD}|subdomain", "trainers"),
     "too little grace": _set(f"{_POD}|terminationGracePeriodSeconds", 30),
     "two images": _set(f"{_POD}|initContainers|0|image", "ddp-pipeline:0.0.9"),
-    "a preflight of another recipe": _set(f"{_POD}|initContainers|0|command|2", "digits"),
+    "a preflight of another recipe": _set(f"{_POD}|initContainers|0|command|4", "digits"),
+    "a shell as process 1": _set(f"{_POD}|containers|0|command|0", "sh"),
+    "a failure without a message": _set(f"{_POD}|initContainers|0|terminationMessagePolicy", None),
+    "a GPU that is not there, unnoticed": _set(f"{_POD}|containers|0|command|7", "run.device=auto"),
+    "all pods must succeed": _set("Job/trainer: spec|successPolicy", None),
+    "a lost node waited for": _set(f"{_POD}|tolerations|0|tolerationSeconds", 300),
     "/dev/shm on disk": _set(f"{_POD}|volumes|3|emptyDir", {}),
     "/dev/shm as large as the memory": _set(f"{_POD}|volumes|3|emptyDir|sizeLimit", "24Gi"),
     "a claim that is not there": _set(f"{_POD}|volumes|2|persistentVolumeClaim|claimName", "run"),

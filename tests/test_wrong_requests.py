@@ -351,6 +351,7 @@ k8s render --memory 4Gi --shm 8Gi | --shm 8Gi is more than half of --memory 4Gi
 k8s render --cpu --memory 1Gi | --shm 1Gi is more than half of --memory 1Gi
 k8s render digits model.arch=resnet19 | did you mean resnet18?
 k8s render digits run.device=cuda --cpu | leave one of the two out
+k8s render digits run.device=cpu --gpus 1 | add --cpu, or leave run.device out
 k8s render digits --numa-binding node --cpu | --numa-binding node binds to the CPUs next to a GPU: leave --cpu out
 k8s render digits model.batchnorm=sync --cpu | synchronises batch norm on GPUs only
 k8s render digits run.dir=/runs/x --nodes 4 | has no effect in a pod

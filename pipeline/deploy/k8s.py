@@ -9,7 +9,7 @@ are applied.
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -77,6 +77,7 @@ def render(request: RenderOptions) -> dict[str, str]:
 
     Raises RequestError if the recipe or a value is invalid.
     """
+    request = _require_gpus(request)
     overrides = [*request.overrides, "run.dir=/runs"]  # in a pod run.dir comes from the ConfigMap
     config = load(request.recipe, overrides)
     node.check_resume_is_auto(config)
@@ -99,6 +100,17 @@ def render(request: RenderOptions) -> dict[str, str]:
     return manifests
 
 
+def _require_gpus(request: RenderOptions) -> RenderOptions:
+    """Return the request with run.device=cuda if its pods have GPUs and no device is given.
+
+    Otherwise a pod whose container runtime gives it no GPU would train on the CPU.
+    """
+    is_given = any(word.startswith("run.device=") for word in request.overrides)
+    if not request.gpus or is_given or load(request.recipe, list(request.overrides)).run.device != "auto":
+        return request
+    return replace(request, overrides=[*request.overrides, "run.device=cuda"])
+
+
 def _check_run_dir(request: RenderOptions) -> None:
     given = [word for word in request.overrides if word.startswith("run.dir=")]
     if given:
@@ -119,6 +131,8 @@ def _check_pods(request: RenderOptions, config: Config) -> None:
         raise RequestError(f"--numa-binding {request.numa_binding} binds to the CPUs next to a GPU: leave --cpu out")
     if not request.gpus and config.run.device == "cuda":
         raise RequestError("run.device=cuda, but pods with --cpu have no GPU: leave one of the two out")
+    if request.gpus and config.run.device == "cpu":
+        raise RequestError("run.device=cpu, but the pods ask for GPUs: add --cpu, or leave run.device out")
     if not request.gpus and config.model.batchnorm == "sync" and request.nodes * request.processes > 1:
         raise RequestError("model.batchnorm=sync: torch synchronises batch norm on GPUs only; use local or average")
 
