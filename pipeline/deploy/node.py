@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError
-from pipeline.plan import divide_batch
+from pipeline.plan import divisors
 
 JOB = "trainer"
 """Name of the job and of the service that gives its nodes their host names."""
@@ -52,16 +52,7 @@ def allowed_nodes(config: Config, min_nodes: int, max_nodes: int, nproc: int) ->
 
     Raises RequestError if there is none. nproc: processes of a node.
     """
-    allowed, error = [], None
-    for nodes in range(min_nodes, max_nodes + 1):
-        try:
-            divide_batch(config, nodes * nproc)
-            allowed.append(nodes)
-        except RequestError as found:
-            error = found
-    if not allowed:
-        raise RequestError(f"no number of nodes from {min_nodes} to {max_nodes} divides the batch: {error}")
-    return tuple(allowed)
+    return tuple(size // nproc for size in divisors(config, range(min_nodes * nproc, max_nodes * nproc + 1, nproc)))
 
 
 def environment(
