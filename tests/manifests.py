@@ -1,5 +1,7 @@
 """Check the manifests by schema and by rules between fields that no schema can express."""
 
+import functools
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -22,15 +24,22 @@ def problems(documents: list[Document]) -> list[str]:
 
 def problems_alone(document: Document) -> list[str]:
     """Return the rules that a single manifest breaks."""
-    return [*_schema(document)] or [*_restricted(document)]
+    return list(_schema(document)) or [*_restricted(document)]
 
 
-def _schema(document: Document) -> Iterator[str]:
+def _schema(document: Document) -> tuple[str, ...]:
+    return _schema_of(json.dumps(document))
+
+
+@functools.cache  # the library reads its schemas anew for each document
+def _schema_of(text: str) -> tuple[str, ...]:
+    document, found = json.loads(text), []
     for version in KUBERNETES[1:] if "scheduling" in document.get("spec", {}) else KUBERNETES:  # a field of 1.37
         try:
             kubernetes_validate.validate(document, version, strict=True)
         except (kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError) as error:
-            yield f"{version}: {str(error).splitlines()[0]}"
+            found.append(f"{version}: {str(error).splitlines()[0]}")
+    return tuple(found)
 
 
 def one(documents: list[Document], kind: str, name: str) -> Document:
@@ -66,7 +75,7 @@ def _rules(documents: list[Document]) -> Iterator[str]:
         yield "the Service gives names to pods, also to those that are not ready"
     if pod.get("subdomain") != service["metadata"]["name"]:
         yield "the pods' subdomain is the Service"
-    nodes = config.get("PET_NNODES", "1")
+    nodes = config.get("PET_NNODES", "1").rpartition(":")[2]
     if not nodes == str(spec.get("completions")) == str(spec.get("parallelism")):
         yield "the rendezvous has as many nodes as the Job has completions and parallel pods"
     if spec.get("completionMode") != "Indexed":

@@ -262,6 +262,18 @@ def test_sync_and_example_write_one_file(tmp_path: Path) -> None:
         assert pod_of(job)["containers"][0]["image"] == IMAGE
 
 
+def test_an_elastic_job_has_as_many_pods_as_may_train_and_knows_which_numbers_divide() -> None:
+    found = documents(RenderOptions(nodes=5, min_nodes=1, gang="native"))
+    assert problems(found) == []
+    job = one(found, "Job", "trainer")["spec"]
+    assert (job["completions"], job["parallelism"]) == (5, 5)
+    assert job["scheduling"]["schedulingPolicy"]["gang"]["minCount"] == 1
+    assert settings(found).items() >= node.environment(5, 1, 1, (1, 2, 3, 4)).items()
+    assert settings(found)["PET_NNODES"] == "1:5"
+    rendered = pipeline("k8s", "render", "--nodes", "1:5", "--gang", "native")
+    assert list(yaml.safe_load_all(rendered.out)) == found
+
+
 def test_numa_binding_is_an_option_of_torchrun() -> None:
     text = render(RenderOptions(numa_binding="node"))["50-trainer.yaml"]
     assert "command: [tini, --, torchrun, --numa-binding=node, -m, pipeline, train, " in text

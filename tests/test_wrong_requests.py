@@ -355,6 +355,9 @@ k8s render digits run.device=cpu --gpus 1 | add --cpu, or leave run.device out
 k8s render digits --numa-binding node --cpu | --numa-binding node binds to the CPUs next to a GPU: leave --cpu out
 k8s render digits model.batchnorm=sync --cpu | synchronises batch norm on GPUs only
 k8s render --gang native --queue team | --gang native and --queue team both start all pods together: give one
+k8s render --nodes 9:11 | the nearest batch.global that works is
+k8s render --nodes 3:2 | '3:2' is not MIN:MAX with MIN at most MAX
+k8s render --nodes 1:2 --gang-check | --gang-check waits for all nodes, but --nodes 1:2 does not: leave one
 k8s render --gang volcano | 'volcano'
 k8s render --nodes 1 --gang-check | --gang-check compares nodes: give --nodes 2 or more
 k8s render --rdma rdma/hca --cpu | --rdma rdma/hca is for NCCL, which needs GPUs: leave --cpu out

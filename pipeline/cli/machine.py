@@ -134,7 +134,8 @@ def _add_render(actions: Commands) -> None:
     )  # fmt: skip
     add = parser.add_argument
     add_recipe(parser, "name or path (default digits)", nargs="?")
-    add("--nodes", type=positive_int, metavar="N", help="number of pods (default 2)")
+    help = "number of pods (default 2); MIN:MAX: train with those that are there, if their number divides the batch"
+    add("--nodes", type=count_or_range, metavar="N", help=help)
     hardware = parser.add_mutually_exclusive_group()
     help = "GPUs per pod, with one process each (default 1)"
     hardware.add_argument("--gpus", type=positive_int, metavar="G", help=help)
@@ -183,6 +184,8 @@ def _render(options: argparse.Namespace) -> str:
 
     given = vars(options).copy()
     out, sync, example = given.pop("out"), given.pop("sync", None), given.pop("example", None)
+    if "nodes" in given:
+        given["min_nodes"], given["nodes"] = given["nodes"]
     request = RenderOptions(**{name: value for name, value in given.items() if name not in ("run", "parser")})
     if sync:
         manifests = render_sync(request, sync)

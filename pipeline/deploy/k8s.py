@@ -36,6 +36,9 @@ class RenderOptions:
     recipe: str = "digits"
     overrides: Sequence[str] = ()
     nodes: int = 2
+    """Pods, and the most that train."""
+    min_nodes: int | None = None
+    """The fewest that train; None: all."""
     gpus: int = 1
     """GPUs of a node, one process each; 0: train on the CPU."""
     nproc: int = 1
@@ -168,6 +171,9 @@ def _check_pods(request: RenderOptions, config: Config) -> None:
         raise RequestError(f"--rdma {request.rdma} is for NCCL, which needs GPUs: leave --cpu out")
     if request.gang and request.queue:
         raise RequestError(f"--gang {request.gang} and --queue {request.queue} both start all pods together: give one")
+    if request.gang_check and request.min_nodes:
+        problem = f"--gang-check waits for all nodes, but --nodes {request.min_nodes}:{request.nodes} does not"
+        raise RequestError(f"{problem}: leave one of the two out")
     if request.gang_check and request.nodes == 1:
         raise RequestError("--gang-check compares nodes: give --nodes 2 or more, or leave it out")
     if not request.gpus and config.run.device == "cuda":
@@ -178,10 +184,16 @@ def _check_pods(request: RenderOptions, config: Config) -> None:
         raise RequestError("model.batchnorm=sync: torch synchronises batch norm on GPUs only; use local or average")
 
 
+def _allowed_nodes(request: RenderOptions, config: Config) -> tuple[int, ...]:
+    """Return the numbers of nodes that may train. Raises RequestError if there is none."""
+    return node.allowed_nodes(config, request.min_nodes or request.nodes, request.nodes, request.processes)
+
+
 def _check_plan(request: RenderOptions, config: Config) -> None:
     """Run the checks of a start that need neither the cluster nor its data."""
+    nodes = _allowed_nodes(request, config)[-1] if request.min_nodes else request.nodes
     world = World(
-        size=request.nodes * request.processes, local_size=request.processes, cpus=request.cpus_of_pod,
+        size=nodes * request.processes, local_size=request.processes, cpus=request.cpus_of_pod,
         shared_memory=_bytes(request.shm_of_pod), has_gpu=request.gpus > 0,
     )  # fmt: skip
     size = known_size(config)
@@ -217,7 +229,8 @@ def _values(request: RenderOptions) -> dict[str, object]:
     arguments = ["/recipe/recipe.yaml", *request.overrides, "run.dir=$(RUN_DIR)"]
     torchrun, *module = node.COMMAND
     binding = [f"--numa-binding={request.numa_binding}"] if request.numa_binding else []
-    environment = node.environment(request.nodes, request.processes)
+    allowed = _allowed_nodes(request, load(request.recipe, list(request.overrides))) if request.min_nodes else ()
+    environment = node.environment(request.nodes, request.processes, request.min_nodes, allowed)
     if request.rdma:
         environment["NCCL_NET"] = "IB"  # InfiniBand or RoCE; without it NCCL falls back to TCP and only logs that
     return {
