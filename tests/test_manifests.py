@@ -2,8 +2,10 @@
 
 import copy
 import itertools
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -272,6 +274,36 @@ def test_an_elastic_job_has_as_many_pods_as_may_train_and_knows_which_numbers_di
     assert settings(found)["PET_NNODES"] == "1:5"
     rendered = pipeline("k8s", "render", "--nodes", "1:5", "--gang", "native")
     assert list(yaml.safe_load_all(rendered.out)) == found
+
+
+@pytest.mark.skipif(
+    not shutil.which("checkov"), reason="needs checkov (pip install checkov, in an environment of its own)"
+)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"rdma": "rdma/hca", "queue": "team-a", "gang_check": True, "topology": "zone", "runtime_class": "nvidia"},
+     {"gang": "native", "mlflow_auth": True, "gpus": 0, "single_node": True, "recovery": False}],
+    ids=["defaults", "rdma", "native"],
+)  # fmt: skip
+def test_checkov_finds_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
+    request = RenderOptions(**options)
+    texts = {**render(request), **render_sync(request, "digits")}
+    if not options:
+        texts = {str(path.relative_to(K8S)): path.read_text() for path in K8S.rglob("*.yaml")}
+    for name, text in texts.items():
+        (tmp_path / Path(name).name).write_text(text)
+    command = ["checkov", "--config-file", str(K8S.parent / ".checkov.yaml"), "--skip-download", "--compact"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [*command, "-d", str(tmp_path), "--output", "json"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    report = json.loads(done.stdout)
+    assert report["summary"]["passed"] > 100
+    assert [(c["check_id"], c["resource"]) for c in report["results"]["failed_checks"]] == []
 
 
 def test_numa_binding_is_an_option_of_torchrun() -> None:
