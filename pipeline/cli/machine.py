@@ -174,8 +174,9 @@ def _add_render(actions: Commands) -> None:
     other = parser.add_mutually_exclusive_group()
     help = "print only a Job that sends the run in /runs/RUN to MLflow, for a run that ended while MLflow was away"
     other.add_argument("--sync", type=_run, metavar="RUN", help=help)
-    help = "print only an example, with the given images and namespace"
-    other.add_argument("--example", choices=["mlflow-shared", "stage-imagenet", "trainjob"], help=help)
+    examples = ["mlflow-shared", "stage-imagenet", "trainjob"]
+    help = f"print only an example, with the given images and namespace: {', '.join(examples)}"
+    other.add_argument("--example", choices=examples, metavar="NAME", help=help)
     add("--out", type=path, default=None, metavar="FOLDER", help="write one file per manifest to this folder")
 
 
