@@ -169,6 +169,7 @@ def test_an_option_is_written_where_it_belongs() -> None:
     assert affinity["podAffinityTerm"]["topologyKey"] == "topology.kubernetes.io/zone"
     preflight, check, trainer = containers(pod)
     assert (check["name"], check["command"][-1]) == ("gang-check", "--gang")
+    assert {variable["name"] for variable in check["env"]} == {"NODE_NAME", "JOB_UID"}
     assert preflight["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     for container in (check, trainer):
         assert container["resources"]["limits"]["rdma/hca_shared"] == 1
