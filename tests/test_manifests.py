@@ -251,6 +251,19 @@ def test_a_run_is_sent_to_mlflow_by_a_job_of_its_own(run: str, defaults: list[Do
     assert reference["key"] in one(defaults, "ConfigMap", reference["name"])["data"]
 
 
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_follows_the_options(name: str) -> None:
+    request = RenderOptions(nodes=4, gpus=0, image=IMAGE, mlflow_image=IMAGE, namespace="mine", pull_secret="registry")
+    ((_, text),) = render_example(request, name).items()
+    found = list(yaml.safe_load_all(text))
+    assert {document["metadata"]["namespace"] for document in found} == {"mine"}
+    assert "ddp-pipeline" not in text
+    assert f"image: {IMAGE}" in text
+    assert text.count("imagePullSecrets") == 1
+    assert ("numNodes: 4" in text) == (name == "trainjob")
+    assert "nvidia.com/gpu" not in text
+
+
 def test_sync_and_example_write_one_file(tmp_path: Path) -> None:
     for words, name in ((("--sync", "digits"), "sync-digits"), (("--example", "stage-imagenet"), "stage-imagenet")):
         result = pipeline(
