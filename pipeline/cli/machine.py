@@ -48,11 +48,15 @@ def _add_doctor(commands: Commands) -> None:
         "the initial loss is about ln(classes), that one batch overfits, and that shuffled labels give chance accuracy"
     )
     add("--sanity", action="store_true", help=f"also train briefly on your data and check that {checks}")
+    help = "compare the nodes of a job and the links between them; run it on every node at the same time"
+    add("--gang", action="store_true", help=f"only {help}")
 
 
 def _doctor(options: argparse.Namespace) -> str | int:
     from pipeline.preflight import doctor
 
+    if options.gang:
+        return doctor.examine_gang(options.recipe, options.overrides, as_json=options.json)
     sizes = options.world, options.nodes
     return doctor.examine(options.recipe, options.overrides, *sizes, as_json=options.json, sanity=options.sanity)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
 from pipeline.files import lock
 
-_KEPT_AT_FRESH_START = ("lock", "mlflow.lock", "index")  # locks that are held, and the index of the data
+_KEPT_AT_FRESH_START = ("lock", "mlflow.lock", "index", "gang-check")  # held locks, the data's index, checked nodes
 _LOCK_PATIENCE_S = 2.0  # a holder that was just killed needs a moment to disappear
 
 
