@@ -228,7 +228,7 @@ def examine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     """Return a function that runs the check in this process; it returns findings and error."""
 
     def run(**env: str) -> tuple[dict[str, dict[str, Any]], str]:
-        for name in ("RANK", "WORLD_SIZE", "PET_NNODES", "JOB_COMPLETION_INDEX"):
+        for name in ("RANK", "WORLD_SIZE", "PET_NNODES", "JOB_COMPLETION_INDEX", "JOB_UID"):
             monkeypatch.setenv(name, "")  # the check sets RANK: monkeypatch restores it
             monkeypatch.delenv(name)
         for name, value in env.items():
@@ -271,7 +271,13 @@ def test_the_log_says_every_30_s_who_is_missing() -> None:
 
 
 @pytest.mark.parametrize(
-    "env", [{"PET_NNODES": "1:2"}, {"PET_NNODES": "2"}, {"PET_NNODES": "2", "JOB_COMPLETION_INDEX": "2"}]
+    "env",
+    [
+        {"PET_NNODES": "1:2"},
+        {"PET_NNODES": "2"},
+        {"PET_NNODES": "2", "JOB_COMPLETION_INDEX": "2"},
+        {"PET_NNODES": "2", "JOB_COMPLETION_INDEX": "1", "PET_RDZV_ENDPOINT": "trainer-0.trainer:29500"},
+    ],
 )
 def test_an_incomplete_environment_is_refused(examine: Examine, env: dict[str, str]) -> None:
     _, error = examine(**{"PET_RDZV_ENDPOINT": ""} | env)

@@ -157,6 +157,7 @@ def examine_gang(recipe: str, overrides: list[str], *, as_json: bool) -> str | i
 
 
 def _compare_nodes(config: Config, report: _Report) -> str:
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost peer would be a page of C++ stack
     from pipeline.preflight import gang  # imports torch
 
     check = report.run("gang", lambda: gang.GangCheck(config, report.log), lambda check: f"node {check.rank}")

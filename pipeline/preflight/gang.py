@@ -165,8 +165,8 @@ def _raise_if(slow: list[str]) -> None:
 
 
 _NETWORK = (
-    "look at the network between these nodes (all ports must be open; GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME selects"
-    " the interface), then try again on all nodes"
+    "look at these nodes and the network between them (all ports must be open; GLOO_SOCKET_IFNAME or"
+    " NCCL_SOCKET_IFNAME selects the interface), then try again on all nodes"
 )
 
 
@@ -249,7 +249,7 @@ class GangCheck:
                 f"the store of node 0 at {at} is gone, or its port is in use ({error}): {_NETWORK}"
             ) from None
         self._start = time.monotonic()
-        return f"{self.size} nodes met after {self._start - start:.0f} s: {', '.join(self._names)}"
+        return f"{self.size} nodes met after {self._start - start:.0f} s"
 
     def measure(self) -> list[Node]:
         """Return the measurements of all nodes, on every node.
@@ -263,7 +263,7 @@ class GangCheck:
         with self._phase(f"compute or disk of {own.name}", _NODE_END_S):
             own.gflops = min(_gflops(device, _COMPUTE_S / len(self._devices)) for device in self._devices)
             own.write_mib_s, own.read_mib_s = disk_speed(self._folder)
-            nodes = [Node(**values) for values in self._gather("node", asdict(own), "compute and disk")]
+        nodes = [Node(**values) for values in self._gather("node", asdict(own), _NODE_END_S)]
         if self.size > 1:
             self._measure_links(nodes)
             self._measure_all_reduces(nodes)
@@ -275,8 +275,8 @@ class GangCheck:
             self._passed.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(self._passed, self._job.encode())
         if self.size > 1:
+            self._gather("end", None, _END_S)
             with self._phase("the end of the check", _END_S):
-                self._gather("end", None, "the check")
                 self._store.set(f"left/{self.rank}", "")
                 if self.rank == 0:
                     self._store.wait([f"left/{rank}" for rank in range(self.size)], timedelta(seconds=2))
@@ -308,10 +308,9 @@ class GangCheck:
                         links[second] = self._lead(second)
                     else:
                         self._follow(first)
-        with self._phase("the exchange of the links' results", _LINKS_END_S):
-            for first, row in enumerate(self._gather("links", links, "its links")):
-                for second, link in row.items():
-                    nodes[first].links[second] = nodes[int(second)].links[str(first)] = tuple(link)
+        for first, row in enumerate(self._gather("links", links, _LINKS_END_S)):
+            for second, link in row.items():
+                nodes[first].links[second] = nodes[int(second)].links[str(first)] = tuple(link)
 
     def _lead(self, peer: int) -> tuple[float, float]:
         """Return MiB/s and round trip in ms of the link to `peer`, which runs `_follow`."""
@@ -409,20 +408,21 @@ class GangCheck:
         finally:
             timer.cancel()
 
-    def _gather(self, key: str, item: Any, what: str) -> list[Any]:
+    def _gather(self, key: str, item: Any, end_s: float) -> list[Any]:
         """Return the items of all nodes, in rank order. Raises TemporaryError if one is missing."""
         if self.size == 1:
             return [item]
         keys = [f"{key}/{rank}" for rank in range(self.size)]
-        self._store.set(keys[self.rank], json.dumps(item))
-        while not self._store.check(keys):
-            if self._store.check(["failed"]):
-                raise self._earliest_failure("another node failed", is_own=False)
-            if time.monotonic() > self._end:
-                missing = [name for name, its in zip(self._names, keys, strict=True) if not self._store.check([its])]
-                raise TemporaryError(f"{', '.join(missing)} did not finish {what} in time: {_remedy()}")
-            time.sleep(0.02)
-        return [json.loads(text) for text in self._store.multi_get(keys)]
+        with self._phase(f"the exchange of results with node 0, {self._names[0]},", end_s):
+            self._store.set(keys[self.rank], json.dumps(item))
+            while not self._store.check(keys):
+                if self._store.check(["failed"]):
+                    raise self._earliest_failure("another node failed", is_own=False)
+                if time.monotonic() > self._end:
+                    names = [name for name, its in zip(self._names, keys, strict=True) if not self._store.check([its])]
+                    raise self._earliest_failure(f"{', '.join(names)} did not end a part of the check in time")
+                time.sleep(0.02)
+            return [json.loads(text) for text in self._store.multi_get(keys)]
 
     def _earliest_failure(self, line: str, *, is_own: bool = True) -> TemporaryError:
         """Return the failure of the node that failed first, if node 0's store can be reached.
@@ -484,10 +484,11 @@ def _find_place() -> _Place:
     if nodes == "1":
         return _Place()
     host = os.environ.get("PET_RDZV_ENDPOINT", "").rpartition(":")[0]
-    if not host or "JOB_COMPLETION_INDEX" not in os.environ:
+    # Without JOB_UID, a pod that is replaced while the others train would wait for them.
+    if not host or not {"JOB_COMPLETION_INDEX", "JOB_UID"} <= {*os.environ}:
         raise RequestError(
-            f"PET_NNODES={nodes}, but this node does not know its index and node 0: set JOB_COMPLETION_INDEX and"
-            " PET_RDZV_ENDPOINT, or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+            f"PET_NNODES={nodes}, but this node does not know its index, node 0 or its Job: set JOB_COMPLETION_INDEX,"
+            " PET_RDZV_ENDPOINT and JOB_UID, or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         )
     return _Place(int(rank), int(nodes), host)
 
