@@ -26,6 +26,7 @@ import pytest
 from harness import SHARING, free_port
 
 from pipeline.cli.main import main
+from pipeline.deploy.node import environment
 from pipeline.errors import RunError, TemporaryError
 from pipeline.preflight import doctor, gang
 from pipeline.preflight.gang import Node
@@ -33,7 +34,7 @@ from pipeline.preflight.gang import Node
 SIZE = 3
 PREFIX = f"gang-{os.getpid()}"
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000
-JOB = {"PET_NNODES": str(SIZE), "PET_RDZV_ENDPOINT": "trainer-0.trainer:29500", "JOB_UID": "a1"}
+JOB = {**environment(SIZE, 1), "JOB_UID": "a1"}
 
 Check = Callable[[list[Node]], str]
 Examine = Callable[..., tuple[dict[str, dict[str, Any]], str]]
