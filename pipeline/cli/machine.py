@@ -36,6 +36,7 @@ def add_commands(commands: Commands) -> None:
         "Mark each trainer pod of this namespace as Failed whose grace period ended 15 s ago and whose node has not"
         " reported its end, and delete it, so that the Job replaces it. Runs until it is stopped, in the pod of"
         " 60-recovery.yaml.",
+        "pipeline k8s recover",
     )  # fmt: skip
 
 
