@@ -58,10 +58,11 @@ ENTRYPOINT ["mlflow", "server", "--host", "0.0.0.0", "--port", "5000", "--worker
             "--backend-store-uri", "sqlite:////mlflow/mlflow.db", "--artifacts-destination", "/mlflow/artifacts"]
 
 FROM python AS trainer
-# Triton compiles its kernel launchers with gcc at run time, for torch.compile; torchrun --numa-binding needs numactl
+# Triton compiles its kernel launchers with gcc at run time, for torch.compile; torchrun --numa-binding needs numactl.
+# tini is process 1: the kernel drops a SIGTERM to a process 1 that has no handler yet, as torchrun for its first seconds
 # hadolint ignore=DL3008
 RUN --mount=type=cache,target=/var/cache/apt,sharing=locked --mount=type=cache,target=/var/lib/apt,sharing=locked \
-    apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev libpython3-dev numactl
+    apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev libpython3-dev numactl tini
 COPY --from=trainer-packages /opt/venv /opt/venv
 RUN --mount=type=bind,from=wheel,source=/wheel,target=/wheel \
     pip install --no-cache-dir --no-deps --no-index --disable-pip-version-check --root-user-action ignore /wheel/*.whl
@@ -78,5 +79,5 @@ LABEL org.opencontainers.image.title="ddp-pipeline" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.revision=${REVISION} \
       org.opencontainers.image.version=${VERSION}
-ENTRYPOINT ["pipeline"]
+ENTRYPOINT ["tini", "--", "pipeline"]
 CMD ["--help"]

@@ -90,6 +90,16 @@ def test_a_missing_gpu_is_refused(tmp_path: Path, digits: Path, without_torch: P
     )
 
 
+def test_a_pod_whose_runtime_gives_it_no_gpu_fails_its_preflight(tmp_path: Path, digits: Path) -> None:
+    if list(Path("/dev").glob("nvidia[0-9]*")):
+        pytest.skip("this machine has a GPU")
+    words = ("digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}", "run.device=cuda", "track.uri=none")
+    result = pipeline("doctor", *words, PET_NPROC_PER_NODE="1", KUBERNETES_SERVICE_HOST="10.0.0.1")
+    assert result.code == 2
+    assert "run.device=cuda, but this container has no GPU: " in result.error
+    assert "--runtime-class (runtimeClassName)" in result.error
+
+
 def test_missing_data_is_refused(tmp_path: Path, without_torch: Path) -> None:
     line = train(tmp_path, without_torch, "digits", "data.source=folder", "data.root=nowhere")
     assert line.startswith("data.root=nowhere is not a folder: give a folder with train/ and val/ in it")

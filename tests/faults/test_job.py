@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from harness import kill, pipeline
-from manifests import Document
+from manifests import Document, request_of
 
 from faults.pods import Pods, missing
 from pipeline.deploy.k8s import RenderOptions, render
@@ -94,7 +94,7 @@ def test_a_second_job_in_the_same_run_folder_is_refused(tmp_path: Path, digits: 
         pods.wait_for_step(3)
         recipe = pods.folder / "recipe/recipe.yaml"
         container = pods.job["spec"]["template"]["spec"]["containers"][0]
-        overrides = [word for word in container["command"][5:] if not word.startswith("run.dir")]
+        overrides = [word for word in request_of(container)[1:] if not word.startswith("run.dir")]
         second = pipeline("train", str(recipe), *overrides, "batch.accumulate=1", f"run.dir={pods.run.folder}")
         assert second.code == 75
         assert "is held by process" in second.error
