@@ -5,15 +5,15 @@ completes, the weights are those of its reference run, and MLflow has one FINISH
 metric once. Everything happens in a namespace made for the test and deleted at the end; logs,
 events and journals of a failed case are in build/cluster-test-TIME.
 
-    make cluster-test IMAGE=… MLFLOW_IMAGE=… ARGS='--render "--cpu --single-node"'
-    make cluster-test ARGS="--dry-run"     # render and check the manifests, without a cluster
+    make cluster-test IMAGE=… MLFLOW_IMAGE=… RENDER="--cpu --single-node"
+    make cluster-test ARGS=--dry-run     # render and check the manifests, without a cluster
 
 The dark-node cases need a third node, and two commands that stop and restart a node:
 
     ARGS='--only dark-node-0 --freeze "docker pause {node}" --thaw "docker unpause {node}"'
 
-The faults come at steps 40 and 100 of 168. On fast machines make the run longer: --render
-"train.epochs=60".
+The faults come at steps 40 and 100 of 168. On fast machines make the run longer:
+RENDER="train.epochs=60".
 """
 
 import argparse
@@ -92,7 +92,7 @@ class Run:
         rows = self.wait(f"step {step}", reached)
         if any(row.get("event") == "ended" and row.get("status") == "FINISHED" for row in rows):
             raise Failure(
-                f"the training ended before the fault at step {step}: make it longer (--render train.epochs=60)"
+                f"the training ended before the fault at step {step}: make it longer, with train.epochs=60 in --render"
             )
 
     def disturb(self, fault: Callable[[], object], within_s: float = math.inf) -> float:

@@ -40,7 +40,7 @@ DELAY = timedelta(seconds=15)
 _POLL_S = 5
 _TIMEOUT_S = 10
 _REPEAT_S = 60
-_MAX_ANSWER = 16 << 20  # bytes: more than 1,000 pods
+_MAX_ANSWER = 8 << 20  # bytes: about 800 pods, for which 128 MiB of memory are enough
 _SELECTOR = "labelSelector=app%3Dtrainer&fieldSelector=status.phase%21%3DSucceeded%2Cstatus.phase%21%3DFailed"
 _RULES = {"GET": "list on pods", "PATCH": "patch on pods/status", "DELETE": "delete on pods"}
 
@@ -107,7 +107,9 @@ class ApiServer:
         try:
             answer, date = json.loads(text), parsedate_to_datetime(response.headers["Date"])
         except (ValueError, TypeError):
-            raise ApiError(f"{verb} {url}: answer {response.status} is not JSON with a date; trying again") from None
+            raise ApiError(
+                f"{verb} {url}: answer {response.status} is not JSON, or longer than 8 MiB; trying again"
+            ) from None
         if response.status >= 400:
             reason = _one_line(answer.get("message", "") if isinstance(answer, dict) else "")
             remedy = {
