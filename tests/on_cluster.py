@@ -126,6 +126,9 @@ class Run:
     def name(self, index: int) -> str:
         return str(self.pod(index)["metadata"]["name"])
 
+    def is_complete(self) -> bool:
+        return self.cluster.end_of("trainer") == "Complete"
+
     def is_gone(self, pod: str) -> bool:
         return not self.cluster.kubectl("get", "pod", pod, "--ignore-not-found", "--output", "name").strip()
 
@@ -195,7 +198,7 @@ def lose_peer_at_the_end(run: Run) -> None:
     delay, began = random.uniform(0, 3) * POLL_S, time.monotonic()
     time.sleep(delay)
     run.cluster.kubectl("delete", "pod", peer, "--ignore-not-found", "--grace-period=1", "--wait=false")
-    run.wait("the Job to complete", lambda: run.cluster.end_of("trainer"), COMPLETE_S)
+    run.wait("the Job to complete", run.is_complete, COMPLETE_S)
     run.note = f"pod 1 deleted {delay:.1f} s after the end, complete after {time.monotonic() - began:.0f} s"
 
 
@@ -236,7 +239,7 @@ def darken(index: int) -> Callable[[Run], float]:
             stack.callback(shell, run.given.thaw, node)
             seconds = run.disturb(lambda: shell(run.given.freeze, node), DARK_S)
             run.wait("the old pod to be gone", lambda: run.is_gone(name))
-            run.wait("the Job to complete", lambda: run.cluster.end_of("trainer"))
+            run.wait("the Job to complete", run.is_complete)
             before = run.cluster.hashes(run.case.name)
         time.sleep(THAWED_S * POLL_S)
         if run.cluster.hashes(run.case.name) != before:
@@ -346,7 +349,7 @@ def train(case: Case, cluster: Cluster, given: argparse.Namespace, result: Resul
     cluster.start(run.documents)
     if case.fault:
         result.continued_s = case.fault(run)
-    run.wait("the Job to complete", lambda: cluster.end_of("trainer"))
+    run.wait("the Job to complete", run.is_complete)
     result.complete_s = time.monotonic() - began
     if case.after:
         case.after(run)

@@ -23,7 +23,7 @@ from pipeline.group import start
 from pipeline.guards.signals import StopRequest
 from pipeline.operate import launch
 from pipeline.plan import DataSize, make_plan
-from pipeline.preflight import request as checks
+from pipeline.preflight import request
 from pipeline.preflight.doctor import examine
 from pipeline.record.folder import RunFolder
 from pipeline.world import World, from_environment

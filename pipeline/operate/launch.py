@@ -26,7 +26,7 @@ from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.guards.signals import StopRequest
 from pipeline.operate.inputs import check_target
 from pipeline.plan import Plan, make_plan
-from pipeline.preflight import request as checks
+from pipeline.preflight import request
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
 from pipeline.record.terminal import make_terminal
