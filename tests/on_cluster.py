@@ -58,7 +58,7 @@ class Run:
     def __init__(self, case: "Case", cluster: Cluster, given: argparse.Namespace) -> None:
         self.case, self.cluster, self.given = case, cluster, given
         self.documents = documents(case, given)
-        self.end = time.monotonic() + given.limit
+        self.end = math.inf
         self.note = ""
 
     def wait(self, text: str, condition: Callable[[], Any], within_s: float = math.inf) -> Any:
@@ -231,10 +231,11 @@ def sync(run: Run) -> None:
 
 def darken(index: int) -> Callable[[Run], float]:
     def fault(run: Run) -> float:
-        run.wait_for_step(FAULT_STEP)
+        run.wait_for_step(1)
         pod = run.pod(index)
         name, node = pod["metadata"]["name"], pod["spec"]["nodeName"]
         run.cluster.start_helper(run.documents, avoid_node=node)
+        run.wait_for_step(FAULT_STEP)
         with contextlib.ExitStack() as stack:
             stack.callback(shell, run.given.thaw, node)
             seconds = run.disturb(lambda: shell(run.given.freeze, node), DARK_S)
@@ -346,7 +347,8 @@ def train(case: Case, cluster: Cluster, given: argparse.Namespace, result: Resul
     """Run one case and fill in its result. Raises Failure."""
     run = Run(case, cluster, given)
     began = time.monotonic()
-    cluster.start(run.documents)
+    cluster.start(run.documents)  # has limits of its own: the first start pulls the images
+    run.end = time.monotonic() + given.limit
     if case.fault:
         result.continued_s = case.fault(run)
     run.wait("the Job to complete", run.is_complete)

@@ -195,7 +195,8 @@ def helper(documents: list[Document], avoid_node: str | None = None) -> Document
     """Return a pod that mounts the volume of the runs, with the image and rights of a trainer."""
     job = one(documents, "Job", "trainer")
     trainer = pod_of(job)["containers"][0]
-    kept = ("enableServiceLinks", "automountServiceAccountToken", "imagePullSecrets", "securityContext", "volumes")
+    kept = ("enableServiceLinks", "automountServiceAccountToken", "imagePullSecrets", "securityContext", "tolerations",
+            "volumes")  # fmt: skip
     spec = {key: value for key, value in pod_of(job).items() if key in kept}
     spec["volumes"] = [volume for volume in spec["volumes"] if volume["name"] == "runs"]
     spec["terminationGracePeriodSeconds"] = 0

@@ -54,7 +54,7 @@ class Fake:
         file = self.folder / "results.json"
         cases = [word for name in only.split() for word in ("--only", name)]
         fixed = ("--image", "registry.example/t:1", "--mlflow-image", "registry.example/m:1", "--namespace", NAMESPACE)
-        code = on_cluster.main([*fixed, *cases, *words, "--json", str(file)])
+        code = on_cluster.main([*fixed, "--limit", "60", *cases, *words, "--json", str(file)])
         return {"code": {"code": code}} | {result["case"]: result for result in json.loads(file.read_text())}
 
 
