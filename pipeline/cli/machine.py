@@ -1,8 +1,9 @@
-"""Commands for machines: doctor, rehearse, k8s render."""
+"""Commands for machines: doctor, rehearse, k8s render, k8s recover."""
 
 import argparse
 import os
 import re
+from typing import NoReturn
 
 from pipeline.cli.arguments import (
     Commands,
@@ -44,9 +45,17 @@ _cut = matching(r"\d+@\d+:\d+(\.\d+)?", "NODE@STEP:SECONDS, such as 1@40:5")
 def add_commands(commands: Commands) -> None:
     _add_doctor(commands)
     _add_rehearse(commands)
-    description = "Write Kubernetes manifests for a training job."
+    description = "Write Kubernetes manifests for a training job; replace pods of lost nodes."
     k8s = commands.add_parser("k8s", help="write Kubernetes manifests", description=description)
-    _add_render(k8s.add_commands("ACTION"))
+    actions = k8s.add_commands("ACTION")
+    _add_render(actions)
+    add_command(
+        actions, "recover", _recover, "in a cluster: let the Job replace the pods of a node that is lost",
+        "Mark each trainer pod of this namespace as Failed whose grace period ended 15 s ago and whose node has not"
+        " reported its end, and delete it, so that the Job replaces it. Runs until it is stopped, in the pod of"
+        " 60-recovery.yaml.",
+        "pipeline k8s recover",
+    )  # fmt: skip
 
 
 def _add_doctor(commands: Commands) -> None:
@@ -208,3 +217,9 @@ def _render(options: argparse.Namespace) -> str:
         file = out / next(iter(manifests))
         return f"wrote {file}: run kubectl apply -f {file}"
     return f"wrote {len(manifests)} manifests to {out}: run kubectl apply -f {out}"
+
+
+def _recover(_: argparse.Namespace) -> NoReturn:
+    from pipeline.deploy.recovery import recover
+
+    recover()
