@@ -234,6 +234,8 @@ class GangCheck:
         waiting = _Waiting(start, limit, self._log)
         while self.rank != 0 and not _answers(self._place):
             waiting.check([0])
+        # A frozen node 0 keeps its connections open, and does not answer.
+        timer = _abort_after(limit + _LOG_EVERY_S, "the wait for all nodes, at the store of node 0,")
         try:
             self._store = TCPStore(
                 self._place.host, self._place.port, is_master=self.rank == 0, wait_for_workers=False,
@@ -248,6 +250,8 @@ class GangCheck:
             raise TemporaryError(
                 f"the store of node 0 at {at} is gone, or its port is in use ({error}): {_NETWORK}"
             ) from None
+        finally:
+            timer.cancel()
         self._start = time.monotonic()
         return f"{self.size} nodes met after {self._start - start:.0f} s"
 
@@ -397,9 +401,7 @@ class GangCheck:
         A little later it ends this process, if the part does not heed its end.
         """
         self._end = self._start + end_s
-        timer = threading.Timer(self._end + _GRACE_S - time.monotonic(), _abort, [f"{what} did not end in time"])
-        timer.daemon = True
-        timer.start()
+        timer = _abort_after(self._end + _GRACE_S - time.monotonic(), what)
         try:
             yield
         except (RuntimeError, TimeoutError) as error:  # torch's errors of a group, a store and a device
@@ -531,6 +533,14 @@ def _gflops(device: torch.device, seconds: float) -> float:
     return count * 2 * size**3 / 1e9 / (time.perf_counter() - start)
 
 
-def _abort(what: str) -> None:
-    print(f"pipeline: the check was ended: {what}: {_NETWORK}", file=sys.stderr, flush=True)
-    os._exit(TemporaryError.code)
+def _abort_after(seconds: float, what: str) -> threading.Timer:
+    """Return a started timer that ends this process with 75, unless it is cancelled."""
+
+    def abort() -> None:
+        print(f"pipeline: {what} did not end in time: {_NETWORK}", file=sys.stderr, flush=True)
+        os._exit(TemporaryError.code)
+
+    timer = threading.Timer(seconds, abort)
+    timer.daemon = True
+    timer.start()
+    return timer
