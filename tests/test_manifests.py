@@ -2,8 +2,10 @@
 
 import copy
 import itertools
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -167,6 +169,7 @@ def test_an_option_is_written_where_it_belongs() -> None:
     assert affinity["podAffinityTerm"]["topologyKey"] == "topology.kubernetes.io/zone"
     preflight, check, trainer = containers(pod)
     assert (check["name"], check["command"][-1]) == ("gang-check", "--gang")
+    assert {variable["name"] for variable in check["env"]} == {"NODE_NAME", "JOB_UID"}
     assert preflight["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     for container in (check, trainer):
         assert container["resources"]["limits"]["rdma/hca_shared"] == 1
@@ -248,6 +251,19 @@ def test_a_run_is_sent_to_mlflow_by_a_job_of_its_own(run: str, defaults: list[Do
     assert reference["key"] in one(defaults, "ConfigMap", reference["name"])["data"]
 
 
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_follows_the_options(name: str) -> None:
+    request = RenderOptions(nodes=4, gpus=0, image=IMAGE, mlflow_image=IMAGE, namespace="mine", pull_secret="registry")
+    ((_, text),) = render_example(request, name).items()
+    found = list(yaml.safe_load_all(text))
+    assert {document["metadata"]["namespace"] for document in found} == {"mine"}
+    assert "ddp-pipeline" not in text
+    assert f"image: {IMAGE}" in text
+    assert text.count("imagePullSecrets") == 1
+    assert ("numNodes: 4" in text) == (name == "trainjob")
+    assert "nvidia.com/gpu" not in text
+
+
 def test_sync_and_example_write_one_file(tmp_path: Path) -> None:
     for words, name in ((("--sync", "digits"), "sync-digits"), (("--example", "stage-imagenet"), "stage-imagenet")):
         result = pipeline(
@@ -272,6 +288,36 @@ def test_an_elastic_job_has_as_many_pods_as_may_train_and_knows_which_numbers_di
     assert settings(found)["PET_NNODES"] == "1:5"
     rendered = pipeline("k8s", "render", "--nodes", "1:5", "--gang", "native")
     assert list(yaml.safe_load_all(rendered.out)) == found
+
+
+@pytest.mark.skipif(
+    not shutil.which("checkov"), reason="needs checkov (pip install checkov, in an environment of its own)"
+)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"rdma": "rdma/hca", "queue": "team-a", "gang_check": True, "topology": "zone", "runtime_class": "nvidia"},
+     {"gang": "native", "mlflow_auth": True, "gpus": 0, "single_node": True, "recovery": False}],
+    ids=["defaults", "rdma", "native"],
+)  # fmt: skip
+def test_checkov_finds_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
+    request = RenderOptions(**options)
+    texts = {**render(request), **render_sync(request, "digits")}
+    if not options:
+        texts = {str(path.relative_to(K8S)): path.read_text() for path in K8S.rglob("*.yaml")}
+    for name, text in texts.items():
+        (tmp_path / Path(name).name).write_text(text)
+    command = ["checkov", "--config-file", str(K8S.parent / ".checkov.yaml"), "--skip-download", "--compact"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [*command, "-d", str(tmp_path), "--output", "json"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    report = json.loads(done.stdout)
+    assert report["summary"]["passed"] > 100
+    assert [(c["check_id"], c["resource"]) for c in report["results"]["failed_checks"]] == []
 
 
 def test_numa_binding_is_an_option_of_torchrun() -> None:

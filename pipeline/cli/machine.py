@@ -64,6 +64,7 @@ def _add_doctor(commands: Commands) -> None:
         "Check whether RECIPE can run on this machine: data, model, GPUs, memory, tracking and more. Prints one line"
         " per check as soon as it is done, with a remedy if it fails. Exit 0 if the recipe can run.",
         "pipeline doctor my.yaml data.root=/data --world 8 --nodes 2", "pipeline doctor my.yaml --sanity",
+        "RANK=0 WORLD_SIZE=2 INIT_METHOD=tcp://node0:29501 pipeline doctor --gang",
     )  # fmt: skip
     add = parser.add_argument
     add_recipe(parser, "name or path (default digits)", nargs="?", default="digits")
@@ -75,11 +76,17 @@ def _add_doctor(commands: Commands) -> None:
         "the initial loss is about ln(classes), that one batch overfits, and that shuffled labels give chance accuracy"
     )
     add("--sanity", action="store_true", help=f"also train briefly on your data and check that {checks}")
+    help = "only compare the nodes of a job and the links between them; run it on every node at the same time"
+    add("--gang", action="store_true", help=help)
 
 
 def _doctor(options: argparse.Namespace) -> str | int:
     from pipeline.preflight import doctor
 
+    if options.gang:
+        if options.world or options.nodes or options.sanity:
+            raise RequestError("--gang only compares the nodes that run it: leave out --world, --nodes and --sanity")
+        return doctor.examine_gang(options.recipe, options.overrides, as_json=options.json)
     sizes = options.world, options.nodes
     return doctor.examine(options.recipe, options.overrides, *sizes, as_json=options.json, sanity=options.sanity)
 
@@ -183,8 +190,9 @@ def _add_render(actions: Commands) -> None:
     other = parser.add_mutually_exclusive_group()
     help = "print only a Job that sends the run in /runs/RUN to MLflow, for a run that ended while MLflow was away"
     other.add_argument("--sync", type=_run, metavar="RUN", help=help)
-    help = "print only an example, with the given images and namespace"
-    other.add_argument("--example", choices=["mlflow-shared", "stage-imagenet", "trainjob"], help=help)
+    examples = ["mlflow-shared", "stage-imagenet", "trainjob"]
+    help = f"print only an example, with the given images and namespace: {', '.join(examples)}"
+    other.add_argument("--example", choices=examples, metavar="NAME", help=help)
     add("--out", type=path, default=None, metavar="FOLDER", help="write one file per manifest to this folder")
 
 

@@ -62,4 +62,5 @@ ROWS = {
     "J3": Row("the data folder unreachable for a while · for good", "waits, identical, no image called bad · exit 75"),
     "J4": Row("non-finite logits in validation", "reported; never the best checkpoint; no integer overflow"),
     "J5": Row("a registry's model with a pickle, code, an import path; names with `..`", "no code runs; exit 2 or 4"),
+    "M1": Row("nodes of an elastic job leave and join: 2, 1, 2, 3, 1", "each sample once, in order; exact: identical"),
 }  # fmt: skip
