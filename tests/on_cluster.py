@@ -276,7 +276,7 @@ class Case:
     options: tuple[str, ...] = ()
     reference: str = "no-fault"
     after: Callable[[Run], None] | None = None
-    """What to do once the Job is complete."""
+    """Runs once the Job is complete."""
     parallelism: int | None = None
     """Pods that the Job starts with; None: all."""
 
