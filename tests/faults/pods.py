@@ -22,9 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
 from harness import Job, children, command_line, kill, variable
 from manifests import Document, one, pod_of, settings
 
+from pipeline.deploy.k8s import RenderOptions, render
 from pipeline.supervision import process_stat
 
 BIN = Path(sys.executable).parent
@@ -60,6 +62,8 @@ class Pod:
         self.is_disrupted = False
         """Has the condition DisruptionTarget."""
         self.is_frozen = False
+        self.container, self.code = "", None
+        """The last container that ran, and its exit code. A lost node reports none."""
         self.is_replaced = True
         """The Job controller starts another pod when this one has failed."""
         self._lock = threading.Lock()
@@ -100,7 +104,7 @@ class Pod:
             kill(pid, signal.SIGCONT)
 
     def set_network(self, state: str) -> None:
-        """Set the pod's port of the switch to `up` or `down`: then packets are lost, without a reset."""
+        """Set the pod's port of the switch `up`, or `down`: packets are lost, without a reset."""
         _ip("-n", SWITCH, "link", "set", self.port, state)
 
     def processes(self) -> list[int]:
@@ -156,7 +160,7 @@ class Pods:
         self.succeeded = set[int]()
         self._current: dict[int, Pod] = {}
         self._all: list[Pod] = []
-        self._ended: queue.Queue[tuple[Pod, str, int | None]] = queue.Queue()
+        self._ended: queue.Queue[Pod] = queue.Queue()
         self._nameless: tuple[int, ...] = ()
         self._names_lock = threading.Lock()
         self._suspend_lock = threading.Lock()
@@ -189,7 +193,7 @@ class Pods:
     # The cluster: names, nodes, the kubelets
 
     def name_all(self, *, without: tuple[int, ...] = ()) -> None:
-        """Make the names of the living pods resolve, as the headless Service does, except `without`."""
+        """Make the living pods' names resolve, except `without`, as the headless Service does."""
         self._nameless = without
         self._write_names()
 
@@ -286,19 +290,21 @@ class Pods:
             if code:
                 break
         if not pod.has_ended.is_set():  # otherwise the node was lost, and its pod has been replaced
-            self._end(pod, container["name"], code if code >= 0 else 128 - code)
+            pod.container, pod.code = container["name"], code if code >= 0 else 128 - code
+            self._end(pod)
             pod.delete_namespace()
 
-    def _end(self, pod: Pod, container: str, code: int | None) -> None:
+    def _end(self, pod: Pod) -> None:
+        """Report the end of a pod, by its exit code or because its node is lost."""
         pod.has_ended.set()
         self._write_names()
-        self._ended.put((pod, container, code))
+        self._ended.put(pod)
 
     def _lose(self, pod: Pod) -> None:
         """Set the phase of a frozen pod to Failed, as the recovery controller does."""
         assert pod.is_frozen
         pod.mark_deleted()
-        self._end(pod, "", None)
+        self._end(pod)
 
     def _delete(self, pods: list[Pod]) -> float:
         """Delete pods as their kubelets do, within the grace period; return the seconds it took."""
@@ -366,17 +372,17 @@ class Pods:
         end, failed = time.monotonic() + timeout, None
         while failed is None and not self._is_complete():
             try:
-                pod, container, code = self._ended.get(timeout=max(0.1, end - time.monotonic()))
+                pod = self._ended.get(timeout=max(0.1, end - time.monotonic()))
             except queue.Empty:
                 raise AssertionError(f"still running after {timeout} s:\n{self.logs()}") from None
-            if code == 0:
+            if pod.code == 0:
                 self.succeeded.add(pod.index)
                 continue
-            action = self._action(pod, container, code)
+            action = self._action(pod)
             if action != "Ignore":
-                self.failures.append((pod.index, code))
+                self.failures.append((pod.index, pod.code))
             if action == "FailJob" or len(self.failures) > self.spec["backoffLimit"]:
-                failed = code or 1
+                failed = pod.code or 1
             elif pod.is_replaced:
                 time.sleep(1)  # a cluster waits 10 s at first and twice as long each time
                 with self._suspend_lock:
@@ -406,14 +412,12 @@ class Pods:
             set(_indexes(rule["succeededIndexes"])) <= self.succeeded for rule in rules
         )
 
-    def _action(self, pod: Pod, container: str, code: int | None) -> str:
+    def _action(self, pod: Pod) -> str:
         """Return the action of the first rule of `podFailurePolicy` that matches a failed pod."""
         for rule in self.spec.get("podFailurePolicy", {}).get("rules", []):
             conditions = [condition["type"] for condition in rule.get("onPodConditions", [])]
-            codes = rule.get("onExitCodes", {"operator": "In", "values": [], "containerName": container})
-            has_code = code is not None and (code in codes["values"]) == (codes["operator"] == "In")
-            is_container = codes.get("containerName", container) == container
-            if (has_code and is_container) or (pod.is_disrupted and "DisruptionTarget" in conditions):
+            codes = rule.get("onExitCodes")
+            if (pod.is_disrupted and "DisruptionTarget" in conditions) or (codes and _matches(codes, pod)):
                 return str(rule["action"])
         return "Count"
 
@@ -440,11 +444,23 @@ class Pods:
         )
 
 
+def rendered(digits: Path, *words: str, nodes: int = 2) -> list[Document]:
+    """Return the manifests of a Job that trains on the CPU, with one loader worker a node."""
+    request = RenderOptions(nodes=nodes, gpus=0, overrides=(*words, f"data.root={digits}", "data.workers=1"))
+    return [document for text in render(request).values() for document in yaml.safe_load_all(text)]
+
+
 def _indexes(text: str) -> Iterator[int]:
     """Yield the indexes of a text such as 0,2-4."""
     for part in text.split(","):
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)
+
+
+def _matches(codes: Document, pod: Pod) -> bool:
+    """Return True if a rule's `onExitCodes` matches a failed pod."""
+    is_container = codes.get("containerName", pod.container) == pod.container
+    return is_container and pod.code is not None and (pod.code in codes["values"]) == (codes["operator"] == "In")
 
 
 def _address(number: int) -> tuple[str, str]:
