@@ -11,6 +11,7 @@ another rest in each epoch.
 
 import hashlib
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -314,6 +315,23 @@ def divide_batch(config: Config, world: int) -> tuple[int, int, int, int]:
             " that gives each pass an even number"
         )
     return accumulate, micro_batch, *_stages(config, world, micro_batch)
+
+
+def divisors(config: Config, worlds: Iterable[int]) -> list[int]:
+    """Return the numbers of processes among `worlds` that divide the batch.
+
+    Raises RequestError, that of the largest, if there is none.
+    """
+    found, error = [], None
+    for world in worlds:
+        try:
+            divide_batch(config, world)
+            found.append(world)
+        except RequestError as refused:
+            error = refused
+    if error and not found:
+        raise error
+    return found
 
 
 def divide_resources(config: Config, world: World) -> Resources:

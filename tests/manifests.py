@@ -81,8 +81,8 @@ def _rendezvous(job: Document, config: dict[str, str], nodes: str) -> Iterator[s
     name = job["metadata"]["name"]
     if config.get("PET_RDZV_ENDPOINT", "").split(":")[0] != f"{name}-0.{pod_of(job).get('subdomain')}":
         yield "the rendezvous is at node 0, by its pod's name"
-    if config.get("PET_RDZV_BACKEND") != "c10d" or config.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
-        yield "a lost node can rejoin: c10d with a store that torchrun does not share"
+    if config.get("PET_RDZV_BACKEND") != "pipeline":
+        yield "a node that is lost, or dark, ends no other: the rendezvous of deploy/rendezvous.py"
     if int(config.get("PET_MAX_RESTARTS", "0")) < 1:
         yield "after the loss of a node the other pods restart their ranks"
 

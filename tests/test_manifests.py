@@ -222,7 +222,7 @@ MISTAKES = {
     "a Service with an address": _set("Service/trainer: spec|clusterIP", "10.0.0.1"),
     "names only for the ready": _set("Service/trainer: spec|publishNotReadyAddresses", None),
     "a rendezvous at nobody's": _set("ConfigMap/trainer: data|PET_RDZV_ENDPOINT", "trainer-0:29500"),
-    "the agents' stale store": _set("ConfigMap/trainer: data|TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None),
+    "a rendezvous that waits for a dark node": _set("ConfigMap/trainer: data|PET_RDZV_BACKEND", "c10d"),
     "no restarts": _set("ConfigMap/trainer: data|PET_MAX_RESTARTS", "0"),
     "more processes than GPUs": _set("ConfigMap/trainer: data|PET_NPROC_PER_NODE", "2"),
     "a shutdown shorter than a save": _set("ConfigMap/trainer: data|TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10"),

@@ -136,6 +136,15 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
+def count_or_range(text: str) -> tuple[int | None, int]:
+    """Return (MIN, MAX) of MIN:MAX, or (None, N) of N."""
+    low, _, high = text.rpartition(":")
+    limits = [positive_int(part) for part in (low, high) if part]
+    if limits != sorted(limits) or ":" in (text[:1], text[-1:]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not MIN:MAX with MIN at most MAX, such as 1:4")
+    return (limits[0] if low else None), limits[-1]
+
+
 def share(text: str) -> float:
     """Return a share between 0 and 1, both excluded."""
     try:

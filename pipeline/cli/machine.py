@@ -4,7 +4,16 @@ import argparse
 import os
 import re
 
-from pipeline.cli.arguments import Commands, add_command, add_numa_binding, add_recipe, matching, path, positive_int
+from pipeline.cli.arguments import (
+    Commands,
+    add_command,
+    add_numa_binding,
+    add_recipe,
+    count_or_range,
+    matching,
+    path,
+    positive_int,
+)
 from pipeline.errors import RequestError
 
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
@@ -64,10 +73,12 @@ def _add_rehearse(commands: Commands) -> None:
         " job. The containers see the folder --data as /data. A node that fails is replaced. Everything is removed"
         " at the end.",
         "pipeline rehearse digits --nodes 2 --kill 1@40",
+        "pipeline rehearse digits run.exact=true --nodes 1:3 --cut 2@40:60",
     )  # fmt: skip
     add_recipe(parser)
     add = parser.add_argument
-    add("--nodes", type=positive_int, required=True, metavar="N", help="number of containers")
+    help = "number of containers; MIN:MAX: train with those that are there, if their number divides the batch"
+    add("--nodes", type=count_or_range, required=True, metavar="N", help=help)
     add("--nproc", type=positive_int, default=1, metavar="M", help="processes per container (default 1)")
     add("--gpus", type=positive_int, default=0, metavar="G", help="GPUs per container (default none: CPU)")
     add("--image", type=_image, default="ddp-pipeline", help="image to run (default ddp-pipeline)")
@@ -97,8 +108,9 @@ def _rehearse(options: argparse.Namespace) -> str | int:
     for fault in (*options.kill, *options.cut):
         node, step, *seconds = re.split("[@:]", fault)
         faults.append(Fault(int(node), int(step), *map(float, seconds)))
+    low, high = options.nodes
     return rehearse(RehearsalOptions(
-        recipe=options.recipe, overrides=options.overrides, num_nodes=options.nodes, nproc=options.nproc,
+        recipe=options.recipe, overrides=options.overrides, num_nodes=high, min_nodes=low, nproc=options.nproc,
         gpus=options.gpus, image=options.image, data=options.data, runs=options.runs, env=options.env, faults=faults,
     ))  # fmt: skip
 

@@ -9,7 +9,16 @@ from pathlib import Path
 
 from pipeline import machine, supervision, world
 from pipeline.cli import arguments
-from pipeline.cli.arguments import Commands, Parser, add_command, add_overrides, add_recipe, path_or_uri, positive_int
+from pipeline.cli.arguments import (
+    Commands,
+    Parser,
+    add_command,
+    add_overrides,
+    add_recipe,
+    count_or_range,
+    path_or_uri,
+    positive_int,
+)
 from pipeline.errors import RequestError
 from pipeline.guards.signals import StopRequest
 
@@ -159,7 +168,8 @@ def _add_plan(commands: Commands) -> None:
     )  # fmt: skip
     add_recipe(parser)
     add = parser.add_argument
-    add("--world", type=positive_int, default=1, metavar="N", help="processes in the whole job (default 1)")
+    help = "processes in the whole job (default 1); MIN:MAX: say which numbers divide the batch, and plan the largest"
+    add("--world", type=count_or_range, default="1", metavar="N", help=help)
     add("--nodes", type=positive_int, default=1, metavar="M", help="machines in the whole job (default 1)")
     add("--json", action="store_true", help="print JSON: the contents of a run's plan.json, and the rows below them")
 
@@ -167,11 +177,19 @@ def _add_plan(commands: Commands) -> None:
 def _plan(options: argparse.Namespace) -> str:
     from pipeline.config.load import load
     from pipeline.data.sources import data_size
-    from pipeline.plan import fsdp_slices, gathered_row, make_plan, memory_row
+    from pipeline.plan import divisors, fsdp_slices, gathered_row, make_plan, memory_row
 
     config = load(options.recipe, options.overrides)
     this_machine = world.World(cpus=machine.available_cpus(), has_gpu=machine.has_gpu())
-    plan = make_plan(config, this_machine.resized(options.world, options.nodes), data_size(config))
+    low, size = options.world
+    title = config.recipe
+    if low:
+        if low % options.nodes or size % options.nodes:
+            raise RequestError(f"--world {low}:{size} does not divide by --nodes {options.nodes}")
+        allowed = divisors(config, range(low, size + 1, options.nodes))
+        title += f"\n  divides among   {', '.join(map(str, allowed))} processes, of {low} to {size}"
+        size = allowed[-1]
+    plan = make_plan(config, this_machine.resized(size, options.nodes), data_size(config))
 
     from pipeline.model.architectures import meta_model  # imports torch: last, so that errors come at once
 
@@ -187,7 +205,7 @@ def _plan(options: argparse.Namespace) -> str:
     if options.json:
         texts = dict(row.split(maxsplit=1) for row in rows)
         return json.dumps({**plan.to_dict(), "parameters": parameters, **texts})
-    return "\n".join([config.recipe, plan.table(), *rows])
+    return "\n".join([title, plan.table(), *rows])
 
 
 def _add_verify(commands: Commands) -> None:

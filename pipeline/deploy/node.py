@@ -6,8 +6,11 @@ by itself from a lost worker, a lost node and a lost node 0 (measured on Kuberne
 docs/kubernetes.md).
 """
 
+from collections.abc import Sequence
+
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError
+from pipeline.plan import divisors
 
 JOB = "trainer"
 """Name of the job and of the service that gives its nodes their host names."""
@@ -17,6 +20,8 @@ SHUTDOWN_TIMEOUT_S = 90
 """Longer than a step and a save, shorter than the grace period of a container."""
 MAX_RESTARTS = 20
 """Restarts of the ranks by torchrun while their nodes stay alive."""
+ELASTIC_RESTARTS = 1000
+"""The same if nodes come and go: torchrun counts a restart when a peer was drained."""
 
 
 def max_replacements(nodes: int) -> int:
@@ -42,11 +47,22 @@ def check_resume_is_auto(config: Config) -> None:
         raise RequestError(f"{problem}, but that node must resume the run itself: {remedy}")
 
 
-def environment(nodes: int, nproc: int | str) -> dict[str, str]:
+def allowed_nodes(config: Config, min_nodes: int, max_nodes: int, nproc: int) -> tuple[int, ...]:
+    """Return the numbers of nodes from `min_nodes` to `max_nodes` whose processes divide the batch.
+
+    Raises RequestError if there is none. nproc: processes of a node.
+    """
+    return tuple(size // nproc for size in divisors(config, range(min_nodes * nproc, max_nodes * nproc + 1, nproc)))
+
+
+def environment(
+    nodes: int, nproc: int | str, min_nodes: int | None = None, allowed: Sequence[int] = ()
+) -> dict[str, str]:
     """Return the variables of a node, the same for every node of the job.
 
-    nproc: processes of a node, a number or `gpu` (one per GPU). torchrun orders ranks by host name,
-    so rank 0 stays on node 0.
+    nproc: processes of a node, a number or `gpu` (one per GPU). min_nodes: the job also trains with
+    fewer than `nodes`, if their number is in `allowed` (`allowed_nodes`). The rendezvous orders
+    ranks by host name, so rank 0 stays on node 0.
     """
     shared = {
         "PET_NPROC_PER_NODE": str(nproc),
@@ -56,15 +72,16 @@ def environment(nodes: int, nproc: int | str) -> dict[str, str]:
     }
     if nodes == 1:
         return {"PET_STANDALONE": "1", **shared}
+    is_elastic = min_nodes is not None and min_nodes < nodes
+    options = ["join_timeout=1800"]  # longer than a node takes to pull an image of many GB
+    if is_elastic:
+        options.append(f"allowed_nodes={'+'.join(map(str, allowed))}")
     return {
-        "PET_NNODES": str(nodes),
-        "PET_RDZV_BACKEND": "c10d",
+        "PET_NNODES": f"{min_nodes}:{nodes}" if is_elastic else str(nodes),
+        "PET_RDZV_BACKEND": "pipeline",  # deploy/rendezvous.py
         "PET_RDZV_ENDPOINT": f"{host_name(0)}:{PORT}",
         "PET_RDZV_ID": JOB,
-        # longer than a node takes to pull an image of many GB
-        "PET_RDZV_CONF": "join_timeout=1800,read_timeout=300",
-        "PET_MAX_RESTARTS": str(MAX_RESTARTS),
-        # not documented by torch: without it agents keep using the store of a lost node, and hang
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "PET_RDZV_CONF": ",".join(options),
+        "PET_MAX_RESTARTS": str(ELASTIC_RESTARTS if is_elastic else MAX_RESTARTS),
         **shared,
     }

@@ -9,6 +9,7 @@ by what this process remembers.
 
 import contextlib
 import json
+import math
 import queue
 import signal
 import sys
@@ -31,11 +32,11 @@ from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.deploy import node as node_settings
 from pipeline.errors import CRASH, OK, RequestError, TemporaryError
-from pipeline.plan import divide_batch
 
 LABEL = "ddp-pipeline.rehearsal"
 _POLL_S = 0.5
 _BACK_OFF_S = 1.0
+_LAST_NODES_S = 40.0  # longer than torchrun gives the ranks of a node to end
 _API_TIMEOUT_S = 60
 
 
@@ -59,6 +60,8 @@ class RehearsalOptions:
     recipe: str
     overrides: list[str]
     num_nodes: int
+    min_nodes: int | None = None
+    """The job also trains with fewer nodes, down to this number. None: `num_nodes`."""
     nproc: int = 1
     gpus: int = 0
     """GPUs of a node; 0: the nodes train on the CPU."""
@@ -79,7 +82,9 @@ def rehearse(request: RehearsalOptions) -> str | int:
     """
     config = load(request.recipe, [f"run.dir=/runs/{Path(request.recipe).stem}", *request.overrides])
     node_settings.check_resume_is_auto(config)
-    divide_batch(config, request.num_nodes * (request.gpus or request.nproc))
+    allowed = node_settings.allowed_nodes(
+        config, request.min_nodes or request.num_nodes, request.num_nodes, request.gpus or request.nproc
+    )
     for fault in request.faults:
         if fault.node >= request.num_nodes:
             nodes = request.num_nodes
@@ -87,15 +92,20 @@ def rehearse(request: RehearsalOptions) -> str | int:
     with contextlib.closing(_connect_to_docker()) as client:
         for number in (signal.SIGTERM, signal.SIGINT):  # SIGINT, too: shells ignore it in background jobs
             signal.signal(number, signal.default_int_handler)
-        with _open_cluster(client, request, config) as cluster:
+        with _open_cluster(client, request, config, allowed) as cluster:
             return cluster.run()
 
 
 class Cluster:
     """The nodes of one rehearsal, each in a container with a thread that runs it."""
 
-    def __init__(self, client: DockerClient, request: RehearsalOptions, config: Config, name: str, image: Any) -> None:
+    def __init__(
+        self, client: DockerClient, request: RehearsalOptions, config: Config, allowed: Sequence[int], name: str,
+        image: Any,
+    ) -> None:  # fmt: skip
         self._client, self._request, self._config, self._name, self._image = client, request, config, name, image
+        self._allowed = allowed
+        """Numbers of nodes that divide the batch."""
         self._nodes: dict[int, Container] = {}
         self._addresses: dict[int, str] = {}
         self._exits: queue.Queue[tuple[int, int | Exception]] = queue.Queue()
@@ -115,8 +125,11 @@ class Cluster:
         faults = sorted(self._request.faults, key=lambda fault: fault.step)
         codes: dict[int, int] = {}
         replaced, limit = 0, node_settings.max_replacements(self._request.num_nodes)
+        deadline = math.inf
         while len(codes) < self._request.num_nodes:
             self._reconnect_nodes()
+            if time.monotonic() > deadline:
+                self._kill_others(codes)
             while faults and faults[0].step <= self._last_reported_step():
                 self._inject(faults.pop(0))
             try:
@@ -126,8 +139,10 @@ class Cluster:
             if isinstance(end, Exception) and not isinstance(end, TemporaryError):
                 raise end
             code = end if isinstance(end, int) else TemporaryError.code
-            if code == OK or OK in codes.values():  # once one node has succeeded, the training is complete
+            if code == OK or 0 in codes:  # rank 0 leaves last: once node 0 has succeeded, the training is complete
                 codes[node] = code
+                if node == 0:
+                    deadline = time.monotonic() + _LAST_NODES_S
             elif replaced == limit:
                 _log(f"node {node} exited with {code}, and {limit} nodes were replaced already: giving up")
                 return CRASH
@@ -139,7 +154,14 @@ class Cluster:
         _log(", ".join(f"node {node} exited with {code}" for node, code in sorted(codes.items())))
         for fault in faults:
             _log(f"the training ended before step {fault.step}: did not {fault}")
-        return self._done_line if all(code == OK for code in codes.values()) else CRASH
+        return self._done_line or CRASH
+
+    def _kill_others(self, codes: dict[int, int]) -> None:
+        """End the nodes that node 0, which has succeeded, left behind: they wait for it."""
+        for node, container in self._nodes.items():
+            if node not in codes:
+                with contextlib.suppress(APIError):  # it may just have ended
+                    container.kill()
 
     def close(self) -> None:
         """Prevent the node threads from creating more containers."""
@@ -222,7 +244,9 @@ class Cluster:
     def _environment(self) -> dict[str, str]:
         digests = self._image.attrs.get("RepoDigests") or []
         return {
-            **node_settings.environment(self._request.num_nodes, self._request.nproc),
+            **node_settings.environment(
+                self._request.num_nodes, self._request.nproc, self._request.min_nodes, self._allowed
+            ),
             "PIPELINE_IMAGE": digests[0] if digests else self._request.image,
             "PIPELINE_IMAGE_ID": self._image.id,
             **dict(variable.split("=", 1) for variable in self._request.env),
@@ -277,7 +301,9 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def _open_cluster(client: DockerClient, request: RehearsalOptions, config: Config) -> Iterator[Cluster]:
+def _open_cluster(
+    client: DockerClient, request: RehearsalOptions, config: Config, allowed: Sequence[int]
+) -> Iterator[Cluster]:
     """Create a cluster and its volume; at the end remove everything with the cluster's label."""
     try:
         image = client.images.get(request.image)
@@ -285,7 +311,7 @@ def _open_cluster(client: DockerClient, request: RehearsalOptions, config: Confi
         remedy = "build it with 'docker compose build trainer', or name another with --image"
         raise RequestError(f"image {request.image!r} is not on this machine: {remedy}") from None
     name = f"rehearsal-{uuid.uuid4().hex[:8]}"
-    cluster = Cluster(client, request, config, name, image)
+    cluster = Cluster(client, request, config, allowed, name, image)
     try:
         if request.runs is None:
             client.volumes.create(name, labels={LABEL: name})

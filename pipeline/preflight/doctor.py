@@ -8,6 +8,7 @@ fail.
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -87,7 +88,7 @@ def examine(
     can run during training. Sizes not given come from the node's environment (`deploy.node`); the
     default is one process on one node.
     """
-    nodes = num_nodes or _size_from_environment("PET_NNODES")
+    nodes = num_nodes or _nodes_from_environment()
     processes = num_processes or nodes * _size_from_environment("PET_NPROC_PER_NODE")
     here = world.from_environment().resized(processes, nodes)
     is_node = "PET_NPROC_PER_NODE" in os.environ  # set in every node of a job
@@ -164,6 +165,14 @@ def _check_tracker(config: Config, folder: RunFolder, is_node: bool) -> str:
         if config.track.required and not is_node:  # a node is retried: its server may still be starting
             raise RequestError(f"track.required=true, and {error}") from None
         raise
+
+
+def _nodes_from_environment() -> int:
+    """Return the largest number of nodes that may form a round (`deploy.node.environment`)."""
+    allowed = re.search(r"allowed_nodes=([\d+]+)", os.environ.get("PET_RDZV_CONF", ""))
+    if allowed:
+        return int(allowed[1].split("+")[-1])
+    return _size_from_environment("PET_NNODES")
 
 
 def _size_from_environment(name: str) -> int:

@@ -17,7 +17,7 @@ from pipeline.plan import Plan
 from pipeline.record import page, sender
 from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import Journal
+from pipeline.record.journal import Journal, read
 from pipeline.record.provenance import provenance
 from pipeline.record.receipt import Receipt
 from pipeline.record.sender import NullSender, Sender
@@ -51,6 +51,7 @@ class Records:
         self._identity = {
             "config": config.to_yaml(), "data": source.digest, "classes": list(source.classes), "world": plan.world,
         }  # fmt: skip
+        worlds = [row["tags"]["world"] for row, _ in read(folder.journal) if row.get("event") == "started"]
         self._journal = Journal(folder.journal, log)
         self._checkpoints = CheckpointWriter(folder.checkpoints, config.checkpoint.keep, log)
         self._trace = Trace(folder.trace, state.step) if config.run.trace else None
@@ -63,6 +64,8 @@ class Records:
             "data": source.digest,
             **provenance(config.recipe, state.strategy.group.device),
         }
+        if resumed_from and worlds and worlds[-1] != plan.world:
+            self._journal.log_event("resized", step=state.step, processes=plan.world, before=worlds[-1])
         self._journal.log_event(
             "started",
             step=state.step,

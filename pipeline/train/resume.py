@@ -111,11 +111,14 @@ def resume(
     state: TrainState, contents: dict[str, Any], config: Config, group: Group, log: Callable[[str], None]
 ) -> None:
     """Load the contents of a checkpoint into `state`. All processes call this together."""
-    if contents["world"] != group.size and not config.run.exact:
+    if contents["world"] != group.size:
         processes = "processes" if group.size > 1 else "process"
+        weights = "the weights stay those of an unchanged run (run.exact)"
+        if not config.run.exact:
+            weights = "the weights will differ from those of an unchanged run (run.exact=true makes them equal)"
         log(
             f"resuming with {group.size} {processes} instead of {contents['world']}: each sample is still used once an"
-            " epoch, but the weights will differ from those of an unchanged run (run.exact=true makes them equal)"
+            f" epoch, and {weights}"
         )
     state.load_dict(contents, is_main=group.is_main)
 

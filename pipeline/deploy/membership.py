@@ -1,0 +1,139 @@
+"""Which nodes of a job form the next world of ranks: the decisions of the rendezvous' leader.
+
+Without communication, and without torch: `rendezvous` reads the heartbeats and passes them on.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+LOST_S = 30.0
+"""Seconds without a heartbeat after which a node is lost. A network may be cut for less."""
+STOPPING_S = 120.0
+"""Seconds in which the agents of a round that is over come back. torchrun gives ranks 30 s."""
+_SETTLE_S = 10.0  # for more nodes to come, before a round smaller than the largest forms or ends for them
+
+
+@dataclass(frozen=True)
+class Node:
+    """The state of an agent, as the leader has heard of it."""
+
+    host: str
+    is_waiting: bool = True
+    """It waits for a round; otherwise it runs, or stops, the ranks of `round`."""
+    round: int = 0
+    """The last round that it took part in."""
+    has_left: bool = False
+    is_done: bool = False
+    """It has left because the training is done."""
+    beat: int = 0
+    heard: float = 0.0
+    """When its last heartbeat was read, on the leader's monotonic clock."""
+    arrived: float = 0.0
+
+
+@dataclass(frozen=True)
+class Round:
+    """A world of ranks, or the time between two."""
+
+    number: int = 0
+    members: tuple[int, ...] = ()
+    """Agents in the order of their ranks; the leader is the first."""
+    is_over: bool = True
+    reason: str = ""
+    """Why it is over."""
+    since: float = 0.0
+    """When it began or ended."""
+
+
+def alive(nodes: dict[int, Node], now: float) -> dict[int, Node]:
+    """Return the nodes that have not left and are not lost."""
+    return {key: node for key, node in nodes.items() if not node.has_left and now - node.heard <= LOST_S}
+
+
+class Membership:
+    """The leader's decisions, without communication."""
+
+    def __init__(self, leader: int, allowed: Sequence[int]) -> None:
+        """Begin without a round. leader: the leader's own number; allowed: numbers of nodes."""
+        self._leader, self._allowed = leader, sorted(allowed)
+        self.round = Round()
+
+    def update(self, nodes: dict[int, Node], now: float) -> Round:
+        """Return the current round, after ending it or forming the next one if that is due."""
+        present, current = alive(nodes, now), self.round
+        if not current.is_over:
+            reason = self._reason_to_end(nodes, present, now)
+            if reason:
+                self.round = current = replace(current, is_over=True, reason=reason, since=now)
+        if current.is_over:
+            members = self._next_members(present, now)
+            if members:
+                self.round = Round(current.number + 1, members, is_over=False, since=now)
+        return self.round
+
+    def waiting_for(self, nodes: dict[int, Node], now: float) -> str:
+        """Return what the nodes that wait lack, for their logs."""
+        present = alive(nodes, now)
+        if not self.round.is_over:
+            return f"{len(present)} nodes are here; {len(self.round.members)} of them train, the most that are allowed"
+        if len(present) < self._allowed[0]:
+            return _missing([node.host for node in present.values()], self._allowed[0])
+        return "the other nodes to stop their ranks"
+
+    def _reason_to_end(self, nodes: dict[int, Node], present: dict[int, Node], now: float) -> str:
+        """Return why the round ends, or "" if it does not."""
+        number, members = self.round.number, self.round.members
+        for key in members:
+            if nodes[key].is_done:
+                return ""
+            if key not in present:
+                verb = "left" if nodes[key].has_left else f"has not been heard of for {LOST_S:.0f} s"
+                return f"{nodes[key].host} {verb}"
+            if present[key].is_waiting and present[key].round == number:
+                return f"{present[key].host} has stopped its ranks"
+        new = [key for key in present if key not in members]
+        is_settled = bool(new) and now - max(present[key].arrived for key in new) >= _SETTLE_S
+        if is_settled and self._largest(len(members) + len(new)) > len(members):
+            return f"{', '.join(present[key].host for key in new)} can join"
+        return ""
+
+    def _next_members(self, present: dict[int, Node], now: float) -> tuple[int, ...]:
+        """Return the members of the next round, or () if it cannot form yet."""
+        last = self.round
+        stopping = [key for key in last.members if key in present and present[key].round == last.number
+                    and not present[key].is_waiting]  # fmt: skip
+        here = {key: node for key, node in present.items() if node.is_waiting}
+        count = self._largest(len(here))
+        if self._leader not in here or not count:
+            return ()
+        is_stopping = bool(stopping) and now - last.since < STOPPING_S
+        is_settled = now - max(node.arrived for node in here.values()) >= _SETTLE_S
+        if count < self._allowed[-1] and (is_stopping or not is_settled):
+            return ()
+
+        def order(key: int) -> tuple[object, ...]:
+            return key != self._leader, _natural(here[key].host), key
+
+        kept = sorted(here, key=lambda key: (key not in last.members, *order(key)))
+        kept.sort(key=lambda key: key != self._leader)  # stable: the leader, then earlier members
+        return tuple(sorted(kept[:count], key=order))
+
+    def _largest(self, count: int) -> int:
+        """Return the largest allowed number of nodes up to `count`, or 0."""
+        return max((number for number in self._allowed if number <= count), default=0)
+
+
+def _missing(hosts: list[str], count: int) -> str:
+    """Return the names of the missing nodes, if they are numbered, or how many are here."""
+    stems = {re.sub(r"\d+$", "", host) for host in hosts}
+    if len(stems) == 1 and all(re.search(r"-\d+$", host) for host in hosts):
+        (stem,) = stems
+        names = [f"{stem}{number}" for number in range(count)]
+        return ", ".join(name for name in names if name not in hosts)
+    return f"more nodes ({len(hosts)} of {count} are here: {', '.join(hosts)})"
+
+
+def _natural(host: str) -> tuple[tuple[str, int], ...]:
+    """Return a key that sorts trainer-2 before trainer-10."""
+    return tuple((text, int(number or -1)) for text, number in re.findall(r"(\D*)(\d*)", host))
