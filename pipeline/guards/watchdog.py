@@ -35,8 +35,16 @@ STOP_S = 20
 
 
 class Watchdog:
-    def __init__(self, timeout_s: float, stacks: Path, rank: int, stop: StopRequest) -> None:
-        """Watch this process. stacks: the file to which the stacks of its threads are written."""
+    def __init__(
+        self, timeout_s: float, stacks: Path, rank: int, stop: StopRequest,
+        check_ours: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """Watch this process.
+
+        stacks: the file to which the stacks of its threads are written. check_ours: called before
+        that; ends the process if the run was taken over.
+        """
+        self._check_ours = check_ours
         self._timeout_s, self._stacks, self._rank, self._stop = timeout_s, stacks, rank, stop
         self._idle_s = 0
         self._stopping_s = 0
@@ -121,6 +129,7 @@ class Watchdog:
 
     def _write_stacks(self, error: RunError) -> None:
         head = f"rank {self._rank}, {time.strftime('%F %T')}: no progress for {self._idle_s} s"
+        self._check_ours()
         try:
             with open(self._stacks, "w") as file:
                 print(head, file=file, flush=True)

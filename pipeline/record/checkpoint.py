@@ -182,8 +182,11 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 class CheckpointWriter:
     """The writer of one run's checkpoints, on rank 0."""
 
-    def __init__(self, folder: Path, keep: int, log: Callable[[str], None]) -> None:
-        self._folder, self._keep, self._log = folder, keep, log
+    def __init__(
+        self, folder: Path, keep: int, log: Callable[[str], None], check_ours: Callable[[], None] = lambda: None
+    ) -> None:
+        """check_ours: called before each change; ends the process if the run was taken over."""
+        self._folder, self._keep, self._log, self._check_ours = folder, keep, log, check_ours
         self._thread: threading.Thread | None = None
         self._failures = 0
 
@@ -215,6 +218,7 @@ class CheckpointWriter:
 
     def _write(self, snapshot: dict[str, Any], step: int, best_step: int | None) -> None:
         temporary = temporary_sibling(self._folder / f"step-{step:08d}", shared=True)
+        self._check_ours()
         try:
             with open(temporary, "wb") as file:
                 torch.save(snapshot, file)
@@ -222,6 +226,7 @@ class CheckpointWriter:
                 os.fsync(file.fileno())
             with open(temporary, "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
+            self._check_ours()
             os.rename(temporary, self._folder / f"step-{step:08d}.{digest[:16]}.pt")
             sync_folder(self._folder)
             self._failures = 0
@@ -243,6 +248,7 @@ class CheckpointWriter:
             if path.is_dir():  # not written by this class
                 continue
             if step in kept or (len(kept) >= self._keep and step != best_step):
+                self._check_ours()
                 path.unlink()
             else:
                 kept.append(step)

@@ -1,8 +1,7 @@
 """A run's folder: the paths in it, its lock, and how earlier files are set aside for a fresh start.
 
-Promise: one run at a time writes here. The lock is a POSIX record lock: the kernel drops it when
-its holder dies, however that happens, and forked loader workers do not inherit it. This module does
-not import torch.
+Promise: one run at a time writes here. Rank 0 holds the lock (`record.lock`), and whatever writes
+here calls `check_ours` first. This module does not import torch.
 """
 
 import contextlib
@@ -10,29 +9,16 @@ import errno
 import itertools
 import os
 import shutil
-import socket
 import time
 from pathlib import Path
 
-from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
-from pipeline.files import lock
+from pipeline.errors import RequestError, RunError, StorageError
+from pipeline.record.lock import HeldLock
 
-_KEPT_AT_FRESH_START = ("lock", "mlflow.lock", "index")  # locks that are held, and the index of the data
+_LOCK, _SENDER_LOCK = "lock", "mlflow.lock"
+_LOCKS = (_LOCK, _SENDER_LOCK, f".{_LOCK}.new", f".{_SENDER_LOCK}.new")
+_KEPT_AT_FRESH_START = (*_LOCKS, "index")  # locks that are held, and the index of the data
 _LOCK_PATIENCE_S = 2.0  # a holder that was just killed needs a moment to disappear
-
-
-def lock_file(path: Path, descriptor: int, patience_s: float) -> bool:
-    """Lock an open file; return False if another process holds it for `patience_s` seconds.
-
-    Raises RequestError if its file system has no locks.
-    """
-    try:
-        return lock(descriptor, patience_s)
-    except OSError as error:
-        raise RequestError(
-            f"run.dir={path.parent} cannot be locked: {error.strerror}: give a folder on a file system with working"
-            " locks (NFS 4, CephFS, Lustre, a local disk)"
-        ) from None
 
 
 class RunFolder:
@@ -47,8 +33,10 @@ class RunFolder:
         self.delivered = path / "mlflow.json"
         self.sync_log = path / "sync.log"
         self.report = path / "report"
-        self._lock = path / "lock"
-        self._held: int | None = None
+        self._lock = HeldLock(path / _LOCK, f"run.dir={path}", "wait for it, stop it, or give another run.dir")
+        self.sender_lock = HeldLock(
+            path / _SENDER_LOCK, str(path / _SENDER_LOCK), "it sends the whole journal to MLflow, wait for it"
+        )
         self._is_new = False
 
     def nearest_existing(self) -> Path:
@@ -80,28 +68,17 @@ class RunFolder:
             raise self._not_writable(f"{place} is read-only")
 
     def hold(self) -> None:
-        """Take the lock, for as long as this process lives.
+        """Take the lock, for as long as this process lives, also from a holder that is frozen.
 
         Raises TemporaryError, which names the holder, if another process holds it; RequestError or
         StorageError if the folder cannot be written.
         """
         try:
             is_new = not self.path.exists()
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._held = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            if not lock_file(self._lock, self._held, _LOCK_PATIENCE_S):
-                holder = os.read(self._held, 200).decode(errors="replace").strip() or "another process"
-                raise TemporaryError(
-                    f"run.dir={self.path} is held by {holder}: wait for it, stop it, or give another run.dir"
-                )
-            if not os.fstat(self._held).st_nlink:  # while this process waited, `release` removed the folder
-                self.release()
-                return self.hold()
+            if self._lock.take(_LOCK_PATIENCE_S):
+                self._remove_hidden_files()
             self._is_new = is_new
             self.checkpoints.mkdir(exist_ok=True)
-            own = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}\n"
-            os.ftruncate(self._held, 0)
-            os.write(self._held, own.encode())
         except OSError as error:
             self.release()
             raise self.write_error(error) from None
@@ -111,31 +88,32 @@ class RunFolder:
 
     def release(self) -> None:
         """Drop the lock. Remove the folder if `hold` made it and it is still empty."""
-        if self._held is None:
-            return
         with contextlib.suppress(OSError):
-            if self._is_new and {*os.listdir(self.path)} == {self._lock.name, self.checkpoints.name}:
+            if self._is_new and {*os.listdir(self.path)} == {_LOCK, self.checkpoints.name}:
                 self.checkpoints.rmdir()
-                self._lock.unlink()
+                (self.path / _LOCK).unlink()
                 self.path.rmdir()
-        os.close(self._held)
-        self._held, self._is_new = None, False
+        self._lock.drop()
+        self._is_new = False
 
     def is_held(self) -> bool:
         """Return True if another process holds the lock, False also if there are no locks here."""
-        try:
-            descriptor = os.open(self._lock, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            return False
-        try:
-            return not lock_file(self._lock, descriptor, 0)
-        except RequestError:
-            return False
-        finally:
-            os.close(descriptor)
+        return self._lock.is_held()
+
+    def join_holder(self) -> None:
+        """Remember the process that holds the lock now: this process writes on its behalf."""
+        self._lock.join_holder()
+
+    def check_ours(self) -> None:
+        """End this process with exit code 75 if another start has taken the folder over.
+
+        Called before each write. Does nothing before `hold` or `join_holder`.
+        """
+        self._lock.check()
 
     def set_aside(self) -> Path | None:
         """Move an earlier run's files into a new subfolder; return that, or None without files."""
+        self.check_ours()
         try:
             entries = (entry for entry in self.path.iterdir() if entry.name not in _KEPT_AT_FRESH_START)
             old = [entry for entry in entries if not entry.name.startswith("before-")]
@@ -151,15 +129,17 @@ class RunFolder:
 
     def set_aside_checkpoints(self, paths: list[Path]) -> Path:
         """Move checkpoints into a new subfolder, and return that. Raises OSError."""
+        self.check_ours()
         aside = self._new_aside()
         for path in paths:
             os.rename(path, aside / path.name)
         return aside
 
     def remove_temporary_files(self) -> None:
-        """Remove the temporary files of a writer that was killed."""
+        """Remove the temporary checkpoints of a writer that was killed or frozen."""
+        self.check_ours()
         for path in self.checkpoints.glob(".*"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
     def write_error(self, error: OSError) -> RunError:
         """Return the error of a failed write: StorageError for a full disk, else RequestError."""
@@ -174,6 +154,14 @@ class RunFolder:
         return RequestError(
             f"run.dir={self.path} cannot be written: {why}: give a folder that can be written, with run.dir=FOLDER"
         )
+
+    def _remove_hidden_files(self) -> None:
+        """Remove the temporary files of a frozen process, which may still write to them."""
+        for folder in (self.path, self.report, self.report / "data"):
+            for path in folder.glob(".*"):
+                if path.name not in _LOCKS and not path.is_dir():
+                    with contextlib.suppress(OSError):  # of another process that writes at this moment
+                        path.unlink()
 
     def _new_aside(self) -> Path:
         stamp = time.strftime("before-%Y%m%d-%H%M%S")

@@ -68,7 +68,9 @@ class Receipt:
     def write(self, log: Callable[[str], None]) -> None:
         """Update the file. An error (a full disk, a damaged file) is logged; training continues."""
         try:
-            atomic_write(self._folder.receipt, self.text().encode())
+            text = self.text()
+            self._folder.check_ours()
+            atomic_write(self._folder.receipt, text.encode())
         except (OSError, ValueError, RunError) as error:
             log(f"receipt could not be written: {error}; the next evaluation or start tries again")
 

@@ -53,7 +53,7 @@ class Records:
         }  # fmt: skip
         worlds = [row["tags"]["world"] for row, _ in read(folder.journal) if row.get("event") == "started"]
         self._journal = Journal(folder.journal, log)
-        self._checkpoints = CheckpointWriter(folder.checkpoints, config.checkpoint.keep, log)
+        self._checkpoints = CheckpointWriter(folder.checkpoints, config.checkpoint.keep, log, folder.check_ours)
         self._trace = Trace(folder.trace, state.step) if config.run.trace else None
         facts = {
             "recipe": config.recipe,
@@ -78,7 +78,7 @@ class Records:
             self._journal.log_event("evaluated", **evaluated)
         self._receipt = Receipt(folder)
         self._receipt.write(log)
-        self._samples = Samples(folder.report, source, config, state.step, log) if config.track.report else None
+        self._samples = Samples(folder, source, config, state.step, log) if config.track.report else None
         if self._samples:
             self._samples.save_augmented(plan)
         try:
@@ -97,20 +97,24 @@ class Records:
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         """Record the metrics of a step."""
+        self._folder.check_ours()
         self._journal.log_metrics(step, metrics)
 
     def log_event(self, name: str, **fields: Any) -> None:
         """Record an event."""
+        self._folder.check_ours()
         self._journal.log_event(name, **fields)
 
     def log_evaluation(self, row: dict[str, Any]) -> None:
         """Record an evaluated model in journal and receipt."""
+        self._folder.check_ours()
         self._journal.log_event("evaluated", **row)
         self._receipt.write(self._terminal.log)
 
     def log_sample_ids(self, step: int, epoch: int, ids: list[int], batch_sha256: str) -> None:
         """Record which samples an update used."""
         if self._trace:
+            self._folder.check_ours()
             self._trace.append(step, epoch, ids, batch_sha256)
 
     def keep_predictions(self, result: EvalResult) -> None:
@@ -142,7 +146,7 @@ class Records:
     def finish(self, state: TrainState, line: str) -> None:
         """Make the report, record the end of a finished run, and log a summary."""
         if self._samples:
-            self._samples.draw_report(self._folder)
+            self._samples.draw_report()
         self.end(state, "FINISHED", line)
         self._terminal.log_summary(self._summary(state))
 
@@ -153,16 +157,18 @@ class Records:
         """
         log = self._terminal.log
         self._checkpoints.wait()
+        self._folder.check_ours()
         self._journal.log_event("ended", status=status, step=state.step, line=line, best=self._best_file(state))
         self._receipt.write(log)
         if self._samples:
-            self._samples.write_page(self._folder)
+            self._samples.write_page()
         if not self._sender.close(log):
             log(f"MLflow did not take everything: the journal keeps it, 'pipeline sync {self._folder.path}' sends it")
 
     def crash(self, step: int, status: str, line: str) -> None:
         """Record a crash at `step`, once a checkpoint that is being written is complete."""
         self._checkpoints.wait()
+        self._folder.check_ours()
         self._journal.log_event("ended", status=status, step=step, line=line)
 
     def _summary(self, state: TrainState) -> dict[str, str]:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -35,12 +34,15 @@ _DRAWING_TIMEOUT_S = 120
 
 
 class Samples:
-    def __init__(self, report: Path, source: Source, config: Config, step: int, log: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: RunFolder, source: Source, config: Config, step: int, log: Callable[[str], None]
+    ) -> None:
         """Continue after `step`: remove files of later steps, which the resumed run repeats."""
+        report = folder.report
         for kept in (report / "data").glob("step-*.npz"):
             if kept > predictions.evaluation_file(report, step):
                 kept.unlink()
-        self._report = report
+        self._folder, self._report = folder, report
         self._source = source
         self._config = config
         self._log = log
@@ -75,25 +77,26 @@ class Samples:
         kept = SavedEvaluation(result.predictions, list(self._source.classes), mistakes, _small(images).numpy())
         self._keep(lambda: predictions.save_evaluation(self._report, result.evaluation.step, kept))
 
-    def draw_report(self, folder: RunFolder) -> None:
-        """Draw the report of the run in `folder`, in another process."""
+    def draw_report(self) -> None:
+        """Draw the report of the run, in another process."""
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        command = [sys.executable, "-m", "pipeline", "report", str(folder.path)]
+        command = [sys.executable, "-m", "pipeline", "report", str(self._folder.path)]
         try:
             done = subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=_DRAWING_TIMEOUT_S, check=False
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            self._log(f"{folder.report} was not drawn: {error}")
+            self._log(f"{self._report} was not drawn: {error}")
             return
         if done.returncode:
-            self._log(f"{folder.report} was not drawn: {done.stderr.strip()[-200:]}")
+            self._log(f"{self._report} was not drawn: {done.stderr.strip()[-200:]}")
 
-    def write_page(self, folder: RunFolder) -> None:
-        """Write the web page of the run in `folder`, with the pictures that are drawn."""
-        self._keep(lambda: write_page(folder))
+    def write_page(self) -> None:
+        """Write the web page of the run, with the pictures that are drawn."""
+        self._keep(lambda: write_page(self._folder))
 
     def _keep(self, save: Callable[[], object]) -> None:
+        self._folder.check_ours()
         try:
             save()
         except OSError as error:

@@ -92,6 +92,7 @@ def run_training(
             is_saved=is_saved,
         )
     except LoaderError as error:
+        folder.check_ours()
         errors.save_failure(folder.path, error, request)
         _crash(trainer, str(error), error.code)
     except RunError as error:
@@ -142,8 +143,9 @@ def _set_up(
     """
     # longer than a collective may take, so that a collective that fails reports its own error
     new_watchdog = partial(
-        Watchdog, config.run.timeout + _MARGIN_S, folder.path / f"hang-rank-{world.rank}.txt", world.rank, stop
-    )
+        Watchdog, config.run.timeout + _MARGIN_S, folder.path / f"hang-rank-{world.rank}.txt", world.rank, stop,
+        folder.check_ours,
+    )  # fmt: skip
     prepared = None
     if prepare:
         watchdog = new_watchdog()
@@ -157,6 +159,8 @@ def _set_up(
     with _saving_failure(folder, request_digest(config, world), terminal):
         with stop.exit_on_signal():
             group = _join(config, world)
+        if not group.is_main:
+            folder.join_holder()  # rank 0, which has the lock by now
         watchdog = new_watchdog()
         watchdog.start()
         group.set_device_timeout(config.run.timeout + COMPILATION_S + _GPU_MARGIN_S)
@@ -210,6 +214,7 @@ def _saving_failure(folder: RunFolder, request: str, terminal: Terminal) -> Iter
     try:
         yield
     except RunError as error:
+        folder.check_ours()
         errors.save_failure(folder.path, error, request)
         if error.code in errors.PERMANENT:
             terminal.log(f"with run.resume=auto this request now fails at once: {folder.advice_after_failure()}")

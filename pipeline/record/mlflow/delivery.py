@@ -64,6 +64,7 @@ class Delivery:
 
     def deliver(self) -> None:
         """Send what the journal holds and the server lacks. Raises whatever mlflow raises."""
+        self.check_ours()
         try:
             if self._run is None:
                 self._run = open_run(self._folder, self._config, self._uri)
@@ -71,6 +72,7 @@ class Delivery:
                 self._offset = saved["offset"] if saved.get("run_id") == self._run.run_id else 0
             self.is_reachable = True
             for metrics, event, end in _split_journal(self._folder.journal, self._offset):
+                self.check_ours()
                 self._run.client.log_batch(self._run.run_id, metrics=metrics)
                 if event:
                     self._send_event(self._run, event)
@@ -81,9 +83,15 @@ class Delivery:
             self._run = None  # searched for again: the server may come back without the run
             raise
 
+    def check_ours(self) -> None:
+        """End this process with exit code 75 if another one sends the run now."""
+        self._folder.check_ours()
+        self._folder.sender_lock.check()
+
     def mark_failed(self) -> None:
         """Set the run's status to FAILED: training was killed. Its last journal row says when."""
         assert self._run is not None
+        self.check_ours()
         last = max((row["time"] for row, _ in read(self._folder.journal)), default=None)
         self._run.client.set_terminated(self._run.run_id, "FAILED", last)
 
@@ -94,6 +102,7 @@ class Delivery:
         return {}
 
     def _save_progress(self, run: MlflowRun) -> None:
+        self.check_ours()
         entry = {"run_id": run.run_id, "experiment_id": run.experiment_id, "offset": self._offset}
         atomic_write(self._folder.delivered, json.dumps({**self._progress(), self._server: entry}, indent=1).encode())
 

@@ -16,7 +16,7 @@ from pipeline.config.credentials import without_password
 from pipeline.config.load import from_yaml
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, RunError, TemporaryError
-from pipeline.record.folder import RunFolder, lock_file
+from pipeline.record.folder import RunFolder
 from pipeline.record.journal import final_status
 from pipeline.record.mlflow.connection import FILE_TIMEOUT_S, REQUEST_TIMEOUT_S, log, root_cause
 from pipeline.record.mlflow.delivery import Delivery
@@ -71,6 +71,7 @@ def _sync_beside_training(folder: RunFolder, config: Config, uri: str) -> None:
 
     Raises TemporaryError if the last attempt failed.
     """
+    folder.join_holder()
     delivery = Delivery(folder, config, uri, REQUEST_TIMEOUT_S)
     training_over = _watch_rank_0(delivery)
     answer = os.dup(1)
@@ -136,12 +137,7 @@ def _lock_sending(folder: RunFolder) -> None:
 
     The wait is longer than a sender lives after rank 0 was killed.
     """
-    lock = folder.path / "mlflow.lock"
     try:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        folder.sender_lock.take(3 * _RANK_0_KILLED_S)
     except OSError as error:
         raise folder.write_error(error) from None
-    if not lock_file(lock, descriptor, 3 * _RANK_0_KILLED_S):
-        raise TemporaryError(
-            f"{folder.path} is being sent by another process, which will deliver everything: wait for it"
-        )

@@ -1,0 +1,227 @@
+"""A lock file that shows if its holder is alive, and can be taken over from one that is not.
+
+The lock is a POSIX record lock: the kernel drops it when its holder dies, however that happens, and
+forked loader workers do not inherit it. But a frozen process (SIGSTOP, a cgroup's freezer) keeps
+it, and so does the NFS client of a machine without power until the server's lease ends. So the
+holder refreshes the file's time every `REFRESH_S`. A start that finds the file locked, but not
+refreshed for `STALE_S`, takes the lock over: a new file, already locked, replaces the old one. The
+age of a refresh is measured by the file server's clock, against a file that was touched just now.
+
+Promise: a process whose lock was taken over writes nothing more. It calls `check` before each
+write, and a thread calls it after each refresh; `check` ends the process with exit code 75.
+"""
+
+import contextlib
+import errno
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+from pipeline.errors import RequestError, TemporaryError
+from pipeline.files import lock
+
+REFRESH_S = 5
+STALE_S = 60
+"""Seconds without a refresh after which a lock may be taken over."""
+_REFRESHED = f"refreshed every {REFRESH_S} s"  # version 0.1 writes no such line, and never refreshes
+
+
+class HeldLock:
+    """A lock file, held by this process or by the one on whose behalf it writes."""
+
+    def __init__(self, path: Path, subject: str, remedy: str) -> None:
+        """subject: what the holder holds. remedy: what to do while it does. Both for messages."""
+        self._path, self._subject, self._remedy = path, subject, remedy
+        self._descriptor: int | None = None
+        self._own: bytes | None = None
+        """The file's contents as long as nobody else takes the lock."""
+        self._refreshed_at = 0.0
+        self._dropped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def take(self, patience_s: float) -> bool:
+        """Take the lock; return True if it had to be taken over from a holder that is not heard of.
+
+        Makes the folder. Raises TemporaryError if another process holds the lock for `patience_s`
+        seconds and refreshes it, RequestError if the file system has no locks, OSError if the file
+        cannot be written.
+        """
+        own = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}\n{_REFRESHED}\n".encode()
+        descriptor = self._acquire(own, patience_s)
+        is_taken_over = descriptor is None
+        self._descriptor = self._take_over(own) if descriptor is None else descriptor
+        self._own, self._refreshed_at = own, _now()
+        self._dropped.clear()
+        self._thread = threading.Thread(target=self._refresh, name="lock", daemon=True)
+        self._thread.start()
+        return is_taken_over
+
+    def drop(self) -> None:
+        """Drop the lock if this process holds it."""
+        if self._descriptor is None:
+            return
+        self._dropped.set()
+        if self._thread:
+            self._thread.join()
+        os.close(self._descriptor)
+        self._descriptor = self._own = self._thread = None
+
+    def join_holder(self) -> None:
+        """Remember the process that holds the lock now: this process writes on its behalf."""
+        self._own = self._read() or None
+
+    def is_held(self) -> bool:
+        """Return True if another process holds the lock, False also if there are no locks here."""
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            return not _lock_file(self._path, descriptor, 0)
+        except RequestError:
+            return False
+        finally:
+            os.close(descriptor)
+
+    def is_ours(self) -> bool:
+        """Return False if another process has taken the lock since `take` or `join_holder`.
+
+        True if there is no file of that name: nobody can hold it without making one.
+        """
+        if self._own is None:
+            return True
+        if self._descriptor is None:
+            return self._read() in (self._own, b"")
+        is_known = True
+        if _now() - self._refreshed_at > 2 * REFRESH_S:  # it was frozen: an NFS client may have old attributes
+            is_known = self._touch()
+        try:
+            named = os.stat(self._path)
+        except OSError:
+            return True
+        try:  # not by opening the file: closing that descriptor would drop the lock
+            held = os.fstat(self._descriptor)
+            is_own = os.pread(self._descriptor, len(self._own) + 1, 0) == self._own
+        except OSError:  # the NFS server has given the lock away (EIO) or has no such file any more (ESTALE)
+            return False
+        return is_known and is_own and held.st_nlink > 0 and os.path.samestat(named, held)
+
+    def check(self) -> None:
+        """End this process with exit code 75 if another one has taken the lock over."""
+        if not self.is_ours():
+            line = f"{self._subject} was taken over by {self._holder()}: this process writes nothing more and exits"
+            print(f"pipeline: {line}", file=sys.stderr, flush=True)
+            os._exit(TemporaryError.code)
+
+    def _acquire(self, own: bytes, patience_s: float) -> int | None:
+        """Return a locked descriptor of the file, or None if another process holds the lock."""
+        while True:
+            self._path.parent.mkdir(parents=True, exist_ok=True)  # a start that fails removes the folder that it made
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                is_locked = _lock_file(self._path, descriptor, patience_s)
+                if is_locked and _has_name(descriptor, self._path):  # it may have been removed or replaced meanwhile
+                    _write(descriptor, own)
+                    return descriptor
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+            if not is_locked:
+                return None
+
+    def _take_over(self, own: bytes) -> int:
+        """Replace the file of a lock that is not refreshed, and return a locked descriptor.
+
+        The new file is locked before it gets the name. Of several processes that try, one gets the
+        lock of the new file, and the others give up. Raises TemporaryError if this one does, or if
+        the lock is refreshed.
+        """
+        problem = f"{self._subject} is held by {self._holder()}"
+        candidate = self._path.with_name(f".{self._path.name}.new")
+        try:
+            descriptor = os.open(candidate, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:  # a full disk, for example
+            raise TemporaryError(f"{problem}: {self._remedy} ({error.strerror})") from None
+        if not (_lock_file(candidate, descriptor, 0) and _has_name(descriptor, candidate)):
+            os.close(descriptor)
+            raise TemporaryError(f"{problem}: {self._remedy}")
+        try:
+            holder, is_refreshed = self._holder(), _REFRESHED.encode() in self._read()
+            os.utime(descriptor)
+            age_s = max(0, round(os.fstat(descriptor).st_mtime - os.stat(self._path).st_mtime))
+            if not is_refreshed or age_s < STALE_S:
+                heard_of = f", heard of {age_s} s ago" if is_refreshed else ""
+                raise TemporaryError(f"{problem}{heard_of}: {self._remedy}")
+            _write(descriptor, own)
+            os.rename(candidate, self._path)
+        except BaseException as error:
+            candidate.unlink(missing_ok=True)
+            os.close(descriptor)
+            if isinstance(error, OSError):
+                raise TemporaryError(f"{problem}: {self._remedy} ({error.strerror})") from None
+            raise
+        line = f"took over {self._subject} from {holder}, which has not been heard of for {age_s} s"
+        print(line, file=sys.stderr, flush=True)
+        return descriptor
+
+    def _refresh(self) -> None:
+        while not self._dropped.wait(REFRESH_S):
+            self._touch()
+            self.check()
+
+    def _touch(self) -> bool:
+        """Refresh the lock; return False if an NFS server says that its file has been replaced."""
+        assert self._descriptor is not None
+        now = _now()
+        try:
+            os.utime(self._descriptor)  # not by name: that may be another process's file by now
+        except OSError as error:
+            return error.errno != errno.ESTALE
+        self._refreshed_at = now
+        return True
+
+    def _read(self) -> bytes:
+        """Return the file's contents, or b"". The holder must not: closing it drops the lock."""
+        with contextlib.suppress(OSError):
+            return self._path.read_bytes()
+        return b""
+
+    def _holder(self) -> str:
+        return self._read().decode(errors="replace").partition("\n")[0].strip() or "another process"
+
+
+def _lock_file(path: Path, descriptor: int, patience_s: float) -> bool:
+    """Lock an open file; return False if another process holds it for `patience_s` seconds.
+
+    Raises RequestError if its file system has no locks.
+    """
+    try:
+        return lock(descriptor, patience_s)
+    except OSError as error:
+        raise RequestError(
+            f"run.dir={path.parent} cannot be locked: {error.strerror}: give a folder on a file system with working"
+            " locks (NFS 4, CephFS, Lustre, a local disk)"
+        ) from None
+
+
+def _has_name(descriptor: int, path: Path) -> bool:
+    """Return True if `path` is the name of the open file."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _write(descriptor: int, own: bytes) -> None:
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, own, 0)
+    os.utime(descriptor)
+
+
+def _now() -> float:
+    """Return seconds of a clock that runs on while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
