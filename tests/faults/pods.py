@@ -160,7 +160,7 @@ class Pods:
         self.succeeded = set[int]()
         self._current: dict[int, Pod] = {}
         self._all: list[Pod] = []
-        self._ended: queue.Queue[Pod] = queue.Queue()
+        self._ended: queue.Queue[Pod | None] = queue.Queue()
         self._nameless: tuple[int, ...] = ()
         self._names_lock = threading.Lock()
         self._suspend_lock = threading.Lock()
@@ -179,6 +179,7 @@ class Pods:
     def __exit__(self, *_: object) -> None:
         with self._suspend_lock:
             self._is_suspended = True  # no replacement from now on
+        self._ended.put(None)
         for pod in self._all:
             pod.mark_deleted()
             pod.kill()
@@ -375,6 +376,7 @@ class Pods:
                 pod = self._ended.get(timeout=max(0.1, end - time.monotonic()))
             except queue.Empty:
                 raise AssertionError(f"still running after {timeout} s:\n{self.logs()}") from None
+            assert pod is not None, "the pods have been removed"
             if pod.code == 0:
                 self.succeeded.add(pod.index)
                 continue
