@@ -339,7 +339,12 @@ class Pods:
                 word = word.replace(inside + "/", f"{outside}/")  # noqa: PLW2901
             words.append(word)
         env = {name: value for name, value in self.config.items() if name != "recipe.yaml"}
-        env |= {"PATH": f"{BIN}:{os.environ['PATH']}", "HOME": str(self.folder), "MLFLOW_DISABLE_TELEMETRY": "true"}
+        env |= {
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+            "HOME": str(self.folder),
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+        }
         namespaces = ["ip", "netns", "exec", pod.namespace, "unshare", "--uts", "--pid", "--fork", "--kill-child"]
         set_name = ["--mount-proc", "sh", "-c", 'hostname "$0"; exec "$@"', pod.name.partition(".")[0]]
         command = [*namespaces, *set_name, *words]
