@@ -312,7 +312,7 @@ def contents(folder: Path) -> dict[str, tuple[int, int, bytes]]:
 
 
 @pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.full) for number in range(1, 5))])
-@pytest.mark.parametrize("phase", ["training", "save"])
+@pytest.mark.parametrize("phase", ["save", pytest.param("training", marks=pytest.mark.full)])
 def test_a_run_that_was_taken_over_in_training_writes_nothing_when_it_returns(
     tmp_path: Path, digits: Path, uninterrupted: Job, phase: str, number: int
 ) -> None:
@@ -369,6 +369,7 @@ def taken_over(old: Job, steps: int) -> Job:
     return new
 
 
+@pytest.mark.full
 def test_a_run_that_was_paused_for_long_goes_on_if_nobody_took_it_over(
     tmp_path: Path, digits: Path, uninterrupted: Job
 ) -> None:
