@@ -1,0 +1,400 @@
+"""One start at a time writes in a run's folder, also if an earlier one is frozen and comes back."""
+
+import fcntl
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from harness import SMALL, Job, assert_each_sample_once, kill
+from mlflow import MlflowClient
+
+from pipeline.errors import TemporaryError
+from pipeline.record import lock
+from pipeline.record.checkpoint import CheckpointWriter
+from pipeline.record.folder import RunFolder
+from pipeline.record.journal import Journal, read
+
+HOLD = """\
+import sys
+from pathlib import Path
+from pipeline.errors import RunError
+from pipeline.record import lock
+from pipeline.record.folder import RunFolder
+
+lock.REFRESH_S = 0.3
+folder = RunFolder(Path(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    folder.hold()
+except RunError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.code)
+print("held", flush=True)
+sys.stdin.readline()
+folder.check_ours()
+(folder.path / "written").touch()
+"""
+
+
+class Holder:
+    """A process that holds a folder's lock as rank 0 does, without torch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", HOLD, str(folder)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self.line() == "ready"
+
+    def line(self) -> str:
+        assert self.process.stdout
+        return self.process.stdout.readline().strip()
+
+    def go(self) -> None:
+        """Let it take the lock, or write if it has it."""
+        assert self.process.stdin
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def end(self) -> tuple[int, str]:
+        """Let it go on, write and end; return its exit code and standard error."""
+        self.process.send_signal(signal.SIGCONT)
+        _, error = self.process.communicate("\n", timeout=30)
+        return self.process.returncode, error
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[Holder]:
+    """Yield a process that holds the folder `tmp_path`/run."""
+    holder = Holder(tmp_path / "run")
+    holder.go()
+    assert holder.line() == "held"
+    yield holder
+    holder.process.kill()
+    holder.process.communicate()
+
+
+def age(path: Path, seconds: float = 95) -> None:
+    """Set back the time of a lock file, as if its holder had been stopped for `seconds` already."""
+    then = path.stat().st_mtime - seconds
+    os.utime(path, (then, then))
+
+
+@contextmanager
+def held(path: Path) -> Iterator[RunFolder]:
+    folder = RunFolder(path)
+    folder.hold()
+    yield folder
+    folder.release()
+
+
+def test_a_lock_that_is_refreshed_is_not_taken_over(tmp_path: Path, holder: Holder) -> None:
+    run = tmp_path / "run"
+    age(run / "lock")
+    started = time.monotonic()
+    with pytest.raises(TemporaryError, match=rf"is held by process {holder.process.pid} on .*, heard of \d+ s ago: "):
+        RunFolder(run).hold()
+    assert time.monotonic() - started < 5
+    assert {path.name for path in run.iterdir()} == {"lock", "checkpoints"}
+    assert holder.end() == (0, "")
+
+
+def test_a_frozen_holder_that_was_heard_of_keeps_its_lock(tmp_path: Path, holder: Holder) -> None:
+    holder.stop()
+    age(tmp_path / "run/lock", lock.STALE_S - 10)
+    with pytest.raises(TemporaryError, match=r"heard of 5\d s ago"):
+        RunFolder(tmp_path / "run").hold()
+    assert holder.end() == (0, "")
+    assert (tmp_path / "run/written").exists(), "it goes on as if nothing had happened"
+
+
+def test_a_lock_is_taken_over_from_a_frozen_holder_which_then_writes_nothing(
+    tmp_path: Path, holder: Holder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    for name in (".receipt.json", "report/.index.html"):  # it was frozen while it wrote them
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).touch()
+    holder.stop()
+    age(run / "lock")
+    with held(run) as folder:
+        taken = (
+            rf"took over run.dir={run} from process {holder.process.pid} on .*, which has not been heard of for 9. s\n"
+        )
+        assert re.fullmatch(taken, capsys.readouterr().err)
+        code, error = holder.end()
+        assert code == 75
+        assert error.startswith(f"pipeline: run.dir={run} was taken over by process {os.getpid()} on ")
+        assert not folder.report.joinpath(".index.html").exists()
+        assert {path.name for path in run.iterdir()} == {"lock", "checkpoints", "report"}
+        folder.check_ours()
+        with pytest.raises(TemporaryError, match=f"held by process {os.getpid()} "):
+            in_another_process(lambda: RunFolder(run).hold())
+
+
+def in_another_process(work: Callable[[], None]) -> None:
+    """Do the work in a forked process, which has no lock of ours; raise its TemporaryError here."""
+    reading, writing = os.pipe()
+    if not (pid := os.fork()):
+        try:
+            work()
+        except TemporaryError as error:
+            os.write(writing, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading) as pipe:
+        line = pipe.read()
+    os.waitpid(pid, 0)
+    if line:
+        raise TemporaryError(line)
+
+
+def test_of_several_that_take_over_at_once_one_wins(tmp_path: Path, holder: Holder, full: bool) -> None:
+    for _ in range(10 if full else 1):
+        holder.stop()
+        age(tmp_path / "run/lock")
+        others = [Holder(tmp_path / "run") for _ in range(4)]
+        for other in others:
+            other.go()
+        winners = [other for other in others if other.line() == "held"]
+        assert len(winners) == 1, "exactly one holds the lock"
+        for other in others:
+            if other not in winners:
+                assert other.end()[0] == 75
+        assert holder.end()[0] == 75
+        holder.process, winners[0].process = winners[0].process, holder.process
+
+
+def test_a_lock_that_its_holder_does_not_refresh_is_never_taken_over(tmp_path: Path) -> None:
+    """Version 0.1 refreshes nothing, and would go on writing."""
+    path = tmp_path / "lock"
+    path.write_text("process 7 on somewhere since 2026-01-01 00:00:00\n")
+    age(path, 9999)
+    with open(path, "r+") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        with pytest.raises(TemporaryError, match=r"is held by process 7 on somewhere since 2026-01-01 00:00:00: wait"):
+            in_another_process(lambda: RunFolder(tmp_path).hold())
+
+
+def test_a_process_beside_the_holder_notices_the_next_holder(tmp_path: Path) -> None:
+    """Test the other ranks and the sender, which write on behalf of rank 0."""
+    with held(tmp_path) as folder:
+        other = lock.HeldLock(tmp_path / "lock", "", "")
+        other.join_holder()
+        assert other.is_ours()
+        folder.release()
+        assert other.is_ours(), "nobody has taken the lock"
+        (tmp_path / "lock").write_text("process 1 on another since 2030-01-01 00:00:00\n")
+        assert not other.is_ours()
+        (tmp_path / "lock").unlink()
+        assert other.is_ours()
+
+
+def test_a_lock_whose_file_another_process_has_rewritten_is_lost(tmp_path: Path) -> None:
+    """An NFS server gives the lock of a silent client away: the next holder uses the same file."""
+    own = lock.HeldLock(tmp_path / "lock", "", "")
+    own.take(0)
+    assert own.is_ours()
+    with open(tmp_path / "lock", "r+b") as file:
+        file.write(b"another process")
+        file.flush()
+        assert not own.is_ours()
+    own.drop()
+
+
+def test_a_checkpoint_is_not_renamed_once_the_folder_is_taken_over(tmp_path: Path) -> None:
+    calls: list[list[str]] = []
+
+    def check() -> None:
+        calls.append(sorted(path.name for path in tmp_path.iterdir()))
+        if len(calls) == 2:
+            raise OSError("in place of the end of the process")
+
+    lines: list[str] = []
+    writer = CheckpointWriter(tmp_path, 2, lines.append, check)
+    writer.save({}, 1, None)
+    writer.wait()
+    assert calls[0] == []
+    assert [name.startswith(".step-00000001") for name in calls[1]] == [True]
+    assert not list(tmp_path.glob("step-*"))
+
+
+def test_what_a_frozen_holder_still_writes_goes_to_a_file_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    old = Journal(path, pytest.fail)
+    old.log_event("before")
+    new = Journal(path, pytest.fail)
+    assert new.run_id == old.run_id
+    before = path.read_bytes()
+    old.log_event("after")
+    assert path.read_bytes() == before
+    new.log_event("next")
+    assert [row["event"] for row, _ in read(path)] == ["created", "before", "next"]
+
+
+FAILURE = """\
+from pipeline.errors import StorageError
+from pipeline.record.terminal import make_terminal
+from pipeline.train.session import _saving_failure
+with _saving_failure(folder, "request", make_terminal(is_main=False)):
+    raise StorageError("why")
+"""
+HANG = """\
+import time
+from pipeline.guards.signals import StopRequest
+from pipeline.guards.watchdog import Watchdog
+Watchdog(0, folder.path / "hang-rank-1.txt", 1, StopRequest(), folder.check_ours).start()
+time.sleep(60)
+"""
+SENDING = """\
+from pipeline.config.load import load
+from pipeline.record.mlflow.delivery import Delivery
+Delivery(folder, load("digits", []), "http://127.0.0.1:9", 1).deliver()
+"""
+
+
+@pytest.mark.parametrize(
+    ("taken", "program"),
+    [("lock", FAILURE), ("lock", HANG), ("lock", SENDING), ("mlflow.lock", SENDING)],
+    ids=["failure", "hang", "sending for another", "sending beside another"],
+)
+def test_other_processes_of_a_run_that_was_taken_over_end_before_they_write(
+    tmp_path: Path, taken: str, program: str
+) -> None:
+    (tmp_path / "lock").write_text("process 1 on one since 2026-01-01 00:00:00\n")
+    prepare = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from pipeline.record.folder import RunFolder\n"
+        "folder = RunFolder(Path(sys.argv[1]))\n"
+        "folder.join_holder()\n"
+        "folder.sender_lock.take(0)\n"
+        "new = folder.path / 'new'\n"
+        "new.write_text('process 2 on another since 2026-01-02 00:00:00')\n"
+        "new.rename(folder.path / sys.argv[2])\n"
+    )
+    command = [sys.executable, "-c", prepare + program, str(tmp_path), taken]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 75, done.stderr
+    assert "was taken over by process 2 on another since 2026-01-02 00:00:00: " in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"lock", "mlflow.lock"}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
+    run = job(tmp_path_factory.mktemp("uninterrupted") / "run", digits)
+    assert run.run().code == 0
+    return run
+
+
+def job(folder: Path, digits: Path, *more: str, nproc: int = 1) -> Job:
+    words = ("train.epochs=2", f"data.workers={nproc}", "checkpoint.every=5 steps", *more)
+    return Job(folder, ["digits", f"data.root={digits}", *SMALL, *words], nproc=nproc)
+
+
+def contents(folder: Path) -> dict[str, tuple[int, int, bytes]]:
+    """Return inode, time and bytes of each file but mlflow.lock, which its sender may refresh."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "mlflow.lock"]
+    return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+@pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.full) for number in range(1, 5))])
+@pytest.mark.parametrize("phase", ["save", pytest.param("training", marks=pytest.mark.full)])
+def test_a_run_that_was_taken_over_in_training_writes_nothing_when_it_returns(
+    tmp_path: Path, digits: Path, uninterrupted: Job, phase: str, number: int
+) -> None:
+    draw = random.Random(number)
+    old = job(tmp_path / "run", digits).start()
+    old.wait_for_step(draw.randint(6, 20))
+    if phase == "save":
+        old.wait_until(old.is_saving, "save", pause=0.0005)
+    else:
+        time.sleep(draw.uniform(0, 0.2))
+    new = taken_over(old, draw.randint(1, 10))
+    assert new.wait().out == uninterrupted.output()
+    assert new.trace() == uninterrupted.trace()
+
+
+@pytest.mark.full
+def test_all_ranks_of_a_run_that_was_taken_over_write_nothing(tmp_path: Path, digits: Path) -> None:
+    old = job(tmp_path / "run", digits, nproc=2).start()
+    old.wait_for_step(8)
+    new = taken_over(old, 3)
+    assert new.wait().code == 0
+    assert_each_sample_once(new.trace(), 48)
+
+
+def taken_over(old: Job, steps: int) -> Job:
+    """Freeze a run, have another start take it over and make `steps`; check what the old one does.
+
+    Return the new run, which goes on.
+    """
+    frozen = old.processes()
+    for pid in frozen:
+        kill(pid, signal.SIGSTOP)
+    holder = old.ranks()[0]
+    for path in old.folder.glob("*lock"):
+        age(path)
+    link = old.folder.with_name("new")  # so that the output of the two has files of its own
+    link.symlink_to(old.folder)
+    new = Job(link, old.arguments, nproc=old.nproc).start()
+    new.wait_for_step(old.step() + steps)
+    assert f"from process {holder} on " in new.log()
+    for pid in new.processes():
+        kill(pid, signal.SIGSTOP)
+    time.sleep(0.1)  # their system calls end
+    before = contents(old.folder)
+    for pid in frozen:
+        kill(pid, signal.SIGCONT)
+    result = old.wait(30)
+    assert result.code == 75, result.err
+    assert f"was taken over by process {new.ranks()[0]} on " in result.err
+    old.wait_gone(5)
+    assert contents(old.folder) == before, "nothing is written"
+    for pid in new.processes():
+        kill(pid, signal.SIGCONT)
+    return new
+
+
+@pytest.mark.full
+def test_a_run_that_was_paused_for_long_goes_on_if_nobody_took_it_over(
+    tmp_path: Path, digits: Path, uninterrupted: Job
+) -> None:
+    run = job(tmp_path / "run", digits).start()
+    run.wait_for_step(8)
+    assert run.process
+    kill(run.process.pid, signal.SIGSTOP)
+    age(run.folder / "lock", 3600)
+    kill(run.process.pid, signal.SIGCONT)
+    assert run.wait().out == uninterrupted.output()
+    assert run.trace() == uninterrupted.trace()
+    assert len(run.starts()) == 1
+
+
+@pytest.mark.full
+def test_mlflow_gets_each_point_once_if_a_frozen_sender_is_replaced_and_returns(tmp_path: Path, digits: Path) -> None:
+    old = job(tmp_path / "run", digits, "track.uri=auto", "train.epochs=8").start()
+    old.wait_until((tmp_path / "run/mlflow.json").exists, "first delivery")
+    new = taken_over(old, 1)
+    assert new.wait().code == 0, new.log()
+    assert "not take everything" not in new.log()
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
+    assert run.info.status == "FINISHED"
+    sent = [
+        (m.step, m.key, m.value) for key in run.data.metrics for m in client.get_metric_history(run.info.run_id, key)
+    ]
+    assert sorted(sent) == sorted(new.journal(""))
