@@ -1,12 +1,14 @@
 """Check the manifests by schema and by rules between fields that no schema can express."""
 
+import functools
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import kubernetes_validate
 
-KUBERNETES = "1.36"
+KUBERNETES = ("1.36", "1.37")
 Document = dict[str, Any]
 
 _UNITS = {"Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -16,20 +18,28 @@ def problems(documents: list[Document]) -> list[str]:
     """Return the rules that a set of manifests breaks, one line for each."""
     return [f"{d.get('kind')}: {line}" for d in documents for line in _schema(d)] or [
         *_rules(documents),
-        *(line for d in documents for line in _restricted(d)),
+        *(line for d in documents for line in _restricted(d, locks_memory="NCCL_NET" in settings(documents))),
     ]
 
 
 def problems_alone(document: Document) -> list[str]:
     """Return the rules that a single manifest breaks."""
-    return [*_schema(document)] or [*_restricted(document)]
+    return list(_schema(document)) or [*_restricted(document)]
 
 
-def _schema(document: Document) -> Iterator[str]:
-    try:
-        kubernetes_validate.validate(document, KUBERNETES, strict=True)
-    except (kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError) as error:
-        yield str(error).splitlines()[0]
+def _schema(document: Document) -> tuple[str, ...]:
+    return _schema_of(json.dumps(document))
+
+
+@functools.cache  # the library reads its schemas anew for each document
+def _schema_of(text: str) -> tuple[str, ...]:
+    document, found = json.loads(text), []
+    for version in KUBERNETES[1:] if "scheduling" in document.get("spec", {}) else KUBERNETES:  # a field of 1.37
+        try:
+            kubernetes_validate.validate(document, version, strict=True)
+        except (kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError) as error:
+            found.append(f"{version}: {str(error).splitlines()[0]}")
+    return tuple(found)
 
 
 def one(documents: list[Document], kind: str, name: str) -> Document:
@@ -65,7 +75,7 @@ def _rules(documents: list[Document]) -> Iterator[str]:
         yield "the Service gives names to pods, also to those that are not ready"
     if pod.get("subdomain") != service["metadata"]["name"]:
         yield "the pods' subdomain is the Service"
-    nodes = config.get("PET_NNODES", "1")
+    nodes = config.get("PET_NNODES", "1").rpartition(":")[2]
     if not nodes == str(spec.get("completions")) == str(spec.get("parallelism")):
         yield "the rendezvous has as many nodes as the Job has completions and parallel pods"
     if spec.get("completionMode") != "Indexed":
@@ -169,17 +179,62 @@ def _pods(documents: list[Document], job: Document, config: dict[str, str]) -> I
         ):
             yield "every claim exists"
     yield from _network(documents, job, server)
+    if any(d["kind"] == "Deployment" and d["metadata"]["name"] == "recovery" for d in documents):
+        yield from _recovery(documents, job)
+
+
+def _recovery(documents: list[Document], job: Document) -> Iterator[str]:
+    """Yield what gives the recovery more rights than it needs, or keeps it from its work."""
+    deployment, role = one(documents, "Deployment", "recovery"), one(documents, "Role", "recovery")
+    pod, binding = pod_of(deployment), one(documents, "RoleBinding", "recovery")
+    rights = {(*rule["apiGroups"], *rule["resources"]): {*rule["verbs"]} for rule in role["rules"]}
+    if rights != {("", "pods"): {"list", "delete"}, ("", "pods/status"): {"patch"}}:
+        yield "the recovery may list and delete pods and patch their status, nothing else"
+    account = {"kind": "ServiceAccount", "name": "recovery", "namespace": job["metadata"]["namespace"]}
+    if (
+        binding["subjects"] != [account]
+        or binding["roleRef"]["kind"] != "Role"
+        or binding["roleRef"]["name"] != "recovery"
+    ):
+        yield "the role is bound to the recovery, in its own namespace"
+    if pod.get("serviceAccountName") != "recovery" or pod.get("automountServiceAccountToken") is not True:
+        yield "the recovery has the token of its account"
+    if one(documents, "ServiceAccount", "recovery").get("automountServiceAccountToken") is not False:
+        yield "no other pod gets the token of the recovery"
+    if pod["containers"][0]["image"] != pod_of(job)["containers"][0]["image"]:
+        yield "the recovery is part of the training image"
+    if pod["containers"][0]["command"] != ["tini", "--", "pipeline", "k8s", "recover"]:
+        yield "the recovery runs pipeline k8s recover"
+    if deployment["spec"]["template"]["metadata"]["labels"] != {"app": "recovery"}:
+        yield "the recovery is no trainer"
+    lost = [t for t in pod_of(job)["tolerations"] if t["effect"] == "NoExecute"]
+    if pod.get("tolerations") != lost:
+        yield "the recovery leaves a lost node as fast as the trainers"
+    policy = one(documents, "NetworkPolicy", "recovery")["spec"]
+    if policy["podSelector"] != {"matchLabels": {"app": "recovery"}} or policy["egress"] != [
+        {"ports": [{"port": 443}, {"port": 6443}]}
+    ] or "ingress" in policy:  # fmt: skip
+        yield "the recovery reaches the API server, and nobody reaches the recovery"
 
 
 def request_of(container: Document) -> list[str]:
     """Return the words after `pipeline doctor`, or after `torchrun … train`."""
-    _init, _dashes, program, *words = container["command"]
-    return words[words.index("doctor" if program == "pipeline" else "train") + 1 :]
+    words: list[str] = container["command"]
+    start = words.index("doctor" if "doctor" in words else "train") + 1
+    return [word for word in words[start:] if word != "--gang"]
 
 
 def _processes(pod: Document) -> Iterator[str]:
     for container in containers(pod):
-        if container["command"][:2] != ["tini", "--"]:
+        words = container["command"]
+        if container["securityContext"].get("runAsUser") == 0:  # setpriv becomes user 10001, then starts the init
+            setpriv, *options = words[: words.index("tini")]
+            if setpriv != "setpriv" or options != [
+                "--reuid=10001", "--inh-caps=+ipc_lock", "--ambient-caps=+ipc_lock",
+            ]:  # fmt: skip
+                yield f"{container['name']}: root is given up before anything else, except IPC_LOCK"
+            words = words[words.index("tini") :]
+        if words[:2] != ["tini", "--"]:
             yield f"{container['name']}: an init passes SIGTERM on from the first moment"
         if container.get("terminationMessagePolicy") != "FallbackToLogsOnError":
             yield f"{container['name']}: kubectl describe shows the last lines of the log"
@@ -211,11 +266,15 @@ def _network(documents: list[Document], job: Document, server: Document) -> Iter
         yield "trainers can call MLflow"
 
 
-def _restricted(document: Document) -> Iterator[str]:
-    """Yield what breaks Pod Security `restricted`, and writable root file systems, too."""
+def _restricted(document: Document, *, locks_memory: bool = False) -> Iterator[str]:
+    """Yield what breaks Pod Security `restricted`, and writable root file systems, too.
+
+    locks_memory: trainers have IPC_LOCK for RDMA, and start as root to get it.
+    """
     if document["kind"] == "Namespace":
-        if document["metadata"]["labels"].get("pod-security.kubernetes.io/enforce") != "restricted":
-            yield "the namespace enforces Pod Security restricted"
+        level = "privileged" if locks_memory else "restricted"
+        if document["metadata"]["labels"].get("pod-security.kubernetes.io/enforce") != level:
+            yield f"the namespace enforces Pod Security {level}"
         return
     if document["kind"] not in ("Job", "Deployment"):
         return
@@ -223,9 +282,9 @@ def _restricted(document: Document) -> Iterator[str]:
     context = pod.get("securityContext", {})
     if any(pod.get(key) for key in ("hostNetwork", "hostPID", "hostIPC")):
         yield "no namespace of the host"
-    if any(set(volume) & {"hostPath"} for volume in pod["volumes"]):
+    if any(set(volume) & {"hostPath"} for volume in pod.get("volumes", [])):
         yield "no path of the host"
-    if any("sizeLimit" not in volume["emptyDir"] for volume in pod["volumes"] if "emptyDir" in volume):
+    if any("sizeLimit" not in volume["emptyDir"] for volume in pod.get("volumes", []) if "emptyDir" in volume):
         yield "a scratch volume has a size limit"
     if context.get("runAsNonRoot") is not True or context.get("runAsUser", 0) == 0:
         yield "no root"
@@ -235,8 +294,11 @@ def _restricted(document: Document) -> Iterator[str]:
         security = container.get("securityContext", {})
         if security.get("allowPrivilegeEscalation") is not False or security.get("privileged"):
             yield f"{container['name']}: no new privileges"
-        if security.get("capabilities") != {"drop": ["ALL"]}:
-            yield f"{container['name']}: no capabilities"
+        if locks_memory and container["name"] in ("trainer", "gang-check"):
+            if security.get("capabilities") != {"drop": ["ALL"], "add": ["IPC_LOCK", "SETUID"]}:
+                yield f"{container['name']}: IPC_LOCK, and SETUID to give up root"
+        elif security.get("capabilities") != {"drop": ["ALL"]} or "runAsUser" in security:
+            yield f"{container['name']}: no capabilities, and the pod's user"
         if security.get("readOnlyRootFilesystem") is not True:
             yield f"{container['name']}: a read-only root file system"
         if any(port.get("hostPort") for port in container.get("ports", [])):

@@ -1,11 +1,18 @@
 """The manifests: k8s/ equals the rendered defaults, all variants are valid, mistakes are found."""
 
 import copy
+import itertools
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 from harness import pipeline
@@ -14,7 +21,7 @@ from manifests import Document, containers, one, pod_of, problems, problems_alon
 import pipeline as package
 from pipeline.config.load import load
 from pipeline.deploy import node
-from pipeline.deploy.k8s import RenderOptions, render
+from pipeline.deploy.k8s import EXAMPLES, RenderOptions, render, render_example, render_sync
 
 IMAGE = f"registry.example/train@sha256:{64 * '0'}"
 K8S = Path(package.__file__).parents[1] / "k8s"
@@ -31,6 +38,10 @@ def defaults() -> list[Document]:
 
 def test_the_k8s_folder_equals_the_rendered_defaults() -> None:
     assert {path.name: path.read_text() for path in sorted(K8S.glob("*.yaml"))} == render(RenderOptions())
+    examples = [render_example(RenderOptions(), name) for name in EXAMPLES]
+    assert {path.name: path.read_text() for path in (K8S / "examples").iterdir()} == {
+        name: text for example in examples for name, text in example.items()
+    }
     assert not [path for path in K8S.iterdir() if "kustomization" in path.name], "kubectl apply -f would fail on it"
 
 
@@ -128,6 +139,171 @@ def test_pods_with_gpus_require_them(gpus: int, overrides: tuple[str, ...], devi
     job = one(documents(RenderOptions(gpus=gpus, overrides=overrides)), "Job", "trainer")
     for container in containers(pod_of(job)):
         assert [word for word in container["command"] if word.startswith("run.device=")] == devices
+
+
+OPTIONS: dict[str, Any] = {
+    "runtime_class": "nvidia", "priority_class": "high", "queue": "team-a", "gang": "native", "rdma": "rdma/hca_shared",
+    "topology": "topology.kubernetes.io/zone", "gang_check": True, "recovery": False, "mlflow_auth": True,
+    "pull_secret": "registry", "single_node": True, "gpus": 8, "numa_binding": "node",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pair", list(itertools.combinations(OPTIONS, 2)), ids="+".join)
+def test_every_pair_of_options_is_valid(pair: tuple[str, str]) -> None:
+    if set(pair) == {"gang", "queue"}:
+        return  # refused: test_wrong_requests.py
+    found = documents(RenderOptions(overrides=("batch.global=128",), **{name: OPTIONS[name] for name in pair}))
+    assert problems(found) == []
+
+
+def test_an_option_is_written_where_it_belongs() -> None:
+    found = documents(RenderOptions(**{name: value for name, value in OPTIONS.items() if name not in ("gang", "gpus")}))
+    job = one(found, "Job", "trainer")
+    pod = pod_of(job)
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
+    assert job["spec"]["template"]["metadata"] == {
+        "labels": {"app": "trainer"}, "annotations": {"kueue.x-k8s.io/safe-to-forcefully-delete": "true"},
+    }  # fmt: skip
+    assert (pod["runtimeClassName"], pod["priorityClassName"]) == ("nvidia", "high")
+    (affinity,) = pod["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert affinity["podAffinityTerm"]["topologyKey"] == "topology.kubernetes.io/zone"
+    preflight, check, trainer = containers(pod)
+    assert (check["name"], check["command"][-1]) == ("gang-check", "--gang")
+    assert preflight["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    for container in (check, trainer):
+        assert container["resources"]["limits"]["rdma/hca_shared"] == 1
+        assert container["command"][0] == "setpriv"
+    assert settings(found)["NCCL_NET"] == "IB"
+    assert not [d for d in found if d["kind"] in ("Role", "ServiceAccount")]
+
+
+def test_a_native_gang_is_a_field_of_kubernetes_1_37() -> None:
+    job = one(documents(RenderOptions(nodes=4, gang="native")), "Job", "trainer")
+    assert job["spec"]["scheduling"] == {"schedulingPolicy": {"gang": {"minCount": 4}}}
+    with pytest.raises(kubernetes_validate.ValidationError, match="scheduling"):
+        kubernetes_validate.validate(job, "1.36", strict=True)
+
+
+def test_without_options_nothing_depends_on_an_addition_to_the_cluster(defaults: list[Document]) -> None:
+    text = yaml.safe_dump_all(defaults)
+    for word in ("runtimeClassName", "priorityClassName", "kueue", "scheduling:", "IPC_LOCK", "setpriv", "gang"):
+        assert word not in text, word
+
+
+LOCKS_MEMORY = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+buffer = ctypes.create_string_buffer(1 << 20)
+print(os.getuid(), os.getgid(), "locked" if libc.mlock(buffer, 1 << 20) == 0 else "refused")
+"""
+# as a container runtime starts a process: these capabilities, none of them ambient
+CONTAINER = """
+import ctypes, os, resource, struct, sys
+libc = ctypes.CDLL(None, use_errno=True)
+uid, capabilities, command = int(sys.argv[1]), [14, 7], sys.argv[2:]  # IPC_LOCK, SETUID
+for capability in set(range(41)) - set(capabilities):
+    libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+libc.prctl(8, 1, 0, 0, 0)  # PR_SET_KEEPCAPS
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+os.setgroups([10001])
+os.setgid(10001)
+os.setuid(uid)
+mask = sum(1 << capability for capability in capabilities)
+header, data = struct.pack("Ii", 0x20080522, 0), struct.pack("6I", mask, mask, 0, 0, 0, 0)
+assert libc.capset(header, data) == 0
+os.execvp(command[0], command)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, as the container runtime")
+def test_a_trainer_with_rdma_may_lock_memory_and_is_not_root() -> None:
+    pod = pod_of(one(documents(RenderOptions(rdma="rdma/hca")), "Job", "trainer"))
+    (trainer,) = pod["containers"]
+    words = trainer["command"][: trainer["command"].index("tini")]
+    start = [sys.executable, "-c", CONTAINER]
+    locks = ["python3", "-c", LOCKS_MEMORY]
+    user = subprocess.run([*start, "10001", *locks], capture_output=True, text=True, check=False)
+    assert user.stdout.split() == ["10001", "10001", "refused"], "the capability alone does not help a user"
+    done = subprocess.run([*start, "0", *words, *locks], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["10001", "10001", "locked"], done.stderr
+
+
+@pytest.mark.parametrize("run", ["digits", "My_run.2", "x" * 90])
+def test_a_run_is_sent_to_mlflow_by_a_job_of_its_own(run: str, defaults: list[Document]) -> None:
+    ((name, text),) = render_sync(RenderOptions(image=IMAGE, namespace="mine"), run).items()
+    job = yaml.safe_load(text)
+    assert problems_alone(job) == []
+    assert name == f"{job['metadata']['name']}.yaml"
+    assert re.fullmatch("sync-[a-z0-9]([-a-z0-9]{0,57}[a-z0-9])?", job["metadata"]["name"])
+    (container,) = pod_of(job)["containers"]
+    assert (container["image"], container["command"][2:]) == (IMAGE, ["pipeline", "sync", f"/runs/{run}"])
+    labels = job["spec"]["template"]["metadata"]["labels"]
+    assert not one(defaults, "Service", "trainer")["spec"]["selector"].items() <= labels.items()
+    policies = {d["metadata"]["name"]: d["spec"] for d in defaults if d["kind"] == "NetworkPolicy"}
+    assert policies["sync"]["podSelector"]["matchLabels"] == labels
+    assert policies["sync"]["egress"] == policies["trainer"]["egress"][1:], "MLflow and DNS"
+    (source,) = policies["mlflow"]["ingress"][0]["from"]
+    assert labels["app"] in source["podSelector"]["matchExpressions"][0]["values"]
+    (variable,) = container["env"]
+    reference = variable["valueFrom"]["configMapKeyRef"]
+    assert reference["key"] in one(defaults, "ConfigMap", reference["name"])["data"]
+
+
+def test_sync_and_example_write_one_file(tmp_path: Path) -> None:
+    for words, name in ((("--sync", "digits"), "sync-digits"), (("--example", "stage-imagenet"), "stage-imagenet")):
+        result = pipeline(
+            "k8s", "render", *words, "--namespace", "mine", "--image", IMAGE, "--out", str(tmp_path / name)
+        )
+        assert result.code == 0, result.err
+        (file,) = (tmp_path / name).iterdir()
+        assert file.name == f"{name}.yaml"
+        assert f"kubectl apply -f {file}" in result.out
+        job = yaml.safe_load(file.read_text())
+        assert job["metadata"]["namespace"] == "mine"
+        assert pod_of(job)["containers"][0]["image"] == IMAGE
+
+
+def test_an_elastic_job_has_as_many_pods_as_may_train_and_knows_which_numbers_divide() -> None:
+    found = documents(RenderOptions(nodes=5, min_nodes=1, gang="native"))
+    assert problems(found) == []
+    job = one(found, "Job", "trainer")["spec"]
+    assert (job["completions"], job["parallelism"]) == (5, 5)
+    assert job["scheduling"]["schedulingPolicy"]["gang"]["minCount"] == 1
+    assert settings(found).items() >= node.environment(5, 1, 1, (1, 2, 3, 4)).items()
+    assert settings(found)["PET_NNODES"] == "1:5"
+    rendered = pipeline("k8s", "render", "--nodes", "1:5", "--gang", "native")
+    assert list(yaml.safe_load_all(rendered.out)) == found
+
+
+@pytest.mark.skipif(
+    not shutil.which("checkov"), reason="needs checkov (pip install checkov, in an environment of its own)"
+)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"rdma": "rdma/hca", "queue": "team-a", "gang_check": True, "topology": "zone", "runtime_class": "nvidia"},
+     {"gang": "native", "mlflow_auth": True, "gpus": 0, "single_node": True, "recovery": False}],
+    ids=["defaults", "rdma", "native"],
+)  # fmt: skip
+def test_checkov_finds_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
+    request = RenderOptions(**options)
+    texts = {**render(request), **render_sync(request, "digits")}
+    if not options:
+        texts = {str(path.relative_to(K8S)): path.read_text() for path in K8S.rglob("*.yaml")}
+    for name, text in texts.items():
+        (tmp_path / Path(name).name).write_text(text)
+    command = ["checkov", "--config-file", str(K8S.parent / ".checkov.yaml"), "--skip-download", "--compact"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [*command, "-d", str(tmp_path), "--output", "json"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    report = json.loads(done.stdout)
+    assert report["summary"]["passed"] > 100
+    assert [(c["check_id"], c["resource"]) for c in report["results"]["failed_checks"]] == []
 
 
 def test_numa_binding_is_an_option_of_torchrun() -> None:
@@ -241,6 +417,12 @@ MISTAKES = {
     "a health check that is always green": _set(f"{_SERVER}|containers|0|readinessProbe|httpGet|path", "/health"),
     "a cold start cut short": _set(f"{_SERVER}|containers|0|startupProbe|failureThreshold", 3),
     "a port for the ranks, who choose theirs": _set("NetworkPolicy/trainer: spec|ingress|0|ports", [{"port": 29500}]),
+    "a recovery with more rights": _set("Role/recovery: rules|0|resources", ["pods", "secrets"]),
+    "a recovery with the rights of the cluster": _set("RoleBinding/recovery: roleRef|kind", "ClusterRole"),
+    "a recovery without its token": _set("Deployment/recovery: spec|template|spec|automountServiceAccountToken", False),
+    "a token for all pods of the account": _set("ServiceAccount/recovery: automountServiceAccountToken", True),
+    "a recovery that stays on a lost node": _set("Deployment/recovery: spec|template|spec|tolerations", []),
+    "a recovery without the API server": _set("NetworkPolicy/recovery: spec|egress", []),
     "no names": _set("NetworkPolicy/trainer: spec|egress|2", {"ports": [{"port": 53, "protocol": "UDP"}]}),
 }
 

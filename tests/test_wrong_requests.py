@@ -354,6 +354,21 @@ k8s render digits run.device=cuda --cpu | leave one of the two out
 k8s render digits run.device=cpu --gpus 1 | add --cpu, or leave run.device out
 k8s render digits --numa-binding node --cpu | --numa-binding node binds to the CPUs next to a GPU: leave --cpu out
 k8s render digits model.batchnorm=sync --cpu | synchronises batch norm on GPUs only
+k8s render --gang native --queue team | --gang native and --queue team both start all pods together: give one
+k8s render --nodes 9:11 | the nearest batch.global that works is
+k8s render --nodes 3:2 | '3:2' is not MIN:MAX with MIN at most MAX
+k8s render --nodes 1:2 --gang-check | --gang-check waits for all nodes, but --nodes 1:2 does not: leave one
+k8s render --gang volcano | 'volcano'
+k8s render --nodes 1 --gang-check | --gang-check compares nodes: give --nodes 2 or more
+k8s render --rdma rdma/hca --cpu | --rdma rdma/hca is for NCCL, which needs GPUs: leave --cpu out
+k8s render --rdma mlx5 | 'mlx5' is not a device's resource
+k8s render --topology zone= | 'zone=' is not a node label
+k8s render --runtime-class NVIDIA | 'NVIDIA' is not a Kubernetes name
+k8s render --priority-class high_prio | 'high_prio' is not a Kubernetes name
+k8s render --queue Team | 'Team' is not a Kubernetes name
+k8s render --sync /runs/digits | '/runs/digits' is not a run's name: give that of its folder in /runs
+k8s render --example mlflow | did you mean mlflow-shared?
+k8s render --example trainjob --sync digits | not allowed with argument
 k8s render digits run.dir=/runs/x --nodes 4 | has no effect in a pod
 k8s render digits track.uri=htp://foo --nodes 4 | did you mean http?
 k8s render digits model.init=DEFAULT model.freeze=nose | the model has no module 'nose'

@@ -27,6 +27,15 @@ _image = matching(
     rf"([\w.-]+(:\d+)?/)?{_PART}(/{_PART})*(:\w[\w.-]{{0,127}})?(@sha256:[0-9a-f]{{64}})?",
     "an image: give [REGISTRY/]NAME[:TAG] or [REGISTRY/]NAME@sha256:…, with the name in lower case",
 )
+_node_label = matching(
+    rf"(?=.{{1,317}}$)({_LABEL}(\.{_LABEL})*/)?[A-Za-z0-9]([-\w.]{{0,61}}[A-Za-z0-9])?",
+    "a node label, such as topology.kubernetes.io/zone",
+)
+_resource = matching(
+    rf"{_LABEL}(\.{_LABEL})*/[A-Za-z0-9]([-\w.]{{0,61}}[A-Za-z0-9])?",
+    "a device's resource, such as rdma/hca_shared_devices_a",
+)
+_run = matching(r"[A-Za-z0-9][\w.-]{0,99}", "a run's name: give that of its folder in /runs, such as digits")
 _memory = matching(r"[1-9]\d*[MGT]i", "an amount of memory, such as 512Mi or 64Gi")
 _kill = matching(r"\d+@\d+", "NODE@STEP, such as 1@40")
 _cut = matching(r"\d+@\d+:\d+(\.\d+)?", "NODE@STEP:SECONDS, such as 1@40:5")
@@ -118,13 +127,15 @@ def _rehearse(options: argparse.Namespace) -> str | int:
 def _add_render(actions: Commands) -> None:
     parser = add_command(
         actions, "render", _render, "write the manifests for a recipe, an image, N nodes and G GPUs per node",
-        "Print the manifests, or write them to --out. Without options they are those of k8s/.",
+        "Print the manifests, or write them to --out. Without options they are those of k8s/. With --sync or --example,"
+        " print only that manifest.",
         "pipeline k8s render my.yaml --nodes 4 --gpus 8 --image IMAGE --out job",
         argument_default=argparse.SUPPRESS,  # the defaults are those of deploy.k8s.RenderOptions
     )  # fmt: skip
     add = parser.add_argument
     add_recipe(parser, "name or path (default digits)", nargs="?")
-    add("--nodes", type=positive_int, metavar="N", help="number of pods (default 2)")
+    help = "number of pods (default 2); MIN:MAX: train with those that are there, if their number divides the batch"
+    add("--nodes", type=count_or_range, metavar="N", help=help)
     hardware = parser.add_mutually_exclusive_group()
     help = "GPUs per pod, with one process each (default 1)"
     hardware.add_argument("--gpus", type=positive_int, metavar="G", help=help)
@@ -143,15 +154,49 @@ def _add_render(actions: Commands) -> None:
     add("--memory", type=_memory, help="memory per pod (default 24Gi per GPU, or 4Gi per process on CPU)")
     add("--shm", type=_memory, help="part of it for /dev/shm (default 8Gi per GPU, or 1Gi per process on CPU)")
     add_numa_binding(parser)
+    help = "the pods' RuntimeClass, such as nvidia, if NVIDIA's container runtime is not the nodes' default"
+    add("--runtime-class", type=_subdomain, metavar="NAME", help=help)
+    add("--priority-class", type=_subdomain, metavar="NAME", help="the pods' PriorityClass")
+    add("--queue", type=_subdomain, metavar="NAME", help="Kueue's LocalQueue that admits the job")
+    help = "native: start all pods together or none (alpha in Kubernetes 1.37, which 1.36 refuses)"
+    add("--gang", choices=["native"], help=help)
+    help = (
+        "prefer nodes with one value of this label, such as topology.kubernetes.io/zone; preferred, not required: in a"
+        " full zone a replaced pod would wait for ever"
+    )
+    add("--topology", type=_node_label, metavar="LABEL", help=help)
+    help = "RDMA device of each pod, such as rdma/hca_shared_devices_a; its namespace has Pod Security privileged"
+    add("--rdma", type=_resource, metavar="RESOURCE", help=help)
+    help = "before training, compare the nodes and the links between them; a slow one is named (exit 75)"
+    add("--gang-check", action="store_true", help=help)
+    help = "leave out 60-recovery.yaml, which replaces the pods of a node that lost power"
+    add("--no-recovery", action="store_false", dest="recovery", help=help)
+    other = parser.add_mutually_exclusive_group()
+    help = "print only a Job that sends the run in /runs/RUN to MLflow, for a run that ended while MLflow was away"
+    other.add_argument("--sync", type=_run, metavar="RUN", help=help)
+    help = "print only an example, with the given images and namespace"
+    other.add_argument("--example", choices=["mlflow-shared", "stage-imagenet", "trainjob"], help=help)
     add("--out", type=path, default=None, metavar="FOLDER", help="write one file per manifest to this folder")
 
 
 def _render(options: argparse.Namespace) -> str:
-    from pipeline.deploy.k8s import RenderOptions, render, write
+    from pipeline.deploy.k8s import RenderOptions, render, render_example, render_sync, write
 
-    given = {name: value for name, value in vars(options).items() if name not in ("run", "parser", "out")}
-    manifests = render(RenderOptions(**given))
-    if options.out is None:
+    given = vars(options).copy()
+    out, sync, example = given.pop("out"), given.pop("sync", None), given.pop("example", None)
+    if "nodes" in given:
+        given["min_nodes"], given["nodes"] = given["nodes"]
+    request = RenderOptions(**{name: value for name, value in given.items() if name not in ("run", "parser")})
+    if sync:
+        manifests = render_sync(request, sync)
+    elif example:
+        manifests = render_example(request, example)
+    else:
+        manifests = render(request)
+    if out is None:
         return "---\n".join(manifests.values()).rstrip()
-    write(manifests, options.out)
-    return f"wrote {len(manifests)} manifests to {options.out}: run kubectl apply -f {options.out}"
+    write(manifests, out)
+    if len(manifests) == 1:
+        file = out / next(iter(manifests))
+        return f"wrote {file}: run kubectl apply -f {file}"
+    return f"wrote {len(manifests)} manifests to {out}: run kubectl apply -f {out}"

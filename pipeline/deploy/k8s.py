@@ -26,6 +26,9 @@ from pipeline.preflight.request import check_model_builds, check_model_exists
 from pipeline.world import World
 
 _TEMPLATES = Path(__file__).parent / "manifests"
+EXAMPLES = ("mlflow-shared", "stage-imagenet", "trainjob")
+_LOCK_MEMORY = ("setpriv", "--reuid=10001", "--inh-caps=+ipc_lock", "--ambient-caps=+ipc_lock")
+"""Starts a command as user 10001 with the capability IPC_LOCK, in a container of root."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,9 @@ class RenderOptions:
     recipe: str = "digits"
     overrides: Sequence[str] = ()
     nodes: int = 2
+    """Pods, and the most that train."""
+    min_nodes: int | None = None
+    """The fewest that train; None: all."""
     gpus: int = 1
     """GPUs of a node, one process each; 0: train on the CPU."""
     nproc: int = 1
@@ -53,6 +59,21 @@ class RenderOptions:
     shm: str | None = None
     numa_binding: str | None = None
     """torchrun's option of that name: which CPUs a process is bound to."""
+    runtime_class: str | None = None
+    """The pods' RuntimeClass. None: the node's default container runtime."""
+    priority_class: str | None = None
+    queue: str | None = None
+    """Kueue's LocalQueue that admits the Job."""
+    gang: str | None = None
+    """`native`: Kubernetes 1.37 starts all pods together or none."""
+    topology: str | None = None
+    """A node label: prefer nodes that share its value, such as one zone or one rack."""
+    rdma: str | None = None
+    """The resource of an RDMA device, one for each pod."""
+    gang_check: bool = False
+    """Compare the nodes and the links between them before training."""
+    recovery: bool = True
+    """Include the controller that ends the pods of a lost node."""
 
     @property
     def processes(self) -> int:
@@ -84,11 +105,10 @@ def render(request: RenderOptions) -> dict[str, str]:
     _check_run_dir(request)
     _check_pods(request, config)
     _check_plan(request, config)
-    templates = Environment(loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True)
-    templates.filters["quoted"] = json.dumps
-    values = _values(request)
-    names = sorted(path.name for path in _TEMPLATES.glob("*.yaml"))
-    manifests = {name: templates.get_template(name).render(values) for name in names}
+    names = sorted(path.name for path in _TEMPLATES.glob("[0-9]*.yaml"))
+    if not request.recovery:
+        names.remove("60-recovery.yaml")
+    manifests = {name: _fill(name, _values(request)) for name in names}
     config_map = "10-config.yaml"
     try:
         config_in_pod = from_yaml(yaml.safe_load(manifests[config_map])["data"]["recipe.yaml"], config_map, overrides)
@@ -98,6 +118,24 @@ def render(request: RenderOptions) -> dict[str, str]:
         remedy = "start its lines without indentation, and use plain letters in its name"
         raise RequestError(f"recipe {request.recipe} changes when it is embedded in a ConfigMap: {remedy}")
     return manifests
+
+
+def render_example(request: RenderOptions, name: str) -> dict[str, str]:
+    """Return the text of an example for the request, by file name. name: one of `EXAMPLES`."""
+    return {f"{name}.yaml": _fill(f"examples/{name}.yaml", _values(_require_gpus(request)))}
+
+
+def render_sync(request: RenderOptions, run: str) -> dict[str, str]:
+    """Return the text of a Job that sends the run in /runs/`run` to MLflow, by file name."""
+    job = re.sub("[^a-z0-9]+", "-", f"sync-{run.lower()}").strip("-")[:63].rstrip("-")
+    return {f"{job}.yaml": _fill("sync.yaml", {**vars(request), "sync": run, "sync_job": job})}
+
+
+def _fill(template: str, values: dict[str, object]) -> str:
+    templates = Environment(loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True)
+    templates.filters["quoted"] = json.dumps
+    text: str = templates.get_template(template).render(values)
+    return text
 
 
 def _require_gpus(request: RenderOptions) -> RenderOptions:
@@ -129,6 +167,15 @@ def _check_pods(request: RenderOptions, config: Config) -> None:
         raise RequestError(f"--nproc {request.nproc} is for pods without GPUs: add --cpu, or give --gpus instead")
     if not request.gpus and request.numa_binding:
         raise RequestError(f"--numa-binding {request.numa_binding} binds to the CPUs next to a GPU: leave --cpu out")
+    if not request.gpus and request.rdma:
+        raise RequestError(f"--rdma {request.rdma} is for NCCL, which needs GPUs: leave --cpu out")
+    if request.gang and request.queue:
+        raise RequestError(f"--gang {request.gang} and --queue {request.queue} both start all pods together: give one")
+    if request.gang_check and request.min_nodes:
+        problem = f"--gang-check waits for all nodes, but --nodes {request.min_nodes}:{request.nodes} does not"
+        raise RequestError(f"{problem}: leave one of the two out")
+    if request.gang_check and request.nodes == 1:
+        raise RequestError("--gang-check compares nodes: give --nodes 2 or more, or leave it out")
     if not request.gpus and config.run.device == "cuda":
         raise RequestError("run.device=cuda, but pods with --cpu have no GPU: leave one of the two out")
     if request.gpus and config.run.device == "cpu":
@@ -137,10 +184,16 @@ def _check_pods(request: RenderOptions, config: Config) -> None:
         raise RequestError("model.batchnorm=sync: torch synchronises batch norm on GPUs only; use local or average")
 
 
+def _allowed_nodes(request: RenderOptions, config: Config) -> tuple[int, ...]:
+    """Return the numbers of nodes that may train. Raises RequestError if there is none."""
+    return node.allowed_nodes(config, request.min_nodes or request.nodes, request.nodes, request.processes)
+
+
 def _check_plan(request: RenderOptions, config: Config) -> None:
     """Run the checks of a start that need neither the cluster nor its data."""
+    nodes = _allowed_nodes(request, config)[-1] if request.min_nodes else request.nodes
     world = World(
-        size=request.nodes * request.processes, local_size=request.processes, cpus=request.cpus_of_pod,
+        size=nodes * request.processes, local_size=request.processes, cpus=request.cpus_of_pod,
         shared_memory=_bytes(request.shm_of_pod), has_gpu=request.gpus > 0,
     )  # fmt: skip
     size = known_size(config)
@@ -176,14 +229,19 @@ def _values(request: RenderOptions) -> dict[str, object]:
     arguments = ["/recipe/recipe.yaml", *request.overrides, "run.dir=$(RUN_DIR)"]
     torchrun, *module = node.COMMAND
     binding = [f"--numa-binding={request.numa_binding}"] if request.numa_binding else []
+    allowed = _allowed_nodes(request, load(request.recipe, list(request.overrides))) if request.min_nodes else ()
+    environment = node.environment(request.nodes, request.processes, request.min_nodes, allowed)
+    if request.rdma:
+        environment["NCCL_NET"] = "IB"  # InfiniBand or RoCE; without it NCCL falls back to TCP and only logs that
     return {
         **vars(request),
-        "job": node.JOB, "host": node.host_name(0), "environment": node.environment(request.nodes, request.processes),
+        "job": node.JOB, "host": node.host_name(0), "environment": environment,
         "run": name, "recipe": text.rstrip(), "access": access,
         "claims": [("data", access, "300Gi"), ("runs", access, "50Gi"), ("mlflow", "ReadWriteOnce", "20Gi")],
         "cpus": str(request.cpus_of_pod), "memory": request.memory_of_pod, "shm": request.shm_of_pod,
         "spread": request.nodes > 1 and not request.single_node,
         "backoff_limit": node.max_replacements(request.nodes), "grace_period": node.SHUTDOWN_TIMEOUT_S + 30,
+        "init": ", ".join([*(_LOCK_MEMORY if request.rdma else ()), "tini", "--"]),
         "command": ", ".join([torchrun, *binding, *module]),
         "arguments": ", ".join(json.dumps(argument) for argument in arguments),
     }  # fmt: skip

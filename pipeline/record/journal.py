@@ -66,6 +66,7 @@ class JsonLines:
                 shutil.copyfile(path, temporary)
             self._file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             os.ftruncate(self._file, end)
+            os.fsync(self._file)
         self.pending = b""
         """Bytes that the disk has not taken yet."""
 

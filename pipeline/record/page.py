@@ -244,7 +244,7 @@ def _commands(folder: RunFolder) -> dict[str, str | None]:
     words = f"train {shlex.quote(str(folder.config))} run.dir={shlex.quote(f'{folder.path}-again')}"
     start = f"pipeline {words}" + (f" --nproc {plan['world']}" if plan["world"] > 1 else "")
     if nodes > 1:
-        agent = f"torchrun --nnodes {nodes} --nproc-per-node {plan['local_world']} --rdzv-backend c10d"
+        agent = f"torchrun --nnodes {nodes} --nproc-per-node {plan['local_world']} --rdzv-backend pipeline"
         start = f"{agent} --rdzv-endpoint HOST:29500 -m pipeline {words}"
     return {
         "repeat": start,

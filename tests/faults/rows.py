@@ -66,4 +66,5 @@ ROWS = {
     "L2": Row("`spec.suspend` true, then false, in mid-run", f"pods gone in 10 s, no step lost; {_SAME}"),
     "L3": Row("a node killed or frozen within 3 s of the end", f"the Job completes; {_SAME}"),
     "L4": Row("a pod evicted in preflight, while it waits for a peer, in rendezvous", "gone in 5 s"),
+    "M1": Row("nodes of an elastic job leave and join: 2, 1, 2, 3, 1", "each sample once, in order; exact: identical"),
 }  # fmt: skip

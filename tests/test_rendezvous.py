@@ -1,0 +1,255 @@
+"""The rendezvous of several nodes: who forms the next world, and real torchrun agents that use it.
+
+The agents run on this machine. tests/faults/test_nodes.py has them in network namespaces, frozen.
+"""
+
+import random
+import re
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from harness import (
+    SHARING,
+    SMALL,
+    Job,
+    assert_each_sample_once,
+    children,
+    environment,
+    free_port,
+    kill,
+    read_rows,
+    torchrun,
+)  # fmt: skip
+
+from pipeline.deploy.membership import LOST_S, STOPPING_S, Membership, Node
+
+LEADER = 1
+
+
+def nodes(count: int, now: float = 0) -> dict[int, Node]:
+    """Return agents that have just come, on hosts trainer-0 and so on."""
+    return {key: Node(f"trainer-{key - 1}", heard=now) for key in range(1, count + 1)}
+
+
+def train(found: dict[int, Node], membership: Membership, now: float) -> None:
+    """Have the members of the current round run their ranks."""
+    for key in membership.round.members:
+        found[key] = replace(found[key], is_waiting=False, round=membership.round.number, heard=now)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "present", "members"),
+    [([2], 1, 0), ([2], 2, 2), ([1, 2, 4], 3, 2), ([1, 2, 4], 4, 4), ([2, 4], 1, 0), ([3], 5, 3)],
+)
+def test_the_largest_allowed_number_of_nodes_forms_a_world(allowed: list[int], present: int, members: int) -> None:
+    membership = Membership(LEADER, allowed)
+    round_ = membership.update(nodes(present, now=60), 60)
+    assert len(round_.members) == members
+    assert not members or round_.members[0] == LEADER
+
+
+def test_fewer_nodes_than_the_most_wait_a_moment_for_more() -> None:
+    membership = Membership(LEADER, [1, 2])
+    assert not membership.update(nodes(1, now=3), 3).members
+    assert membership.update(nodes(1, now=15), 15).members == (1,)
+
+
+def test_ranks_are_in_the_order_of_host_names_and_the_leader_is_first() -> None:
+    found = {key: Node(host, heard=0) for key, host in enumerate(("b-3", "b-10", "b-2", "a-1"), 1)}
+    assert Membership(LEADER, [4]).update(found, 0).members == (1, 4, 3, 2)
+
+
+def test_a_silent_node_ends_the_round_and_the_others_continue_when_they_have_stopped() -> None:
+    membership, found = Membership(LEADER, [1, 2, 3]), nodes(3)
+    membership.update(found, 0)
+    train(found, membership, now=5)
+    heard = 5 + LOST_S
+    for key in (1, 3):
+        found[key] = replace(found[key], heard=heard)
+    assert not membership.update(found, heard).is_over
+    over = membership.update(found, heard + 1)
+    assert over.is_over
+    assert over.reason == "trainer-1 has not been heard of for 30 s"
+    found[1] = replace(found[1], is_waiting=True)
+    assert membership.update(found, heard + 2).is_over, "trainer-2 is still stopping its ranks"
+    found[3] = replace(found[3], is_waiting=True)
+    assert membership.update(found, heard + 3).members == (1, 3)
+
+
+def test_an_agent_that_never_comes_back_is_not_waited_for_without_end() -> None:
+    membership, found = Membership(LEADER, [1, 2]), nodes(2)
+    membership.update(found, 0)
+    train(found, membership, now=5)
+    found[1] = replace(found[1], is_waiting=True)
+    for now in (6.0, STOPPING_S, 6 + STOPPING_S):
+        found = {key: replace(node, heard=now) for key, node in found.items()}
+        members = membership.update(found, now).members
+    assert members == (1,)
+
+
+def test_a_node_that_would_not_make_the_world_larger_does_not_end_the_round() -> None:
+    membership, found = Membership(LEADER, [1, 2, 4]), nodes(2, now=15)
+    membership.update(found, 15)
+    train(found, membership, now=16)
+    found[3] = Node("trainer-2", heard=100, arrived=1)
+    found = {key: replace(node, heard=100) for key, node in found.items()}
+    assert not membership.update(found, 100).is_over
+    assert membership.waiting_for(found, 100) == "3 nodes are here; 2 of them train, the most that are allowed"
+    found[4] = Node("trainer-3", heard=100, arrived=1)
+    assert membership.update(found, 100).reason == "trainer-2, trainer-3 can join"
+
+
+def test_missing_nodes_are_named() -> None:
+    membership = Membership(LEADER, [3])
+    found = nodes(3)
+    del found[2]
+    membership.update(found, 0)
+    assert membership.waiting_for(found, 0) == "trainer-1"
+
+
+class Agents:
+    """torchrun agents on this machine, one process each; the first is never stopped."""
+
+    def __init__(self, folder: Path, digits: Path, nnodes: str, *words: str, conf: str = "join_timeout=120") -> None:
+        self.run = Job(folder / "run", ["digits", f"data.root={digits}", *SMALL, "checkpoint.every=4 steps", *words])
+        self._options = (f"--nnodes={nnodes}", "--rdzv-backend=pipeline", f"--rdzv-endpoint=localhost:{free_port()}",
+                         f"--rdzv-conf={conf}", "--max-restarts=1000", "--rdzv-id=test")  # fmt: skip
+        self.running: list[subprocess.Popen[str]] = []
+        self.logs: list[Path] = []
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def start(self) -> "Agents":
+        """Start one more agent."""
+        log = self.run.folder.with_name(f"agent-{len(self.logs)}.log")
+        with open(log, "w") as file:
+            self.running.append(subprocess.Popen(
+                [*torchrun(1, *self._options), *self.run.train_words()], stdout=file, stderr=file, text=True,
+                env=environment(OMP_NUM_THREADS="1"), start_new_session=True,
+            ))  # fmt: skip
+        self.logs.append(log)
+        return self
+
+    def stop(self, number: int) -> None:
+        """Send a signal to the agent that was started last: a spot node goes."""
+        agent = self.running.pop()
+        kill(agent.pid, number)
+        agent.wait(60)
+
+    def wait_for_world(self, size: int, timeout: float = 90 * SHARING) -> int:
+        """Wait until a step is made by `size` processes; return it."""
+        deadline = time.monotonic() + timeout
+        while True:
+            starts = self.run.starts()
+            if starts and starts[-1]["tags"]["world"] == size and self.run.step() > starts[-1]["step"]:
+                return self.run.step()
+            assert time.monotonic() < deadline, f"no world of {size} in {timeout} s:\n{self.log()}"
+            assert self.running[0].poll() is None, self.log()
+            time.sleep(0.05)
+
+    def wait(self) -> str:
+        """Wait for the end of all agents; return the `done` line."""
+        codes = [agent.wait(180) for agent in self.running]
+        assert codes == [0] * len(codes), self.log()
+        (line,) = [line for log in self.logs for line in log.read_text().splitlines() if line.startswith("done ")]
+        return line
+
+    def log(self) -> str:
+        return "\n".join(f"== {log.name}\n{log.read_text()[-3000:]}" for log in self.logs)
+
+    def close(self) -> None:
+        for agent in self.running:
+            kill(agent.pid, signal.SIGKILL)
+        self.run.clean()
+
+
+MODES = [pytest.param(True, id="exact"), pytest.param(False, id="ddp", marks=pytest.mark.full)]
+
+
+@pytest.mark.fault("M1", ci=1, long=5)
+@pytest.mark.parametrize("exact", MODES)
+def test_nodes_that_come_and_go_do_not_change_the_run(tmp_path: Path, digits: Path, seed: int, exact: bool) -> None:
+    """The worlds are 2, 1, 2, 3 and 1; nodes leave by SIGTERM (drained) or SIGKILL (lost)."""
+    draw = random.Random(seed)
+    agents = Agents(tmp_path, digits, "1:3", f"run.exact={str(exact).lower()}", "train.epochs=1000")
+    run = agents.run
+    try:
+        agents.start().start()
+        for size, change in ((2, -1), (1, 1), (2, 1), (3, -2), (1, -1)):
+            step = agents.wait_for_world(size) + draw.randint(1, 5)
+            while run.step() < step:
+                time.sleep(0.05)
+            for _ in range(change):
+                agents.start()
+            for _ in range(-change):
+                agents.stop(
+                    draw.choice((signal.SIGTERM, signal.SIGKILL)) if len(agents.running) > 1 else signal.SIGTERM
+                )
+    finally:
+        agents.close()
+    resized = [row for row in read_rows(run.folder / "journal.jsonl") if row.get("event") == "resized"]
+    assert [(row["before"], row["processes"]) for row in resized] == [(2, 1), (1, 2), (2, 3), (3, 1)], agents.log()
+    assert_each_sample_once(run.trace(), 48)
+    words = [*run.arguments, f"train.max_steps={run.step()}"]
+    whole = Job(tmp_path / "whole", words)
+    expected = whole.run().done
+    assert run.trace() == whole.trace(), "the same samples in the same order, of the same pixels"
+    if exact:
+        assert Job(run.folder, words).run().done == expected
+
+
+def test_a_number_of_nodes_that_does_not_divide_the_batch_is_never_formed(tmp_path: Path, digits: Path) -> None:
+    words = ("train.epochs=1000", "batch.global=32")
+    agents = Agents(tmp_path, digits, "1:3", *words, conf="join_timeout=120,allowed_nodes=1+2")
+    try:
+        agents.start().start().start()
+        agents.wait_for_world(2)
+        (waiting,) = [agent for agent in agents.running if not children(agent.pid)]
+        kill(waiting.pid, signal.SIGTERM)
+        waiting.wait(5 * SHARING)  # a signal ends a wait
+    finally:
+        agents.close()
+    assert {row["tags"]["world"] for row in agents.run.starts()} == {2}
+
+
+def test_an_agent_that_finds_no_peer_leaves_with_75(tmp_path: Path, digits: Path) -> None:
+    agents = Agents(tmp_path, digits, "2", conf="join_timeout=3")
+    agents.start()
+    assert agents.running[0].wait(30 * SHARING) == 75, agents.log()
+    (line,) = [line for line in agents.logs[0].read_text().splitlines() if line.startswith("pipeline: ")]
+    assert re.fullmatch(r"pipeline: waited for .*\(1 of 2 are here: .*\), 3 s of 3 s: start all nodes of the job", line)
+    assert "Traceback" not in agents.log()
+
+
+def test_an_agent_that_was_frozen_leaves_with_its_ranks(
+    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agents = Agents(tmp_path, digits, "2", "train.epochs=1000")
+    try:
+        agents.start().start()
+        agents.wait_for_world(2)
+        last = agents.running.pop()
+        kill(last.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + (LOST_S + 40) * SHARING
+        while children(agents.running[0].pid):
+            assert time.monotonic() < deadline, f"the peer still trains:\n{agents.log()}"
+            time.sleep(0.2)
+        kill(last.pid, signal.SIGCONT)
+        assert last.wait(10 * SHARING) == 75
+    finally:
+        agents.close()
+    assert "this node did not run for" in agents.log()
+
+
+@pytest.mark.parametrize(
+    ("conf", "says"),
+    [("allowed_nodes=two", "allowed_nodes=two in --rdzv-conf: give numbers joined by +"),
+     ("allowed_nodes=4+8", "allowed_nodes=4+8 in --rdzv-conf has no number from 1 to 3 (--nnodes)")],
+)  # fmt: skip
+def test_wrong_options_are_refused(tmp_path: Path, digits: Path, conf: str, says: str) -> None:
+    agents = Agents(tmp_path, digits, "1:3", conf=conf).start()
+    assert agents.running[0].wait(30 * SHARING) == 2
+    assert says in agents.log()
