@@ -105,7 +105,7 @@ class Pod:
 
     def set_network(self, state: str) -> None:
         """Set the pod's port of the switch `up`, or `down`: packets are lost, without a reset."""
-        _ip("-n", SWITCH, "link", "set", self.port, state)
+        _ip("-n", SWITCH, "link", "set", self.port, state, check=not self.has_ended.is_set())
 
     def processes(self) -> list[int]:
         return [int(pid) for pid in _ip("netns", "pids", self.namespace, check=False).split()]

@@ -80,16 +80,23 @@ def test_a_suspended_job_resumes_with_the_same_bits(
 @pytest.mark.full
 @pytest.mark.fault("L3", ci=2, long=10)
 def test_a_peer_lost_at_the_end_does_not_keep_the_job_from_completing(
-    tmp_path: Path, digits: Path, undisturbed: Job, seed: int
+    tmp_path: Path, digits: Path, undisturbed: Job, seed: int, notes: Notes
 ) -> None:
     draw = random.Random(seed)
     with Pods(manifests(digits), tmp_path / "job") as pods:
         end = pods.start_and_watch(300)
-        pods.wait_for_step(STEPS)
-        pods.wait_until(lambda: _is_finished(pods.run), "end of rank 0")
-        time.sleep(draw.uniform(0, 3) if seed else 0)
-        pods.kill_pod(1)
+        if seed % 2:
+            pods.wait_for_step(STEPS - draw.randint(0, 25))
+        else:
+            pods.wait_until(lambda: _is_finished(pods.run), "end of rank 0")
+            time.sleep(draw.uniform(0, 1))
+        lost = time.monotonic()
+        if seed % 4 == 2:
+            pods.freeze(1)
+        else:
+            pods.kill_pod(1)
         assert end() == 0, pods.logs()
+        notes.note("L3", seconds=time.monotonic() - lost)
         _assert_same(pods.run, undisturbed)
 
 
