@@ -25,7 +25,7 @@ help:
 	@echo 'make screenshots       write docs/images: terminal, report and MLflow in Chromium, a killed run'
 	@echo 'make gpu-memory        print the memory that each recipe takes on a GPU, computed without one'
 	@echo 'make test-containers   build the images and test them; needs a Docker engine'
-	@echo 'make cluster-test      train on a real cluster and inject faults (KUBECONFIG, IMAGE, MLFLOW_IMAGE, RENDER)'
+	@echo 'make cluster-test      train on a real cluster and inject faults (KUBECONFIG, IMAGE, MLFLOW_IMAGE, RENDER, ARGS)'
 	@echo 'make lint    run ruff and mypy'
 	@echo 'make setup   create .venv only'
 	@echo 'make lock    write the lock files from pyproject.toml (needs uv)'
@@ -86,9 +86,9 @@ guards: setup
 test-containers: setup
 	$(BIN)/python -m pytest --engine $(ARGS)
 
-# on a real cluster, with kubectl: KUBECONFIG, IMAGE, MLFLOW_IMAGE, RENDER="--cpu --single-node"
+# on a real cluster, with kubectl: KUBECONFIG, IMAGE, MLFLOW_IMAGE, RENDER="--cpu --single-node", ARGS="--only suspended"
 cluster-test: setup
-	$(BIN)/python tests/on_cluster.py --image "$(IMAGE)" --mlflow-image "$(MLFLOW_IMAGE)" --render "$(RENDER)"
+	$(BIN)/python tests/on_cluster.py --image "$(IMAGE)" --mlflow-image "$(MLFLOW_IMAGE)" --render "$(RENDER)" $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

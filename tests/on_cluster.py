@@ -1,135 +1,498 @@
 """Test the manifests on a real cluster with kubectl: `make cluster-test`. `make test` does not.
 
-Renders the manifests into a separate namespace, trains the digits once without faults and once with
-each fault: a worker's pod deleted, pod 0 deleted, a rank killed inside its pod, a node drained.
-Compares the digests of the weights and removes the namespace at the end.
+Trains the digits once without a fault, and once for each case below. A case passes if the Job
+completes, the weights are those of its reference run, and MLflow has one FINISHED run with every
+metric once. Everything happens in a namespace made for the test and deleted at the end; logs,
+events and journals of a failed case are in build/cluster-test-TIME.
 
-    make cluster-test KUBECONFIG=… IMAGE=… MLFLOW_IMAGE=… RENDER="--cpu --single-node"
+    make cluster-test IMAGE=… MLFLOW_IMAGE=… RENDER="--cpu --single-node"
+    make cluster-test ARGS=--dry-run     # render and check the manifests, without a cluster
+
+The dark-node cases need a third node, and two commands that stop and restart a node:
+
+    ARGS='--only dark-node-0 --freeze "docker pause {node}" --thaw "docker unpause {node}"'
+
+The faults come at steps 40 and 100 of 168. On fast machines make the run longer:
+RENDER="train.epochs=60".
 """
 
 import argparse
+import contextlib
+import functools
+import io
 import json
+import math
+import random
+import secrets
+import shlex
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-NAMESPACE = "ddp-pipeline-test"
+import yaml
+from manifests import Document, one, problems, problems_alone
+from real_cluster import Cluster, Failure, helper
+
+from pipeline.cli.main import main as pipeline
+
+IMAGE = "registry.example/trainer:1"
 WORDS = ("run.deterministic=true", "checkpoint.every=10 steps", "track.every=2 steps")
-FAULT_STEP = 40
+POLL_S = 1.0
+FAULT_STEP, SECOND_FAULT_STEP = 40, 100
+DARK_S, STOPPED_S, COMPLETE_S, MLFLOW_S, THAWED_S = 300, 15, 60, 60, 30
+"""Limits: until training continues without a lost node, until an evicted pod is gone, from the end
+of pod 0 to Complete, from there to a FINISHED run in MLflow. THAWED_S: how long the old pod of a
+thawed node is watched."""
 
 
-def kubectl(*arguments: str, check: bool = True, timeout: float = 120) -> str:
-    done = subprocess.run(
-        ["kubectl", "--namespace", NAMESPACE, *arguments], capture_output=True, text=True, timeout=timeout, check=False
-    )
-    if check and done.returncode:
-        sys.exit(f"kubectl {' '.join(arguments)}: {done.stderr.strip()}")
-    return done.stdout
+class Run:
+    """One training on the cluster, with a time limit."""
 
+    def __init__(self, case: "Case", cluster: Cluster, given: argparse.Namespace) -> None:
+        self.case, self.cluster, self.given = case, cluster, given
+        self.documents = documents(case, given)
+        self.end = math.inf
+        self.note = ""
 
-def render(image: str, mlflow_image: str, options: list[str], run: str) -> Path:
-    folder = Path(tempfile.mkdtemp())
-    command = [sys.executable, "-m", "pipeline", "k8s", "render", "digits", *WORDS, "--namespace", NAMESPACE]
-    subprocess.run([*command, "--image", image, "--mlflow-image", mlflow_image, "--out", folder, *options], check=True)
-    config = folder / "10-config.yaml"
-    config.write_text(config.read_text().replace("RUN_DIR: /runs/digits", f"RUN_DIR: /runs/{run}"))
-    return folder
+    def wait(self, text: str, condition: Callable[[], Any], within_s: float = math.inf) -> Any:
+        """Poll until the condition is true; return its value.
 
-
-def pod(index: int) -> str:
-    selector = f"app=trainer,batch.kubernetes.io/job-completion-index={index}"
-    return kubectl(
-        "get", "pods", "--selector", selector, "--output", "name", "--field-selector", "status.phase=Running"
-    ).strip()
-
-
-def step() -> int:
-    """Return the last step in the journal of node 0, 0 if it cannot be read."""
-    name = pod(0)
-    text = name and kubectl("exec", name, "--", "sh", "-c", "tail -n 1 $RUN_DIR/journal.jsonl", check=False)
-    try:
-        return int(json.loads(text)["step"])
-    except (ValueError, KeyError, TypeError):
-        return 0
-
-
-def train(folder: Path, fault: Callable[[], None] | None) -> str:
-    """Apply the manifests, inject the fault and wait for the end; return the `done` line."""
-    kubectl("delete", "job", "trainer", "--ignore-not-found", "--wait")
-    kubectl("apply", "--filename", str(folder))
-    if fault:
-        end = time.monotonic() + 1200
-        while step() < FAULT_STEP:
+        Raises Failure after the time limit, and at once if the Job has failed. A kubectl command
+        that fails is repeated.
+        """
+        end, problem = min(self.end, time.monotonic() + within_s), ""
+        while True:
+            try:
+                if value := condition():
+                    return value
+                outcome, problem = self.cluster.end_of("trainer"), ""
+            except Failure as failure:
+                outcome, problem = None, f" ({failure})"
+            if outcome and outcome != "Complete":
+                raise Failure(f"the Job is {outcome}, while the test waited for {text}")
             if time.monotonic() > end:
-                sys.exit(f"step {FAULT_STEP} was not reported in 20 min")
-            time.sleep(1)
+                raise Failure(f"the test waited too long for {text}{problem}")
+            time.sleep(POLL_S)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return self.cluster.journal(self.case.name)
+
+    def wait_for_step(self, step: int) -> None:
+        def reached() -> list[dict[str, Any]]:
+            rows = self.rows()
+            return rows if any(row.get("step", 0) >= step for row in rows) else []
+
+        rows = self.wait(f"step {step}", reached)
+        if any(row.get("event") == "ended" and row.get("status") == "FINISHED" for row in rows):
+            raise Failure(
+                f"the training ended before the fault at step {step}: make it longer, with train.epochs=60 in --render"
+            )
+
+    def disturb(self, fault: Callable[[], object], within_s: float = math.inf) -> float:
+        """Inject a fault; return the seconds until a new start has trained a step."""
+        before, began = len(self._starts(self.rows())), time.monotonic()
         fault()
-    started = time.monotonic()
-    kubectl("wait", "--for=condition=complete", "job/trainer", "--timeout=1800s", timeout=1900)
-    print(f"  complete {time.monotonic() - started:.0f} s later")
-    for name in kubectl("get", "pods", "--selector", "app=trainer", "--output", "name").split():
-        for line in kubectl("logs", name, "--container", "trainer", check=False).splitlines():
-            if line.startswith("done "):
-                return line
-    sys.exit("no pod has printed a done line")
+
+        def has_continued() -> bool:
+            rows = self.rows()
+            starts = self._starts(rows)
+            return len(starts) > before and any("metrics" in row for row in rows[starts[-1] :])
+
+        self.wait("the training to continue", has_continued, within_s)
+        return time.monotonic() - began
+
+    @staticmethod
+    def _starts(rows: list[dict[str, Any]]) -> list[int]:
+        return [number for number, row in enumerate(rows) if row.get("event") == "started"]
+
+    def pod(self, index: int) -> dict[str, Any]:
+        """Return the pod of an index that is neither ended nor to be deleted; wait for it."""
+
+        def living() -> list[dict[str, Any]]:
+            return [
+                pod for pod in self.cluster.pods(index) if is_active(pod) and "deletionTimestamp" not in pod["metadata"]
+            ]
+
+        pod: dict[str, Any] = self.wait(f"a pod of index {index}", living)[0]
+        return pod
+
+    def name(self, index: int) -> str:
+        return str(self.pod(index)["metadata"]["name"])
+
+    def is_complete(self) -> bool:
+        return self.cluster.end_of("trainer") == "Complete"
+
+    def is_gone(self, pod: str) -> bool:
+        return not self.cluster.kubectl("get", "pod", pod, "--ignore-not-found", "--output", "name").strip()
+
+    def patch(self, **spec: object) -> None:
+        self.cluster.kubectl("patch", "job", "trainer", "--patch", json.dumps({"spec": spec}))
 
 
-def ask_mlflow() -> None:
-    """Call MLflow from a trainer's pod, through the Service and the network policy."""
-    code = (
-        "import urllib.request as http\n"
-        "print(http.urlopen('http://mlflow:5000/api/2.0/mlflow/experiments/search?max_results=9').read().decode())"
-    )
-    answer = kubectl("exec", pod(0), "--", "python3", "-c", code)
-    if '"digits"' not in answer:
-        sys.exit(f"MLflow knows no experiment digits: {answer}")
+def is_active(pod: dict[str, Any]) -> bool:
+    return pod["status"].get("phase") in ("Pending", "Running")
 
 
-def kill_rank() -> None:
-    ask_mlflow()
+def ends(pod: dict[str, Any], container: str) -> list[int]:
+    """Return the exit code of a container of a pod, in a list; [] if it has not ended."""
+    statuses = [*(pod["status"].get("initContainerStatuses") or []), *(pod["status"].get("containerStatuses") or [])]
+    found = [status["state"] for status in statuses if status["name"] == container]
+    return [state["terminated"]["exitCode"] for state in found if "terminated" in state]
+
+
+def delete(index: int) -> Callable[[Run], float]:
+    def fault(run: Run) -> float:
+        run.wait_for_step(FAULT_STEP)
+        pod = run.name(index)
+        return run.disturb(lambda: run.cluster.kubectl("delete", "pod", pod, "--wait=false"))
+
+    return fault
+
+
+def evict(index: int) -> Callable[[Run], float]:
+    def fault(run: Run) -> float:
+        run.wait_for_step(FAULT_STEP)
+        pod = run.name(index)
+        return run.disturb(lambda: run.cluster.evict(pod))
+
+    return fault
+
+
+def kill_rank(run: Run) -> float:
     code = (
         "import os, pathlib\n"
         "for p in pathlib.Path('/proc').glob('[0-9]*/environ'):\n"
         "    if b'\\0RANK=' in b'\\0' + p.read_bytes(): os.kill(int(p.parent.name), 9); break\n"
     )
-    kubectl("exec", pod(1), "--", "python3", "-c", code)
+    run.wait_for_step(FAULT_STEP)
+    words = ("exec", run.name(1), "--container", "trainer", "--", "python3", "-c", code)
+    return run.disturb(lambda: run.cluster.kubectl(*words))
 
 
-def drain() -> None:
-    node = kubectl("get", pod(1), "--output", "jsonpath={.spec.nodeName}")
-    kubectl(
-        "drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--pod-selector", "app=trainer", timeout=300
-    )
-    kubectl("uncordon", node)
+def evict_while_waiting(run: Run) -> None:
+    """Evict pod 0 while it waits for pod 1, which the Job starts only with more parallelism."""
+
+    def is_waiting() -> bool:
+        statuses = run.pod(0)["status"].get("containerStatuses") or []
+        return any("running" in status["state"] for status in statuses)
+
+    run.wait("pod 0 to wait for pod 1", is_waiting)
+    pod, began = run.name(0), time.monotonic()
+    run.cluster.evict(pod)
+    run.wait("the evicted pod to be gone", lambda: run.is_gone(pod), STOPPED_S)
+    run.note = f"gone in {time.monotonic() - began:.0f} s"
+    run.patch(parallelism=one(run.documents, "Job", "trainer")["spec"]["completions"])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--image", required=True)
-    parser.add_argument("--mlflow-image", required=True)
-    parser.add_argument("--render", default="", help="further options of `pipeline k8s render`")
-    given = parser.parse_args()
-    faults: dict[str, Callable[[], None] | None] = {
-        "no-fault": None,
-        "worker-deleted": lambda: print(kubectl("delete", pod(1), "--wait=false").strip()),
-        "node-0-deleted": lambda: print(kubectl("delete", pod(0), "--wait=false").strip()),
-        "rank-killed": kill_rank,
-        "drained": drain,
-    }
-    lines = {}
+def lose_peer_at_the_end(run: Run) -> None:
+    run.wait_for_step(SECOND_FAULT_STEP)
+    peer = run.name(1)
+    run.wait("pod 0 to end", lambda: any(ends(pod, "trainer") == [0] for pod in run.cluster.pods(0)))
+    delay, began = random.uniform(0, 3) * POLL_S, time.monotonic()
+    time.sleep(delay)
+    run.cluster.kubectl("delete", "pod", peer, "--ignore-not-found", "--grace-period=1", "--wait=false")
+    run.wait("the Job to complete", run.is_complete, COMPLETE_S)
+    run.note = f"pod 1 deleted {delay:.1f} s after the end, complete after {time.monotonic() - began:.0f} s"
+
+
+def suspend(run: Run) -> float:
+    slowest = 0.0
+    for step in (FAULT_STEP, SECOND_FAULT_STEP):
+        run.wait_for_step(step)
+        run.patch(suspend=True)
+        run.wait("the suspended pods to be gone", lambda: not any(map(is_active, run.cluster.pods())))
+        slowest = max(slowest, run.disturb(lambda: run.patch(suspend=False)))
+    return slowest
+
+
+def remove_mlflow(run: Run) -> None:
+    run.wait_for_step(FAULT_STEP)
+    run.cluster.kubectl("scale", "deployment/mlflow", "--replicas", "0")
+
+
+def sync(run: Run) -> None:
+    """Bring MLflow back and run the Job of `render --sync`."""
+    run.cluster.kubectl("scale", "deployment/mlflow", "--replicas", "1")
+    run.cluster.kubectl("rollout", "status", "deployment/mlflow", "--timeout=600s", timeout=630)
+    found = sync_documents(run.case, run.given)
+    run.cluster.apply(found)
+    (job,) = [document["metadata"]["name"] for document in found if document["kind"] == "Job"]
+    outcome = run.wait("the Job of render --sync", lambda: run.cluster.end_of(job))
+    if outcome != "Complete":
+        raise Failure(f"the Job {job} is {outcome}")
+
+
+def darken(index: int) -> Callable[[Run], float]:
+    def fault(run: Run) -> float:
+        run.wait_for_step(1)
+        pod = run.pod(index)
+        name, node = pod["metadata"]["name"], pod["spec"]["nodeName"]
+        run.cluster.start_helper(run.documents, avoid_node=node)
+        run.wait_for_step(FAULT_STEP)
+        with contextlib.ExitStack() as stack:
+            stack.callback(shell, run.given.thaw, node)
+            seconds = run.disturb(lambda: shell(run.given.freeze, node), DARK_S)
+            run.wait("the old pod to be gone", lambda: run.is_gone(name))
+            run.wait("the Job to complete", run.is_complete)
+            before = run.cluster.hashes(run.case.name)
+        time.sleep(THAWED_S * POLL_S)
+        if run.cluster.hashes(run.case.name) != before:
+            raise Failure(f"pod {name} wrote to the run's folder after its node {node} was thawed")
+        return seconds
+
+    return fault
+
+
+def shell(command: str, node: str) -> None:
+    """Run the user's command for a node. Raises Failure."""
+    words = shlex.split(command.replace("{node}", shlex.quote(node)))
     try:
-        for name, fault in faults.items():
-            print(name, flush=True)
-            lines[name] = train(render(given.image, given.mlflow_image, given.render.split(), name), fault)
-            print(f"  {lines[name]}", flush=True)
+        subprocess.run(words, check=True, capture_output=True, text=True, timeout=120, start_new_session=True)
+    except (subprocess.SubprocessError, OSError) as error:
+        detail = getattr(error, "stderr", None) or error
+        raise Failure(f"{' '.join(words)}: {' '.join(str(detail).split())}") from None
+
+
+def check_gang(run: Run) -> None:
+    nodes = one(run.documents, "Job", "trainer")["spec"]["completions"]
+    run.wait(
+        "the gang check to pass in every pod",
+        lambda: [code for pod in run.cluster.pods() for code in ends(pod, "gang-check")].count(0) >= nodes,
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    text: str
+    fault: Callable[[Run], float | None] | None = None
+    options: tuple[str, ...] = ()
+    reference: str = "no-fault"
+    after: Callable[[Run], None] | None = None
+    """What to do once the Job is complete."""
+    parallelism: int | None = None
+    """Pods that the Job starts with; None: all."""
+
+
+_EXACT = ("run.exact=true",)
+CASES = {
+    case.name: case
+    for case in (
+        Case("no-fault", "the reference of the cases below"),
+        Case("worker-deleted", "pod 1 deleted", delete(1)),
+        Case("node-0-deleted", "pod 0 deleted", delete(0)),
+        Case("rank-killed", "a rank of pod 1 killed", kill_rank),
+        Case("evicted", "pod 1 evicted, as by a drain", evict(1)),
+        Case("evicted-node-0", "pod 0 evicted", evict(0)),
+        Case("evicted-while-waiting", "pod 0 evicted before pod 1 is there", evict_while_waiting, parallelism=1),
+        Case("peer-lost-at-the-end", "pod 1 lost 0 to 3 s after pod 0 ended", lose_peer_at_the_end),
+        Case("suspended", "the Job suspended and resumed, twice", suspend),
+        Case("mlflow-away-at-the-end", "MLflow stopped, then render --sync", remove_mlflow, after=sync),
+        Case("gang-check", "render --gang-check passes", check_gang, ("--gang-check",)),
+        Case("exact-one-process", "the reference of elastic", None, (*_EXACT, "--nodes", "1"), "exact-one-process"),
+        Case("elastic", "one or two nodes, pod 1 deleted", delete(1), (*_EXACT, "--nodes", "1:2"), "exact-one-process"),
+        Case("dark-node-0", "the node of pod 0 frozen, later thawed", darken(0), after=sync),
+        Case("dark-node-1", "the node of pod 1 frozen, later thawed", darken(1), after=sync),
+    )
+}  # fmt: skip
+
+
+def render(given: argparse.Namespace, *words: str) -> list[Document]:
+    """Return the documents that `pipeline k8s render` writes. Raises Failure."""
+    fixed = ("--namespace", given.namespace, "--image", given.image, "--mlflow-image", given.mlflow_image)
+    texts = render_texts("digits", *WORDS, *fixed, *shlex.split(given.render), *words)
+    return [document for text in texts for document in yaml.safe_load_all(text)]
+
+
+@functools.cache
+def render_texts(*words: str) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        if pipeline(["k8s", "render", *words, "--out", folder]):
+            raise Failure(f"pipeline k8s render {shlex.join(words)} failed")
+        return [path.read_text() for path in sorted(Path(folder).glob("*.yaml"))]
+
+
+def documents(case: Case, given: argparse.Namespace) -> list[Document]:
+    """Return the manifests of a case; its run has the name of the case."""
+    found = render(given, *case.options)
+    one(found, "ConfigMap", "trainer")["data"]["RUN_DIR"] = f"/runs/{case.name}"
+    if case.parallelism:
+        one(found, "Job", "trainer")["spec"]["parallelism"] = case.parallelism
+    return found
+
+
+def sync_documents(case: Case, given: argparse.Namespace) -> list[Document]:
+    return render(given, "--sync", case.name)
+
+
+@dataclass
+class Result:
+    case: str
+    result: str = "not run"
+    why: str = ""
+    continued_s: float | None = None
+    complete_s: float | None = None
+    weights: str = ""
+    mlflow: str = ""
+
+
+def train(case: Case, cluster: Cluster, given: argparse.Namespace, result: Result, expected: str | None) -> None:
+    """Run one case and fill in its result. Raises Failure."""
+    run = Run(case, cluster, given)
+    began = time.monotonic()
+    cluster.start(run.documents)  # has limits of its own: the first start pulls the images
+    run.end = time.monotonic() + given.limit
+    if case.fault:
+        result.continued_s = case.fault(run)
+    run.wait("the Job to complete", run.is_complete)
+    result.complete_s = time.monotonic() - began
+    if case.after:
+        case.after(run)
+    lines = [row["line"] for row in run.rows() if row.get("event") == "ended" and "line" in row]
+    if not lines:
+        raise Failure("the Job is complete, but the journal has no done line")
+    result.weights = lines[-1].rpartition("weights=")[2]
+    if expected and result.weights != expected:
+        raise Failure(f"the weights differ from those of {case.reference}: {result.weights} and {expected}")
+    result.mlflow = check_mlflow(run)
+    result.why = run.note
+
+
+def check_mlflow(run: Run) -> str:
+    """Return what MLflow has of the run. Raises Failure unless it is one complete run."""
+    name, found = run.case.name, list[dict[str, Any]]()
+
+    def is_finished() -> bool:
+        found[:] = run.cluster.mlflow_runs(name)
+        return [mlflow_run["status"] for mlflow_run in found] == ["FINISHED"]
+
+    try:
+        run.wait("one FINISHED run in MLflow", is_finished, MLFLOW_S)
+    except Failure as failure:
+        raise Failure(f"{failure}: it has {[mlflow_run['status'] for mlflow_run in found]}") from None
+    points = Counter((key, step) for key, step in found[0]["points"] if not key.startswith("system/"))
+    twice = sorted(point for point, count in points.items() if count > 1)
+    missing = sorted({(key, row["step"]) for row in run.rows() for key in row.get("metrics", {})} - points.keys())
+    if twice or missing:
+        raise Failure(f"MLflow has {len(twice)} points twice and lacks {len(missing)}: {[*twice, *missing][:3]}")
+    return f"1 run, {len(points)} points"
+
+
+def chosen(only: list[str]) -> list[Case]:
+    """Return the cases to run, with their references first."""
+    names = set(only or CASES)
+    names |= {CASES[name].reference for name in names}
+    return [case for name, case in CASES.items() if name in names]
+
+
+def run_all(given: argparse.Namespace, cases: list[Case], results: dict[str, Result]) -> None:
+    """Run the cases in a new namespace; delete it on every path."""
+    evidence = Path("build") / time.strftime("cluster-test-%Y%m%d-%H%M%S")
+    cluster = Cluster(given.namespace, evidence)
+    try:
+        cluster.make(one(render(given), "Namespace", given.namespace))
+        for case in cases:
+            result, reference = results[case.name], results[case.reference]
+            if case.name.startswith("dark-node") and not (given.freeze and given.thaw):
+                result.why = "give --freeze and --thaw, the commands that stop and restart a node"
+            elif reference.result != "passed" and case.name != case.reference:
+                result.why = f"its reference {case.reference} did not pass"
+            else:
+                print(f"{case.name}: {case.text}", flush=True)
+                attempt(case, cluster, given, result, reference.weights or None)
     finally:
-        kubectl("delete", "namespace", NAMESPACE, "--ignore-not-found", timeout=600)
-    different = [name for name, line in lines.items() if line != lines["no-fault"]]
-    sys.exit(f"the weights differ from the run without faults: {', '.join(different)}" if different else 0)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        print(f"deleting namespace {given.namespace}, if it was made", flush=True)
+        cluster.delete()
+
+
+def attempt(case: Case, cluster: Cluster, given: argparse.Namespace, result: Result, expected: str | None) -> None:
+    """Run one case; save the evidence if it does not pass."""
+    result.result, result.why = "failed", "interrupted"
+    try:
+        train(case, cluster, given, result, expected)
+        result.result = "passed"
+    except Failure as failure:
+        result.why = str(failure)
+    finally:
+        if result.result != "passed":
+            print(f"  {result.why}; evidence is in {cluster.save_evidence(case.name)}", flush=True)
+    print(f"  {row(result)}", flush=True)
+
+
+def row(result: Result) -> str:
+    seconds = [f"{s:7.0f} s" if s is not None else f"{'–':>9}" for s in (result.continued_s, result.complete_s)]
+    cells = [result.weights[:15], result.mlflow, result.why]
+    return f"{result.case:<23} {result.result:<8} {' '.join(seconds)}  {'  '.join(cell for cell in cells if cell)}"
+
+
+def dry_run(given: argparse.Namespace, cases: list[Case]) -> list[str]:
+    """Render and check the manifests of every case; return the problems."""
+    found = []
+    for case in cases:
+        rendered = documents(replace(case, parallelism=None), given)
+        alone = [helper(rendered, "node-1"), *(sync_documents(case, given) if case.after else [])]
+        lines = problems(rendered) + [line for document in alone for line in problems_alone(document)]
+        found += [f"{case.name}: {line}" for line in lines]
+        print(f"{case.name}: {len(rendered) + len(alone)} manifests", flush=True)
+    return found
+
+
+def parse(words: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--image", default="", help="training image, in a registry of the cluster")
+    add("--mlflow-image", default="", help="MLflow image, likewise")
+    add("--render", default="", metavar="OPTIONS", help="further options of `pipeline k8s render`, and key=value words")
+    add("--namespace", default=f"ddp-pipeline-test-{secrets.token_hex(3)}", help="default: a new name")
+    add("--only", action="append", default=[], choices=CASES, metavar="CASE", help="run this case; may be repeated")
+    add("--limit", type=float, default=900, metavar="SECONDS", help="time limit of a case (default 900)")
+    add("--freeze", metavar="COMMAND", help="stops a node: its name takes the place of {node}")
+    add("--thaw", metavar="COMMAND", help="restarts the node")
+    add("--json", type=Path, metavar="FILE", help="write the results to this file")
+    add("--list", action="store_true", help="list the cases")
+    add("--dry-run", action="store_true", help="render the manifests of the cases and check them; needs no cluster")
+    given = parser.parse_args(words)
+    if not given.dry_run and not given.list and not (given.image and given.mlflow_image):
+        parser.error("--image and --mlflow-image are required: images that the cluster can pull")
+    given.image, given.mlflow_image = given.image or IMAGE, given.mlflow_image or IMAGE
+    return given
+
+
+def main(words: list[str] | None = None) -> int:
+    given = parse(words)
+    if given.list:
+        print("\n".join(f"{case.name:<23} {case.text}" for case in CASES.values()))
+        return 0
+    cases = chosen(given.only)
+    if given.dry_run:
+        found = dry_run(given, cases)
+        print("\n".join(found) or "all manifests are valid")
+        return int(bool(found))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    results = {case.name: Result(case.name) for case in cases}
+    try:
+        run_all(given, cases, results)
+    except Failure as failure:
+        print(f"on_cluster: {failure}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        print("case                    result    continued  complete  weights, MLflow")
+        print("\n".join(row(result) for result in results.values()), flush=True)
+        if given.json:
+            given.json.write_text(json.dumps([asdict(result) for result in results.values()], indent=1))
+    return int(any(result.result == "failed" for result in results.values()))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

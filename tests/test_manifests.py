@@ -169,6 +169,7 @@ def test_an_option_is_written_where_it_belongs() -> None:
     assert affinity["podAffinityTerm"]["topologyKey"] == "topology.kubernetes.io/zone"
     preflight, check, trainer = containers(pod)
     assert (check["name"], check["command"][-1]) == ("gang-check", "--gang")
+    assert {variable["name"] for variable in check["env"]} == {"NODE_NAME", "JOB_UID"}
     assert preflight["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     for container in (check, trainer):
         assert container["resources"]["limits"]["rdma/hca_shared"] == 1
@@ -248,6 +249,19 @@ def test_a_run_is_sent_to_mlflow_by_a_job_of_its_own(run: str, defaults: list[Do
     (variable,) = container["env"]
     reference = variable["valueFrom"]["configMapKeyRef"]
     assert reference["key"] in one(defaults, "ConfigMap", reference["name"])["data"]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_follows_the_options(name: str) -> None:
+    request = RenderOptions(nodes=4, gpus=0, image=IMAGE, mlflow_image=IMAGE, namespace="mine", pull_secret="registry")
+    ((_, text),) = render_example(request, name).items()
+    found = list(yaml.safe_load_all(text))
+    assert {document["metadata"]["namespace"] for document in found} == {"mine"}
+    assert "ddp-pipeline" not in text
+    assert f"image: {IMAGE}" in text
+    assert text.count("imagePullSecrets") == 1
+    assert ("numNodes: 4" in text) == (name == "trainjob")
+    assert "nvidia.com/gpu" not in text
 
 
 def test_sync_and_example_write_one_file(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""Commands for machines: doctor, rehearse, k8s render."""
+"""Commands for machines: doctor, rehearse, k8s render, k8s recover."""
 
 import argparse
 import os
 import re
+from typing import NoReturn
 
 from pipeline.cli.arguments import (
     Commands,
@@ -44,9 +45,17 @@ _cut = matching(r"\d+@\d+:\d+(\.\d+)?", "NODE@STEP:SECONDS, such as 1@40:5")
 def add_commands(commands: Commands) -> None:
     _add_doctor(commands)
     _add_rehearse(commands)
-    description = "Write Kubernetes manifests for a training job."
+    description = "Write Kubernetes manifests for a training job; replace pods of lost nodes."
     k8s = commands.add_parser("k8s", help="write Kubernetes manifests", description=description)
-    _add_render(k8s.add_commands("ACTION"))
+    actions = k8s.add_commands("ACTION")
+    _add_render(actions)
+    add_command(
+        actions, "recover", _recover, "in a cluster: let the Job replace the pods of a node that is lost",
+        "Mark each trainer pod of this namespace as Failed whose grace period ended 15 s ago and whose node has not"
+        " reported its end, and delete it, so that the Job replaces it. Runs until it is stopped, in the pod of"
+        " 60-recovery.yaml.",
+        "pipeline k8s recover",
+    )  # fmt: skip
 
 
 def _add_doctor(commands: Commands) -> None:
@@ -55,6 +64,7 @@ def _add_doctor(commands: Commands) -> None:
         "Check whether RECIPE can run on this machine: data, model, GPUs, memory, tracking and more. Prints one line"
         " per check as soon as it is done, with a remedy if it fails. Exit 0 if the recipe can run.",
         "pipeline doctor my.yaml data.root=/data --world 8 --nodes 2", "pipeline doctor my.yaml --sanity",
+        "RANK=0 WORLD_SIZE=2 INIT_METHOD=tcp://node0:29501 pipeline doctor --gang",
     )  # fmt: skip
     add = parser.add_argument
     add_recipe(parser, "name or path (default digits)", nargs="?", default="digits")
@@ -66,11 +76,17 @@ def _add_doctor(commands: Commands) -> None:
         "the initial loss is about ln(classes), that one batch overfits, and that shuffled labels give chance accuracy"
     )
     add("--sanity", action="store_true", help=f"also train briefly on your data and check that {checks}")
+    help = "only compare the nodes of a job and the links between them; run it on every node at the same time"
+    add("--gang", action="store_true", help=help)
 
 
 def _doctor(options: argparse.Namespace) -> str | int:
     from pipeline.preflight import doctor
 
+    if options.gang:
+        if options.world or options.nodes or options.sanity:
+            raise RequestError("--gang only compares the nodes that run it: leave out --world, --nodes and --sanity")
+        return doctor.examine_gang(options.recipe, options.overrides, as_json=options.json)
     sizes = options.world, options.nodes
     return doctor.examine(options.recipe, options.overrides, *sizes, as_json=options.json, sanity=options.sanity)
 
@@ -174,8 +190,9 @@ def _add_render(actions: Commands) -> None:
     other = parser.add_mutually_exclusive_group()
     help = "print only a Job that sends the run in /runs/RUN to MLflow, for a run that ended while MLflow was away"
     other.add_argument("--sync", type=_run, metavar="RUN", help=help)
-    help = "print only an example, with the given images and namespace"
-    other.add_argument("--example", choices=["mlflow-shared", "stage-imagenet", "trainjob"], help=help)
+    examples = ["mlflow-shared", "stage-imagenet", "trainjob"]
+    help = f"print only an example, with the given images and namespace: {', '.join(examples)}"
+    other.add_argument("--example", choices=examples, metavar="NAME", help=help)
     add("--out", type=path, default=None, metavar="FOLDER", help="write one file per manifest to this folder")
 
 
@@ -200,3 +217,9 @@ def _render(options: argparse.Namespace) -> str:
         file = out / next(iter(manifests))
         return f"wrote {file}: run kubectl apply -f {file}"
     return f"wrote {len(manifests)} manifests to {out}: run kubectl apply -f {out}"
+
+
+def _recover(_: argparse.Namespace) -> NoReturn:
+    from pipeline.deploy.recovery import recover
+
+    recover()

@@ -60,16 +60,16 @@ class Membership:
         self.round = Round()
 
     def update(self, nodes: dict[int, Node], now: float) -> Round:
-        """Return the current round, after ending it or forming the next one if that is due."""
+        """End the round, or form the next one, if that is due; return the round."""
         present, current = alive(nodes, now), self.round
-        if not current.is_over:
-            reason = self._reason_to_end(nodes, present, now)
-            if reason:
-                self.round = current = replace(current, is_over=True, reason=reason, since=now)
         if current.is_over:
             members = self._next_members(present, now)
             if members:
                 self.round = Round(current.number + 1, members, is_over=False, since=now)
+        else:
+            reason = self._reason_to_end(nodes, present, now)
+            if reason:
+                self.round = replace(current, is_over=True, reason=reason, since=now)
         return self.round
 
     def waiting_for(self, nodes: dict[int, Node], now: float) -> str:

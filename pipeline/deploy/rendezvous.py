@@ -167,7 +167,8 @@ class _Link:
             self._store.set(f"{current.number}/{_EXIT_BARRIER}", "the round is over")
         elif current.number != before.number:
             hosts = ", ".join(nodes[key].host for key in current.members)
-            _log(f"{len(current.members)} nodes train: {hosts}")
+            count = len(current.members)
+            _log(f"{count} node{'s train' if count > 1 else ' trains'}: {hosts}")
         return {
             "number": current.number, "members": current.members, "over": current.is_over,
             "waiting": self._membership.waiting_for(nodes, now), "others": len(alive(nodes, now)) - 1,

@@ -69,6 +69,18 @@ def check_shared_memory_exists(plan: Plan, here: World) -> str:
 
 def check_disk_speed(folder: RunFolder) -> str:
     """Check that the disk of run.dir stores 8 MiB, synced, at an acceptable speed."""
+    place, (rate, _) = folder.nearest_existing(), disk_speed(folder)
+    if rate < _SLOW_MIB_S:
+        problem = f"{place} is written at {rate:.1f} MiB/s with sync, and each save waits for the one before"
+        raise TemporaryError(f"{problem}: use a faster disk, or raise checkpoint.every")
+    return f"{place} is written at {rate:,.0f} MiB/s with sync"
+
+
+def disk_speed(folder: RunFolder) -> tuple[float, float]:
+    """Return the MiB/s at which run.dir's disk writes 8 MiB, synced, and then reads them.
+
+    Raises StorageError if they cannot be written.
+    """
     place = folder.nearest_existing()
     start = time.perf_counter()
     try:
@@ -76,14 +88,15 @@ def check_disk_speed(folder: RunFolder) -> str:
             file.write(os.urandom(_WRITE_BYTES))
             file.flush()
             os.fsync(file.fileno())
-            rate = _WRITE_BYTES / _MIB / (time.perf_counter() - start)
+            written = time.perf_counter()
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # read the disk, not the page cache
+            file.seek(0)
+            file.read()
+            read = time.perf_counter()
     except OSError as error:
         problem = f"8 MiB cannot be written to {place} ({error.strerror})"
         raise StorageError(f"{problem}: make room, or give another run.dir") from None
-    if rate < _SLOW_MIB_S:
-        problem = f"{place} is written at {rate:.1f} MiB/s with sync, and each save waits for the one before"
-        raise TemporaryError(f"{problem}: use a faster disk, or raise checkpoint.every")
-    return f"{place} is written at {rate:,.0f} MiB/s with sync"
+    return _WRITE_BYTES / _MIB / (written - start), _WRITE_BYTES / _MIB / (read - written)
 
 
 def check_run_folder_is_shared(folder: RunFolder, here: World) -> str:

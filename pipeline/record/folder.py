@@ -17,7 +17,7 @@ from pipeline.record.lock import HeldLock
 
 _LOCK, _SENDER_LOCK = "lock", "mlflow.lock"
 _LOCKS = (_LOCK, _SENDER_LOCK, f".{_LOCK}.new", f".{_SENDER_LOCK}.new")
-_KEPT_AT_FRESH_START = (*_LOCKS, "index")  # locks that are held, and the index of the data
+_KEPT_AT_FRESH_START = (*_LOCKS, "index", "gang-check")  # held locks, the data's index, checked nodes
 _LOCK_PATIENCE_S = 2.0  # a holder that was just killed needs a moment to disappear
 
 

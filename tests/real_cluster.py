@@ -1,0 +1,216 @@
+"""A namespace of its own on a real cluster, through kubectl: for tests/on_cluster.py.
+
+Promise: nothing outside the namespace is changed, and the namespace is deleted only if this process
+made it, or if it carries LABEL from an earlier test. Interrupted kubectl commands change nothing in
+that: the namespace has a token of this process.
+"""
+
+import contextlib
+import json
+import secrets
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from manifests import Document, one, pod_of
+
+LABEL = "ddp-pipeline/cluster-test"
+HELPER = "helper"
+"""A pod with the volume of the runs: reads journals while trainers come and go."""
+
+_MLFLOW = """\
+import json, sys, urllib.parse, urllib.request
+def call(path, body=None, **query):
+    url = f"http://127.0.0.1:5000/api/2.0/mlflow/{path}?{urllib.parse.urlencode(query)}"
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    return json.load(urllib.request.urlopen(request, timeout=30))
+ids = [e["experiment_id"] for e in call("experiments/search", max_results=1000)["experiments"]]
+search = {"experiment_ids": ids, "filter": f"attributes.run_name = '{sys.argv[1]}'", "max_results": 100}
+runs = []
+for run in call("runs/search", search).get("runs", []):
+    points = []
+    for key in sorted({metric["key"] for metric in run["data"].get("metrics", [])}):
+        history = call("metrics/get-history", run_id=run["info"]["run_id"], metric_key=key, max_results=25000)
+        points += [[key, int(point.get("step", 0))] for point in history.get("metrics", [])]
+    runs.append({"status": run["info"]["status"], "points": points})
+print(json.dumps(runs))
+"""
+
+_HASH = """\
+import hashlib, pathlib, sys
+for path in sorted(pathlib.Path(sys.argv[1]).rglob("*")):
+    if path.is_file():
+        print(path, hashlib.sha256(path.read_bytes()).hexdigest())
+"""
+
+
+class Failure(Exception):
+    """A promise that does not hold, or a command that failed; the text is one line."""
+
+
+class Cluster:
+    """One namespace, made on entry and deleted on exit."""
+
+    def __init__(self, namespace: str, evidence: Path) -> None:
+        self.namespace, self.evidence = namespace, evidence
+        self._token = secrets.token_hex(8)
+
+    def kubectl(self, *arguments: str, text: str | None = None, timeout: float = 120) -> str:
+        """Return the output of kubectl. Raises Failure. text: its standard input."""
+        command = ["kubectl", "--namespace", self.namespace, *arguments]
+        try:
+            # a session of its own: Ctrl-C at the terminal must not end the commands that clean up
+            done = subprocess.run(
+                command, input=text or "", capture_output=True, text=True, timeout=timeout, check=False,
+                start_new_session=True,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise Failure(f"kubectl {arguments[0]} {arguments[1]}: no answer in {timeout:g} s") from None
+        except FileNotFoundError:
+            raise Failure("kubectl is not installed: install it, or use --dry-run") from None
+        if done.returncode:
+            raise Failure(f"kubectl {' '.join(arguments[:4])}: {' '.join(done.stderr.split())}")
+        return done.stdout
+
+    def get(self, *what: str) -> Any:
+        return json.loads(self.kubectl("get", *what, "--output", "json"))
+
+    def make(self, namespace: Document) -> None:
+        """Create the namespace. Raises Failure if it exists and is not that of a test."""
+        found = self._owner()
+        if found == "":
+            raise Failure(f"namespace {self.namespace} exists and was not made by a test: give another --namespace")
+        if found:
+            self._delete()
+        namespace["metadata"].setdefault("labels", {})[LABEL] = self._token
+        self.kubectl("create", "--filename", "-", text=json.dumps(namespace))
+
+    def delete(self) -> None:
+        """Delete the namespace if this process made it."""
+        if self._owner() == self._token:
+            self._delete()
+
+    def _owner(self) -> str | None:
+        """Return the namespace's LABEL, "" without one, None if there is no such namespace."""
+        found = self.kubectl("get", "namespace", self.namespace, "--ignore-not-found", "--output", "json")
+        if not found.strip():
+            return None
+        return str((json.loads(found)["metadata"].get("labels") or {}).get(LABEL, ""))
+
+    def _delete(self) -> None:
+        self.kubectl("delete", "namespace", self.namespace, "--ignore-not-found", "--timeout=600s", timeout=630)
+
+    def start(self, documents: list[Document]) -> None:
+        """Replace the Job by a new one, and wait until MLflow answers."""
+        self.kubectl("delete", "job", "trainer", "--ignore-not-found", "--cascade=foreground", "--timeout=180s",
+                     timeout=200)  # fmt: skip
+        self.apply(documents)
+        if not self.kubectl("get", "pod", HELPER, "--ignore-not-found", "--output", "name"):
+            self.start_helper(documents)
+        self.kubectl("rollout", "status", "deployment/mlflow", "--timeout=600s", timeout=630)
+
+    def apply(self, documents: list[Document]) -> None:
+        """Apply the documents, without the namespace: that of `make` has a label of its own."""
+        items = [document for document in documents if document["kind"] != "Namespace"]
+        self.kubectl("apply", "--filename", "-", text=json.dumps({"apiVersion": "v1", "kind": "List", "items": items}))
+
+    def start_helper(self, documents: list[Document], avoid_node: str | None = None) -> None:
+        """Start the helper anew, on a node other than `avoid_node`."""
+        self.kubectl("delete", "pod", HELPER, "--ignore-not-found", timeout=180)
+        self.apply([helper(documents, avoid_node)])
+        self.kubectl("wait", "--for=condition=Ready", f"pod/{HELPER}", "--timeout=600s", timeout=630)
+
+    def journal(self, run: str) -> list[dict[str, Any]]:
+        """Return the rows of the run's journal, [] if there is none yet."""
+        rows = []
+        with contextlib.suppress(Failure, ValueError):  # the last row may be incomplete
+            for line in self.kubectl("exec", HELPER, "--", "cat", f"/runs/{run}/journal.jsonl").splitlines():
+                rows.append(json.loads(line))
+        return rows
+
+    def hashes(self, run: str) -> str:
+        """Return each file of the run's folder with its SHA-256."""
+        return self.kubectl("exec", HELPER, "--", "python3", "-c", _HASH, f"/runs/{run}", timeout=300)
+
+    def pods(self, index: int | None = None) -> list[dict[str, Any]]:
+        """Return the pods of the trainers, of one index or of all."""
+        selector = "app=trainer" + (f",batch.kubernetes.io/job-completion-index={index}" if index is not None else "")
+        pods: list[dict[str, Any]] = self.get("pods", "--selector", selector)["items"]
+        return pods
+
+    def evict(self, pod: str) -> None:
+        """Evict a pod as a drain does, through the Eviction API, without touching its node."""
+        metadata = {"name": pod, "namespace": self.namespace}
+        eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata}
+        path = f"/api/v1/namespaces/{self.namespace}/pods/{pod}/eviction"
+        self.kubectl("create", "--raw", path, "--filename", "-", text=json.dumps(eviction))
+
+    def end_of(self, job: str) -> str | None:
+        """Return "Complete" or "Failed: why" once the Job has ended, else None."""
+        for condition in self.get("job", job).get("status", {}).get("conditions") or []:
+            if condition["status"] == "True" and condition["type"] in ("Complete", "Failed"):
+                why = f": {condition.get('reason')}: {condition.get('message')}"
+                return str(condition["type"]) + (why if condition["type"] == "Failed" else "")
+        return None
+
+    def mlflow_runs(self, run: str) -> list[dict[str, Any]]:
+        """Return status and points (metric, step) of each MLflow run of that name."""
+        answer = self.kubectl("exec", "deployment/mlflow", "--", "python3", "-c", _MLFLOW, run, timeout=300)
+        runs: list[dict[str, Any]] = json.loads(answer)
+        return runs
+
+    def save_evidence(self, case: str) -> Path:
+        """Write logs, events, descriptions and the journal to files; return their folder."""
+        folder = self.evidence / case
+        folder.mkdir(parents=True, exist_ok=True)
+        commands: dict[str, tuple[str, ...]] = {
+            "objects.yaml": ("get", "all,pvc,endpointslices", "--output", "yaml"),
+            "describe.txt": ("describe", "jobs,pods,pvc"),
+            "events.txt": ("get", "events", "--sort-by", ".metadata.creationTimestamp", "--output", "wide"),
+            "journal.jsonl": ("exec", HELPER, "--", "cat", f"/runs/{case}/journal.jsonl"),
+            "files.txt": ("exec", HELPER, "--", "ls", "-lR", f"/runs/{case}"),
+        }
+        try:
+            pods = self.get("pods")["items"]
+        except Failure as error:
+            pods = []
+            (folder / "pods.txt").write_text(f"{error}\n")
+        for pod in pods:
+            name, status = pod["metadata"]["name"], pod["status"]
+            for container in (*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])):
+                words = ("logs", name, "--container", container["name"], "--timestamps")
+                commands[f"{name}.{container['name']}.log"] = words
+                if container.get("restartCount"):
+                    commands[f"{name}.{container['name']}.previous.log"] = (*words, "--previous")
+        for file, words in commands.items():
+            try:
+                (folder / file).write_text(self.kubectl(*words, timeout=60))
+            except Failure as error:
+                (folder / file).write_text(f"{error}\n")
+        return folder
+
+
+def helper(documents: list[Document], avoid_node: str | None = None) -> Document:
+    """Return a pod that mounts the volume of the runs, with the image and rights of a trainer."""
+    job = one(documents, "Job", "trainer")
+    trainer = pod_of(job)["containers"][0]
+    kept = ("enableServiceLinks", "automountServiceAccountToken", "imagePullSecrets", "securityContext", "tolerations",
+            "volumes")  # fmt: skip
+    spec = {key: value for key, value in pod_of(job).items() if key in kept}
+    spec["volumes"] = [volume for volume in spec["volumes"] if volume["name"] == "runs"]
+    spec["terminationGracePeriodSeconds"] = 0
+    spec["containers"] = [{
+        "name": HELPER, "image": trainer["image"], "command": ["sleep", "infinity"],
+        "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}},
+        "securityContext": trainer["securityContext"], "volumeMounts": [{"name": "runs", "mountPath": "/runs"}],
+    }]  # fmt: skip
+    trainers = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {"app": "trainer"}}}
+    spread = [{"weight": 1, "podAffinityTerm": trainers}]
+    spec["affinity"] = {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": spread}}
+    if avoid_node:
+        term = {"matchFields": [{"key": "metadata.name", "operator": "NotIn", "values": [avoid_node]}]}
+        required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
+        spec["affinity"]["nodeAffinity"] = required
+    metadata = {"name": HELPER, "namespace": job["metadata"]["namespace"], "labels": {"app": HELPER}}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}

@@ -1,0 +1,336 @@
+"""tests/on_cluster.py with a fake kubectl: what it runs, judges, keeps and cleans up."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import on_cluster
+import pytest
+import yaml
+from manifests import one
+from real_cluster import LABEL, Cluster
+
+import pipeline as package
+
+REPOSITORY = Path(package.__file__).parents[1]
+NAMESPACE = "ddp-pipeline-test-1"
+KUBECTL = shutil.which("kubectl")
+DARK = ("--freeze", "kubectl freeze {node}", "--thaw", "kubectl thaw {node}")
+
+
+class Fake:
+    """The fake cluster: its state, its calls, and a run of on_cluster.py against it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.set()
+
+    def set(self, namespace: object = None, **quirks: object) -> None:
+        named = {name.replace("_", " "): value for name, value in quirks.items()}
+        state = {"namespace": namespace, "quirks": named, "mlflow": 1, "sent": [], "hash": "journal.jsonl 5a3e"}
+        (self.folder / "state.json").write_text(json.dumps(state))
+        (self.folder / "calls.jsonl").write_text("")
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return json.loads((self.folder / "state.json").read_text())
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "calls.jsonl").read_text().splitlines()]
+
+    @property
+    def verbs(self) -> list[str]:
+        """Return the calls as text, without the namespace."""
+        return [" ".join(call["arguments"]).removeprefix(f"--namespace {NAMESPACE} ") for call in self.calls]
+
+    def run(self, *words: str, only: str = "") -> dict[str, dict[str, Any]]:
+        """Run on_cluster.py; return its results by case, and its exit code as `code`."""
+        file = self.folder / "results.json"
+        cases = [word for name in only.split() for word in ("--only", name)]
+        fixed = ("--image", "registry.example/t:1", "--mlflow-image", "registry.example/m:1", "--namespace", NAMESPACE)
+        code = on_cluster.main([*fixed, "--limit", "60", *cases, *words, "--json", str(file)])
+        return {"code": {"code": code}} | {result["case"]: result for result in json.loads(file.read_text())}
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
+    """Return a fake cluster, whose manifests are those of k8s/ instead of rendered ones."""
+    program = tmp_path / "bin/kubectl"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S {REPOSITORY}/tests/fake_kubectl.py "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+    monkeypatch.setenv("FAKE_CLUSTER", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(on_cluster, "POLL_S", 0.0)
+    monkeypatch.setattr(on_cluster, "render_texts", rendered)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield Fake(tmp_path)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def rendered(*words: str) -> list[str]:
+    if "--sync" in words:
+        metadata = f"{{name: sync-{words[-1]}, namespace: {NAMESPACE}}}"
+        return [f"apiVersion: batch/v1\nkind: Job\nmetadata: {metadata}\n"]
+    found = [d for path in sorted((REPOSITORY / "k8s").glob("*.yaml")) for d in yaml.safe_load_all(path.read_text())]
+    job = one(found, "Job", "trainer")["spec"]
+    if "--gang-check" in words:
+        job["template"]["spec"]["initContainers"].append({"name": "gang-check"})
+    if words[-2:] == ("--nodes", "1"):
+        job["completions"] = job["parallelism"] = 1
+    return [yaml.safe_dump_all(found).replace("ddp-pipeline\n", f"{NAMESPACE}\n")]
+
+
+def test_every_case_passes_on_a_cluster_that_keeps_the_promises(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    results = fake.run(*DARK)
+    assert results.pop("code") == {"code": 0}, capsys.readouterr().out
+    assert list(results) == list(on_cluster.CASES)
+    assert {result["result"] for result in results.values()} == {"passed"}
+    assert {result["weights"] for result in results.values()} == {"sha256:5a3e"}
+    assert {result["mlflow"] for result in results.values()} == {"1 run, 84 points"}
+    disturbed = {name for name, result in results.items() if result["continued_s"] is not None}
+    assert disturbed == set(on_cluster.CASES) - {
+        "no-fault", "evicted-while-waiting", "peer-lost-at-the-end", "mlflow-away-at-the-end", "gang-check",
+        "exact-one-process",
+    }  # fmt: skip
+    table = capsys.readouterr().out.split("case  ")[1]
+    assert all(name in table for name in results)
+    assert not (fake.folder / "build").exists(), "evidence is for cases that fail"
+    assert_only_its_namespace(fake)
+    verbs = fake.verbs
+    assert verbs[-1].startswith(f"delete namespace {NAMESPACE}")
+    assert sum(verb.startswith("create --raw ") for verb in verbs) == 3
+    (eviction, *_) = [call for call in fake.calls if "--raw" in call["arguments"]]
+    assert json.loads(eviction["text"]) == {
+        "apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": "trainer-1-0", "namespace": NAMESPACE},
+    }  # fmt: skip
+    assert [verb for verb in verbs if verb.startswith(("freeze", "thaw"))] == [
+        "freeze node-0", "thaw node-0", "freeze node-1", "thaw node-1",
+    ]  # fmt: skip
+    assert [verb for verb in verbs if verb.startswith("patch")] == [
+        'patch job trainer --patch {"spec": {"parallelism": 2}}',
+        *[
+            'patch job trainer --patch {"spec": {"suspend": true}}',
+            'patch job trainer --patch {"spec": {"suspend": false}}',
+        ]
+        * 2,
+    ]
+
+
+def assert_only_its_namespace(fake: Fake) -> None:
+    """Assert that no call reaches another namespace, a node, or several pods by a selector."""
+    for call in fake.calls:
+        verb = call["arguments"][0] if call["arguments"][0] in ("freeze", "thaw") else call["arguments"][2]
+        if verb in ("freeze", "thaw"):
+            continue
+        assert call["arguments"][:2] == ["--namespace", NAMESPACE]
+        assert verb in (
+            "get",
+            "create",
+            "apply",
+            "delete",
+            "patch",
+            "scale",
+            "exec",
+            "rollout",
+            "wait",
+            "logs",
+            "describe",
+        )
+        assert not {"--all-namespaces", "-A", "--all", "nodes", "node"} & set(call["arguments"])
+        assert verb != "delete" or "--selector" not in call["arguments"]
+        if verb == "apply":
+            items = json.loads(call["text"])["items"]
+            assert {item["metadata"]["namespace"] for item in items} == {NAMESPACE}
+            assert "Namespace" not in {item["kind"] for item in items}
+
+
+@pytest.mark.skipif(not KUBECTL, reason="needs kubectl")
+def test_the_real_kubectl_accepts_every_command(fake: Fake) -> None:
+    fake.run(*DARK, only="rank-killed evicted suspended peer-lost-at-the-end mlflow-away-at-the-end dark-node-0")
+    Cluster(NAMESPACE, fake.folder / "evidence").save_evidence("no-fault")
+    config = fake.folder / "config"
+    cluster = {"name": "c", "cluster": {"server": "http://127.0.0.1:1"}}
+    context = {"name": "c", "context": {"cluster": "c", "user": "u"}}
+    config.write_text(json.dumps({
+        "apiVersion": "v1", "kind": "Config", "clusters": [cluster], "contexts": [context], "current-context": "c",
+        "users": [{"name": "u", "user": {}}],
+    }))  # fmt: skip
+    calls = {  # one call of each verb with each set of flags
+        (call["arguments"][2], *[word.split("=")[0] for word in call["arguments"] if word.startswith("-")]): call
+        for call in fake.calls
+        if call["arguments"][0] == "--namespace"
+    }
+    assert len(calls) > 15
+    for call in calls.values():
+        done = subprocess.run(
+            [str(KUBECTL), "--kubeconfig", str(config), *call["arguments"]],
+            input=call["text"], capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert "refused" in done.stderr, f"{call['arguments']}: {done.stderr}"
+
+
+def test_without_commands_for_nodes_their_cases_are_listed_as_not_run(fake: Fake) -> None:
+    results = fake.run(only="dark-node-0")
+    assert results.pop("code") == {"code": 0}
+    assert [(name, result["result"]) for name, result in results.items()] == [
+        ("no-fault", "passed"), ("dark-node-0", "not run"),
+    ]  # fmt: skip
+    assert "--freeze and --thaw" in results["dark-node-0"]["why"]
+
+
+def test_a_namespace_that_no_test_made_is_refused_and_kept(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.set(namespace={"metadata": {"name": NAMESPACE, "labels": {"team": "vision"}}})
+    assert fake.run(only="no-fault")["code"] == {"code": 1}
+    assert f"namespace {NAMESPACE} exists and was not made by a test" in capsys.readouterr().err
+    assert {verb.split()[0] for verb in fake.verbs} == {"get"}
+
+
+def test_a_namespace_of_an_earlier_test_is_replaced(fake: Fake) -> None:
+    fake.set(namespace={"metadata": {"name": NAMESPACE, "labels": {LABEL: "earlier"}}})
+    assert fake.run(only="no-fault")["code"] == {"code": 0}
+    assert sum(verb.startswith("delete namespace") for verb in fake.verbs) == 2
+
+
+def test_a_namespace_that_somebody_else_made_meanwhile_is_kept(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    owners = iter([None, "another test"])
+    monkeypatch.setattr(Cluster, "_owner", lambda self: next(owners))
+    assert fake.run(only="no-fault")["code"] == {"code": 0}
+    assert not any(verb.startswith("delete namespace") for verb in fake.verbs)
+
+
+def test_a_failed_job_is_noticed_at_once_and_its_evidence_is_kept(fake: Fake) -> None:
+    fake.set(fails="evicted")
+    results = fake.run(only="evicted suspended")
+    assert results["code"] == {"code": 1}
+    assert {name: results[name]["result"] for name in ("no-fault", "evicted", "suspended")} == {
+        "no-fault": "passed", "evicted": "failed", "suspended": "passed",
+    }  # fmt: skip
+    assert "the Job is Failed: BackoffLimitExceeded" in results["evicted"]["why"]
+    (folder,) = (fake.folder / "build").glob("cluster-test-*/evicted")
+    assert {path.name for path in folder.iterdir()} >= {
+        "events.txt", "describe.txt", "objects.yaml", "journal.jsonl", "files.txt", "trainer-0-0.preflight.log",
+        "trainer-0-0.trainer.log", "trainer-0-0.trainer.previous.log", "trainer-1-1.trainer.log",
+    }  # fmt: skip
+    assert '"event": "started"' in (folder / "journal.jsonl").read_text()
+    verbs = fake.verbs
+    saved = next(n for n, verb in enumerate(verbs) if verb.startswith("logs "))
+    assert not any(
+        verb.startswith("delete") for verb in verbs[verbs.index(next(v for v in verbs if "--raw" in v)) : saved]
+    )
+    assert verbs[-1].startswith("delete namespace")
+
+
+@pytest.mark.parametrize(
+    ("quirks", "why"),
+    [
+        ({"weights of suspended": "0bad"}, "the weights differ from those of no-fault: sha256:0bad and sha256:5a3e"),
+        ({"runs": 2}, "too long for one FINISHED run in MLflow: it has ['FINISHED', 'FINISHED']"),
+        ({"status": "RUNNING"}, "it has ['RUNNING']"),
+        ({"twice": 1}, "MLflow has 1 points twice and lacks 0: [('train/loss', 2)]"),
+        ({"lost": 2}, "MLflow has 0 points twice and lacks 2: [('train/loss', 2), ('train/loss', 4)]"),
+    ],
+)
+def test_a_broken_promise_fails_its_case(
+    fake: Fake, quirks: dict[str, object], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_cluster, "MLFLOW_S", 0)
+    fake.set(**quirks)
+    results = fake.run(only="suspended")
+    assert results["code"] == {"code": 1}
+    failed = results["suspended" if "weights of suspended" in quirks else "no-fault"]
+    assert (failed["result"], why in failed["why"]) == ("failed", True), failed
+
+
+def test_what_the_old_pod_writes_after_a_thaw_fails_the_case(fake: Fake) -> None:
+    fake.set(written_after_the_thaw="more")
+    results = fake.run(*DARK, only="dark-node-1")
+    assert "pod trainer-1-0 wrote to the run's folder after its node node-1 was thawed" in results["dark-node-1"]["why"]
+
+
+def test_a_node_is_thawed_even_if_the_freeze_fails(fake: Fake) -> None:
+    fake.set(freeze_fails=True)
+    results = fake.run(*DARK, only="dark-node-0")
+    assert results["dark-node-0"]["why"] == "kubectl freeze node-0: no such node"
+    assert "thaw node-0" in fake.verbs
+
+
+def test_a_kubectl_command_that_fails_while_waiting_is_repeated(fake: Fake) -> None:
+    fake.set(fails_each=6)
+    with pytest.MonkeyPatch.context() as patch:  # the first commands are not repeated
+        patch.setattr(Cluster, "make", lambda self, namespace: None)
+        patch.setattr(Cluster, "start", lambda self, documents: self.apply(documents))
+        patch.setattr(Cluster, "delete", lambda self: None)
+        assert fake.run(only="worker-deleted")["code"] == {"code": 0}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("moment", ["make", "end_of"])
+def test_a_signal_saves_the_evidence_and_cleans_up(
+    fake: Fake, number: signal.Signals, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = getattr(Cluster, moment)
+
+    def interrupted(*arguments: object) -> object:
+        method(*arguments)
+        return signal.raise_signal(number)
+
+    monkeypatch.setattr(Cluster, moment, interrupted)
+    if number == signal.SIGTERM:
+        with pytest.raises(SystemExit, match="143"):
+            fake.run()
+    else:
+        assert fake.run()["code"] == {"code": 130}
+    results = {result["case"]: result for result in json.loads((fake.folder / "results.json").read_text())}
+    first = results.pop("no-fault")
+    assert {result["result"] for result in results.values()} == {"not run"}
+    if moment == "end_of":
+        assert (first["result"], first["why"]) == ("failed", "interrupted")
+        assert list((fake.folder / "build").glob("cluster-test-*/no-fault/events.txt"))
+    assert any(verb.startswith("create") for verb in fake.verbs)
+    assert fake.state["namespace"] is None
+
+
+def test_a_defect_of_the_test_itself_cleans_up(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cluster, "mlflow_runs", lambda self, run: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        fake.run(only="no-fault")
+    assert list((fake.folder / "build").glob("cluster-test-*/no-fault/events.txt"))
+    assert fake.state["namespace"] is None
+
+
+def test_a_case_brings_its_reference(fake: Fake) -> None:
+    results = fake.run(only="elastic")
+    assert list(results) == ["code", "exact-one-process", "elastic"]
+    assert results["elastic"]["result"] == "passed"
+
+
+def test_the_time_limit_is_kept(fake: Fake) -> None:
+    results = fake.run("--limit", "0", only="no-fault")
+    assert results["no-fault"]["why"] == "the test waited too long for the Job to complete"
+
+
+@pytest.mark.parametrize("words", [["--only", "drained"], ["--image", "x"], []])
+def test_a_wrong_request_is_refused(words: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        on_cluster.main(words)
+
+
+def test_every_case_renders_valid_manifests(capsys: pytest.CaptureFixture[str]) -> None:
+    code = on_cluster.main(["--dry-run", "--render", "--cpu --single-node"])
+    out = capsys.readouterr().out
+    assert (code, out.splitlines()[-1]) == (0, "all manifests are valid"), out
+    assert len(out.splitlines()) == len(on_cluster.CASES) + 1
+
+
+def test_list_names_every_case(capsys: pytest.CaptureFixture[str]) -> None:
+    assert on_cluster.main(["--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(on_cluster.CASES)
