@@ -20,6 +20,7 @@ from pipeline.errors import TemporaryError
 from pipeline.record import lock
 from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.folder import RunFolder
+from pipeline.record.journal import Journal, read
 
 HOLD = """\
 import sys
@@ -208,7 +209,7 @@ def test_a_lock_whose_file_another_process_has_rewritten_is_lost(tmp_path: Path)
     own.take(0)
     assert own.is_ours()
     with open(tmp_path / "lock", "r+b") as file:
-        file.write(b"process 1")
+        file.write(b"another process")
         file.flush()
         assert not own.is_ours()
     own.drop()
@@ -231,6 +232,67 @@ def test_a_checkpoint_is_not_renamed_once_the_folder_is_taken_over(tmp_path: Pat
     assert not list(tmp_path.glob("step-*"))
 
 
+def test_what_a_frozen_holder_still_writes_goes_to_a_file_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    old = Journal(path, pytest.fail)
+    old.log_event("before")
+    new = Journal(path, pytest.fail)
+    assert new.run_id == old.run_id
+    before = path.read_bytes()
+    old.log_event("after")
+    assert path.read_bytes() == before
+    new.log_event("next")
+    assert [row["event"] for row, _ in read(path)] == ["created", "before", "next"]
+
+
+FAILURE = """\
+from pipeline.errors import StorageError
+from pipeline.record.terminal import make_terminal
+from pipeline.train.session import _saving_failure
+with _saving_failure(folder, "request", make_terminal(is_main=False)):
+    raise StorageError("why")
+"""
+HANG = """\
+import time
+from pipeline.guards.signals import StopRequest
+from pipeline.guards.watchdog import Watchdog
+Watchdog(0, folder.path / "hang-rank-1.txt", 1, StopRequest(), folder.check_ours).start()
+time.sleep(60)
+"""
+SENDING = """\
+from pipeline.config.load import load
+from pipeline.record.mlflow.delivery import Delivery
+Delivery(folder, load("digits", []), "http://127.0.0.1:9", 1).deliver()
+"""
+
+
+@pytest.mark.parametrize(
+    ("taken", "program"),
+    [("lock", FAILURE), ("lock", HANG), ("lock", SENDING), ("mlflow.lock", SENDING)],
+    ids=["failure", "hang", "sending for another", "sending beside another"],
+)
+def test_other_processes_of_a_run_that_was_taken_over_end_before_they_write(
+    tmp_path: Path, taken: str, program: str
+) -> None:
+    (tmp_path / "lock").write_text("process 1 on one since 2026-01-01 00:00:00\n")
+    prepare = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from pipeline.record.folder import RunFolder\n"
+        "folder = RunFolder(Path(sys.argv[1]))\n"
+        "folder.join_holder()\n"
+        "folder.sender_lock.take(0)\n"
+        "new = folder.path / 'new'\n"
+        "new.write_text('process 2 on another since 2026-01-02 00:00:00')\n"
+        "new.rename(folder.path / sys.argv[2])\n"
+    )
+    command = [sys.executable, "-c", prepare + program, str(tmp_path), taken]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 75, done.stderr
+    assert "was taken over by process 2 on another since 2026-01-02 00:00:00: " in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"lock", "mlflow.lock"}
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
     run = job(tmp_path_factory.mktemp("uninterrupted") / "run", digits)
@@ -250,7 +312,7 @@ def contents(folder: Path) -> dict[str, tuple[int, int, bytes]]:
 
 
 @pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.full) for number in range(1, 5))])
-@pytest.mark.parametrize("phase", ["training", "save"])
+@pytest.mark.parametrize("phase", ["save", pytest.param("training", marks=pytest.mark.full)])
 def test_a_run_that_was_taken_over_in_training_writes_nothing_when_it_returns(
     tmp_path: Path, digits: Path, uninterrupted: Job, phase: str, number: int
 ) -> None:
@@ -307,6 +369,7 @@ def taken_over(old: Job, steps: int) -> Job:
     return new
 
 
+@pytest.mark.full
 def test_a_run_that_was_paused_for_long_goes_on_if_nobody_took_it_over(
     tmp_path: Path, digits: Path, uninterrupted: Job
 ) -> None:
@@ -323,7 +386,7 @@ def test_a_run_that_was_paused_for_long_goes_on_if_nobody_took_it_over(
 
 @pytest.mark.full
 def test_mlflow_gets_each_point_once_if_a_frozen_sender_is_replaced_and_returns(tmp_path: Path, digits: Path) -> None:
-    old = job(tmp_path / "run", digits, "track.uri=auto", "train.epochs=20").start()
+    old = job(tmp_path / "run", digits, "track.uri=auto", "train.epochs=8").start()
     old.wait_until((tmp_path / "run/mlflow.json").exists, "first delivery")
     new = taken_over(old, 1)
     assert new.wait().code == 0, new.log()
@@ -335,28 +398,3 @@ def test_mlflow_gets_each_point_once_if_a_frozen_sender_is_replaced_and_returns(
         (m.step, m.key, m.value) for key in run.data.metrics for m in client.get_metric_history(run.info.run_id, key)
     ]
     assert sorted(sent) == sorted(new.journal(""))
-
-
-@pytest.mark.parametrize("is_taken", ["lock", "mlflow.lock"])
-def test_a_sender_ends_before_it_sends_if_another_has_its_place(tmp_path: Path, is_taken: str) -> None:
-    program = (
-        "import sys\n"
-        "from pathlib import Path\n"
-        "from pipeline.config.load import load\n"
-        "from pipeline.record.folder import RunFolder\n"
-        "from pipeline.record.mlflow.delivery import Delivery\n"
-        "from pipeline.record.mlflow.sync import _lock_sending\n"
-        "path = Path(sys.argv[1])\n"
-        "(path / 'lock').write_text('process 1')\n"
-        "folder = RunFolder(path)\n"
-        "folder.join_holder()\n"
-        "_lock_sending(folder)\n"
-        "(path / 'other').write_text('process 2')\n"
-        "(path / 'other').rename(path / sys.argv[2])\n"
-        "Delivery(folder, load('digits', []), 'http://127.0.0.1:9', 1).deliver()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path), is_taken], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 75
-    assert "was taken over by process 2: this process writes nothing more and exits" in done.stderr

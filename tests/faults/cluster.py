@@ -18,12 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
-import yaml
 from engine import docker
 from harness import SMALL, Job, children, command_line, environment, kill, read_rows, variable
 
-from faults.pods import Pods
-from pipeline.deploy.k8s import RenderOptions, render
+from faults.pods import Pods, rendered
 from pipeline.deploy.rehearse import LABEL
 
 EVERY = 7
@@ -153,16 +151,12 @@ class Processes(Cluster):
 
 
 class Namespaces(Cluster):
-    """The pods of the rendered Job, one process each; `Pods` simulates the Job controller."""
+    """The pods of the rendered Job as processes; `Pods` simulates the Job controller."""
 
     kinds: ClassVar = {"one rank": "A1", "node 0": "G3", "another node": "G3", "cut": "G1"}
 
     def __init__(self, folder: Path, digits: Path, nodes: int, *words: str) -> None:
-        request = RenderOptions(
-            nodes=nodes, gpus=0, overrides=(*WORDS, f"data.root={digits}", "data.workers=1", *words)
-        )
-        documents = [document for text in render(request).values() for document in yaml.safe_load_all(text)]
-        self.pods = Pods(documents, folder)
+        self.pods = Pods(rendered(digits, *WORDS, *words, nodes=nodes), folder)
         self.pods.job["spec"]["backoffLimit"] *= 10  # a test loses more nodes than the Job tolerates
         self.run = self.pods.run
 
@@ -188,7 +182,7 @@ class Namespaces(Cluster):
 
     def wait(self) -> str:
         assert self._wait_for_end() == 0, self.log()
-        return _done_line(self.run)
+        return done_line(self.run)
 
     def close(self) -> None:
         self.pods.__exit__()
@@ -240,7 +234,7 @@ class Containers(Cluster):
     def wait(self) -> str:
         assert self._process
         assert self._process.wait(600) == 0, self.log()
-        return _done_line(self.run)
+        return done_line(self.run)
 
     def close(self) -> None:
         if self._process:
@@ -259,6 +253,7 @@ class Containers(Cluster):
         return next(name for name in names if re.fullmatch(rf"rehearsal-\w+-{node}", name))
 
 
-def _done_line(run: Job) -> str:
+def done_line(run: Job) -> str:
+    """Return the `done` line that the journal of a finished run keeps."""
     (line,) = {row["line"] for row in read_rows(run.folder / "journal.jsonl") if row.get("status") == "FINISHED"}
     return str(line)

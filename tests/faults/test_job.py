@@ -5,22 +5,16 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 from harness import kill, pipeline
-from manifests import Document, request_of
+from manifests import request_of
 
-from faults.pods import Pods, missing
-from pipeline.deploy.k8s import RenderOptions, render
+from faults.pods import Pods, missing, rendered
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
 
-def documents(digits: Path, *words: str, nodes: int = 2) -> list[Document]:
-    small = ("model.arch=shufflenet_v2_x0_5", "batch.global=48", "run.deterministic=true", "run.trace=true",
-             "data.workers=1", "checkpoint.every=5 steps", "evaluate.every=1000 epochs",
-             f"data.root={digits}")  # fmt: skip
-    request = RenderOptions(nodes=nodes, gpus=0, overrides=(*small, *words))
-    return [document for text in render(request).values() for document in yaml.safe_load_all(text)]
+WORDS = ("model.arch=shufflenet_v2_x0_5", "batch.global=48", "run.deterministic=true", "run.trace=true",
+         "checkpoint.every=5 steps", "evaluate.every=1000 epochs")  # fmt: skip
 
 
 @pytest.mark.full
@@ -28,7 +22,7 @@ def documents(digits: Path, *words: str, nodes: int = 2) -> list[Document]:
 def test_a_permanent_network_cut_ends_both_sides(tmp_path: Path, digits: Path) -> None:
     limit = 15
     words = ("train.max_steps=5000", "train.epochs=1000", f"run.timeout={limit}")
-    with Pods(documents(digits, *words), tmp_path / "cut") as pods:
+    with Pods(rendered(digits, *WORDS, *words), tmp_path / "cut") as pods:
         pods.start()
         pods.wait_for_step(8)
         pods.partition(1)
@@ -52,7 +46,7 @@ def test_a_permanent_network_cut_ends_both_sides(tmp_path: Path, digits: Path) -
 )  # fmt: skip
 def test_a_wrong_recipe_fails_the_job_at_once(tmp_path: Path, digits: Path, given: str, edited: str, says: str) -> None:
     # `render` refuses these words, so somebody has edited the manifests
-    wrong = [json.loads(json.dumps(document).replace(given, edited)) for document in documents(digits)]
+    wrong = [json.loads(json.dumps(document).replace(given, edited)) for document in rendered(digits, *WORDS)]
     with Pods(wrong, tmp_path / "wrong") as pods:
         started = time.monotonic()
         assert pods.start().wait() == 2
@@ -65,7 +59,7 @@ def test_a_wrong_recipe_fails_the_job_at_once(tmp_path: Path, digits: Path, give
 @pytest.mark.fault("G3", ci=1, long=10)
 def test_a_late_peer_does_not_fail_the_job(tmp_path: Path, digits: Path) -> None:
     words = ("train.max_steps=4",)
-    with Pods(documents(digits, *words), tmp_path / "late") as pods:
+    with Pods(rendered(digits, *WORDS, *words), tmp_path / "late") as pods:
         pods.name_all(without=(0,))
         pods.start_pod(1)
         time.sleep(4)
@@ -79,7 +73,7 @@ def test_a_late_peer_does_not_fail_the_job(tmp_path: Path, digits: Path) -> None
 @pytest.mark.fault("I1")
 def test_a_loss_that_is_not_finite_fails_the_job_after_one_attempt(tmp_path: Path, digits: Path) -> None:
     words = ("optimizer.lr=1e6", "schedule.warmup=0")
-    with Pods(documents(digits, *words), tmp_path / "nan") as pods:
+    with Pods(rendered(digits, *WORDS, *words), tmp_path / "nan") as pods:
         assert pods.start().wait() == 3
         assert len(pods.run.starts()) == 1, "it is not restarted"
         assert "not finite" in pods.logs() or "the loss is" in pods.logs()
@@ -89,7 +83,7 @@ def test_a_loss_that_is_not_finite_fails_the_job_after_one_attempt(tmp_path: Pat
 @pytest.mark.fault("A8")
 def test_a_second_job_in_the_same_run_folder_is_refused(tmp_path: Path, digits: Path) -> None:
     words = ("train.max_steps=5000", "train.epochs=1000")
-    with Pods(documents(digits, *words), tmp_path / "first") as pods:
+    with Pods(rendered(digits, *WORDS, *words), tmp_path / "first") as pods:
         pods.start()
         pods.wait_for_step(3)
         recipe = pods.folder / "recipe/recipe.yaml"
