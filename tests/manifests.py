@@ -212,7 +212,7 @@ def _recovery(documents: list[Document], job: Document) -> Iterator[str]:
         yield "the recovery leaves a lost node as fast as the trainers"
     policy = one(documents, "NetworkPolicy", "recovery")["spec"]
     if policy["podSelector"] != {"matchLabels": {"app": "recovery"}} or policy["egress"] != [
-        {"ports": [{"port": 443}, {"port": 6443}]}
+        {"ports": [{"port": number} for number in (443, 6443, 8443, 16443)]}
     ] or "ingress" in policy:  # fmt: skip
         yield "the recovery reaches the API server, and nobody reaches the recovery"
 

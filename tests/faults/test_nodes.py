@@ -1,4 +1,4 @@
-"""What a cluster does to the nodes of a Job: power loss, eviction, suspension, loss at the end."""
+"""A cluster's faults, in the nodes of a Job: power loss, eviction, suspension, loss at the end."""
 
 import hashlib
 import random
