@@ -80,6 +80,12 @@ def test_a_silent_node_ends_the_round_and_the_others_continue_when_they_have_sto
     assert membership.update(found, heard + 3).members == (1, 3)
 
 
+def test_a_node_that_was_just_killed_is_not_in_the_next_round() -> None:
+    membership, found = Membership(LEADER, [2]), nodes(3, now=20)
+    found[2] = replace(found[2], heard=12)
+    assert membership.update(found, 20).members == (1, 3)
+
+
 def test_an_agent_that_never_comes_back_is_not_waited_for_without_end() -> None:
     membership, found = Membership(LEADER, [1, 2]), nodes(2)
     membership.update(found, 0)

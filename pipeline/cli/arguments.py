@@ -138,11 +138,12 @@ def positive_int(text: str) -> int:
 
 def count_or_range(text: str) -> tuple[int | None, int]:
     """Return (MIN, MAX) of MIN:MAX, or (None, N) of N."""
-    low, _, high = text.rpartition(":")
-    limits = [positive_int(part) for part in (low, high) if part]
-    if limits != sorted(limits) or ":" in (text[:1], text[-1:]):
+    if ":" not in text:
+        return None, positive_int(text)
+    low, high = (int(part) if part.isdecimal() else 0 for part in text.split(":", 1))
+    if not 0 < low <= high:
         raise argparse.ArgumentTypeError(f"{text!r} is not MIN:MAX with MIN at most MAX, such as 1:4")
-    return (limits[0] if low else None), limits[-1]
+    return (low if low < high else None), high
 
 
 def share(text: str) -> float:

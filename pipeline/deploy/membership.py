@@ -11,6 +11,7 @@ LOST_S = 30.0
 """Seconds without a heartbeat after which a node is lost. A network may be cut for less."""
 STOPPING_S = 120.0
 """Seconds in which the agents of a round that is over come back. torchrun gives ranks 30 s."""
+_FRESH_S = 5.0  # without a heartbeat: a node that was just killed must not be in the next round
 _SETTLE_S = 10.0  # for more nodes to come, before a round smaller than the largest forms or ends for them
 
 
@@ -103,7 +104,7 @@ class Membership:
         last = self.round
         stopping = [key for key in last.members if key in present and present[key].round == last.number
                     and not present[key].is_waiting]  # fmt: skip
-        here = {key: node for key, node in present.items() if node.is_waiting}
+        here = {key: node for key, node in present.items() if node.is_waiting and now - node.heard <= _FRESH_S}
         count = self._largest(len(here))
         if self._leader not in here or not count:
             return ()
@@ -112,12 +113,11 @@ class Membership:
         if count < self._allowed[-1] and (is_stopping or not is_settled):
             return ()
 
-        def order(key: int) -> tuple[object, ...]:
+        def name(key: int) -> tuple[object, ...]:
             return key != self._leader, _natural(here[key].host), key
 
-        kept = sorted(here, key=lambda key: (key not in last.members, *order(key)))
-        kept.sort(key=lambda key: key != self._leader)  # stable: the leader, then earlier members
-        return tuple(sorted(kept[:count], key=order))
+        preferred = sorted(here, key=lambda key: (key != self._leader, key not in last.members, name(key)))
+        return tuple(sorted(preferred[:count], key=name))
 
     def _largest(self, count: int) -> int:
         """Return the largest allowed number of nodes up to `count`, or 0."""

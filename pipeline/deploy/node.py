@@ -20,13 +20,13 @@ SHUTDOWN_TIMEOUT_S = 90
 """Longer than a step and a save, shorter than the grace period of a container."""
 MAX_RESTARTS = 20
 """Restarts of the ranks by torchrun while their nodes stay alive."""
-ELASTIC_RESTARTS = 1000
+ELASTIC_RESTARTS = 100
 """The same if nodes come and go: torchrun counts a restart when a peer was drained."""
 
 
-def max_replacements(nodes: int) -> int:
-    """Return how many nodes of a job may fail. The loss of node 0 ends, and counts, all of them."""
-    return 10 * nodes
+def max_replacements(nodes: int, min_nodes: int | None = None) -> int:
+    """Return how many nodes of a job may fail. Those of an elastic job come and go."""
+    return (100 if min_nodes else 10) * nodes
 
 
 def memory_gib(gpus: int, nproc: int) -> int:
@@ -82,6 +82,9 @@ def environment(
         "PET_RDZV_ENDPOINT": f"{host_name(0)}:{PORT}",
         "PET_RDZV_ID": JOB,
         "PET_RDZV_CONF": ",".join(options),
+        # all nodes have as many processes: their agents need not tell each other
+        "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
+        "PIPELINE_FINISHED": "/tmp/finished",  # written by the preflight of a run that is finished
         "PET_MAX_RESTARTS": str(ELASTIC_RESTARTS if is_elastic else MAX_RESTARTS),
         **shared,
     }

@@ -124,7 +124,7 @@ class Cluster:
             self._start_node(node)
         faults = sorted(self._request.faults, key=lambda fault: fault.step)
         codes: dict[int, int] = {}
-        replaced, limit = 0, node_settings.max_replacements(self._request.num_nodes)
+        replaced, limit = 0, node_settings.max_replacements(self._request.num_nodes, self._request.min_nodes)
         deadline = math.inf
         while len(codes) < self._request.num_nodes:
             self._reconnect_nodes()
@@ -139,10 +139,9 @@ class Cluster:
             if isinstance(end, Exception) and not isinstance(end, TemporaryError):
                 raise end
             code = end if isinstance(end, int) else TemporaryError.code
-            if code == OK or 0 in codes:  # rank 0 leaves last: once node 0 has succeeded, the training is complete
+            if code == OK or OK in codes.values():  # once one node has succeeded, the training is complete
                 codes[node] = code
-                if node == 0:
-                    deadline = time.monotonic() + _LAST_NODES_S
+                deadline = min(deadline, time.monotonic() + _LAST_NODES_S)
             elif replaced == limit:
                 _log(f"node {node} exited with {code}, and {limit} nodes were replaced already: giving up")
                 return CRASH
@@ -157,8 +156,8 @@ class Cluster:
         return self._done_line or CRASH
 
     def _kill_others(self, codes: dict[int, int]) -> None:
-        """End the nodes that node 0, which has succeeded, left behind: they wait for it."""
-        for node, container in self._nodes.items():
+        """End the nodes that still wait for one that has succeeded."""
+        for node, container in list(self._nodes.items()):
             if node not in codes:
                 with contextlib.suppress(APIError):  # it may just have ended
                     container.kill()

@@ -23,6 +23,7 @@ import atexit
 import json
 import os
 import re
+import signal
 import socket
 import sys
 import threading
@@ -31,6 +32,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -41,6 +43,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from pipeline.deploy.membership import LOST_S, STOPPING_S, Membership, Node, alive
 from pipeline.errors import OK, RequestError, TemporaryError
@@ -48,15 +51,15 @@ from pipeline.errors import OK, RequestError, TemporaryError
 _BEAT_S = 1.0
 _CONNECT_S = 10.0
 _LOG_EVERY_S = 30.0
-_STORE_TIMEOUT = timedelta(seconds=300)
+_STORE_TIMEOUT = timedelta(seconds=60)
 _JOIN_TIMEOUT_S = 600
 _PORT = 29400  # torchrun's default
 # where torchrun's agents wait for each other after success (torch 2.14, `_exit_barrier`)
 _EXIT_BARRIER = "torchelastic/agent/terminal_state/last_member"
 
 
-@dataclass
-class _Own:
+@dataclass(frozen=True)
+class _AgentState:
     """The state of this agent, sent with each heartbeat."""
 
     is_waiting: bool = True
@@ -68,8 +71,9 @@ class _Own:
 class _Link:
     """A connection of this agent to the leader, or the leader itself. It lives until it is lost."""
 
-    def __init__(self, host: str, port: int, own: _Own, allowed: Sequence[int]) -> None:
-        self._host, self._port, self._own, self._allowed = host, port, own, allowed
+    def __init__(self, host: str, port: int, local_address: str | None, allowed: Sequence[int]) -> None:
+        self._host, self._port, self._local_address, self._allowed = host, port, local_address, allowed
+        self.state = _AgentState()
         self._store: TCPStore | None = None
         self.agent_store: TCPStore | None = None
         """A connection for torchrun: one that waits for a key blocks other threads."""
@@ -131,13 +135,15 @@ class _Link:
         self.key = self._store.add("nodes", 1)
         self._sent = 0
         self._nodes: dict[int, Node] = {}
+        self._master: tuple[str, int] | None = None
+        """Address for the process group of the current round, of which the leader has rank 0."""
         self._membership = Membership(self.key, self._allowed)
 
     def _beat(self) -> None:
         assert self._store is not None
-        own, self._sent = self._own, self._sent + 1
-        state = Node(socket.gethostname(), own.is_waiting, own.round, own.has_left, own.is_done, self._sent)
-        self._store.set(f"node/{self.key}", json.dumps(asdict(state)))
+        self._sent += 1
+        node = {"host": socket.gethostname(), "beat": self._sent, **asdict(self.state)}
+        self._store.set(f"node/{self.key}", json.dumps(node))
         if self.is_leader:
             self._store.set("round", json.dumps(self._lead()))
         answer = json.loads(self._store.get("round"))
@@ -163,16 +169,18 @@ class _Link:
         current = self._membership.update(nodes, now)
         if current.is_over and not before.is_over:
             _log(f"{current.reason}: all nodes stop their ranks and form a new world")
-            # an agent may wait there for a node that is lost; one that does not wait never looks
+            # release the agents that have succeeded, and wait there for a node that is lost
             self._store.set(f"{current.number}/{_EXIT_BARRIER}", "the round is over")
         elif current.number != before.number:
             hosts = ", ".join(nodes[key].host for key in current.members)
             count = len(current.members)
             _log(f"{count} node{'s train' if count > 1 else ' trains'}: {hosts}")
+            port: int = get_free_port()  # type: ignore[no-untyped-call]
+            self._master = self._local_address or socket.getfqdn(), port
         return {
             "number": current.number, "members": current.members, "over": current.is_over,
             "waiting": self._membership.waiting_for(nodes, now), "others": len(alive(nodes, now)) - 1,
-            "done": self._own.is_done, "beat": self._sent,
+            "master": self._master, "done": self.state.is_done, "beat": self._sent,
         }  # fmt: skip
 
 
@@ -184,13 +192,14 @@ class Rendezvous(RendezvousHandler):
         self._endpoint = parse_rendezvous_endpoint(parameters.endpoint, _PORT)
         self._allowed = _allowed_nodes(parameters)
         self._join_timeout_s = parameters.get_as_int("join_timeout", _JOIN_TIMEOUT_S) or _JOIN_TIMEOUT_S
-        self._own = _Own()
         self._link: _Link | None = None
-        self._lost_at: float | None = None
-        """When the main thread had to react to a lost leader, until it has."""
+        self._has_logged_loss = False
         self._is_closed = threading.Event()
         threading.Thread(target=self._guard, name="rendezvous-guard", daemon=True).start()
         atexit.register(self._leave)  # torchrun does not call `shutdown` after a signal
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _exit_on_signal)  # until torchrun starts ranks, and handles it
+        _exit_if_finished(self._endpoint[0])
 
     def get_backend(self) -> str:
         return "pipeline"
@@ -203,8 +212,9 @@ class Rendezvous(RendezvousHandler):
 
         Raises SystemExit: with 0 if the training is done, with 75 after join_timeout.
         """
-        self._own.is_waiting = True
-        self._lost_at = None
+        if self._link:
+            self._link.state = replace(self._link.state, is_waiting=True)
+        self._has_logged_loss = False
         started = logged = time.monotonic()
         while True:
             link = self._connected()
@@ -214,8 +224,10 @@ class Rendezvous(RendezvousHandler):
             if answer.get("done"):
                 _log("the training is done on the other nodes")
                 raise SystemExit(OK)
-            if answer and not answer["over"] and link.key in answer["members"] and answer["number"] > self._own.round:
-                break
+            if answer and not answer["over"]:
+                if link.key in answer["members"] and answer["number"] > link.state.round:
+                    break
+                started = now  # the others train: a spare node waits without limit
             waited = f"{now - started:.0f} s of {self._join_timeout_s} s"
             lacking = answer.get("waiting") or f"{self._endpoint[0]} ({link.error or 'no answer'})"
             if now - started > self._join_timeout_s:
@@ -223,12 +235,12 @@ class Rendezvous(RendezvousHandler):
             if now - logged >= _LOG_EVERY_S:
                 _log(f"waiting for {lacking}, {waited}")
                 logged = now
-        self._own.round, self._own.is_waiting = answer["number"], False
+        link.state = replace(link.state, round=answer["number"], is_waiting=False)
         link.send_now()
         assert link.agent_store is not None
         store = PrefixStore(str(answer["number"]), link.agent_store)
         rank, size = answer["members"].index(link.key), len(answer["members"])
-        return RendezvousInfo(store, rank, size, RendezvousStoreInfo.build(rank, store, self._local_address))
+        return RendezvousInfo(store, rank, size, RendezvousStoreInfo(*answer["master"]))
 
     def num_nodes_waiting(self) -> int:
         """Return 1 if this agent must stop its ranks and come to the next round, otherwise 0.
@@ -238,12 +250,12 @@ class Rendezvous(RendezvousHandler):
         link = self._link
         assert link is not None
         if link.is_lost:
-            if self._lost_at is None:
-                self._lost_at = time.monotonic()
+            if not self._has_logged_loss:
+                self._has_logged_loss = True
                 _log(f"{self._endpoint[0]} does not answer ({link.error or 'silent'}): stopping the ranks of this node")
             return 1
         answer = link.answer
-        return int(answer["over"] or answer["number"] > self._own.round)
+        return int(answer["over"] or answer["number"] > link.state.round)
 
     def is_closed(self) -> bool:
         return False
@@ -252,14 +264,25 @@ class Rendezvous(RendezvousHandler):
         pass
 
     def shutdown(self) -> bool:
-        """Leave. torchrun calls it in a `finally`: without an exception the training is done."""
-        self._own.is_done = sys.exc_info()[0] is None
+        """Leave. torchrun calls it in a `finally`: without an exception the ranks here are done.
+
+        The leader waits until the other nodes know that. Raises SystemExit with 75 in another node
+        that does not hear of it: the leader was lost, and may not have recorded the end.
+        """
         link, deadline = self._link, time.monotonic() + LOST_S
-        if link and link.is_leader and self._own.is_done:
+        if sys.exc_info()[0] is None and link:
+            link.state = replace(link.state, is_done=True)
             link.send_now()
-            with link.changed:  # until the others have read that it is done
-                while link.answer.get("others") and not link.is_lost and time.monotonic() < deadline:
+            with link.changed:
+                while not link.is_lost and time.monotonic() < deadline:
+                    if link.is_leader and not link.answer.get("others"):
+                        break
+                    if not link.is_leader and link.answer.get("done"):
+                        break
                     link.changed.wait(_BEAT_S)
+            if not link.is_leader and not link.answer.get("done"):
+                self._leave()
+                _exit(TemporaryError(f"{self._endpoint[0]} was lost before it recorded the end: start this node again"))
         self._leave()
         return True
 
@@ -269,16 +292,15 @@ class Rendezvous(RendezvousHandler):
             if self._link is not None:
                 if self._link.is_leader:
                     _exit_now(f"the rendezvous of this node failed ({self._link.error or 'silent'})")
-                self._own.has_left = True  # the old link says so, if it is ever heard again
+                self._link.state = replace(self._link.state, has_left=True)  # sent if the old leader comes back
                 self._link.close()
-                self._own = _Own()
-            self._link = _Link(*self._endpoint, self._own, self._allowed)
+            self._link = _Link(*self._endpoint, self._local_address, self._allowed)
         return self._link
 
     def _leave(self) -> None:
         self._is_closed.set()
-        self._own.has_left = True
         if self._link:
+            self._link.state = replace(self._link.state, has_left=True)
             self._link.close()
 
     def _guard(self) -> None:
@@ -289,7 +311,7 @@ class Rendezvous(RendezvousHandler):
             if now - last > LOST_S:
                 _exit_now(f"this node did not run for {now - last:.0f} s; its peers continue without it")
             link = self._link
-            if link and link.is_lost and not self._own.is_waiting and now - link._progress > LOST_S + STOPPING_S:
+            if link and link.is_lost and not link.state.is_waiting and now - link._progress > LOST_S + STOPPING_S:
                 _exit_now(f"{self._endpoint[0]} has not answered for {now - link._progress:.0f} s")
             last = now
 
@@ -318,6 +340,23 @@ def _is_this_machine(host: str) -> bool:
         return _matches_machine_hostname(host)
     except OSError:  # this machine's own name does not resolve yet
         return False
+
+
+def _exit_if_finished(host: str) -> None:
+    """Exit with 0 if the preflight of this pod found that the run is finished (`preflight.doctor`).
+
+    The other nodes may have ended for good, so that no round would ever form.
+    """
+    file = os.environ.get("PIPELINE_FINISHED")
+    if file and os.path.exists(file):
+        if _is_this_machine(host):
+            print(Path(file).read_text(), flush=True)
+        _log("the run is already finished")
+        raise SystemExit(OK)
+
+
+def _exit_on_signal(number: int, frame: object) -> NoReturn:
+    raise SystemExit(TemporaryError.code)
 
 
 def _log(line: str) -> None:

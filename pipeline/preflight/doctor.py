@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from pipeline import errors, world
@@ -110,9 +111,12 @@ def examine(
             build = partial(request.check_model_builds, config, plan, here, is_resumed=resume.is_resumed)
             report.run("model", build, lambda _: config.model.arch)
         report.run("GPUs", lambda: request.check_gpus_are_supported(config, here))
-        if endpoint := os.environ.get("PET_RDZV_ENDPOINT"):  # set if the job has several nodes
+        done_line = request.finished_line(plan, folder) if plan and resume else None
+        if (endpoint := os.environ.get("PET_RDZV_ENDPOINT")) and not done_line:  # set if the job has several nodes
             report.run("names", lambda: request.check_names_resolve(endpoint))
         answer = report.run("MLflow", lambda: _check_tracker(config, folder, is_node), fatal=config.track.required)
+        if is_node and report.error is None:
+            _tell_the_rendezvous(done_line)
         if not is_node:
             report.run("CPUs", lambda: machine.check_cpu_per_process(here), fatal=False)
             report.run("docker", machine.check_docker, fatal=False)
@@ -177,6 +181,14 @@ def _compare_nodes(config: Config, report: _Report) -> str:
         report.run("disk", lambda: gang.check_disk(nodes))
         report.run("end", lambda: check.finish(report.error is None))
     return f"no node of {check.size} is slow"
+
+
+def _tell_the_rendezvous(done_line: str | None) -> None:
+    """Write the `done` line for the rendezvous of this node, which then waits for no other node."""
+    file = os.environ.get("PIPELINE_FINISHED")
+    if file and done_line:
+        print(f"the run is finished: {done_line}", file=sys.stderr, flush=True)
+        Path(file).write_text(done_line)
 
 
 class _Resume(NamedTuple):

@@ -23,6 +23,7 @@ from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.plan import Plan, request_digest
 from pipeline.randomness import FIXED_ORDER_ALGORITHM
 from pipeline.record.folder import RunFolder
+from pipeline.record.journal import last_event
 from pipeline.record.sender import tracking_uri
 from pipeline.world import World
 
@@ -89,6 +90,12 @@ def check_config_is_compatible(config: Config, folder: RunFolder) -> None:
         before = _previous_config(folder)
         if before:  # otherwise `train.resume.find` compares with the configuration in the checkpoint
             refuse_changes(before, config)
+
+
+def finished_line(plan: Plan, folder: RunFolder) -> str | None:
+    """Return the `done` line of a run that is finished, otherwise None."""
+    end = last_event(folder.journal)
+    return end["line"] if end.get("status") == "FINISHED" and end["step"] >= plan.last_step else None
 
 
 def check_model_builds(config: Config, plan: Plan, here: World, *, is_resumed: bool) -> "dict[str, Tensor] | None":

@@ -344,6 +344,7 @@ class Pods:
             "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
             "HOME": str(self.folder),
             "MLFLOW_DISABLE_TELEMETRY": "true",
+            "PIPELINE_FINISHED": str(self.folder / f"{pod.namespace}-finished"),  # in a cluster in the pod's own /tmp
         }
         namespaces = ["ip", "netns", "exec", pod.namespace, "unshare", "--uts", "--pid", "--fork", "--kill-child"]
         set_name = ["--mount-proc", "sh", "-c", 'hostname "$0"; exec "$@"', pod.name.partition(".")[0]]

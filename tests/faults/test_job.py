@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import kill, pipeline
+from harness import kill, pipeline, read_rows
 from manifests import request_of
 
 from faults.pods import Pods, missing, rendered
@@ -95,3 +95,18 @@ def test_a_second_job_in_the_same_run_folder_is_refused(tmp_path: Path, digits: 
         for pod in (0, 1):
             for pid in pods.processes(pod):
                 kill(pid, 9)
+
+
+@pytest.mark.full
+@pytest.mark.fault("L3", ci=1, long=5)
+def test_node_0_lost_after_the_last_step_does_not_keep_the_job_from_completing(tmp_path: Path, digits: Path) -> None:
+    """Pod 1 may have succeeded for good: the preflight of the new pod 0 finds the finished run."""
+    with Pods(rendered(digits, *WORDS, "train.max_steps=6"), tmp_path / "end") as pods:
+        end = pods.start_and_watch(300)
+        journal = pods.run.folder / "journal.jsonl"
+        pods.wait_until(lambda: any(row.get("status") == "FINISHED" for row in read_rows(journal)), "end of rank 0")
+        pods.kill_pod(0)
+        assert end() == 0, pods.logs()
+        log = (pods.folder / "pod-0.log").read_text()
+    assert "the run is already finished" in log
+    assert "\ndone step=6 " in log
