@@ -33,15 +33,21 @@ class Fake:
     def step(self):
         return max((row.get("step", 0) for row in self.rows), default=0)
 
-    def start(self):
+    def start(self, nodes=None):
         """Append what a start writes: it resumes from the last checkpoint, one each 10 steps."""
         self.rows[:] = [row for row in self.rows if row.get("step", 0) <= self.step() // 10 * 10]
-        self.rows.append({"event": "started", "step": self.step()})
+        tags = {"world": nodes or self.job["nodes"], "processes_a_node": 1}
+        self.rows.append({"event": "started", "step": self.step(), "tags": tags})
 
     def advance(self):
         if not self.job or self.job["suspended"] or self.job["pods"] < self.job["nodes"] or self.end():
             return
         if not self.rows:
+            self.start()
+        if self.is_finished():  # the ranks leave, then the pods succeed
+            self.job["end"] = ["Complete", "CompletionsReached"]
+            return
+        if self.job.pop("smaller", False):
             self.start()
         for _ in range(ADVANCE // 2):
             if self.step() < STEPS:
@@ -51,17 +57,33 @@ class Fake:
         elif self.step() >= STEPS:
             weights = "sha256:" + self.quirks.get(f"weights of {self.job['run']}", "5a3e")
             self.rows.append({"event": "ended", "status": "FINISHED", "step": STEPS, "line": f"done weights={weights}"})
-            self.job["end"] = ["Complete", "CompletionsReached"]
             if self.state["mlflow"]:
                 self.state["sent"].append(self.job["run"])
 
     def end(self):
         return self.job.get("end")
 
+    def is_finished(self):
+        return any(row.get("status") == "FINISHED" for row in self.rows)
+
+    def has_succeeded(self, index):
+        is_first = self.job["run"] in self.quirks.get("peer ends first", [])
+        return bool(self.end()) or (is_first and index == 1 and self.is_finished())
+
     def replace(self, index):
-        """Give the index a new pod, with which training starts again."""
-        if not self.end():
-            self.job["generations"][index] += 1
+        """Give the index a new pod, with which training starts again.
+
+        An elastic job trains on the other node until then.
+        """
+        if self.has_succeeded(index):
+            return
+        self.job["generations"][index] += 1
+        if self.is_finished():
+            return
+        if self.job["is elastic"] and not self.quirks.get("never shrinks"):
+            self.start(nodes=1)
+            self.job["smaller"] = not self.quirks.get("never grows")
+        else:
             self.start()
 
     def pods(self, index=None):
@@ -71,10 +93,14 @@ class Fake:
         for i in range(self.job["pods"]):
             ended = {"terminated": {"exitCode": 0}}
             status = {
-                "phase": "Succeeded" if self.end() else "Running",
+                "phase": "Succeeded" if self.has_succeeded(i) else "Running",
                 "initContainerStatuses": [{"name": name, "state": ended} for name in self.job["init"]],
                 "containerStatuses": [
-                    {"name": "trainer", "restartCount": 1, "state": ended if self.end() else {"running": {}}}
+                    {
+                        "name": "trainer",
+                        "restartCount": 1,
+                        "state": ended if self.has_succeeded(i) else {"running": {}},
+                    }
                 ],
             }
             metadata = {"name": f"trainer-{i}-{self.job['generations'][i]}"}
@@ -107,11 +133,12 @@ class Fake:
         for document in documents:
             if document["kind"] == "ConfigMap" and document["metadata"]["name"] == "trainer":
                 self.state["run"] = document["data"]["RUN_DIR"].removeprefix("/runs/")
+                self.state["is elastic"] = ":" in document["data"]["PET_NNODES"]
             if document["kind"] == "Job" and document["metadata"]["name"] == "trainer":
                 spec = document["spec"]
                 self.job.update(
                     run=self.state["run"], nodes=spec["completions"], pods=spec["parallelism"], suspended=False,
-                    generations=[0] * spec["completions"], end=None,
+                    generations=[0] * spec["completions"], end=None, **{"is elastic": self.state["is elastic"]},
                     init=[container["name"] for container in spec["template"]["spec"]["initContainers"]],
                 )  # fmt: skip
             elif document["kind"] == "Job":
@@ -198,7 +225,7 @@ def main():
         name, equals, value = word.partition("=")
         if not word.startswith("--"):
             words.append(word)
-        elif equals or name in ("--ignore-not-found", "--timestamps", "--previous"):
+        elif equals or name in ("--ignore-not-found", "--timestamps", "--previous", "--force"):
             flags[name] = value
         else:
             flags[name] = rest.pop(0)

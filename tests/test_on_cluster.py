@@ -1,17 +1,21 @@
-"""tests/on_cluster.py with a fake kubectl: what it runs, judges, keeps and cleans up."""
+"""Run tests/on_cluster.py with a fake kubectl: test its commands, checks, evidence and clean-up.
+
+It handles signals, so it runs in a process of its own, with a time limit. A shell starts a command
+in the background (`pytest &`) with SIGINT ignored; that process resets it.
+"""
 
 import json
+import os
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import on_cluster
 import pytest
 import yaml
+from harness import SHARING
 from manifests import one
 from real_cluster import LABEL, Cluster
 
@@ -20,6 +24,17 @@ import pipeline as package
 REPOSITORY = Path(package.__file__).parents[1]
 NAMESPACE = "ddp-pipeline-test-1"
 KUBECTL = shutil.which("kubectl")
+PROGRAM = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.path.insert(0, sys.argv.pop(1))
+import on_cluster
+from real_cluster import Cluster
+from test_on_cluster import rendered
+on_cluster.POLL_S, on_cluster.render_texts = 0.0, rendered
+exec(sys.argv.pop(1))
+sys.exit(on_cluster.main(sys.argv[1:]))
+"""
 DARK = ("--freeze", "kubectl freeze {node}", "--thaw", "kubectl thaw {node}")
 
 
@@ -28,6 +43,7 @@ class Fake:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.out = self.error = ""
         self.set()
 
     def set(self, namespace: object = None, **quirks: object) -> None:
@@ -49,17 +65,27 @@ class Fake:
         """Return the calls as text, without the namespace."""
         return [" ".join(call["arguments"]).removeprefix(f"--namespace {NAMESPACE} ") for call in self.calls]
 
-    def run(self, *words: str, only: str = "") -> dict[str, dict[str, Any]]:
-        """Run on_cluster.py; return its results by case, and its exit code as `code`."""
+    def run(self, *words: str, only: str = "", change: str = "") -> dict[str, dict[str, Any]]:
+        """Run on_cluster.py; return its results by case, and its exit code as `code`.
+
+        change: statements that change the module `on_cluster` or the class `Cluster` before.
+        """
         file = self.folder / "results.json"
         cases = [word for name in only.split() for word in ("--only", name)]
         fixed = ("--image", "registry.example/t:1", "--mlflow-image", "registry.example/m:1", "--namespace", NAMESPACE)
-        code = on_cluster.main([*fixed, "--limit", "60", *cases, *words, "--json", str(file)])
-        return {"code": {"code": code}} | {result["case"]: result for result in json.loads(file.read_text())}
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, str(REPOSITORY / "tests"), change, *fixed, "--limit", "20", *cases, *words,
+             "--json", str(file)],
+            cwd=self.folder, capture_output=True, text=True, timeout=30 * SHARING, check=False, start_new_session=True,
+            stdin=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        )  # fmt: skip
+        self.out, self.error = done.stdout, done.stderr
+        assert file.exists(), done.stderr
+        return {"code": {"code": done.returncode}} | {result["case"]: result for result in json.loads(file.read_text())}
 
 
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
     """Return a fake cluster, whose manifests are those of k8s/ instead of rendered ones."""
     program = tmp_path / "bin/kubectl"
     program.parent.mkdir()
@@ -67,16 +93,11 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent), prepend=":")
     monkeypatch.setenv("FAKE_CLUSTER", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(on_cluster, "POLL_S", 0.0)
-    monkeypatch.setattr(on_cluster, "render_texts", rendered)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield Fake(tmp_path)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    return Fake(tmp_path)
 
 
 def rendered(*words: str) -> list[str]:
+    """Return the manifests of k8s/ in the test's namespace, changed as `words` ask."""
     if "--sync" in words:
         metadata = f"{{name: sync-{words[-1]}, namespace: {NAMESPACE}}}"
         return [f"apiVersion: batch/v1\nkind: Job\nmetadata: {metadata}\n"]
@@ -86,12 +107,14 @@ def rendered(*words: str) -> list[str]:
         job["template"]["spec"]["initContainers"].append({"name": "gang-check"})
     if words[-2:] == ("--nodes", "1"):
         job["completions"] = job["parallelism"] = 1
+    if words[-2:] == ("--nodes", "1:2"):
+        one(found, "ConfigMap", "trainer")["data"]["PET_NNODES"] = "1:2"
     return [yaml.safe_dump_all(found).replace("ddp-pipeline\n", f"{NAMESPACE}\n")]
 
 
-def test_every_case_passes_on_a_cluster_that_keeps_the_promises(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_case_passes_on_a_cluster_that_keeps_the_promises(fake: Fake) -> None:
     results = fake.run(*DARK)
-    assert results.pop("code") == {"code": 0}, capsys.readouterr().out
+    assert results.pop("code") == {"code": 0}, fake.out
     assert list(results) == list(on_cluster.CASES)
     assert {result["result"] for result in results.values()} == {"passed"}
     assert {result["weights"] for result in results.values()} == {"sha256:5a3e"}
@@ -101,8 +124,11 @@ def test_every_case_passes_on_a_cluster_that_keeps_the_promises(fake: Fake, caps
         "no-fault", "evicted-while-waiting", "peer-lost-at-the-end", "mlflow-away-at-the-end", "gang-check",
         "exact-one-process",
     }  # fmt: skip
-    table = capsys.readouterr().out.split("case  ")[1]
+    table = fake.out.split("case  ")[1]
     assert all(name in table for name in results)
+    assert "not run" not in table
+    assert "pod 1 was still running, deleted in" in results["peer-lost-at-the-end"]["why"]
+    assert results["elastic"]["why"] == "nodes of the later starts: 1, 2"
     assert not (fake.folder / "build").exists(), "evidence is for cases that fail"
     assert_only_its_namespace(fake)
     verbs = fake.verbs
@@ -157,6 +183,7 @@ def assert_only_its_namespace(fake: Fake) -> None:
 def test_the_real_kubectl_accepts_every_command(fake: Fake) -> None:
     fake.run(*DARK, only="rank-killed evicted suspended peer-lost-at-the-end mlflow-away-at-the-end dark-node-0")
     Cluster(NAMESPACE, fake.folder / "evidence").save_evidence("no-fault")
+    assert any("--force" in call["arguments"] for call in fake.calls)
     config = fake.folder / "config"
     cluster = {"name": "c", "cluster": {"server": "http://127.0.0.1:1"}}
     context = {"name": "c", "context": {"cluster": "c", "user": "u"}}
@@ -185,12 +212,42 @@ def test_without_commands_for_nodes_their_cases_are_listed_as_not_run(fake: Fake
         ("no-fault", "passed"), ("dark-node-0", "not run"),
     ]  # fmt: skip
     assert "--freeze and --thaw" in results["dark-node-0"]["why"]
+    assert fake.out.splitlines()[-1] == "not run: dark-node-0 (give --freeze and --thaw)"
 
 
-def test_a_namespace_that_no_test_made_is_refused_and_kept(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("runs", "result", "why"),
+    [
+        ([""], "passed", "pod 1 was still running"),
+        (["", "-2", "-3"], "failed", "not shown in 3 tries: pod 1 had ended before it could be deleted"),
+    ],
+)
+def test_a_peer_that_ended_before_it_was_deleted_shows_nothing(
+    fake: Fake, runs: list[str], result: str, why: str
+) -> None:
+    fake.set(peer_ends_first=[f"peer-lost-at-the-end{suffix}" for suffix in runs])
+    found = fake.run(only="peer-lost-at-the-end")["peer-lost-at-the-end"]
+    assert (found["result"], found["why"].startswith(why)) == (result, True), found
+    assert len([call for call in fake.calls if "--force" in call["arguments"]]) == (result == "passed")
+
+
+@pytest.mark.parametrize(
+    ("quirk", "why"),
+    [
+        ("never_shrinks", "no start on 1 node after the loss of pod 1: the later starts have [2] nodes"),
+        ("never_grows", "no start on 2 nodes after that on 1: the later starts have [1] nodes"),
+    ],
+)
+def test_a_job_that_is_not_elastic_fails_the_elastic_case(fake: Fake, quirk: str, why: str) -> None:
+    fake.set(**{quirk: True})
+    found = fake.run(only="elastic")["elastic"]
+    assert (found["result"], found["why"].startswith(why)) == ("failed", True), found
+
+
+def test_a_namespace_that_no_test_made_is_refused_and_kept(fake: Fake) -> None:
     fake.set(namespace={"metadata": {"name": NAMESPACE, "labels": {"team": "vision"}}})
     assert fake.run(only="no-fault")["code"] == {"code": 1}
-    assert f"namespace {NAMESPACE} exists and was not made by a test" in capsys.readouterr().err
+    assert f"namespace {NAMESPACE} exists and was not made by a test" in fake.error
     assert {verb.split()[0] for verb in fake.verbs} == {"get"}
 
 
@@ -200,10 +257,9 @@ def test_a_namespace_of_an_earlier_test_is_replaced(fake: Fake) -> None:
     assert sum(verb.startswith("delete namespace") for verb in fake.verbs) == 2
 
 
-def test_a_namespace_that_somebody_else_made_meanwhile_is_kept(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    owners = iter([None, "another test"])
-    monkeypatch.setattr(Cluster, "_owner", lambda self: next(owners))
-    assert fake.run(only="no-fault")["code"] == {"code": 0}
+def test_a_namespace_that_somebody_else_made_meanwhile_is_kept(fake: Fake) -> None:
+    change = "owners = iter([None, 'another test']); Cluster._owner = lambda self: next(owners)"
+    assert fake.run(only="no-fault", change=change)["code"] == {"code": 0}
     assert not any(verb.startswith("delete namespace") for verb in fake.verbs)
 
 
@@ -239,12 +295,9 @@ def test_a_failed_job_is_noticed_at_once_and_its_evidence_is_kept(fake: Fake) ->
         ({"lost": 2}, "MLflow has 0 points twice and lacks 2: [('train/loss', 2), ('train/loss', 4)]"),
     ],
 )
-def test_a_broken_promise_fails_its_case(
-    fake: Fake, quirks: dict[str, object], why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(on_cluster, "MLFLOW_S", 0)
+def test_a_broken_promise_fails_its_case(fake: Fake, quirks: dict[str, object], why: str) -> None:
     fake.set(**quirks)
-    results = fake.run(only="suspended")
+    results = fake.run(only="suspended", change="on_cluster.MLFLOW_S = 0")
     assert results["code"] == {"code": 1}
     failed = results["suspended" if "weights of suspended" in quirks else "no-fault"]
     assert (failed["result"], why in failed["why"]) == ("failed", True), failed
@@ -265,31 +318,25 @@ def test_a_node_is_thawed_even_if_the_freeze_fails(fake: Fake) -> None:
 
 def test_a_kubectl_command_that_fails_while_waiting_is_repeated(fake: Fake) -> None:
     fake.set(fails_each=6)
-    with pytest.MonkeyPatch.context() as patch:  # the first commands are not repeated
-        patch.setattr(Cluster, "make", lambda self, namespace: None)
-        patch.setattr(Cluster, "start", lambda self, documents: self.apply(documents))
-        patch.setattr(Cluster, "delete", lambda self: None)
-        assert fake.run(only="worker-deleted")["code"] == {"code": 0}
+    change = """
+Cluster.make = Cluster.delete = lambda *_: None  # the first commands are not repeated
+Cluster.start = Cluster.apply
+"""
+    assert fake.run(only="worker-deleted", change=change)["code"] == {"code": 0}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
 @pytest.mark.parametrize("moment", ["make", "end_of"])
-def test_a_signal_saves_the_evidence_and_cleans_up(
-    fake: Fake, number: signal.Signals, moment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    method = getattr(Cluster, moment)
-
-    def interrupted(*arguments: object) -> object:
-        method(*arguments)
-        return signal.raise_signal(number)
-
-    monkeypatch.setattr(Cluster, moment, interrupted)
-    if number == signal.SIGTERM:
-        with pytest.raises(SystemExit, match="143"):
-            fake.run()
-    else:
-        assert fake.run()["code"] == {"code": 130}
-    results = {result["case"]: result for result in json.loads((fake.folder / "results.json").read_text())}
+def test_a_signal_saves_the_evidence_and_cleans_up(fake: Fake, name: str, code: int, moment: str) -> None:
+    change = f"""
+method = Cluster.{moment}
+def interrupted(*arguments):
+    method(*arguments)
+    signal.raise_signal(signal.{name})
+Cluster.{moment} = interrupted
+"""
+    results = fake.run(change=change)
+    assert results.pop("code") == {"code": code}
     first = results.pop("no-fault")
     assert {result["result"] for result in results.values()} == {"not run"}
     if moment == "end_of":
@@ -299,10 +346,9 @@ def test_a_signal_saves_the_evidence_and_cleans_up(
     assert fake.state["namespace"] is None
 
 
-def test_a_defect_of_the_test_itself_cleans_up(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Cluster, "mlflow_runs", lambda self, run: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        fake.run(only="no-fault")
+def test_a_defect_of_the_test_itself_cleans_up(fake: Fake) -> None:
+    assert fake.run(only="no-fault", change="Cluster.mlflow_runs = lambda self, run: 1 / 0")["code"] == {"code": 1}
+    assert "ZeroDivisionError" in fake.error
     assert list((fake.folder / "build").glob("cluster-test-*/no-fault/events.txt"))
     assert fake.state["namespace"] is None
 

@@ -82,11 +82,13 @@ def test_a_suspended_job_resumes_with_the_same_bits(
 def test_a_peer_lost_at_the_end_does_not_keep_the_job_from_completing(
     tmp_path: Path, digits: Path, undisturbed: Job, seed: int, notes: Notes
 ) -> None:
+    """Odd seeds lose pod 1 in the 3 s before rank 0's end, even ones in the second after it."""
     draw = random.Random(seed)
     with Pods(manifests(digits), tmp_path / "job") as pods:
         end = pods.start_and_watch(300)
         if seed % 2:
-            pods.wait_for_step(STEPS - draw.randint(0, 25))
+            expected_end = _expected_end(pods, undisturbed)
+            time.sleep(max(0, expected_end - draw.uniform(0, 3) - time.monotonic()))
         else:
             pods.wait_until(lambda: _is_finished(pods.run), "end of rank 0")
             time.sleep(draw.uniform(0, 1))
@@ -120,6 +122,11 @@ def test_without_a_success_policy_the_replacement_of_a_lost_peer_looks_for_node_
 def test_a_pod_evicted_before_training_is_gone_in_seconds(
     tmp_path: Path, digits: Path, phase: str, seed: int, notes: Notes
 ) -> None:
+    """Evict pod 1 in preflight, while pod 0's name does not resolve, or while pod 0 is silent.
+
+    In the phase "rendezvous" evict pod 0, which hosts the rendezvous and waits there for pod 1.
+    Pod 1 has not started: no other pod waits.
+    """
     pod = 0 if phase == "rendezvous" else 1
     with Pods(manifests(digits), tmp_path / "job") as pods:
         if phase == "silent peer":
@@ -133,6 +140,23 @@ def test_a_pod_evicted_before_training_is_gone_in_seconds(
         notes.note("L4", seconds=seconds)
         assert seconds < 5 * SHARING, pods.logs()
         assert pods[pod].code != 0, "it must not count as a success"
+
+
+def _expected_end(pods: Pods, undisturbed: Job) -> float:
+    """Return when rank 0 should write its FINISHED row, on the clock of `time.monotonic`.
+
+    The pace of the first quarter gives the end of the last step. The time from there to the row,
+    with the evaluation and the last checkpoint, is that of the undisturbed run.
+    """
+    first = pods.wait_for_step(2)
+    began = time.monotonic()
+    last = pods.wait_for_step(STEPS // 4)
+    now = time.monotonic()
+    pace = (now - began) / (last - first)
+    journal = read_rows(undisturbed.folder / "journal.jsonl")
+    (finished,) = [row["time"] for row in journal if row.get("status") == "FINISHED"]
+    last_step = max(row["time"] for row in journal if "train/loss" in row.get("metrics", {}))
+    return now + pace * (STEPS - last) + (finished - last_step) / 1000
 
 
 def _is_finished(run: Job) -> bool:
