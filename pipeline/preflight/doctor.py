@@ -111,7 +111,7 @@ def examine(
             build = partial(request.check_model_builds, config, plan, here, is_resumed=resume.is_resumed)
             report.run("model", build, lambda _: config.model.arch)
         report.run("GPUs", lambda: request.check_gpus_are_supported(config, here))
-        done_line = request.finished_line(plan, folder) if plan and resume else None
+        done_line = request.finished_line(plan, folder) if is_node and plan and report.error is None else None
         if (endpoint := os.environ.get("PET_RDZV_ENDPOINT")) and not done_line:  # set if the job has several nodes
             report.run("names", lambda: request.check_names_resolve(endpoint))
         answer = report.run("MLflow", lambda: _check_tracker(config, folder, is_node), fatal=config.track.required)
