@@ -3,11 +3,14 @@
 import errno
 import fcntl
 import os
+import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+_PROCESS_TOKEN = secrets.token_hex(4)  # containers may have equal host names and process ids
 
 
 def temporary_sibling(path: Path, *, shared: bool = False) -> Path:
@@ -15,32 +18,37 @@ def temporary_sibling(path: Path, *, shared: bool = False) -> Path:
 
     shared: several processes may write `path` at the same time, so each gets its own name.
     """
-    owner = f".{socket.gethostname()}.{os.getpid()}" if shared else ""
+    owner = f".{socket.gethostname()}.{os.getpid()}.{_PROCESS_TOKEN}" if shared else ""
     return path.with_name(f".{path.name}{owner}")
 
 
 @contextmanager
-def replacing(path: Path, *, shared: bool = False) -> Iterator[Path]:
+def replacing(path: Path, *, shared: bool = False, check: Callable[[], None] = lambda: None) -> Iterator[Path]:
     """Yield a temporary sibling of `path`, and rename it to `path` if the block succeeds.
 
     If the block fails, the temporary file is removed and `path` does not change. Raises OSError.
-    shared: see `temporary_sibling`.
+    shared: see `temporary_sibling`. check: called before the block, and right before the file is
+    renamed; it may end the process.
     """
     temporary = temporary_sibling(path, shared=shared)
+    check()
     try:
         yield temporary
+        check()
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def atomic_write(path: Path, data: bytes, *, durable: bool = True, shared: bool = False) -> None:
+def atomic_write(
+    path: Path, data: bytes, *, durable: bool = True, shared: bool = False, check: Callable[[], None] = lambda: None
+) -> None:
     """Replace a file by `data`, completely or not at all. Raises OSError.
 
     durable: sync the data to the disk before the file gets its name. shared: see
-    `temporary_sibling`.
+    `temporary_sibling`. check: see `replacing`.
     """
-    with replacing(path, shared=shared) as temporary, open(temporary, "wb") as file:
+    with replacing(path, shared=shared, check=check) as temporary, open(temporary, "wb") as file:
         file.write(data)
         if durable:
             file.flush()

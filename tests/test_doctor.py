@@ -1,6 +1,7 @@
 """The doctor names each injected fault with its remedy before anything starts."""
 
 import json
+import os
 import resource
 import shutil
 import threading
@@ -204,6 +205,18 @@ def test_a_disk_without_room_for_the_checkpoints_is_named(small_disk: Path, digi
     ):
         checks.check_disk_speed(inputs.folder)
     assert list(small_disk.iterdir()) == []
+
+
+def test_the_disk_is_measured_also_if_another_process_removes_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sync(_: int) -> None:
+        for path in tmp_path.glob(".doctor-*"):
+            path.unlink()
+
+    monkeypatch.setattr(os, "fsync", sync)
+    assert min(checks.disk_speed(RunFolder(tmp_path))) > 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_images_that_cannot_be_decoded_are_named(tmp_path: Path, digits: Path) -> None:

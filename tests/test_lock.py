@@ -1,5 +1,6 @@
 """One start at a time writes in a run's folder, also if an earlier one is frozen and comes back."""
 
+import errno
 import fcntl
 import os
 import random
@@ -16,10 +17,12 @@ import pytest
 from harness import SMALL, Job, assert_each_sample_once, kill
 from mlflow import MlflowClient
 
+from pipeline import files
 from pipeline.errors import TemporaryError
+from pipeline.files import atomic_write
 from pipeline.record import lock
 from pipeline.record.checkpoint import CheckpointWriter
-from pipeline.record.folder import RunFolder
+from pipeline.record.folder import STARTED_BY_RUN, RunFolder
 from pipeline.record.journal import Journal, read
 
 HOLD = """\
@@ -69,7 +72,7 @@ class Holder:
         self.process.send_signal(signal.SIGSTOP)
 
     def end(self) -> tuple[int, str]:
-        """Let it go on, write and end; return its exit code and standard error."""
+        """Let it continue, write and end; return its exit code and standard error."""
         self.process.send_signal(signal.SIGCONT)
         _, error = self.process.communicate("\n", timeout=30)
         return self.process.returncode, error
@@ -104,41 +107,42 @@ def test_a_lock_that_is_refreshed_is_not_taken_over(tmp_path: Path, holder: Hold
     run = tmp_path / "run"
     age(run / "lock")
     started = time.monotonic()
-    with pytest.raises(TemporaryError, match=rf"is held by process {holder.process.pid} on .*, heard of \d+ s ago: "):
+    with pytest.raises(
+        TemporaryError, match=rf"is held by process {holder.process.pid} on .*, last refreshed \d+ s ago: "
+    ):
         RunFolder(run).hold()
     assert time.monotonic() - started < 5
     assert {path.name for path in run.iterdir()} == {"lock", "checkpoints"}
     assert holder.end() == (0, "")
 
 
-def test_a_frozen_holder_that_was_heard_of_keeps_its_lock(tmp_path: Path, holder: Holder) -> None:
+def test_a_frozen_holder_that_has_refreshed_its_lock_keeps_it(tmp_path: Path, holder: Holder) -> None:
     holder.stop()
     age(tmp_path / "run/lock", lock.STALE_S - 10)
-    with pytest.raises(TemporaryError, match=r"heard of 5\d s ago"):
+    with pytest.raises(TemporaryError, match=r"last refreshed 5\d s ago"):
         RunFolder(tmp_path / "run").hold()
     assert holder.end() == (0, "")
-    assert (tmp_path / "run/written").exists(), "it goes on as if nothing had happened"
+    assert (tmp_path / "run/written").exists(), "it continues as if nothing had happened"
 
 
 def test_a_lock_is_taken_over_from_a_frozen_holder_which_then_writes_nothing(
     tmp_path: Path, holder: Holder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    for name in (".receipt.json", "report/.index.html"):  # it was frozen while it wrote them
+    # it was frozen while it wrote two of these; another machine measures the disk with the third
+    for name in (".receipt.json", "report/.index.html", ".doctor-x"):
         (run / name).parent.mkdir(exist_ok=True)
         (run / name).touch()
     holder.stop()
     age(run / "lock")
     with held(run) as folder:
-        taken = (
-            rf"took over run.dir={run} from process {holder.process.pid} on .*, which has not been heard of for 9. s\n"
-        )
+        taken = rf"took over run.dir={run} from process {holder.process.pid} on .*, last refreshed 9. s ago\n"
         assert re.fullmatch(taken, capsys.readouterr().err)
         code, error = holder.end()
         assert code == 75
         assert error.startswith(f"pipeline: run.dir={run} was taken over by process {os.getpid()} on ")
         assert not folder.report.joinpath(".index.html").exists()
-        assert {path.name for path in run.iterdir()} == {"lock", "checkpoints", "report"}
+        assert {path.name for path in run.iterdir()} == {"lock", "checkpoints", "report", ".doctor-x"}
         folder.check_ours()
         with pytest.raises(TemporaryError, match=f"held by process {os.getpid()} "):
             in_another_process(lambda: RunFolder(run).hold())
@@ -179,7 +183,7 @@ def test_of_several_that_take_over_at_once_one_wins(tmp_path: Path, holder: Hold
 
 
 def test_a_lock_that_its_holder_does_not_refresh_is_never_taken_over(tmp_path: Path) -> None:
-    """Version 0.1 refreshes nothing, and would go on writing."""
+    """Version 0.1 refreshes nothing, and would continue to write."""
     path = tmp_path / "lock"
     path.write_text("process 7 on somewhere since 2026-01-01 00:00:00\n")
     age(path, 9999)
@@ -201,6 +205,27 @@ def test_a_process_beside_the_holder_notices_the_next_holder(tmp_path: Path) -> 
         assert not other.is_ours()
         (tmp_path / "lock").unlink()
         assert other.is_ours()
+        (tmp_path / "lock").mkdir()
+        assert not other.is_ours(), "a lock that cannot be read is not ours"
+        (tmp_path / "lock").rmdir()
+
+
+def test_a_holder_that_cannot_find_out_who_holds_its_lock_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with held(tmp_path / "run") as folder, monkeypatch.context() as patched:
+        patched.setattr(lock.os, "stat", fail)
+        patched.setattr(lock.os, "_exit", end)
+        with pytest.raises(SystemExit, match="75"):
+            folder.check_ours()
+    line = f"pipeline: run.dir={tmp_path}/run: its lock was lost or cannot be read: this process writes nothing more"
+    assert line in capsys.readouterr().err
 
 
 def test_a_lock_whose_file_another_process_has_rewritten_is_lost(tmp_path: Path) -> None:
@@ -232,17 +257,58 @@ def test_a_checkpoint_is_not_renamed_once_the_folder_is_taken_over(tmp_path: Pat
     assert not list(tmp_path.glob("step-*"))
 
 
-def test_what_a_frozen_holder_still_writes_goes_to_a_file_of_its_own(tmp_path: Path) -> None:
-    path = tmp_path / "journal.jsonl"
+def test_what_a_frozen_holder_still_writes_goes_to_a_file_of_its_own(tmp_path: Path, holder: Holder) -> None:
+    path = tmp_path / "run/journal.jsonl"
     old = Journal(path, pytest.fail)
     old.log_event("before")
-    new = Journal(path, pytest.fail)
-    assert new.run_id == old.run_id
-    before = path.read_bytes()
-    old.log_event("after")
-    assert path.read_bytes() == before
-    new.log_event("next")
-    assert [row["event"] for row, _ in read(path)] == ["created", "before", "next"]
+    holder.stop()
+    age(tmp_path / "run/lock")
+    with held(tmp_path / "run"):
+        new = Journal(path, pytest.fail)
+        assert new.run_id == old.run_id
+        before = path.read_bytes()
+        old.log_event("after")
+        assert path.read_bytes() == before
+        new.log_event("next")
+        assert [row["event"] for row, _ in read(path)] == ["created", "before", "next"]
+
+
+def test_a_restart_copies_no_journal(tmp_path: Path) -> None:
+    """A copy needs room on a disk that may be full, and the trace of a long run is large."""
+    path = tmp_path / "journal.jsonl"
+    for _ in range(2):
+        with held(tmp_path):
+            Journal(path, pytest.fail)
+            inode = path.stat().st_ino
+    with held(tmp_path):
+        assert path.stat().st_ino == inode
+        Journal(path, pytest.fail)
+        assert path.stat().st_ino == inode
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_file_is_not_replaced_once_the_folder_is_taken_over(tmp_path: Path, is_shared: bool) -> None:
+    path = tmp_path / "receipt.json"
+    path.write_text("old")
+
+    def check() -> None:
+        if temporary := list(tmp_path.glob(".*")):
+            assert temporary[0].read_text() == "new"
+            raise OSError("in place of the end of the process")
+
+    with pytest.raises(OSError, match="in place of"):
+        atomic_write(path, b"new", shared=is_shared, check=check)
+    assert path.read_text() == "old"
+
+
+def test_temporary_files_of_containers_with_equal_process_ids_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "step"
+    before = files.temporary_sibling(path, shared=True)
+    assert files.temporary_sibling(path, shared=True) == before
+    monkeypatch.setattr(files, "_PROCESS_TOKEN", "of another")
+    assert files.temporary_sibling(path, shared=True) != before
 
 
 FAILURE = """\
@@ -264,6 +330,34 @@ from pipeline.config.load import load
 from pipeline.record.mlflow.delivery import Delivery
 Delivery(folder, load("digits", []), "http://127.0.0.1:9", 1).deliver()
 """
+REPORT = """\
+import sys
+from pathlib import Path
+from pipeline.operate.report import report
+from pipeline.record import figures
+
+run = Path(sys.argv[1])
+
+def draw(path, journal):
+    path.write_bytes(b"a picture")
+    (run / "new").write_text("process 2 on another since 2026-01-02 00:00:00")
+    (run / "new").rename(run / "lock")
+
+figures.draw_curves = draw
+report(run)
+"""
+
+
+@pytest.mark.parametrize("is_of_run", [True, False])
+def test_a_report_that_a_run_draws_ends_once_the_run_is_taken_over(tmp_path: Path, is_of_run: bool) -> None:
+    (tmp_path / "lock").write_text("process 1 on one since 2026-01-01 00:00:00")
+    (tmp_path / "journal.jsonl").touch()
+    env = os.environ | ({STARTED_BY_RUN: "1"} if is_of_run else {})
+    command = [sys.executable, "-c", REPORT, str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == (75 if is_of_run else 0), done.stderr
+    assert ("was taken over by process 2 on another" in done.stderr) == is_of_run
+    assert any((tmp_path / "report").iterdir()) != is_of_run
 
 
 @pytest.mark.parametrize(
@@ -340,7 +434,7 @@ def test_all_ranks_of_a_run_that_was_taken_over_write_nothing(tmp_path: Path, di
 def taken_over(old: Job, steps: int) -> Job:
     """Freeze a run, have another start take it over and make `steps`; check what the old one does.
 
-    Return the new run, which goes on.
+    Return the new run, which continues.
     """
     frozen = old.processes()
     for pid in frozen:
@@ -370,7 +464,7 @@ def taken_over(old: Job, steps: int) -> Job:
 
 
 @pytest.mark.full
-def test_a_run_that_was_paused_for_long_goes_on_if_nobody_took_it_over(
+def test_a_run_that_was_paused_for_long_continues_if_nobody_took_it_over(
     tmp_path: Path, digits: Path, uninterrupted: Job
 ) -> None:
     run = job(tmp_path / "run", digits).start()

@@ -1,12 +1,13 @@
 """`pipeline report`: make a run's report/ from its folder, during or after it, on any machine."""
 
+import os
 import sys
 from pathlib import Path
 
 from pipeline.errors import RequestError, StorageError
 from pipeline.operate.inputs import check_run_folder
 from pipeline.record.figures import draw_report
-from pipeline.record.folder import RunFolder
+from pipeline.record.folder import STARTED_BY_RUN, RunFolder
 from pipeline.record.page import write_page
 
 
@@ -14,6 +15,8 @@ def report(path: Path) -> str:
     """Draw the pictures of a run and write its web page; return a line that names the files."""
     check_run_folder(path)
     folder = RunFolder(path)
+    if STARTED_BY_RUN in os.environ:
+        folder.join_holder()
     try:
         folder.journal.stat()
     except OSError as error:

@@ -19,7 +19,7 @@ from pipeline.config.schema import Config
 from pipeline.data.sources import Source
 from pipeline.errors import RequestError, StorageError, TemporaryError
 from pipeline.plan import Plan
-from pipeline.record.folder import RunFolder
+from pipeline.record.folder import SPEED_TEST_PREFIX, RunFolder
 from pipeline.world import World
 
 _MIB, _GIB = 2**20, 2**30
@@ -84,15 +84,18 @@ def disk_speed(folder: RunFolder) -> tuple[float, float]:
     place = folder.nearest_existing()
     start = time.perf_counter()
     try:
-        with tempfile.NamedTemporaryFile(prefix=".doctor-", dir=place) as file:
-            file.write(os.urandom(_WRITE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-            written = time.perf_counter()
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # read the disk, not the page cache
-            file.seek(0)
-            file.read()
-            read = time.perf_counter()
+        with tempfile.NamedTemporaryFile(prefix=SPEED_TEST_PREFIX, dir=place, delete=False) as file:
+            try:
+                file.write(os.urandom(_WRITE_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+                written = time.perf_counter()
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # read the disk, not the page cache
+                file.seek(0)
+                file.read()
+                read = time.perf_counter()
+            finally:
+                Path(file.name).unlink(missing_ok=True)  # another process may have removed it
     except OSError as error:
         problem = f"8 MiB cannot be written to {place} ({error.strerror})"
         raise StorageError(f"{problem}: make room, or give another run.dir") from None

@@ -5,6 +5,7 @@ beside the training (MLflow's sender) or after it (`pipeline report`). A figure 
 does not keep the others from being drawn.
 """
 
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.files import atomic_write
 from pipeline.record import predictions
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
@@ -42,7 +44,10 @@ _TILE_INCHES = 1.4
 
 
 def draw_report(folder: RunFolder, log: Callable[[str], None]) -> list[Path]:
-    """Draw every figure that the folder has data for into `report/`, and return the files."""
+    """Draw every figure that the folder has data for into `report/`, and return the files.
+
+    Each is drawn in a temporary folder, so that `report/` changes only after a check of the lock.
+    """
     report = folder.report
     report.mkdir(exist_ok=True)
     draws: dict[str, Callable[[Path], None]] = {"curves": partial(draw_curves, journal=folder.journal)}
@@ -55,7 +60,12 @@ def draw_report(folder: RunFolder, log: Callable[[str], None]) -> list[Path]:
     for name, draw in draws.items():
         path = report / f"{name}.png"
         try:
-            draw(path)
+            with tempfile.TemporaryDirectory() as scratch:
+                drawn = Path(scratch) / path.name
+                draw(drawn)
+                data = drawn.read_bytes() if drawn.exists() else b""
+            if data:
+                atomic_write(path, data, check=folder.check_ours)
         except (OSError, ValueError, KeyError) as error:
             log(f"{path.name} cannot be drawn: {error}")
         else:

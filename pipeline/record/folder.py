@@ -13,11 +13,16 @@ import time
 from pathlib import Path
 
 from pipeline.errors import RequestError, RunError, StorageError
+from pipeline.files import replacing
 from pipeline.record.lock import HeldLock
 
 _LOCK, _SENDER_LOCK = "lock", "mlflow.lock"
 _LOCKS = (_LOCK, _SENDER_LOCK, f".{_LOCK}.new", f".{_SENDER_LOCK}.new")
 _KEPT_AT_FRESH_START = (*_LOCKS, "index", "gang-check")  # held locks, the data's index, checked nodes
+SPEED_TEST_PREFIX = ".doctor-"
+"""Start of the name of a temporary file with which a machine measures the disk."""
+STARTED_BY_RUN = "PIPELINE_STARTED_BY_RUN"
+"""Environment variable of `pipeline report` if a run starts it: it then writes for that run."""
 _LOCK_PATIENCE_S = 2.0  # a holder that was just killed needs a moment to disappear
 
 
@@ -77,6 +82,7 @@ class RunFolder:
             is_new = not self.path.exists()
             if self._lock.take(_LOCK_PATIENCE_S):
                 self._remove_hidden_files()
+                self._copy_open_files()
             self._is_new = is_new
             self.checkpoints.mkdir(exist_ok=True)
         except OSError as error:
@@ -159,9 +165,26 @@ class RunFolder:
         """Remove the temporary files of a frozen process, which may still write to them."""
         for folder in (self.path, self.report, self.report / "data"):
             for path in folder.glob(".*"):
-                if path.name not in _LOCKS and not path.is_dir():
+                is_in_use = path.name in _LOCKS or path.name.startswith(SPEED_TEST_PREFIX)
+                if not is_in_use and not path.is_dir():
                     with contextlib.suppress(OSError):  # of another process that writes at this moment
                         path.unlink()
+
+    def _copy_open_files(self) -> None:
+        """Replace the files that a frozen process appends to by copies.
+
+        What it, or its NFS client, still writes goes to the old file.
+        """
+        for path in (self.journal, self.trace, self.sync_log):
+            if path.exists():
+                with (
+                    replacing(path, check=self.check_ours) as temporary,
+                    open(path, "rb") as old,
+                    open(temporary, "wb") as new,
+                ):
+                    shutil.copyfileobj(old, new)
+                    new.flush()
+                    os.fsync(new.fileno())
 
     def _new_aside(self) -> Path:
         stamp = time.strftime("before-%Y%m%d-%H%M%S")

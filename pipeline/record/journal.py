@@ -12,15 +12,12 @@ Rows: {"time": ms, "step": n, "metrics": {key: value}}, and events {"time": ms, 
 import json
 import math
 import os
-import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-from pipeline.files import replacing
 
 
 def read(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
@@ -57,16 +54,9 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, end: int) -> None:
-        """Open the file and cut it off at byte `end`: the rest is incomplete or out of date.
-
-        It becomes a new file: what a frozen process or NFS client still writes goes to the old one.
-        """
-        with replacing(path) as temporary:
-            if end:
-                shutil.copyfile(path, temporary)
-            self._file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            os.ftruncate(self._file, end)
-            os.fsync(self._file)
+        """Open the file and cut it off at byte `end`: the rest is incomplete or out of date."""
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        os.ftruncate(self._file, end)
         self.pending = b""
         """Bytes that the disk has not taken yet."""
 

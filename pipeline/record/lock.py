@@ -36,24 +36,26 @@ class HeldLock:
         """subject: what the holder holds. remedy: what to do while it does. Both for messages."""
         self._path, self._subject, self._remedy = path, subject, remedy
         self._descriptor: int | None = None
-        self._own: bytes | None = None
+        self._content: bytes | None = None
         """The file's contents as long as nobody else takes the lock."""
-        self._refreshed_at = 0.0
+        self._refreshed_at = (0.0, 0.0)
         self._dropped = threading.Event()
         self._thread: threading.Thread | None = None
 
     def take(self, patience_s: float) -> bool:
-        """Take the lock; return True if it had to be taken over from a holder that is not heard of.
+        """Take the lock; return True if it was taken over from a holder that does not refresh it.
 
         Makes the folder. Raises TemporaryError if another process holds the lock for `patience_s`
         seconds and refreshes it, RequestError if the file system has no locks, OSError if the file
         cannot be written.
         """
-        own = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}\n{_REFRESHED}\n".encode()
-        descriptor = self._acquire(own, patience_s)
+        content = (
+            f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}\n{_REFRESHED}\n".encode()
+        )
+        descriptor = self._acquire(content, patience_s)
         is_taken_over = descriptor is None
-        self._descriptor = self._take_over(own) if descriptor is None else descriptor
-        self._own, self._refreshed_at = own, _now()
+        self._descriptor = self._take_over(content) if descriptor is None else descriptor
+        self._content, self._refreshed_at = content, _read_clocks()
         self._dropped.clear()
         self._thread = threading.Thread(target=self._refresh, name="lock", daemon=True)
         self._thread.start()
@@ -67,11 +69,11 @@ class HeldLock:
         if self._thread:
             self._thread.join()
         os.close(self._descriptor)
-        self._descriptor = self._own = self._thread = None
+        self._descriptor = self._content = self._thread = None
 
     def join_holder(self) -> None:
         """Remember the process that holds the lock now: this process writes on its behalf."""
-        self._own = self._read() or None
+        self._content = self._read() or None
 
     def is_held(self) -> bool:
         """Return True if another process holds the lock, False also if there are no locks here."""
@@ -89,34 +91,44 @@ class HeldLock:
     def is_ours(self) -> bool:
         """Return False if another process has taken the lock since `take` or `join_holder`.
 
-        True if there is no file of that name: nobody can hold it without making one.
+        True if there is no file of that name: nobody can hold it without making one. False if the
+        file cannot be read for another reason: it may belong to another process.
         """
-        if self._own is None:
+        if self._content is None:
             return True
         if self._descriptor is None:
-            return self._read() in (self._own, b"")
-        is_known = True
-        if _now() - self._refreshed_at > 2 * REFRESH_S:  # it was frozen: an NFS client may have old attributes
-            is_known = self._touch()
+            try:
+                return self._path.read_bytes() == self._content
+            except FileNotFoundError:
+                return True
+            except OSError:
+                return False
+        # a process that was frozen asks the server: an NFS client may have old attributes
+        is_replaced = self._seconds_since_refresh() > 2 * REFRESH_S and not self._touch()
         try:
             named = os.stat(self._path)
-        except OSError:
+        except FileNotFoundError:
             return True
+        except OSError:
+            return False
         try:  # not by opening the file: closing that descriptor would drop the lock
             held = os.fstat(self._descriptor)
-            is_own = os.pread(self._descriptor, len(self._own) + 1, 0) == self._own
+            has_content = os.pread(self._descriptor, len(self._content) + 1, 0) == self._content
         except OSError:  # the NFS server has given the lock away (EIO) or has no such file any more (ESTALE)
             return False
-        return is_known and is_own and held.st_nlink > 0 and os.path.samestat(named, held)
+        return not is_replaced and has_content and held.st_nlink > 0 and os.path.samestat(named, held)
 
     def check(self) -> None:
         """End this process with exit code 75 if another one has taken the lock over."""
         if not self.is_ours():
-            line = f"{self._subject} was taken over by {self._holder()}: this process writes nothing more and exits"
+            # the holder may open the file here: it exits, so it need not keep the lock
+            is_other = self._read() not in (b"", self._content)
+            problem = f" was taken over by {self._holder()}" if is_other else ": its lock was lost or cannot be read"
+            line = f"{self._subject}{problem}: this process writes nothing more and exits"
             print(f"pipeline: {line}", file=sys.stderr, flush=True)
             os._exit(TemporaryError.code)
 
-    def _acquire(self, own: bytes, patience_s: float) -> int | None:
+    def _acquire(self, content: bytes, patience_s: float) -> int | None:
         """Return a locked descriptor of the file, or None if another process holds the lock."""
         while True:
             self._path.parent.mkdir(parents=True, exist_ok=True)  # a start that fails removes the folder that it made
@@ -124,7 +136,7 @@ class HeldLock:
             try:
                 is_locked = _lock_file(self._path, descriptor, patience_s)
                 if is_locked and _has_name(descriptor, self._path):  # it may have been removed or replaced meanwhile
-                    _write(descriptor, own)
+                    _write(descriptor, content)
                     return descriptor
             except BaseException:
                 os.close(descriptor)
@@ -133,7 +145,7 @@ class HeldLock:
             if not is_locked:
                 return None
 
-    def _take_over(self, own: bytes) -> int:
+    def _take_over(self, content: bytes) -> int:
         """Replace the file of a lock that is not refreshed, and return a locked descriptor.
 
         The new file is locked before it gets the name. Of several processes that try, one gets the
@@ -154,9 +166,9 @@ class HeldLock:
             os.utime(descriptor)
             age_s = max(0, round(os.fstat(descriptor).st_mtime - os.stat(self._path).st_mtime))
             if not is_refreshed or age_s < STALE_S:
-                heard_of = f", heard of {age_s} s ago" if is_refreshed else ""
-                raise TemporaryError(f"{problem}{heard_of}: {self._remedy}")
-            _write(descriptor, own)
+                refreshed = f", last refreshed {age_s} s ago" if is_refreshed else ""
+                raise TemporaryError(f"{problem}{refreshed}: {self._remedy}")
+            _write(descriptor, content)
             os.rename(candidate, self._path)
         except BaseException as error:
             candidate.unlink(missing_ok=True)
@@ -164,7 +176,7 @@ class HeldLock:
             if isinstance(error, OSError):
                 raise TemporaryError(f"{problem}: {self._remedy} ({error.strerror})") from None
             raise
-        line = f"took over {self._subject} from {holder}, which has not been heard of for {age_s} s"
+        line = f"took over {self._subject} from {holder}, last refreshed {age_s} s ago"
         print(line, file=sys.stderr, flush=True)
         return descriptor
 
@@ -176,13 +188,16 @@ class HeldLock:
     def _touch(self) -> bool:
         """Refresh the lock; return False if an NFS server says that its file has been replaced."""
         assert self._descriptor is not None
-        now = _now()
+        now = _read_clocks()
         try:
             os.utime(self._descriptor)  # not by name: that may be another process's file by now
         except OSError as error:
             return error.errno != errno.ESTALE
         self._refreshed_at = now
         return True
+
+    def _seconds_since_refresh(self) -> float:
+        return max(now - then for now, then in zip(_read_clocks(), self._refreshed_at, strict=True))
 
     def _read(self) -> bytes:
         """Return the file's contents, or b"". The holder must not: closing it drops the lock."""
@@ -216,12 +231,16 @@ def _has_name(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _write(descriptor: int, own: bytes) -> None:
+def _write(descriptor: int, content: bytes) -> None:
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, own, 0)
+    os.pwrite(descriptor, content, 0)
     os.utime(descriptor)
 
 
-def _now() -> float:
-    """Return seconds of a clock that runs on while the machine sleeps."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
+def _read_clocks() -> tuple[float, float]:
+    """Return the seconds of a clock that advances while the machine sleeps, and of the wall clock.
+
+    Both stand still while a hypervisor pauses a virtual machine. The wall clock shows the pause
+    once it is corrected, for example by NTP.
+    """
+    return time.clock_gettime(time.CLOCK_BOOTTIME), time.time()

@@ -48,7 +48,7 @@ def write_page(folder: RunFolder) -> Path:
     """Write the page of a run into its `report/`, and return the file. Raises OSError."""
     folder.report.mkdir(exist_ok=True)
     path = folder.report / FILE_NAME
-    atomic_write(path, render_page(folder).encode())
+    atomic_write(path, render_page(folder).encode(), check=folder.check_ours)
     return path
 
 

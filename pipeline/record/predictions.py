@@ -7,6 +7,7 @@ complete or absent.
 
 import io
 import zlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -98,11 +99,13 @@ def saved_evaluations(report: Path) -> list[Path]:
     return sorted((report / "data").glob("step-*.npz"))
 
 
-def save_evaluation(report: Path, step: int, evaluation: SavedEvaluation) -> None:
-    """Save an evaluation. Raises OSError if it cannot be written."""
+def save_evaluation(
+    report: Path, step: int, evaluation: SavedEvaluation, check: Callable[[], None] = lambda: None
+) -> None:
+    """Save an evaluation. Raises OSError if it cannot be written. check: see `files.replacing`."""
     classes, predictions = np.array(evaluation.classes), asdict(evaluation.predictions)
     path = evaluation_file(report, step)
-    _save(path, **predictions, classes=classes, shown=evaluation.mistakes, pixels=evaluation.pixels)
+    _save(path, check, **predictions, classes=classes, shown=evaluation.mistakes, pixels=evaluation.pixels)
 
 
 def load_evaluation(path: Path) -> SavedEvaluation:
@@ -115,9 +118,14 @@ def load_evaluation(path: Path) -> SavedEvaluation:
         raise ValueError(f"{path.name} is damaged ({error}): remove it, the next evaluation saves another") from None
 
 
-def save_augmented(report: Path, pixels: NDArray[np.uint8], captions: list[str]) -> None:
-    """Save the first training images as augmentation changed them. pixels: [K, 3, H, W]."""
-    _save(report / "data" / AUGMENTED_FILE, pixels=pixels, captions=np.array(captions))
+def save_augmented(
+    report: Path, pixels: NDArray[np.uint8], captions: list[str], check: Callable[[], None] = lambda: None
+) -> None:
+    """Save the first training images as augmentation changed them.
+
+    pixels: [K, 3, H, W]. check: see `files.replacing`.
+    """
+    _save(report / "data" / AUGMENTED_FILE, check, pixels=pixels, captions=np.array(captions))
 
 
 def load_augmented(report: Path) -> tuple[NDArray[np.uint8], list[str]]:
@@ -125,8 +133,8 @@ def load_augmented(report: Path) -> tuple[NDArray[np.uint8], list[str]]:
         return saved["pixels"], saved["captions"].tolist()
 
 
-def _save(path: Path, **arrays: Any) -> None:
+def _save(path: Path, check: Callable[[], None], **arrays: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)
-    atomic_write(path, buffer.getvalue())
+    atomic_write(path, buffer.getvalue(), check=check)

@@ -69,8 +69,7 @@ class Receipt:
         """Update the file. An error (a full disk, a damaged file) is logged; training continues."""
         try:
             text = self.text()
-            self._folder.check_ours()
-            atomic_write(self._folder.receipt, text.encode())
+            atomic_write(self._folder.receipt, text.encode(), check=self._folder.check_ours)
         except (OSError, ValueError, RunError) as error:
             log(f"receipt could not be written: {error}; the next evaluation or start tries again")
 

@@ -19,7 +19,6 @@ from pipeline.config.credentials import without_password
 from pipeline.config.load import check_tracking_uri
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError
-from pipeline.files import atomic_write
 from pipeline.record.folder import RunFolder
 from pipeline.supervision import cpu_seconds
 
@@ -40,8 +39,6 @@ class Sender:
         environment = {**os.environ, "PIPELINE_TRACK_URI": uri, "CUDA_VISIBLE_DEVICES": ""}
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             environment.pop(name, None)
-        with contextlib.suppress(OSError):  # a new file: a frozen sender of an earlier start may have this one open
-            atomic_write(folder.sync_log, folder.sync_log.read_bytes())
         with open(folder.sync_log, "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "pipeline", "sync", str(folder.path), "--follow"],

@@ -44,8 +44,8 @@ class Records:
         log = terminal.log
         prepare_folder(resumed_from, state.best_step, folder, log)
         errors.clear_failure(folder.path)
-        atomic_write(folder.config, config.to_yaml().encode())
-        atomic_write(folder.plan, json.dumps(plan.to_dict(), indent=1).encode())
+        atomic_write(folder.config, config.to_yaml().encode(), check=folder.check_ours)
+        atomic_write(folder.plan, json.dumps(plan.to_dict(), indent=1).encode(), check=folder.check_ours)
         self._config, self._folder, self._terminal = config, folder, terminal
         # what a checkpoint contains in addition to the state
         self._identity = {

@@ -94,7 +94,7 @@ def prepare_folder(used: Path | None, best_step: int | None, folder: RunFolder, 
     )
     if best and not (folder.checkpoints / best.name).exists():
         try:
-            atomic_write(folder.checkpoints / best.name, checkpoint.read_verified(best))
+            atomic_write(folder.checkpoints / best.name, checkpoint.read_verified(best), check=folder.check_ours)
         except StorageError as defect:
             log(f"the best model is not copied: {defect}")
 

@@ -23,7 +23,7 @@ from pipeline.data.mix import mix_images
 from pipeline.data.sources import Source
 from pipeline.plan import Plan
 from pipeline.record import predictions
-from pipeline.record.folder import RunFolder
+from pipeline.record.folder import STARTED_BY_RUN, RunFolder
 from pipeline.record.page import write_page
 from pipeline.record.predictions import SavedEvaluation
 from pipeline.train.evaluate import EvalResult
@@ -41,6 +41,7 @@ class Samples:
         report = folder.report
         for kept in (report / "data").glob("step-*.npz"):
             if kept > predictions.evaluation_file(report, step):
+                folder.check_ours()
                 kept.unlink()
         self._folder, self._report = folder, report
         self._source = source
@@ -59,7 +60,8 @@ class Samples:
         if len(batch.mix):
             images = mix_images(images.float(), batch.mix).round().to(torch.uint8)
         captions = [self._source.classes[label] for label in batch.labels.tolist()]
-        self._keep(lambda: predictions.save_augmented(self._report, _small(images).numpy(), captions))
+        pixels, check = _small(images).numpy(), self._folder.check_ours
+        self._keep(lambda: predictions.save_augmented(self._report, pixels, captions, check))
 
     def save_evaluation(self, result: EvalResult) -> None:
         """Keep the predictions of an evaluation, and the images of its most confident mistakes."""
@@ -75,11 +77,14 @@ class Samples:
                 self._log(f"the most confident mistakes cannot be shown: {outage}")
                 break
         kept = SavedEvaluation(result.predictions, list(self._source.classes), mistakes, _small(images).numpy())
-        self._keep(lambda: predictions.save_evaluation(self._report, result.evaluation.step, kept))
+        step, check = result.evaluation.step, self._folder.check_ours
+        self._keep(lambda: predictions.save_evaluation(self._report, step, kept, check))
 
     def draw_report(self) -> None:
         """Draw the report of the run, in another process."""
+        self._folder.check_ours()
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        environment[STARTED_BY_RUN] = "1"
         command = [sys.executable, "-m", "pipeline", "report", str(self._folder.path)]
         try:
             done = subprocess.run(

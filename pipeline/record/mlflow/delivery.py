@@ -102,9 +102,9 @@ class Delivery:
         return {}
 
     def _save_progress(self, run: MlflowRun) -> None:
-        self.check_ours()
         entry = {"run_id": run.run_id, "experiment_id": run.experiment_id, "offset": self._offset}
-        atomic_write(self._folder.delivered, json.dumps({**self._progress(), self._server: entry}, indent=1).encode())
+        progress = json.dumps({**self._progress(), self._server: entry}, indent=1)
+        atomic_write(self._folder.delivered, progress.encode(), check=self.check_ours)
 
     def _send_event(self, run: MlflowRun, event: dict[str, Any]) -> None:
         from mlflow.entities import RunTag
