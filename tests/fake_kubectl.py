@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(os.environ["FAKE_CLUSTER"])
-STEPS, ADVANCE = 168, 20
+STEPS, ADVANCE, LEAVING = 168, 20, 3
 
 
 class Fake:
@@ -44,8 +44,10 @@ class Fake:
             return
         if not self.rows:
             self.start()
-        if self.is_finished():  # the ranks leave, then the pods succeed
-            self.job["end"] = ["Complete", "CompletionsReached"]
+        if self.is_finished():  # the pods succeed some questions later
+            self.job["leaving"] -= 1
+            if not self.job["leaving"]:
+                self.job["end"] = ["Complete", "CompletionsReached"]
             return
         if self.job.pop("smaller", False):
             self.start()
@@ -57,6 +59,7 @@ class Fake:
         elif self.step() >= STEPS:
             weights = "sha256:" + self.quirks.get(f"weights of {self.job['run']}", "5a3e")
             self.rows.append({"event": "ended", "status": "FINISHED", "step": STEPS, "line": f"done weights={weights}"})
+            self.job["leaving"] = LEAVING
             if self.state["mlflow"]:
                 self.state["sent"].append(self.job["run"])
 
