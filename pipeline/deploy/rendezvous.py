@@ -93,8 +93,12 @@ class _Link:
     @property
     def is_lost(self) -> bool:
         """True if this connection must be replaced by a new one."""
-        limit = LOST_S if self.answer else _CONNECT_S
-        return bool(self.error) or time.monotonic() - self._progress > limit
+        return bool(self.error) or self.silence_s > (LOST_S if self.answer else _CONNECT_S)
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the last new answer, or since the first attempt to connect."""
+        return time.monotonic() - self._progress
 
     def send_now(self) -> None:
         """Send the next heartbeat at once."""
@@ -311,8 +315,8 @@ class Rendezvous(RendezvousHandler):
             if now - last > LOST_S:
                 _exit_now(f"this node did not run for {now - last:.0f} s; its peers continue without it")
             link = self._link
-            if link and link.is_lost and not link.state.is_waiting and now - link._progress > LOST_S + STOPPING_S:
-                _exit_now(f"{self._endpoint[0]} has not answered for {now - link._progress:.0f} s")
+            if link and link.is_lost and not link.state.is_waiting and link.silence_s > LOST_S + STOPPING_S:
+                _exit_now(f"{self._endpoint[0]} has not answered for {link.silence_s:.0f} s")
             last = now
 
 
