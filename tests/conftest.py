@@ -32,7 +32,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     with `--full` (determinism, equivalence, mutations) or with `--engine` (containers). Each xdist
     worker runs whole files, so that their fixtures are made once; the longest files come first.
     """
-    longest = ["test_kills", "test_tracking", "test_equivalence", "test_parallel", "test_checkpoint", "test_parts"]
+    longest = [
+        "test_kills", "test_nodes", "test_tracking", "test_rendezvous", "test_equivalence", "test_parallel",
+        "test_checkpoint", "test_parts",
+    ]  # fmt: skip
     items.sort(key=lambda item: longest.index(item.path.stem) if item.path.stem in longest else len(longest))
     deselected = [
         item
