@@ -172,7 +172,7 @@ class Agents:
         self.run.clean()
 
 
-MODES = [pytest.param(True, id="exact"), pytest.param(False, id="ddp", marks=pytest.mark.full)]
+MODES = [pytest.param(True, id="exact"), pytest.param(False, id="ddp", marks=pytest.mark.long)]
 
 
 @pytest.mark.fault("M1", ci=1, long=5)
@@ -230,9 +230,7 @@ def test_an_agent_that_finds_no_peer_leaves_with_75(tmp_path: Path, digits: Path
     assert "Traceback" not in agents.log()
 
 
-def test_an_agent_that_was_frozen_leaves_with_its_ranks(
-    tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agent_that_was_frozen_leaves_with_its_ranks(tmp_path: Path, digits: Path) -> None:
     agents = Agents(tmp_path, digits, "2", "train.epochs=1000")
     try:
         agents.start().start()
@@ -247,7 +245,7 @@ def test_an_agent_that_was_frozen_leaves_with_its_ranks(
         assert last.wait(10 * SHARING) == 75
     finally:
         agents.close()
-    assert "this node did not run for" in agents.log()
+    assert "this node exits, and may be started again" in agents.log()
 
 
 @pytest.mark.parametrize(
