@@ -108,7 +108,8 @@ class _Link:
         """Send the last state of this agent, and end the thread unless it hangs."""
         self._closed = True
         self._wake.set()
-        self._thread.join(2 * _BEAT_S)
+        if self.answer:  # otherwise it may still wait in native code for a leader that is silent
+            self._thread.join(2 * _BEAT_S)
 
     def _run(self) -> None:
         try:
@@ -302,8 +303,9 @@ class Rendezvous(RendezvousHandler):
         return self._link
 
     def _leave(self) -> None:
+        is_first = not self._is_closed.is_set()
         self._is_closed.set()
-        if self._link:
+        if self._link and is_first:
             self._link.state = replace(self._link.state, has_left=True)
             self._link.close()
 
