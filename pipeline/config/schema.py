@@ -142,7 +142,13 @@ class Data(Section):
     patterns."""
     root: Annotated[Place | None, Absent] = None
     """Folder with train/ and val/, or with class folders, which data.val_split then splits; for
-    data.source=pack, the folder of the pack. auto: data/digits for the digits."""
+    data.source=pack, the folder of the pack, or s3://bucket/prefix. auto: data/digits for the
+    digits."""
+    cache: Annotated[Place | None, Absent] = None
+    """With data.root=s3://bucket/prefix: folder on a local disk that keeps what was read, so that
+    later epochs read from there. none: every epoch reads from the bucket."""
+    cache_gib: Annotated[float, Field(gt=0, le=1 << 20)] = 100
+    """With data.cache: GiB that it may fill. A larger pack is kept in part."""
     workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | None, Absent] = None
     """Loader processes per node, divided among its training processes and rounded up. auto: one per
     available CPU."""
@@ -357,6 +363,15 @@ class Checkpoint(Section):
     """Interval between checkpoints. The run also saves at its end and at a signal to stop."""
     keep: Annotated[int, Field(ge=1, le=10_000)] = 2
     """Number of newest checkpoints to keep, in addition to the best one."""
+    mirror: Annotated[Place | None, Absent] = None
+    """s3://bucket/prefix that gets a copy of each checkpoint, with the journal, configuration and
+    receipt. A start on an empty disk resumes from there. It holds one run. none: no copy."""
+
+    @pydantic.model_validator(mode="after")
+    def _check_mirror(self) -> Self:
+        if self.mirror is not None and not self.mirror.startswith("s3://"):
+            raise ValueError(f"checkpoint.mirror={self.mirror} is not allowed: none | s3://bucket/prefix")
+        return self
 
 
 class Profile(Section):
@@ -424,6 +439,17 @@ class Config(Section):
 
     @pydantic.model_validator(mode="after")
     def _check_combinations(self) -> Self:
+        is_store = str(self.data.root).startswith("s3://")
+        if is_store and self.data.source != "pack":
+            raise ValueError(
+                f"data.root={self.data.root} needs data.source=pack: pack a folder into the bucket with 'pipeline data"
+                f" pack FOLDER {self.data.root}'"
+            )
+        if self.data.cache and not is_store:
+            raise ValueError(
+                f"data.cache={self.data.cache} keeps what is read from a bucket: leave it out, or give"
+                " data.root=s3://bucket/prefix"
+            )
         if self.data.source in ("folder", "pack") and self.data.root is None:
             contents = "train/ and val/" if self.data.source == "folder" else "a pack"
             raise ValueError(
@@ -501,8 +527,9 @@ class Config(Section):
 
 
 MAY_CHANGE_ON_RESUME = (
-    "run.dir", "run.resume", "run.trace", "run.watch", "run.timeout", "data.root", "data.workers", "data.prefetch",
-    "data.max_bad", "train.max_steps", "train.epochs", "checkpoint", "profile", "track",
+    "run.dir", "run.resume", "run.trace", "run.watch", "run.timeout", "data.root", "data.cache", "data.cache_gib",
+    "data.workers", "data.prefetch", "data.max_bad", "train.max_steps", "train.epochs", "checkpoint", "profile",
+    "track",
 )  # fmt: skip
 """Keys, and sections with all their keys, that may differ between a run and its resumption.
 

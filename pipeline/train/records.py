@@ -64,7 +64,7 @@ class Records:
             "data": source.digest,
             **provenance(config.recipe, state.strategy.group.device),
         }
-        if resumed_from and worlds and worlds[-1] != plan.world:
+        if worlds and worlds[-1] != plan.world:
             self._journal.log_event("resized", step=state.step, processes=plan.world, before=worlds[-1])
         self._journal.log_event(
             "started",

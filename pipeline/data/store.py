@@ -1,0 +1,232 @@
+"""Object stores: S3 and whatever speaks its protocol. A place is named s3://bucket/prefix.
+
+Credentials, region and endpoint come from the environment, as in other tools: AWS_ACCESS_KEY_ID,
+AWS_ENDPOINT_URL, a profile, the role of a machine or of a Kubernetes service account. boto3, the
+client that AWS maintains and that MLflow also uses, finds them. It makes the few requests for
+indices, checkpoints and leases; the many reads of images are `data.ranges`. No torch here, and no
+boto3 in a training that names no bucket.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+
+from pipeline.data.access import OutageError
+from pipeline.errors import RequestError, RunError
+
+SCHEME = "s3://"
+_CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 5, 20
+_ATTEMPTS = 5
+"""Attempts of a request that fails with 5xx, a time-out or SlowDown, with growing pauses."""
+_PART_BYTES = 16 << 20  # of a multipart upload
+_REQUEST_ERRORS = ("NoSuchBucket", "InvalidBucketName", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch")
+"""Errors that the same request would end with again: a wrong name, or wrong credentials."""
+
+
+class ConflictError(Exception):
+    """A conditional write that the store refused: the object is not in the stated condition."""
+
+
+class MissingError(RunError):
+    """An object that does not exist."""
+
+
+def is_store(place: object) -> bool:
+    """Return True for s3://…, False for a path of this machine."""
+    return str(place).startswith(SCHEME)
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    name: str
+    """Below the store's prefix."""
+    size: int
+    etag: str
+    """The store's identifier of these contents, for a conditional write."""
+    modified: datetime
+    """By the store's clock."""
+    seen: datetime | None = None
+    """Time of the answer by the store's clock; None in a listing."""
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was written, by the store's clock."""
+        return (self.seen - self.modified).total_seconds() if self.seen else 0.0
+
+
+class Store:
+    """The objects below s3://bucket/prefix.
+
+    May be used by several threads, but not by a process forked from the one that made it.
+    Every method raises RequestError for credentials or a bucket that the store refuses, and
+    OutageError if it does not answer as S3 does after `_ATTEMPTS` attempts.
+    """
+
+    def __init__(self, place: str) -> None:
+        """Make no request yet. Raises RequestError if `place` is not s3://bucket/prefix."""
+        match = re.fullmatch(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/([^?#]*))?", place)
+        if not match or ".." in place.split("/"):
+            raise RequestError(f"{place} is not allowed: give s3://bucket/prefix, such as s3://my-data/imagenet")
+        self.bucket, self.prefix = match[1], (match[2] or "").strip("/")
+        self.place = f"{SCHEME}{self.bucket}/{self.prefix}".rstrip("/")
+        self._client = _connect(self.place)
+
+    def __str__(self) -> str:
+        return self.place
+
+    def key(self, name: str) -> str:
+        """Return the key of an object in the bucket."""
+        return f"{self.prefix}/{name}" if self.prefix else name
+
+    def head(self, name: str) -> StoredObject | None:
+        """Return what the store says about an object, or None if there is none."""
+        try:
+            with self._requesting(name):
+                answer = self._client.head_object(Bucket=self.bucket, Key=self.key(name))
+        except MissingError:
+            return None
+        seen = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
+        return StoredObject(name, answer["ContentLength"], answer["ETag"], answer["LastModified"], seen)
+
+    def read(self, name: str, limit: int | None = None) -> bytes:
+        """Return an object. Raises MissingError, RequestError if it has more than `limit` bytes."""
+        return self.read_tagged(name, limit)[0]
+
+    def read_tagged(self, name: str, limit: int | None = None) -> tuple[bytes, str]:
+        """Return an object and its etag. Raises as `read` does."""
+        with self._requesting(name):
+            answer = self._client.get_object(Bucket=self.bucket, Key=self.key(name))
+            size = answer["ContentLength"]
+            if limit is not None and size > limit:
+                answer["Body"].close()
+                raise RequestError(f"{self.place}/{name} has {size:,} bytes, more than the {limit:,} allowed")
+            return answer["Body"].read(), answer["ETag"]
+
+    def read_to(self, name: str, path: Path) -> None:
+        """Write an object to the file `path`. Raises MissingError, OSError."""
+        with self._requesting(name):
+            self._client.download_file(self.bucket, self.key(name), str(path), Config=_transfer_config())
+
+    def stream(self, name: str) -> Iterator[bytes]:
+        """Yield the bytes of an object in order, a few MiB at a time. Raises MissingError."""
+        with self._requesting(name):
+            body = self._client.get_object(Bucket=self.bucket, Key=self.key(name))["Body"]
+            yield from body.iter_chunks(4 << 20)
+
+    def write(self, name: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> str:
+        """Write an object and return its etag. It is there completely or not at all.
+
+        if_absent, if_match: write only if there is no such object, or if it has this etag. Raises
+        ConflictError if not.
+        """
+        condition = {"IfNoneMatch": "*"} if if_absent else {"IfMatch": if_match} if if_match else {}
+        with self._requesting(name):
+            answer = self._client.put_object(Bucket=self.bucket, Key=self.key(name), Body=data, **condition)
+        return str(answer["ETag"])
+
+    def upload(self, path: Path, name: str) -> None:
+        """Write a file as an object, a large one in parts. It is visible only once it is complete.
+
+        Raises OSError if the file cannot be read.
+        """
+        with self._requesting(name):
+            self._client.upload_file(str(path), self.bucket, self.key(name), Config=_transfer_config())
+
+    def list(self, folder: str = "") -> Iterator[StoredObject]:
+        """Yield the objects whose names start with `folder`, in the order of their names."""
+        start = len(self.key(""))
+        with self._requesting(folder):
+            pages = self._client.get_paginator("list_objects_v2")
+            for page in pages.paginate(Bucket=self.bucket, Prefix=self.key(folder)):
+                for entry in page.get("Contents", ()):
+                    yield StoredObject(entry["Key"][start:], entry["Size"], entry["ETag"], entry["LastModified"])
+
+    def delete(self, name: str) -> None:
+        """Delete an object; one that does not exist is no error."""
+        with self._requesting(name):
+            self._client.delete_object(Bucket=self.bucket, Key=self.key(name))
+
+    def presign(self, name: str, seconds: int) -> str:
+        """Return a URL that reads this object without credentials for so many seconds: a secret."""
+        parameters = {"Bucket": self.bucket, "Key": self.key(name)}
+        return str(self._client.generate_presigned_url("get_object", Params=parameters, ExpiresIn=seconds))
+
+    @contextmanager
+    def _requesting(self, name: str) -> Iterator[None]:
+        """Raise errors of boto3 as ours: none of its messages holds a credential."""
+        from boto3.exceptions import Boto3Error
+        from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, NoCredentialsError
+        from urllib3.exceptions import HTTPError
+
+        place = f"{self.place}/{name}".rstrip("/")
+        try:
+            yield
+        except ClientError as error:
+            raise _refusal(place, error) from None
+        except NoCredentialsError:
+            raise RequestError(
+                f"{place} needs credentials, and none are found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or"
+                " AWS_PROFILE"
+            ) from None
+        except Boto3Error as error:  # of a transfer in parts
+            cause = error.__cause__ or error.__context__
+            if isinstance(cause, ClientError):
+                raise _refusal(place, cause) from None
+            raise _outage(place, str(error)) from None
+        except (BotoCoreError, HTTPClientError, HTTPError) as error:
+            raise _outage(place, str(error)) from None
+
+
+def _connect(place: str) -> Any:
+    try:
+        import boto3
+        from botocore.config import Config
+    except ModuleNotFoundError:
+        raise RequestError(
+            f"{place} needs Python packages that are not installed: pip install 'ddp-pipeline[s3]'"
+        ) from None
+    from botocore.exceptions import BotoCoreError
+
+    options = Config(
+        connect_timeout=_CONNECT_TIMEOUT_S, read_timeout=_READ_TIMEOUT_S, max_pool_connections=16,
+        retries={"mode": "standard", "total_max_attempts": _ATTEMPTS}, tcp_keepalive=True,
+    )  # fmt: skip
+    try:
+        session = boto3.session.Session()
+        return session.client("s3", config=options, region_name=session.region_name or "us-east-1")
+    except (BotoCoreError, ValueError) as error:  # a profile that does not exist, an endpoint that is no URL
+        raise RequestError(f"{place} cannot be reached with this environment: {error}") from None
+
+
+def _transfer_config() -> Any:
+    from boto3.s3.transfer import TransferConfig
+
+    return TransferConfig(multipart_threshold=2 * _PART_BYTES, multipart_chunksize=_PART_BYTES, max_concurrency=4)
+
+
+def _refusal(place: str, error: Any) -> Exception:
+    """Return what an answer other than success means."""
+    code, status = error.response.get("Error", {}).get("Code", ""), error.response["ResponseMetadata"]["HTTPStatusCode"]
+    message = error.response.get("Error", {}).get("Message", "")
+    if status in (409, 412):
+        return ConflictError(place)
+    if code == "NoSuchBucket":
+        return RequestError(f"{place}: there is no such bucket: create it, or name another")
+    if status == 404:
+        return MissingError(f"{place} does not exist")
+    if status == 403 or code in _REQUEST_ERRORS:
+        return RequestError(
+            f"{place} is refused by the store ({status} {code}: {message}): check the credentials in the environment"
+            " (AWS_ACCESS_KEY_ID, AWS_PROFILE), their rights, and AWS_ENDPOINT_URL"
+        )
+    return _outage(place, f"{status} {code} {message}")
+
+
+def _outage(place: str, reason: str) -> OutageError:
+    reason = " ".join(reason.split())[:200]
+    return OutageError(f"the store is out of reach ({place}: {reason}): give the same command again once it is back")
