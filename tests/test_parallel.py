@@ -103,7 +103,7 @@ def test_digits_are_learned_while_two_processes_become_four(tmp_path: Path, digi
     assert [row["step"] for row in rows] == list(range(1, 169))
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_slices_within_a_machine_resume_with_the_same_bits_and_at_other_sizes(tmp_path: Path, digits: Path) -> None:
     words = ("parallel=fsdp", "fsdp.shard=node", "train.clip=0.5", "train.ema=0.9")
     expected = two_nodes(job(tmp_path / "uninterrupted", digits, 4, *words)).done

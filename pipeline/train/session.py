@@ -105,8 +105,14 @@ def run_training(
         _crash(trainer, traceback.format_exc(), errors.CRASH, is_secondary=groups.is_peer_failure(error))
     line = _done_line(plan.epoch_at(state.step), evaluation, state.weights_digest())
     watchdog.stop()
-    group.run_long_task(partial(trainer.records.finish, state, line))
-    group.shutdown()
+    try:
+        group.run_long_task(partial(trainer.records.finish, state, line))
+        group.shutdown()
+    except RuntimeError as error:
+        # rank 0 has finished its records by now, whichever rank is lost meanwhile
+        if not (group.is_main and groups.is_peer_failure(error) and final_status(folder.journal) == "FINISHED"):
+            raise
+        terminal.log("another process was lost after the last step: the run is finished all the same")
     return line
 
 

@@ -33,7 +33,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
 
 @pytest.mark.full
 @pytest.mark.fault("L1", ci=1, long=5)
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_frozen_node_is_replaced_and_writes_nothing_when_it_thaws(
     tmp_path: Path, digits: Path, undisturbed: Job, node: int, seed: int, notes: Notes
 ) -> None:
