@@ -127,10 +127,10 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
         return start_processes(nproc, ["evaluate", target, *overrides])
 
     with _freeze_imports():
-        from pipeline.record import checkpoint
+        from pipeline.record import checkpoint, checkpoint_files
         from pipeline.train.session import run_evaluation
 
-    path = checkpoint.find(Path(target))
+    path = checkpoint_files.find(Path(target))
     contents = checkpoint.read_model(path)
     trained = from_yaml(contents["config"], str(path))
     config = from_yaml(contents["config"], str(path), overrides)
