@@ -111,10 +111,15 @@ class CheckpointWriter:
     """The writer of one run's checkpoints, on rank 0."""
 
     def __init__(
-        self, folder: Path, keep: int, log: Callable[[str], None], check_ours: Callable[[], None] = lambda: None
-    ) -> None:
-        """check_ours: called before each change; ends the process if the run was taken over."""
-        self._folder, self._keep, self._log, self._check_ours = folder, keep, log, check_ours
+        self, folder: Path, keep: int, log: Callable[[str], None],
+        check_ours: Callable[[], None] = lambda: None, on_saved: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """check_ours: called before each change; ends the process if the run was taken over.
+
+        on_saved: called in the writing thread when a file is complete.
+        """
+        self._folder, self._keep, self._log = folder, keep, log
+        self._check_ours, self._on_saved = check_ours, on_saved
         self._thread: threading.Thread | None = None
         self._failures = 0
 
@@ -159,6 +164,7 @@ class CheckpointWriter:
             sync_folder(self._folder)
             self._failures = 0
             self._prune(best_step)
+            self._on_saved()
         except (OSError, RuntimeError) as error:
             self._failures += 1
             failures = f"{self._failures} of {MAX_FAILURES} in a row"
