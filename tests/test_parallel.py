@@ -35,7 +35,8 @@ from pipeline.parallel.dataparallel import AutocastModel
 from pipeline.parallel.fsdp import FSDPStrategy, blocks, gathered_bytes, units
 from pipeline.parallel.strategy import autocast
 from pipeline.plan import DataSize, Plan, make_plan, memory_row
-from pipeline.record.checkpoint import decode, read_verified
+from pipeline.record.checkpoint import decode
+from pipeline.record.checkpoint_files import read_verified
 from pipeline.train.state import TrainState, make_optimizer
 from pipeline.train.step import apply_gradients, forward_backward
 from pipeline.world import World, from_environment

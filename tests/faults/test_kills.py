@@ -18,7 +18,7 @@ from harness import SHARING, SMALL, Job, assert_each_sample_once, environment, k
 from faults import pods
 from faults.cluster import Cluster, Containers, Namespaces, Processes
 from faults.ledger import Notes
-from pipeline.record.checkpoint import step_of
+from pipeline.record.checkpoint_files import step_of
 
 Make = Callable[[Path], Cluster]
 

@@ -12,7 +12,7 @@ from manifests import Document
 from faults.cluster import done_line
 from faults.ledger import Notes
 from faults.pods import Pod, Pods, missing, rendered
-from pipeline.record.checkpoint import step_of
+from pipeline.record.checkpoint_files import step_of
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
