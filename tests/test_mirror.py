@@ -27,7 +27,8 @@ LEASE = 3
 """Seconds of a lease in these tests; the real ones would take a minute each."""
 SHORT_LEASE = f"""
 from pipeline.cli.main import command
-from pipeline.record import lease
+from pipeline.record import lease, mirror
+mirror.FINISH_S = 10
 lease.LEASE_S, lease.RENEW_S, lease._POLL_S = {LEASE}, 0.5, 0.2
 command()
 """
@@ -269,7 +270,7 @@ def test_another_run_is_refused(make_job: Callable[..., Mirrored], tmp_path: Pat
 
 
 def test_a_failure_is_known_on_an_empty_disk(make_job: Callable[..., Mirrored]) -> None:
-    job = make_job("optimizer.lr=1e30", "schedule.name=constant")
+    job = make_job("optimizer.lr=1e6", "schedule.name=constant")
     first = job.run()
     assert first.code == 3
     shutil.rmtree(job.folder)
@@ -316,3 +317,18 @@ def test_of_two_processes_one_gets_the_lease(bucket: Bucket) -> None:
     leases[0].drop()
     leases[1].take()
     leases[1].drop()
+
+
+def test_a_run_killed_before_its_first_save_stays_one_run(
+    tmp_path: Path, make_job: Callable[..., Mirrored], bucket: Bucket
+) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    job = make_job(f"track.uri={uri}", "checkpoint.every=1000 epochs", "train.max_steps=20")
+    job.start()
+    job.wait_for_step(5)
+    job.wait_until(lambda: MlflowClient(uri).search_runs(["1"]), "the run in MLflow", 60)
+    job.kill_with_disk()
+    assert not checkpoints(bucket)
+    assert job.run().code == 0
+    (run,) = MlflowClient(uri).search_runs(["1"])
+    assert run.info.status == "FINISHED"
