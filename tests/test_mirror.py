@@ -323,12 +323,14 @@ def test_a_run_killed_before_its_first_save_stays_one_run(
     tmp_path: Path, make_job: Callable[..., Mirrored], bucket: Bucket
 ) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
-    job = make_job(f"track.uri={uri}", "checkpoint.every=1000 epochs", "train.max_steps=20")
+    never = ("checkpoint.every=1000 epochs", "evaluate.every=1000 epochs")
+    job = make_job(f"track.uri={uri}", *never, "train.epochs=1000")
     job.start()
     job.wait_for_step(5)
     job.wait_until(lambda: MlflowClient(uri).search_runs(["1"]), "the run in MLflow", 60)
     job.kill_with_disk()
     assert not checkpoints(bucket)
+    job.arguments.append("train.max_steps=20")
     assert job.run().code == 0
     (run,) = MlflowClient(uri).search_runs(["1"])
     assert run.info.status == "FINISHED"
