@@ -259,6 +259,13 @@ def test_another_request_is_refused(make_job: Callable[..., Mirrored], words: li
     assert says in other.error
 
 
+def test_a_wrong_request_leaves_no_folder_and_no_lease(make_job: Callable[..., Mirrored], bucket: Bucket) -> None:
+    job = make_job("model.arch=nosuch")
+    assert job.run().code == 2
+    assert not job.folder.exists()
+    assert json.loads(bucket.read("run/lease.json"))["is_released"]
+
+
 def test_another_run_is_refused(make_job: Callable[..., Mirrored], tmp_path: Path) -> None:
     make_job("train.max_steps=8").run()
     other = make_job("train.max_steps=8", name="other")
