@@ -57,7 +57,7 @@ class EvalResult(NamedTuple):
     defects: list[tuple[int, str]]
     """(sample id, reason) of each image that cannot be decoded."""
     failed_reads: Sequence[Sequence[int]] = ()
-    """Of this process's batches, see `Batch.failed_reads`."""
+    """See `Batch.failed_reads`: those of this process."""
 
 
 class Evaluator:
