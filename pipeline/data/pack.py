@@ -34,6 +34,7 @@ SUMMARY = "pack.json"
 INDEX = "pack.index"
 REQUEST = ".packing.json"
 """The file that is in a pack until it is complete."""
+CHANGED = f"has changed since it was packed: its SHA-256 is not that of {SUMMARY}"
 _NPY_MAGIC = b"\x93NUMPY"
 
 
@@ -182,7 +183,7 @@ def changed_shards(root: Path, summary: dict[str, Any]) -> Iterator[tuple[str, s
         try:
             with open(root / shard["name"], "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
-                    yield shard["name"], f"has changed since it was packed: its SHA-256 is not that of {SUMMARY}"
+                    yield shard["name"], CHANGED
         except OSError as error:
             raise outage_error(root / shard["name"], error) from None
 
