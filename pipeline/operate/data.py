@@ -169,7 +169,7 @@ def _check_pack(root: Path | Store, *, write_sums: bool) -> str:
 
 
 def _stored_defects(store: Store, index: Index, shards: list[dict[str, Any]]) -> dict[str, str]:
-    """Return the defects of a pack in a bucket, by name. Reads each shard once, to a temporary file."""
+    """Return the defects of a pack in a bucket, by name. Reads each shard once, to a local file."""
     changed: dict[str, str] = {}
     undecodable: dict[str, str] = {}
     done, total = 0, len(index.train) + len(index.val)
@@ -207,7 +207,7 @@ def _read_shard(store: Store, shard: dict[str, Any]) -> tuple[BinaryIO, str]:
     Reads it again if the connection is lost. Raises OutageError after `_ATTEMPTS` attempts.
     """
     for attempt in itertools.count(1):
-        file, sha256 = tempfile.TemporaryFile(), hashlib.sha256()
+        file, sha256 = tempfile.TemporaryFile(), hashlib.sha256()  # noqa: SIM115 — returned open
         try:
             for chunk in store.stream(shard["name"]):
                 file.write(chunk)

@@ -1,11 +1,11 @@
 """`pipeline data pack`: makes a pack of an image folder, on all cores, in a folder or a bucket.
 
-Promise: the same folder and level give the same bytes, in a folder and in a bucket, on any number of
-cores and after any number of kills. The images of a shard follow from the source's sizes only. One
-process writes a shard to a temporary file, which gets its name when it is complete (in a bucket: is
-uploaded), then writes the shard's metadata; the pack's summary is written last. In a lossless pack
-each recoded file was decoded, whole and in part, and compared with its original; a file that differs
-is stored unchanged.
+Promise: the same folder and level give the same bytes, in a folder and in a bucket, on any number
+of cores and after any number of kills. The images of a shard follow from the source's sizes only.
+One process writes a shard to a temporary file, which is renamed (for a bucket, uploaded) when it is
+complete, then writes the shard's metadata; the pack's summary is written last. In a lossless pack
+each recoded file was decoded, whole and in part, and compared with its original; a file that
+differs is stored unchanged.
 """
 
 import hashlib
@@ -111,9 +111,12 @@ def pack_source(source: Source, out: Path | Store, level: Level) -> str:
 
 
 def _claim(target: Target, out: Path | Store, request: dict[str, Any]) -> None:
-    """Write the request, unless an earlier start has. Raise RequestError if `out` holds anything else."""
-    is_empty = target.is_empty()  # asked first: another start may write here from now on
-    # the order of a start's end: it writes the summary, then removes the request
+    """Write the request, unless an earlier start has.
+
+    Raises RequestError if `out` holds anything but this pack.
+    """
+    is_empty = target.is_empty()  # first, because another start may write here from now on
+    # in this order, because a start that ends writes the summary, then removes the request
     while (previous := target.read(REQUEST) or target.read(SUMMARY)) is None:
         if not is_empty:
             raise RequestError(f"{out} is not empty and holds no pack: name another folder")

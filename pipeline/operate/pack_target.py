@@ -1,10 +1,10 @@
 """Places that `pipeline data pack` writes to: a folder, or s3://bucket/prefix.
 
-Promise: each file of a pack gets its name once it is complete, in both. A folder has a lock, so that
-one process packs into it. A bucket has none: a lock would outlive a killed process. Two starts of
-the same request may therefore both pack into one prefix. This is harmless, because they write the
-same bytes, and useful, because each skips the shards that the other has completed. Two different
-requests cannot share a prefix: the first one to write its request there wins.
+Promise: in both, a file of the pack has its name only once it is complete. A folder has a lock: one
+process packs into it. A bucket has no lock, because it would outlive a killed process. So two
+starts of the same request may pack into one prefix at the same time. They write the same bytes, and
+each skips the shards that the other has completed. Different requests cannot share a prefix: the
+first to write its request there keeps it.
 """
 
 import os
