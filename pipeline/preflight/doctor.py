@@ -22,7 +22,7 @@ from pipeline.config.schema import Config
 from pipeline.data.sources import Source
 from pipeline.data.store import Store, is_store
 from pipeline.errors import RequestError, RunError, TemporaryError
-from pipeline.plan import make_plan
+from pipeline.plan import Plan, make_plan
 from pipeline.preflight import machine, request, store, tracker
 from pipeline.record.folder import RunFolder
 
@@ -102,10 +102,7 @@ def examine(
         report.run("last start", lambda: request.check_previous_start_did_not_fail(config, here, folder))
         report.run("device", lambda: request.check_device(config, here))
         source = report.run("data", lambda: request.open_data(config, folder), lambda source: source.size.describe())
-        if source and is_store(config.data.root):
-            report.run("data store", lambda: store.check_reads(Store(str(config.data.root))))
-        if mirror := config.checkpoint.mirror:
-            report.run("mirror", lambda: store.check_mirror(Store(mirror)))
+        _check_stores(report, config, is_data_open=source is not None)
         plan, resume = None, None
         if source:
             plan = report.run("plan", lambda: make_plan(config, here, source.size), lambda plan: f"\n{plan.table()}")
@@ -136,17 +133,30 @@ def examine(
             if answer is not None:
                 report.run("artifacts", lambda: tracker.check_server_stores_files(config, folder), fatal=False)
         if sanity and report.error is None and source and plan:
-            from pipeline.preflight.sanity import SanityChecks
-
-            checks = SanityChecks(config, plan, source, here)
-            report.run("initial loss", checks.check_initial_loss, fatal=False)
-            report.run("one batch", checks.check_one_batch_overfits, fatal=False)
-            report.run("shuffled", checks.check_shuffled_labels_give_chance, fatal=False)
+            _check_that_it_learns(report, config, plan, source, here)
     if as_json:
         print(json.dumps({"findings": [asdict(finding) for finding in report.findings]}))
     if report.error:
         raise report.error
     return errors.OK if as_json else f"{recipe} can run here"
+
+
+def _check_stores(report: _Report, config: Config, *, is_data_open: bool) -> None:
+    """Check the buckets that the request names."""
+    root, mirror = config.data.root, config.checkpoint.mirror
+    if root and is_store(root) and is_data_open:
+        report.run("data store", lambda: store.check_reads(Store(root)))
+    if mirror:
+        report.run("mirror", lambda: store.check_mirror(Store(mirror)))
+
+
+def _check_that_it_learns(report: _Report, config: Config, plan: Plan, source: Source, here: world.World) -> None:
+    from pipeline.preflight.sanity import SanityChecks
+
+    checks = SanityChecks(config, plan, source, here)
+    report.run("initial loss", checks.check_initial_loss, fatal=False)
+    report.run("one batch", checks.check_one_batch_overfits, fatal=False)
+    report.run("shuffled", checks.check_shuffled_labels_give_chance, fatal=False)
 
 
 def examine_gang(recipe: str, overrides: list[str], *, as_json: bool) -> str | int:

@@ -1,10 +1,10 @@
-"""Checks of an object store: does it honour reads of a part, and conditional writes?
+"""Checks that an object store honours reads of a part of an object, and conditional writes.
 
 A training reads each image as a part of an object, and holds `checkpoint.mirror` by conditional
 writes. Some servers that speak S3 ignore one or both: they answer with the whole object, or
-overwrite what they must not. They are refused, because the training would be slow or its mirror
-damaged. Each check returns a line for the user, or raises RequestError, or OutageError if the store
-does not answer.
+overwrite what they must not. They are refused: the training would be slow, or two trainings would
+damage one mirror. Each check returns a line for the user. It raises RequestError, or OutageError if
+the store does not answer.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _REMEDY = "use a store that honours If-None-Match and If-Match, or leave checkpo
 
 
 def check_reads(store: Store) -> str:
-    """Check that a part of an object of the pack in `store` can be read, as training reads images."""
+    """Check that a part of an object can be read, as training reads images of the pack `store`."""
     from pipeline.data.ranges import Range, RangeReader, RangesIgnoredError
 
     data = store.read(SUMMARY)
