@@ -202,6 +202,7 @@ def _connect(place: str) -> Any:
     options = Config(
         connect_timeout=_CONNECT_TIMEOUT_S, read_timeout=_READ_TIMEOUT_S, max_pool_connections=16,
         retries={"mode": "standard", "total_max_attempts": _ATTEMPTS}, tcp_keepalive=True,
+        signature_version="s3v4",  # presigned URLs would have version 2, which newer regions and KMS refuse
     )  # fmt: skip
     try:
         session = boto3.session.Session()

@@ -1,13 +1,11 @@
 """`pipeline data make`, `get`, `import` and `check`: make, fetch, import or check a data set."""
 
 import hashlib
-import itertools
 import os
 import shutil
 import sys
 import tarfile
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,13 +15,12 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from pipeline.data import checksums, manifest, pack, sources
-from pipeline.data.access import OutageError, UnreadableError, check_folder
+from pipeline.data.access import UnreadableError, check_folder
 from pipeline.data.index import Index, Split
 from pipeline.data.store import Store
 from pipeline.errors import RequestError, StorageError, TemporaryError
 from pipeline.files import atomic_write
 
-_ATTEMPTS = 4  # of reading a shard from a bucket
 _TASKS_AT_ONCE = 10_000  # each task in the queue of a pool takes 1 KB
 
 
@@ -175,11 +172,11 @@ def _stored_defects(store: Store, index: Index, shards: list[dict[str, Any]]) ->
     done, total = 0, len(index.train) + len(index.val)
     try:
         with ThreadPoolExecutor(1) as reader:
-            following = reader.submit(_read_shard, store, shards[0])
+            following = reader.submit(_read_shard, store, shards[0]["name"])
             for i, shard in enumerate(shards):
                 file, sha256 = following.result()
                 if i + 1 < len(shards):
-                    following = reader.submit(_read_shard, store, shards[i + 1])
+                    following = reader.submit(_read_shard, store, shards[i + 1]["name"])
                 with file:
                     if sha256 != shard["sha256"]:
                         changed[shard["name"]] = pack.CHANGED
@@ -201,25 +198,14 @@ def _stored_defects(store: Store, index: Index, shards: list[dict[str, Any]]) ->
     return changed | undecodable
 
 
-def _read_shard(store: Store, shard: dict[str, Any]) -> tuple[BinaryIO, str]:
-    """Return a shard as a temporary file without a name, and its SHA-256.
-
-    Reads it again if the connection is lost. Raises OutageError after `_ATTEMPTS` attempts.
-    """
-    for attempt in itertools.count(1):
-        file, sha256 = tempfile.TemporaryFile(), hashlib.sha256()  # noqa: SIM115 — returned open
-        try:
-            for chunk in store.stream(shard["name"]):
-                file.write(chunk)
-                sha256.update(chunk)
-            file.flush()
-            return file, sha256.hexdigest()
-        except OutageError:
-            file.close()
-            if attempt == _ATTEMPTS:
-                raise
-            time.sleep(attempt)
-    raise AssertionError
+def _read_shard(store: Store, name: str) -> tuple[BinaryIO, str]:
+    """Return a shard as a temporary file, which has no name, and its SHA-256."""
+    file, sha256 = tempfile.TemporaryFile(), hashlib.sha256()  # noqa: SIM115 — returned open
+    for part in store.stream(name):
+        file.write(part)
+        sha256.update(part)
+    file.flush()
+    return file, sha256.hexdigest()
 
 
 def _log_defects(defects: dict[str, str]) -> None:
