@@ -403,7 +403,7 @@ def test_a_failed_check_of_a_mirror_leaves_no_probe(
 
 
 def test_a_store_that_fails_now_and_then_passes(bucket: Bucket, digits_pack: Path, fault_proxy: FaultProxy) -> None:
-    """A request that is done but whose answer is lost is repeated, and then finds its own object."""
+    """A request whose answer is lost is repeated, and then finds what it wrote itself."""
     place = copy_into(bucket, digits_pack)
     fault_proxy.rates = {"500": 0.1, "truncate": 0.2}
     for _ in range(5):

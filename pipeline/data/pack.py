@@ -38,14 +38,11 @@ SUMMARY = "pack.json"
 INDEX = "pack.index"
 REQUEST = ".packing.json"
 """The file that is in a pack until it is complete."""
-<<<<<<< HEAD
 CHANGED = f"has changed since it was packed: its SHA-256 is not that of {SUMMARY}"
-=======
 NOT_PACKED = "could not be read when it was packed"
 _MAX_SUMMARY_BYTES, _MAX_INDEX_BYTES = 1 << 28, 1 << 34
 _ATTEMPTS = 3
 """Reads of an index from a bucket, until one has the digest that the summary names."""
->>>>>>> hB
 _NPY_MAGIC = b"\x93NUMPY"
 
 

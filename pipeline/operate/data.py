@@ -7,7 +7,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -171,25 +171,20 @@ def _stored_defects(store: Store, index: Index, shards: list[dict[str, Any]]) ->
     undecodable: dict[str, str] = {}
     done, total = 0, len(index.train) + len(index.val)
     try:
-        with ThreadPoolExecutor(1) as reader:
-            following = reader.submit(_read_shard, store, shards[0]["name"])
-            for i, shard in enumerate(shards):
-                file, sha256 = following.result()
-                if i + 1 < len(shards):
-                    following = reader.submit(_read_shard, store, shards[i + 1]["name"])
-                with file:
-                    if sha256 != shard["sha256"]:
-                        changed[shard["name"]] = pack.CHANGED
-                    split, _, number = shard["name"].removesuffix(".tar").partition("-")
-                    images = pack.PackImages(
-                        Path(), index.train if split == "train" else index.val, split, {int(number): file.fileno()}
-                    )
-                    ids = np.flatnonzero(images.split.places[::3] == int(number)).tolist()
-                    for part in _parts(len(ids)):
-                        undecodable |= dict(_undecodable_of(images, ids[part.start : part.stop]))
-                done += len(ids)
-                if done < total:
-                    print(f"{done:,} of {total:,} images checked", file=sys.stderr, flush=True)
+        reads = _read_shards(store, [shard["name"] for shard in shards])
+        for shard, (file, sha256) in zip(shards, reads, strict=True):
+            with file:
+                if sha256 != shard["sha256"]:
+                    changed[shard["name"]] = pack.CHANGED
+                split_name, _, number = shard["name"].removesuffix(".tar").partition("-")
+                split = index.train if split_name == "train" else index.val
+                images = pack.PackImages(Path(), split, split_name, {int(number): file.fileno()})
+                ids = np.flatnonzero(split.places[::3] == int(number)).tolist()
+                for part in _parts(len(ids)):
+                    undecodable |= dict(_undecodable_of(images, ids[part.start : part.stop]))
+            done += len(ids)
+            if done < total:
+                print(f"{done:,} of {total:,} images checked", file=sys.stderr, flush=True)
     except OSError as error:
         problem = f"the shards of {store} cannot be written to {tempfile.gettempdir()} ({error})"
         raise StorageError(f"{problem}: make room for two, or set TMPDIR to a folder on a larger disk") from None
@@ -198,8 +193,19 @@ def _stored_defects(store: Store, index: Index, shards: list[dict[str, Any]]) ->
     return changed | undecodable
 
 
+def _read_shards(store: Store, names: list[str]) -> Iterator[tuple[BinaryIO, str]]:
+    """Yield each shard as a temporary file, and its SHA-256. Reads the next one meanwhile."""
+    with ThreadPoolExecutor(1) as reader:
+        following: Future[tuple[BinaryIO, str]] | None = None
+        for name in names:
+            current, following = following, reader.submit(_read_shard, store, name)
+            if current:
+                yield current.result()
+        if following:
+            yield following.result()
+
+
 def _read_shard(store: Store, name: str) -> tuple[BinaryIO, str]:
-    """Return a shard as a temporary file, which has no name, and its SHA-256."""
     file, sha256 = tempfile.TemporaryFile(), hashlib.sha256()  # noqa: SIM115 — returned open
     for part in store.stream(name):
         file.write(part)
