@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.access import UnreadableError
+from pipeline.data.access import READ_FAILURES, UnreadableError
 from pipeline.data.index import MAX_FILE_BYTES, Index, Split, SplitImages
 from pipeline.data.pack import NOT_PACKED, cache_folder, file_or_pixels, shard_name
 from pipeline.data.ranges import Range, RangeReader, RangesIgnoredError
@@ -130,25 +130,39 @@ class StoreImages(SplitImages):
 
     def expect(self, samples: Iterable[int]) -> None:
         cache = self.cache
-        wanted = (i for i in samples if 0 < self.split.sizes[i] <= MAX_FILE_BYTES and not (cache and cache.has(i)))
-        self._reader().expect(map(self.part, wanted))
+        missing = [i for i in samples if not (cache and cache.has(i))]
+        if missing or self._reader_of_this_process():
+            self._reader().expect(self._parts(missing))
 
     def pop_failed_reads(self) -> list[int]:
-        return self._reader().pop_failures()
+        reader = self._reader_of_this_process()
+        return reader.pop_failures() if reader else [0] * len(READ_FAILURES)
 
     def part(self, i: int) -> Range:
         """Return where image i is."""
         shard, offset, crc = self.split.places[3 * i : 3 * i + 3].tolist()
         return Range(shard_name(self.split_name, shard), offset, self.size(i), crc)
 
-    def _reader(self) -> RangeReader:
-        """Return the reader of this thread and process: one that was forked needs its own."""
+    def _parts(self, samples: list[int]) -> Iterator[Range]:
+        """Yield where the images are that can be read."""
+        sizes = self.split.sizes[samples].tolist()
+        for (shard, offset, crc), size in zip(self.split.places.reshape(-1, 3)[samples].tolist(), sizes, strict=True):
+            if 0 < size <= MAX_FILE_BYTES:
+                yield Range(shard_name(self.split_name, shard), offset, size, crc)
+
+    def _reader_of_this_process(self) -> RangeReader | None:
+        """Return the reader of this thread and process, if it has one: a fork needs its own."""
         process: int
         reader: RangeReader | None
         process, reader = getattr(self._local, "reader", (0, None))
         if reader and process != os.getpid():
             _INHERITED.append(reader)
-            reader = None
+            self._local.reader = 0, None
+            return None
+        return reader
+
+    def _reader(self) -> RangeReader:
+        reader = self._reader_of_this_process()
         if not reader:
             reader = RangeReader(str(self.root))
             self._local.reader = os.getpid(), reader

@@ -201,6 +201,8 @@ class Records:
             rows["report"] = str(self._folder.report / page.FILE_NAME)
         uri = sender.tracking_uri(self._config, self._folder)
         rows["tracker"] = without_password(uri) if uri else "none: the journal alone"
+        if self._mirror:
+            rows["mirror"] = f"{self._config.checkpoint.mirror}{' (incomplete)' if self._mirror.error else ''}"
         rows["use it"] = f"pipeline predict {self._folder.path}{'' if is_last or not file else ' --best'} IMAGE ..."
         return rows
 
