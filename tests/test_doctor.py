@@ -355,7 +355,7 @@ def test_a_store_that_honours_ranges_and_conditions_passes(
     result = run_doctor(tmp_path, digits, "--json", *words)
     assert result.code == 0, result.err
     found = findings(result)
-    assert re.fullmatch(rf"{place} returns a part of an object in \d+\.\d ms", found["data store"]["line"])
+    assert re.fullmatch(rf"{place} returns one image in \d+\.\d ms", found["data store"]["line"])
     assert re.match(rf"{mirror} can be written, honours conditional writes, and .* ms$", found["mirror"]["line"])
     assert bucket.names() == before, "no probe is left"
 
@@ -369,8 +369,9 @@ def test_a_store_that_ignores_ranges_or_conditions_is_refused_by_name(
     result = run_doctor(tmp_path, digits, "--json", *words)
     assert result.code == 2
     found = {name: f"{row['line']}: {row['remedy']}" for name, row in findings(result).items() if not row["ok"]}
-    assert list(found) == ["data store", "mirror"]
-    assert re.match(rf"{place} answers a read of .* with the whole object: use a store that", found["data store"])
+    assert list(found) == ["data", "mirror"]
+    ignored = "the store answers a read of a part of an object with 200, not 206: use a store that honours ranges"
+    assert found["data"].startswith(f"data.root={place}: {ignored}")
     assert re.match(rf"{mirror} ignores If-None-Match and overwrites .*: use a store that", found["mirror"])
     assert weak_bucket.names() == before, "no probe is left"
 
@@ -404,11 +405,11 @@ def test_a_failed_check_of_a_mirror_leaves_no_probe(
 
 def test_a_store_that_fails_now_and_then_passes(bucket: Bucket, digits_pack: Path, fault_proxy: FaultProxy) -> None:
     """A request whose answer is lost is repeated, and then finds what it wrote itself."""
-    place = copy_into(bucket, digits_pack)
+    source = open_source(load("digits", ["data.source=pack", f"data.root={copy_into(bucket, digits_pack)}"]))
     fault_proxy.rates = {"500": 0.1, "truncate": 0.2}
     for _ in range(5):
         assert "honours conditional writes" in store.check_mirror(Store(f"{bucket.place}/run"))
-        assert "returns a part" in store.check_reads(Store(place))
+        assert "returns one image" in store.check_reads(source.train)
     assert fault_proxy.counts["truncate"] > 5
 
 

@@ -102,7 +102,7 @@ def examine(
         report.run("last start", lambda: request.check_previous_start_did_not_fail(config, here, folder))
         report.run("device", lambda: request.check_device(config, here))
         source = report.run("data", lambda: request.open_data(config, folder), lambda source: source.size.describe())
-        _check_stores(report, config, is_data_open=source is not None)
+        _check_stores(report, config, source)
         plan, resume = None, None
         if source:
             plan = report.run("plan", lambda: make_plan(config, here, source.size), lambda plan: f"\n{plan.table()}")
@@ -141,12 +141,11 @@ def examine(
     return errors.OK if as_json else f"{recipe} can run here"
 
 
-def _check_stores(report: _Report, config: Config, *, is_data_open: bool) -> None:
+def _check_stores(report: _Report, config: Config, source: Source | None) -> None:
     """Check the buckets that the request names."""
-    root, mirror = config.data.root, config.checkpoint.mirror
-    if root and is_store(root) and is_data_open:
-        report.run("data store", lambda: store.check_reads(Store(root)))
-    if mirror:
+    if source and is_store(config.data.root):
+        report.run("data store", lambda: store.check_reads(source.train))
+    if mirror := config.checkpoint.mirror:
         report.run("mirror", lambda: store.check_mirror(Store(mirror)))
 
 
