@@ -100,7 +100,7 @@ def object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]
 
 @pytest.fixture(scope="session")
 def weak_object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """Start an S3 server that ignores conditions, and answers ranges with the whole object."""
+    """Start an S3 server that ignores the conditions of a write, and answers ranges with 200."""
     yield from _running(Rclone(tmp_path_factory.mktemp("rclone")))
 
 

@@ -112,8 +112,9 @@ class S3Server:
         """Delete a bucket with all its objects, so that the server has their disk back."""
         client = self.client()
         for page in client.get_paginator("list_objects_v2").paginate(Bucket=name):
-            for entry in page.get("Contents", ()):
-                client.delete_object(Bucket=name, Key=entry["Key"])
+            keys = [{"Key": entry["Key"]} for entry in page.get("Contents", ())]
+            if keys:
+                client.delete_objects(Bucket=name, Delete={"Objects": keys})
         with contextlib.suppress(ClientError):  # an upload that was never completed is in it
             client.delete_bucket(Bucket=name)
 
@@ -137,7 +138,7 @@ class Weed(S3Server):
             *(f"-{name}={port}" for name, port in zip(ports, self.more_ports, strict=True)),
             "-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false", "-admin.ui=false", "-master.telemetry=false",
             # each bucket takes a volume of its own; the default limit follows from the free disk
-            "-volume.max=2000", "-master.volumeSizeLimitMB=64",
+            "-volume.max=2000", "-master.volumeSizeLimitMB=64", "-s3.autoCreateBucket=false",
         ]  # fmt: skip
 
     def kill(self) -> None:
@@ -148,7 +149,7 @@ class Weed(S3Server):
 
 
 class Rclone(S3Server):
-    """`rclone serve s3`: ignores If-None-Match and If-Match, answers a range with the object."""
+    """`rclone serve s3`: ignores If-None-Match and If-Match, answers a range with 200, not 206."""
 
     def command(self) -> list[str]:
         return [

@@ -8,8 +8,9 @@ boto3 in a training that names no bucket.
 """
 
 import re
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
@@ -24,12 +25,21 @@ _CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 5, 20
 _ATTEMPTS = 5
 """Attempts of a request that fails with 5xx, a time-out or SlowDown, with growing pauses."""
 _PART_BYTES = 16 << 20  # of a multipart upload
-_REQUEST_ERRORS = ("NoSuchBucket", "InvalidBucketName", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch")
+_PIECE_BYTES = 8 << 20  # of a streamed read
+_REQUEST_ERRORS = (
+    "NoSuchBucket", "InvalidBucketName", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch",
+    "ExpiredToken", "InvalidToken", "AuthorizationHeaderMalformed", "PermanentRedirect",
+)  # fmt: skip
 """Errors that the same request would end with again: a wrong name, or wrong credentials."""
 
 
 class ConflictError(Exception):
     """A conditional write that the store refused: the object is not in the stated condition."""
+
+    def __init__(self, place: str, *, is_repeated: bool = False) -> None:
+        super().__init__(place)
+        self.is_repeated = is_repeated
+        """An earlier attempt may have succeeded, and only its answer was lost."""
 
 
 class MissingError(RunError):
@@ -89,9 +99,17 @@ class Store:
             with self._requesting(name):
                 answer = self._client.head_object(Bucket=self.bucket, Key=self.key(name))
         except MissingError:
+            self._check_bucket()  # the answer to HEAD does not tell a missing bucket
             return None
         seen = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
         return StoredObject(name, answer["ContentLength"], answer["ETag"], answer["LastModified"], seen)
+
+    def _check_bucket(self) -> None:
+        try:
+            with self._requesting(""):
+                self._client.head_bucket(Bucket=self.bucket)
+        except MissingError:
+            raise _no_bucket(self.place) from None
 
     def read(self, name: str, limit: int | None = None) -> bytes:
         """Return an object. Raises MissingError, RequestError if it has more than `limit` bytes."""
@@ -99,34 +117,69 @@ class Store:
 
     def read_tagged(self, name: str, limit: int | None = None) -> tuple[bytes, str]:
         """Return an object and its etag. Raises as `read` does."""
-        with self._requesting(name):
-            answer = self._client.get_object(Bucket=self.bucket, Key=self.key(name))
-            size = answer["ContentLength"]
-            if limit is not None and size > limit:
-                answer["Body"].close()
-                raise RequestError(f"{self.place}/{name} has {size:,} bytes, more than the {limit:,} allowed")
-            return answer["Body"].read(), answer["ETag"]
+        return self._get(name, limit)
+
+    def _get(self, name: str, limit: int | None = None, **conditions: str) -> tuple[bytes, str]:
+        from botocore.exceptions import BotoCoreError
+        from urllib3.exceptions import HTTPError
+
+        attempt = 1
+        while True:
+            with self._requesting(name):
+                answer = self._client.get_object(Bucket=self.bucket, Key=self.key(name), **conditions)
+                status, size = answer["ResponseMetadata"]["HTTPStatusCode"], answer["ContentLength"]
+                if "Range" in conditions and status != 206:
+                    raise RequestError(f"{self.place} answers a ranged read with {status}, not 206: use another store")
+                if limit is not None and size > limit:
+                    answer["Body"].close()
+                    raise RequestError(f"{self.place}/{name} has {size:,} bytes, more than the {limit:,} allowed")
+                try:
+                    return answer["Body"].read(), answer["ETag"]
+                except (BotoCoreError, HTTPError):  # boto3 repeats a request, but not for a body that breaks off
+                    if attempt == _ATTEMPTS:
+                        raise
+            time.sleep(2 ** (attempt - 2))
+            attempt += 1
 
     def read_to(self, name: str, path: Path) -> None:
         """Write an object to the file `path`. Raises MissingError, OSError."""
-        with self._requesting(name):
-            self._client.download_file(self.bucket, self.key(name), str(path), Config=_transfer_config())
+        try:
+            with self._requesting(name):
+                self._client.download_file(self.bucket, self.key(name), str(path), Config=_transfer_config())
+        except MissingError:
+            self._check_bucket()  # boto3 asks with HEAD, too
+            raise
 
     def stream(self, name: str) -> Iterator[bytes]:
-        """Yield the bytes of an object in order, a few MiB at a time. Raises MissingError."""
-        with self._requesting(name):
-            body = self._client.get_object(Bucket=self.bucket, Key=self.key(name))["Body"]
-            yield from body.iter_chunks(4 << 20)
+        """Yield the bytes of an object in order, a few MiB at a time.
+
+        Raises MissingError, ConflictError if the object changes meanwhile.
+        """
+        found = self.head(name)
+        if not found:
+            raise _missing(f"{self.place}/{name}")
+        for start in range(0, found.size, _PIECE_BYTES):
+            end = min(start + _PIECE_BYTES, found.size)
+            yield self._get(name, Range=f"bytes={start}-{end - 1}", IfMatch=found.etag)[0]
 
     def write(self, name: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> str:
         """Write an object and return its etag. It is there completely or not at all.
 
         if_absent, if_match: write only if there is no such object, or if it has this etag. Raises
-        ConflictError if not.
+        ConflictError if not. A writer must not write the bytes that another one writes: by them it
+        recognises its own write whose answer was lost.
         """
         condition = {"IfNoneMatch": "*"} if if_absent else {"IfMatch": if_match} if if_match else {}
-        with self._requesting(name):
-            answer = self._client.put_object(Bucket=self.bucket, Key=self.key(name), Body=data, **condition)
+        try:
+            with self._requesting(name):
+                answer = self._client.put_object(Bucket=self.bucket, Key=self.key(name), Body=data, **condition)
+        except ConflictError as conflict:
+            if conflict.is_repeated:
+                with suppress(MissingError):
+                    found, etag = self.read_tagged(name)
+                    if found == data:
+                        return etag
+            raise
         return str(answer["ETag"])
 
     def upload(self, path: Path, name: str) -> None:
@@ -202,7 +255,7 @@ def _connect(place: str) -> Any:
     options = Config(
         connect_timeout=_CONNECT_TIMEOUT_S, read_timeout=_READ_TIMEOUT_S, max_pool_connections=16,
         retries={"mode": "standard", "total_max_attempts": _ATTEMPTS}, tcp_keepalive=True,
-        signature_version="s3v4",  # presigned URLs would have version 2, which newer regions and KMS refuse
+        signature_version="s3v4",  # for a presigned URL boto3's default is version 2, which most stores refuse
     )  # fmt: skip
     try:
         session = boto3.session.Session()
@@ -222,17 +275,25 @@ def _refusal(place: str, error: Any) -> Exception:
     code, status = error.response.get("Error", {}).get("Code", ""), error.response["ResponseMetadata"]["HTTPStatusCode"]
     message = error.response.get("Error", {}).get("Message", "")
     if status in (409, 412):
-        return ConflictError(place)
+        return ConflictError(place, is_repeated=error.response["ResponseMetadata"].get("RetryAttempts", 0) > 0)
     if code == "NoSuchBucket":
-        return RequestError(f"{place}: there is no such bucket: create it, or name another")
+        return _no_bucket(place)
     if status == 404:
-        return MissingError(f"{place} does not exist")
+        return _missing(place)
     if status == 403 or code in _REQUEST_ERRORS:
         return RequestError(
             f"{place} is refused by the store ({status} {code}: {message}): check the credentials in the environment"
             " (AWS_ACCESS_KEY_ID, AWS_PROFILE), their rights, and AWS_ENDPOINT_URL"
         )
     return _outage(place, f"{status} {code} {message}")
+
+
+def _missing(place: str) -> MissingError:
+    return MissingError(f"{place} does not exist")
+
+
+def _no_bucket(place: str) -> RequestError:
+    return RequestError(f"{place}: there is no such bucket: create it, or name another")
 
 
 def _outage(place: str, reason: str) -> OutageError:
