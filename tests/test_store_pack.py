@@ -133,6 +133,17 @@ def test_two_starts_of_one_request_make_one_pack(images: Path, local: Path, buck
     assert objects(bucket) == files(local)
 
 
+def test_uploads_that_a_kill_cut_off_are_removed(images: Path, local: Path, bucket: Bucket) -> None:
+    client = bucket.server.client()
+    for key in ("pack/train-0001.tar", "other/train-0001.tar"):
+        upload = client.create_multipart_upload(Bucket=bucket.name, Key=key)["UploadId"]
+        client.upload_part(Bucket=bucket.name, Key=key, UploadId=upload, PartNumber=1, Body=b"part")
+    pack(images, Store(f"{bucket.place}/pack"), "lossless", 0.1)
+    assert objects(bucket) == files(local)
+    left = client.list_multipart_uploads(Bucket=bucket.name)["Uploads"]
+    assert [upload["Key"] for upload in left] == ["other/train-0001.tar"]
+
+
 def test_a_prefix_with_other_contents_is_left_unchanged(
     images: Path, local: Path, bucket: Bucket, tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ def _add_make(actions: Commands) -> None:
     examples = "pipeline data make digits", "pipeline data make synthetic photos --images 500 --classes 4"
     add = add_command(actions, "make", _make, help, "", *examples).add_argument
     add("kind", choices=("digits", "synthetic"), help="which images")
-    add("out", nargs="?", type=path_or_uri, metavar="OUT", help="folder to make (default data/<kind>)")
+    add("out", nargs="?", type=_folder, metavar="OUT", help="folder to make (default data/<kind>)")
     add("--images", type=positive_int, metavar="N", help="synthetic: training images (default 1000)")
     add("--classes", type=positive_int, metavar="N", help="synthetic: classes (default 10)")
     add("--side", type=positive_int, metavar="PX", help="synthetic: side in pixels (default 64)")
@@ -41,7 +41,7 @@ def _add_get(actions: Commands) -> None:
     help = "download a published data set as an image folder"
     parser = add_command(actions, "get", _get, help, "", "pipeline data get imagenette")
     parser.add_argument("kind", choices=("imagenette",), help="which data set")
-    parser.add_argument("out", nargs="?", type=path_or_uri, metavar="OUT", help="folder to make (default data/<kind>)")
+    parser.add_argument("out", nargs="?", type=_folder, metavar="OUT", help="folder to make (default data/<kind>)")
 
 
 def _get(options: argparse.Namespace) -> str:
@@ -120,6 +120,12 @@ def _check(options: argparse.Namespace) -> str:
 def _add_val_split(parser: Parser) -> None:
     help = "share of the images to hold out if the folder has no val/, as data.val_split (default 0.1)"
     parser.add_argument("--val-split", type=share, default=0.1, metavar="SHARE", help=help)
+
+
+def _folder(text: str) -> str:
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a folder; 'pipeline data pack' writes into a bucket")
+    return path_or_uri(text)
 
 
 def _place(text: str) -> Path | Store:

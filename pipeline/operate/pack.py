@@ -37,7 +37,7 @@ from pipeline.data.images import BadImageError, Picture, decode
 from pipeline.data.index import MISSING, Index, Split
 from pipeline.data.pack import FORMAT, INDEX, REQUEST, SUMMARY, Level, open_index, read_summary, shard_name
 from pipeline.data.sources import Source
-from pipeline.data.store import Store
+from pipeline.data.store import MissingError, Store
 from pipeline.errors import RequestError, StorageError
 from pipeline.machine import available_cpus
 from pipeline.operate.pack_target import Target, open_target
@@ -105,8 +105,7 @@ def pack_source(source: Source, out: Path | Store, level: Level) -> str:
             shards = list(_shards(source.index))
             _make_shards(source, level, target, out, shards)
             _write_index_and_summary(target, request, source.index, shards)
-        for name in target.hidden():
-            target.remove(name)
+        target.clean()
     return _describe(out, read_summary(out))
 
 
@@ -166,6 +165,9 @@ def _make_shards(source: Source, level: Level, target: Target, out: Path | Store
     except BrokenProcessPool:
         remedy = "check the free memory, then give the same command again"
         raise StorageError(f"{out}: a packing process was killed: {remedy}") from None
+    except MissingError:
+        if not target.exists(SUMMARY):  # else another start has completed the pack and aborted our uploads
+            raise
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -17,7 +17,7 @@ from typing import BinaryIO, Protocol
 
 from pipeline.data.pack import REQUEST
 from pipeline.data.store import ConflictError, MissingError, Store
-from pipeline.errors import RequestError, StorageError, TemporaryError
+from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
 from pipeline.files import atomic_write, lock, replacing, temporary_sibling
 
 _LOCK = ".lock"
@@ -50,7 +50,8 @@ class Target(Protocol):
     def hidden(self) -> list[str]:
         """Return the hidden JSON files that an incomplete pack has: its request and metadata."""
 
-    def remove(self, name: str) -> None: ...
+    def clean(self) -> None:
+        """Remove the hidden files and unfinished uploads, which a complete pack does not need."""
 
     def hold(self) -> AbstractContextManager[None]:
         """Keep other processes out if the place has a lock. Raise errors of the disk as ours.
@@ -98,8 +99,9 @@ class _Folder:
     def hidden(self) -> list[str]:
         return [path.name for path in self._path.glob(".*.json")]
 
-    def remove(self, name: str) -> None:
-        (self._path / name).unlink()
+    def clean(self) -> None:
+        for name in self.hidden():
+            (self._path / name).unlink()
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -160,8 +162,12 @@ class _Bucket:
     def hidden(self) -> list[str]:
         return [stored.name for stored in self._store.list(".") if stored.name.endswith(".json")]
 
-    def remove(self, name: str) -> None:
-        self._store.delete(name)
+    def clean(self) -> None:
+        for name in self.hidden():
+            self._store.delete(name)
+        with suppress(RunError):  # the pack is complete, and some credentials may not list uploads
+            for split in ("train-", "val-"):
+                self._store.abort_uploads(split)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
