@@ -301,7 +301,7 @@ data pack photos photos | photos is inside the image folder photos: name a folde
 data pack photos photos/packed | is inside the image folder photos
 data pack photos packed --level raw=32 | holds a pack of another source or level
 data make synthetic out --images 8 --classes 4 | make at least 13 images
-data make digits s3://bucket/digits | is not a folder; 'pipeline data pack' writes into a bucket
+data make digits s3://bucket/digits | is not a folder: make it here; 'pipeline data pack FOLDER s3://bucket/prefix'
 data get imagenette s3://bucket/data | is not a folder
 data pack photos gs://bucket/data | gs://bucket/data is not allowed: give a folder, or s3://bucket/prefix
 data pack photos s3://Bucket | s3://Bucket is not allowed: give s3://bucket/prefix

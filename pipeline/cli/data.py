@@ -124,7 +124,8 @@ def _add_val_split(parser: Parser) -> None:
 
 def _folder(text: str) -> str:
     if "://" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a folder; 'pipeline data pack' writes into a bucket")
+        remedy = "'pipeline data pack FOLDER s3://bucket/prefix' copies one into a bucket"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a folder: make it here; {remedy}")
     return path_or_uri(text)
 
 
