@@ -164,7 +164,10 @@ def test_a_prefix_with_other_contents_is_left_unchanged(
     assert objects(bucket) == files(local)
 
 
-def test_two_requests_that_start_together_never_share_a_prefix(images: Path, bucket: Bucket, tmp_path: Path) -> None:
+def test_requests_that_start_together_never_share_a_prefix(
+    images: Path, bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
+) -> None:
+    fault_proxy.latency_ms, fault_proxy.only = 4000, r"PUT .*\.packing\.json"  # so that all find the prefix empty
     levels = "lossless", "raw=64", "max-side=100,q=90"
     words = ("data", "pack", str(images), f"{bucket.place}/pack", "--level")
     results = [finish(process) for process in [start(*words, level, tmp=tmp_path / "tmp") for level in levels]]
@@ -172,6 +175,7 @@ def test_two_requests_that_start_together_never_share_a_prefix(images: Path, buc
     winner = levels[[result.code for result in results].index(0)]
     pack(images, tmp_path / "pack", winner, 0.1)
     assert objects(bucket) == files(tmp_path / "pack")
+    assert sum(".packing.json" in request for request in fault_proxy.requests if request.startswith("PUT")) == 3
 
 
 def test_a_dead_store_is_temporary_and_no_output_holds_a_secret(
