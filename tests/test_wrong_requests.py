@@ -303,6 +303,13 @@ data pack photos photos | photos is inside the image folder photos: name a folde
 data pack photos photos/packed | is inside the image folder photos
 data pack photos packed --level raw=32 | holds a pack of another source or level
 data make synthetic out --images 8 --classes 4 | make at least 13 images
+data make digits s3://bucket/digits | is not a folder: make it here; 'pipeline data pack FOLDER s3://bucket/prefix'
+data get imagenette s3://bucket/data | is not a folder
+data pack photos gs://bucket/data | gs://bucket/data is not allowed: give a folder, or s3://bucket/prefix
+data pack photos s3://Bucket | s3://Bucket is not allowed: give s3://bucket/prefix
+data pack s3://bucket/photos out | is not a folder
+data check s3:// | s3:// is not allowed: give s3://bucket/prefix
+data import imagenet photos s3://bucket/data | can hold a pack only: give its level, such as --pack
 data import imagenet photos out --pack zip | level zip is not allowed
 data import imagenet photos out | holds no ILSVRC2012_img_train.tar
 train empty.yaml | is empty: it needs at least the images to train on

@@ -38,6 +38,7 @@ SUMMARY = "pack.json"
 INDEX = "pack.index"
 REQUEST = ".packing.json"
 """The file that is in a pack until it is complete."""
+CHANGED = f"has changed since it was packed: its SHA-256 is not that of {SUMMARY}"
 NOT_PACKED = "could not be read when it was packed"
 _MAX_SUMMARY_BYTES, _MAX_INDEX_BYTES = 1 << 28, 1 << 34
 _ATTEMPTS = 3
@@ -255,24 +256,15 @@ def _how_to_make(root: Path | Store) -> str:
     return f"make one with 'pipeline data pack SRC {root}'"
 
 
-def changed_shards(root: Path | Store, summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def changed_shards(root: Path, summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (name, defect) for each shard that changed since it was packed. Raises OutageError."""
     for shard in summary["shards"]:
-        if _sha256(root, shard["name"]) != shard["sha256"]:
-            yield shard["name"], f"has changed since it was packed: its SHA-256 is not that of {SUMMARY}"
-
-
-def _sha256(root: Path | Store, name: str) -> str:
-    if isinstance(root, Store):
-        digest = hashlib.sha256()
-        for part in root.stream(name):
-            digest.update(part)
-        return digest.hexdigest()
-    try:
-        with open(root / name, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise outage_error(root / name, error) from None
+        try:
+            with open(root / shard["name"], "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
+                    yield shard["name"], CHANGED
+        except OSError as error:
+            raise outage_error(root / shard["name"], error) from None
 
 
 def _damaged(root: Path | Store, what: str) -> RequestError:

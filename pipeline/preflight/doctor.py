@@ -20,9 +20,10 @@ from pipeline import errors, world
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.data.sources import Source
+from pipeline.data.store import Store, is_store
 from pipeline.errors import RequestError, RunError, TemporaryError
-from pipeline.plan import make_plan
-from pipeline.preflight import machine, request, tracker
+from pipeline.plan import Plan, make_plan
+from pipeline.preflight import machine, request, store, tracker
 from pipeline.record.folder import RunFolder
 
 _Result = TypeVar("_Result")
@@ -101,6 +102,7 @@ def examine(
         report.run("last start", lambda: request.check_previous_start_did_not_fail(config, here, folder))
         report.run("device", lambda: request.check_device(config, here))
         source = report.run("data", lambda: request.open_data(config, folder), lambda source: source.size.describe())
+        _check_stores(report, config, source)
         plan, resume = None, None
         if source:
             plan = report.run("plan", lambda: make_plan(config, here, source.size), lambda plan: f"\n{plan.table()}")
@@ -124,24 +126,36 @@ def examine(
             report.run("memory", lambda: machine.check_memory(plan), fatal=False)
             report.run("/dev/shm", lambda: machine.check_shared_memory_exists(plan, here))
             report.run("disk speed", lambda: machine.check_disk_speed(folder), fatal=False)
-            report.run("shared disk", lambda: machine.check_run_folder_is_shared(folder, here), fatal=False)
+            report.run("shared disk", lambda: machine.check_run_folder_is_shared(config, folder, here), fatal=False)
             report.run("disk space", lambda: machine.check_disk_space(config, plan, folder))
             report.run("decoding", lambda: machine.check_images_decode(source), fatal=False)
             report.run("all-reduce", lambda: machine.check_all_reduce(config, here), fatal=False)
             if answer is not None:
                 report.run("artifacts", lambda: tracker.check_server_stores_files(config, folder), fatal=False)
         if sanity and report.error is None and source and plan:
-            from pipeline.preflight.sanity import SanityChecks
-
-            checks = SanityChecks(config, plan, source, here)
-            report.run("initial loss", checks.check_initial_loss, fatal=False)
-            report.run("one batch", checks.check_one_batch_overfits, fatal=False)
-            report.run("shuffled", checks.check_shuffled_labels_give_chance, fatal=False)
+            _check_that_it_learns(report, config, plan, source, here)
     if as_json:
         print(json.dumps({"findings": [asdict(finding) for finding in report.findings]}))
     if report.error:
         raise report.error
     return errors.OK if as_json else f"{recipe} can run here"
+
+
+def _check_stores(report: _Report, config: Config, source: Source | None) -> None:
+    """Check the buckets that the request names."""
+    if source and is_store(config.data.root):
+        report.run("data store", lambda: store.check_reads(source.train))
+    if mirror := config.checkpoint.mirror:
+        report.run("mirror", lambda: store.check_mirror(Store(mirror)))
+
+
+def _check_that_it_learns(report: _Report, config: Config, plan: Plan, source: Source, here: world.World) -> None:
+    from pipeline.preflight.sanity import SanityChecks
+
+    checks = SanityChecks(config, plan, source, here)
+    report.run("initial loss", checks.check_initial_loss, fatal=False)
+    report.run("one batch", checks.check_one_batch_overfits, fatal=False)
+    report.run("shuffled", checks.check_shuffled_labels_give_chance, fatal=False)
 
 
 def examine_gang(recipe: str, overrides: list[str], *, as_json: bool) -> str | int:
