@@ -214,7 +214,7 @@ def _storage(documents: list[Document], job: Document, config: dict[str, str]) -
         yield "the trainers write to disks of their own"
     url = urlsplit(config.get("AWS_ENDPOINT_URL", "https://s3.amazonaws.com"))
     port = url.port or {"http": 80, "https": 443}[url.scheme]
-    if len(outside) != 1 or outside[0]["ports"] != [{"port": port}]:
+    if len(outside) != 1 or outside[0].get("ports") != [{"port": port}]:
         yield "the trainers reach one port outside, the store's"
     for peer in (peer for rule in outside for peer in rule["to"]):
         block = peer.get("ipBlock", {"cidr": "10.0.0.0/24"})
