@@ -62,6 +62,7 @@ ROWS = {
     "J3": Row("the data folder unreachable for a while · for good", "waits, identical, no image called bad · exit 75"),
     "J4": Row("non-finite logits in validation", "reported; never the best checkpoint; no integer overflow"),
     "J5": Row("a registry's model with a pickle, code, an import path; names with `..`", "no code runs; exit 2 or 4"),
+    "K3": Row("a node lost with its disk, node 0 too; data and run in a bucket", f"its replacement continues; {_SAME}"),
     "L1": Row("a node frozen for good, node 0 too; it thaws later", f"others gone in 75 s; {_SAME}; nothing written"),
     "L2": Row("`spec.suspend` true, then false, in mid-run", f"pods gone in 10 s, no step lost; {_SAME}"),
     "L3": Row("a node killed or frozen within 3 s of the end", f"the Job completes; {_SAME}"),
