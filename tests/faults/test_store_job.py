@@ -1,4 +1,4 @@
-"""The rendered Job without a shared disk: pods with disks of their own, data and run in a bucket."""
+"""The rendered Job without a shared disk: data and run in a bucket, a disk for each pod."""
 
 import random
 import time
