@@ -74,8 +74,8 @@ class TemporaryError(RunError):
 PERMANENT = (RequestError.code, NotFiniteError.code, StorageError.code)
 """Exit codes that a retry of the same request would end with again."""
 
-_FILE = "failure.json"
-_FILE_OF_0_1 = "verdict.json"
+FAILURE = "failure.json"
+_FAILURE_OF_0_1 = "verdict.json"
 
 
 def from_exit_code(code: int) -> type[RunError]:
@@ -93,12 +93,12 @@ def save_failure(folder: Path, error: RunError, request: str) -> None:
         return
     data = json.dumps({"code": error.code, "line": str(error), "request": request}).encode()
     with contextlib.suppress(OSError):
-        atomic_write(folder / _FILE, data, durable=False, shared=True)  # several ranks may fail at once
+        atomic_write(folder / FAILURE, data, durable=False, shared=True)  # several ranks may fail at once
 
 
 def load_failure(folder: Path, request: str) -> RunError | None:
     """Return the permanent error that the last start of this same request ended with, or None."""
-    for name in (_FILE, _FILE_OF_0_1):
+    for name in (FAILURE, _FAILURE_OF_0_1):
         try:
             saved = json.loads((folder / name).read_text())
             if saved["request"] == request:
@@ -110,5 +110,5 @@ def load_failure(folder: Path, request: str) -> RunError | None:
 
 def clear_failure(folder: Path) -> None:
     """Remove the saved failure: the request has changed, or `run.resume` says to resume."""
-    for name in (_FILE, _FILE_OF_0_1):
+    for name in (FAILURE, _FAILURE_OF_0_1):
         (folder / name).unlink(missing_ok=True)

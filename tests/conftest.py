@@ -13,6 +13,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # tests run at the same time: torch's threa
 sys.path.insert(0, str(Path(__file__).parent))
 from engine import build_images
 from forked import Forked, Place
+from object_store import Bucket, FaultProxy, Rclone, S3Server, Weed
 
 pytest_plugins = ["faults.ledger"]
 
@@ -89,6 +90,55 @@ def place(made_place: Place, tmp_path: Path) -> Place:
     """Return a copy of a folder with images and a finished run, for small runs in it."""
     shutil.copytree(made_place.path, tmp_path / "place")
     return Place(tmp_path / "place", made_place.forked)
+
+
+@pytest.fixture(scope="session")
+def object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """Start a real S3 server, once for all tests."""
+    yield from _running(Weed(tmp_path_factory.mktemp("weed")))
+
+
+@pytest.fixture(scope="session")
+def weak_object_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """Start an S3 server that ignores conditions, and answers ranges with the whole object."""
+    yield from _running(Rclone(tmp_path_factory.mktemp("rclone")))
+
+
+def _running(server: S3Server) -> Iterator[S3Server]:
+    server.start()
+    try:
+        yield server.wait_ready()
+    finally:
+        server.kill()
+
+
+@pytest.fixture
+def bucket(object_store: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """Make a bucket for one test, and set AWS_… for it in the environment."""
+    yield from _bucket(object_store, monkeypatch)
+
+
+@pytest.fixture
+def weak_bucket(weak_object_store: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    yield from _bucket(weak_object_store, monkeypatch)
+
+
+def _bucket(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in server.env.items():
+        monkeypatch.setenv(name, value)
+    bucket = Bucket(server, server.make_bucket())
+    yield bucket
+    server.delete_bucket(bucket.name)
+
+
+@pytest.fixture
+def fault_proxy(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    """Put a proxy in front of the bucket's server, and AWS_ENDPOINT_URL to the proxy."""
+    with FaultProxy(bucket.server.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        yield proxy
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,8 @@ import torch
 from harness import SMALL, Job, by_hand, spawned, two_nodes
 
 from pipeline.data.sources import make_digits
-from pipeline.record.checkpoint import decode, find, read_verified
+from pipeline.record.checkpoint import decode
+from pipeline.record.checkpoint_files import find, read_verified
 
 STEPS = 20
 # A low LR: with the recipe's LR, 20 steps amplify one rounding error to 1e-2, which hides real

@@ -114,19 +114,20 @@ class Job:
     def train_words(self) -> list[str]:
         return ["train", *self.arguments, f"run.dir={self.folder}"]
 
+    def command(self) -> list[str]:
+        if self.by_torchrun:
+            return [*torchrun(self.nproc), *self.train_words()]
+        processes = ["--nproc", str(self.nproc)] if self.nproc > 1 else []
+        return [sys.executable, "-m", "pipeline", *self.train_words(), *processes]
+
     def start(self) -> "Job":
         """Start the training; its output goes to FOLDER.out and FOLDER.err."""
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        if self.by_torchrun:
-            command = [*torchrun(self.nproc), *self.train_words()]
-        else:
-            processes = ["--nproc", str(self.nproc)] if self.nproc > 1 else []
-            command = [sys.executable, "-m", "pipeline", *self.train_words(), *processes]
         self.started = time.monotonic()
         self.starts_before = len(self.starts())
         with open(self.folder.with_suffix(".out"), "w") as out, open(self.folder.with_suffix(".err"), "w") as err:
             self.process = subprocess.Popen(
-                command, stdout=out, stderr=err, text=True, env=environment(**self.env), start_new_session=True
+                self.command(), stdout=out, stderr=err, text=True, env=environment(**self.env), start_new_session=True
             )
         return self
 

@@ -15,15 +15,9 @@ from harness import SMALL, Job, kill, pipeline, read_rows
 
 from pipeline.config.load import load
 from pipeline.errors import RequestError, StorageError
-from pipeline.record import checkpoint
-from pipeline.record.checkpoint import (
-    CheckpointWriter,
-    decode,
-    list_checkpoints,
-    newest_verified,
-    read_verified,
-    step_of,
-)
+from pipeline.record import checkpoint_files
+from pipeline.record.checkpoint import CheckpointWriter, decode
+from pipeline.record.checkpoint_files import list_checkpoints, newest_verified, read_verified, step_of
 from pipeline.record.folder import RunFolder
 from pipeline.train.resume import VerifiedCheckpoint, find
 
@@ -148,7 +142,7 @@ def test_an_unreadable_checkpoint_is_one_error(tmp_path: Path, monkeypatch: pyte
     def refuse(folder: Path) -> list[Path]:
         raise PermissionError(errno.EACCES, "Permission denied", str(folder))
 
-    monkeypatch.setattr(checkpoint, list_checkpoints.__name__, refuse)
+    monkeypatch.setattr(checkpoint_files, list_checkpoints.__name__, refuse)
     with pytest.raises(RequestError, match=f"run.dir={tmp_path} cannot be .*Permission denied"):
         find_checkpoint("auto")
 

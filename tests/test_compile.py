@@ -50,7 +50,7 @@ def test_every_image_size_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(compiled) == len(plan.image_sizes), "each once"
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.skipif(bool(missing_to_compile()), reason=f"torch.compile needs {missing_to_compile()}")
 def test_a_rank_may_compile_much_longer_than_the_others(tmp_path: Path, digits: Path) -> None:
     words = ["digits", f"data.root={digits}", *SMALLER, "train.compile=on", "run.timeout=10", "batch.global=480",

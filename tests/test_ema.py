@@ -12,7 +12,8 @@ from torch import nn
 
 from pipeline.group import ProcessGroup
 from pipeline.model.ema import make_ema, update_ema
-from pipeline.record.checkpoint import decode, read_verified, weights_digest
+from pipeline.record.checkpoint import decode, weights_digest
+from pipeline.record.checkpoint_files import read_verified
 from pipeline.world import World
 
 

@@ -19,7 +19,8 @@ from pipeline.cli.main import main
 from pipeline.config.load import load
 from pipeline.data.manifest import scan
 from pipeline.group import Group
-from pipeline.record.checkpoint import CheckpointWriter, decode, read_verified, weights_digest
+from pipeline.record.checkpoint import CheckpointWriter, decode, weights_digest
+from pipeline.record.checkpoint_files import read_verified
 from pipeline.record.predictions import NO_PREDICTION
 from pipeline.record.terminal import make_terminal
 from pipeline.train.evaluate import EvalResult, Evaluator

@@ -35,7 +35,8 @@ from pipeline.parallel.dataparallel import AutocastModel
 from pipeline.parallel.fsdp import FSDPStrategy, blocks, gathered_bytes, units
 from pipeline.parallel.strategy import autocast
 from pipeline.plan import DataSize, Plan, make_plan, memory_row
-from pipeline.record.checkpoint import decode, read_verified
+from pipeline.record.checkpoint import decode
+from pipeline.record.checkpoint_files import read_verified
 from pipeline.train.state import TrainState, make_optimizer
 from pipeline.train.step import apply_gradients, forward_backward
 from pipeline.world import World, from_environment
@@ -103,7 +104,7 @@ def test_digits_are_learned_while_two_processes_become_four(tmp_path: Path, digi
     assert [row["step"] for row in rows] == list(range(1, 169))
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_slices_within_a_machine_resume_with_the_same_bits_and_at_other_sizes(tmp_path: Path, digits: Path) -> None:
     words = ("parallel=fsdp", "fsdp.shard=node", "train.clip=0.5", "train.ema=0.9")
     expected = two_nodes(job(tmp_path / "uninterrupted", digits, 4, *words)).done

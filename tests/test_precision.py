@@ -6,7 +6,8 @@ import pytest
 import torch
 from harness import SMALL, assert_resumes, pipeline
 
-from pipeline.record.checkpoint import decode, read_verified
+from pipeline.record.checkpoint import decode
+from pipeline.record.checkpoint_files import read_verified
 
 
 @pytest.mark.full

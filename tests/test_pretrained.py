@@ -14,7 +14,8 @@ from pipeline.config.load import load
 from pipeline.config.schema import Model
 from pipeline.errors import RequestError
 from pipeline.model.architectures import build
-from pipeline.record.checkpoint import decode, read_verified
+from pipeline.record.checkpoint import decode
+from pipeline.record.checkpoint_files import read_verified
 from pipeline.train.pretrained import freeze
 
 

@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -122,7 +123,8 @@ class Agents:
 
     def __init__(self, folder: Path, digits: Path, nnodes: str, *words: str, conf: str = "join_timeout=120") -> None:
         self.run = Job(folder / "run", ["digits", f"data.root={digits}", *SMALL, "checkpoint.every=4 steps", *words])
-        self._options = (f"--nnodes={nnodes}", "--rdzv-backend=pipeline", f"--rdzv-endpoint=localhost:{free_port()}",
+        self.endpoint = f"localhost:{free_port()}"
+        self._options = (f"--nnodes={nnodes}", "--rdzv-backend=pipeline", f"--rdzv-endpoint={self.endpoint}",
                          f"--rdzv-conf={conf}", "--max-restarts=1000", "--rdzv-id=test")  # fmt: skip
         self.running: list[subprocess.Popen[str]] = []
         self.logs: list[Path] = []
@@ -228,6 +230,31 @@ def test_an_agent_that_finds_no_peer_leaves_with_75(tmp_path: Path, digits: Path
     (line,) = [line for line in agents.logs[0].read_text().splitlines() if line.startswith("pipeline: ")]
     assert re.fullmatch(r"pipeline: waited for .*\(1 of 2 are here: .*\), 3 s of 3 s: start all nodes of the job", line)
     assert "Traceback" not in agents.log()
+
+
+FINISHED_NODE = """
+import sys
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+from pipeline.deploy import rendezvous
+rendezvous._is_this_machine = lambda host: False  # both nodes are this machine
+rendezvous.Rendezvous(RendezvousParameters("pipeline", sys.argv[1], "test", 2, 2))
+"""
+
+
+def test_a_leader_that_waits_leaves_when_another_node_finds_the_run_finished(tmp_path: Path, digits: Path) -> None:
+    agents = Agents(tmp_path, digits, "2")
+    (tmp_path / "finished").write_text("done step=60")
+    env = environment(PIPELINE_FINISHED=str(tmp_path / "finished"))
+    try:
+        agents.start()
+        time.sleep(5)  # it waits for the other node
+        subprocess.run(
+            [sys.executable, "-c", FINISHED_NODE, agents.endpoint], env=env, check=True, timeout=30 * SHARING
+        )
+        assert agents.running[0].wait(10 * SHARING) == 0
+    finally:
+        agents.close()
+    assert "the training is done on the other nodes" in agents.log()
 
 
 def test_an_agent_that_was_frozen_leaves_with_its_ranks(tmp_path: Path, digits: Path) -> None:

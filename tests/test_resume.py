@@ -16,7 +16,7 @@ from pipeline import errors
 from pipeline.config.load import load
 from pipeline.errors import NotFiniteError, RequestError, StorageError, TemporaryError
 from pipeline.operate.launch import _config_after_restart
-from pipeline.record.checkpoint import step_of
+from pipeline.record.checkpoint_files import step_of
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
 
@@ -109,9 +109,9 @@ def test_a_run_can_be_stopped_while_it_reads_a_checkpoint(place: Place, by_signa
     """Make reading hang, as on dead storage: a signal stops the run, or else the watchdog."""
     program = f"""\
 import sys, time
-from pipeline.record import checkpoint
+from pipeline.record import checkpoint_files
 from pipeline.cli.main import main
-checkpoint.read_verified = lambda path: print("reading", flush=True) or time.sleep(60)
+checkpoint_files.read_verified = lambda path: print("reading", flush=True) or time.sleep(60)
 sys.exit(main({["train", "digits", *SMALL, "run.dir=runs/done", "run.timeout=1"]}))
 """
     process = subprocess.Popen(

@@ -38,7 +38,7 @@ from pipeline.deploy.k8s import RenderOptions, render
 from pipeline.errors import StorageError, TemporaryError
 from pipeline.model.architectures import meta_model, pretrained_weights
 from pipeline.preflight.tracker import check_server_answers
-from pipeline.record import checkpoint
+from pipeline.record import checkpoint, checkpoint_files
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
 from pipeline.record.mlflow.exported_program import read_weights
@@ -67,7 +67,7 @@ class Payload(nn.Module):
 def logged(tmp_path_factory: pytest.TempPathFactory, run_dir: Path) -> Path:  # noqa: F811
     """Return a model as the sender logs it: MLmodel, data/model.pt2 and the files MLflow adds."""
     folder = tmp_path_factory.mktemp("logged")
-    path = checkpoint.find(run_dir)
+    path = checkpoint_files.find(run_dir)
     config = from_yaml(checkpoint.decode(path.read_bytes(), path)["config"], "test")
     description = export_model(path, config, folder / "model")
     description.save(folder / "model" / "MLmodel")
@@ -238,7 +238,7 @@ def test_a_logged_model_has_the_predictions_and_weights_of_its_checkpoint(
     assert outputs[0] == outputs[1]
     options = Model(arch=ARCH, init=uri)
     read = pretrained.read(options, meta_model(options, len(CLASSES)))
-    path = checkpoint.find(run_dir)
+    path = checkpoint_files.find(run_dir)
     weights = checkpoint.decode(path.read_bytes(), path)["model"]
     assert checkpoint.weights_digest(read) == checkpoint.weights_digest(weights)
 

@@ -54,7 +54,7 @@ from pipeline.data.loader import EvalBatches
 from pipeline.data.sources import open_source
 from pipeline.group import Group
 from pipeline.model.architectures import build
-from pipeline.record import checkpoint, provenance
+from pipeline.record import checkpoint, checkpoint_files, provenance
 from pipeline.record.journal import Journal, read
 from pipeline.record.predictions import Predictions, SavedEvaluation, save_evaluation
 from pipeline.record.trace import Trace
@@ -331,7 +331,7 @@ def test_mlflow_shows_the_complete_run_and_its_folder_alone_restores_it(
     weights = pretrained.read(options, model)
     pretrained.load_pretrained(model, weights, options, Group(World(), torch.device("cpu")), lambda _: None)
     path = run.folder / "checkpoints" / best["file"]
-    expected = checkpoint.eval_weights(checkpoint.decode(checkpoint.read_verified(path), path))
+    expected = checkpoint.eval_weights(checkpoint.decode(checkpoint_files.read_verified(path), path))
     assert checkpoint.weights_digest(model.state_dict()) == checkpoint.weights_digest(expected)
 
 

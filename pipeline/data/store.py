@@ -151,6 +151,13 @@ class Store:
         with self._requesting(name):
             self._client.delete_object(Bucket=self.bucket, Key=self.key(name))
 
+    def abort_uploads(self, folder: str = "") -> None:
+        """Remove the parts of uploads that were cut off, which a listing does not show."""
+        with self._requesting(folder):
+            answer = self._client.list_multipart_uploads(Bucket=self.bucket, Prefix=self.key(folder))
+            for upload in answer.get("Uploads", ()):
+                self._client.abort_multipart_upload(Bucket=self.bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+
     def presign(self, name: str, seconds: int) -> str:
         """Return a URL that reads this object without credentials for so many seconds: a secret."""
         parameters = {"Bucket": self.bucket, "Key": self.key(name)}

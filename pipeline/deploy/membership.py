@@ -26,7 +26,7 @@ class Node:
     """The last round that it took part in."""
     has_left: bool = False
     is_done: bool = False
-    """It has left because the training is done."""
+    """Its ranks are done, or its preflight found that the run is finished."""
     beat: int = 0
     heard: float = 0.0
     """When its last heartbeat was read, on the leader's monotonic clock."""
@@ -93,7 +93,7 @@ class Membership:
                 return f"{nodes[key].host} {verb}"
             if present[key].is_waiting and present[key].round == number:
                 return f"{present[key].host} has stopped its ranks"
-        new = [key for key in present if key not in members]
+        new = [key for key in present if key not in members and not present[key].is_done]
         is_settled = bool(new) and now - max(present[key].arrived for key in new) >= _SETTLE_S
         if is_settled and self._largest(len(members) + len(new)) > len(members):
             return f"{', '.join(present[key].host for key in new)} can join"

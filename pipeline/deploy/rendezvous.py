@@ -86,7 +86,7 @@ class _Link:
         self.changed = threading.Condition()
         self._wake = threading.Event()
         self._closed = False
-        self._progress = time.monotonic()
+        self._started = self._progress = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
         self._thread.start()
 
@@ -99,6 +99,11 @@ class _Link:
     def silence_s(self) -> float:
         """Seconds since the last new answer, or since the first attempt to connect."""
         return time.monotonic() - self._progress
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the first attempt to connect."""
+        return time.monotonic() - self._started
 
     def send_now(self) -> None:
         """Send the next heartbeat at once."""
@@ -182,10 +187,12 @@ class _Link:
             _log(f"{count} node{'s train' if count > 1 else ' trains'}: {hosts}")
             port: int = get_free_port()  # type: ignore[no-untyped-call]
             self._master = self._local_address or socket.getfqdn(), port
+        # a leader whose own ranks were stopped at the end learns of it from another node
+        is_done = self.state.is_done or (self.state.is_waiting and any(node.is_done for node in nodes.values()))
         return {
             "number": current.number, "members": current.members, "over": current.is_over,
             "waiting": self._membership.waiting_for(nodes, now), "others": len(alive(nodes, now)) - 1,
-            "master": self._master, "done": self.state.is_done, "beat": self._sent,
+            "master": self._master, "done": is_done, "beat": self._sent,
         }  # fmt: skip
 
 
@@ -204,7 +211,7 @@ class Rendezvous(RendezvousHandler):
         atexit.register(self._leave)  # torchrun does not call `shutdown` after a signal
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _exit_on_signal)  # until torchrun starts ranks, and handles it
-        _exit_if_finished(self._endpoint[0])
+        self._exit_if_finished()
 
     def get_backend(self) -> str:
         return "pipeline"
@@ -302,6 +309,26 @@ class Rendezvous(RendezvousHandler):
             self._link = _Link(*self._endpoint, self._local_address, self._allowed)
         return self._link
 
+    def _exit_if_finished(self) -> None:
+        """Exit with 0 if the preflight of this pod found that the run is finished.
+
+        No round may ever form: other nodes may have ended for good. A leader that waits for this
+        node learns here that it need not (`preflight.doctor`).
+        """
+        file, host = os.environ.get("PIPELINE_FINISHED"), self._endpoint[0]
+        if not file or not os.path.exists(file):
+            return
+        if _is_this_machine(host):
+            print(Path(file).read_text(), flush=True)
+        else:
+            link = self._connected()
+            link.state = replace(link.state, is_waiting=False, is_done=True)
+            with link.changed:
+                while not link.answer.get("done") and not link.is_lost and link.age_s < _CONNECT_S:
+                    link.changed.wait(_BEAT_S)
+        _log("the run is already finished")
+        raise SystemExit(OK)
+
     def _leave(self) -> None:
         is_first = not self._is_closed.is_set()
         self._is_closed.set()
@@ -346,19 +373,6 @@ def _is_this_machine(host: str) -> bool:
         return _matches_machine_hostname(host)
     except OSError:  # this machine's own name does not resolve yet
         return False
-
-
-def _exit_if_finished(host: str) -> None:
-    """Exit with 0 if the preflight of this pod found that the run is finished (`preflight.doctor`).
-
-    The other nodes may have ended for good, so that no round would ever form.
-    """
-    file = os.environ.get("PIPELINE_FINISHED")
-    if file and os.path.exists(file):
-        if _is_this_machine(host):
-            print(Path(file).read_text(), flush=True)
-        _log("the run is already finished")
-        raise SystemExit(OK)
 
 
 def _exit_on_signal(number: int, frame: object) -> NoReturn:

@@ -7,19 +7,23 @@ wake-up file descriptor at once. It is a pipe, from which any thread learns of t
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from pipeline.errors import TemporaryError
 
+_SHUTDOWN_TIMEOUT_S = 30  # torchrun's default
+_MARGIN_S = 5  # for what follows
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _TOO_EARLY = "asked to stop before a step was made: the same command starts again"
 
 
 class StopRequest:
     def __init__(self) -> None:
-        self._asked = False
+        self._asked_at: float | None = None
+        """When the signal was noticed, on the monotonic clock."""
         self._pipe, self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def listen(self) -> None:
@@ -35,8 +39,13 @@ class StopRequest:
         """Return True if a signal has arrived, in any thread, whatever the main one waits for."""
         with suppress(BlockingIOError):
             if any(number in _SIGNALS for number in os.read(self._pipe, 512)):
-                self._asked = True
-        return self._asked
+                self._note()
+        return self._asked_at is not None
+
+    def seconds_left(self) -> float:
+        """Return how long this process may still take until its launcher kills it."""
+        timeout_s = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_TIMEOUT_S))
+        return max(0.0, timeout_s - _MARGIN_S - (time.monotonic() - (self._asked_at or time.monotonic())))
 
     @contextmanager
     def exit_on_signal(self) -> Iterator[None]:
@@ -60,7 +69,7 @@ class StopRequest:
 
     @contextmanager
     def _handled_by(self, handler: Any) -> Iterator[None]:
-        if self._asked:
+        if self._asked_at is not None:
             raise TemporaryError(_TOO_EARLY)
         previous = [signal.signal(number, handler) for number in _SIGNALS]
         yield
@@ -68,4 +77,8 @@ class StopRequest:
             signal.signal(number, handler_before)
 
     def _set_flag(self, number: int, frame: object) -> None:
-        self._asked = True
+        self._note()
+
+    def _note(self) -> None:
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()

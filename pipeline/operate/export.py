@@ -44,9 +44,9 @@ def export(target: Path, kind: str, out: Path | None, overrides: list[str]) -> s
 
     from pipeline.config.load import from_yaml, refuse_another_model
     from pipeline.model.architectures import ExportedModel
-    from pipeline.record import checkpoint
+    from pipeline.record import checkpoint, checkpoint_files
 
-    source = checkpoint.find(target)
+    source = checkpoint_files.find(target)
     contents = checkpoint.read_model(source)
     trained = from_yaml(contents["config"], str(source))
     config = from_yaml(contents["config"], str(source), overrides)

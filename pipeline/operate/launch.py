@@ -22,6 +22,7 @@ from pipeline.config.load import from_yaml, load, refuse_another_model
 from pipeline.config.schema import Config
 from pipeline.data import sources
 from pipeline.data.sources import Source
+from pipeline.data.store import Store
 from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.guards.signals import StopRequest
 from pipeline.operate.inputs import check_target
@@ -29,6 +30,7 @@ from pipeline.plan import Plan, make_plan
 from pipeline.preflight import request
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
+from pipeline.record.mirror import Mirror
 from pipeline.record.terminal import make_terminal
 from pipeline.world import World
 
@@ -57,10 +59,17 @@ def train(
         return start_processes(nproc, ["train", recipe, *overrides], numa_binding)
     prepare = None
     if here.is_main:
-        config = _config_after_restart(config)
-        source, plan = check_request(config, here, folder)
-        folder.hold()
-        prepare = partial(_prepare, config, here, folder, source, plan)
+        with stop.raise_on_signal():
+            mirror = _open_mirror(config, folder)
+        try:
+            config = _config_after_restart(config)
+            source, plan = check_request(config, here, folder)
+            if not mirror:
+                folder.hold()
+        except RunError:
+            _release(folder, mirror)
+            raise
+        prepare = partial(_prepare, config, here, folder, source, plan, mirror)
     elif here.local_rank == 0 and config.data.source == "digits":
         sources.open_source(config)  # makes the digits on each machine, unless they share a disk
 
@@ -81,7 +90,38 @@ def check_request(config: Config, here: World, folder: RunFolder) -> tuple[Sourc
     return source, plan
 
 
-def _prepare(config: Config, here: World, folder: RunFolder, source: Source, plan: Plan) -> "Prepared":
+def _open_mirror(config: Config, folder: RunFolder) -> Mirror | None:
+    """Take the run's folder and the lease of its mirror, and restore from the mirror what is newer.
+
+    Comes before the checks, because they look at the run that is resumed.
+    """
+    if not config.checkpoint.mirror:
+        return None
+    folder.check_writable()
+    store = Store(config.checkpoint.mirror)
+    folder.hold()
+    mirror = None
+    try:
+        mirror = Mirror(store, folder, make_terminal(is_main=True).log)
+        mirror.open(resumes=config.run.resume == "auto" or supervision.restart_count() > 0)
+    except OSError as error:
+        folder.release()
+        raise folder.write_error(error) from None
+    except RunError:
+        folder.release()
+        raise
+    return mirror
+
+
+def _release(folder: RunFolder, mirror: Mirror | None) -> None:
+    if mirror:
+        mirror.close(0)
+    folder.release()
+
+
+def _prepare(
+    config: Config, here: World, folder: RunFolder, source: Source, plan: Plan, mirror: Mirror | None
+) -> "Prepared":
     """Run the checks that need torch; return what they loaded. A wrong request leaves no folder."""
     from pipeline.train.resume import find
     from pipeline.train.session import Prepared
@@ -94,9 +134,9 @@ def _prepare(config: Config, here: World, folder: RunFolder, source: Source, pla
         found = find(config, folder, source, log)
         weights = request.check_model_builds(config, plan, here, is_resumed=found is not None)
     except RunError:
-        folder.release()
+        _release(folder, mirror)
         raise
-    return Prepared(source, plan, found, weights)
+    return Prepared(source, plan, found, weights, mirror)
 
 
 def _config_after_restart(config: Config) -> Config:
@@ -127,10 +167,10 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
         return start_processes(nproc, ["evaluate", target, *overrides])
 
     with _freeze_imports():
-        from pipeline.record import checkpoint
+        from pipeline.record import checkpoint, checkpoint_files
         from pipeline.train.session import run_evaluation
 
-    path = checkpoint.find(Path(target))
+    path = checkpoint_files.find(Path(target))
     contents = checkpoint.read_model(path)
     trained = from_yaml(contents["config"], str(path))
     config = from_yaml(contents["config"], str(path), overrides)

@@ -29,7 +29,7 @@ from pipeline.device import choose_device
 from pipeline.errors import NotFiniteError, RequestError, StorageError
 from pipeline.model.architectures import ExportedModel
 from pipeline.plan import divide_resources
-from pipeline.record import checkpoint
+from pipeline.record import checkpoint, checkpoint_files
 from pipeline.record.figures import Tile, draw_contact_sheet
 from pipeline.record.terminal import Terminal
 
@@ -125,7 +125,7 @@ def _read_model(target: str) -> dict[str, Any]:
         from pipeline.record.mlflow.registry import fetch_model
 
         return fetch_model(target)
-    return checkpoint.read_model(checkpoint.find(Path(target)))
+    return checkpoint.read_model(checkpoint_files.find(Path(target)))
 
 
 def _json(predictions: list[tuple[str, TopClasses]], bad: dict[str, str]) -> str:

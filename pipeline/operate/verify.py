@@ -188,7 +188,7 @@ def _compare(receipt: dict[str, Any], new_receipt: dict[str, Any], folder: RunFo
 
 def _checkpoints(folder: RunFolder) -> dict[int, Path]:
     """Return the checkpoints by step: the newest if there are several of one step."""
-    from pipeline.record.checkpoint import list_checkpoints, step_of
+    from pipeline.record.checkpoint_files import list_checkpoints, step_of
 
     return {step_of(path): path for path in reversed(list_checkpoints(folder.checkpoints))}
 
@@ -210,7 +210,8 @@ def _first_difference(old_path: Path, new_path: Path) -> str | None:
 
 
 def _load_tensors(path: Path) -> dict[str, "Tensor"]:
-    from pipeline.record.checkpoint import decode, read_verified
+    from pipeline.record.checkpoint import decode
+    from pipeline.record.checkpoint_files import read_verified
 
     contents = decode(read_verified(path), path)
     return dict(_tensors({part: contents[part] for part in ("model", "average", "optimizer")}))

@@ -14,7 +14,6 @@ After five failures in a row the run ends with exit code 4.
 import hashlib
 import io
 import os
-import re
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -27,11 +26,11 @@ from pipeline.config.schema import Model
 from pipeline.errors import StorageError
 from pipeline.files import sync_folder, temporary_sibling
 from pipeline.model.architectures import build
+from pipeline.record.checkpoint_files import list_checkpoints, read_verified, step_of
 
 FORMAT = 1
 MAX_FAILURES = 5
 _MODEL_PARTS = {"model": dict, "average": dict | None, "config": str, "classes": list}
-_NAME = re.compile(r"step-(\d{8,})\.([0-9a-f]{16})\.pt")
 
 
 def weights_digest(weights: dict[str, Tensor]) -> str:
@@ -47,58 +46,6 @@ def weights_digest(weights: dict[str, Tensor]) -> str:
         digest.update(f"{name}\0{tensor.dtype}\0{shape}\0".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def step_of(path: Path) -> int:
-    """Return the step in a checkpoint's name. Raises StorageError for any other name."""
-    match = _NAME.fullmatch(path.name)
-    if not match:
-        raise StorageError(
-            f"{path}: the name is not step-<step>.<16 hex of its SHA-256>.pt, so the file cannot be verified: rename it"
-            " to its original name"
-        )
-    return int(match[1])
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Return all paths in `folder` that are named like a checkpoint, newest first, unverified."""
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
-    return sorted(found, key=lambda path: (step_of(path), path.stat().st_mtime_ns), reverse=True)
-
-
-def read_verified(path: Path) -> bytes:
-    """Return the file's bytes. Raises StorageError if they do not have the digest in its name."""
-    step_of(path)
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror}") from None
-    if not data:
-        raise StorageError(f"{path} is empty")
-    digest, stated = hashlib.sha256(data).hexdigest(), path.name.split(".")[1]
-    if not digest.startswith(stated):
-        raise StorageError(f"{path} is damaged: its SHA-256 begins {digest[:16]}, not {stated} ({len(data):,} bytes)")
-    return data
-
-
-def newest_verified(folder: Path, log: Callable[[str], None]) -> tuple[Path, bytes] | None:
-    """Return the newest checkpoint that verifies and its bytes, or None if there is no checkpoint.
-
-    Damaged checkpoints are logged. Raises StorageError if there are checkpoints and none verifies:
-    a silent fresh start could discard a month of training.
-    """
-    paths = list_checkpoints(folder)
-    for path in paths:
-        try:
-            return path, read_verified(path)
-        except StorageError as error:
-            log(f"{error}; the checkpoint before it is used")
-    if paths:
-        raise StorageError(
-            f"none of the {len(paths)} checkpoints in {folder} verifies: restore one from a copy, or start again with"
-            " run.resume=never (which sets aside what is there)"
-        )
-    return None
 
 
 def decode(data: bytes, origin: Path | str) -> dict[str, Any]:
@@ -155,25 +102,6 @@ def copy_to_host(value: Any) -> Any:
     return value
 
 
-def find(path: Path) -> Path:
-    """Return the path of a checkpoint: `path` itself, or the newest in a run's folder.
-
-    Raises StorageError if there is none.
-    """
-    try:
-        path.stat()
-        if not path.is_dir():
-            return path
-        paths = list_checkpoints(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
-    except (FileNotFoundError, NotADirectoryError):
-        raise StorageError(f"{path} does not exist: give a run's folder or a file step-….pt") from None
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror}") from None
-    if not paths:
-        raise StorageError(f"{path} holds no checkpoint: give a run's folder or a file step-….pt")
-    return paths[0]
-
-
 def all_finite(tensors: Iterable[Tensor]) -> bool:
     """Return True if no tensor holds a NaN or an infinity."""
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors if tensor.is_floating_point())
@@ -183,10 +111,15 @@ class CheckpointWriter:
     """The writer of one run's checkpoints, on rank 0."""
 
     def __init__(
-        self, folder: Path, keep: int, log: Callable[[str], None], check_ours: Callable[[], None] = lambda: None
-    ) -> None:
-        """check_ours: called before each change; ends the process if the run was taken over."""
-        self._folder, self._keep, self._log, self._check_ours = folder, keep, log, check_ours
+        self, folder: Path, keep: int, log: Callable[[str], None],
+        check_ours: Callable[[], None] = lambda: None, on_saved: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """check_ours: called before each change; ends the process if the run was taken over.
+
+        on_saved: called in the writing thread when a file is complete.
+        """
+        self._folder, self._keep, self._log = folder, keep, log
+        self._check_ours, self._on_saved = check_ours, on_saved
         self._thread: threading.Thread | None = None
         self._failures = 0
 
@@ -231,6 +164,7 @@ class CheckpointWriter:
             sync_folder(self._folder)
             self._failures = 0
             self._prune(best_step)
+            self._on_saved()
         except (OSError, RuntimeError) as error:
             self._failures += 1
             failures = f"{self._failures} of {MAX_FAILURES} in a row"

@@ -18,7 +18,8 @@ from pipeline.record.lock import HeldLock
 
 _LOCK, _SENDER_LOCK = "lock", "mlflow.lock"
 _LOCKS = (_LOCK, _SENDER_LOCK, f".{_LOCK}.new", f".{_SENDER_LOCK}.new")
-_KEPT_AT_FRESH_START = (*_LOCKS, "index", "gang-check")  # held locks, the data's index, checked nodes
+_MIRROR = "mirror.json"
+_KEPT_AT_FRESH_START = (*_LOCKS, _MIRROR, "index", "gang-check")  # held locks, the data's index, checked nodes
 SPEED_TEST_PREFIX = ".doctor-"
 """Start of the name of a temporary file with which a machine measures the disk."""
 STARTED_BY_RUN = "PIPELINE_STARTED_BY_RUN"
@@ -38,6 +39,8 @@ class RunFolder:
         self.delivered = path / "mlflow.json"
         self.sync_log = path / "sync.log"
         self.report = path / "report"
+        self.mirror = path / _MIRROR
+        """Identifies this folder to the lease of its mirror."""
         self._lock = HeldLock(path / _LOCK, f"run.dir={path}", "wait for it, stop it, or give another run.dir")
         self.sender_lock = HeldLock(
             path / _SENDER_LOCK, str(path / _SENDER_LOCK), "it sends the whole journal to MLflow, wait for it"

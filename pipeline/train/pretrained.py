@@ -20,7 +20,7 @@ from pipeline.config.schema import MODEL_URI_PREFIX, Model
 from pipeline.errors import RequestError, StorageError, TemporaryError
 from pipeline.group import Group
 from pipeline.model.architectures import pretrained_weights
-from pipeline.record import checkpoint
+from pipeline.record import checkpoint, checkpoint_files
 
 
 def read(options: Model, model: nn.Module) -> dict[str, Tensor]:
@@ -85,7 +85,7 @@ def _read(arch: str, init: str) -> dict[str, Tensor]:
         return checkpoint.eval_weights(fetch_model(init))
     if os.path.exists(init):
         try:
-            path = checkpoint.find(Path(init))
+            path = checkpoint_files.find(Path(init))
         except StorageError as error:
             raise RequestError(f"model.init={init} is not allowed: {error}") from None
         return checkpoint.eval_weights(checkpoint.read_model(path))

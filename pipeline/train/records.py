@@ -18,6 +18,7 @@ from pipeline.record import page, sender
 from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal, read
+from pipeline.record.mirror import FINISH_S, Mirror
 from pipeline.record.provenance import provenance
 from pipeline.record.receipt import Receipt
 from pipeline.record.sender import NullSender, Sender
@@ -35,7 +36,7 @@ class Records:
 
     def __init__(
         self, config: Config, plan: Plan, state: TrainState, folder: RunFolder, source: Source,
-        resumed_from: Path | None, evaluated: dict[str, Any] | None, terminal: Terminal,
+        resumed_from: Path | None, evaluated: dict[str, Any] | None, mirror: Mirror | None, terminal: Terminal,
     ) -> None:  # fmt: skip
         """Open everything and record the start. Raises OSError if the folder cannot be written.
 
@@ -46,14 +47,17 @@ class Records:
         errors.clear_failure(folder.path)
         atomic_write(folder.config, config.to_yaml().encode(), check=folder.check_ours)
         atomic_write(folder.plan, json.dumps(plan.to_dict(), indent=1).encode(), check=folder.check_ours)
-        self._config, self._folder, self._terminal = config, folder, terminal
+        self._config, self._folder, self._mirror, self._terminal = config, folder, mirror, terminal
         # what a checkpoint contains in addition to the state
         self._identity = {
             "config": config.to_yaml(), "data": source.digest, "classes": list(source.classes), "world": plan.world,
         }  # fmt: skip
         worlds = [row["tags"]["world"] for row, _ in read(folder.journal) if row.get("event") == "started"]
         self._journal = Journal(folder.journal, log)
-        self._checkpoints = CheckpointWriter(folder.checkpoints, config.checkpoint.keep, log, folder.check_ours)
+        on_saved = mirror.upload if mirror else lambda: None
+        self._checkpoints = CheckpointWriter(
+            folder.checkpoints, config.checkpoint.keep, log, folder.check_ours, on_saved
+        )
         self._trace = Trace(folder.trace, state.step) if config.run.trace else None
         facts = {
             "recipe": config.recipe,
@@ -86,6 +90,8 @@ class Records:
         except OSError as error:
             log(f"MLflow's sender could not be started: {error.strerror}; 'pipeline sync' sends the journal later")
             self._sender = NullSender()
+        if mirror:
+            mirror.start()
 
     def wait_for_tracker(self) -> RunError | None:
         """Return None once MLflow is reached, or the error if it is not at the first attempt."""
@@ -124,6 +130,7 @@ class Records:
 
     def save(self, state: dict[str, Any], epoch: int, step: int, best_step: int | None) -> None:
         """Start to write a checkpoint, in a thread."""
+        self._log_mirror_failures()
         self._checkpoints.save({**state, **self._identity, "epoch": epoch}, step, best_step)
 
     def wait_for_save(self) -> None:
@@ -147,21 +154,25 @@ class Records:
         """Make the report, record the end of a finished run, and log a summary."""
         if self._samples:
             self._samples.draw_report()
-        self.end(state, "FINISHED", line)
+        self.end(state, "FINISHED", line, FINISH_S)
         self._terminal.log_summary(self._summary(state))
 
-    def end(self, state: TrainState, status: str, line: str) -> None:
-        """Record the end of a run, and give the sender time to deliver it.
+    def end(self, state: TrainState, status: str, line: str, mirror_timeout_s: float) -> None:
+        """Record the end of a run, and give the sender and the mirror time to deliver it.
 
-        status: FINISHED, FAILED or KILLED, as MLflow has it.
+        status: FINISHED, FAILED or KILLED, as MLflow has it. mirror_timeout_s: how long a store is
+        waited for that does not take the last checkpoint.
         """
         log = self._terminal.log
         self._checkpoints.wait()
         self._folder.check_ours()
+        self._log_mirror_failures()
         self._journal.log_event("ended", status=status, step=state.step, line=line, best=self._best_file(state))
         self._receipt.write(log)
         if self._samples:
             self._samples.write_page()
+        if self._mirror:
+            self._mirror.close(mirror_timeout_s)
         if not self._sender.close(log):
             log(f"MLflow did not take everything: the journal keeps it, 'pipeline sync {self._folder.path}' sends it")
 
@@ -170,6 +181,10 @@ class Records:
         self._checkpoints.wait()
         self._folder.check_ours()
         self._journal.log_event("ended", status=status, step=step, line=line)
+
+    def _log_mirror_failures(self) -> None:
+        while self._mirror and self._mirror.failures:
+            self._journal.log_event("mirror failed", reason=self._mirror.failures.pop(0))
 
     def _summary(self, state: TrainState) -> dict[str, str]:
         best, file = state.best, self._best_file(state)
@@ -186,6 +201,8 @@ class Records:
             rows["report"] = str(self._folder.report / page.FILE_NAME)
         uri = sender.tracking_uri(self._config, self._folder)
         rows["tracker"] = without_password(uri) if uri else "none: the journal alone"
+        if self._mirror:
+            rows["mirror"] = f"{self._config.checkpoint.mirror}{' (incomplete)' if self._mirror.error else ''}"
         rows["use it"] = f"pipeline predict {self._folder.path}{'' if is_last or not file else ' --best'} IMAGE ..."
         return rows
 
@@ -233,7 +250,7 @@ class NullRecords(Records):
     def finish(self, state: TrainState, line: str) -> None:
         pass
 
-    def end(self, state: TrainState, status: str, line: str) -> None:
+    def end(self, state: TrainState, status: str, line: str, mirror_timeout_s: float) -> None:
         pass
 
     def crash(self, step: int, status: str, line: str) -> None:
@@ -242,7 +259,7 @@ class NullRecords(Records):
 
 def open_records(
     config: Config, plan: Plan, state: TrainState, folder: RunFolder, source: Source, resumed_from: Path | None,
-    terminal: Terminal,
+    mirror: Mirror | None, terminal: Terminal,
 ) -> Records:  # fmt: skip
     """Return this process's records. All processes call this together, and raise together.
 
@@ -255,7 +272,7 @@ def open_records(
     error: RunError | None = None
     if group.is_main:
         try:
-            records = Records(config, plan, state, folder, source, resumed_from, evaluated, terminal)
+            records = Records(config, plan, state, folder, source, resumed_from, evaluated, mirror, terminal)
         except OSError as reason:
             error = folder.write_error(reason)
     group.raise_together(error)

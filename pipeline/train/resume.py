@@ -17,7 +17,9 @@ from pipeline.data.sources import Source, data_root
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import atomic_write
 from pipeline.group import Group
-from pipeline.record import checkpoint
+from pipeline.record.checkpoint import decode
+from pipeline.record.checkpoint_files import find as find_checkpoint
+from pipeline.record.checkpoint_files import list_checkpoints, newest_verified, read_verified, step_of
 from pipeline.record.folder import RunFolder
 from pipeline.train.state import TrainState
 
@@ -48,7 +50,7 @@ def find(config: Config, folder: RunFolder, source: Source, log: Callable[[str],
         return None
     try:
         if config.run.resume == "auto":
-            verified = checkpoint.newest_verified(folder.checkpoints, log)
+            verified = newest_verified(folder.checkpoints, log)
         else:
             verified = _named(config.run.resume, log)
     except OSError as error:
@@ -56,7 +58,7 @@ def find(config: Config, folder: RunFolder, source: Source, log: Callable[[str],
     if verified is None:
         return None
     path, data = verified
-    contents = checkpoint.decode(data, path)
+    contents = decode(data, path)
     _refuse_others(contents, config, source)
     return VerifiedCheckpoint(path, data, contents)
 
@@ -67,8 +69,8 @@ def resume_value_at_restart(named: str, used: str, folder: RunFolder) -> str:
     That is auto once the run has saved a checkpoint itself, and the same file until then: a folder
     may have newer ones.
     """
-    own = checkpoint.list_checkpoints(folder.checkpoints)
-    if own and own[0].name != used and checkpoint.step_of(own[0]) >= checkpoint.step_of(Path(used)):
+    own = list_checkpoints(folder.checkpoints)
+    if own and own[0].name != used and step_of(own[0]) >= step_of(Path(used)):
         return "auto"
     places = (Path(named) / used, Path(named) / "checkpoints" / used)
     return next((str(path) for path in places if path.exists()), named)
@@ -83,18 +85,18 @@ def prepare_folder(used: Path | None, best_step: int | None, folder: RunFolder, 
     if used is None:
         return
     # newer checkpoints are damaged, or no longer true once training resumes from here
-    newer = [path for path in checkpoint.list_checkpoints(folder.checkpoints) if _is_newer(path, used)]
+    newer = [path for path in list_checkpoints(folder.checkpoints) if _is_newer(path, used)]
     if newer:
         plural = "s" if len(newer) > 1 else ""
         log(f"{len(newer)} newer checkpoint{plural} set aside in {folder.set_aside_checkpoints(newer)}")
     log(f"resuming from {used}")
     best = next(
-        (path for path in (used, *checkpoint.list_checkpoints(used.parent)) if checkpoint.step_of(path) == best_step),
+        (path for path in (used, *list_checkpoints(used.parent)) if step_of(path) == best_step),
         None,
     )
     if best and not (folder.checkpoints / best.name).exists():
         try:
-            atomic_write(folder.checkpoints / best.name, checkpoint.read_verified(best), check=folder.check_ours)
+            atomic_write(folder.checkpoints / best.name, read_verified(best), check=folder.check_ours)
         except StorageError as defect:
             log(f"the best model is not copied: {defect}")
 
@@ -104,7 +106,7 @@ def broadcast_contents(found: VerifiedCheckpoint | None, group: Group) -> dict[s
     data = group.broadcast_bytes((found.data if found else b"") if group.is_main else None)
     if not data:
         return None
-    return found.contents if found else checkpoint.decode(data, "the checkpoint that rank 0 sent")
+    return found.contents if found else decode(data, "the checkpoint that rank 0 sent")
 
 
 def resume(
@@ -148,17 +150,20 @@ def _refuse_others(contents: dict[str, Any], config: Config, source: Source) -> 
 def _named(text: str, log: Callable[[str], None]) -> tuple[Path, bytes]:
     """Return the path and bytes of the checkpoint that run.resume=PATH names."""
     try:
-        path = checkpoint.find(Path(text))
+        path = find_checkpoint(Path(text))
     except StorageError as error:
         raise RequestError(f"run.resume={text} is not allowed: auto | never | a checkpoint ({error})") from None
     if Path(text).is_dir():
-        newest = checkpoint.newest_verified(path.parent, log)
+        newest = newest_verified(path.parent, log)
         assert newest is not None
         return newest
-    return path, checkpoint.read_verified(path)
+    return path, read_verified(path)
 
 
 def _is_newer(path: Path, other: Path) -> bool:
     if path.name == other.name:  # a copy
         return False
-    return (checkpoint.step_of(path), path.stat().st_mtime_ns) > (checkpoint.step_of(other), other.stat().st_mtime_ns)
+    return (step_of(path), path.stat().st_mtime_ns) > (
+        step_of(other),
+        other.stat().st_mtime_ns,
+    )

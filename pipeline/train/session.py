@@ -38,6 +38,7 @@ from pipeline.plan import Plan, divide_resources, make_plan, request_digest
 from pipeline.record.checkpoint import copy_to_host, eval_model, eval_weights, weights_digest
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import final_status
+from pipeline.record.mirror import FINISH_S, Mirror
 from pipeline.record.receipt import Receipt
 from pipeline.record.terminal import Terminal, make_terminal
 from pipeline.supervision import kill_stopped_peers, report_to_agent, stop_restarts
@@ -67,6 +68,8 @@ class Prepared:
     """The checkpoint to resume from."""
     weights: dict[str, Tensor] | None
     """First weights, if model.init names some and no checkpoint replaces them."""
+    mirror: Mirror | None
+    """Holds the lease of `checkpoint.mirror`."""
 
 
 def run_training(
@@ -98,6 +101,7 @@ def run_training(
     except RunError as error:
         watchdog.stop()
         with _saving_failure(folder, request, terminal):
+            errors.save_failure(folder.path, error, request)  # the mirror gets it, too
             group.run_long_task(partial(_end, trainer, error))
             group.shutdown()
             raise
@@ -105,8 +109,14 @@ def run_training(
         _crash(trainer, traceback.format_exc(), errors.CRASH, is_secondary=groups.is_peer_failure(error))
     line = _done_line(plan.epoch_at(state.step), evaluation, state.weights_digest())
     watchdog.stop()
-    group.run_long_task(partial(trainer.records.finish, state, line))
-    group.shutdown()
+    try:
+        group.run_long_task(partial(trainer.records.finish, state, line))
+        group.shutdown()
+    except RuntimeError as error:
+        # rank 0 has finished its records by now, whichever rank is lost meanwhile
+        if not (group.is_main and groups.is_peer_failure(error) and final_status(folder.journal) == "FINISHED"):
+            raise
+        terminal.log("another process was lost after the last step: the run is finished all the same")
     return line
 
 
@@ -156,6 +166,7 @@ def _set_up(
         _announce(config, folder, prepared.plan, terminal)
     found = prepared.found if prepared else None
     weights = prepared.weights if prepared else None
+    mirror = prepared.mirror if prepared else None
     with _saving_failure(folder, request_digest(config, world), terminal):
         with stop.exit_on_signal():
             group = _join(config, world)
@@ -179,8 +190,9 @@ def _set_up(
         )
     if _is_finished(plan, state, folder, terminal):
         records: Records = NullRecords()
+        group.run_long_task(partial(_update_mirror, mirror))
     else:
-        records = open_records(config, plan, state, folder, source, resumed_from, terminal)
+        records = open_records(config, plan, state, folder, source, resumed_from, mirror, terminal)
     trainer = Trainer.build(
         config, plan, state, source, records, terminal,
         timer=timer, watchdog=watchdog, stop=stop, profiler=profiler,
@@ -321,10 +333,18 @@ def _warm_up(config: Config, plan: Plan, strategy: Strategy, timer: StepTimer) -
 
 
 def _end(trainer: Trainer, error: RunError) -> None:
-    """Tell the launcher and the tracker why there is no result."""
+    """Tell the launcher, the tracker and the mirror why there is no result."""
     if error.code == errors.CRASH:
         report_to_agent(str(error), is_secondary=not trainer.group.is_main)
-    trainer.records.end(trainer.state, _status(error), str(error))
+    patience_s = trainer.stop.seconds_left() if trainer.stop.is_set() else FINISH_S
+    trainer.records.end(trainer.state, _status(error), str(error), patience_s)
+
+
+def _update_mirror(mirror: Mirror | None) -> None:
+    """Send what an earlier start of a finished run could not send."""
+    if mirror:
+        mirror.start()
+        mirror.close(FINISH_S)
 
 
 def _record_hang(trainer: Trainer, error: RunError) -> None:

@@ -9,7 +9,7 @@ import pytest
 from harness import SMALL, Job, children, command_line, kill
 
 from pipeline.guards import watchdog
-from pipeline.record.checkpoint import newest_verified, step_of
+from pipeline.record.checkpoint_files import newest_verified, step_of
 from pipeline.record.journal import last_event
 
 LIMIT = 8

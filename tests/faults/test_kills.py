@@ -18,7 +18,7 @@ from harness import SHARING, SMALL, Job, assert_each_sample_once, environment, k
 from faults import pods
 from faults.cluster import Cluster, Containers, Namespaces, Processes
 from faults.ledger import Notes
-from pipeline.record.checkpoint import step_of
+from pipeline.record.checkpoint_files import step_of
 
 Make = Callable[[Path], Cluster]
 
@@ -42,7 +42,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
     return run_once
 
 
-@pytest.mark.fault("A1", "A2", "A3", "A4", "A5", ci=2, long=15)
+@pytest.mark.fault("A1", "A2", "A3", "A4", "A5", ci=1, long=15)
 @pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_killed_processes_end_with_the_same_bits(
     tmp_path: Path, digits: Path, uninterrupted: Uninterrupted, world: int, seed: int, full: bool, notes: Notes
@@ -161,7 +161,7 @@ def test_a_run_resumed_with_other_numbers_of_processes_has_the_same_samples(tmp_
 
 
 @pytest.mark.full
-@pytest.mark.fault("J1", ci=2, long=7)
+@pytest.mark.fault("J1", ci=1, long=7)
 def test_a_run_killed_before_its_first_save_resumes_from_the_given_checkpoint(
     tmp_path: Path, digits: Path, seed: int, notes: Notes
 ) -> None:

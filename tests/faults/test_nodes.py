@@ -12,7 +12,7 @@ from manifests import Document
 from faults.cluster import done_line
 from faults.ledger import Notes
 from faults.pods import Pod, Pods, missing, rendered
-from pipeline.record.checkpoint import step_of
+from pipeline.record.checkpoint_files import step_of
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
@@ -33,7 +33,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
 
 @pytest.mark.full
 @pytest.mark.fault("L1", ci=1, long=5)
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_frozen_node_is_replaced_and_writes_nothing_when_it_thaws(
     tmp_path: Path, digits: Path, undisturbed: Job, node: int, seed: int, notes: Notes
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 from harness import SMALL, Job, children, command_line, kill, pipeline
 
 from faults.ledger import Notes
-from pipeline.record.checkpoint import newest_verified, step_of
+from pipeline.record.checkpoint_files import newest_verified, step_of
 
 PHASES = ("first batch", "training", "save", "validation")
 EPOCH = 29  # steps

@@ -16,7 +16,7 @@ from harness import SHARING, SMALL, Job, pipeline, read_rows
 
 from faults.ledger import Notes
 from pipeline.errors import RequestError
-from pipeline.record.checkpoint import read_verified, step_of
+from pipeline.record.checkpoint_files import read_verified, step_of
 from pipeline.record.folder import RunFolder
 from pipeline.record.mlflow.sync import _lock_sending
 

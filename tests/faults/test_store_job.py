@@ -41,7 +41,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
 
 
 @pytest.mark.full
-@pytest.mark.fault("K3", ci=1, long=10)
+@pytest.mark.fault("K5", ci=1, long=10)
 @pytest.mark.parametrize("loss", ["killed", "frozen"])
 def test_node_0_lost_with_its_disk_comes_back_bit_identical(
     tmp_path: Path, digits: Path, bucket: Bucket, undisturbed: Job, loss: str, seed: int, notes: Notes
@@ -62,7 +62,7 @@ def test_node_0_lost_with_its_disk_comes_back_bit_identical(
             pods.wait_until(lambda: not pods.trainers(1), "end of the other rank", 75)
             pods.replace_lost(0)
         pods.wait_until(lambda: pods.run.folder != before and len(pods.run.starts()) == 2, "start on an empty disk")
-        notes.note("K3", seconds=time.monotonic() - lost)
+        notes.note("K5", seconds=time.monotonic() - lost)
         assert end() == 0, pods.logs()
         assert pods.run.starts()[1]["step"] > 0, "it continues, it does not start again"
         assert _run_ids(pods.run) == run_id

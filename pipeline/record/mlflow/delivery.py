@@ -3,7 +3,9 @@
 Promise: every metric arrives exactly once. A metric is sent as its journal row states it, time
 stamp included, and MLflow's SQL stores drop a metric that is equal in key, step, value and time
 stamp. So whatever is sent twice, after a crash between sending it and noting that it was sent,
-arrives once. `mlflow.json` notes for each server how much of the journal it has.
+arrives once. `mlflow.json` notes for each server how much of the journal it has. A run that was
+restored from a mirror has no such note, and trains some steps again whose metrics the server has:
+it is asked for the last step of each metric, and gets only later ones.
 """
 
 import contextlib
@@ -40,6 +42,8 @@ class Delivery:
         self._server = without_password(self._uri)  # the URI of a database still has its password
         self._run: MlflowRun | None = None
         self._offset = 0
+        self._before: dict[str, int] = {}
+        """The last step of each metric that the server had before this folder sent anything."""
         self.is_reachable = not uri.startswith("http")  # a local database is, even while its slow creation runs
         """The server accepted the last request."""
         self.imported = threading.Event()
@@ -69,9 +73,11 @@ class Delivery:
             if self._run is None:
                 self._run = open_run(self._folder, self._config, self._uri)
                 saved = self._progress().get(self._server, {})
-                self._offset = saved["offset"] if saved.get("run_id") == self._run.run_id else 0
+                is_noted = saved.get("run_id") == self._run.run_id
+                self._offset = saved["offset"] if is_noted else 0
+                self._before = saved.get("before", {}) if is_noted else self._run.last_steps
             self.is_reachable = True
-            for metrics, event, end in _split_journal(self._folder.journal, self._offset):
+            for metrics, event, end in _split_journal(self._folder.journal, self._offset, self._before):
                 self.check_ours()
                 self._run.client.log_batch(self._run.run_id, metrics=metrics)
                 if event:
@@ -103,6 +109,8 @@ class Delivery:
 
     def _save_progress(self, run: MlflowRun) -> None:
         entry = {"run_id": run.run_id, "experiment_id": run.experiment_id, "offset": self._offset}
+        if self._before:
+            entry["before"] = self._before
         progress = json.dumps({**self._progress(), self._server: entry}, indent=1)
         atomic_write(self._folder.delivered, progress.encode(), check=self.check_ours)
 
@@ -170,14 +178,23 @@ def _postponed_if_it_fails() -> Iterator[None]:
         connection.log(f"files will be sent when the run has ended: {connection.root_cause(error)}")
 
 
-def _split_journal(journal: Path, start: int) -> Iterator[tuple[list[Any], dict[str, Any] | None, int]]:
-    """Yield (metrics, event after them or None, offset after both), from byte `start` on."""
+def _split_journal(
+    journal: Path, start: int, before: dict[str, int]
+) -> Iterator[tuple[list[Any], dict[str, Any] | None, int]]:
+    """Yield (metrics, event after them or None, offset after both), from byte `start` on.
+
+    before: step of each metric up to which it is left out.
+    """
     from mlflow.entities import Metric
 
     metrics: list[Any] = []
     end = start
     for row, after in read(journal, start):
-        new = [Metric(key, value, row["time"], row["step"]) for key, value in row.get("metrics", {}).items()]
+        new = [
+            Metric(key, value, row["time"], row["step"])
+            for key, value in row.get("metrics", {}).items()
+            if row["step"] > before.get(key, -1)
+        ]
         if len(metrics) + len(new) > _MAX_METRICS:
             yield metrics, None, end
             metrics = []

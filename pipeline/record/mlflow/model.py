@@ -64,7 +64,8 @@ def export_model(checkpoint: Path, config: Config, destination: Path) -> Any:
 
     from pipeline.data.augment import evaluation_geometry
     from pipeline.model.architectures import ExportedModel
-    from pipeline.record.checkpoint import decode, eval_model, read_verified
+    from pipeline.record.checkpoint import decode, eval_model
+    from pipeline.record.checkpoint_files import read_verified
 
     contents = decode(read_verified(checkpoint), checkpoint)
     # in train mode the export would keep dropout and update batch norm's statistics

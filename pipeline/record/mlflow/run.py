@@ -36,6 +36,8 @@ class MlflowRun:
     client: "MlflowClient"
     run_id: str
     experiment_id: str
+    last_steps: dict[str, int]
+    """The last step of each metric that the server has."""
 
 
 def open_run(folder: RunFolder, config: Config, uri: str) -> MlflowRun:
@@ -64,7 +66,8 @@ def open_run(folder: RunFolder, config: Config, uri: str) -> MlflowRun:
         raise TemporaryError(f"{without_password(uri)} answers, but not as MLflow does")
     check_artifact_host(run.info.artifact_uri, uri)
     _send_config(client, run, config)
-    return MlflowRun(client, run.info.run_id, experiment_id)
+    last_steps = {metric.key: metric.step for metric in run.data.to_proto().metrics}
+    return MlflowRun(client, run.info.run_id, experiment_id, last_steps)
 
 
 def _experiment_id(client: "MlflowClient", name: str, artifacts: str | None) -> str:

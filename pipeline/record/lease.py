@@ -1,0 +1,150 @@
+"""A lease: the right of one process to write to a mirror, held by conditional writes.
+
+It does across machines what `record.lock` does on a disk. The lease is an object. A start creates
+it with a write that the store refuses if it exists (If-None-Match), and renews it every `RENEW_S`
+with a write that the store refuses if anybody else has changed it (If-Match). A lease that was not
+renewed for `LEASE_S`, by the store's own clock, may be taken over. So two starts never write to one
+mirror at the same time, and a holder that was frozen learns at its next renewal that it lost it.
+
+A process that finds the lease held waits: if it is renewed meanwhile, the holder is alive.
+"""
+
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+
+from pipeline.data.store import ConflictError, MissingError, Store, StoredObject
+from pipeline.errors import RunError, TemporaryError
+
+RENEW_S = 10
+LEASE_S = 45
+"""Seconds without a renewal after which a lease may be taken over."""
+NAME = "lease.json"
+_MAX_BYTES = 4096
+_POLL_S = 1.0
+
+
+@dataclass(frozen=True)
+class _Contents:
+    holder: str
+    """The process, for messages."""
+    owner: str = ""
+    """The run folder on whose behalf it writes: only one process at a time holds that folder."""
+    process: str = ""
+    is_released: bool = False
+    renewed: float = 0.0
+    """Wall clock of the holder; it makes the contents, and so the etag, of each renewal differ."""
+
+    @classmethod
+    def parse(cls, data: bytes) -> "_Contents":
+        """Parse the object. Contents of another kind count as a holder without a name."""
+        with suppress(ValueError, TypeError):
+            return cls(**json.loads(data))
+        return cls("another process")
+
+
+class Lease:
+    """The lease of a mirror."""
+
+    def __init__(self, store: Store, owner: str) -> None:
+        """owner: a secret of the run's folder, by which a restarted process recognises its own."""
+        self._store = store
+        self._place = f"checkpoint.mirror={store}"
+        holder = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}"
+        self._contents = _Contents(holder, owner, secrets.token_hex(8))
+        self._etag = ""
+        self._lock = threading.Lock()
+        self._dropped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def take(self) -> None:
+        """Take the lease, and renew it in a thread from now on.
+
+        Waits up to `LEASE_S` for a holder that may be dead. Raises TemporaryError, which names the
+        holder, if it is alive.
+        """
+        seen = ""
+        while not self._etag:
+            found, contents = self._read()
+            if found is None:
+                self._write(if_absent=True)
+                continue
+            is_free = contents.is_released or contents.owner == self._contents.owner
+            if contents.process == self._contents.process:  # an answer of the store was lost
+                self._etag = found.etag
+            elif is_free or found.age_s > LEASE_S:
+                self._write(if_match=found.etag)
+                if self._etag and not is_free:
+                    before = f"{contents.holder}, last renewed {found.age_s:.0f} s ago"
+                    print(f"took over {self._place} from {before}", file=sys.stderr, flush=True)
+            elif seen and seen != found.etag:
+                raise TemporaryError(
+                    f"{self._place} is held by {contents.holder}, which renews its lease: wait for it, stop it, or give"
+                    " another checkpoint.mirror"
+                )
+            else:
+                if not seen:
+                    wait = max(1, LEASE_S - found.age_s)
+                    line = f"{self._place} is held by {contents.holder}: waiting {wait:.0f} s at most for a sign of it"
+                    print(line, file=sys.stderr, flush=True)
+                seen = found.etag
+                time.sleep(_POLL_S)
+        self._thread = threading.Thread(target=self._renew_regularly, name="lease", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Renew the lease; end this process with exit code 75 if another one has taken it over.
+
+        Raises OutageError if the store is out of reach.
+        """
+        with self._lock:
+            if not self._etag or self._dropped.is_set():
+                return
+            try:
+                self._etag = self._store.write(NAME, self._encode(), if_match=self._etag)
+            except (ConflictError, MissingError):
+                found, contents = self._read()
+                if found is None or contents.process != self._contents.process:
+                    holder = contents.holder if found else "nobody: the lease was deleted"
+                    line = f"{self._place} was taken over by {holder}: this process writes nothing more and exits"
+                    print(f"pipeline: {line}", file=sys.stderr, flush=True)
+                    os._exit(TemporaryError.code)
+                self._etag = found.etag
+
+    def drop(self) -> None:
+        """Give the lease back, so that the next start need not wait."""
+        self._dropped.set()
+        with self._lock, suppress(RunError, ConflictError):
+            if self._etag:
+                self._store.write(NAME, self._encode(is_released=True), if_match=self._etag)
+            self._etag = ""
+
+    def _read(self) -> tuple[StoredObject | None, _Contents]:
+        """Return what the store has now: the object, or None, and its contents."""
+        while True:
+            found = self._store.head(NAME)
+            if found is None:
+                return None, _Contents("")
+            with suppress(MissingError):
+                data, etag = self._store.read_tagged(NAME, _MAX_BYTES)
+                if etag == found.etag:
+                    return found, _Contents.parse(data)
+
+    def _write(self, *, if_absent: bool = False, if_match: str | None = None) -> None:
+        with suppress(ConflictError, MissingError):  # another process was faster: the caller looks again
+            self._etag = self._store.write(NAME, self._encode(), if_absent=if_absent, if_match=if_match)
+
+    def _encode(self, *, is_released: bool = False) -> bytes:
+        contents = replace(self._contents, is_released=is_released, renewed=time.time())
+        return json.dumps(asdict(contents)).encode()
+
+    def _renew_regularly(self) -> None:
+        while not self._dropped.wait(RENEW_S):
+            with suppress(RunError):  # the store is away: nobody else can take the lease meanwhile
+                self.check()

@@ -1,0 +1,318 @@
+"""A run with a mirror in a bucket continues on an empty disk, bit for bit, as one MLflow run."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from faults.ledger import Notes
+from harness import SHARING, SMALL, Job, Result, kill, read_rows
+from mlflow import MlflowClient
+from object_store import Bucket, FaultProxy
+
+from pipeline.data.store import Store
+from pipeline.record.checkpoint_files import step_of
+from pipeline.record.lease import LEASE_S, Lease
+
+LEASE = 3
+"""Seconds of a lease in these tests; the real ones would take a minute each."""
+SHORT_LEASE = f"""
+from pipeline.cli.main import command
+from pipeline.record import lease
+lease.LEASE_S, lease.RENEW_S, lease._POLL_S = {LEASE}, 0.5, 0.2
+command()
+"""
+WORDS = (*SMALL, "train.epochs=3", "checkpoint.every=7 steps")
+STEPS = 87
+
+
+@dataclass
+class Mirrored(Job):
+    """A run of one process, with a short lease."""
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-c", SHORT_LEASE, *self.train_words()]
+
+    def kill_with_disk(self) -> None:
+        """Kill everything at once, and lose the disk."""
+        self.clean()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Result:
+    """Train without a mirror, undisturbed."""
+    return Job(tmp_path_factory.mktemp("expected") / "run", ["digits", f"data.root={digits}", *WORDS]).run()
+
+
+@pytest.fixture
+def make_job(tmp_path: Path, digits: Path, bucket: Bucket) -> Callable[..., Mirrored]:
+    def make(*words: str, name: str = "run", **env: str) -> Mirrored:
+        mirror = f"checkpoint.mirror={bucket.place}/run"
+        return Mirrored(tmp_path / name, ["digits", f"data.root={digits}", *WORDS, mirror, *words], env=env)
+
+    return make
+
+
+def checkpoints(bucket: Bucket) -> list[str]:
+    return [name.rpartition("/")[2] for name in bucket.names("run/checkpoints/")]
+
+
+@pytest.mark.fault("K3", ci=1, long=10)
+@pytest.mark.parametrize("slow_ms", [0, 150], ids=["between uploads", "while it uploads"])
+def test_a_run_that_lost_its_disk_continues_elsewhere_as_one_run(
+    tmp_path: Path, make_job: Callable[..., Mirrored], fault_proxy: FaultProxy, expected: Result, seed: int,
+    slow_ms: int, notes: Notes,
+) -> None:  # fmt: skip
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    job = make_job(f"track.uri={uri}", "track.report=true")
+    draw = random.Random(seed)
+    fault_proxy.latency_ms = slow_ms
+    for _ in range(2):
+        job.start()
+        job.wait_for_step(draw.randint(5, STEPS - 20))
+        time.sleep(draw.uniform(0, 0.5))
+        job.kill_with_disk()
+        notes.note("K3")
+    result = job.run()
+    assert result.done["weights"] == expected.done["weights"]
+    (run,) = MlflowClient(uri).search_runs(["1"])
+    assert run.info.status == "FINISHED"
+    client = MlflowClient(uri)
+    for key in ("train/loss", "val/top1"):
+        steps = Counter(metric.step for metric in client.get_metric_history(run.info.run_id, key))
+        assert steps, key
+        assert set(steps.values()) == {1}, f"{key}: {steps}"
+    rows = read_rows(job.folder / "trace.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.fault("K3")
+def test_an_upload_that_was_cut_off_is_never_resumed_from(
+    make_job: Callable[..., Mirrored], bucket: Bucket, expected: Result
+) -> None:
+    """An object that was damaged, too, is passed over: the checkpoint before it is used."""
+    job = make_job("checkpoint.keep=3")
+    job.run()
+    newest = max(checkpoints(bucket), key=lambda name: step_of(Path(name)))
+    data = bucket.read(f"run/checkpoints/{newest}")
+    bucket.write(f"run/checkpoints/{newest}", data[: len(data) // 2])
+    shutil.rmtree(job.folder)
+    result = job.run()
+    assert result.done["weights"] == expected.done["weights"]
+    assert f"{newest} is damaged: its SHA-256 begins" in result.err
+    assert f"restored step {step_of(Path(newest)) - 3}" in result.err
+
+
+def test_a_finished_run_is_finished_on_an_empty_disk(make_job: Callable[..., Mirrored], expected: Result) -> None:
+    job = make_job()
+    first = job.run()
+    assert first.done == expected.done
+    shutil.rmtree(job.folder)
+    again = job.run()
+    assert again.done == expected.done
+    assert "already finished" in again.err
+    assert len(job.starts()) == 1, "it was not trained again"
+
+
+def test_the_bucket_keeps_what_the_disk_keeps(make_job: Callable[..., Mirrored], bucket: Bucket) -> None:
+    job = make_job("checkpoint.keep=2")
+    job.run()
+    assert sorted(checkpoints(bucket)) == sorted(path.name for path in job.checkpoints())
+    for name in ("config.yaml", "journal.jsonl", "plan.json", "receipt.json", "trace.jsonl"):
+        assert bucket.read(f"run/{name}") == (job.folder / name).read_bytes(), name
+
+
+@pytest.mark.fault("K2", ci=1, long=5)
+def test_a_store_that_is_away_costs_no_step(
+    make_job: Callable[..., Mirrored], bucket: Bucket, fault_proxy: FaultProxy, expected: Result, seed: int
+) -> None:
+    job = make_job()
+    job.start()
+    job.wait_for_step(random.Random(seed).randint(8, 30))
+    fault_proxy.die()
+    job.wait_for_step(70)
+    fault_proxy.revive()
+    result = job.wait()
+    assert result.done == expected.done
+    assert sorted(checkpoints(bucket)) == sorted(path.name for path in job.checkpoints())
+    assert bucket.read("run/journal.jsonl") == (job.folder / "journal.jsonl").read_bytes()
+
+
+@pytest.mark.fault("K2", ci=1, long=5)
+def test_a_store_that_stays_away_is_named_at_the_end(
+    make_job: Callable[..., Mirrored],
+    fault_proxy: FaultProxy,
+    expected: Result,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = make_job()
+    job.start()
+    job.wait_for_step(random.Random(seed).randint(8, 30))
+    fault_proxy.die()
+    result = job.wait(400)
+    assert result.code == 0
+    assert result.done == expected.done
+    assert re.search(rf"lacks .*it is in {job.folder}: the same command sends it", result.err), result.err
+    failed = [row for row in read_rows(job.folder / "journal.jsonl") if row.get("event") == "mirror failed"]
+    assert failed, "counted in the journal"
+    fault_proxy.revive()
+    assert job.run().done == expected.done
+
+
+@pytest.mark.fault("K4", ci=1, long=10)
+def test_a_second_start_names_the_holder_and_a_dead_holder_is_replaced(
+    make_job: Callable[..., Mirrored], seed: int, expected: Result
+) -> None:
+    first, second = make_job("train.epochs=1000", name="first"), make_job("train.epochs=1000", name="second")
+    first.start()
+    first.wait_for_step(random.Random(seed).randint(1, 20))
+    refused = second.run()
+    assert refused.code == 75
+    assert re.search(
+        r"checkpoint.mirror=s3://\S+ is held by process \d+ on \S+ since .*, which renews its lease: wait for it",
+        refused.error,
+    )
+    assert not second.starts()
+    first.clean()
+    killed = time.monotonic()
+    second.start()
+    second.wait_for_start()
+    assert time.monotonic() - killed < LEASE + 15 * SHARING
+    second.clean()
+
+
+@pytest.mark.fault("K4", ci=1, long=10)
+def test_a_holder_that_was_frozen_writes_nothing_when_it_thaws(
+    make_job: Callable[..., Mirrored], bucket: Bucket, seed: int
+) -> None:
+    first, second = make_job("train.epochs=1000", name="first"), make_job("train.epochs=1000", name="second")
+    first.start()
+    first.wait_for_step(random.Random(seed).randint(8, 30))
+    assert first.process
+    kill(first.process.pid, signal.SIGSTOP)
+    try:
+        second.start()
+        second.wait_for_start()
+        second.wait_until(lambda: checkpoints(bucket) and second.step() > first.step(), "a step of the second")
+    finally:
+        kill(first.process.pid, signal.SIGCONT)
+    thawed = first.wait(60)
+    assert thawed.code == 75
+    assert "was taken over by process" in thawed.error
+    (run,) = {row["run"] for row in map(json.loads, bucket.read("run/journal.jsonl").splitlines()) if "run" in row}
+    assert run == next(row["run"] for row in read_rows(second.folder / "journal.jsonl") if "run" in row)
+    assert second.process
+    assert second.process.poll() is None
+    second.clean()
+
+
+def test_a_stopped_run_leaves_with_its_last_checkpoint_in_the_bucket(
+    make_job: Callable[..., Mirrored], bucket: Bucket
+) -> None:
+    job = make_job("train.epochs=1000", "checkpoint.every=1000 epochs")
+    job.start()
+    job.wait_for_step(10)
+    assert job.process
+    kill(job.process.pid, signal.SIGTERM)
+    result = job.wait(60)
+    assert result.code == 75
+    (step,) = re.findall(r"step (\d+) is saved", result.error)
+    assert [step_of(Path(name)) for name in checkpoints(bucket)] == [int(step)]
+    assert json.loads(bucket.read("run/lease.json"))["is_released"]
+
+
+def test_a_stopped_run_says_what_the_bucket_lacks(make_job: Callable[..., Mirrored], fault_proxy: FaultProxy) -> None:
+    job = make_job("train.epochs=1000", "checkpoint.every=1000 epochs", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="15")
+    job.start()
+    job.wait_for_step(10)
+    fault_proxy.die()
+    assert job.process
+    stopped = time.monotonic()
+    kill(job.process.pid, signal.SIGTERM)
+    result = job.wait(60)
+    assert result.code == 75
+    assert time.monotonic() - stopped < 15 + 5 * SHARING
+    assert re.search(r"lacks .*: the same command sends it", result.err)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [(["run.resume=never"], "holds a run, and run.resume is not auto: give another prefix, or remove what it holds"),
+     (["optimizer.lr=0.2"], "optimizer.lr")],
+)  # fmt: skip
+def test_another_request_is_refused(make_job: Callable[..., Mirrored], words: list[str], says: str) -> None:
+    make_job("train.max_steps=8").run()
+    other = make_job("train.max_steps=8", *words, name="other").run()
+    assert other.code == 2
+    assert says in other.error
+
+
+def test_another_run_is_refused(make_job: Callable[..., Mirrored], tmp_path: Path) -> None:
+    make_job("train.max_steps=8").run()
+    other = make_job("train.max_steps=8", name="other")
+    other.arguments = [word for word in other.arguments if not word.startswith("checkpoint.mirror")]
+    other.run()
+    refused = make_job("train.max_steps=8", name="other").run()
+    assert refused.code == 2
+    assert "holds another run: give another prefix" in refused.error
+
+
+def test_a_failure_is_known_on_an_empty_disk(make_job: Callable[..., Mirrored]) -> None:
+    job = make_job("optimizer.lr=1e30", "schedule.name=constant")
+    first = job.run()
+    assert first.code == 3
+    shutil.rmtree(job.folder)
+    again = job.run()
+    assert (again.code, again.error) == (3, first.error)
+    assert again.seconds < first.seconds
+
+
+def test_no_credential_is_written_anywhere(
+    tmp_path: Path, make_job: Callable[..., Mirrored], bucket: Bucket, fault_proxy: FaultProxy
+) -> None:
+    fault_proxy.rates = {"403": 0.02, "500": 0.1, "truncate": 0.05}
+    job = make_job(f"track.uri=sqlite:///{tmp_path}/mlflow.db", "track.report=true")
+    assert job.run().code == 0
+    secrets = [os.environ[name].encode() for name in ("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID")]
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            data = path.read_bytes()
+            assert not any(secret in data for secret in (*secrets, b"X-Amz-Signature")), path
+    for name in bucket.names():
+        assert not any(secret in bucket.read(name) for secret in secrets), name
+
+
+def test_processes_of_a_launcher_share_one_mirror(
+    tmp_path: Path, digits: Path, bucket: Bucket, expected: Result
+) -> None:
+    """With the real lease: the same folder's next start need not wait for it."""
+    words = [f"data.root={digits}", *WORDS, f"checkpoint.mirror={bucket.place}/run", "train.max_steps=40"]
+    job = Job(tmp_path / "run", ["digits", *words], nproc=2, by_torchrun=True)
+    job.start()
+    job.wait_for_step(10)
+    job.clean()
+    began = time.monotonic()
+    assert job.run().code == 0
+    assert time.monotonic() - began < LEASE_S
+    assert max(step_of(Path(name)) for name in checkpoints(bucket)) == 40
+
+
+def test_of_two_processes_one_gets_the_lease(bucket: Bucket) -> None:
+    leases = [Lease(Store(bucket.place), f"owner {number}") for number in range(2)]
+    leases[0].take()
+    with pytest.raises(Exception, match="is held by process"):
+        leases[1].take()
+    leases[0].drop()
+    leases[1].take()
+    leases[1].drop()
