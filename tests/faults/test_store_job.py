@@ -1,11 +1,12 @@
 """The rendered Job without a shared disk: data and run in a bucket, a disk for each pod."""
 
+import json
 import random
 import time
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, assert_each_sample_once, pipeline, read_rows
+from harness import SHARING, SMALL, Job, assert_each_sample_once, pipeline, read_rows
 from manifests import Document
 from object_store import Bucket
 
@@ -32,6 +33,11 @@ def pods_of(bucket: Bucket, folder: Path) -> Pods:
     return Pods(manifests(bucket), folder, store=bucket.server.endpoint, secrets={"store-credentials": keys})
 
 
+def pack(digits: Path, bucket: Bucket) -> None:
+    packed = pipeline("data", "pack", str(digits), f"{bucket.place}/data")
+    assert packed.code == 0, packed.err
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
     """Train from a local folder, with a shared disk."""
@@ -46,8 +52,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
 def test_node_0_lost_with_its_disk_comes_back_bit_identical(
     tmp_path: Path, digits: Path, bucket: Bucket, undisturbed: Job, loss: str, seed: int, notes: Notes
 ) -> None:
-    packed = pipeline("data", "pack", str(digits), f"{bucket.place}/data")
-    assert packed.code == 0, packed.err
+    pack(digits, bucket)
     draw = random.Random(seed)
     with pods_of(bucket, tmp_path / "job") as pods:
         end = pods.start_and_watch(900)
@@ -66,13 +71,38 @@ def test_node_0_lost_with_its_disk_comes_back_bit_identical(
         assert end() == 0, pods.logs()
         assert pods.run.starts()[1]["step"] > 0, "it continues, it does not start again"
         assert _run_ids(pods.run) == run_id
-        assert done_line(pods.run) == done_line(undisturbed)
-        assert_each_sample_once(pods.run.trace(), 48)
-        assert pods.run.trace() == undisturbed.trace()
-        assert pods.run.journal("train/", "val/") == undisturbed.journal("train/", "val/")
+        _assert_same(pods.run, undisturbed)
     names = bucket.names("runs/")
     assert not [name for name in names if not name.startswith("runs/digits/")], "one mirror for the run"
     assert bucket.read("runs/digits/journal.jsonl") == (pods.run.folder / "journal.jsonl").read_bytes()
+
+
+@pytest.mark.full
+@pytest.mark.fault("L2", ci=1, long=5)
+def test_a_suspended_job_loses_its_disks_and_no_step(
+    tmp_path: Path, digits: Path, bucket: Bucket, undisturbed: Job, seed: int, notes: Notes
+) -> None:
+    pack(digits, bucket)
+    with pods_of(bucket, tmp_path / "job") as pods:
+        end = pods.start_and_watch(600)
+        pods.wait_for_step(random.Random(seed).randint(2, STEPS - 15))
+        seconds = pods.suspend()
+        notes.note("L2", seconds=seconds)
+        assert seconds < 10 * SHARING
+        assert not pods.run.folder.exists()
+        last_step = json.loads(bucket.read("runs/digits/trace.jsonl").splitlines()[-1])["step"]
+        assert max(bucket.names("runs/digits/checkpoints/")).startswith(f"runs/digits/checkpoints/step-{last_step:08}.")
+        pods.resume()
+        assert end() == 0, pods.logs()
+        assert [row["step"] for row in pods.run.starts()] == [0, last_step]
+        _assert_same(pods.run, undisturbed)
+
+
+def _assert_same(run: Job, expected: Job) -> None:
+    assert done_line(run) == done_line(expected)
+    assert_each_sample_once(run.trace(), 48)
+    assert run.trace() == expected.trace()
+    assert run.journal("train/", "val/") == expected.journal("train/", "val/")
 
 
 def _run_ids(run: Job) -> set[str]:
