@@ -7,6 +7,7 @@ indices, checkpoints and leases; the many reads of images are `data.ranges`. No 
 boto3 in a training that names no bucket.
 """
 
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -257,11 +258,14 @@ def _connect(place: str) -> Any:
     options = Config(
         connect_timeout=_CONNECT_TIMEOUT_S, read_timeout=_READ_TIMEOUT_S, max_pool_connections=16,
         retries={"mode": "standard", "total_max_attempts": _ATTEMPTS}, tcp_keepalive=True,
+        # not every store knows the checksums that boto3 adds; packs and checkpoints have their own
+        request_checksum_calculation="when_required", response_checksum_validation="when_required",
         signature_version="s3v4",  # for a presigned URL boto3's default is version 2, which most stores refuse
     )  # fmt: skip
     try:
         session = boto3.session.Session()
-        return session.client("s3", config=options, region_name=session.region_name or "us-east-1")
+        region = os.environ.get("AWS_REGION") or session.region_name  # boto3 itself knows AWS_DEFAULT_REGION only
+        return session.client("s3", config=options, region_name=region or "us-east-1")
     except (BotoCoreError, ValueError) as error:  # a profile that does not exist, an endpoint that is no URL
         raise RequestError(f"{place} cannot be reached with this environment: {error}") from None
 
