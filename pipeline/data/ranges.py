@@ -86,7 +86,7 @@ class _Read:
     wrong_attempts: int = 0
     failing_since: float = 0
     reason: str = ""
-    """What the last attempt failed with."""
+    """Why the last attempt failed."""
     status: int = 0
     """HTTP status of the last attempt; 0: no answer."""
 

@@ -63,7 +63,8 @@ class Mirror:
             self._refuse_another_run(resumes=resumes)
             if resumes:
                 self._restore()
-            self._store.abort_uploads(_CHECKPOINTS)
+            with suppress(RunError):  # a right that a training can do without
+                self._store.abort_uploads(_CHECKPOINTS)
         except BaseException:
             self._lease.drop()
             raise
