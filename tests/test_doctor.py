@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import threading
@@ -15,18 +16,21 @@ from typing import Any
 import pytest
 import torch
 from harness import Result, pipeline
+from object_store import Bucket, FaultProxy
 from torch import nn
 
 from pipeline import errors, machine
 from pipeline.config.load import load
 from pipeline.data.sources import open_source
+from pipeline.data.store import Store
 from pipeline.deploy import node
 from pipeline.device import choose_device
 from pipeline.errors import NotFiniteError
 from pipeline.model.architectures import build
+from pipeline.operate.pack import pack
 from pipeline.plan import make_plan, request_digest
 from pipeline.preflight import machine as checks
-from pipeline.preflight import request, sanity, tracker
+from pipeline.preflight import request, sanity, store, tracker
 from pipeline.record.folder import RunFolder
 from pipeline.world import World
 
@@ -190,7 +194,7 @@ def test_what_the_machine_lacks_is_named_with_its_remedy(
     with pytest.raises(
         errors.TemporaryError, match=r"which only this machine can see; if rank 0 restarts .*: use a volume"
     ):
-        checks.check_run_folder_is_shared(inputs.folder, replace(HERE, size=4, local_size=2))
+        checks.check_run_folder_is_shared(inputs.config, inputs.folder, replace(HERE, size=4, local_size=2))
     monkeypatch.setattr(checks, "_SLOW_MIB_S", 1e9)
     with pytest.raises(errors.TemporaryError, match=r"MiB/s with sync, .*: use a faster disk"):
         checks.check_disk_speed(inputs.folder)
@@ -323,3 +327,101 @@ def _server(status: int) -> Iterator[str]:
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
+
+
+# --- object stores
+
+
+@pytest.fixture(scope="module")
+def digits_pack(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("pack") / "digits"
+    pack(digits, out, "lossless", 0.1)
+    return out
+
+
+def copy_into(bucket: Bucket, root: Path) -> str:
+    """Copy a pack into a bucket; return its place."""
+    for path in root.iterdir():
+        bucket.write(f"pack/{path.name}", path.read_bytes())
+    return f"{bucket.place}/pack"
+
+
+def test_a_store_that_honours_ranges_and_conditions_passes(
+    tmp_path: Path, digits: Path, digits_pack: Path, bucket: Bucket
+) -> None:
+    place, mirror = copy_into(bucket, digits_pack), f"{bucket.place}/run"
+    before = bucket.names()
+    words = ("data.source=pack", f"data.root={place}", f"checkpoint.mirror={mirror}")
+    result = run_doctor(tmp_path, digits, "--json", *words)
+    assert result.code == 0, result.err
+    found = findings(result)
+    assert re.fullmatch(rf"{place} returns one image in \d+\.\d ms", found["data store"]["line"])
+    assert re.match(rf"{mirror} can be written, honours conditional writes, and .* ms$", found["mirror"]["line"])
+    assert bucket.names() == before, "no probe is left"
+
+
+def test_a_store_that_ignores_ranges_or_conditions_is_refused_by_name(
+    tmp_path: Path, digits: Path, digits_pack: Path, weak_bucket: Bucket
+) -> None:
+    place, mirror = copy_into(weak_bucket, digits_pack), f"{weak_bucket.place}/run"
+    before = weak_bucket.names()
+    words = ("data.source=pack", f"data.root={place}", f"checkpoint.mirror={mirror}")
+    result = run_doctor(tmp_path, digits, "--json", *words)
+    assert result.code == 2
+    found = {name: f"{row['line']}: {row['remedy']}" for name, row in findings(result).items() if not row["ok"]}
+    assert list(found) == ["data", "mirror"]
+    ignored = "the store answers a read of a part of an object with 200, not 206: use a store that honours ranges"
+    assert found["data"].startswith(f"data.root={place}: {ignored}")
+    assert re.match(rf"{mirror} ignores If-None-Match and overwrites .*: use a store that", found["mirror"])
+    assert weak_bucket.names() == before, "no probe is left"
+
+
+class IgnoresIfMatch(Store):
+    """A store that honours If-None-Match only."""
+
+    def write(self, name: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> str:
+        return super().write(name, data, if_absent=if_absent)
+
+
+def test_a_store_that_ignores_if_match_is_refused(bucket: Bucket) -> None:
+    with pytest.raises(errors.RequestError, match=rf"^{bucket.place}/run ignores If-Match and overwrites"):
+        store.check_mirror(IgnoresIfMatch(f"{bucket.place}/run"))
+    assert bucket.names() == []
+
+
+@pytest.mark.parametrize(
+    ("rates", "only", "kind"),
+    [({"403": 1.0}, "GET ", errors.RequestError), ({"500": 1.0}, "GET ", errors.TemporaryError),
+     ({"403": 1.0}, "PUT ", errors.RequestError)],
+)  # fmt: skip
+def test_a_failed_check_of_a_mirror_leaves_no_probe(
+    bucket: Bucket, fault_proxy: FaultProxy, rates: dict[str, float], only: str, kind: type[Exception]
+) -> None:
+    fault_proxy.rates, fault_proxy.only = rates, only
+    with pytest.raises(kind, match=re.escape(bucket.place)):
+        store.check_mirror(Store(f"{bucket.place}/run"))
+    assert bucket.names() == []
+
+
+def test_a_store_that_fails_now_and_then_passes(bucket: Bucket, digits_pack: Path, fault_proxy: FaultProxy) -> None:
+    """A request whose answer is lost is repeated, and then finds what it wrote itself."""
+    source = open_source(load("digits", ["data.source=pack", f"data.root={copy_into(bucket, digits_pack)}"]))
+    fault_proxy.rates = {"500": 0.1, "truncate": 0.2}
+    for _ in range(5):
+        assert "honours conditional writes" in store.check_mirror(Store(f"{bucket.place}/run"))
+        assert "returns one image" in store.check_reads(source.train)
+    assert fault_proxy.counts["truncate"] > 5
+
+
+def test_a_store_out_of_reach_is_temporary(tmp_path: Path, digits: Path) -> None:
+    result = run_doctor(tmp_path, digits, "checkpoint.mirror=s3://bucket/run", AWS_ENDPOINT_URL="http://127.0.0.1:1",
+                        AWS_ACCESS_KEY_ID="key", AWS_SECRET_ACCESS_KEY="not-to-be-shown")  # fmt: skip
+    assert (result.code, "the store is out of reach (s3://bucket/run/" in result.error) == (75, True)
+    assert "not-to-be-shown" not in result.out + result.err
+
+
+def test_a_mirror_makes_a_shared_run_folder_unnecessary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_file_system", lambda place: "ext4")
+    config = load("digits", ["checkpoint.mirror=s3://bucket/run"])
+    line = checks.check_run_folder_is_shared(config, RunFolder(tmp_path), replace(HERE, size=4, local_size=2))
+    assert "need not be shared: checkpoint.mirror" in line

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from faults.ledger import Notes
-from harness import SHARING, SMALL, Job, Result, kill, read_rows
+from harness import SHARING, SMALL, Job, Result, kill, pipeline, read_rows
 from mlflow import MlflowClient
 from object_store import Bucket, FaultProxy
 
@@ -341,3 +341,21 @@ def test_a_run_killed_before_its_first_save_stays_one_run(
     assert job.run().code == 0
     (run,) = MlflowClient(uri).search_runs(["1"])
     assert run.info.status == "FINISHED"
+
+
+def test_doctor_looks_into_the_mirror(make_job: Callable[..., Mirrored]) -> None:
+    """In a pod without a shared disk, it is the preflight that finds the end or a failure."""
+    job = make_job("train.max_steps=8")
+    job.run()
+    shutil.rmtree(job.folder)
+    words = ["doctor", *job.train_words()[1:]]
+    finished = job.folder.with_name("finished")
+    node = {"PET_NPROC_PER_NODE": "1", "PIPELINE_FINISHED": str(finished)}
+    preflight = pipeline(*words, **node)
+    assert preflight.code == 0, preflight.err
+    assert finished.read_text().startswith("done step=8 ")
+    assert "config is compatible with the run in s3://" in preflight.err
+    assert not job.folder.exists(), "nothing is changed"
+    refused = pipeline(*words, "optimizer.lr=0.3", **node)
+    assert refused.code == 2
+    assert "optimizer.lr" in refused.error

@@ -1,8 +1,10 @@
 """Commands for data sets: data make, get, import, pack, check."""
 
 import argparse
+from pathlib import Path
 
 from pipeline.cli.arguments import Commands, Parser, add_command, path, path_or_uri, positive_int, share
+from pipeline.data.store import Store, is_store
 from pipeline.errors import RequestError
 
 
@@ -19,7 +21,7 @@ def _add_make(actions: Commands) -> None:
     examples = "pipeline data make digits", "pipeline data make synthetic photos --images 500 --classes 4"
     add = add_command(actions, "make", _make, help, "", *examples).add_argument
     add("kind", choices=("digits", "synthetic"), help="which images")
-    add("out", nargs="?", type=path_or_uri, metavar="OUT", help="folder to make (default data/<kind>)")
+    add("out", nargs="?", type=_folder, metavar="OUT", help="folder to make (default data/<kind>)")
     add("--images", type=positive_int, metavar="N", help="synthetic: training images (default 1000)")
     add("--classes", type=positive_int, metavar="N", help="synthetic: classes (default 10)")
     add("--side", type=positive_int, metavar="PX", help="synthetic: side in pixels (default 64)")
@@ -39,7 +41,7 @@ def _add_get(actions: Commands) -> None:
     help = "download a published data set as an image folder"
     parser = add_command(actions, "get", _get, help, "", "pipeline data get imagenette")
     parser.add_argument("kind", choices=("imagenette",), help="which data set")
-    parser.add_argument("out", nargs="?", type=path_or_uri, metavar="OUT", help="folder to make (default data/<kind>)")
+    parser.add_argument("out", nargs="?", type=_folder, metavar="OUT", help="folder to make (default data/<kind>)")
 
 
 def _get(options: argparse.Namespace) -> str:
@@ -58,14 +60,14 @@ def _add_import(actions: Commands) -> None:
     )  # fmt: skip
     parser.add_argument("kind", choices=("imagenet",), help="which data set")
     parser.add_argument("archives", type=path, metavar="ARCHIVES", help="folder with the three archives")
-    parser.add_argument("out", type=path, metavar="OUT", help="folder to make")
+    parser.add_argument("out", type=path_or_uri, metavar="OUT", help="folder to make, or s3://bucket/prefix of a pack")
     parser.add_argument("--pack", metavar="LEVEL", help="make a pack of this level, see 'pipeline data pack --help'")
 
 
 def _import(options: argparse.Namespace) -> str:
     from pipeline.operate import data
 
-    return data.import_imagenet(options.archives, options.out, options.pack)
+    return data.import_imagenet(options.archives, _place(options.out), options.pack)
 
 
 def _add_pack(actions: Commands) -> None:
@@ -73,11 +75,13 @@ def _add_pack(actions: Commands) -> None:
         actions, "pack", _pack, "pack an image folder into a few indexed tar files, which load faster",
         "Pack the image folder SRC into OUT: a few tar files with an index, so that an image is one read and takes"
         " less decoding. Uses all CPU cores; the same command continues an interrupted pack. Train from it with"
-        " data.source=pack data.root=OUT: sample ids, order and labels are those of the folder.",
+        " data.source=pack data.root=OUT: sample ids, order and labels are those of the folder. With s3://bucket/prefix"
+        " as OUT, each core keeps one tar file, of at most about 1 GiB, in TMPDIR until it is uploaded.",
         "pipeline data pack photos packed --level max-side=500,q=90",
+        "pipeline data pack photos s3://my-data/photos",
     )  # fmt: skip
     parser.add_argument("src", type=path, metavar="SRC", help="image folder to read")
-    parser.add_argument("out", type=path, metavar="OUT", help="folder to make")
+    parser.add_argument("out", type=path_or_uri, metavar="OUT", help="folder to make, or s3://bucket/prefix")
     parser.add_argument(
         "--level", default="lossless", metavar="LEVEL",
         help="lossless: JPEGs with restart markers, pixels unchanged; max-side=500,q=90: re-encoded, lossy; raw=256:"
@@ -89,7 +93,7 @@ def _add_pack(actions: Commands) -> None:
 def _pack(options: argparse.Namespace) -> str:
     from pipeline.operate import pack
 
-    return pack.pack(options.src, options.out, options.level, options.val_split)
+    return pack.pack(options.src, _place(options.out), options.level, options.val_split)
 
 
 def _add_check(actions: Commands) -> None:
@@ -98,8 +102,11 @@ def _add_check(actions: Commands) -> None:
         "Check the layout and the checksums of an image folder or a pack, and that each image decodes. Names each"
         " defect; exit 4 if there is one.",
         "pipeline data check photos --write-sums",
+        "pipeline data check s3://my-data/photos",
     )  # fmt: skip
-    parser.add_argument("root", type=path, metavar="FOLDER", help="image folder or pack")
+    parser.add_argument(
+        "root", type=path_or_uri, metavar="FOLDER", help="image folder or pack, or s3://bucket/prefix of a pack"
+    )
     parser.add_argument("--write-sums", action="store_true", help="write SHA256SUMS, which later checks compare with")
     _add_val_split(parser)
 
@@ -107,9 +114,25 @@ def _add_check(actions: Commands) -> None:
 def _check(options: argparse.Namespace) -> str:
     from pipeline.operate import data
 
-    return data.check(options.root, options.val_split, write_sums=options.write_sums)
+    return data.check(_place(options.root), options.val_split, write_sums=options.write_sums)
 
 
 def _add_val_split(parser: Parser) -> None:
     help = "share of the images to hold out if the folder has no val/, as data.val_split (default 0.1)"
     parser.add_argument("--val-split", type=share, default=0.1, metavar="SHARE", help=help)
+
+
+def _folder(text: str) -> str:
+    if "://" in text:
+        remedy = "'pipeline data pack FOLDER s3://bucket/prefix' copies one into a bucket"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a folder: make it here; {remedy}")
+    return path_or_uri(text)
+
+
+def _place(text: str) -> Path | Store:
+    """Return the folder or the place in a bucket that an argument names."""
+    if is_store(text):
+        return Store(text)
+    if "://" in text:
+        raise RequestError(f"{text} is not allowed: give a folder, or s3://bucket/prefix")
+    return Path(text)

@@ -12,6 +12,11 @@ _FILE_ERRORS = (
 )  # fmt: skip
 """Errors that a single file can cause. Any other is the storage's: EIO, ESTALE, ETIMEDOUT, …"""
 
+READ_FAILURES = (
+    "denied", "missing", "slow_down", "server_error", "truncated", "wrong_bytes", "stalled", "unreachable", "ignored",
+)  # fmt: skip
+"""The kinds of failed attempts to read an image from a bucket, each of which is made again."""
+
 
 class UnreadableError(Exception):
     """An image file that cannot be read, or that changed since it was indexed."""

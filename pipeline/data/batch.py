@@ -1,5 +1,6 @@
 """The type of a batch, as loaders make it and training and evaluation use it."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -32,6 +33,8 @@ class Batch(NamedTuple):
     defects: list[Defect]
     outage: OutageError | None = None
     """Set if the storage failed while the batch was made: its images must then not be used."""
+    failed_reads: Sequence[int] = ()
+    """Attempts that failed and were made again, by `READ_FAILURES`; empty if not from a bucket."""
 
 
 def format_sample_ids(ids: list[int]) -> str:

@@ -46,6 +46,8 @@ _MI_COMPRESSED = 15  # type of a compressed element of a MATLAB file
 class ArchiveImages(SplitImages):
     """One split, read from its archive."""
 
+    root: Path
+
     @cached_property
     def _descriptor(self) -> int:
         return os.open(self.root, os.O_RDONLY | os.O_CLOEXEC)

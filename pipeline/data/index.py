@@ -10,16 +10,19 @@ counts. Names are bytes, because names in a file system need not be UTF-8. No to
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.access import UnreadableError, printable_name
 from pipeline.plan import DataSize
+
+if TYPE_CHECKING:
+    from pipeline.data.store import Store
 
 MISSING = -1
 """Size of an image whose file cannot be read, such as a dangling link."""
@@ -105,10 +108,10 @@ class Split:
 
 @dataclass(frozen=True)
 class SplitImages:
-    """Images listed by a split. Subclasses read them from a folder, a pack or an archive."""
+    """Images listed by a split. Subclasses read a folder, a pack, an archive or a bucket."""
 
-    root: Path
-    """The folder, or the archive."""
+    root: "Path | Store"
+    """The folder, the archive, or the place in a bucket."""
     split: Split
 
     def __len__(self) -> int:
@@ -126,6 +129,12 @@ class SplitImages:
         if size > MAX_FILE_BYTES:
             raise UnreadableError(f"{size:,} bytes, more than the {MAX_FILE_BYTES:,} allowed")
         return size
+
+    def expect(self, samples: Iterable[int]) -> None:
+        """See `sources.Images`. A disk needs no warning."""
+
+    def pop_failed_reads(self) -> list[int]:
+        return []
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +37,7 @@ from pipeline.data.batch import NO_LABEL, Batch, Defect
 from pipeline.data.images import BadImageError, Picture, decode
 from pipeline.data.mix import MIX_COLUMNS, draw_mix
 from pipeline.data.order import Order
-from pipeline.data.shared_memory import Allocate, SharedBatches, SlotDataset, exit_worker
+from pipeline.data.shared_memory import Allocate, Dealing, SharedBatches, SlotDataset, exit_worker
 from pipeline.data.sources import Images
 from pipeline.errors import StorageError
 from pipeline.plan import Plan, Resources
@@ -118,6 +118,7 @@ class TrainBatches(SlotDataset):
         step, micro = divmod(position, self.plan.accumulate)
         epoch = self.plan.epoch_at(step)
         ids, views = self._order.micro_draws(step, self.rank, micro)
+        self.images.expect(self._samples_from(position))
         pixels = allocate(len(ids), self.plan.image_size_at(step))
         labels = torch.zeros(len(ids), dtype=torch.int64)
         defects: list[Defect] = []
@@ -131,7 +132,14 @@ class TrainBatches(SlotDataset):
         digests = _digests(pixels, labels) if self.config.run.trace else torch.empty((0, 32), dtype=torch.uint8)
         first = (self.rank * self.plan.accumulate + micro) * self.plan.micro_batch
         mix = draw_mix(self.config.augment, self.config.run.seed, step, first, len(ids))
-        return Batch(pixels, labels, torch.from_numpy(ids.copy()), digests, mix, defects, outage)
+        failed_reads = self.images.pop_failed_reads()
+        return Batch(pixels, labels, torch.from_numpy(ids.copy()), digests, mix, defects, outage, failed_reads)
+
+    def _samples_from(self, position: int) -> Iterator[int]:
+        """Yield the samples of this batch and of the next ones of this process."""
+        for ahead in self.from_position(position):
+            step, micro = divmod(ahead, self.plan.accumulate)
+            yield from self._order.micro_draws(step, self.rank, micro)[0].tolist()
 
     def _load(self, key: SampleKey, out: Tensor, defects: list[Defect]) -> int:
         """Write the pixels of a sample, or of its replacement, to `out`. Return the id used."""
@@ -168,8 +176,8 @@ class EvalBatches(SlotDataset):
 
     def make_batch(self, position: int, allocate: Allocate) -> Batch:
         size, resize = evaluation_geometry(self.config.evaluate, self.config.augment)
-        start = position * self.config.evaluate.batch
-        ids = torch.arange(start, min(start + self.config.evaluate.batch, len(self.images)))
+        ids = torch.tensor(self._samples(position))
+        self.images.expect(sample for ahead in self.from_position(position) for sample in self._samples(ahead))
         pixels = allocate(len(ids), size)
         labels = torch.full((len(ids),), NO_LABEL)
         defects: list[Defect] = []
@@ -185,7 +193,12 @@ class EvalBatches(SlotDataset):
                 outage = error
                 break
         digests = torch.empty((0, 32), dtype=torch.uint8)
-        return Batch(pixels, labels, ids, digests, torch.empty((0, MIX_COLUMNS)), defects, outage)
+        failed_reads = self.images.pop_failed_reads()
+        return Batch(pixels, labels, ids, digests, torch.empty((0, MIX_COLUMNS)), defects, outage, failed_reads)
+
+    def _samples(self, position: int) -> range:
+        start = position * self.config.evaluate.batch
+        return range(start, min(start + self.config.evaluate.batch, len(self.images)))
 
 
 def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, *, pin: bool) -> Generator[Batch]:
@@ -204,6 +217,8 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
     done, failures = 0, 0
     while done < len(positions):
         started = mmap.mmap(-1, max(1, plan.workers))  # shared with the workers, one byte each
+        if isinstance(dataset, SlotDataset):
+            dataset.dealing = Dealing(positions[done:], plan.workers, plan.prefetch)
         shared = _make_shared(dataset, plan)
         loader = DataLoader(
             shared or dataset, batch_size=None, num_workers=plan.workers, pin_memory=pin,

@@ -18,6 +18,7 @@ import numpy as np
 from pipeline.data.access import check_folder, is_outage, outage_error, printable_name
 from pipeline.data.checksums import digest_of_sums, read_sums
 from pipeline.data.index import MISSING, Index, Split, list_first
+from pipeline.data.store import Store
 from pipeline.errors import RequestError, RunError
 from pipeline.files import atomic_write
 
@@ -149,7 +150,7 @@ def scan(root: Path, val_split: float) -> Index:
     return index
 
 
-def check_train_classes(index: Index, root: Path) -> None:
+def check_train_classes(index: Index, root: Path | Store) -> None:
     """Raise RequestError that names the classes without an image to train, if there are any."""
     counts = np.bincount(index.train.labels, minlength=len(index.classes))
     empty = [index.classes[label] for label in np.flatnonzero(counts == 0)]

@@ -1,5 +1,7 @@
 """Reading a pack: an image folder as a few tar files with an index, so an image is one read.
 
+A pack lies in a folder or in a bucket, with the same files.
+
 Promise: sample ids, names and labels are those of the folder that was packed, so a run has the same
 order with both, and with a lossless pack also the same pixels. Later damage is detected and named:
 the CRC-32 of an image is compared at each read, the digest of the index at each start, and the
@@ -25,15 +27,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.access import UnreadableError, is_non_empty_folder, outage_error, raise_if_outage
+from pipeline.data.access import OutageError, UnreadableError, is_non_empty_folder, outage_error, raise_if_outage
 from pipeline.data.index import Index, SplitImages
+from pipeline.data.store import MissingError, Store
 from pipeline.errors import RequestError
+from pipeline.files import atomic_write
 
 FORMAT = 1
 SUMMARY = "pack.json"
 INDEX = "pack.index"
 REQUEST = ".packing.json"
 """The file that is in a pack until it is complete."""
+CHANGED = f"has changed since it was packed: its SHA-256 is not that of {SUMMARY}"
+NOT_PACKED = "could not be read when it was packed"
+_MAX_SUMMARY_BYTES, _MAX_INDEX_BYTES = 1 << 28, 1 << 34
+_ATTEMPTS = 3
+"""Reads of an index from a bucket, until one has the digest that the summary names."""
 _NPY_MAGIC = b"\x93NUMPY"
 
 
@@ -71,8 +80,9 @@ def shard_name(split: str, number: int) -> str:
 
 @dataclass(frozen=True)
 class PackImages(SplitImages):
-    """One split of a pack."""
+    """One split of a pack in a folder."""
 
+    root: Path
     split_name: str
     _descriptors: dict[int, int] = field(default_factory=dict, compare=False)
     """Shard number -> descriptor, of the shards read so far."""
@@ -84,7 +94,7 @@ class PackImages(SplitImages):
         size = self.size(i)
         shard, offset, crc = self.split.places[3 * i : 3 * i + 3].tolist()
         if size < 0:
-            raise UnreadableError("could not be read when it was packed")
+            raise UnreadableError(NOT_PACKED)
         path = self.root / shard_name(self.split_name, shard)
         try:
             if shard not in self._descriptors:
@@ -97,7 +107,12 @@ class PackImages(SplitImages):
             raise outage_error(path, error) from None
         if len(data) != size or zlib.crc32(data) != crc:
             raise UnreadableError(f"{path.name} has changed at byte {offset:,} since it was packed")
-        return _pixels(data) if data.startswith(_NPY_MAGIC) else data
+        return file_or_pixels(data)
+
+
+def file_or_pixels(data: bytes) -> bytes | NDArray[np.uint8]:
+    """Return the bytes of an image file of a pack; of a pack of pixels, its pixels [3, H, W]."""
+    return _pixels(data) if data.startswith(_NPY_MAGIC) else data
 
 
 def _pixels(data: bytes) -> NDArray[np.uint8]:
@@ -111,50 +126,113 @@ def _pixels(data: bytes) -> NDArray[np.uint8]:
     return pixels.transpose(2, 0, 1)
 
 
-def open_index(root: Path) -> Index:
-    """Return the index of the pack in `root`, memory-mapped.
+def open_index(root: Path | Store, cache: Path | None = None) -> Index:
+    """Return the index of the pack in `root`: memory-mapped, unless it comes from a bucket.
 
-    Raises RequestError if there is no pack, or if it is damaged or incomplete.
+    cache: folder that keeps the index of a bucket, see `data.cache`. Raises RequestError if there
+    is no pack, or if it is damaged or incomplete.
     """
     summary = read_summary(root)
-    try:
-        index = Index.from_bytes(np.memmap(root / INDEX, np.uint8, "r"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, OSError):
-            raise_if_outage(root / INDEX, error)
-        raise _damaged(root, f"{INDEX} cannot be read ({error})") from None
-    if index.digest != summary["index"]:
-        raise _damaged(root, f"{INDEX} is not the one that {SUMMARY} names")
+    index = _kept_index(cache, summary["index"]) if cache else None
+    if index is None:
+        index = _read_index(root, summary["index"])
+        if cache:
+            _keep_index(cache, index)
     for name, split in (("train", index.train), ("val", index.val)):
         # whoever wrote both files can make the digest match
         if not len(split.places) or not split.is_valid(len(index.classes)):
             raise _damaged(root, f"the parts of {INDEX} contradict each other ({name})")
+    sizes = _shard_sizes(root, summary)
     for shard in summary["shards"]:
-        try:
-            size = (root / shard["name"]).stat().st_size
-        except OSError as error:
-            raise_if_outage(root / shard["name"], error)
-            raise _damaged(root, f"{shard['name']}: {error.strerror}") from None
+        size = sizes.get(shard["name"])
+        if size is None:
+            raise _damaged(root, f"{shard['name']} does not exist")
         if size != shard["bytes"]:
             raise _damaged(root, f"{shard['name']} has {size:,} bytes, not {shard['bytes']:,}")
     return index
 
 
-def read_summary(root: Path) -> dict[str, Any]:
+def _read_index(root: Path | Store, digest: str) -> Index:
+    """Return the index with this digest. Raises RequestError if it is not in `root`."""
+    if isinstance(root, Store):
+        for _ in range(_ATTEMPTS - 1):  # its bytes may be lost or changed on their way
+            with contextlib.suppress(OutageError, RequestError):
+                return _read_index_once(root, digest)
+    return _read_index_once(root, digest)
+
+
+def _read_index_once(root: Path | Store, digest: str) -> Index:
+    try:
+        index = Index.from_bytes(_read(root, INDEX, _MAX_INDEX_BYTES))
+    except (OSError, MissingError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, OSError) and isinstance(root, Path):
+            raise_if_outage(root / INDEX, error)
+        raise _damaged(root, f"{INDEX} cannot be read ({error})") from None
+    if index.digest != digest:
+        raise _damaged(root, f"{INDEX} is not the one that {SUMMARY} names")
+    return index
+
+
+def _read(root: Path | Store, name: str, limit: int) -> Any:
+    """Return the bytes of a file of a pack. One in a folder is memory-mapped."""
+    if isinstance(root, Store):
+        return root.read(name, limit)
+    size = (root / name).stat().st_size
+    if size > limit:
+        raise ValueError(f"it has {size:,} bytes, more than the {limit:,} allowed")
+    return np.memmap(root / name, np.uint8, "r")
+
+
+def _shard_sizes(root: Path | Store, summary: dict[str, Any]) -> dict[str, int]:
+    """Return the sizes of the shards that exist."""
+    if isinstance(root, Store):
+        return {found.name: found.size for split in ("train-", "val-") for found in root.list(split)}
+    sizes = {}
+    for shard in summary["shards"]:
+        try:
+            sizes[shard["name"]] = (root / shard["name"]).stat().st_size
+        except OSError as error:
+            raise_if_outage(root / shard["name"], error)
+    return sizes
+
+
+def cache_folder(cache: Path, digest: str) -> Path:
+    """Return the folder in `data.cache` of the pack whose index has this digest."""
+    return cache / digest[:16]
+
+
+def _kept_index(cache: Path, digest: str) -> Index | None:
+    """Return the index that an earlier start has kept, or None if there is none that is intact."""
+    with contextlib.suppress(OSError, RequestError, OutageError):
+        return _read_index(cache_folder(cache, digest), digest)
+    return None
+
+
+def _keep_index(cache: Path, index: Index) -> None:
+    folder = cache_folder(cache, index.digest)
+    with contextlib.suppress(OSError):  # it is reported when the first image is to be kept
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic_write(folder / INDEX, index.to_bytes(), shared=True)
+
+
+def read_summary(root: Path | Store) -> dict[str, Any]:
     """Return the contents of pack.json. Raises RequestError if it is missing or not valid."""
     try:
-        summary = json.loads((root / SUMMARY).read_bytes())
+        summary = json.loads(bytes(_read(root, SUMMARY, _MAX_SUMMARY_BYTES)))
         if summary["format"] != FORMAT:
             raise RequestError(f"{root} is a pack of format {summary['format']}, and this program reads {FORMAT}")
         shards = [(str(shard["name"]), int(shard["bytes"]), str(shard["sha256"])) for shard in summary["shards"]]
         if not all(re.fullmatch(r"(train|val)-\d{4,}\.tar", name) for name, _, _ in shards):
             raise ValueError("the name of a shard is not valid")
-        summary["index"], summary["level"], summary["source"]
-    except (FileNotFoundError, NotADirectoryError):
+        if not re.fullmatch(r"[0-9a-f]{64}", summary["index"]):  # it names a folder of the cache
+            raise ValueError("the digest of the index is not valid")
+        summary["level"], summary["source"]
+    except (FileNotFoundError, NotADirectoryError, MissingError):
         raise RequestError(
             f"data.root={root} holds no complete pack ({SUMMARY} is missing): {_how_to_make(root)}"
         ) from None
     except OSError as error:
+        assert isinstance(root, Path)
         raise_if_outage(root / SUMMARY, error)
         raise RequestError(f"data.root={root} cannot be read: {SUMMARY}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -162,8 +240,10 @@ def read_summary(root: Path) -> dict[str, Any]:
     return dict(summary)
 
 
-def _how_to_make(root: Path) -> str:
-    """Return the advice for a folder that holds no complete pack: a command that works there."""
+def _how_to_make(root: Path | Store) -> str:
+    """Return the advice for a place that holds no complete pack: a command that works there."""
+    if isinstance(root, Store):
+        return f"make one with 'pipeline data pack SRC {root}'"
     if re.match("imagenet(-|$)", root.name) and not root.exists():
         make = f"pipeline data import imagenet ARCHIVES {root} --pack max-side=500,q=90"
         return f"make one of ImageNet's archives with '{make}'"
@@ -182,10 +262,10 @@ def changed_shards(root: Path, summary: dict[str, Any]) -> Iterator[tuple[str, s
         try:
             with open(root / shard["name"], "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
-                    yield shard["name"], f"has changed since it was packed: its SHA-256 is not that of {SUMMARY}"
+                    yield shard["name"], CHANGED
         except OSError as error:
             raise outage_error(root / shard["name"], error) from None
 
 
-def _damaged(root: Path, what: str) -> RequestError:
+def _damaged(root: Path | Store, what: str) -> RequestError:
     return RequestError(f"the pack {root} is damaged: {what}: copy or pack it again")

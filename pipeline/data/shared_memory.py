@@ -35,8 +35,31 @@ SlotRequest = tuple[int, int | None]
 _FOLDER = "/dev/shm"
 
 
+@dataclass(frozen=True)
+class Dealing:
+    """Which worker makes which batch: DataLoader deals the positions to its workers in turn."""
+
+    positions: Sequence[int]
+    workers: int
+    """0: one process makes all batches."""
+    prefetch: int
+
+    def from_position(self, position: int) -> Sequence[int]:
+        """Return `position` and those that the same worker makes next: `prefetch` at most."""
+        stride = max(1, self.workers)
+        first = self.positions.index(position)
+        return self.positions[first : first + stride * self.prefetch + 1 : stride]
+
+
 class SlotDataset(Dataset[Batch]):
     """A dataset of batches that can write its images into memory that it is given."""
+
+    dealing: Dealing | None = None
+    """Set by the loader; None: no batch is read ahead."""
+
+    def from_position(self, position: int) -> Sequence[int]:
+        """Return `position` and those of the batches that this process will make next."""
+        return self.dealing.from_position(position) if self.dealing else (position,)
 
     @property
     def max_image_bytes(self) -> int:

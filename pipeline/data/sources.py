@@ -1,4 +1,4 @@
-"""Sources of images: an image folder, a pack, the digits of scikit-learn, or synthetic patterns.
+"""Sources of images: an image folder, a pack, also in a bucket, the digits, or synthetic patterns.
 
 Promise: every process sees the same source: the same size and digest, and for each sample id the
 same name, label and file contents. Opening a source needs no torch.
@@ -7,7 +7,7 @@ same name, label and file contents. Opening a source needs no torch.
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from pipeline.data import pack
 from pipeline.data.access import UnreadableError, raise_if_outage, read_error
 from pipeline.data.index import MISSING, Index, Split, SplitImages, list_first
 from pipeline.data.manifest import check_train_classes, open_index, scan, scan_validation
+from pipeline.data.store import Store, is_store
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import temporary_sibling
 from pipeline.plan import DataSize
@@ -43,6 +44,12 @@ class Images(Protocol):
         Raises UnreadableError if this image cannot be read, OutageError if its storage cannot.
         """
 
+    def expect(self, samples: Iterable[int]) -> None:
+        """Prepare to read these images next, in this order. Only a bucket looks at them."""
+
+    def pop_failed_reads(self) -> list[int]:
+        """Return the failed attempts since the last call by `READ_FAILURES`; [] if not a bucket."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -56,6 +63,8 @@ class Source:
 
 
 class FolderImages(SplitImages):
+    root: Path
+
     def read(self, i: int) -> bytes:
         expected = self.size(i)
         path = os.path.join(os.fsencode(self.root), self.split.name(i))
@@ -89,6 +98,12 @@ class SyntheticImages:
 
     def label(self, i: int) -> int:
         return i % self.num_classes
+
+    def expect(self, samples: Iterable[int]) -> None:
+        """Prepare nothing."""
+
+    def pop_failed_reads(self) -> list[int]:
+        return []
 
     def read(self, i: int) -> NDArray[np.uint8]:
         coarse = np.random.Generator(np.random.Philox(derive(0, "pattern", self.label(i))))
@@ -127,20 +142,46 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
     """
     if config.data.source == "synthetic":
         return _synthetic(config)
-    root = data_root(config)
-    if "://" in str(config.data.root):
+    if "://" in str(config.data.root) and not is_store(config.data.root):
         raise RequestError(
             f"data.root={config.data.root} is not a folder: copy the data to this machine and give its folder"
         )
     if config.data.source == "pack":
-        index = pack.open_index(root)
+        root, index = _open_pack(config)
     else:
+        root = data_root(config)
         _ensure_digits(config, root)
         if os.path.exists(root / pack.SUMMARY):
             raise RequestError(f"data.root={root} is a pack: set data.source=pack")
         index = open_index(root, config.data.val_split, config.run_dir / "index", check_sizes=check_sizes)
     check_train_classes(index, root)  # an earlier version may have cached an index with such a class
-    return source_from_index(root, index)
+    return _make_source(config, root, index)
+
+
+def _open_pack(config: Config) -> tuple[Path | Store, Index]:
+    """Return the place and the index of a pack. Raises RequestError, OutageError."""
+    if not is_store(config.data.root):
+        return data_root(config), pack.open_index(data_root(config))
+    from pipeline.data.remote import check_ranges
+
+    store = Store(str(config.data.root))
+    index = pack.open_index(store, _cache(config))
+    check_ranges(store, index)
+    return store, index
+
+
+def _cache(config: Config) -> Path | None:
+    return Path(config.data.cache) if config.data.cache else None
+
+
+def sent_source(config: Config, index: Index) -> Source:
+    """Return the source of a process that gets the index from rank 0: it reads no index itself."""
+    root = Store(str(config.data.root)) if is_store(config.data.root) else data_root(config)
+    return _make_source(config, root, index)
+
+
+def _make_source(config: Config, root: Path | Store, index: Index) -> Source:
+    return source_from_index(root, index, _cache(config), int(config.data.cache_gib * 2**30))
 
 
 def open_validation(
@@ -162,11 +203,11 @@ def open_validation(
                 f" {list_first(list(classes), 3)}: name images of its classes with data.source=folder data.root=FOLDER"
             )
         return source, f"{len(source.val):,} synthetic images"
-    root = data_root(config)
     if config.data.source == "pack":
-        index = pack.open_index(root)
-        source = source_from_index(root, replace(index, val=_relabel_validation(index, classes), classes=classes))
-        return source, f"the {len(source.val):,} held-out images of the pack {root}"
+        place, index = _open_pack(config)
+        source = _make_source(config, place, replace(index, val=_relabel_validation(index, classes), classes=classes))
+        return source, f"the {len(source.val):,} held-out images of the pack {place}"
+    root = data_root(config)
     _ensure_digits(config, root)
     held_out = 1.0
     if (root / "val").is_dir():
@@ -232,13 +273,21 @@ def _is_absent(root: Path) -> bool:
     return False
 
 
-def source_from_index(root: Path, index: Index) -> Source:
-    """Return the images that `index` lists: of a pack if it holds places, else of a folder."""
+def source_from_index(root: Path | Store, index: Index, cache: Path | None = None, cache_bytes: int = 0) -> Source:
+    """Return the images that `index` lists: of a pack if it holds places, else of a folder.
 
-    def images(name: str, split: Split) -> Images:
-        return pack.PackImages(root, split, name) if len(index.val.places) else FolderImages(root, split)
+    cache, cache_bytes: of a pack in a bucket, see `data.cache`.
+    """
+    train: Images
+    val: Images
+    if isinstance(root, Store):
+        from pipeline.data.remote import open_images
 
-    train, val = images("train", index.train), images("val", index.val)
+        train, val = open_images(root, index, cache, cache_bytes)
+    elif len(index.val.places):
+        train, val = pack.PackImages(root, index.train, "train"), pack.PackImages(root, index.val, "val")
+    else:
+        train, val = FolderImages(root, index.train), FolderImages(root, index.val)
     return Source(index.size, index.digest, index.classes, train, val, index)
 
 

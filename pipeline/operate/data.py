@@ -1,17 +1,23 @@
 """`pipeline data make`, `get`, `import` and `check`: make, fetch, import or check a data set."""
 
+import hashlib
 import os
 import shutil
 import sys
 import tarfile
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
 
 from pipeline.data import checksums, manifest, pack, sources
 from pipeline.data.access import UnreadableError, check_folder
 from pipeline.data.index import Index, Split
+from pipeline.data.store import Store
 from pipeline.errors import RequestError, StorageError, TemporaryError
 from pipeline.files import atomic_write
 
@@ -28,7 +34,7 @@ def make(kind: str, out: str | None, num_images: int, num_classes: int, side: in
     return f"made {root}: {manifest.scan(root, 0.1).size.describe()}"
 
 
-def import_imagenet(archives: Path, out: Path, level: str | None) -> str:
+def import_imagenet(archives: Path, out: Path | Store, level: str | None) -> str:
     """Write the archives of ILSVRC2012 as an image folder or a pack of `level`, or resume that.
 
     Returns a line that describes the result.
@@ -36,6 +42,8 @@ def import_imagenet(archives: Path, out: Path, level: str | None) -> str:
     from pipeline.data import imagenet
 
     pack_level = pack.Level.parse(level) if level else None  # before the archives are read
+    if isinstance(out, Store) and not pack_level:
+        raise RequestError(f"{out} can hold a pack only: give its level, such as --pack max-side=500,q=90, or a folder")
     check_folder(archives, str(archives), f"name the folder that holds {imagenet.TRAIN}")
     source = imagenet.open_archives(archives)
     assert source.index
@@ -44,6 +52,7 @@ def import_imagenet(archives: Path, out: Path, level: str | None) -> str:
         from pipeline.operate.pack import pack_source
 
         return pack_source(source, out, pack_level)
+    assert isinstance(out, Path)
     total, done = source.size.train_images + source.size.val_images, 0
     try:
         for written in _unpack(source, out):
@@ -107,12 +116,14 @@ def get(kind: str, out: str | None) -> str:
     return f"fetched {root}: {manifest.scan(root, 0.1).size.describe()}"
 
 
-def check(root: Path, val_split: float, *, write_sums: bool) -> str:
+def check(root: Path | Store, val_split: float, *, write_sums: bool) -> str:
     """Check layout, checksums and that each image decodes. Log each defect to standard error.
 
     Returns a line that describes the data. Raises RequestError if the layout is wrong, StorageError
     if images are corrupt.
     """
+    if isinstance(root, Store):
+        return _check_pack(root, write_sums=write_sums)
     check_folder(root, str(root), "name an image folder, or make one with 'pipeline data make digits'")
     if os.path.exists(root / pack.SUMMARY):
         return _check_pack(root, write_sums=write_sums)
@@ -123,7 +134,7 @@ def check(root: Path, val_split: float, *, write_sums: bool) -> str:
     manifest.save_index(index, root / manifest.CACHE)
     has_sums = (root / checksums.SUMS).exists() and not write_sums
     defects = dict(checksums.check_sums(root, index)) if has_sums else {}
-    for name, defect in _undecodable(root, index):
+    for name, defect in _undecodable(sources.source_from_index(root, index)):
         defects.setdefault(name, defect)
     _log_defects(defects)
     if defects:
@@ -137,12 +148,16 @@ def check(root: Path, val_split: float, *, write_sums: bool) -> str:
     return f"{root} is good: {index.size.describe()}, digest {index.digest[:16]}{written}"
 
 
-def _check_pack(root: Path, *, write_sums: bool) -> str:
+def _check_pack(root: Path | Store, *, write_sums: bool) -> str:
     if write_sums:
         raise RequestError(f"{root} is a pack, which has its sums in {pack.SUMMARY}: leave --write-sums out")
     index, summary = pack.open_index(root), pack.read_summary(root)
     manifest.check_train_classes(index, root)
-    defects = dict(pack.changed_shards(root, summary)) | dict(_undecodable(root, index))
+    if isinstance(root, Store):
+        defects = _stored_defects(root, index, summary["shards"])
+    else:
+        changed = dict(pack.changed_shards(root, summary))
+        defects = changed | dict(_undecodable(sources.source_from_index(root, index)))
     _log_defects(defects)
     if defects:
         remedy = "copy it again, or fix the source and pack it again"
@@ -150,32 +165,83 @@ def _check_pack(root: Path, *, write_sums: bool) -> str:
     return f"{root} is good: a {summary['level']} pack of {index.size.describe()}, digest {index.digest[:16]}"
 
 
+def _stored_defects(store: Store, index: Index, shards: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the defects of a pack in a bucket, by name. Reads each shard once, to a local file."""
+    changed: dict[str, str] = {}
+    undecodable: dict[str, str] = {}
+    done, total = 0, len(index.train) + len(index.val)
+    try:
+        reads = _read_shards(store, [shard["name"] for shard in shards])
+        for shard, (file, sha256) in zip(shards, reads, strict=True):
+            with file:
+                if sha256 != shard["sha256"]:
+                    changed[shard["name"]] = pack.CHANGED
+                split_name, _, number = shard["name"].removesuffix(".tar").partition("-")
+                split = index.train if split_name == "train" else index.val
+                images = pack.PackImages(Path(), split, split_name, {int(number): file.fileno()})
+                ids = np.flatnonzero(split.places[::3] == int(number)).tolist()
+                for part in _parts(len(ids)):
+                    undecodable |= dict(_undecodable_of(images, ids[part.start : part.stop]))
+            done += len(ids)
+            if done < total:
+                print(f"{done:,} of {total:,} images checked", file=sys.stderr, flush=True)
+    except OSError as error:
+        problem = f"the shards of {store} cannot be written to {tempfile.gettempdir()} ({error})"
+        raise StorageError(f"{problem}: make room for two, or set TMPDIR to a folder on a larger disk") from None
+    if done < total:
+        raise StorageError(f"{total - done:,} images of {store} are in no shard of {pack.SUMMARY}: pack it again")
+    return changed | undecodable
+
+
+def _read_shards(store: Store, names: list[str]) -> Iterator[tuple[BinaryIO, str]]:
+    """Yield each shard as a temporary file, and its SHA-256. Reads the next one meanwhile."""
+    with ThreadPoolExecutor(1) as reader:
+        following: Future[tuple[BinaryIO, str]] | None = None
+        for name in names:
+            current, following = following, reader.submit(_read_shard, store, name)
+            if current:
+                yield current.result()
+        if following:
+            yield following.result()
+
+
+def _read_shard(store: Store, name: str) -> tuple[BinaryIO, str]:
+    file, sha256 = tempfile.TemporaryFile(), hashlib.sha256()  # noqa: SIM115 — returned open
+    for part in store.stream(name):
+        file.write(part)
+        sha256.update(part)
+    file.flush()
+    return file, sha256.hexdigest()
+
+
 def _log_defects(defects: dict[str, str]) -> None:
     for name, defect in defects.items():
         print(f"{name}: {defect}", file=sys.stderr)
 
 
-def _undecodable(root: Path, index: Index) -> Iterator[tuple[str, str]]:
+def _undecodable(source: sources.Source) -> Iterator[tuple[str, str]]:
     """Yield (name, defect) for each image that cannot be read or decoded."""
+    done, total = 0, len(source.train) + len(source.val)
+    for images in (source.train, source.val):
+        for ids in _parts(len(images)):
+            yield from _undecodable_of(images, ids)
+            done += len(ids)
+            if done < total:
+                print(f"{done:,} of {total:,} images checked", file=sys.stderr, flush=True)
+
+
+def _undecodable_of(images: sources.Images, ids: Sequence[int]) -> Iterator[tuple[str, str]]:
     from pipeline.data.images import BadImageError, decode
     from pipeline.machine import available_cpus
 
-    source = sources.source_from_index(root, index)
-
-    def defect(images: sources.Images, i: int) -> str | None:
+    def defect(i: int) -> str | None:
         try:
             decode(images.read(i))
             return None
         except (BadImageError, UnreadableError) as error:
             return str(error)
 
-    done, total = 0, len(index.train) + len(index.val)
     with ThreadPoolExecutor(available_cpus()) as pool:  # decoding releases the interpreter's lock
-        for images in (source.train, source.val):
-            for ids in _parts(len(images)):
-                for i, found in zip(ids, pool.map(partial(defect, images), ids), strict=True):
-                    if found:
-                        yield images.name(i), found
-                done += len(ids)
-                if done < total:
-                    print(f"{done:,} of {total:,} images checked", file=sys.stderr, flush=True)
+        for i, found in zip(ids, pool.map(defect, ids), strict=True):
+            if found:
+                yield images.name(i), found

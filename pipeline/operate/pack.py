@@ -1,23 +1,24 @@
-"""`pipeline data pack`: makes a pack of an image folder, on all cores.
+"""`pipeline data pack`: makes a pack of an image folder, on all cores, in a folder or a bucket.
 
-Promise: the same folder and level give the same bytes, on any number of cores and after any number
-of kills. The images of a shard follow from the source's sizes only. One process writes a shard to a
-temporary file and renames it when it is complete, then writes the shard's metadata; the pack's
-summary is written last. In a lossless pack each recoded file was decoded, whole and in part, and
-compared with its original; a file that differs is stored unchanged.
+Promise: the same folder and level give the same bytes, in a folder and in a bucket, on any number
+of cores and after any number of kills. The images of a shard follow from the source's sizes only.
+One process writes a shard to a temporary file, which is renamed (for a bucket, uploaded) when it is
+complete, then writes the shard's metadata; the pack's summary is written last. In a lossless pack
+each recoded file was decoded, whole and in part, and compared with its original; a file that
+differs is stored unchanged.
 """
 
 import hashlib
 import io
 import json
 import os
+import random
 import sys
 import tarfile
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from multiprocessing import get_context
@@ -36,13 +37,12 @@ from pipeline.data.images import BadImageError, Picture, decode
 from pipeline.data.index import MISSING, Index, Split
 from pipeline.data.pack import FORMAT, INDEX, REQUEST, SUMMARY, Level, open_index, read_summary, shard_name
 from pipeline.data.sources import Source
-from pipeline.errors import RequestError, StorageError, TemporaryError
-from pipeline.files import atomic_write, lock, replacing, temporary_sibling
+from pipeline.data.store import MissingError, Store
+from pipeline.errors import RequestError, StorageError
 from pipeline.machine import available_cpus
+from pipeline.operate.pack_target import Target, open_target
 from pipeline.supervision import die_with_parent
 
-_LOCK = ".lock"
-_LOCK_TIMEOUT_S = 5
 _MIN_SHARD, _MAX_SHARD = 1 << 20, 1 << 30  # bytes
 _MAX_SHARDS = 256  # each is a file that a loader worker holds open
 _BLOCK = 512  # bytes, of a tar file
@@ -81,69 +81,55 @@ class Encoded(NamedTuple):
     """Mean absolute difference of the pixels to the source, of 255."""
 
 
-def pack(root: Path, out: Path, level_text: str, val_split: float) -> str:
+def pack(root: Path, out: Path | Store, level_text: str, val_split: float) -> str:
     """Pack the image folder `root` into `out`, or resume that. Return a line about the pack."""
     level = Level.parse(level_text)  # refuse a wrong level before a long scan
     check_folder(root, str(root), "name an image folder")
     if (root / SUMMARY).exists():
         raise RequestError(f"{root} is a pack already: name the image folder that it was made of")
-    if out.resolve().is_relative_to(root.resolve()):
+    if isinstance(out, Path) and out.resolve().is_relative_to(root.resolve()):
         raise RequestError(f"{out} is inside the image folder {root}: name a folder outside it")
     return pack_source(sources.source_from_index(root, manifest.scan(root, val_split)), out, level)
 
 
-def pack_source(source: Source, out: Path, level: Level) -> str:
+def pack_source(source: Source, out: Path | Store, level: Level) -> str:
     """Pack any source that has an index, as `pack` does."""
     assert source.index
     request = {"format": FORMAT, "level": level.text, "source": source.digest}
-    with _locked(out, request):
-        if (out / SUMMARY).exists():
+    target = open_target(out)
+    with target.hold():
+        _claim(target, out, request)
+        if target.exists(SUMMARY):
             open_index(out)
         else:
             shards = list(_shards(source.index))
-            _make_shards(source, level, out, shards)
-            _write_index_and_summary(out, request, source.index, shards)
+            _make_shards(source, level, target, out, shards)
+            _write_index_and_summary(target, request, source.index, shards)
+        target.clean()
     return _describe(out, read_summary(out))
 
 
-@contextmanager
-def _locked(out: Path, request: dict[str, Any]) -> Iterator[None]:
-    """Hold the lock of the folder `out` for this request.
+def _claim(target: Target, out: Path | Store, request: dict[str, Any]) -> None:
+    """Write the request, unless an earlier start has.
 
-    Raises RequestError if the folder holds anything else, TemporaryError if another process packs
-    into it, StorageError if it cannot be written.
+    Raises RequestError if `out` holds anything but this pack.
     """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with open(out / _LOCK, "w") as file:
-            # the workers of a killed command hold its lock for another instant
-            if not lock(file.fileno(), _LOCK_TIMEOUT_S, inherited=True):
-                raise TemporaryError(f"{out} is being packed by another process: wait for it")
-            summary = out / SUMMARY
-            previous_path = summary if summary.exists() else out / REQUEST
-            if previous_path.exists():
-                previous = _read_json(previous_path)
-                if {key: previous.get(key) for key in request} != request:
-                    held = f"{out} holds a pack of another source or level ({previous.get('level')})"
-                    raise RequestError(f"{held}: remove it, or name another folder")
-            elif any(path.name not in (_LOCK, temporary_sibling(out / REQUEST).name) for path in out.iterdir()):
-                raise RequestError(f"{out} is not empty and holds no pack: name another folder")
-            else:
-                atomic_write(out / REQUEST, json.dumps(request).encode())
-            yield
-            for path in (*out.glob(".*.json"), out / _LOCK):
-                path.unlink()
-    except RequestError:
-        (out / _LOCK).unlink()
-        raise
-    except OSError as error:
-        raise StorageError(f"{out} cannot be written: {error}") from None
+    is_empty = target.is_empty()  # first, because another start may write here from now on
+    # in this order, because a start that ends writes the summary, then removes the request
+    while (previous := target.read(REQUEST) or target.read(SUMMARY)) is None:
+        if not is_empty:
+            raise RequestError(f"{out} is not empty and holds no pack: name another folder")
+        target.write_first(REQUEST, json.dumps(request).encode())
+    found = _parse(previous)
+    if {key: found.get(key) for key in request} != request:
+        held = f"{out} holds a pack of another source or level ({found.get('level')})"
+        raise RequestError(f"{held}: remove it, or name another folder")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _parse(data: bytes) -> dict[str, Any]:
     """Return the contents of a JSON file, or nothing if it is damaged."""
     try:
-        return dict(json.loads(path.read_bytes()))
+        return dict(json.loads(data))
     except (ValueError, TypeError):
         return {}
 
@@ -159,15 +145,19 @@ def _shards(index: Index) -> Iterator[Shard]:
             yield Shard(name, number, first, last)
 
 
-def _make_shards(source: Source, level: Level, out: Path, shards: list[Shard]) -> None:
+def _make_shards(source: Source, level: Level, target: Target, out: Path | Store, shards: list[Shard]) -> None:
     """Make the shards that an earlier start has not completed."""
-    missing = [shard for shard in shards if not (out / shard.metadata_name).exists()]
+    complete = set(target.hidden())
+    missing = [shard for shard in shards if shard.metadata_name not in complete]
+    random.shuffle(missing)  # so that two starts that pack into one bucket make different shards
+    workers = available_cpus()
+    target.check_room(sum(sorted(_estimate(source, level, shard) for shard in missing)[-workers:]))
     total = sum(map(len, shards))
     done = total - sum(map(len, missing))
     if done:
         print(f"{done:,} of {total:,} images were packed before", file=sys.stderr, flush=True)
     # forked, so that the index is shared
-    pool = ProcessPoolExecutor(available_cpus(), get_context("fork"), _start_worker, (os.getpid(), source, level, out))
+    pool = ProcessPoolExecutor(workers, get_context("fork"), _start_worker, (os.getpid(), source, level, out))
     try:
         for future in as_completed([pool.submit(_make_shard, shard) for shard in missing]):
             done += future.result()
@@ -175,28 +165,43 @@ def _make_shards(source: Source, level: Level, out: Path, shards: list[Shard]) -
     except BrokenProcessPool:
         remedy = "check the free memory, then give the same command again"
         raise StorageError(f"{out}: a packing process was killed: {remedy}") from None
+    except MissingError:
+        if not target.exists(SUMMARY):  # else another start has completed the pack and aborted our uploads
+            raise
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-_job: tuple[Source, Level, Path]
+def _estimate(source: Source, level: Level, shard: Shard) -> int:
+    """Return about how many bytes a shard will have, rather too many."""
+    assert source.index
+    split = source.index.train if shard.split == "train" else source.index.val
+    sizes = split.sizes[shard.first : shard.last].clip(0)
+    if level.raw:  # three channels, and sides of 3:4
+        sizes = np.full(len(shard), 4 * level.raw**2)
+    return int(sizes.sum()) + 3 * _BLOCK * len(shard)
+
+
+_job: tuple[Source, Level, Target]
 """The arguments that all tasks of a worker process share."""
 
 
-def _start_worker(parent: int, *job: Any) -> None:
+def _start_worker(parent: int, source: Source, level: Level, out: Path | Store) -> None:
     global _job  # noqa: PLW0603 — the way to give a pool's workers arguments once
-    _job = job
+    _job = source, level, open_target(out)
     die_with_parent(parent)  # a worker of a killed command must not write while the next command does
     torch.set_num_threads(1)
 
 
 def _make_shard(shard: Shard) -> int:
     """Write the shard and its metadata. Return the number of its images."""
-    source, level, out = _job
+    source, level, target = _job
     assert source.index
+    if target.exists(shard.metadata_name) or target.exists(SUMMARY):  # another start has made it by now
+        return len(shard)
     images, split = (source.train, source.index.train) if shard.split == "train" else (source.val, source.index.val)
     sizes, places, bad, unchanged, difference, sha256 = [], [], [], 0, 0.0, hashlib.sha256()
-    with replacing(out / shard.name) as temporary, open(temporary, "wb") as file:
+    with target.create(shard.name) as file:
 
         def write(data: bytes) -> None:
             file.write(data)
@@ -226,19 +231,20 @@ def _make_shard(shard: Shard) -> int:
             write(data + bytes(-len(data) % _BLOCK))
         write(bytes(2 * _BLOCK))
         total = file.tell()
-        file.flush()
-        os.fsync(file.fileno())
     metadata = {
         "name": shard.name, "images": len(shard), "bytes": total, "sha256": sha256.hexdigest(), "bad": bad,
         "unchanged": unchanged, "difference": difference, "sizes": sizes, "places": places,
     }  # fmt: skip
-    atomic_write(out / shard.metadata_name, json.dumps(metadata).encode())
+    target.write(shard.metadata_name, json.dumps(metadata).encode())
     return len(shard)
 
 
-def _write_index_and_summary(out: Path, request: dict[str, Any], source: Index, shards: list[Shard]) -> None:
+def _write_index_and_summary(target: Target, request: dict[str, Any], source: Index, shards: list[Shard]) -> None:
     """Write the index and the summary of the pack from the metadata of all shards."""
-    made = [json.loads((out / shard.metadata_name).read_bytes()) for shard in shards]
+    found = [target.read(shard.metadata_name) for shard in shards]
+    made = [json.loads(data) for data in found if data is not None]
+    if len(made) < len(shards):  # another start has completed the pack and removed them
+        return
 
     def packed(name: str, split: Split) -> Split:
         own = [metadata for shard, metadata in zip(shards, made, strict=True) if shard.split == name]
@@ -247,7 +253,7 @@ def _write_index_and_summary(out: Path, request: dict[str, Any], source: Index, 
         return replace(split, sizes=sizes, sums=np.empty(0, np.uint8), places=places)
 
     index = Index(packed("train", source.train), packed("val", source.val), source.classes, val_split=source.val_split)
-    atomic_write(out / INDEX, index.to_bytes())
+    target.write(INDEX, index.to_bytes())
     bad = [image for metadata in made for image in metadata["bad"]]
     compared = max(1, len(index.train) + len(index.val) - len(bad))
     summary = {
@@ -258,10 +264,10 @@ def _write_index_and_summary(out: Path, request: dict[str, Any], source: Index, 
         "difference": round(sum(metadata["difference"] for metadata in made) / compared, 4), "bad": bad,
         "shards": [{key: metadata[key] for key in ("name", "images", "bytes", "sha256")} for metadata in made],
     }  # fmt: skip
-    atomic_write(out / SUMMARY, json.dumps(summary, indent=1).encode() + b"\n")
+    target.write(SUMMARY, json.dumps(summary, indent=1).encode() + b"\n")
 
 
-def _describe(out: Path, summary: dict[str, Any]) -> str:
+def _describe(out: Path | Store, summary: dict[str, Any]) -> str:
     """Log the bad images of a pack. Return a line about it."""
     for name, reason in summary["bad"]:
         print(f"bad image {name}: {reason}", file=sys.stderr)

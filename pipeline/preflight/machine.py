@@ -102,16 +102,21 @@ def disk_speed(folder: RunFolder) -> tuple[float, float]:
     return _WRITE_BYTES / _MIB / (written - start), _WRITE_BYTES / _MIB / (read - written)
 
 
-def check_run_folder_is_shared(folder: RunFolder, here: World) -> str:
-    """Check that run.dir is on a file system that all machines of the job can mount."""
+def check_run_folder_is_shared(config: Config, folder: RunFolder, here: World) -> str:
+    """Check that run.dir is on a file system that all machines of the job can mount.
+
+    It need not be if checkpoint.mirror has the checkpoints for a start on another machine.
+    """
     if here.size == here.local_size:
         return "one machine: run.dir need not be shared"
+    if config.checkpoint.mirror:
+        return "run.dir need not be shared: checkpoint.mirror has a copy of its checkpoints"
     place = folder.nearest_existing()
     kind = _file_system(place)
     if kind in _LOCAL_FILE_SYSTEMS:
         problem = f"run.dir is on {kind} at {place}, which only this machine can see"
         result = "if rank 0 restarts on another machine, it finds no checkpoint"
-        remedy = "use a volume that all nodes mount (NFS, ReadWriteMany), unless all are on one machine"
+        remedy = "use a volume that all nodes mount (NFS, ReadWriteMany), or set checkpoint.mirror=s3://bucket/prefix"
         raise TemporaryError(f"{problem}; {result}: {remedy}")
     return f"{place} is on {kind}"
 

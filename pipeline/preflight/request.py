@@ -19,6 +19,7 @@ from pipeline.config.schema import Config
 from pipeline.data import sources
 from pipeline.data.access import is_non_empty_folder
 from pipeline.data.sources import Source
+from pipeline.data.store import is_store
 from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.plan import Plan, request_digest
 from pipeline.randomness import FIXED_ORDER_ALGORITHM
@@ -73,10 +74,11 @@ def open_data(config: Config, folder: RunFolder) -> Source:
     """Open the data and return it; make the digits if they are missing.
 
     Raises TemporaryError if data.root is missing, or empty like a volume that is not mounted, but
-    an earlier start of this run had it.
+    an earlier start of this run had it; OutageError, a TemporaryError, if a bucket does not answer.
     """
     root = config.data.root
-    if root is not None and not is_non_empty_folder(Path(root)) and folder.has_checkpoints():
+    is_absent = root is not None and not is_store(root) and not is_non_empty_folder(Path(root))
+    if is_absent and folder.has_checkpoints():
         before = _previous_config(folder)
         if before and before.data.source == config.data.source != "digits" and before.data.root == root:
             problem = f"data.root={root} is missing or empty, and the run in {folder.path} was trained on it"

@@ -219,13 +219,13 @@ class Mirror:
 
 
 def view(store: Store, folder: RunFolder, temporary: Path) -> RunFolder:
-    """Return the folder that a start here would resume, with its records: `folder` if it is newer.
+    """Return the folder that a start here would resume, with its records.
 
-    Otherwise `temporary` gets the records of the mirror, and empty files with the names of its
-    checkpoints. Changes neither `folder` nor the mirror.
+    It is `folder`, unless the mirror is ahead. Then `temporary` gets the records of the mirror, and
+    empty files with the names of its checkpoints. Changes neither `folder` nor the mirror.
     """
     there, here = _checkpoint_names(store), [path.name for path in list_checkpoints(folder.checkpoints)]
-    if not _is_newer(there, here):
+    if folder.journal.exists() and not _is_newer(there, here):
         return folder
     copy = RunFolder(temporary)
     copy.checkpoints.mkdir(parents=True)

@@ -13,7 +13,7 @@ answer, and it is in no sum. The loss of one image counts at most `MAX_LOSS`, so
 overflow.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -56,6 +56,8 @@ class EvalResult(NamedTuple):
     predictions: Predictions
     defects: list[tuple[int, str]]
     """(sample id, reason) of each image that cannot be decoded."""
+    failed_reads: Sequence[Sequence[int]] = ()
+    """See `Batch.failed_reads`: those of this process."""
 
 
 class Evaluator:
@@ -100,6 +102,7 @@ class Evaluator:
         # sum is what it set
         per_image = torch.zeros((3, len(self.images)), dtype=torch.int64, device=device)
         defects: list[tuple[int, str]] = []
+        failed_reads: list[Sequence[int]] = []
         in_training = [module for module in self._model.modules() if module.training]  # frozen modules are not
         self._model.eval()
         try:
@@ -110,6 +113,7 @@ class Evaluator:
                     if batch is not None:
                         counts += self._count(batch, per_image)
                         defects += batch.defects
+                        failed_reads.append(batch.failed_reads)
                     elif self._predict:  # the other processes need this one's part of the model
                         self._predict(torch.empty((0, 3, self._size, self._size), device=device))
                     outage = batch.outage if batch else None
@@ -132,7 +136,7 @@ class Evaluator:
             predicted.astype(np.int32),
             (confidence / _CONFIDENCE_UNIT).astype(np.float32),
         )
-        return EvalResult(evaluation, predictions, all_defects)
+        return EvalResult(evaluation, predictions, all_defects, failed_reads)
 
     def _count(self, batch: Batch, per_image: Tensor) -> Tensor:
         """Evaluate a batch, and set its columns of `per_image`, [3, images].

@@ -71,6 +71,8 @@ def evaluate(trainer: Trainer) -> Evaluation | None:
         return None
     trainer.terminal.log_bad_images(trainer.evaluator.images, result.defects)
     trainer.records.keep_predictions(result)
+    for counts in result.failed_reads:
+        trainer.metrics.add_failed_reads(counts)
     return result.evaluation
 
 

@@ -10,9 +10,11 @@ import os
 import resource
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 
+from pipeline.data.access import READ_FAILURES
 from pipeline.group import Group
 from pipeline.guards.stragglers import StragglerWatch
 from pipeline.plan import Plan
@@ -44,6 +46,9 @@ class Metrics:
         self._mfu = mfu
         self._records = records
         self._terminal = terminal
+        self._failed_reads = torch.zeros(len(READ_FAILURES), dtype=torch.int64)
+        """Counts of this process since the last report."""
+        self._has_bucket = False
         self._is_first_step = True
         self._has_new_steps = False
         self._spent: Seconds = dict.fromkeys(ENTRIES, 0.0)
@@ -55,6 +60,15 @@ class Metrics:
         """Begin a new window: the time until now, of an evaluation say, is not that of steps."""
         self._start, self._waited, self._steps = time.perf_counter(), self._timer.seconds["data"], 0
         self._cpu = sum(os.times()[:2])
+
+    def add_failed_reads(self, counts: Sequence[int]) -> None:
+        """Count failed attempts to read an image.
+
+        counts: by `READ_FAILURES`; empty if the images are not in a bucket.
+        """
+        if counts:
+            self._has_bucket = True
+            self._failed_reads += torch.tensor(counts)
 
     def after_update(self, state: TrainState) -> None:
         """Report the steps since the last report, if that is due."""
@@ -69,9 +83,11 @@ class Metrics:
         totals = state.totals.cpu()  # waits for the device, so its remaining work is in the time
         times = self._stragglers.pop_times()
         elapsed = max(1e-9, time.perf_counter() - self._start)
-        mine = torch.cat([totals, times, self._machine(elapsed).flatten()])
+        mine = torch.cat([totals, self._failed_reads, times, self._machine(elapsed).flatten()])
         loss, correct, images, *rest = self._group.all_reduce(mine).tolist()
         state.totals.zero_()
+        self._failed_reads.zero_()
+        failed_reads, rest = rest[: len(READ_FAILURES)], rest[len(READ_FAILURES) :]
         waited = (self._timer.seconds["data"] - self._waited) / elapsed
         images_per_s = self._steps * self._plan.global_batch / elapsed
         metrics = {
@@ -82,6 +98,7 @@ class Metrics:
             "time/images_per_s": images_per_s,
             "time/step_ms": 1000 * elapsed / self._steps,
             "time/waiting_for_data": waited,
+            **(_failed_read_metrics(failed_reads) if self._has_bucket else {}),
             **self._stragglers.log_slow_rank(rest[: len(times)], self._steps),
             **self._mfu.metrics(images_per_s, self._plan.image_size_at(step - 1)),
             **_by_machine(self._group.hosts, rest[len(times) :]),
@@ -163,6 +180,14 @@ def _seconds_since_start() -> float:
     """Return the age of this process, imports included."""
     started = int(process_stat(os.getpid())[19]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+
+
+def _failed_read_metrics(counts: list[int]) -> dict[str, float]:
+    """Return the number of failed attempts to read an image, and of each kind that occurred."""
+    kinds = zip(READ_FAILURES, counts, strict=True)
+    return {"data/failed_reads": float(sum(counts))} | {
+        f"data/failed_reads_{kind}": float(count) for kind, count in kinds if count
+    }
 
 
 def _by_machine(hosts: list[str], rows: list[int]) -> dict[str, float]:

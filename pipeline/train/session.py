@@ -23,7 +23,7 @@ from pipeline.config.schema import Config
 from pipeline.data.batch import format_sample_ids
 from pipeline.data.index import Index
 from pipeline.data.loader import LoaderError, TrainBatches, batches
-from pipeline.data.sources import Source, data_root, open_source, source_from_index
+from pipeline.data.sources import Source, open_source, sent_source
 from pipeline.data.transfer import to_device
 from pipeline.device import choose_device
 from pipeline.errors import RequestError, RunError, TemporaryError
@@ -246,7 +246,7 @@ def _broadcast_source(config: Config, group: Group, source: Source | None) -> So
     if config.data.source == "synthetic":
         return source or open_source(config)
     data = group.broadcast_bytes(source.index.to_bytes() if source and source.index else None)
-    return source or source_from_index(data_root(config), Index.from_bytes(data))
+    return source or sent_source(config, Index.from_bytes(data))
 
 
 def _agree_on_plan(config: Config, group: Group, source: Source) -> Plan:

@@ -55,6 +55,8 @@ def update_once(trainer: Trainer, batches: Iterator[Batch]) -> bool:
     with timer.charge("tracking"):
         if trainer.config.run.trace:
             _trace_update(trainer, used)
+        for batch in used:
+            trainer.metrics.add_failed_reads(batch.failed_reads)
         trainer.metrics.after_update(state)
     trainer.profiler.at_step(state.step)
     trainer.divergence.after_update(state.step)

@@ -1,0 +1,269 @@
+"""A pack in a bucket has the bytes of the local one, after any kill; `data check` verifies it."""
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import Result, environment, pipeline
+from object_store import Bucket, FaultProxy
+from test_import import archives  # noqa: F401 — a fixture
+from test_pack import copy_folder, encoded, photo
+
+from pipeline.data.store import Store
+from pipeline.errors import RequestError
+from pipeline.operate.data import check
+from pipeline.operate.pack import pack
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make photos for about ten shards; most are PNG files, which take little time to pack."""
+    root = tmp_path_factory.mktemp("images")
+    for number in range(48):
+        path = root / ("val" if number < 8 else "train") / "ab"[number % 2] / f"{number:02}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_png = number % 4 > 0
+        image = encoded(photo(240, 320, number), "PNG") if is_png else encoded(photo(90, 120, number), quality=95)
+        path.with_suffix(".png" if is_png else ".jpg").write_bytes(image)
+    return root
+
+
+@pytest.fixture(scope="module")
+def local(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the local pack, which every pack in a bucket must equal."""
+    out = tmp_path_factory.mktemp("local") / "pack"
+    pack(images, out, "lossless", 0.1)
+    return out
+
+
+def files(root: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in root.iterdir()}
+
+
+def objects(bucket: Bucket, prefix: str = "pack") -> dict[str, bytes]:
+    """Return all objects below a prefix: name -> contents."""
+    return {key.removeprefix(f"{prefix}/"): bucket.read(key) for key in bucket.names(f"{prefix}/")}
+
+
+def start(*words: str, tmp: Path, **env: str) -> "subprocess.Popen[str]":
+    """Start a command whose temporary files go to `tmp`."""
+    tmp.mkdir(exist_ok=True)
+    return subprocess.Popen(
+        [sys.executable, "-m", "pipeline", *words], env=environment(TMPDIR=str(tmp), **env), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def finish(process: "subprocess.Popen[str]") -> Result:
+    out, err = process.communicate(timeout=240)
+    return Result(process.returncode, out, err, 0)
+
+
+def wait_for(condition: Any, process: "subprocess.Popen[str]") -> None:
+    """Wait until the condition is true or the process has ended."""
+    while process.poll() is None and not condition():
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("level", ["max-side=100,q=90", "raw=64"])
+def test_a_pack_in_a_bucket_has_the_bytes_of_a_local_one(
+    images: Path, level: str, bucket: Bucket, tmp_path: Path
+) -> None:
+    damaged = shutil.copytree(images, tmp_path / "images")
+    (damaged / "train/a/12.jpg").write_bytes(b"not an image")
+    line = pack(damaged, tmp_path / "pack", level, 0.1)
+    place = f"{bucket.place}/a/pack"
+    assert line.endswith("; 1 bad")
+    assert pack(damaged, Store(place), level, 0.1) == line.replace(str(tmp_path / "pack"), place)
+    assert objects(bucket, "a/pack") == files(tmp_path / "pack")
+
+
+def test_a_bucket_holds_a_pack_without_a_prefix(images: Path, local: Path, bucket: Bucket) -> None:
+    pack(images, Store(bucket.place), "lossless", 0.1)
+    assert {key: bucket.read(key) for key in bucket.names()} == files(local)
+
+
+def test_a_complete_pack_is_not_written_again(
+    images: Path, local: Path, fault_proxy: FaultProxy, bucket: Bucket
+) -> None:
+    lines = {pack(images, Store(f"{bucket.place}/pack"), "lossless", 0.1) for _ in range(2)}
+    assert lines == {pack(images, local, "lossless", 0.1).replace(str(local), f"{bucket.place}/pack")}
+    written = [request.split()[1] for request in fault_proxy.requests if request.startswith("PUT")]
+    assert len(written) == len(set(written)) == 2 * len(list(local.glob("*.tar"))) + 3
+
+
+def test_a_killed_pack_resumes_and_ends_with_the_same_objects(
+    images: Path, local: Path, bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path, seed: int
+) -> None:
+    fault_proxy.latency_ms = 20
+    words = ("data", "pack", str(images), f"{bucket.place}/pack")
+    requests = 5 * len(list(local.glob("*.tar")))  # of a start, about: two HEAD and two PUT for each shard
+    for number in np.random.default_rng(seed).integers(3, requests, 3):
+        del fault_proxy.requests[:]
+        process = start(*words, tmp=tmp_path / "tmp")
+        wait_for(lambda number=number: len(fault_proxy.requests) >= number, process)
+        process.kill()
+        finish(process)
+        assert list((tmp_path / "tmp").iterdir()) == [], "no temporary file is left"
+        left = objects(bucket)
+        complete = {name[1:-5] for name in left if re.fullmatch(r"\.(train|val)-\d+\.tar\.json", name)}
+        assert all(left[name] == (local / name).read_bytes() for name in left if name.endswith(".tar"))
+        assert complete <= left.keys()
+    del fault_proxy.requests[:]
+    result = finish(start(*words, tmp=tmp_path / "tmp"))
+    assert result.code == 0, result.err
+    assert objects(bucket) == files(local), f"seed {seed}"
+    again = [
+        name for name in complete if any(re.match(rf"PUT \S+/{name}", request) for request in fault_proxy.requests)
+    ]
+    assert again == [], "a complete shard is not packed again"
+
+
+def test_two_starts_of_one_request_make_one_pack(images: Path, local: Path, bucket: Bucket, tmp_path: Path) -> None:
+    words = ("data", "pack", str(images), f"{bucket.place}/pack")
+    results = [finish(process) for process in [start(*words, tmp=tmp_path / "tmp") for _ in range(3)]]
+    assert [result.code for result in results] == [0, 0, 0], results
+    assert len({result.out for result in results}) == 1
+    assert objects(bucket) == files(local)
+
+
+def test_uploads_that_a_kill_cut_off_are_removed(images: Path, local: Path, bucket: Bucket) -> None:
+    client = bucket.server.client()
+    for key in ("pack/train-0001.tar", "other/train-0001.tar"):
+        upload = client.create_multipart_upload(Bucket=bucket.name, Key=key)["UploadId"]
+        client.upload_part(Bucket=bucket.name, Key=key, UploadId=upload, PartNumber=1, Body=b"part")
+    pack(images, Store(f"{bucket.place}/pack"), "lossless", 0.1)
+    assert objects(bucket) == files(local)
+    left = client.list_multipart_uploads(Bucket=bucket.name)["Uploads"]
+    assert [upload["Key"] for upload in left] == ["other/train-0001.tar"]
+
+
+def test_a_prefix_with_other_contents_is_left_unchanged(
+    images: Path, local: Path, bucket: Bucket, tmp_path: Path
+) -> None:
+    bucket.write("mine/notes.txt", b"mine")
+    with pytest.raises(RequestError, match=rf"^{bucket.place}/mine is not empty and holds no pack: name another"):
+        pack(images, Store(f"{bucket.place}/mine"), "lossless", 0.1)
+    assert bucket.names() == ["mine/notes.txt"]
+
+    words = ("data", "pack", str(images), f"{bucket.place}/pack")
+    process = start(*words, tmp=tmp_path / "tmp")
+    wait_for(lambda: bucket.names("pack/"), process)
+    other = rf"^{bucket.place}/pack holds a pack of another source or level \(lossless\): remove it, or name another"
+    with pytest.raises(RequestError, match=other):
+        pack(images, Store(f"{bucket.place}/pack"), "raw=64", 0.1)
+    assert finish(process).code == 0
+    with pytest.raises(RequestError, match=other):
+        pack(images, Store(f"{bucket.place}/pack"), "raw=64", 0.1)
+    assert objects(bucket) == files(local)
+
+
+def test_requests_that_start_together_never_share_a_prefix(
+    images: Path, bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
+) -> None:
+    fault_proxy.latency_ms, fault_proxy.only = 4000, r"PUT .*\.packing\.json"  # so that all find the prefix empty
+    levels = "lossless", "raw=64", "max-side=100,q=90"
+    words = ("data", "pack", str(images), f"{bucket.place}/pack", "--level")
+    results = [finish(process) for process in [start(*words, level, tmp=tmp_path / "tmp") for level in levels]]
+    assert sorted(result.code for result in results) == [0, 2, 2]
+    winner = levels[[result.code for result in results].index(0)]
+    pack(images, tmp_path / "pack", winner, 0.1)
+    assert objects(bucket) == files(tmp_path / "pack")
+    assert sum(".packing.json" in request for request in fault_proxy.requests if request.startswith("PUT")) == 3
+
+
+def test_a_dead_store_is_temporary_and_no_output_holds_a_secret(
+    images: Path, local: Path, bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
+) -> None:
+    words = ("data", "pack", str(images), f"{bucket.place}/pack")
+    process = start(*words, tmp=tmp_path / "tmp")
+    wait_for(lambda: any(".tar" in request for request in fault_proxy.requests), process)
+    fault_proxy.die()
+    dead = finish(process)
+    assert (dead.code, "the store is out of reach" in dead.error) == (75, True)
+    wrong = pipeline(*words, AWS_ENDPOINT_URL=bucket.server.endpoint, AWS_SECRET_ACCESS_KEY="a-wrong-secret")
+    assert (wrong.code, "check the credentials in the environment" in wrong.error) == (2, True)
+    fault_proxy.revive()
+    fault_proxy.rates = {"500": 0.05, "503": 0.05, "truncate": 0.03}
+    fault_proxy.pause_s = 1
+    whole = finish(start(*words, tmp=tmp_path / "tmp"))
+    assert whole.code == 0, whole.err
+    assert sum(fault_proxy.counts.values()) > 3
+    assert objects(bucket) == files(local)
+    for result in (dead, wrong, whole):
+        assert bucket.server.secret not in result.out + result.err
+        assert "a-wrong-secret" not in result.out + result.err
+        assert "Signature=" not in result.out + result.err
+
+
+def test_a_disk_without_room_for_the_shards_is_named(images: Path, bucket: Bucket, small_disk: Path) -> None:
+    result = pipeline("data", "pack", str(images), f"{bucket.place}/pack", TMPDIR=str(small_disk))
+    assert result.code == 4
+    assert re.search(rf"need about \d\.\d\d GiB in {small_disk}, and only .* set TMPDIR to a folder", result.error)
+    assert list(small_disk.iterdir()) == []
+
+
+# --- data check
+
+
+def checked(place: str, **env: str) -> Result:
+    result = pipeline("data", "check", place, **env)
+    result.err = "".join(line for line in result.err.splitlines(True) if "images checked" not in line)
+    return result
+
+
+def test_a_pack_in_a_bucket_is_checked_like_a_local_one(
+    images: Path, local: Path, bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
+) -> None:
+    place = f"{bucket.place}/pack"
+    pack(images, Store(place), "lossless", 0.1)
+    fault_proxy.rates = {"503": 0.05, "truncate": 0.1}
+    good = checked(place)
+    assert (good.code, good.err) == (0, "")
+    assert good.out == f"{check(local, 0.1, write_sums=False)}\n".replace(str(local), place)
+    fault_proxy.rates = {}
+
+    damaged = copy_folder(local, tmp_path / "pack")
+    shards = sorted(path.name for path in local.glob("train-*.tar"))
+    for name in (shards[0], shards[-1]):
+        data = bytearray((local / name).read_bytes())
+        data[len(data) // 2] ^= 1
+        (damaged / name).write_bytes(data)
+        bucket.write(f"pack/{name}", bytes(data))
+    del fault_proxy.requests[:]
+    expected, found = checked(str(damaged)), checked(place)
+    assert found.code == expected.code == 4
+    assert found.err == expected.err.replace(str(damaged), place)
+    assert found.err.count("has changed") == 4
+    reads = [request for request in fault_proxy.requests if request.startswith("GET") and ".tar" in request]
+    assert len(reads) == len(list(local.glob("*.tar"))), "each shard is read once"
+
+
+def test_what_cannot_be_checked_in_a_bucket_is_refused(bucket: Bucket, images: Path) -> None:
+    empty = pipeline("data", "check", f"{bucket.place}/nothing")
+    assert (empty.code, f"{bucket.place}/nothing holds no complete pack" in empty.error) == (2, True)
+    pack(images, Store(f"{bucket.place}/pack"), "lossless", 0.1)
+    with pytest.raises(RequestError, match="leave --write-sums out"):
+        check(Store(f"{bucket.place}/pack"), 0.1, write_sums=True)
+    bucket.delete("pack/val-0000.tar")
+    with pytest.raises(RequestError, match=rf"the pack {bucket.place}/pack is damaged: val-0000.tar"):
+        check(Store(f"{bucket.place}/pack"), 0.1, write_sums=False)
+
+
+# --- data import
+
+
+def test_archives_become_a_pack_in_a_bucket(archives: Path, bucket: Bucket, tmp_path: Path) -> None:  # noqa: F811
+    words = ("data", "import", "imagenet", str(archives))
+    assert pipeline(*words, str(tmp_path / "pack"), "--pack", "lossless").code == 0
+    result = pipeline(*words, f"{bucket.place}/pack", "--pack", "lossless")
+    assert result.code == 0, result.err
+    assert objects(bucket) == files(tmp_path / "pack")
+    refused = pipeline(*words, f"{bucket.place}/other")
+    assert (refused.code, "can hold a pack only: give its level, such as --pack" in refused.error) == (2, True)
