@@ -430,6 +430,7 @@ def _serve() -> None:
     parser = argparse.ArgumentParser(description="Start an S3 server with a bucket, and a proxy with latency.")
     parser.add_argument("--latency", type=float, default=0, metavar="MS")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # remove the folder, as at Ctrl-C
     folder = Path(tempfile.mkdtemp(prefix="object-store-"))
     server = Weed(folder).start()
     try:

@@ -377,8 +377,9 @@ def test_a_dead_store_is_an_outage_after_bounded_time(bucket: Bucket, fault_prox
 
 @pytest.mark.parametrize("fault", ["stall", "truncate", "500"])
 def test_a_store_that_always_fails_is_an_outage_after_bounded_time(
-    bucket: Bucket, fault_proxy: FaultProxy, impatient: None, tmp_path: Path, fault: str
+    bucket: Bucket, fault_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: str
 ) -> None:
+    monkeypatch.setattr(store_module, "_READ_TIMEOUT_S", 0.5)
     (tmp_path / "file").write_bytes(bytes(LARGE))
     bucket.write("a", b"some bytes")
     fault_proxy.rates = {fault: 1}
