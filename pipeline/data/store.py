@@ -258,8 +258,6 @@ def _connect(place: str) -> Any:
     options = Config(
         connect_timeout=_CONNECT_TIMEOUT_S, read_timeout=_READ_TIMEOUT_S, max_pool_connections=16,
         retries={"mode": "standard", "total_max_attempts": _ATTEMPTS}, tcp_keepalive=True,
-        # not every store knows the checksums that boto3 adds; packs and checkpoints have their own
-        request_checksum_calculation="when_required", response_checksum_validation="when_required",
         signature_version="s3v4",  # for a presigned URL boto3's default is version 2, which most stores refuse
     )  # fmt: skip
     try:
