@@ -1,8 +1,10 @@
-# Two images: `trainer` (the default) is the training program with torch's CUDA wheels; `mlflow` is only the tracking
-# server. Both run as a numeric user, with a read-only root file system.
+# Three images: `trainer` (the default) is the training program with torch's CUDA wheels; `mlflow` is only the tracking
+# server; `store` is a small S3 server for docker-compose.s3.yml. All run as a numeric user, with a read-only root file
+# system.
 #
 #   docker build -t ddp-pipeline .
 #   docker build -t ddp-pipeline-mlflow --target mlflow .
+#   docker build -t ddp-pipeline-store --target store .
 
 # torch needs only the driver libraries of a base image: its wheels contain CUDA, cuDNN and NCCL, so the larger
 # -cudnn-runtime- image would hold them twice. There is no `latest` tag. A tag can be moved, a digest cannot:
@@ -38,6 +40,10 @@ FROM build AS mlflow-packages
 RUN --mount=type=cache,target=/tmp/.cache/pip --mount=type=bind,source=requirements-mlflow.lock,target=/requirements.lock \
     pip install --require-hashes --requirement /requirements.lock
 
+FROM build AS store-packages
+RUN --mount=type=cache,target=/tmp/.cache/pip --mount=type=bind,source=requirements-store.lock,target=/requirements.lock \
+    pip install --require-hashes --requirement /requirements.lock
+
 FROM build AS wheel
 RUN --mount=type=cache,target=/tmp/.cache/pip --mount=type=bind,source=requirements-build.lock,target=/requirements.lock \
     pip install --require-hashes --requirement /requirements.lock
@@ -56,6 +62,20 @@ EXPOSE 5000
 ENV MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false
 ENTRYPOINT ["mlflow", "server", "--host", "0.0.0.0", "--port", "5000", "--workers", "1", \
             "--backend-store-uri", "sqlite:////mlflow/mlflow.db", "--artifacts-destination", "/mlflow/artifacts"]
+
+FROM python AS store
+COPY --from=store-packages /opt/venv /opt/venv
+RUN install --directory --owner 10001 --group 10001 /store
+USER 10001:10001
+WORKDIR /store
+VOLUME /store
+EXPOSE 8333
+# only the S3 protocol, which needs credentials, is open to other containers; the keys are AWS_ACCESS_KEY_ID and
+# AWS_SECRET_ACCESS_KEY of the environment
+ENTRYPOINT ["weed", "-logtostderr=true", "-alsologtostderr=false", "server", "-dir=/store", "-ip=127.0.0.1", \
+            "-ip.bind=127.0.0.1", "-s3", "-s3.ip.bind=0.0.0.0", "-s3.port.iceberg=0", "-s3.port.lance=0", \
+            "-s3.autoCreateBucket=false", "-master.telemetry=false", "-master.volumeSizeLimitMB=1024", \
+            "-volume.max=0", "-volume.preStopSeconds=0"]
 
 FROM python AS trainer
 # Triton compiles its kernel launchers with gcc at run time, for torch.compile; torchrun --numa-binding needs numactl.

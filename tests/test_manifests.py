@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from harness import pipeline
-from manifests import Document, containers, one, pod_of, problems, problems_alone, settings
+from manifests import Document, containers, one, pod_of, problems, problems_alone, request_of, settings
 
 import pipeline as package
 from pipeline.config.load import load
@@ -144,20 +145,23 @@ def test_pods_with_gpus_require_them(gpus: int, overrides: tuple[str, ...], devi
 OPTIONS: dict[str, Any] = {
     "runtime_class": "nvidia", "priority_class": "high", "queue": "team-a", "gang": "native", "rdma": "rdma/hca_shared",
     "topology": "topology.kubernetes.io/zone", "gang_check": True, "recovery": False, "mlflow_auth": True,
-    "pull_secret": "registry", "single_node": True, "gpus": 8, "numa_binding": "node",
+    "pull_secret": "registry", "single_node": True, "gpus": 8, "numa_binding": "node", "store": "s3://my-data/imagenet",
+    "service_account": "trainer",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("pair", list(itertools.combinations(OPTIONS, 2)), ids="+".join)
 def test_every_pair_of_options_is_valid(pair: tuple[str, str]) -> None:
-    if set(pair) == {"gang", "queue"}:
+    if set(pair) in ({"gang", "queue"}, {"gang_check", "store"}):
         return  # refused: test_wrong_requests.py
     found = documents(RenderOptions(overrides=("batch.global=128",), **{name: OPTIONS[name] for name in pair}))
     assert problems(found) == []
 
 
 def test_an_option_is_written_where_it_belongs() -> None:
-    found = documents(RenderOptions(**{name: value for name, value in OPTIONS.items() if name not in ("gang", "gpus")}))
+    found = documents(
+        RenderOptions(**{name: value for name, value in OPTIONS.items() if name not in ("gang", "gpus", "store")})
+    )
     job = one(found, "Job", "trainer")
     pod = pod_of(job)
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
@@ -165,6 +169,7 @@ def test_an_option_is_written_where_it_belongs() -> None:
         "labels": {"app": "trainer"}, "annotations": {"kueue.x-k8s.io/safe-to-forcefully-delete": "true"},
     }  # fmt: skip
     assert (pod["runtimeClassName"], pod["priorityClassName"]) == ("nvidia", "high")
+    assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == ("trainer", False)
     (affinity,) = pod["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
     assert affinity["podAffinityTerm"]["topologyKey"] == "topology.kubernetes.io/zone"
     preflight, check, trainer = containers(pod)
@@ -176,6 +181,94 @@ def test_an_option_is_written_where_it_belongs() -> None:
         assert container["command"][0] == "setpriv"
     assert settings(found)["NCCL_NET"] == "IB"
     assert not [d for d in found if d["kind"] in ("Role", "ServiceAccount")]
+
+
+STORE = RenderOptions(store="s3://my-data/imagenet/", store_endpoint="https://s3.example.org:9000")
+
+
+@pytest.mark.parametrize("nodes", [(1, None), (3, None), (4, 2)], ids=["1", "3", "2:4"])
+@pytest.mark.parametrize("hardware", [{"gpus": 8}, {"gpus": 0, "nproc": 2, "single_node": True}], ids=["gpus", "cpu"])
+def test_with_an_object_store_no_volume_is_shared(nodes: tuple[int, int | None], hardware: dict[str, Any]) -> None:
+    high, low = nodes
+    found = documents(replace(STORE, nodes=high, min_nodes=low, overrides=("batch.global=192",), **hardware))
+    assert problems(found) == []
+    assert [d["metadata"]["name"] for d in found if d["kind"] == "PersistentVolumeClaim"] == ["mlflow"]
+    assert "ReadWriteMany" not in yaml.safe_dump_all(found)
+    volumes = {volume["name"]: volume for volume in pod_of(one(found, "Job", "trainer"))["volumes"]}
+    assert volumes["runs"] == {"name": "runs", "emptyDir": {"sizeLimit": "50Gi"}}
+    assert volumes["data"] == {"name": "data", "emptyDir": {"sizeLimit": "1Gi"}}
+    assert settings(found)["AWS_ENDPOINT_URL"] == "https://s3.example.org:9000"
+
+
+PACK = {"data.source": "pack", "model.arch": "resnet18"}
+
+
+@pytest.mark.parametrize(
+    ("given", "root", "mirror", "size"),
+    [
+        ({}, None, "s3://my-data/imagenet$(RUN_DIR)", "1Gi"),
+        ({**PACK, "data.root": "/data"}, "s3://my-data/imagenet/data", "s3://my-data/imagenet$(RUN_DIR)", "1Gi"),
+        ({**PACK, "data.root": "s3://other/pack", "data.cache": "/data/cache", "data.cache_gib": "200"},
+         "s3://other/pack", "s3://my-data/imagenet$(RUN_DIR)", "220Gi"),
+        ({"checkpoint.mirror": "s3://other/run"}, None, "s3://other/run", "1Gi"),
+    ],
+    ids=["digits", "pack", "its own bucket, with a cache", "its own mirror"],
+)  # fmt: skip
+def test_data_and_runs_are_in_the_store(given: dict[str, str], root: str | None, mirror: str, size: str) -> None:
+    request = replace(STORE, overrides=[f"{key}={value}" for key, value in given.items()])
+    pod = pod_of(one(documents(request), "Job", "trainer"))
+    for container in containers(pod):
+        words = dict(word.split("=", 1) for word in request_of(container)[1:])  # the last one counts
+        assert (words.get("data.root"), words["checkpoint.mirror"]) == (root, mirror)
+    (data,) = (volume for volume in pod["volumes"] if volume["name"] == "data")
+    assert data["emptyDir"]["sizeLimit"] == size
+
+
+PUBLIC = {"10.0.0.0/8", "100.64.0.0/10", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16"}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "cidr", "peers", "port"),
+    [
+        (None, None, {"0.0.0.0/0": PUBLIC, "::/0": {"fc00::/7", "fe80::/10"}}, 443),
+        ("https://storage.googleapis.com", None, {"0.0.0.0/0": PUBLIC, "::/0": {"fc00::/7", "fe80::/10"}}, 443),
+        ("http://10.0.0.5:9000", None, {"10.0.0.5/32": set()}, 9000),
+        ("http://[fd00::5]", None, {"fd00::5/128": set()}, 80),
+        ("https://s3.mine.internal", "10.1.0.0/16", {"10.1.0.0/16": set()}, 443),
+        ("http://seaweedfs.storage.svc:8333", None, "storage", 8333),
+        ("http://seaweedfs.storage.svc.cluster.local:8333", None, "storage", 8333),
+    ],
+)
+def test_trainers_reach_the_store_and_nothing_else_outside(
+    endpoint: str | None, cidr: str | None, peers: Any, port: int, defaults: list[Document]
+) -> None:
+    found = documents(RenderOptions(store="s3://bucket", store_endpoint=endpoint, store_cidr=cidr))
+    assert problems(found) == []
+    assert settings(found).get("AWS_ENDPOINT_URL") == endpoint
+    policies, usual = ([d for d in all_ if d["kind"] == "NetworkPolicy"] for all_ in (found, defaults))
+    assert [policy for policy in policies if policy not in usual] == [one(found, "NetworkPolicy", "trainer")]
+    before, now = (one(all_, "NetworkPolicy", "trainer")["spec"] for all_ in (defaults, found))
+    assert {**now, "egress": 0} == {**before, "egress": 0}
+    added = [rule for rule in now["egress"] if rule not in before["egress"]]
+    assert len(now["egress"]) == len(before["egress"]) + 1
+    assert [rule["ports"] for rule in added] == [[{"port": port}]]
+    if isinstance(peers, str):
+        assert added[0]["to"] == [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": peers}}}]
+    else:
+        blocks = [peer["ipBlock"] for peer in added[0]["to"]]
+        assert {block["cidr"]: {*block.get("except", [])} for block in blocks} == peers
+
+
+def test_a_rendered_file_holds_no_credential_and_no_bucket_unless_given(
+    monkeypatch: pytest.MonkeyPatch, defaults: list[Document]
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIASECRETID")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-key-of-mine")
+    text = "".join(render(STORE).values())
+    assert "AKIASECRETID" not in text
+    assert "secret-key-of-mine" not in text
+    assert re.findall(r"^\s+(?:name|key): (store-.*?)(?: #.*)?$", text, re.MULTILINE) == ["store-credentials"]
+    assert not re.search("s3://|AWS_|emptyDir: # of", yaml.safe_dump_all(defaults))
 
 
 def test_a_native_gang_is_a_field_of_kubernetes_1_37() -> None:
@@ -296,12 +389,13 @@ def test_an_elastic_job_has_as_many_pods_as_may_train_and_knows_which_numbers_di
 @pytest.mark.parametrize(
     "options",
     [{}, {"rdma": "rdma/hca", "queue": "team-a", "gang_check": True, "topology": "zone", "runtime_class": "nvidia"},
-     {"gang": "native", "mlflow_auth": True, "gpus": 0, "single_node": True, "recovery": False}],
-    ids=["defaults", "rdma", "native"],
+     {"gang": "native", "mlflow_auth": True, "gpus": 0, "single_node": True, "recovery": False},
+     {"store": "s3://my-data/imagenet", "service_account": "trainer"}],
+    ids=["defaults", "rdma", "native", "store"],
 )  # fmt: skip
 def test_checkov_finds_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
     request = RenderOptions(**options)
-    texts = {**render(request), **render_sync(request, "digits")}
+    texts = {**render(request), **({} if request.store else render_sync(request, "digits"))}
     if not options:
         texts = {str(path.relative_to(K8S)): path.read_text() for path in K8S.rglob("*.yaml")}
     for name, text in texts.items():
@@ -439,6 +533,30 @@ MISTAKES = {
     "a recovery without the API server": _set("NetworkPolicy/recovery: spec|egress", []),
     "no names": _set("NetworkPolicy/trainer: spec|egress|2", {"ports": [{"port": 53, "protocol": "UDP"}]}),
 }
+
+
+_EGRESS = "NetworkPolicy/trainer: spec|egress|2"
+STORE_MISTAKES = {
+    "a run that ends with its pod": _set(f"{_POD}|containers|0|command|8", "run.trace=true"),
+    "one mirror for all runs": _set(f"{_POD}|containers|0|command|8", "checkpoint.mirror=s3://my-data/imagenet/runs"),
+    "a shared claim": _set("PersistentVolumeClaim/mlflow: spec|accessModes", ["ReadWriteMany"]),
+    "data on a claim": _set(f"{_POD}|volumes|1", {"name": "data", "persistentVolumeClaim": {"claimName": "mlflow"}}),
+    "a run folder without end": _set(f"{_POD}|volumes|2|emptyDir", {}),
+    "a cache that cannot be written": _set(f"{_POD}|containers|0|volumeMounts|1|readOnly", True),
+    "a preflight without credentials": _set(f"{_POD}|initContainers|0|envFrom|2", None),
+    "a key in the ConfigMap": _set("ConfigMap/trainer: data|AWS_SECRET_ACCESS_KEY", "x"),
+    "the store's port closed": _set(f"{_EGRESS}|ports|0|port", 443),
+    "every port": _set(f"{_EGRESS}|ports", None),
+    "the metadata service": _set(f"{_EGRESS}|to|0|ipBlock|except", ["10.0.0.0/8"]),
+}
+
+
+@pytest.mark.parametrize("mistake", STORE_MISTAKES)
+def test_a_planted_mistake_with_a_store_is_found(mistake: str) -> None:
+    found = documents(STORE)
+    assert problems(found) == []
+    STORE_MISTAKES[mistake](found)
+    assert problems(found), mistake
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from faults.ledger import Notes
-from harness import SHARING, SMALL, Job, Result, kill, read_rows
+from harness import SHARING, SMALL, Job, Result, kill, pipeline, read_rows
 from mlflow import MlflowClient
 from object_store import Bucket, FaultProxy
 
@@ -27,7 +27,8 @@ LEASE = 3
 """Seconds of a lease in these tests; the real ones would take a minute each."""
 SHORT_LEASE = f"""
 from pipeline.cli.main import command
-from pipeline.record import lease
+from pipeline.record import lease, mirror
+mirror.FINISH_S = 10
 lease.LEASE_S, lease.RENEW_S, lease._POLL_S = {LEASE}, 0.5, 0.2
 command()
 """
@@ -258,6 +259,13 @@ def test_another_request_is_refused(make_job: Callable[..., Mirrored], words: li
     assert says in other.error
 
 
+def test_a_wrong_request_leaves_no_folder_and_no_lease(make_job: Callable[..., Mirrored], bucket: Bucket) -> None:
+    job = make_job("model.arch=nosuch")
+    assert job.run().code == 2
+    assert not job.folder.exists()
+    assert json.loads(bucket.read("run/lease.json"))["is_released"]
+
+
 def test_another_run_is_refused(make_job: Callable[..., Mirrored], tmp_path: Path) -> None:
     make_job("train.max_steps=8").run()
     other = make_job("train.max_steps=8", name="other")
@@ -269,7 +277,7 @@ def test_another_run_is_refused(make_job: Callable[..., Mirrored], tmp_path: Pat
 
 
 def test_a_failure_is_known_on_an_empty_disk(make_job: Callable[..., Mirrored]) -> None:
-    job = make_job("optimizer.lr=1e30", "schedule.name=constant")
+    job = make_job("optimizer.lr=1e6", "schedule.name=constant")
     first = job.run()
     assert first.code == 3
     shutil.rmtree(job.folder)
@@ -316,3 +324,38 @@ def test_of_two_processes_one_gets_the_lease(bucket: Bucket) -> None:
     leases[0].drop()
     leases[1].take()
     leases[1].drop()
+
+
+def test_a_run_killed_before_its_first_save_stays_one_run(
+    tmp_path: Path, make_job: Callable[..., Mirrored], bucket: Bucket
+) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    never = ("checkpoint.every=1000 epochs", "evaluate.every=1000 epochs")
+    job = make_job(f"track.uri={uri}", *never, "train.epochs=1000")
+    job.start()
+    job.wait_for_step(5)
+    job.wait_until(lambda: MlflowClient(uri).search_runs(["1"]), "the run in MLflow", 60)
+    job.kill_with_disk()
+    assert not checkpoints(bucket)
+    job.arguments.append("train.max_steps=20")
+    assert job.run().code == 0
+    (run,) = MlflowClient(uri).search_runs(["1"])
+    assert run.info.status == "FINISHED"
+
+
+def test_doctor_looks_into_the_mirror(make_job: Callable[..., Mirrored]) -> None:
+    """In a pod without a shared disk, it is the preflight that finds the end or a failure."""
+    job = make_job("train.max_steps=8")
+    job.run()
+    shutil.rmtree(job.folder)
+    words = ["doctor", *job.train_words()[1:]]
+    finished = job.folder.with_name("finished")
+    node = {"PET_NPROC_PER_NODE": "1", "PIPELINE_FINISHED": str(finished)}
+    preflight = pipeline(*words, **node)
+    assert preflight.code == 0, preflight.err
+    assert finished.read_text().startswith("done step=8 ")
+    assert "config is compatible with the run in s3://" in preflight.err
+    assert not job.folder.exists(), "nothing is changed"
+    refused = pipeline(*words, "optimizer.lr=0.3", **node)
+    assert refused.code == 2
+    assert "optimizer.lr" in refused.error

@@ -220,6 +220,13 @@ k8s render --memory=4G | '4G' is not an amount of memory
 k8s render --shm=100Gi | --shm 100Gi is more than half of --memory 24Gi
 k8s render --nproc=4 | --nproc 4 is for pods without GPUs
 k8s render --out=/proc/x | give --out a folder that can
+k8s render --store=gs://bucket/x | 'gs://bucket/x' is not a place in an object store, such as s3://my-bucket/imagenet
+k8s render --store=s3://bucket/a/../b | is not a place in an object store
+k8s render --store-endpoint=s3.example.org | is not the URL of a store, such as https://s3.example.org:9000
+k8s render --store-endpoint=http://me:pass@host.example | a user and a password do not belong in it
+k8s render --store-cidr=10.0.0.1/24 | '10.0.0.1/24' is not a network, such as 10.0.0.0/24
+k8s render --store-cidr=10.0.0.0/24 | --store-cidr 10.0.0.0/24 is for pods that may reach a bucket: add --store s3://
+k8s render --service-account=Me | 'Me' is not a Kubernetes name
 """
 
 # requests of several words, or of a whole folder or recipe
@@ -268,8 +275,10 @@ train resnet50-v2 --nproc 2 | 'pipeline data import imagenet ARCHIVES data/image
 train resnet50-fast data.workers=0 | ARCHIVES data/imagenet-500 --pack max-side=500,q=90'
 train imagenette data.workers=0 | 'pipeline data get imagenette data/imagenette'
 train digits data.source=folder data.root=nowhere | 'pipeline data make synthetic nowhere'
-train digits data.source=folder data.root=s3://bucket/data | copy the data to this machine and give its folder
-train digits data.source=pack data.root=s3://bucket/data | copy the data to this machine and give its folder
+train digits data.source=folder data.root=s3://bucket/data | pack a folder into the bucket with
+train digits data.source=folder data.root=gs://bucket/data | copy the data to this machine and give its folder
+train digits data.source=pack data.root=gs://bucket/data | copy the data to this machine and give its folder
+train digits data.source=pack data.root=s3://B/data | s3://B/data is not allowed: give s3://bucket/prefix
 train digits data.source=folder data.root=notes.txt | notes.txt is not a folder
 train digits data.source=folder data.root=photos/train/class-0000 | holds no folders
 train digits data.source=folder data.root=packed | is a pack: set data.source=pack
@@ -375,6 +384,14 @@ k8s render --priority-class high_prio | 'high_prio' is not a Kubernetes name
 k8s render --queue Team | 'Team' is not a Kubernetes name
 k8s render --sync /runs/digits | '/runs/digits' is not a run's name: give that of its folder in /runs
 k8s render --example mlflow | did you mean mlflow-shared?
+k8s render digits checkpoint.mirror=s3://bucket/run | is for pods that may reach a bucket: add --store s3://BUCKET/PREFIX
+k8s render resnet50-90 data.source=pack data.root=s3://bucket/pack --nodes 1 --gpus 8 | add --store s3://BUCKET/PREFIX
+k8s render resnet50-90 --store s3://bucket --nodes 1 --gpus 8 | run 'pipeline data pack data/imagenet s3://bucket/data'
+k8s render --store s3://bucket --gang-check | --gang-check needs a run folder that all pods share, and --store has none
+k8s render digits checkpoint.mirror=none --store s3://bucket | would lose the run with the disk of its pod: leave it out
+k8s render --store s3://bucket --store-endpoint http://minio:9000 | give http://minio.NAMESPACE.svc:9000
+k8s render --store s3://bucket/x/ --sync digits | copy s3://bucket/x/runs/digits to a folder
+k8s render --store s3://bucket --example stage-imagenet | mounts the claim data, and --store has none: leave one
 k8s render --example trainjob --sync digits | not allowed with argument
 k8s render digits run.dir=/runs/x --nodes 4 | has no effect in a pod
 k8s render digits track.uri=htp://foo --nodes 4 | did you mean http?

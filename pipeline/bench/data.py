@@ -162,7 +162,7 @@ def _our_turn(dataset: Dataset[Any], plan: Plan, steps: int) -> Callable[[], flo
     def turn() -> float:
         stream = batches(dataset, range(10**9), plan, pin=False)
         seconds = _time_batches(stream, steps)
-        stream.close()  # type: ignore[attr-defined]
+        stream.close()
         return plan.global_batch * steps / seconds
 
     return turn

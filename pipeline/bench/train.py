@@ -327,7 +327,7 @@ class _LoadedLoop(Loop):
             share = (self._timer.seconds["data"] - waited) * speed / images
             self._costs.append((share, (_workers_cpu_seconds() - cpu_seconds) / images))
         finally:
-            loader.close()  # type: ignore[attr-defined]
+            loader.close()
         return speed
 
     def _stream(self) -> Iterator[Batch]:

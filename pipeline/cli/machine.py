@@ -3,10 +3,14 @@
 import argparse
 import os
 import re
+from contextlib import suppress
+from ipaddress import ip_address, ip_network
 from typing import NoReturn
+from urllib.parse import urlsplit
 
 from pipeline.cli.arguments import (
     Commands,
+    Parser,
     add_command,
     add_numa_binding,
     add_recipe,
@@ -35,6 +39,10 @@ _node_label = matching(
 _resource = matching(
     rf"{_LABEL}(\.{_LABEL})*/[A-Za-z0-9]([-\w.]{{0,61}}[A-Za-z0-9])?",
     "a device's resource, such as rdma/hca_shared_devices_a",
+)
+_store = matching(
+    r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/(?!\.\.?(/|$))[\w.-]+)*/?",
+    "a place in an object store, such as s3://my-bucket/imagenet",
 )
 _run = matching(r"[A-Za-z0-9][\w.-]{0,99}", "a run's name: give that of its folder in /runs, such as digits")
 _memory = matching(r"[1-9]\d*[MGT]i", "an amount of memory, such as 512Mi or 64Gi")
@@ -165,6 +173,7 @@ def _add_render(actions: Commands) -> None:
     add("--namespace", type=_label, metavar="NAME", help="namespace of all objects (default ddp-pipeline)")
     help = "one with ReadWriteMany (default: the cluster's default)"
     add("--storage-class", type=_subdomain, metavar="NAME", help=help)
+    _add_store(parser)
     add("--single-node", action="store_true", help="all pods run on one machine (kind, minikube): use ReadWriteOnce")
     add("--cpus", type=positive_int, metavar="C", help="CPUs per pod (default 8 per GPU, or 2 per process on CPU)")
     add("--memory", type=_memory, help="memory per pod (default 24Gi per GPU, or 4Gi per process on CPU)")
@@ -194,6 +203,40 @@ def _add_render(actions: Commands) -> None:
     help = f"print only an example, with the given images and namespace: {', '.join(examples)}"
     other.add_argument("--example", choices=examples, metavar="NAME", help=help)
     add("--out", type=path, default=None, metavar="FOLDER", help="write one file per manifest to this folder")
+
+
+def _add_store(parser: Parser) -> None:
+    add = parser.add_argument
+    help = "keep data and runs in this bucket, and share no volume between pods"
+    add("--store", type=_store, metavar="s3://BUCKET/PREFIX", help=help)
+    help = "URL of a store that is not AWS's; its credentials are in your Secret store-credentials"
+    add("--store-endpoint", type=_endpoint, metavar="URL", help=help)
+    help = "addresses of the store, the only ones that trainers may reach (default: every public address)"
+    add("--store-cidr", type=_cidr, metavar="CIDR", help=help)
+    help = "the trainers' ServiceAccount, if your cloud gives it the rights to the bucket"
+    add("--service-account", type=_subdomain, metavar="NAME", help=help)
+
+
+def _endpoint(text: str) -> str:
+    """Return the URL of a store without a path."""
+    if "@" in text:
+        raise argparse.ArgumentTypeError(
+            "a user and a password do not belong in it: the Secret store-credentials has them"
+        )
+    with suppress(ValueError):
+        url = urlsplit(text)
+        if re.fullmatch("[0-9.]+|.*:.*", host := url.hostname or ""):
+            ip_address(host)
+        given = re.fullmatch(r"(https?://([a-z0-9][a-z0-9.-]*|\[[0-9a-f:]+\])(:\d+)?)/?", text)
+        if given and url.port != 0:
+            return given[1]
+    raise argparse.ArgumentTypeError(f"{text!r} is not the URL of a store, such as https://s3.example.org:9000")
+
+
+def _cidr(text: str) -> str:
+    with suppress(ValueError):
+        return str(ip_network(text))
+    raise argparse.ArgumentTypeError(f"{text!r} is not a network, such as 10.0.0.0/24")
 
 
 def _render(options: argparse.Namespace) -> str:

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -201,8 +201,10 @@ class EvalBatches(SlotDataset):
         return range(start, min(start + self.config.evaluate.batch, len(self.images)))
 
 
-def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, *, pin: bool) -> Iterator[Batch]:
+def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, *, pin: bool) -> Generator[Batch]:
     """Yield the batches of `positions`, in order, from `plan.workers` processes (0: this one).
+
+    Close it: its workers ignore SIGTERM, and Python waits for them when it exits.
 
     If a worker dies, it is noticed within 5 s and the loader is built again at the next position.
     Raises LoaderError if workers die more than three times without a batch in between. Call this on

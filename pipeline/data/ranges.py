@@ -107,7 +107,7 @@ class RangeReader:
         self._store = Store(place)
         self._reads: dict[Range, _Read] = {}
         self._uses: Counter[Range] = Counter()
-        """How often each expected part will still be taken (in repeated augmentation often)."""
+        """Number of times that each expected part will be taken (repeated augmentation)."""
         self._expected: deque[Range] = deque()
         """Expected parts whose read has not begun, in order."""
         self._waiting: list[_Read] = []

@@ -188,7 +188,9 @@ class Store:
         Raises OSError if the file cannot be read.
         """
         with self._requesting(name):
-            self._client.upload_file(str(path), self.bucket, self.key(name), Config=_transfer_config())
+            # without threads: the upload may run in a thread that outlives the main one
+            config = _transfer_config(use_threads=False)
+            self._client.upload_file(str(path), self.bucket, self.key(name), Config=config)
 
     def list(self, folder: str = "") -> Iterator[StoredObject]:
         """Yield the objects whose names start with `folder`, in the order of their names."""
@@ -264,10 +266,12 @@ def _connect(place: str) -> Any:
         raise RequestError(f"{place} cannot be reached with this environment: {error}") from None
 
 
-def _transfer_config() -> Any:
+def _transfer_config(**options: Any) -> Any:
     from boto3.s3.transfer import TransferConfig
 
-    return TransferConfig(multipart_threshold=2 * _PART_BYTES, multipart_chunksize=_PART_BYTES, max_concurrency=4)
+    return TransferConfig(
+        multipart_threshold=2 * _PART_BYTES, multipart_chunksize=_PART_BYTES, max_concurrency=4, **options
+    )
 
 
 def _refusal(place: str, error: Any) -> Exception:

@@ -7,10 +7,13 @@ are applied.
 """
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from ipaddress import ip_network
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -27,6 +30,12 @@ from pipeline.world import World
 
 _TEMPLATES = Path(__file__).parent / "manifests"
 EXAMPLES = ("mlflow-shared", "stage-imagenet", "trainjob")
+_NEED_CLAIMS = ("stage-imagenet", "trainjob")
+_PUBLIC_ADDRESSES: dict[str, tuple[str, ...]] = {
+    "0.0.0.0/0": ("10.0.0.0/8", "100.64.0.0/10", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16"),
+    "::/0": ("fc00::/7", "fe80::/10"),
+}
+"""All addresses -> except those of private networks and of a cloud's metadata service."""
 _LOCK_MEMORY = ("setpriv", "--reuid=10001", "--inh-caps=+ipc_lock", "--ambient-caps=+ipc_lock")
 """Starts a command as user 10001 with the capability IPC_LOCK, in a container of root."""
 
@@ -51,6 +60,14 @@ class RenderOptions:
     namespace: str = "ddp-pipeline"
     storage_class: str | None = None
     """None: the cluster's default."""
+    store: str | None = None
+    """s3://bucket/prefix of data and runs, in place of volumes that the pods share."""
+    store_endpoint: str | None = None
+    """URL of a store other than AWS's."""
+    store_cidr: str | None = None
+    """Addresses of the store. None: those that `store_endpoint` names, or every public one."""
+    service_account: str | None = None
+    """The trainers' ServiceAccount, with rights to the bucket. None: the namespace's default."""
     single_node: bool = False
     """All pods on one machine (kind, minikube): volumes for one node, and no anti-affinity."""
     cpus: int | None = None
@@ -98,11 +115,12 @@ def render(request: RenderOptions) -> dict[str, str]:
 
     Raises RequestError if the recipe or a value is invalid.
     """
-    request = _require_gpus(request)
+    request = _use_store(_require_gpus(request))
     overrides = [*request.overrides, "run.dir=/runs"]  # in a pod run.dir comes from the ConfigMap
     config = load(request.recipe, overrides)
     node.check_resume_is_auto(config)
     _check_run_dir(request)
+    _check_store(request, config)
     _check_pods(request, config)
     _check_plan(request, config)
     names = sorted(path.name for path in _TEMPLATES.glob("[0-9]*.yaml"))
@@ -122,11 +140,19 @@ def render(request: RenderOptions) -> dict[str, str]:
 
 def render_example(request: RenderOptions, name: str) -> dict[str, str]:
     """Return the text of an example for the request, by file name. name: one of `EXAMPLES`."""
+    if request.store and name in _NEED_CLAIMS:
+        raise RequestError(f"--example {name} mounts the claim data, and --store has none: leave one of the two out")
     return {f"{name}.yaml": _fill(f"examples/{name}.yaml", _values(_require_gpus(request)))}
 
 
 def render_sync(request: RenderOptions, run: str) -> dict[str, str]:
     """Return the text of a Job that sends the run in /runs/`run` to MLflow, by file name."""
+    if request.store:
+        mirror = f"{request.store.rstrip('/')}/runs/{run}"
+        raise RequestError(
+            f"--sync {run} reads the claim runs, and --store has none: copy {mirror} to a folder, then run 'pipeline"
+            " sync FOLDER'"
+        )
     job = re.sub("[^a-z0-9]+", "-", f"sync-{run.lower()}").strip("-")[:63].rstrip("-")
     return {f"{job}.yaml": _fill("sync.yaml", {**vars(request), "sync": run, "sync_job": job})}
 
@@ -147,6 +173,70 @@ def _require_gpus(request: RenderOptions) -> RenderOptions:
     if not request.gpus or is_given or load(request.recipe, list(request.overrides)).run.device != "auto":
         return request
     return replace(request, overrides=[*request.overrides, "run.device=cuda"])
+
+
+def _use_store(request: RenderOptions) -> RenderOptions:
+    """Return the request with data and run in `request.store`, where the recipe names no bucket."""
+    if not request.store:
+        return request
+    store, config, words = request.store.rstrip("/"), load(request.recipe, list(request.overrides)), []
+    if config.data.source == "pack" and not str(config.data.root).startswith("s3://"):
+        words.append(f"data.root={store}/data")
+    if not config.checkpoint.mirror:
+        words.append(f"checkpoint.mirror={store}$(RUN_DIR)")  # RUN_DIR is /runs/NAME: a mirror holds one run
+    return replace(request, store=store, overrides=[*request.overrides, *words])
+
+
+def _check_store(request: RenderOptions, config: Config) -> None:
+    """Raise RequestError for what needs a bucket and has none, or a volume that all pods share."""
+    if not request.store:
+        for given, place in (
+            ("--store-endpoint ", request.store_endpoint), ("--store-cidr ", request.store_cidr),
+            ("data.root=", config.data.root), ("checkpoint.mirror=", config.checkpoint.mirror),
+        ):  # fmt: skip
+            if place and (given.startswith("--") or place.startswith("s3://")):
+                raise RequestError(
+                    f"{given}{place} is for pods that may reach a bucket: add --store s3://BUCKET/PREFIX"
+                )
+        return
+    if config.data.source == "folder":
+        raise RequestError(
+            "data.source=folder needs a volume that all pods share, and --store has none: run 'pipeline data pack"
+            f" {config.data.root} {request.store}/data', and add data.source=pack"
+        )
+    if request.gang_check:
+        problem = "--gang-check needs a run folder that all pods share, and --store has none"
+        raise RequestError(f"{problem}: leave one of the two out")
+    if config.data.cache and Path("/data") not in Path(config.data.cache).parents:
+        raise RequestError(
+            f"data.cache={config.data.cache} is not on the pods' disk for it: give data.cache=/data/cache"
+        )
+    for word in request.overrides:
+        if word.startswith("checkpoint.mirror=") and "=s3://" not in word:
+            raise RequestError(f"{word} would lose the run with the disk of its pod: leave it out")
+
+
+def _store_values(request: RenderOptions) -> dict[str, object]:
+    """Return the variables of the templates that say where the store is.
+
+    Raises RequestError for an endpoint whose namespace is not known.
+    """
+    url = urlsplit(request.store_endpoint or "https://s3.amazonaws.com")
+    host, port = url.hostname or "", url.port or {"http": 80, "https": 443}[url.scheme]
+    service = re.fullmatch(r"[^.]+\.([^.]+)\.svc(\.cluster\.local)?", host)
+    namespace, addresses = None, _PUBLIC_ADDRESSES
+    if request.store_cidr:
+        addresses = {request.store_cidr: ()}
+    elif service:
+        namespace, addresses = service[1], {}
+    elif ":" in host or re.fullmatch(r"[\d.]+", host):
+        addresses = {str(ip_network(host)): ()}
+    elif "." not in host:
+        raise RequestError(
+            f"--store-endpoint {request.store_endpoint} does not say in which namespace {host} is: give"
+            f" {url.scheme}://{host}.NAMESPACE.svc:{port}"
+        )
+    return {"store_port": port, "store_namespace": namespace, "store_addresses": addresses}
 
 
 def _check_run_dir(request: RenderOptions) -> None:
@@ -225,19 +315,25 @@ def write(manifests: dict[str, str], folder: Path) -> None:
 def _values(request: RenderOptions) -> dict[str, object]:
     """Return the variables of the templates: the request's fields, and what follows from them."""
     name, text = recipe_text(request.recipe)
-    access = "ReadWriteOnce" if request.single_node else "ReadWriteMany"
+    access = "ReadWriteOnce" if request.single_node or request.store else "ReadWriteMany"
+    shared = [] if request.store else [("data", access, "300Gi"), ("runs", access, "50Gi")]
     arguments = ["/recipe/recipe.yaml", *request.overrides, "run.dir=$(RUN_DIR)"]
     torchrun, *module = node.COMMAND
     binding = [f"--numa-binding={request.numa_binding}"] if request.numa_binding else []
-    allowed = _allowed_nodes(request, load(request.recipe, list(request.overrides))) if request.min_nodes else ()
+    config = load(request.recipe, list(request.overrides))
+    allowed = _allowed_nodes(request, config) if request.min_nodes else ()
     environment = node.environment(request.nodes, request.processes, request.min_nodes, allowed)
     if request.rdma:
         environment["NCCL_NET"] = "IB"  # InfiniBand or RoCE; without it NCCL falls back to TCP and only logs that
+    if request.store_endpoint:
+        environment["AWS_ENDPOINT_URL"] = request.store_endpoint
     return {
         **vars(request),
         "job": node.JOB, "host": node.host_name(0), "environment": environment,
         "run": name, "recipe": text.rstrip(), "access": access,
-        "claims": [("data", access, "300Gi"), ("runs", access, "50Gi"), ("mlflow", "ReadWriteOnce", "20Gi")],
+        "claims": [*shared, ("mlflow", "ReadWriteOnce", "20Gi")],
+        **_store_values(request),
+        "data_size": f"{math.ceil(config.data.cache_gib * 11 / 10) if config.data.cache else 1}Gi",
         "cpus": str(request.cpus_of_pod), "memory": request.memory_of_pod, "shm": request.shm_of_pod,
         "spread": request.nodes > 1 and not request.single_node,
         "backoff_limit": node.max_replacements(request.nodes, request.min_nodes),

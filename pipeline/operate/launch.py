@@ -28,6 +28,7 @@ from pipeline.guards.signals import StopRequest
 from pipeline.operate.inputs import check_target
 from pipeline.plan import Plan, make_plan
 from pipeline.preflight import request
+from pipeline.preflight.store import check_mirror
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
 from pipeline.record.mirror import Mirror
@@ -99,6 +100,7 @@ def _open_mirror(config: Config, folder: RunFolder) -> Mirror | None:
         return None
     folder.check_writable()
     store = Store(config.checkpoint.mirror)
+    check_mirror(store)
     folder.hold()
     mirror = None
     try:

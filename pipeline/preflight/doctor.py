@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from pipeline.data.store import Store, is_store
 from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.plan import Plan, make_plan
 from pipeline.preflight import machine, request, store, tracker
+from pipeline.record import mirror
 from pipeline.record.folder import RunFolder
 
 _Result = TypeVar("_Result")
@@ -99,21 +101,23 @@ def examine(
     if config:
         folder = RunFolder(config.run_dir)
         report.run("run folder", lambda: request.check_run_folder_is_writable(config, folder))
-        report.run("last start", lambda: request.check_previous_start_did_not_fail(config, here, folder))
+        scratch = tempfile.TemporaryDirectory()
+        run = _folder_to_resume(report, config, folder, Path(scratch.name))
+        report.run("last start", lambda: request.check_previous_start_did_not_fail(config, here, run))
         report.run("device", lambda: request.check_device(config, here))
-        source = report.run("data", lambda: request.open_data(config, folder), lambda source: source.size.describe())
+        source = report.run("data", lambda: request.open_data(config, run), lambda source: source.size.describe())
         _check_stores(report, config, source)
         plan, resume = None, None
         if source:
             plan = report.run("plan", lambda: make_plan(config, here, source.size), lambda plan: f"\n{plan.table()}")
             resume = report.run(
-                "resume", lambda: _check_resume(config, folder, source, report.log), lambda resume: resume.line
+                "resume", lambda: _check_resume(config, folder, run, source, report.log), lambda resume: resume.line
             )
         if plan and resume:
             build = partial(request.check_model_builds, config, plan, here, is_resumed=resume.is_resumed)
             report.run("model", build, lambda _: config.model.arch)
         report.run("GPUs", lambda: request.check_gpus_are_supported(config, here))
-        done_line = request.finished_line(plan, folder) if is_node and plan and report.error is None else None
+        done_line = request.finished_line(plan, run) if is_node and plan and report.error is None else None
         if (endpoint := os.environ.get("PET_RDZV_ENDPOINT")) and not done_line:  # set if the job has several nodes
             report.run("names", lambda: request.check_names_resolve(endpoint))
         answer = report.run("MLflow", lambda: _check_tracker(config, folder, is_node), fatal=config.track.required)
@@ -210,9 +214,28 @@ class _Resume(NamedTuple):
     is_resumed: bool
 
 
-def _check_resume(config: Config, folder: RunFolder, source: Source, log: Callable[[str], None]) -> _Resume:
-    """Return what a start here resumes from, after checking that it can."""
-    request.check_config_is_compatible(config, folder)
+def _folder_to_resume(report: _Report, config: Config, folder: RunFolder, scratch: Path) -> RunFolder:
+    """Return the run's folder, or `scratch` with the records of its mirror if that is ahead."""
+    place = config.checkpoint.mirror
+    if not place:
+        return folder
+
+    def describe(run: RunFolder) -> str:
+        return f"{place} has nothing newer than {folder.path}" if run is folder else f"{place} has the newest state"
+
+    return report.run("mirrored run", lambda: mirror.view(Store(place), folder, scratch / "run"), describe) or folder
+
+
+def _check_resume(
+    config: Config, folder: RunFolder, run: RunFolder, source: Source, log: Callable[[str], None]
+) -> _Resume:
+    """Return what a start here resumes from, after checking that it can.
+
+    run: `folder`, or the records of its mirror.
+    """
+    request.check_config_is_compatible(config, run)
+    if run is not folder and run.has_checkpoints():
+        return _Resume(f"config is compatible with the run in {config.checkpoint.mirror}", is_resumed=True)
     if folder.is_held():
         return _Resume("config is compatible with the run in training now", is_resumed=True)
     from pipeline.train.resume import find  # imports torch

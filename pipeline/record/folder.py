@@ -98,9 +98,10 @@ class RunFolder:
     def release(self) -> None:
         """Drop the lock. Remove the folder if `hold` made it and it is still empty."""
         with contextlib.suppress(OSError):
-            if self._is_new and {*os.listdir(self.path)} == {_LOCK, self.checkpoints.name}:
+            if self._is_new and {*os.listdir(self.path)} <= {_LOCK, _MIRROR, self.checkpoints.name}:
                 self.checkpoints.rmdir()
-                (self.path / _LOCK).unlink()
+                for name in (_MIRROR, _LOCK):
+                    (self.path / name).unlink(missing_ok=True)
                 self.path.rmdir()
         self._lock.drop()
         self._is_new = False

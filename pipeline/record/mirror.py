@@ -42,6 +42,7 @@ class Mirror:
         self._uploaded: dict[str, tuple[int, int]] = {}
         """Size and time of change of each record when it was last uploaded."""
         self._is_wanted, self._is_over = threading.Event(), threading.Event()
+        self._has_given_up = False
         self._thread: threading.Thread | None = None
         self.error: RunError | OSError | None = None
         """Why the last upload failed, or None."""
@@ -88,10 +89,11 @@ class Mirror:
         self._is_wanted.set()
         while self._thread and self._thread.is_alive() and time.monotonic() < deadline:
             self._thread.join(0.2)
-        missing = self._missing() if self.error or (self._thread and self._thread.is_alive()) else ""
-        if missing:
-            reason = f" ({self.error})" if self.error else ""
-            self._log(f"{self._store} lacks {missing}{reason}; it is in {self._folder.path}: the same command sends it")
+        self._has_given_up = True
+        if self.error or (self._thread and self._thread.is_alive()):
+            reason = f" ({_reason(self.error)})" if self.error else ""
+            where = f"it is in {self._folder.path}: the same command sends it"
+            self._log(f"{self._store} lacks {self._missing()}{reason}; {where}")
         self._lease.drop()
 
     # restoring
@@ -105,9 +107,17 @@ class Mirror:
                 raise RequestError(f"{problem}: give another prefix, or remove what it holds")
 
     def _restore(self) -> None:
-        """Download the checkpoints and the records if the mirror has the newer good checkpoint."""
+        """Download the checkpoints and the records if the mirror has the newer good checkpoint.
+
+        The records come first: a restore that is killed is then continued under the same run.
+        """
         here = [path.name for path in list_checkpoints(self._folder.checkpoints)]
         there = self._checkpoint_names()
+        if _is_newer(there, here) or not self._folder.journal.exists():
+            self._folder.delivered.unlink(missing_ok=True)  # it counts bytes of the journal that is replaced
+            for record in self._records():
+                with suppress(MissingError), replacing(record, check=self._folder.check_ours) as temporary:
+                    self._store.read_to(record.name, temporary)
         for name in _newest_first({*here, *there}):
             if name in here and self._verifies(name):
                 return
@@ -117,10 +127,6 @@ class Mirror:
             if there:
                 raise StorageError(f"no checkpoint in {self} verifies: restore one from a copy, or give another prefix")
             return
-        if not here or step_of(Path(there[0])) > step_of(Path(here[0])):
-            for record in self._records():
-                with suppress(MissingError), replacing(record, check=self._folder.check_ours) as temporary:
-                    self._store.read_to(record.name, temporary)
         for other in reversed(there):  # the best model, for example
             if other not in here:
                 self._download(other)
@@ -164,9 +170,11 @@ class Mirror:
                     return
             except (RunError, OSError) as error:
                 self.error = error
+                if self._has_given_up:
+                    return
                 if is_asked and not is_last:  # once a save, not at each attempt
-                    self.failures.append(str(error))
-                    self._log(f"{self._store} was not updated: {error}; training continues, it is tried again")
+                    self.failures.append(_reason(error))
+                    self._log(f"{self._store} was not updated: {_reason(error)}; training continues, it is tried again")
 
     def _upload(self) -> None:
         self._lease.check()
@@ -211,13 +219,13 @@ class Mirror:
 
 
 def view(store: Store, folder: RunFolder, temporary: Path) -> RunFolder:
-    """Return the folder that a start here would resume, with its records: `folder` if it is newer.
+    """Return the folder that a start here would resume, with its records.
 
-    Otherwise `temporary` gets the records of the mirror, and empty files with the names of its
-    checkpoints. Changes neither `folder` nor the mirror.
+    It is `folder`, unless the mirror is ahead. Then `temporary` gets the records of the mirror, and
+    empty files with the names of its checkpoints. Changes neither `folder` nor the mirror.
     """
-    there, here = _checkpoint_names(store), list_checkpoints(folder.checkpoints)
-    if here and not (there and step_of(Path(there[0])) > step_of(here[0])):
+    there, here = _checkpoint_names(store), [path.name for path in list_checkpoints(folder.checkpoints)]
+    if folder.journal.exists() and not _is_newer(there, here):
         return folder
     copy = RunFolder(temporary)
     copy.checkpoints.mkdir(parents=True)
@@ -238,6 +246,16 @@ def _checkpoint_names(store: Store) -> list[str]:
     """Return the names of the checkpoints in the mirror, newest first."""
     entries = sorted(store.list(_CHECKPOINTS), key=lambda entry: entry.modified, reverse=True)
     return _newest_first(entry.name.removeprefix(_CHECKPOINTS) for entry in entries)
+
+
+def _reason(error: Exception) -> str:
+    """Return the line of an error without the advice to give the command again."""
+    return str(error).partition(": give the same command")[0]
+
+
+def _is_newer(there: list[str], here: list[str]) -> bool:
+    """Return True if the first of `there` is of a later step than the first of `here`."""
+    return bool(there) and (not here or step_of(Path(there[0])) > step_of(Path(here[0])))
 
 
 def _newest_first(names: Iterable[str]) -> list[str]:

@@ -57,7 +57,7 @@ class EvalResult(NamedTuple):
     defects: list[tuple[int, str]]
     """(sample id, reason) of each image that cannot be decoded."""
     failed_reads: Sequence[Sequence[int]] = ()
-    """Of this process's batches, see `Batch.failed_reads`."""
+    """See `Batch.failed_reads`: those of this process."""
 
 
 class Evaluator:
@@ -95,7 +95,8 @@ class Evaluator:
         """
         group, device = self._group, self._group.device
         mine = range(group.rank, len(self._data), group.size)
-        loaded = to_device(batches(self._data, mine, self._resources, pin=device.type == "cuda"), device)
+        loader = batches(self._data, mine, self._resources, pin=device.type == "cuda")
+        loaded = to_device(loader, device)
         counts = torch.zeros(5, dtype=torch.int64, device=device)
         # each image's label + 1, predicted class and confidence: one process sets them, so their
         # sum is what it set
@@ -123,6 +124,7 @@ class Evaluator:
                         return None
                     self._terminal.progress(f"validation {done / rounds:4.0%}", f"{len(self.images):,} images")
         finally:
+            loader.close()
             for module in in_training:
                 module.training = True
         images, correct1, correct5, loss_sum, not_finite = group.all_reduce(counts).tolist()

@@ -47,7 +47,7 @@ class Metrics:
         self._records = records
         self._terminal = terminal
         self._failed_reads = torch.zeros(len(READ_FAILURES), dtype=torch.int64)
-        """Of this process since the last report."""
+        """Counts of this process since the last report."""
         self._has_bucket = False
         self._is_first_step = True
         self._has_new_steps = False

@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -89,11 +89,8 @@ def run_training(
     positions = range(state.step * plan.accumulate, max(state.step, plan.last_step) * plan.accumulate)
     watchdog.begin_training(partial(_record_hang, trainer))
     try:
-        evaluation = train(
-            trainer,
-            to_device(batches(data, positions, plan, pin=group.device.type == "cuda"), group.device),
-            is_saved=is_saved,
-        )
+        with closing(batches(data, positions, plan, pin=group.device.type == "cuda")) as loaded:
+            evaluation = train(trainer, to_device(loaded, group.device), is_saved=is_saved)
     except LoaderError as error:
         folder.check_ours()
         errors.save_failure(folder.path, error, request)

@@ -2,16 +2,19 @@
 
 A pod has a network namespace. Each of its containers is process 1 of its own process namespace, so
 that the kernel treats signals as in a container. The manifests define the commands, their
-environment, the pods' names, and when the Job is complete or has failed. `Pods._container` lists
-the differences from a cluster.
+environment, the pods' names, their volumes, and when the Job is complete or has failed.
+`Pods._container` lists the differences from a cluster.
 """
 
 import contextlib
+import ctypes
 import itertools
 import os
 import queue
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
 import yaml
 from harness import Job, children, command_line, kill, variable
@@ -146,10 +150,52 @@ class Pod:
         return Path("/etc/netns") / self.namespace / "hosts"
 
 
+class Relay:
+    """A port in a network namespace that passes its connections to a server of this machine."""
+
+    def __init__(self, namespace: str, address: tuple[str, int], server: tuple[str, int]) -> None:
+        self._server = server
+        with ThreadPoolExecutor(1) as other:  # setns concerns one thread; a socket stays where it was made
+            self._listener = other.submit(self._listen, namespace, address).result()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _listen(self, namespace: str, address: tuple[str, int]) -> socket.socket:
+        with open(f"/run/netns/{namespace}") as file:
+            assert ctypes.CDLL(None).setns(file.fileno(), 0x40000000) == 0  # CLONE_NEWNET
+        return socket.create_server(address)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                client, _ = self._listener.accept()
+                with contextlib.suppress(ConnectionError):
+                    server = socket.create_connection(self._server)
+                    for pair in ((client, server), (server, client)):
+                        threading.Thread(target=_copy, args=pair, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+    with contextlib.suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
+
+
 class Pods:
     """The Job's pods; a context manager that removes all of them at its end."""
 
-    def __init__(self, documents: list[Document], folder: Path) -> None:
+    def __init__(
+        self, documents: list[Document], folder: Path, *, store: str = "",
+        secrets: dict[str, dict[str, str]] | None = None,
+    ) -> None:  # fmt: skip
+        """store: URL of a server of this machine, which the Job reaches at its AWS_ENDPOINT_URL."""
+        self._server, self._store, self._secrets = store, "", secrets or {}
+        self._relay: Relay | None = None
         self.job, self.config, self.folder = one(documents, "Job", "trainer"), settings(documents), folder
         self.spec = self.job["spec"]
         assert self.spec["podReplacementPolicy"] == "Failed", "this controller replaces no pod that still terminates"
@@ -174,7 +220,21 @@ class Pods:
         _ip("netns", "add", SWITCH)  # the switch has a namespace, too, so that this machine's firewall does not apply
         _ip("-n", SWITCH, "link", "add", "bridge", "type", "bridge")
         _ip("-n", SWITCH, "link", "set", "bridge", "up")
+        if self._server:
+            self._start_store(urlsplit(self.config["AWS_ENDPOINT_URL"]), urlsplit(self._server))
         return self
+
+    def _start_store(self, endpoint: SplitResult, server: SplitResult) -> None:
+        assert endpoint.hostname
+        assert endpoint.port
+        assert server.hostname
+        assert server.port
+        pod = Pod(-1, next(self._numbers), endpoint.hostname)
+        pod.create_namespace()
+        pod.has_ended.set()  # it runs no process
+        self._all.append(pod)
+        self._relay = Relay(pod.namespace, (pod.address, endpoint.port), (server.hostname, server.port))
+        self._store = f"{pod.address} {pod.name}"
 
     def __exit__(self, *_: object) -> None:
         with self._suspend_lock:
@@ -185,6 +245,8 @@ class Pods:
             pod.kill()
             pod.has_ended.wait(10)
             pod.delete_namespace()
+        if self._relay:
+            self._relay.close()
         _ip("netns", "del", SWITCH)
 
     def __getitem__(self, index: int) -> Pod:
@@ -206,7 +268,7 @@ class Pods:
                 own = f"{pod.address} {pod.name} {pod.name.partition('.')[0]}"  # always known to the pod itself
                 others = [f"{other.address} {other.name}" for other in named if other.index != pod.index]
                 # No MLflow server listens there: the tests read the journal.
-                text = "\n".join(["127.0.0.1 localhost", "127.0.0.1 mlflow", own, *others, ""])
+                text = "\n".join(["127.0.0.1 localhost", "127.0.0.1 mlflow", self._store, own, *others, ""])
                 with contextlib.suppress(FileNotFoundError), open(pod.hosts, "r+") as file:  # in place: it is mounted
                     file.write(text)
                     file.truncate()
@@ -272,11 +334,20 @@ class Pods:
         """Start a pod with a namespace and an address of its own; its name moves to it."""
         new = Pod(pod, next(self._numbers), self.host(pod))
         new.create_namespace()
+        for name in ("runs", "data"):
+            self.volume(new, name).mkdir(parents=True, exist_ok=True)
+        if pod == 0:  # rank 0 writes the run
+            self.run.folder = self.volume(new, "runs") / Path(self.config["RUN_DIR"]).name
         self._all.append(new)
         self._current[pod] = new
         self._write_names()
         threading.Thread(target=self._run_pod, args=(new,), daemon=True).start()
         return new
+
+    def volume(self, pod: Pod, name: str) -> Path:
+        """Return the folder in place of a volume: for an emptyDir, one of this pod alone."""
+        (volume,) = (volume for volume in pod_of(self.job)["volumes"] if volume["name"] == name)
+        return self.folder / pod.namespace / name if "emptyDir" in volume else self.folder / name
 
     def _living(self) -> list[Pod]:
         return [pod for pod in list(self._current.values()) if not pod.has_ended.is_set()]
@@ -292,6 +363,8 @@ class Pods:
                 break
         if not pod.has_ended.is_set():  # otherwise the node was lost, and its pod has been replaced
             pod.container, pod.code = container["name"], code if code >= 0 else 128 - code
+            if code:
+                shutil.rmtree(self.folder / pod.namespace, ignore_errors=True)  # what only this pod could see
             self._end(pod)
             pod.delete_namespace()
 
@@ -330,15 +403,17 @@ class Pods:
         Unlike a cluster it uses this machine's Python in place of the image, a folder in place of
         each mount, and a hosts file in place of DNS, without the seconds that DNS caches a name.
         """
-        mounts = {"/recipe": self.folder / "recipe", "/runs": self.folder / "runs"}
+        mounts = {f"/{name}/": self.volume(pod, name) for name in ("recipe", "runs", "data")}
         words = []
         for word in container["command"]:
             for name, value in self.config.items():
                 word = word.replace(f"$({name})", value)  # noqa: PLW2901
             for inside, outside in mounts.items():
-                word = word.replace(inside + "/", f"{outside}/")  # noqa: PLW2901
+                word = re.sub(f"(^|=){inside}", rf"\1{outside}/", word)  # noqa: PLW2901
             words.append(word)
         env = {name: value for name, value in self.config.items() if name != "recipe.yaml"}
+        for source in container["envFrom"]:
+            env |= self._secrets.get(source.get("secretRef", {}).get("name"), {})
         env |= {
             "PATH": f"{BIN}:{os.environ['PATH']}",
             "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
@@ -452,9 +527,10 @@ class Pods:
         )
 
 
-def rendered(digits: Path, *words: str, nodes: int = 2) -> list[Document]:
+def rendered(data: Path | str, *words: str, nodes: int = 2, **options: Any) -> list[Document]:
     """Return the manifests of a Job that trains on the CPU, with one loader worker a node."""
-    request = RenderOptions(nodes=nodes, gpus=0, overrides=(*words, f"data.root={digits}", "data.workers=1"))
+    overrides = (*words, f"data.root={data}", "data.workers=1")
+    request = RenderOptions(nodes=nodes, gpus=0, overrides=overrides, **options)
     return [document for text in render(request).values() for document in yaml.safe_load_all(text)]
 
 

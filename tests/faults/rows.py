@@ -66,6 +66,7 @@ ROWS = {
     "K2": Row("the mirror's store dead for a while · for good", "no step lost, all there later · says what it lacks"),
     "K3": Row("SIGKILL of all, and their disk, between uploads and in one", "identical elsewhere; one MLflow run"),
     "K4": Row("two starts on one mirror; its holder killed · frozen", "exit 75; taken over · writes nothing"),
+    "K5": Row("a node lost with its disk, node 0 too; data and run in a bucket", f"its replacement continues; {_SAME}"),
     "L1": Row("a node frozen for good, node 0 too; it thaws later", f"others gone in 75 s; {_SAME}; nothing written"),
     "L2": Row("`spec.suspend` true, then false, in mid-run", f"pods gone in 10 s, no step lost; {_SAME}"),
     "L3": Row("a node killed or frozen within 3 s of the end", f"the Job completes; {_SAME}"),

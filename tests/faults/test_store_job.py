@@ -1,0 +1,109 @@
+"""The rendered Job without a shared disk: data and run in a bucket, a disk for each pod."""
+
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+from harness import SHARING, SMALL, Job, assert_each_sample_once, pipeline, read_rows
+from manifests import Document
+from object_store import Bucket
+
+from faults.cluster import done_line
+from faults.ledger import Notes
+from faults.pods import Pods, missing, rendered
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
+
+STEPS = 40
+WORDS = (*SMALL, "train.epochs=100", f"train.max_steps={STEPS}", "evaluate.every=1000 epochs",
+         "checkpoint.every=7 steps")  # fmt: skip
+ENDPOINT = "http://store.storage.svc:8333"
+
+
+def manifests(bucket: Bucket) -> list[Document]:
+    """Return a Job whose data and run are in the bucket."""
+    words = (*WORDS, "data.source=pack", "data.cache=/data/cache")
+    return rendered(f"{bucket.place}/data", *words, store=bucket.place, store_endpoint=ENDPOINT)
+
+
+def pods_of(bucket: Bucket, folder: Path) -> Pods:
+    keys = {name: value for name, value in bucket.server.env.items() if name != "AWS_ENDPOINT_URL"}
+    return Pods(manifests(bucket), folder, store=bucket.server.endpoint, secrets={"store-credentials": keys})
+
+
+def pack(digits: Path, bucket: Bucket) -> None:
+    packed = pipeline("data", "pack", str(digits), f"{bucket.place}/data")
+    assert packed.code == 0, packed.err
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
+    """Train from a local folder, with a shared disk."""
+    with Pods(rendered(digits, *WORDS), tmp_path_factory.mktemp("undisturbed") / "job") as pods:
+        assert pods.start().wait() == 0, pods.logs()
+        return pods.run
+
+
+@pytest.mark.full
+@pytest.mark.fault("K5", ci=1, long=10)
+@pytest.mark.parametrize("loss", ["killed", "frozen"])
+def test_node_0_lost_with_its_disk_comes_back_bit_identical(
+    tmp_path: Path, digits: Path, bucket: Bucket, undisturbed: Job, loss: str, seed: int, notes: Notes
+) -> None:
+    pack(digits, bucket)
+    draw = random.Random(seed)
+    with pods_of(bucket, tmp_path / "job") as pods:
+        end = pods.start_and_watch(900)
+        pods.wait_for_step(draw.randint(8, STEPS - 15))
+        time.sleep(draw.uniform(0, 0.5))
+        lost, before = time.monotonic(), pods.run.folder
+        run_id = _run_ids(pods.run)
+        if loss == "killed":
+            pods.kill_pod(0)
+        else:
+            pods.freeze(0)
+            pods.wait_until(lambda: not pods.trainers(1), "end of the other rank", 75)
+            pods.replace_lost(0)
+        pods.wait_until(lambda: pods.run.folder != before and len(pods.run.starts()) == 2, "start on an empty disk")
+        notes.note("K5", seconds=time.monotonic() - lost)
+        assert end() == 0, pods.logs()
+        assert pods.run.starts()[1]["step"] > 0, "it continues, it does not start again"
+        assert _run_ids(pods.run) == run_id
+        _assert_same(pods.run, undisturbed)
+    names = bucket.names("runs/")
+    assert not [name for name in names if not name.startswith("runs/digits/")], "one mirror for the run"
+    assert bucket.read("runs/digits/journal.jsonl") == (pods.run.folder / "journal.jsonl").read_bytes()
+
+
+@pytest.mark.full
+@pytest.mark.fault("L2", ci=1, long=5)
+def test_a_suspended_job_loses_its_disks_and_no_step(
+    tmp_path: Path, digits: Path, bucket: Bucket, undisturbed: Job, seed: int, notes: Notes
+) -> None:
+    pack(digits, bucket)
+    with pods_of(bucket, tmp_path / "job") as pods:
+        end = pods.start_and_watch(600)
+        pods.wait_for_step(random.Random(seed).randint(2, STEPS - 15))
+        seconds = pods.suspend()
+        notes.note("L2", seconds=seconds)
+        assert seconds < 10 * SHARING
+        assert not pods.run.folder.exists()
+        last_step = json.loads(bucket.read("runs/digits/trace.jsonl").splitlines()[-1])["step"]
+        assert max(bucket.names("runs/digits/checkpoints/")).startswith(f"runs/digits/checkpoints/step-{last_step:08}.")
+        pods.resume()
+        assert end() == 0, pods.logs()
+        assert [row["step"] for row in pods.run.starts()] == [0, last_step]
+        _assert_same(pods.run, undisturbed)
+
+
+def _assert_same(run: Job, expected: Job) -> None:
+    assert done_line(run) == done_line(expected)
+    assert_each_sample_once(run.trace(), 48)
+    assert run.trace() == expected.trace()
+    assert run.journal("train/", "val/") == expected.journal("train/", "val/")
+
+
+def _run_ids(run: Job) -> set[str]:
+    return {row["run"] for row in read_rows(run.folder / "journal.jsonl") if "run" in row}

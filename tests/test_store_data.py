@@ -1,0 +1,475 @@
+"""A pack in a bucket gives the batches of the local pack, whatever the network and the cache do."""
+
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import SHARING, SMALL, Job, free_port, pipeline, read_rows
+from object_store import Bucket, FaultProxy
+from streams import prepare, stream
+
+from pipeline.data import pack, ranges
+from pipeline.data.access import READ_FAILURES, OutageError, UnreadableError
+from pipeline.data.ranges import Range, RangeReader, RangesIgnoredError
+from pipeline.data.remote import StoreImages
+from pipeline.data.sources import Images, open_source
+from pipeline.errors import RequestError
+from pipeline.operate.pack import pack as make
+
+KINDS = {
+    "403": "denied", "500": "server_error", "503": "slow_down", "truncate": "truncated", "corrupt": "wrong_bytes",
+    "stall": "stalled",
+}  # fmt: skip
+"""Fault of the proxy -> the kind of failure that it must be counted as."""
+FEW_FAULTS = {fault: 0.05 / len(KINDS) for fault in KINDS}
+READS = r"GET .*\.tar"
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
+    root = tmp_path_factory.mktemp("packed") / "digits"
+    make(digits, root, "lossless", 0.1)
+    return root
+
+
+@pytest.fixture
+def place(bucket: Bucket, packed: Path) -> str:
+    """Return the place of a copy of the pack in a bucket."""
+    return upload(bucket, packed)
+
+
+def upload(bucket: Bucket, root: Path) -> str:
+    for path in root.iterdir():
+        bucket.write(f"digits/{path.name}", path.read_bytes())
+    return f"{bucket.place}/digits"
+
+
+def images(place: str | Path, *overrides: str) -> Images:
+    return open_source(prepare(Path(), 1, "data.source=pack", *overrides, f"data.root={place}")[0]).train
+
+
+def read_all(found: Images, samples: list[int] | range | None = None) -> list[bytes]:
+    samples = range(len(found)) if samples is None else samples
+    found.expect(samples)
+    return [read(found, i) for i in samples]
+
+
+def read(found: Images, i: int) -> bytes:
+    """Read an image, several times if its attempts fail, as the loader does."""
+    for _ in range(5):
+        with suppress(OutageError):
+            return bytes(found.read(i))
+    return bytes(found.read(i))
+
+
+def ranged_reads(proxy: FaultProxy) -> int:
+    return sum("bytes=" in request for request in proxy.requests)
+
+
+# --- the same batches
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_batches_are_those_of_the_local_pack(place: str, packed: Path, world: int, workers: int) -> None:
+    words = ("data.source=pack", f"data.workers={workers}", "augment.repeats=2")
+    expected, _ = stream(packed, range(27, 33), "data.source=pack", "augment.repeats=2", "data.workers=0")
+    assert stream(place, range(27, 33), *words, world=world) == (expected, set())  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, packed: Path) -> Job:
+    run = job(tmp_path_factory.mktemp("local") / "run", packed)
+    assert run.run().code == 0
+    return run
+
+
+def job(folder: Path, root: str | Path, *more: str, nproc: int = 1) -> Job:
+    words = ["digits", "data.source=pack", f"data.root={root}", *SMALL, "data.workers=0", "train.max_steps=12",
+             "checkpoint.every=3 steps", "evaluate.every=1000 steps", "track.every=1 steps"]  # fmt: skip
+    return Job(folder, [*words, *more], nproc=nproc)
+
+
+def check_no_secret(run: Job, bucket: Bucket) -> None:
+    for path in [run.folder.with_suffix(".err"), *run.folder.rglob("*")]:
+        if path.is_file():
+            text = path.read_bytes()
+            assert b"X-Amz" not in text, path
+            assert bucket.server.secret.encode() not in text, path
+
+
+@pytest.mark.full
+@pytest.mark.fault("K1", ci=2, long=20)
+@pytest.mark.parametrize(("world", "workers"), [(1, 2), (2, 0), (4, 2)])
+def test_a_run_with_5_percent_of_failing_reads_trains_the_same(
+    tmp_path: Path, place: str, bucket: Bucket, fault_proxy: FaultProxy, uninterrupted: Job,
+    world: int, workers: int, seed: int,
+) -> None:  # fmt: skip
+    fault_proxy._random.seed(seed)
+    fault_proxy.rates, fault_proxy.only, fault_proxy.latency_ms = FEW_FAULTS, READS, 30
+    run = job(tmp_path / "run", place, f"data.workers={workers}", nproc=world)
+    result = run.run()
+    assert result.code == 0, result.err
+    assert run.trace() == uninterrupted.trace()
+    assert "bad image" not in result.err
+    metrics = [row["metrics"] for row in read_rows(run.folder / "journal.jsonl") if "metrics" in row]
+    counted = sum(window.get("data/failed_reads", 0) for window in metrics)
+    assert 0 < counted <= fault_proxy.counts.total()
+    if world == 1:
+        assert result.out == uninterrupted.output()
+    check_no_secret(run, bucket)
+
+
+@pytest.mark.full
+@pytest.mark.fault("K1", ci=1, long=5)
+def test_a_run_waits_for_a_bucket_that_is_dead_for_a_while(
+    tmp_path: Path, place: str, bucket: Bucket, fault_proxy: FaultProxy, uninterrupted: Job, seed: int
+) -> None:
+    run = job(tmp_path / "run", place, "data.workers=2").start()
+    run.wait_for_step(1 + seed % 5)
+    fault_proxy.die()
+    run.wait_until(lambda: "waiting for it" in run.log(), "warning about the bucket")
+    time.sleep(5)
+    fault_proxy.revive()
+    result = run.wait()
+    assert (result.code, result.out) == (0, uninterrupted.output()), result.err
+    assert run.trace() == uninterrupted.trace()
+    assert "the data is back after" in result.err
+    check_no_secret(run, bucket)
+
+
+@pytest.mark.full
+@pytest.mark.fault("K1", ci=1, long=5)
+def test_a_bucket_that_stays_dead_ends_the_run_and_the_same_command_resumes_it(
+    tmp_path: Path, place: str, bucket: Bucket, fault_proxy: FaultProxy, uninterrupted: Job, seed: int
+) -> None:
+    run = job(tmp_path / "run", place, "run.timeout=16").start()
+    run.wait_for_step(4 + seed % 5)
+    fault_proxy.die()
+    result = run.wait(60 * SHARING)
+    assert result.code == 75
+    assert result.error.startswith(f"the store is out of reach ({place}/train-0000.tar: ")
+    fault_proxy.revive()
+    assert run.run().out == uninterrupted.output()
+    assert run.trace() == uninterrupted.trace()
+    check_no_secret(run, bucket)
+
+
+@pytest.mark.full
+def test_evaluation_and_several_processes_fetch_the_index_once(
+    tmp_path: Path, place: str, fault_proxy: FaultProxy, uninterrupted: Job
+) -> None:
+    run = job(tmp_path / "run", place, nproc=4)
+    result = run.run()
+    assert result.code == 0, result.err
+    fetched = [request for request in fault_proxy.requests if request.startswith("GET") and pack.INDEX in request]
+    assert len(fetched) == 2, "once by the command, which checks the request, and once by rank 0"
+    words = [f"data.root={place}", "data.source=pack", "data.workers=0"]
+    evaluated = pipeline("evaluate", str(uninterrupted.folder), *words)
+    assert evaluated.out == uninterrupted.output()
+
+
+# --- failing reads
+
+
+def test_every_failed_read_is_repeated_and_counted_by_kind(place: str, packed: Path, fault_proxy: FaultProxy) -> None:
+    found = images(place)
+    fault_proxy.rates, fault_proxy.only = dict.fromkeys(KINDS, 0.02), READS
+    assert read_all(found, range(400)) == read_all(images(packed), range(400))
+    counted = dict(zip(READ_FAILURES, found.pop_failed_reads(), strict=True))
+    assert {KINDS[fault]: count for fault, count in fault_proxy.counts.items()} == {
+        kind: count for kind, count in counted.items() if count
+    }
+    assert set(fault_proxy.counts) == set(KINDS)
+    assert not any(found.pop_failed_reads())
+
+
+def test_a_connection_that_stalls_delays_other_reads_by_nothing(place: str, fault_proxy: FaultProxy) -> None:
+    found = images(place)
+    fault_proxy.rates, fault_proxy.only = {"stall": 0.1}, READS
+    start = time.monotonic()
+    read_all(found, range(256))
+    assert fault_proxy.counts["stall"] > 15
+    assert time.monotonic() - start < 30 * SHARING, "one after another they would take 45 s and more"
+
+
+def test_a_slow_answer_is_no_failure(place: str, fault_proxy: FaultProxy) -> None:
+    found = images(place)
+    fault_proxy.rates, fault_proxy.pause_s, fault_proxy.only = {"pause": 0.1}, 1, READS
+    read_all(found, range(100))
+    assert fault_proxy.counts["pause"]
+    assert not any(found.pop_failed_reads())
+
+
+def test_256_reads_are_in_flight_and_no_more(place: str, fault_proxy: FaultProxy) -> None:
+    found = images(place)
+    fault_proxy.latency_ms, fault_proxy.only = 300, READS
+    asked = ranged_reads(fault_proxy)
+    found.expect(range(1000))
+    found.read(0)
+    assert ranged_reads(fault_proxy) - asked <= ranges.MAX_READS
+    start = time.monotonic()
+    for i in range(1, 512):
+        found.read(i)
+    assert time.monotonic() - start < 5 * SHARING, "one after another they would take 150 s"
+
+
+def test_large_images_are_read_ahead_only_as_far_as_memory_allows(
+    place: str, packed: Path, fault_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "MAX_BYTES", 1000)
+    found = images(place)
+    asked = ranged_reads(fault_proxy)
+    found.expect(range(100))
+    found.read(0)
+    assert 1 <= ranged_reads(fault_proxy) - asked < 20
+    assert read_all(found, range(100)) == read_all(images(packed), range(100))
+
+
+def test_an_image_that_has_changed_in_the_bucket_is_named_and_replaced_as_in_the_local_pack(
+    tmp_path: Path, bucket: Bucket, packed: Path
+) -> None:
+    root = tmp_path / "damaged"
+    root.mkdir()
+    for path in packed.iterdir():
+        (root / path.name).write_bytes(path.read_bytes())
+    offset = int(pack.open_index(packed).train.places[3 * 5 + 1])
+    with open(root / "train-0000.tar", "r+b") as file:
+        file.seek(offset + 3)
+        file.write(b"\xff\xff")
+    place = upload(bucket, root)
+    with pytest.raises(UnreadableError, match=f"train-0000.tar has changed at byte {offset:,} since it was packed"):
+        images(place).read(5)
+    words = ("data.source=pack", "data.workers=0")
+    local = stream(root, range(0, 30), *words)
+    assert len(local[1]) == 1
+    assert stream(place, range(0, 30), *words) == local  # type: ignore[arg-type]
+
+
+def test_a_shard_that_is_gone_is_an_outage_that_names_it(bucket: Bucket, place: str) -> None:
+    found = images(place)
+    bucket.delete("digits/train-0000.tar")
+    with pytest.raises(OutageError, match=f"{place}/train-0000.tar: 404 NoSuchKey") as raised:
+        found.read(0)
+    assert "X-Amz" not in str(raised.value)
+
+
+def test_a_reader_that_expects_other_images_drops_the_former(place: str, packed: Path) -> None:
+    found, local = images(place), read_all(images(packed), range(600))
+    for start in (0, 300, 100, 340):
+        found.expect(range(start, start + 256))
+        assert [found.read(i) for i in range(start, start + 5)] == local[start : start + 5]
+    assert found.read(7) == local[7], "not expected"
+    assert isinstance(found, StoreImages)
+    reader = found._reader_of_this_process()
+    assert reader
+    found.expect([])
+    assert not reader._reads
+    assert not reader._bytes
+
+
+def resident_kib() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() // 1024
+
+
+def measure_epochs(place: str, epochs: int) -> list[int]:
+    """Return the resident memory of a process that reads, after each epoch."""
+    found, sizes = images(place), []
+    for epoch in range(epochs):
+        order = np.random.default_rng(epoch).permutation(len(found)).tolist()
+        for start in range(0, len(order), 64):
+            found.expect(order[start : start + 192])
+            for i in order[start : start + 64]:
+                found.read(i)
+        sizes.append(resident_kib())
+    return sizes
+
+
+@pytest.mark.full
+def test_memory_stays_flat_over_epochs(place: str) -> None:
+    with get_context("spawn").Pool(1) as pool:
+        sizes = pool.apply(measure_epochs, (place, 8))
+    assert sizes[-1] - sizes[1] < 4096, sizes
+
+
+# --- the cache
+
+
+def keep(place: str, cache: Path, gib: float = 1) -> Images:
+    return images(place, f"data.cache={cache}", f"data.cache_gib={gib}")
+
+
+def test_the_second_epoch_comes_from_the_cache(
+    tmp_path: Path, place: str, packed: Path, fault_proxy: FaultProxy
+) -> None:
+    local = read_all(images(packed))
+    assert read_all(keep(place, tmp_path / "cache")) == local
+    found = keep(place, tmp_path / "cache")  # as in another start
+    fault_proxy.die()
+    assert read_all(found) == local
+    (folder,) = (tmp_path / "cache").iterdir()
+    assert folder.name == pack.read_summary(packed)["index"][:16]
+
+
+def test_what_the_cache_returns_is_verified_and_read_again_if_it_has_changed(
+    tmp_path: Path, place: str, packed: Path, fault_proxy: FaultProxy
+) -> None:
+    local = read_all(images(packed))
+    read_all(keep(place, tmp_path / "cache"))
+    (folder,) = (tmp_path / "cache").iterdir()
+    offset = int(pack.open_index(packed).train.places[3 * 5 + 1])
+    with open(folder / "train-0000.tar", "r+b") as file:
+        file.seek(offset + 3)
+        file.write(b"\xff\xff")
+    (folder / pack.INDEX).write_bytes(b"torn")
+    found = keep(place, tmp_path / "cache")
+    asked = ranged_reads(fault_proxy)
+    assert read_all(found) == local
+    assert ranged_reads(fault_proxy) - asked == 1
+    assert read_all(found) == local
+    assert ranged_reads(fault_proxy) - asked == 1
+    os.truncate(folder / "train-0000.tar", 1000)
+    assert read_all(keep(place, tmp_path / "cache")) == local
+
+
+def test_several_processes_and_workers_share_the_cache(
+    tmp_path: Path, place: str, packed: Path, fault_proxy: FaultProxy
+) -> None:
+    words = ("data.source=pack", "data.workers=2", f"data.cache={tmp_path / 'cache'}")
+    expected, _ = stream(packed, range(29), "data.source=pack", "data.workers=0")  # all but 45 images of an epoch
+    assert stream(place, range(29), *words, world=2)[0] == expected  # type: ignore[arg-type]
+    asked = ranged_reads(fault_proxy)
+    assert stream(place, range(29), *words, world=1)[0] == expected  # type: ignore[arg-type]
+    assert ranged_reads(fault_proxy) - asked == 1, "the one that finds out whether the store honours ranges"
+
+
+def test_the_cache_keeps_its_limit(tmp_path: Path, place: str, packed: Path, fault_proxy: FaultProxy) -> None:
+    limit = 200 << 10
+    found = keep(place, tmp_path / "cache", limit / 2**30)
+    local = read_all(images(packed))
+    assert read_all(found) == local
+    (folder,) = (tmp_path / "cache").iterdir()
+    assert 0.8 * limit < (folder / "train-0000.tar").stat().st_blocks * 512 <= limit + 8192
+    asked = ranged_reads(fault_proxy)
+    assert read_all(found) == local
+    assert 1000 < ranged_reads(fault_proxy) - asked < len(found)
+
+
+@pytest.mark.parametrize("options", ["remount,size=512k", "remount,ro"])
+def test_a_cache_that_cannot_be_written_is_reported_once_and_done_without(
+    small_disk: Path, place: str, packed: Path, capfd: pytest.CaptureFixture[str], options: str
+) -> None:
+    subprocess.run(["mount", "-o", options, str(small_disk)], check=True)
+    local = read_all(images(packed))
+    found = keep(place, small_disk / "cache")
+    capfd.readouterr()
+    for _ in range(2):
+        assert read_all(found) == local
+    reported = [line for line in capfd.readouterr().err.splitlines() if "data.cache" in line]
+    assert len(reported) <= 1
+    if "size" in options:
+        assert "cannot be written (No space left on device): nothing more is kept there" in reported[0]
+
+
+# --- stores and requests that are refused
+
+
+def refused(function: Callable[[], object]) -> str:
+    with pytest.raises(RequestError) as raised:
+        function()
+    return str(raised.value)
+
+
+def test_a_store_that_ignores_ranges_is_refused(weak_bucket: Bucket, packed: Path) -> None:
+    place = upload(weak_bucket, packed)
+    line = refused(lambda: images(place))
+    assert line == (
+        f"data.root={place}: the store answers a read of a part of an object with 200, not 206: use a store that"
+        " honours ranges, or copy the pack to a disk"
+    )
+
+
+def test_an_object_is_never_read_whole(tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own server ignores ranges and signatures, and sends the whole file."""
+    (tmp_path / "bucket").mkdir()
+    with open(tmp_path / "bucket/large", "wb") as file:
+        file.truncate(1 << 34)
+    port = free_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", "--directory", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        reader = RangeReader("s3://bucket")
+        try:
+            with pytest.raises(RangesIgnoredError, match="status 200 and not 206"):
+                read_ranged(reader)
+            before = resident_kib()
+            start = time.monotonic()
+            with pytest.raises(RangesIgnoredError):
+                read_ranged(reader)
+        finally:
+            server.kill()
+            reader.close()
+    assert time.monotonic() - start < 10 * SHARING
+    assert resident_kib() - before < 16 << 10
+
+
+def read_ranged(reader: RangeReader) -> bytes:
+    end = time.monotonic() + 20 * SHARING
+    while True:
+        try:
+            return reader.take(Range("large", 10, 100, 0))
+        except RangesIgnoredError:
+            raise
+        except OutageError:
+            assert time.monotonic() < end, "the server does not start"
+
+
+def test_wrong_requests_are_refused_with_a_remedy(bucket: Bucket, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = f"{bucket.place}/nothing"
+    assert refused(lambda: images(empty)) == (
+        f"data.root={empty} holds no complete pack (pack.json is missing): make one with 'pipeline data pack SRC"
+        f" {empty}'"
+    )
+    assert "there is no such bucket" in refused(lambda: images("s3://no-such-bucket-here/digits"))
+    bucket.write("digits/train-0000.tar", b"short")
+    assert f"the pack {place} is damaged: train-0000.tar has 5 bytes" in refused(lambda: images(place))
+    bucket.delete("digits/train-0000.tar")
+    assert "train-0000.tar does not exist" in refused(lambda: images(place))
+    bucket.write("digits/pack.index", b"torn")
+    assert "pack.index cannot be read (not an index)" in refused(lambda: images(place))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    assert "check the credentials in the environment" in refused(lambda: images(place))
+
+
+@pytest.mark.full
+def test_a_start_exits_75_without_an_answer_and_2_with_wrong_credentials(
+    tmp_path: Path, place: str, bucket: Bucket
+) -> None:
+    words = ["train", *job(tmp_path / "run", place).arguments, f"run.dir={tmp_path / 'run'}"]
+    away = pipeline(*words, AWS_ENDPOINT_URL=f"http://127.0.0.1:{free_port()}")
+    assert away.code == 75
+    assert f"the store is out of reach ({place}/pack.json" in away.error
+    wrong = pipeline(*words, AWS_SECRET_ACCESS_KEY="wrong")
+    assert wrong.code == 2
+    assert "check the credentials" in wrong.error
+    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").glob("failure.json"))
+
+
+def test_other_data_imports_none_of_it(digits: Path) -> None:
+    code = (
+        "import sys, pipeline.train.session; from pipeline.config.load import load\n"
+        "from pipeline.data.sources import open_source\n"
+        f"open_source(load('digits', ['data.root={digits}'])).train.read(0)\n"
+        "names = ('boto3', 'botocore', 'pycurl', 'pipeline.data.ranges', 'pipeline.data.remote')\n"
+        "print([name for name in names if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
