@@ -231,7 +231,7 @@ def test_bash_completes_keys_and_their_values(shell: Path) -> None:
     assert keys == [f"{key}=" for key in all_keys() if key.startswith("train.")]
     assert values == ["cosine", "step", "linear", "constant"]
     assert cut == ["cosine"]
-    assert after_flag == ["checkpoint.every=", "checkpoint.keep="]
+    assert after_flag == ["checkpoint.every=", "checkpoint.keep=", "checkpoint.mirror="]
     assert absent == ["auto", "none"]
 
 
