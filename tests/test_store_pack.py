@@ -127,8 +127,8 @@ def test_a_killed_pack_resumes_and_ends_with_the_same_objects(
 
 def test_two_starts_of_one_request_make_one_pack(images: Path, local: Path, bucket: Bucket, tmp_path: Path) -> None:
     words = ("data", "pack", str(images), f"{bucket.place}/pack")
-    results = [finish(process) for process in [start(*words, tmp=tmp_path / "tmp") for _ in range(3)]]
-    assert [result.code for result in results] == [0, 0, 0], results
+    results = [finish(process) for process in [start(*words, tmp=tmp_path / "tmp") for _ in range(2)]]
+    assert [result.code for result in results] == [0, 0], results
     assert len({result.out for result in results}) == 1
     assert objects(bucket) == files(local)
 

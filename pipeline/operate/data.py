@@ -17,7 +17,7 @@ import numpy as np
 from pipeline.data import checksums, manifest, pack, sources
 from pipeline.data.access import UnreadableError, check_folder
 from pipeline.data.index import Index, Split
-from pipeline.data.store import Store
+from pipeline.data.store import ConflictError, MissingError, Store
 from pipeline.errors import RequestError, StorageError, TemporaryError
 from pipeline.files import atomic_write
 
@@ -207,9 +207,12 @@ def _read_shards(store: Store, names: list[str]) -> Iterator[tuple[BinaryIO, str
 
 def _read_shard(store: Store, name: str) -> tuple[BinaryIO, str]:
     file, sha256 = tempfile.TemporaryFile(), hashlib.sha256()  # noqa: SIM115 — returned open
-    for part in store.stream(name):
-        file.write(part)
-        sha256.update(part)
+    try:
+        for part in store.stream(name):
+            file.write(part)
+            sha256.update(part)
+    except (ConflictError, MissingError):
+        raise TemporaryError(f"{store}/{name} was replaced or deleted during the check: check it again") from None
     file.flush()
     return file, sha256.hexdigest()
 
