@@ -286,7 +286,7 @@ def _refusal(place: str, error: Any) -> Exception:
         return _no_bucket(place)
     if status == 404:
         return _missing(place)
-    if status == 403 or code in _REQUEST_ERRORS:
+    if status in (403, 405, 501) or code in _REQUEST_ERRORS:
         return RequestError(
             f"{place} is refused by the store ({status} {code}: {message}): check the credentials in the environment"
             " (AWS_ACCESS_KEY_ID, AWS_PROFILE), their rights, and AWS_ENDPOINT_URL"

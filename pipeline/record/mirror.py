@@ -44,7 +44,7 @@ class Mirror:
         self._is_wanted, self._is_over = threading.Event(), threading.Event()
         self._has_given_up = False
         self._thread: threading.Thread | None = None
-        self.error: RunError | OSError | None = None
+        self.error: Exception | None = None
         """Why the last upload failed, or None."""
         self.failures: list[str] = []
         """Why saves were not uploaded at once, for the journal."""
@@ -169,7 +169,7 @@ class Mirror:
                 self.error = None
                 if is_last:
                     return
-            except (RunError, OSError) as error:
+            except Exception as error:  # whatever it is, training goes on without the mirror
                 self.error = error
                 if self._has_given_up:
                     return
