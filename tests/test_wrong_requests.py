@@ -275,7 +275,7 @@ train resnet50-v2 --nproc 2 | 'pipeline data import imagenet ARCHIVES data/image
 train resnet50-fast data.workers=0 | ARCHIVES data/imagenet-500 --pack max-side=500,q=90'
 train imagenette data.workers=0 | 'pipeline data get imagenette data/imagenette'
 train digits data.source=folder data.root=nowhere | 'pipeline data make synthetic nowhere'
-train digits data.source=folder data.root=s3://bucket/data | pack a folder into the bucket with
+train digits data.source=folder data.root=s3://bucket/data | needs data.source=pack: pack a folder into the bucket
 train digits data.source=folder data.root=gs://bucket/data | copy the data to this machine and give its folder
 train digits data.source=pack data.root=gs://bucket/data | copy the data to this machine and give its folder
 train digits data.source=pack data.root=s3://B/data | s3://B/data is not allowed: give s3://bucket/prefix

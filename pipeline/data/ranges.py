@@ -22,7 +22,7 @@ import select
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -86,7 +86,7 @@ class _Read:
     wrong_attempts: int = 0
     failing_since: float = 0
     reason: str = ""
-    """Why the last attempt failed."""
+    """The error of the last attempt."""
     status: int = 0
     """HTTP status of the last attempt; 0: no answer."""
 
@@ -101,14 +101,16 @@ class _Read:
 
 
 class RangeReader:
-    """Reads parts of the objects of a store. Belongs to one thread of one process."""
+    """Reads parts of the objects of a store, by number. Belongs to one thread of one process."""
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, locate: Callable[[int], Range]) -> None:
+        """locate: returns where the part of a number is."""
         self._store = Store(place)
-        self._reads: dict[Range, _Read] = {}
-        self._uses: Counter[Range] = Counter()
+        self._locate = locate
+        self._reads: dict[int, _Read] = {}
+        self._uses: Counter[int] = Counter()
         """Number of times that each expected part will be taken (repeated augmentation)."""
-        self._expected: deque[Range] = deque()
+        self._expected: deque[int] = deque()
         """Expected parts whose read has not begun, in order."""
         self._waiting: list[_Read] = []
         """Reads whose next attempt has to wait."""
@@ -130,40 +132,37 @@ class RangeReader:
         self._multi.setopt(pycurl.M_TIMERFUNCTION, self._set_timer)
         self._multi.setopt(pycurl.M_MAXCONNECTS, MAX_READS)
 
-    def expect(self, ranges: Iterable[Range]) -> None:
+    def expect(self, numbers: list[int]) -> None:
         """Begin to read what will be taken next, in this order. Other reads are dropped."""
-        self._uses = Counter()
-        self._expected.clear()
-        for part in ranges:
-            if part not in self._reads and part not in self._uses:
-                self._expected.append(part)
-            self._uses[part] += 1
-        for part in [part for part in self._reads if part not in self._uses]:
-            self._drop(part)
+        self._uses = Counter(numbers)
+        for number in self._reads.keys() - self._uses.keys():
+            self._drop(number)
+        self._expected = deque(number for number in self._uses if number not in self._reads)
         self._pump(0)
 
-    def take(self, part: Range) -> bytes:
+    def take(self, number: int) -> bytes:
         """Return the bytes of a part, expected or not.
 
         Raises UnreadableError if the object has other bytes there, OutageError if the store does
         not return it for some seconds; the next call then waits again.
         """
         start = time.monotonic()
-        if part not in self._reads:
-            self._begin(part)
-        read = self._reads[part]
+        if number not in self._reads:
+            self._begin(number, self._locate(number))
+        read = self._reads[number]
         self._pump(0)
         while read.data is None:
             if read.wrong_attempts >= _MAX_WRONG:
-                self._drop(part)
+                self._drop(number)
+                part = read.range
                 raise UnreadableError(f"{part.name} has changed at byte {part.offset:,} since it was packed")
             is_failing = read.failed_attempts >= _PATIENCE
             if is_failing and time.monotonic() - max(start, read.failing_since) > _PATIENCE_S:
                 raise self._outage(read)
             self._pump(1)
-        self._uses[part] -= 1
-        if self._uses[part] <= 0:
-            self._drop(part)
+        self._uses[number] -= 1
+        if self._uses[number] <= 0:
+            self._drop(number)
             self._begin_expected()
         return read.data
 
@@ -186,8 +185,8 @@ class RangeReader:
 
     def close(self) -> None:
         """End all reads and close all connections."""
-        for part in list(self._reads):
-            self._drop(part)
+        for number in list(self._reads):
+            self._drop(number)
         self._multi.close()
         for handle in self._idle:
             handle.close()
@@ -196,19 +195,20 @@ class RangeReader:
     def _begin_expected(self) -> None:
         """Begin expected reads as far as the limits allow."""
         while self._expected and len(self._reads) < MAX_READS:
-            if self._reads and self._bytes + self._expected[0].size > MAX_BYTES:
+            part = self._locate(self._expected[0])
+            if self._reads and self._bytes + part.size > MAX_BYTES:
                 return
-            self._begin(self._expected.popleft())
+            self._begin(self._expected.popleft(), part)
 
-    def _begin(self, part: Range) -> None:
-        if part not in self._reads:  # it may have been taken before its turn
+    def _begin(self, number: int, part: Range) -> None:
+        if number not in self._reads:  # it may have been taken before its turn
             self._bytes += part.size
-            self._reads[part] = _Read(part)
-            self._attempt(self._reads[part])
+            self._reads[number] = _Read(part)
+            self._attempt(self._reads[number])
 
-    def _drop(self, part: Range) -> None:
-        read = self._reads.pop(part)
-        self._bytes -= part.size
+    def _drop(self, number: int) -> None:
+        read = self._reads.pop(number)
+        self._bytes -= read.range.size
         if read.handle:
             self._release(read)
         elif read in self._waiting:

@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,16 +123,19 @@ class StoreImages(SplitImages):
         part = self.part(i)
         data = self.cache.read(i, part) if self.cache else None
         if data is None:
-            data = self._reader().take(part)
+            data = self._reader().take(i)
             if self.cache:
                 self.cache.write(i, part, data)
         return file_or_pixels(data)
 
     def expect(self, samples: Iterable[int]) -> None:
-        cache = self.cache
-        missing = [i for i in samples if not (cache and cache.has(i))]
-        if missing or self._reader_of_this_process():
-            self._reader().expect(self._parts(missing))
+        wanted = list(samples)
+        sizes = self.split.sizes[wanted].tolist()
+        wanted = [i for i, size in zip(wanted, sizes, strict=True) if 0 < size <= MAX_FILE_BYTES]
+        if self.cache:
+            wanted = [i for i in wanted if not self.cache.has(i)]
+        if wanted or self._reader_of_this_process():
+            self._reader().expect(wanted)
 
     def pop_failed_reads(self) -> list[int]:
         reader = self._reader_of_this_process()
@@ -142,13 +145,6 @@ class StoreImages(SplitImages):
         """Return where image i is."""
         shard, offset, crc = self.split.places[3 * i : 3 * i + 3].tolist()
         return Range(shard_name(self.split_name, shard), offset, self.size(i), crc)
-
-    def _parts(self, samples: list[int]) -> Iterator[Range]:
-        """Yield where the images are that can be read."""
-        sizes = self.split.sizes[samples].tolist()
-        for (shard, offset, crc), size in zip(self.split.places.reshape(-1, 3)[samples].tolist(), sizes, strict=True):
-            if 0 < size <= MAX_FILE_BYTES:
-                yield Range(shard_name(self.split_name, shard), offset, size, crc)
 
     def _reader_of_this_process(self) -> RangeReader | None:
         """Return the reader of this thread and process, if it has one: a fork needs its own."""
@@ -164,7 +160,7 @@ class StoreImages(SplitImages):
     def _reader(self) -> RangeReader:
         reader = self._reader_of_this_process()
         if not reader:
-            reader = RangeReader(str(self.root))
+            reader = RangeReader(str(self.root), self.part)
             self._local.reader = os.getpid(), reader
         return reader
 
@@ -195,9 +191,9 @@ def check_ranges(store: Store, index: Index) -> None:
     Raises OutageError if it does not answer.
     """
     images = StoreImages(store, index.train, "train")
-    reader = RangeReader(str(store))
+    reader = RangeReader(str(store), images.part)
     try:
-        reader.take(images.part(int(np.argmax(index.train.sizes > 0))))
+        reader.take(int(np.argmax(index.train.sizes > 0)))
     except RangesIgnoredError as error:
         problem = f"data.root={store}: the store answers a read of a part of an object with {error.status}, not 206"
         remedy = "check AWS_REGION and AWS_ENDPOINT_URL"

@@ -179,9 +179,10 @@ class Mirror:
 
     def _upload(self) -> None:
         self._lease.check()
+        # listed first: a checkpoint that is saved meanwhile may be ahead of the records
+        here = [path.name for path in list_checkpoints(self._folder.checkpoints) if path.is_file()]
         for record in self._records():
             self._upload_record(record)
-        here = [path.name for path in list_checkpoints(self._folder.checkpoints) if path.is_file()]
         there = self._checkpoint_names()
         for name in here:
             if name not in there:
