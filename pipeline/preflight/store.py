@@ -35,12 +35,12 @@ def check_reads(images: Images) -> str:
 
     assert isinstance(images, StoreImages)
     present = np.flatnonzero(images.split.sizes > 0)
-    reader, seconds = RangeReader(str(images.root)), []
+    reader, seconds = RangeReader(str(images.root), images.part), []
     try:
         for i in present[:: -(-len(present) // _READS)].tolist():
             start = time.perf_counter()
             with contextlib.suppress(UnreadableError):  # the check of the images names it
-                reader.take(images.part(i))
+                reader.take(i)
             seconds.append(time.perf_counter() - start)
     finally:
         reader.close()
