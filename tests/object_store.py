@@ -295,7 +295,8 @@ class FaultProxy:
             while await self._forward(reader, writer, answers, server):
                 pass
         except (OSError, EOFError, asyncio.CancelledError):
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset, if it is ours
+            with contextlib.suppress(OSError):  # the client has closed it
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset it
         finally:
             if server:
                 server.transport.abort()

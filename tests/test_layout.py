@@ -88,9 +88,11 @@ def test_the_stops_from_data_to_weights_in_the_design_exist() -> None:
         assert any(last in body for body in bodies[:number]), f"no earlier stop names {name}"
 
 
-def test_only_their_own_modules_import_mlflow_and_docker() -> None:
+def test_only_their_own_modules_import_mlflow_docker_and_clients_of_stores() -> None:
     assert importers("mlflow") <= {module for module in FILES if module.startswith("pipeline.record.mlflow")}
     assert importers("docker") <= {"pipeline.deploy.rehearse"}
+    assert importers("boto3") == {"pipeline.data.store"}
+    assert importers("pycurl") == {"pipeline.data.ranges"}
 
 
 def test_nothing_is_unpickled() -> None:
