@@ -69,7 +69,9 @@ def checkpoints(bucket: Bucket) -> list[str]:
 
 
 @pytest.mark.fault("K3", ci=1, long=10)
-@pytest.mark.parametrize("slow_ms", [0, 150], ids=["between uploads", "while it uploads"])
+@pytest.mark.parametrize(
+    "slow_ms", [pytest.param(0, id="between uploads", marks=pytest.mark.long), pytest.param(150, id="while it uploads")]
+)
 def test_a_run_that_lost_its_disk_continues_elsewhere_as_one_run(
     tmp_path: Path, make_job: Callable[..., Mirrored], fault_proxy: FaultProxy, expected: Result, seed: int,
     slow_ms: int, notes: Notes,

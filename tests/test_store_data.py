@@ -107,8 +107,11 @@ def check_no_secret(run: Job, bucket: Bucket) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.fault("K1", ci=2, long=20)
-@pytest.mark.parametrize(("world", "workers"), [(1, 2), (2, 0), (4, 2)])
+@pytest.mark.fault("K1", ci=1, long=20)
+@pytest.mark.parametrize(
+    ("world", "workers"),
+    [(1, 2), pytest.param(2, 0, marks=pytest.mark.long), pytest.param(4, 2, marks=pytest.mark.long)],
+)
 def test_a_run_with_5_percent_of_failing_reads_trains_the_same(
     tmp_path: Path, place: str, bucket: Bucket, fault_proxy: FaultProxy, uninterrupted: Job,
     world: int, workers: int, seed: int,

@@ -48,7 +48,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
 
 @pytest.mark.full
 @pytest.mark.fault("K5", ci=1, long=10)
-@pytest.mark.parametrize("loss", ["killed", "frozen"])
+@pytest.mark.parametrize("loss", ["killed", pytest.param("frozen", marks=pytest.mark.long)])
 def test_node_0_lost_with_its_disk_comes_back_bit_identical(
     tmp_path: Path, digits: Path, bucket: Bucket, undisturbed: Job, loss: str, seed: int, notes: Notes
 ) -> None:
@@ -77,7 +77,7 @@ def test_node_0_lost_with_its_disk_comes_back_bit_identical(
     assert bucket.read("runs/digits/journal.jsonl") == (pods.run.folder / "journal.jsonl").read_bytes()
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.fault("L2", ci=1, long=5)
 def test_a_suspended_job_loses_its_disks_and_no_step(
     tmp_path: Path, digits: Path, bucket: Bucket, undisturbed: Job, seed: int, notes: Notes
@@ -98,7 +98,7 @@ def test_a_suspended_job_loses_its_disks_and_no_step(
         _assert_same(pods.run, undisturbed)
 
 
-@pytest.mark.full
+@pytest.mark.long
 @pytest.mark.fault("L3", ci=1, long=5)
 def test_node_0_lost_with_its_disk_after_the_last_step_does_not_keep_the_job_from_completing(
     tmp_path: Path, digits: Path, bucket: Bucket
