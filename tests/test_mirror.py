@@ -21,6 +21,7 @@ from object_store import Bucket, FaultProxy
 
 from pipeline.data.store import Store
 from pipeline.record.checkpoint_files import step_of
+from pipeline.record.folder import RunFolder
 from pipeline.record.lease import LEASE_S, Lease
 
 LEASE = 3
@@ -251,7 +252,7 @@ def test_a_stopped_run_says_what_the_bucket_lacks(make_job: Callable[..., Mirror
 
 @pytest.mark.parametrize(
     ("words", "says"),
-    [(["run.resume=never"], "holds a run, and run.resume is not auto: give another prefix, or remove what it holds"),
+    [(["run.resume=never"], "holds a run, and run.resume=never: give another prefix, or remove what it holds"),
      (["optimizer.lr=0.2"], "optimizer.lr")],
 )  # fmt: skip
 def test_another_request_is_refused(make_job: Callable[..., Mirrored], words: list[str], says: str) -> None:
@@ -323,9 +324,9 @@ def test_of_two_processes_one_gets_the_lease(bucket: Bucket) -> None:
     leases[0].take()
     with pytest.raises(Exception, match="is held by process"):
         leases[1].take()
-    leases[0].drop()
+    leases[0].drop(is_released=True)
     leases[1].take()
-    leases[1].drop()
+    leases[1].drop(is_released=True)
 
 
 def test_a_run_killed_before_its_first_save_stays_one_run(
@@ -361,3 +362,87 @@ def test_doctor_looks_into_the_mirror(make_job: Callable[..., Mirrored]) -> None
     refused = pipeline(*words, "optimizer.lr=0.3", **node)
     assert refused.code == 2
     assert "optimizer.lr" in refused.error
+
+
+def test_a_folder_that_is_behind_replaces_nothing_in_the_mirror(
+    make_job: Callable[..., Mirrored], bucket: Bucket, tmp_path: Path
+) -> None:
+    old = make_job("train.max_steps=8", name="old")
+    old.run()
+    make_job("train.max_steps=30", name="new").run()
+    before = set(checkpoints(bucket))
+    for resume in ("never", str(old.checkpoints()[0])):
+        refused = make_job("train.max_steps=8", f"run.resume={resume}", name="old").run()
+        assert refused.code == 2
+        assert "give another prefix, or remove what it holds" in refused.error
+    assert set(checkpoints(bucket)) == before
+
+
+def test_machines_that_take_turns_send_each_metric_once(tmp_path: Path, make_job: Callable[..., Mirrored]) -> None:
+    """The second is lost before it saves, so that the first trains its steps again."""
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    never = ("checkpoint.every=1000 epochs", "evaluate.every=1000 epochs", "train.epochs=1000", f"track.uri={uri}")
+    first, second = make_job(*never, name="first"), make_job(*never, name="second")
+    first.start()
+    first.wait_for_step(10)
+    assert first.process
+    kill(first.process.pid, signal.SIGTERM)
+    assert first.wait(120).code == 75
+    second.start()
+    second.wait_for_step(40)
+    time.sleep(2)  # for its sender
+    second.kill_with_disk()
+    first.arguments.append("train.max_steps=60")
+    assert first.run().code == 0
+    client = MlflowClient(uri)
+    (run,) = client.search_runs(["1"])
+    steps = Counter(metric.step for metric in client.get_metric_history(run.info.run_id, "train/loss"))
+    assert set(steps.values()) == {1}, steps
+    assert run.info.status == "FINISHED"
+
+
+def test_a_restore_that_was_killed_keeps_the_best_model(make_job: Callable[..., Mirrored], bucket: Bucket) -> None:
+    job = make_job("checkpoint.keep=2")
+    job.run()
+    names = sorted(checkpoints(bucket))
+    shutil.rmtree(job.folder)
+    RunFolder(job.folder).checkpoints.mkdir(parents=True)
+    (job.folder / "checkpoints" / names[0]).write_bytes(bucket.read(f"run/checkpoints/{names[0]}"))
+    assert job.run().code == 0
+    assert sorted(checkpoints(bucket)) == sorted(path.name for path in job.checkpoints()) == names
+
+
+def test_a_stalled_store_delays_no_stop(make_job: Callable[..., Mirrored], fault_proxy: FaultProxy) -> None:
+    job = make_job("train.epochs=1000", "checkpoint.every=1000 epochs", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="15")
+    job.start()
+    job.wait_for_step(10)
+    fault_proxy.rates = {"stall": 1}
+    assert job.process
+    stopped = time.monotonic()
+    kill(job.process.pid, signal.SIGTERM)
+    result = job.wait(60)
+    assert result.code == 75
+    assert time.monotonic() - stopped < 15 + 5 * SHARING
+    assert "lacks" in result.err
+
+
+def test_a_signal_ends_the_wait_for_a_lease(make_job: Callable[..., Mirrored], bucket: Bucket) -> None:
+    lease = Lease(Store(bucket.place + "/run"), "another folder")
+    lease.take()
+    job = make_job("train.max_steps=8")
+    job.start()
+    job.wait_until(lambda: "waiting up to" in job.folder.with_suffix(".err").read_text(), "the wait", 60)
+    assert job.process
+    kill(job.process.pid, signal.SIGTERM)
+    assert job.wait(5 * SHARING).code == 75
+    lease.drop(is_released=True)
+
+
+def test_an_endpoint_with_a_password_is_refused_and_not_shown(
+    make_job: Callable[..., Mirrored], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://user:geheim@127.0.0.1:1")
+    refused = make_job().run()
+    assert refused.code == 2
+    assert "AWS_ENDPOINT_URL holds a user or a password" in refused.error
+    assert "geheim" not in refused.err

@@ -10,7 +10,7 @@ boto3 in a training that names no bucket.
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -62,7 +62,7 @@ class StoredObject:
     modified: datetime
     """By the store's clock."""
     seen: datetime | None = None
-    """Time of the answer by the store's clock; None in a listing."""
+    """Time of the answer by the store's clock; None in a listing, or if the store does not say."""
 
     @property
     def age_s(self) -> float:
@@ -102,8 +102,7 @@ class Store:
         except MissingError:
             self._check_bucket()  # the answer to HEAD does not tell a missing bucket
             return None
-        seen = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
-        return StoredObject(name, answer["ContentLength"], answer["ETag"], answer["LastModified"], seen)
+        return _stored_object(name, answer)
 
     def _check_bucket(self) -> None:
         try:
@@ -114,13 +113,13 @@ class Store:
 
     def read(self, name: str, limit: int | None = None) -> bytes:
         """Return an object. Raises MissingError, RequestError if it has more than `limit` bytes."""
-        return self.read_tagged(name, limit)[0]
+        return self.read_described(name, limit)[0]
 
-    def read_tagged(self, name: str, limit: int | None = None) -> tuple[bytes, str]:
-        """Return an object and its etag. Raises as `read` does."""
+    def read_described(self, name: str, limit: int | None = None) -> tuple[bytes, StoredObject]:
+        """Return an object, and what the store says about it. Raises as `read` does."""
         return self._get(name, limit)
 
-    def _get(self, name: str, limit: int | None = None, **conditions: str) -> tuple[bytes, str]:
+    def _get(self, name: str, limit: int | None = None, **conditions: str) -> tuple[bytes, StoredObject]:
         from botocore.exceptions import BotoCoreError
         from urllib3.exceptions import HTTPError
 
@@ -135,7 +134,7 @@ class Store:
                     answer["Body"].close()
                     raise RequestError(f"{self.place}/{name} has {size:,} bytes, more than the {limit:,} allowed")
                 try:
-                    return answer["Body"].read(), answer["ETag"]
+                    return answer["Body"].read(), _stored_object(name, answer)
                 except (BotoCoreError, HTTPError):  # boto3 repeats a request, but not for a body that breaks off
                     if attempt == _ATTEMPTS:
                         raise
@@ -177,21 +176,22 @@ class Store:
         except ConflictError as conflict:
             if conflict.is_repeated:
                 with suppress(MissingError):
-                    found, etag = self.read_tagged(name)
-                    if found == data:
-                        return etag
+                    contents, found = self.read_described(name)
+                    if contents == data:
+                        return found.etag
             raise
         return str(answer["ETag"])
 
-    def upload(self, path: Path, name: str) -> None:
+    def upload(self, path: Path, name: str, on_progress: Callable[[int], None] | None = None) -> None:
         """Write a file as an object, a large one in parts. It is visible only once it is complete.
 
-        Raises OSError if the file cannot be read.
+        on_progress: called with the number of bytes of each part of a request that was sent. Raises
+        OSError if the file cannot be read.
         """
         with self._requesting(name):
             # without threads: the upload may run in a thread that outlives the main one
             config = _transfer_config(use_threads=False)
-            self._client.upload_file(str(path), self.bucket, self.key(name), Config=config)
+            self._client.upload_file(str(path), self.bucket, self.key(name), Callback=on_progress, Config=config)
 
     def list(self, folder: str = "") -> Iterator[StoredObject]:
         """Yield the objects whose names start with `folder`, in the order of their names."""
@@ -255,6 +255,9 @@ def _connect(place: str) -> Any:
         ) from None
     from botocore.exceptions import BotoCoreError
 
+    for variable in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        if "@" in os.environ.get(variable, "").partition("://")[2]:
+            raise RequestError(f"{variable} holds a user or a password: give them in AWS_ACCESS_KEY_ID and so on")
     options = Config(
         connect_timeout=_CONNECT_TIMEOUT_S, read_timeout=_READ_TIMEOUT_S, max_pool_connections=16,
         retries={"mode": "standard", "total_max_attempts": _ATTEMPTS}, tcp_keepalive=True,
@@ -274,6 +277,13 @@ def _transfer_config(**options: Any) -> Any:
     return TransferConfig(
         multipart_threshold=2 * _PART_BYTES, multipart_chunksize=_PART_BYTES, max_concurrency=4, **options
     )
+
+
+def _stored_object(name: str, answer: Any) -> StoredObject:
+    """Return what an answer of the store says about an object."""
+    date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+    seen = parsedate_to_datetime(date) if date else None
+    return StoredObject(name, answer["ContentLength"], answer["ETag"], answer["LastModified"], seen)
 
 
 def _refusal(place: str, error: Any) -> Exception:

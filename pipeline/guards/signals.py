@@ -7,13 +7,16 @@ wake-up file descriptor at once. It is a pipe, from which any thread learns of t
 
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeline.errors import TemporaryError
 
+T = TypeVar("T")
 _SHUTDOWN_TIMEOUT_S = 30  # torchrun's default
 _MARGIN_S = 5  # for what follows
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -42,8 +45,10 @@ class StopRequest:
                 self._note()
         return self._asked_at is not None
 
-    def seconds_left(self) -> float:
-        """Return how long this process may still take until its launcher kills it."""
+    def seconds_left(self) -> float | None:
+        """Return how long this process may take until its launcher kills it; None: no signal."""
+        if not self.is_set():
+            return None
         timeout_s = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_TIMEOUT_S))
         return max(0.0, timeout_s - _MARGIN_S - (time.monotonic() - (self._asked_at or time.monotonic())))
 
@@ -67,14 +72,36 @@ class StopRequest:
         with self._handled_by(stop):
             yield
 
+    def run(self, work: Callable[[], T]) -> T:
+        """Return the result of `work`, done in a thread. Raises TemporaryError at a signal.
+
+        For work in a library that takes an exception of a signal's handler for one of its own.
+        """
+        result: Future[T] = Future()
+
+        def call() -> None:
+            try:
+                result.set_result(work())
+            except BaseException as error:
+                result.set_exception(error)
+
+        threading.Thread(target=call, name="stoppable", daemon=True).start()
+        while not result.done():
+            if self.is_set():
+                raise TemporaryError(_TOO_EARLY)
+            wait([result], timeout=0.1)
+        return result.result()
+
     @contextmanager
     def _handled_by(self, handler: Any) -> Iterator[None]:
-        if self._asked_at is not None:
+        if self.is_set():
             raise TemporaryError(_TOO_EARLY)
         previous = [signal.signal(number, handler) for number in _SIGNALS]
-        yield
-        for number, handler_before in zip(_SIGNALS, previous, strict=True):
-            signal.signal(number, handler_before)
+        try:
+            yield
+        finally:
+            for number, handler_before in zip(_SIGNALS, previous, strict=True):
+                signal.signal(number, handler_before)
 
     def _set_flag(self, number: int, frame: object) -> None:
         self._note()

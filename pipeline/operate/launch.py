@@ -58,10 +58,9 @@ def train(
         folder.hold()  # if another process holds the folder, fail now and name it
         folder.release()  # rank 0 takes the lock
         return start_processes(nproc, ["train", recipe, *overrides], numa_binding)
-    prepare = None
+    prepare, mirror = None, None
     if here.is_main:
-        with stop.raise_on_signal():
-            mirror = _open_mirror(config, folder)
+        mirror = stop.run(partial(_open_mirror, config, folder)) if config.checkpoint.mirror else None
         try:
             config = _config_after_restart(config)
             source, plan = check_request(config, here, folder)
@@ -77,7 +76,13 @@ def train(
     with _freeze_imports():
         from pipeline.train.session import run_training
 
-    return run_training(config, here, folder, prepare, stop)
+    try:
+        return run_training(config, here, folder, prepare, stop)
+    except RunError:
+        if mirror:  # it is still open after an error before the first step
+            mirror.start()
+            mirror.close(stop.seconds_left)
+        raise
 
 
 def check_request(config: Config, here: World, folder: RunFolder) -> tuple[Source, Plan]:
@@ -91,21 +96,19 @@ def check_request(config: Config, here: World, folder: RunFolder) -> tuple[Sourc
     return source, plan
 
 
-def _open_mirror(config: Config, folder: RunFolder) -> Mirror | None:
+def _open_mirror(config: Config, folder: RunFolder) -> Mirror:
     """Take the run's folder and the lease of its mirror, and restore from the mirror what is newer.
 
     Comes before the checks, because they look at the run that is resumed.
     """
-    if not config.checkpoint.mirror:
-        return None
+    assert config.checkpoint.mirror
     folder.check_writable()
     store = Store(config.checkpoint.mirror)
     check_mirror(store)
     folder.hold()
-    mirror = None
     try:
         mirror = Mirror(store, folder, make_terminal(is_main=True).log)
-        mirror.open(resumes=config.run.resume == "auto" or supervision.restart_count() > 0)
+        mirror.open("auto" if supervision.restart_count() else config.run.resume)
     except OSError as error:
         folder.release()
         raise folder.write_error(error) from None
@@ -117,7 +120,7 @@ def _open_mirror(config: Config, folder: RunFolder) -> Mirror | None:
 
 def _release(folder: RunFolder, mirror: Mirror | None) -> None:
     if mirror:
-        mirror.close(0)
+        mirror.close()
     folder.release()
 
 

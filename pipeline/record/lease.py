@@ -3,8 +3,8 @@
 It does across machines what `record.lock` does on a disk. The lease is an object. A start creates
 it with a write that the store refuses if it exists (If-None-Match), and renews it every `RENEW_S`
 with a write that the store refuses if anybody else has changed it (If-Match). A lease that was not
-renewed for `LEASE_S`, by the store's own clock, may be taken over. So two starts never write to one
-mirror at the same time, and a holder that was frozen learns at its next renewal that it lost it.
+renewed for `LEASE_S`, by the store's own clock, may be taken over. So two starts never hold one
+mirror at the same time, and a holder that was frozen learns before its next write that it lost it.
 
 A process that finds the lease held waits: if it is renewed meanwhile, the holder is alive.
 """
@@ -28,6 +28,9 @@ LEASE_S = 45
 NAME = "lease.json"
 _MAX_BYTES = 4096
 _POLL_S = 1.0
+_FRESH_S = 2.0
+"""Seconds for which a renewal proves that the lease is ours."""
+_RELEASE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -53,15 +56,17 @@ class Lease:
     """The lease of a mirror."""
 
     def __init__(self, store: Store, owner: str) -> None:
-        """owner: a secret of the run's folder, by which a restarted process recognises its own."""
+        """owner: identifies the run's folder, so that a restarted process recognises its own."""
         self._store = store
         self._place = f"checkpoint.mirror={store}"
         holder = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}"
         self._contents = _Contents(holder, owner, secrets.token_hex(8))
         self._etag = ""
+        self._renewed = 0.0  # on the monotonic clock
         self._lock = threading.Lock()
         self._dropped = threading.Event()
-        self._thread: threading.Thread | None = None
+        self.is_from_another_folder = False
+        """True if a run in another folder held the lease before this process did."""
 
     def take(self) -> None:
         """Take the lease, and renew it in a thread from now on.
@@ -72,15 +77,15 @@ class Lease:
         seen = ""
         while not self._etag:
             found, contents = self._read()
+            is_own = contents.owner == self._contents.owner
             if found is None:
                 self._write(if_absent=True)
-                continue
-            is_free = contents.is_released or contents.owner == self._contents.owner
-            if contents.process == self._contents.process:  # an answer of the store was lost
+            elif contents.process == self._contents.process:  # an answer of the store was lost
                 self._etag = found.etag
-            elif is_free or found.age_s > LEASE_S:
+            elif is_own or contents.is_released or found.age_s > LEASE_S:
+                self.is_from_another_folder = not is_own
                 self._write(if_match=found.etag)
-                if self._etag and not is_free:
+                if self._etag and not (is_own or contents.is_released):
                     before = f"{contents.holder}, last renewed {found.age_s:.0f} s ago"
                     print(f"took over {self._place} from {before}", file=sys.stderr, flush=True)
             elif seen and seen != found.etag:
@@ -88,24 +93,45 @@ class Lease:
                     f"{self._place} is held by {contents.holder}, which renews its lease: wait for it, stop it, or give"
                     " another checkpoint.mirror"
                 )
-            else:
-                if not seen:
-                    wait = max(1, LEASE_S - found.age_s)
-                    line = f"{self._place} is held by {contents.holder}: waiting {wait:.0f} s at most for a sign of it"
-                    print(line, file=sys.stderr, flush=True)
+            elif not seen:
+                wait = f"waiting up to {max(1, LEASE_S - found.age_s):.0f} s to see if it renews its lease"
+                print(f"{self._place} is held by {contents.holder}: {wait}", file=sys.stderr, flush=True)
                 seen = found.etag
+            if not self._etag:
                 time.sleep(_POLL_S)
-        self._thread = threading.Thread(target=self._renew_regularly, name="lease", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._renew_regularly, name="lease", daemon=True).start()
 
-    def check(self) -> None:
-        """Renew the lease; end this process with exit code 75 if another one has taken it over.
+    def confirm(self) -> None:
+        """Return if the lease is ours now. Called before each write.
 
-        Raises OutageError if the store is out of reach.
+        Ends this process with exit code 75 if another one has taken it over. Raises OutageError if
+        the store is out of reach, TemporaryError if the lease was dropped.
         """
+        if self._dropped.is_set() or not self._etag:
+            raise TemporaryError(f"{self._place} is no longer held by this process")
+        if time.monotonic() - self._renewed > _FRESH_S:
+            self._renew()
+
+    def drop(self, *, is_released: bool) -> None:
+        """Stop renewing. is_released: the next start need not wait, since nothing is being written.
+
+        Returns within seconds, also if the store does not answer.
+        """
+        self._dropped.set()
+        if is_released and self._etag:
+            release = threading.Thread(target=self._release, name="lease-release", daemon=True)
+            release.start()
+            release.join(_RELEASE_S)
+
+    def _release(self) -> None:
+        with self._lock, suppress(RunError, ConflictError):
+            self._store.write(NAME, self._encode(is_released=True), if_match=self._etag)
+
+    def _renew(self) -> None:
         with self._lock:
-            if not self._etag or self._dropped.is_set():
+            if self._dropped.is_set():
                 return
+            now = time.monotonic()
             try:
                 self._etag = self._store.write(NAME, self._encode(), if_match=self._etag)
             except (ConflictError, MissingError):
@@ -116,29 +142,20 @@ class Lease:
                     print(f"pipeline: {line}", file=sys.stderr, flush=True)
                     os._exit(TemporaryError.code)
                 self._etag = found.etag
-
-    def drop(self) -> None:
-        """Give the lease back, so that the next start need not wait."""
-        self._dropped.set()
-        with self._lock, suppress(RunError, ConflictError):
-            if self._etag:
-                self._store.write(NAME, self._encode(is_released=True), if_match=self._etag)
-            self._etag = ""
+            self._renewed = now
 
     def _read(self) -> tuple[StoredObject | None, _Contents]:
         """Return what the store has now: the object, or None, and its contents."""
-        while True:
-            found = self._store.head(NAME)
-            if found is None:
-                return None, _Contents("")
-            with suppress(MissingError):
-                data, etag = self._store.read_tagged(NAME, _MAX_BYTES)
-                if etag == found.etag:
-                    return found, _Contents.parse(data)
+        try:
+            data, found = self._store.read_described(NAME, _MAX_BYTES)
+        except MissingError:
+            return None, _Contents("")
+        return found, _Contents.parse(data)
 
     def _write(self, *, if_absent: bool = False, if_match: str | None = None) -> None:
         with suppress(ConflictError, MissingError):  # another process was faster: the caller looks again
             self._etag = self._store.write(NAME, self._encode(), if_absent=if_absent, if_match=if_match)
+            self._renewed = time.monotonic()
 
     def _encode(self, *, is_released: bool = False) -> bytes:
         contents = replace(self._contents, is_released=is_released, renewed=time.time())
@@ -146,5 +163,5 @@ class Lease:
 
     def _renew_regularly(self) -> None:
         while not self._dropped.wait(RENEW_S):
-            with suppress(RunError):  # the store is away: nobody else can take the lease meanwhile
-                self.check()
+            with suppress(RunError):  # the store is away: `confirm` finds out before the next write
+                self._renew()

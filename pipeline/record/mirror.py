@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.data.store import MissingError, Store
+from pipeline.data.store import ConflictError, MissingError, Store
 from pipeline.errors import FAILURE, RequestError, RunError, StorageError
 from pipeline.files import atomic_write, replacing
 from pipeline.record.checkpoint_files import NAME, list_checkpoints, read_verified, step_of
@@ -28,7 +28,7 @@ from pipeline.record.journal import read
 from pipeline.record.lease import Lease
 
 FINISH_S = 120
-"""Seconds that the end of a run waits for a store that does not take the last checkpoint."""
+"""Seconds that the end of a run waits for a store that takes nothing."""
 _RETRY_S = 5.0
 _CHECKPOINTS = "checkpoints/"
 
@@ -39,10 +39,16 @@ class Mirror:
     def __init__(self, store: Store, folder: RunFolder, log: Callable[[str], None]) -> None:
         self._store, self._folder, self._log = store, folder, log
         self._lease = Lease(store, _owner(folder))
-        self._uploaded: dict[str, tuple[int, int]] = {}
+        self._sent: dict[str, tuple[int, int]] = {}
         """Size and time of change of each record when it was last uploaded."""
-        self._is_wanted, self._is_over = threading.Event(), threading.Event()
-        self._has_given_up = False
+        self._there: set[str] = set()
+        """Checkpoints that are known to be in the mirror."""
+        self._is_wanted = threading.Event()
+        self._is_over = self._has_given_up = self._is_closed = False
+        self._may_hold_failure = True
+        """The mirror may hold the failure of an earlier start."""
+        self._progress = 0.0
+        """When the store last took something, on the monotonic clock."""
         self._thread: threading.Thread | None = None
         self.error: Exception | None = None
         """Why the last upload failed, or None."""
@@ -52,25 +58,30 @@ class Mirror:
     def __str__(self) -> str:
         return f"checkpoint.mirror={self._store}"
 
-    def open(self, *, resumes: bool) -> None:
+    def open(self, resume: str) -> None:
         """Take the lease, and bring this folder to the newer state of the two.
 
-        resumes: run.resume is auto. Raises TemporaryError if another process writes to the mirror,
-        RequestError if it holds another run, or any run if a fresh start is asked for.
+        resume: `run.resume`. Raises TemporaryError if another process writes to the mirror,
+        RequestError if what it holds would be lost: another run, or a run that is not resumed.
         """
         self._lease.take()
         try:
-            self._refuse_another_run(resumes=resumes)
+            resumes = resume == "auto" or Path(resume).absolute() == self._folder.path.absolute()
+            self._refuse_loss(resume, resumes=resumes)
             if resumes:
                 self._restore()
+            if self._lease.is_from_another_folder:  # it may have sent metrics that this journal lacks
+                self._folder.delivered.unlink(missing_ok=True)
             with suppress(RunError):  # a right that a training can do without
-                self._store.abort_uploads(_CHECKPOINTS)
+                self._store.abort_uploads()
         except BaseException:
-            self._lease.drop()
+            self._lease.drop(is_released=True)
             raise
 
     def start(self) -> None:
-        """Upload what is new whenever `upload` is called, in a thread."""
+        """Upload what is new whenever `upload` is called, in a thread. No-op after `close`."""
+        if self._is_closed:
+            return
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
         self._thread.start()
         self.upload()
@@ -79,73 +90,91 @@ class Mirror:
         """Have the thread upload what is new. Returns at once."""
         self._is_wanted.set()
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, seconds_left: Callable[[], float | None] = lambda: None) -> None:
         """Upload what is new and give the lease back. Log what is missing after the timeout.
 
-        A store that takes the files may need longer than the timeout; one that does not is tried
-        again until then.
+        seconds_left: the time until this process must end, or None. Without one, a store that takes
+        nothing for `FINISH_S` is given up. May be called again.
         """
-        deadline = time.monotonic() + timeout_s
-        self._is_over.set()
+        if self._is_closed:
+            return
+        self._is_closed = self._is_over = True
+        self._progress = time.monotonic()
         self._is_wanted.set()
-        while self._thread and self._thread.is_alive() and time.monotonic() < deadline:
+        while self._thread and self._thread.is_alive():
+            left = seconds_left()
+            if (self._progress + FINISH_S - time.monotonic() if left is None else left) <= 0:
+                break
             self._thread.join(0.2)
         self._has_given_up = True
-        if self.error or (self._thread and self._thread.is_alive()):
+        self._is_wanted.set()
+        if self._thread:
+            self._thread.join(0.5)
+        is_writing = self._thread is not None and self._thread.is_alive()
+        if is_writing or self.error:
             reason = f" ({_reason(self.error)})" if self.error else ""
-            where = f"it is in {self._folder.path}: the same command sends it"
+            where = f"it is in {self._folder.path}: the same command on this disk sends it"
             self._log(f"{self._store} lacks {self._missing()}{reason}; {where}")
-        self._lease.drop()
+        self._lease.drop(is_released=not is_writing)
 
     # restoring
 
-    def _refuse_another_run(self, *, resumes: bool) -> None:
-        with suppress(MissingError):
+    def _refuse_loss(self, resume: str, *, resumes: bool) -> None:
+        """Raise RequestError if this start would replace a run, or later steps, in the mirror."""
+        try:
             there = _run_id(next(self._store.stream("journal.jsonl"), b""))
-            here = next((row["run"] for row, _ in read(self._folder.journal) if "run" in row), None)
-            if here != there and (here or not resumes):
-                problem = f"{self} holds another run" if here else f"{self} holds a run, and run.resume is not auto"
-                raise RequestError(f"{problem}: give another prefix, or remove what it holds")
+        except MissingError:
+            return
+        except ConflictError as error:
+            raise RequestError(f"{self} is written by a process without the lease: stop it ({error})") from None
+        here = next((row["run"] for row, _ in read(self._folder.journal) if "run" in row), None)
+        if here != there and (here or not resumes):
+            problem = f"{self} holds another run" if here else f"{self} holds a run, and run.resume={resume}"
+        elif resume == "never":
+            problem = f"{self} holds a run, and run.resume={resume}"
+        elif not resumes and _is_newer(_checkpoint_names(self._store), _names(self._folder)):
+            problem = f"{self} holds a later step than {self._folder.path}, and run.resume={resume}"
+        else:
+            return
+        raise RequestError(f"{problem}: give another prefix, or remove what it holds")
 
     def _restore(self) -> None:
-        """Download the checkpoints and the records if the mirror has the newer good checkpoint.
+        """Download the records and checkpoints of the mirror if it is ahead.
 
-        The records come first: a restore that is killed is then continued under the same run.
+        The records come first, and the newest checkpoint last: a restore that was killed is done
+        again, for the same run and with its best model.
         """
-        here = [path.name for path in list_checkpoints(self._folder.checkpoints)]
-        there = self._checkpoint_names()
-        if _is_newer(there, here) or not self._folder.journal.exists():
+        here, there = _names(self._folder), _checkpoint_names(self._store)
+        is_newer = _is_newer(there, here)
+        if is_newer or not self._folder.journal.exists():
             self._folder.delivered.unlink(missing_ok=True)  # it counts bytes of the journal that is replaced
-            for record in self._records():
+            for record in _records(self._folder):
                 with suppress(MissingError), replacing(record, check=self._folder.check_ours) as temporary:
                     self._store.read_to(record.name, temporary)
+        if is_newer:
+            for name in reversed(there):
+                if name not in here:
+                    self._download(name)
         for name in _newest_first({*here, *there}):
-            if name in here and self._verifies(name):
+            if self._verifies(name) or (name in there and self._download(name)):
+                if is_newer:
+                    self._log(f"restored step {step_of(Path(name)):,} from {self}")
                 return
-            if name in there and self._download(name):
-                break
-        else:
-            if there:
-                raise StorageError(f"no checkpoint in {self} verifies: restore one from a copy, or give another prefix")
-            return
-        for other in reversed(there):  # the best model, for example
-            if other not in here:
-                self._download(other)
-        self._log(f"restored step {step_of(Path(name)):,} from {self}")
+        if there:
+            raise StorageError(f"no checkpoint in {self} verifies: restore one from a copy, or give another prefix")
 
     def _verifies(self, name: str) -> bool:
+        path = self._folder.checkpoints / name
         try:
-            read_verified(self._folder.checkpoints / name)
+            return path.exists() and bool(read_verified(path))
         except StorageError as error:
             self._log(f"{error}; looking for another")
             return False
-        return True
 
-    def _download(self, name: str) -> Path | None:
-        """Return the path of a checkpoint of the mirror, now also here; None if it is damaged."""
-        path = self._folder.checkpoints / name
+    def _download(self, name: str) -> bool:
+        """Download a checkpoint; return False if it is damaged or gone."""
         try:
-            with replacing(path, check=self._folder.check_ours) as temporary:
+            with replacing(self._folder.checkpoints / name, check=self._folder.check_ours) as temporary:
                 self._store.read_to(_CHECKPOINTS + name, temporary)
                 with open(temporary, "rb") as file:
                     digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -154,15 +183,15 @@ class Mirror:
                     raise StorageError(f"{place} is damaged: its SHA-256 begins {digest[:16]}")
         except (StorageError, MissingError) as error:
             self._log(f"{error}; looking for another")
-            return None
-        return path
+            return False
+        return True
 
     # uploading
 
     def _run(self) -> None:
-        while True:
+        while not self._has_given_up:
             self._is_wanted.wait(_RETRY_S if self.error else None)
-            is_asked, is_last = self._is_wanted.is_set(), self._is_over.is_set()
+            is_asked, is_last = self._is_wanted.is_set(), self._is_over
             self._is_wanted.clear()
             try:
                 self._upload()
@@ -171,53 +200,63 @@ class Mirror:
                     return
             except Exception as error:  # whatever it is, training goes on without the mirror
                 self.error = error
-                if self._has_given_up:
-                    return
                 if is_asked and not is_last:  # once a save, not at each attempt
                     self.failures.append(_reason(error))
                     self._log(f"{self._store} was not updated: {_reason(error)}; training continues, it is tried again")
 
     def _upload(self) -> None:
-        self._lease.check()
         # listed first: a checkpoint that is saved meanwhile may be ahead of the records
         here = [path.name for path in list_checkpoints(self._folder.checkpoints) if path.is_file()]
-        for record in self._records():
+        for record in _records(self._folder):
             self._upload_record(record)
-        there = self._checkpoint_names()
+        there = _checkpoint_names(self._store)
+        self._there.update(there)
         for name in here:
             if name not in there:
                 with suppress(FileNotFoundError):  # a newer save has replaced it meanwhile
-                    self._store.upload(self._folder.checkpoints / name, _CHECKPOINTS + name)
-        self._lease.check()
+                    self._send(self._folder.checkpoints / name, _CHECKPOINTS + name)
+                    self._there.add(name)
         for name in there:
             if name not in here:
-                self._store.delete(_CHECKPOINTS + name)
+                self._delete(_CHECKPOINTS + name)
+        has_failure = (self._folder.path / FAILURE).exists()
+        if self._may_hold_failure and not has_failure:
+            self._delete(FAILURE)
+        self._may_hold_failure = has_failure
 
     def _upload_record(self, path: Path) -> None:
         try:
             status = path.stat()
         except FileNotFoundError:
-            if self._uploaded.pop(path.name, None) or path.name == FAILURE:  # a start has cleared the failure
-                self._store.delete(path.name)
             return
         state = (status.st_size, status.st_mtime_ns)
-        if self._uploaded.get(path.name) != state:
-            self._store.upload(path, path.name)
-            self._uploaded[path.name] = state
+        if self._sent.get(path.name) != state:
+            self._send(path, path.name)
+            self._sent[path.name] = state
+
+    def _send(self, path: Path, name: str) -> None:
+        self._check_may_write()
+        self._store.upload(path, name, self._note_progress)
+        self._note_progress()
+
+    def _delete(self, name: str) -> None:
+        """Delete an object. Without the right to do that, the mirror grows."""
+        self._check_may_write()
+        with suppress(RequestError):
+            self._store.delete(name)
+
+    def _check_may_write(self) -> None:
+        if self._has_given_up:
+            raise StorageError("the time for it is over")
+        self._lease.confirm()
+
+    def _note_progress(self, sent_bytes: int = 0) -> None:
+        self._progress = time.monotonic()
 
     def _missing(self) -> str:
-        """Return the name of the newest checkpoint that is not in the mirror, or of the records."""
-        with suppress(RunError, OSError):
-            there = self._checkpoint_names()
-            newest = next(iter(list_checkpoints(self._folder.checkpoints)), None)
-            return newest.name if newest and newest.name not in there else "the newest records"
-        return "what was saved since it failed"
-
-    def _records(self) -> list[Path]:
-        return _records(self._folder)
-
-    def _checkpoint_names(self) -> list[str]:
-        return _checkpoint_names(self._store)
+        """Return what the mirror lacks: the newest checkpoint, or only records."""
+        newest = next(iter(_names(self._folder)), None)
+        return newest if newest and newest not in self._there else "the newest records"
 
 
 def view(store: Store, folder: RunFolder, temporary: Path) -> RunFolder:
@@ -226,7 +265,7 @@ def view(store: Store, folder: RunFolder, temporary: Path) -> RunFolder:
     It is `folder`, unless the mirror is ahead. Then `temporary` gets the records of the mirror, and
     empty files with the names of its checkpoints. Changes neither `folder` nor the mirror.
     """
-    there, here = _checkpoint_names(store), [path.name for path in list_checkpoints(folder.checkpoints)]
+    there, here = _checkpoint_names(store), _names(folder)
     if folder.journal.exists() and not _is_newer(there, here):
         return folder
     copy = RunFolder(temporary)
@@ -260,6 +299,11 @@ def _is_newer(there: list[str], here: list[str]) -> bool:
     return bool(there) and (not here or step_of(Path(there[0])) > step_of(Path(here[0])))
 
 
+def _names(folder: RunFolder) -> list[str]:
+    """Return the names of the checkpoints in a folder, newest first."""
+    return [path.name for path in list_checkpoints(folder.checkpoints)]
+
+
 def _newest_first(names: Iterable[str]) -> list[str]:
     return sorted(filter(NAME.fullmatch, names), key=lambda name: step_of(Path(name)), reverse=True)
 
@@ -272,9 +316,9 @@ def _run_id(journal: bytes) -> str | None:
 
 
 def _owner(folder: RunFolder) -> str:
-    """Return what identifies this folder as the owner of a lease. Makes it at the first call."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        return str(json.loads(folder.mirror.read_text())["owner"])
-    owner = secrets.token_hex(8)
-    atomic_write(folder.mirror, json.dumps({"owner": owner}).encode(), check=folder.check_ours)
-    return owner
+    """Return what identifies this folder as the owner of a lease, and no copy of it."""
+    if not folder.mirror.exists():
+        data = json.dumps({"owner": secrets.token_hex(8)}).encode()
+        atomic_write(folder.mirror, data, check=folder.check_ours)
+    status = folder.mirror.stat()
+    return hashlib.sha256(folder.mirror.read_bytes() + f"{status.st_dev} {status.st_ino}".encode()).hexdigest()

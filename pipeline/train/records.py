@@ -4,6 +4,7 @@ The other processes have `NullRecords`, so the code that trains asks nowhere who
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from pipeline.record import page, sender
 from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal, read
-from pipeline.record.mirror import FINISH_S, Mirror
+from pipeline.record.mirror import Mirror
 from pipeline.record.provenance import provenance
 from pipeline.record.receipt import Receipt
 from pipeline.record.sender import NullSender, Sender
@@ -150,18 +151,21 @@ class Records:
         """Return True if the folder has no checkpoint of `step`."""
         return self._checkpoints.path_of_step(step) is None
 
-    def finish(self, state: TrainState, line: str) -> None:
-        """Make the report, record the end of a finished run, and log a summary."""
+    def finish(self, state: TrainState, line: str, seconds_left: Callable[[], float | None]) -> None:
+        """Make the report, record the end of a finished run, and log a summary.
+
+        seconds_left: see `end`.
+        """
         if self._samples:
             self._samples.draw_report()
-        self.end(state, "FINISHED", line, FINISH_S)
+        self.end(state, "FINISHED", line, seconds_left)
         self._terminal.log_summary(self._summary(state))
 
-    def end(self, state: TrainState, status: str, line: str, mirror_timeout_s: float) -> None:
+    def end(self, state: TrainState, status: str, line: str, seconds_left: Callable[[], float | None]) -> None:
         """Record the end of a run, and give the sender and the mirror time to deliver it.
 
-        status: FINISHED, FAILED or KILLED, as MLflow has it. mirror_timeout_s: how long a store is
-        waited for that does not take the last checkpoint.
+        status: FINISHED, FAILED or KILLED, as MLflow has it. seconds_left: the time until this
+        process must end, or None.
         """
         log = self._terminal.log
         self._checkpoints.wait()
@@ -172,9 +176,11 @@ class Records:
         if self._samples:
             self._samples.write_page()
         if self._mirror:
-            self._mirror.close(mirror_timeout_s)
+            self._mirror.upload()  # meanwhile
         if not self._sender.close(log):
             log(f"MLflow did not take everything: the journal keeps it, 'pipeline sync {self._folder.path}' sends it")
+        if self._mirror:
+            self._mirror.close(seconds_left)
 
     def crash(self, step: int, status: str, line: str) -> None:
         """Record a crash at `step`, once a checkpoint that is being written is complete."""
@@ -247,10 +253,10 @@ class NullRecords(Records):
     def lacks_checkpoint(self, step: int) -> bool:
         return False
 
-    def finish(self, state: TrainState, line: str) -> None:
+    def finish(self, state: TrainState, line: str, seconds_left: Callable[[], float | None]) -> None:
         pass
 
-    def end(self, state: TrainState, status: str, line: str, mirror_timeout_s: float) -> None:
+    def end(self, state: TrainState, status: str, line: str, seconds_left: Callable[[], float | None]) -> None:
         pass
 
     def crash(self, step: int, status: str, line: str) -> None:

@@ -38,7 +38,7 @@ from pipeline.plan import Plan, divide_resources, make_plan, request_digest
 from pipeline.record.checkpoint import copy_to_host, eval_model, eval_weights, weights_digest
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import final_status
-from pipeline.record.mirror import FINISH_S, Mirror
+from pipeline.record.mirror import Mirror
 from pipeline.record.receipt import Receipt
 from pipeline.record.terminal import Terminal, make_terminal
 from pipeline.supervision import kill_stopped_peers, report_to_agent, stop_restarts
@@ -107,7 +107,7 @@ def run_training(
     line = _done_line(plan.epoch_at(state.step), evaluation, state.weights_digest())
     watchdog.stop()
     try:
-        group.run_long_task(partial(trainer.records.finish, state, line))
+        group.run_long_task(partial(trainer.records.finish, state, line, stop.seconds_left))
         group.shutdown()
     except RuntimeError as error:
         # rank 0 has finished its records by now, whichever rank is lost meanwhile
@@ -187,7 +187,7 @@ def _set_up(
         )
     if _is_finished(plan, state, folder, terminal):
         records: Records = NullRecords()
-        group.run_long_task(partial(_update_mirror, mirror))
+        group.run_long_task(partial(_update_mirror, mirror, stop))
     else:
         records = open_records(config, plan, state, folder, source, resumed_from, mirror, terminal)
     trainer = Trainer.build(
@@ -333,15 +333,14 @@ def _end(trainer: Trainer, error: RunError) -> None:
     """Tell the launcher, the tracker and the mirror why there is no result."""
     if error.code == errors.CRASH:
         report_to_agent(str(error), is_secondary=not trainer.group.is_main)
-    patience_s = trainer.stop.seconds_left() if trainer.stop.is_set() else FINISH_S
-    trainer.records.end(trainer.state, _status(error), str(error), patience_s)
+    trainer.records.end(trainer.state, _status(error), str(error), trainer.stop.seconds_left)
 
 
-def _update_mirror(mirror: Mirror | None) -> None:
+def _update_mirror(mirror: Mirror | None, stop: StopRequest) -> None:
     """Send what an earlier start of a finished run could not send."""
     if mirror:
         mirror.start()
-        mirror.close(FINISH_S)
+        mirror.close(stop.seconds_left)
 
 
 def _record_hang(trainer: Trainer, error: RunError) -> None:

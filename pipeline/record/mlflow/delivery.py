@@ -98,6 +98,8 @@ class Delivery:
         """Set the run's status to FAILED: training was killed. Its last journal row says when."""
         assert self._run is not None
         self.check_ours()
+        if self._run.client.get_run(self._run.run_id).info.status != "RUNNING":  # another start has ended it
+            return
         last = max((row["time"] for row, _ in read(self._folder.journal)), default=None)
         self._run.client.set_terminated(self._run.run_id, "FAILED", last)
 
