@@ -167,7 +167,7 @@ def test_a_store_that_stays_away_is_named_at_the_end(
     result = job.wait(400)
     assert result.code == 0
     assert result.done == expected.done
-    assert re.search(rf"lacks .*it is in {job.folder}: the same command sends it", result.err), result.err
+    assert re.search(rf"lacks .*it is in {job.folder}: the same command on this disk sends it", result.err), result.err
     failed = [row for row in read_rows(job.folder / "journal.jsonl") if row.get("event") == "mirror failed"]
     assert failed, "counted in the journal"
     fault_proxy.revive()
@@ -247,7 +247,7 @@ def test_a_stopped_run_says_what_the_bucket_lacks(make_job: Callable[..., Mirror
     result = job.wait(60)
     assert result.code == 75
     assert time.monotonic() - stopped < 15 + 5 * SHARING
-    assert re.search(r"lacks .*: the same command sends it", result.err)
+    assert re.search(r"lacks .*: the same command on this disk sends it", result.err)
 
 
 @pytest.mark.parametrize(
