@@ -134,8 +134,8 @@ def evaluate_model(digits: Path, model: nn.Module) -> EvalResult:
 @pytest.mark.fault("J4")
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_images_whose_logits_are_not_finite_are_counted_and_wrong(digits: Path, bad: float) -> None:
-    finite, _, _ = evaluate_model(digits, FixedLogits([0.0] * 10))
-    found, predictions, _ = evaluate_model(digits, FixedLogits([0.0] * 10, [[bad] + [0.0] * 9, [bad] * 10]))
+    finite, *_ = evaluate_model(digits, FixedLogits([0.0] * 10))
+    found, predictions, *_ = evaluate_model(digits, FixedLogits([0.0] * 10, [[bad] + [0.0] * 9, [bad] * 10]))
     batches = math.ceil(found.images / 48)
     assert (found.images, found.not_finite) == (finite.images, 2 * batches), "every image is counted"
     assert math.isnan(found.loss)
@@ -179,7 +179,7 @@ def test_kernels_of_validation_are_not_chosen_by_a_benchmark(
 
 
 def test_no_loss_is_too_large_for_the_sum(digits: Path) -> None:
-    found, _, _ = evaluate_model(digits, FixedLogits([-3e38] * 9 + [3e38]))
+    found, *_ = evaluate_model(digits, FixedLogits([-3e38] * 9 + [3e38]))
     assert found.not_finite == 0
     assert 0.8 * MAX_LOSS < found.loss < MAX_LOSS, "nearly every image has the largest loss"
 

@@ -68,7 +68,7 @@ class Prepared:
     """The checkpoint to resume from."""
     weights: dict[str, Tensor] | None
     """First weights, if model.init names some and no checkpoint replaces them."""
-    mirror: Mirror | None
+    mirror: Mirror | None = None
     """Holds the lease of `checkpoint.mirror`."""
 
 
