@@ -337,7 +337,7 @@ def test_a_run_killed_before_its_first_save_stays_one_run(
     job = make_job(f"track.uri={uri}", *never, "train.epochs=1000")
     job.start()
     job.wait_for_step(5)
-    job.wait_until(lambda: MlflowClient(uri).search_runs(["1"]), "the run in MLflow", 60)
+    job.wait_until(RunFolder(job.folder).delivered.exists, "the run in MLflow", 60)
     job.kill_with_disk()
     assert not checkpoints(bucket)
     job.arguments.append("train.max_steps=20")

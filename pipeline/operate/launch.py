@@ -125,7 +125,7 @@ def _release(folder: RunFolder, mirror: Mirror | None) -> None:
 
 
 def _prepare(
-    config: Config, here: World, folder: RunFolder, source: Source, plan: Plan, mirror: Mirror | None
+    config: Config, here: World, folder: RunFolder, source: Source, plan: Plan, mirror: Mirror | None = None
 ) -> "Prepared":
     """Run the checks that need torch; return what they loaded. A wrong request leaves no folder."""
     from pipeline.train.resume import find

@@ -27,7 +27,7 @@ class Guard:
 GUARDS = (
     Guard(
         "digest check of a checkpoint",
-        "pipeline/record/checkpoint.py",
+        "pipeline/record/checkpoint_files.py",
         "    if not digest.startswith(stated):\n",
         "    if not digest:\n",
         ("tests/test_checkpoint.py::test_every_damaged_checkpoint_is_detected_named_and_skipped",),
