@@ -116,14 +116,16 @@ def _claim(target: Target, out: Path | Store, request: dict[str, Any]) -> None:
     """
     is_empty = target.is_empty()  # first, because another start may write here from now on
     # in this order, because a start that ends writes the summary, then removes the request
-    while (previous := target.read(REQUEST) or target.read(SUMMARY)) is None:
+    while not (previous := [data for name in (REQUEST, SUMMARY) if (data := target.read(name)) is not None]):
         if not is_empty:
             raise RequestError(f"{out} is not empty and holds no pack: name another folder")
         target.write_first(REQUEST, json.dumps(request).encode())
-    found = _parse(previous)
-    if {key: found.get(key) for key in request} != request:
-        held = f"{out} holds a pack of another source or level ({found.get('level')})"
-        raise RequestError(f"{held}: remove it, or name another folder")
+    for found in map(_parse, previous):
+        if {key: found.get(key) for key in request} != request:
+            if len(previous) == 2:  # another pack was completed before our request was written
+                target.clean()
+            held = f"{out} holds a pack of another source or level ({found.get('level')})"
+            raise RequestError(f"{held}: remove it, or name another folder")
 
 
 def _parse(data: bytes) -> dict[str, Any]:
