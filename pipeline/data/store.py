@@ -207,7 +207,7 @@ class Store:
         with self._requesting(name):
             self._client.delete_object(Bucket=self.bucket, Key=self.key(name))
 
-    def abort_uploads(self, folder: str = "") -> None:
+    def abort_uploads(self, folder: str) -> None:
         """Remove the parts of uploads that were cut off, which a listing does not show."""
         with self._requesting(folder):
             answer = self._client.list_multipart_uploads(Bucket=self.bucket, Prefix=self.key(folder))

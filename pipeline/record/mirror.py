@@ -73,7 +73,7 @@ class Mirror:
             if self._lease.is_from_another_folder:  # it may have sent metrics that this journal lacks
                 self._folder.delivered.unlink(missing_ok=True)
             with suppress(RunError):  # a right that a training can do without
-                self._store.abort_uploads()
+                self._store.abort_uploads(_CHECKPOINTS)  # not of other users of the bucket
         except BaseException:
             self._lease.drop(is_released=True)
             raise
