@@ -446,3 +446,14 @@ def test_an_endpoint_with_a_password_is_refused_and_not_shown(
     assert refused.code == 2
     assert "AWS_ENDPOINT_URL holds a user or a password" in refused.error
     assert "geheim" not in refused.err
+
+
+def test_unfinished_uploads_of_others_are_left_alone(make_job: Callable[..., Mirrored], bucket: Bucket) -> None:
+    """A mirror may be the whole bucket: only the parts of its own checkpoints are removed."""
+    client = bucket.server.client()
+    for key in ("checkpoints/step-00000001.0123456789abcdef.pt", "photos/train-0000.tar"):
+        client.create_multipart_upload(Bucket=bucket.name, Key=key)
+    job = make_job("model.arch=nosuch", f"checkpoint.mirror={bucket.place}")
+    assert job.run().code == 2
+    left = client.list_multipart_uploads(Bucket=bucket.name).get("Uploads", [])
+    assert [upload["Key"] for upload in left] == ["photos/train-0000.tar"]
