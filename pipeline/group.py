@@ -26,6 +26,9 @@ from pipeline.world import World
 
 T = TypeVar("T")
 
+_RESTORE_S = 3600
+"""Time that rank 0 may take to download a run from its mirror before it joins."""
+
 
 class Work(Protocol):
     """An asynchronous collective; torch's handle is `torch.distributed.Work`."""
@@ -110,18 +113,25 @@ class Group:
 class ProcessGroup(Group):
     """A group of several processes, over `torch.distributed`."""
 
-    def __init__(self, world: World, device: torch.device, timeout_s: float) -> None:
+    def __init__(self, world: World, device: torch.device, timeout_s: float, restore_s: float = 0) -> None:
+        """timeout_s: of a collective. restore_s: how much longer the ranks wait until all join."""
         super().__init__(world, device)
         self._timeout_s = timeout_s
-        self.device_timeout = timeout = timedelta(seconds=timeout_s)
+        self.device_timeout = timedelta(seconds=timeout_s)
+        if world.local_size == world.size:  # no other machine may reach the ranks: gloo unpickles what it receives
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         try:
-            dist.init_process_group(backend, world.init_method, rank=world.rank, world_size=world.size, timeout=timeout)
+            dist.init_process_group(
+                backend, world.init_method, rank=world.rank, world_size=world.size,
+                timeout=timedelta(seconds=timeout_s + restore_s),
+            )  # fmt: skip
         except (dist.DistNetworkError, dist.DistStoreError, dist.DistBackendError, TimeoutError) as error:
             raise TemporaryError(
-                f"rank {world.rank} of {world.size} found no group within {timeout_s:g} s: start all processes of the"
-                f" job ({error})"
+                f"rank {world.rank} of {world.size} found no group within {timeout_s + restore_s:g} s: start all"
+                f" processes of the job ({error})"
             ) from error
+        _set_timeout("cpu", timedelta(seconds=timeout_s))
 
         ranks = self.all_gather((socket.gethostname(), os.getpid()))
         self.hosts = [host for host, _ in ranks]
@@ -222,7 +232,7 @@ def start(config: Config, world: World, device: torch.device) -> Group:
     """
     if world.size == 1:
         return Group(world, device)
-    group = ProcessGroup(world, device, config.run.timeout)
+    group = ProcessGroup(world, device, config.run.timeout, _RESTORE_S if config.checkpoint.mirror else 0)
     if device.type == "cuda":
         _check_gpus_differ(group, str(torch.cuda.get_device_properties(device).uuid))
     return group

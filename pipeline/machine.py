@@ -5,9 +5,11 @@ CPUs and memory are those that this process may use, by its affinity mask and it
 
 import os
 import re
+import resource
 import shutil
 import sysconfig
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pipeline.errors import RequestError
@@ -26,6 +28,17 @@ def available_cpus() -> int:
     cpus = len(os.sched_getaffinity(agent_pid))
     quota = _cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     return max(1, min(cpus, int(quota))) if quota else cpus
+
+
+@contextmanager
+def resource_limit(kind: int, limit: int) -> Iterator[None]:
+    """Lower a limit of this process in the block, such as `resource.RLIMIT_FSIZE`, to `limit`."""
+    soft, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (limit if soft == resource.RLIM_INFINITY else min(soft, limit), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, (soft, hard))
 
 
 def available_memory() -> int | None:

@@ -11,7 +11,7 @@ another rest in each epoch.
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ _STEPS_TO_REPAY_COMPILATION = 2_000
 An estimate, not measured: to compile takes a minute or more, and a compiled step of 200 ms is 15 %
 shorter. A plan does not know the time of a step.
 """
+_MAX_BALANCE_ROWS = 20
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ class Plan(Resources):
     """The reason for compiling the model, or for not compiling it."""
     precision_note: str = ""
     """A hint about the speed of the precision on a GPU, or ""."""
+    balance: str = "none"
+    """See data.balance."""
 
     def epoch_at(self, step: int) -> int:
         """Return the epoch, from 0, of the update after `step`."""
@@ -188,6 +191,9 @@ class Plan(Resources):
         shared_memory = _mib(self.prefetch_bytes)
         growth = f", {self.first_size} px up to epoch {self.grows_from:g}, growing until {self.grows_until:g}"
         growth = growth if self.first_size < self.image_size else ""
+        rest = f"{left_out:,} images left out, different ones each epoch"
+        if self.balance != "none":
+            rest = f"images drawn with replacement, data.balance={self.balance}"
         repeats = f", {self.repeats} views of each in a batch" if self.repeats > 1 else ""
         warmup = f", {self.warmup_steps:,} steps of warm-up" if self.warmup_steps else ""
         rows = {
@@ -202,8 +208,7 @@ class Plan(Resources):
             " (micro-batches × images)",
             "workers": f"{self.workers} a process = ⌈{self.workers_per_node} a node / {self.local_world}⌉,"
             f" {shared_memory} of /dev/shm a node",
-            "epoch": f"{self.steps_per_epoch:,} steps = ⌊{self.train_images:,} / {self.global_batch}⌋"
-            f" ({left_out:,} images left out, different ones each epoch)",
+            "epoch": f"{self.steps_per_epoch:,} steps = ⌊{self.train_images:,} / {self.global_batch}⌋ ({rest})",
             "steps": f"{self.last_step:,}{total} ({epochs:.4g} epochs)",
             "images": f"{self.image_size} px{growth}{repeats}; {self.eval_size} px in validation",
             "compiled": ("yes: " if self.compiles else "no: ") + self.compile_reason,
@@ -265,6 +270,41 @@ def gathered_row(config: Config, parameters: int, plan: Plan, pass_bytes: int) -
     )
 
 
+def class_shares(balance: str, counts: Sequence[int]) -> list[float]:
+    """Return the probability that an image of the training has each class.
+
+    balance: see `data.balance`. counts: images of each class. The square root is that of Mahajan et
+    al., "Exploring the limits of weakly supervised pretraining", 2018.
+    """
+    weights = [{"none": count, "sqrt": math.sqrt(count), "uniform": float(count > 0)}[balance] for count in counts]
+    total = math.fsum(weights)
+    return [weight / total for weight in weights]
+
+
+def effective_counts(plan: Plan, counts: Sequence[int]) -> list[float]:
+    """Return the expected number of images of each class in an epoch."""
+    images = plan.steps_per_epoch * plan.global_batch
+    return [images * share for share in class_shares(plan.balance, counts)]
+
+
+def balance_rows(plan: Plan, counts: dict[str, int]) -> list[str]:
+    """Return a row for each class, or for the smallest and largest of many.
+
+    counts: training images of each class by its name.
+    """
+    effective = effective_counts(plan, list(counts.values()))
+    by_size = sorted(zip(counts.items(), effective, strict=True), key=lambda row: row[0][1])
+    rows = [
+        f"    {name}: {count:,} {'image' if count == 1 else 'images'}, {drawn:,.1f} an epoch"
+        f" ({drawn / max(1, count):.2f} × each)"
+        for (name, count), drawn in by_size
+    ]
+    if len(rows) > _MAX_BALANCE_ROWS:
+        half = _MAX_BALANCE_ROWS // 2
+        rows[half:-half] = [f"    … {len(rows) - 2 * half:,} classes between them (all: --json)"]
+    return rows
+
+
 def make_plan(config: Config, world: World, data: DataSize) -> Plan:
     """Return the plan, or raise RequestError with the key, the numbers and what works instead."""
     global_batch, size = config.batch.global_, config.augment.size
@@ -291,6 +331,7 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
         grows_from=growth.grows_from, grows_until=growth.grows_until,
         eval_size=config.evaluate.size or size, repeats=config.augment.repeats,
         compiles=compiles, compile_reason=compile_reason, precision_note=_precision_note(config, world),
+        balance=config.data.balance,
     )  # fmt: skip
     needed = plan.prefetch_bytes
     if world.shared_memory is not None and needed > world.shared_memory:

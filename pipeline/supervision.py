@@ -16,8 +16,16 @@ from pipeline.world import is_launched
 PR_SET_PDEATHSIG = 1
 
 
+NO_LAUNCH_ID = "none"
+"""torchrun's id of every job on several nodes that is started without --rdzv-id."""
+
+
 def launch_id() -> str | None:
-    """Return torchrun's id of the job, which stays the same when it restarts the ranks, or None."""
+    """Return torchrun's id of the job, or None without torchrun.
+
+    It stays the same when torchrun restarts the ranks, when nodes come and go, and in a node that
+    replaces a lost one.
+    """
     return os.environ.get("TORCHELASTIC_RUN_ID")
 
 

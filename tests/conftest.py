@@ -12,8 +12,8 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"  # tests run at the same time: torch's threads would compete for cores
 sys.path.insert(0, str(Path(__file__).parent))
 from engine import build_images
-from forked import Forked, Place
 from object_store import Bucket, FaultProxy, Rclone, S3Server, Weed
+from place import Place
 
 pytest_plugins = ["faults.ledger"]
 
@@ -34,8 +34,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     worker runs whole files, so that their fixtures are made once; the longest files come first.
     """
     longest = [
-        "test_kills", "test_nodes", "test_tracking", "test_rendezvous", "test_equivalence", "test_parallel",
-        "test_checkpoint", "test_parts",
+        "test_mirror", "test_kills", "test_rendezvous", "test_tracking", "test_nodes", "test_lock", "test_job",
+        "test_equivalence", "test_compile", "test_stops", "test_security", "test_store_data", "test_bench", "test_docs",
+        "test_dry_run", "test_parts", "test_hangs", "test_models", "test_doctor", "test_parallel",
     ]  # fmt: skip
     items.sort(key=lambda item: longest.index(item.path.stem) if item.path.stem in longest else len(longest))
     deselected = [
@@ -51,6 +52,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _is_full(config: pytest.Config) -> bool:
     return config.getoption("--full") or config.getoption("--faults") != "once"
+
+
+@pytest.fixture(autouse=True)
+def _no_interface() -> Iterator[None]:
+    """Keep a test's process group from choosing the network interface of later tests' processes."""
+    yield
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
 
 
 @pytest.fixture(scope="session")
@@ -74,22 +82,15 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def forked() -> Iterator[Forked]:
-    server = Forked()
-    yield server
-    server.close()
-
-
-@pytest.fixture(scope="session")
-def made_place(tmp_path_factory: pytest.TempPathFactory, forked: Forked) -> Place:
-    return Place.make(tmp_path_factory.mktemp("place"), forked)
+def made_place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return Place.make(tmp_path_factory.mktemp("place"))
 
 
 @pytest.fixture
 def place(made_place: Place, tmp_path: Path) -> Place:
     """Return a copy of a folder with images and a finished run, for small runs in it."""
     shutil.copytree(made_place.path, tmp_path / "place")
-    return Place(tmp_path / "place", made_place.forked)
+    return Place(tmp_path / "place")
 
 
 @pytest.fixture(scope="session")

@@ -43,7 +43,7 @@ from pipeline.plan import DataSize, make_plan
 from pipeline.record.terminal import NullTerminal
 from pipeline.telemetry.profiler import NullProfiler
 from pipeline.telemetry.timing import TimedBatches, make_timer
-from pipeline.train import evaluate, loop, session, state, step
+from pipeline.train import evaluate, loop, optimizer, session, state, step
 from pipeline.train.records import NullRecords
 from pipeline.train.trainer import Trainer
 from pipeline.world import World
@@ -102,6 +102,8 @@ CASES = {
         "digits", ("parallel=fsdp", "fsdp.shard=node", "optimizer.name=adamw", "train.clip=1"), GPUS, nodes=2
     ),
     "exact": Case("digits", ("run.exact=true", "exact.shards=16"), GPUS),
+    "lamb": Case("digits", ("optimizer.name=lamb",)),
+    "muon": Case("digits", ("optimizer.name=muon",)),
 }
 FAULTS = {
     "mixing on the CPU": Fault(
@@ -118,8 +120,8 @@ FAULTS = {
         MIXED,
     ),
     "moments in another layout": Fault(
-        state.make_optimizer, "torch.zeros_like(parameter)", "torch.zeros(parameter.shape, device=parameter.device)",
-        MIXED,
+        optimizer.make_optimizer, "torch.zeros_like(parameter)",
+        "torch.zeros(parameter.shape, device=parameter.device)", MIXED,
     ),
     "a wait for an event": Fault(
         transfer._ready, "current.wait_event(copied)", "copied.synchronize()", MIXED
@@ -173,7 +175,7 @@ def run(case: Case, result: Result, *words: str) -> str:
     with FakeTensorMode(allow_non_fake_inputs=True), fake_cuda.FakeCuda(READABLE) as cuda:
         timer, watchdog = make_timer(device), Watchdog(300, Path(os.devnull), 0, StopRequest())
         plan, state = session._build(
-            config, plan, FakeGroup(world, device), None, timer, watchdog, NullTerminal(),
+            config, plan, FakeGroup(world, device), None, timer, watchdog, StopRequest(), NullTerminal(),
             is_resumed=config.model.init is not None,
         )  # fmt: skip
         trainer = Trainer.build(

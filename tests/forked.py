@@ -1,89 +1,114 @@
-"""Run commands in forks of a process that has imported torch: a start takes milliseconds."""
+"""Run commands in forks of a process that has imported torch: a start takes milliseconds.
+
+For tests that need no new interpreter, and send no signals.
+"""
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from harness import Result, environment, read_rows
 
-SMALL = (
-    "model.arch=shufflenet_v2_x0_5", "augment.size=32", "batch.global=8", "train.epochs=2", "train.max_steps=1",
-    "schedule.warmup=0", "checkpoint.every=1 steps", "data.workers=0", "run.device=cpu", "run.threads=1",
-    "track.uri=none", "track.report=false", "data.source=folder", "data.root=images",
-)  # fmt: skip
+@dataclass
+class Output:
+    """Exit code and output of a command."""
+
+    code: int
+    out: str
+    err: str
 
 
 class Forked:
-    """Runs commands one after another, each in a new process."""
+    """A process that has imported torch, and forks for each command. Threads may share it."""
 
-    def __init__(self) -> None:
-        self._server = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
-        )
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.environment = environment
+        self._server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, env=environment)
+        self._lock = threading.Lock()
 
-    def __call__(self, *words: str, cwd: Path, **env: str) -> Result:
+    def run(
+        self, commands: list[list[str]], environments: list[dict[str, str]], cwd: Path, prelude: str, timeout: float
+    ) -> list[Output]:
+        """Run the commands at the same time and wait for all.
+
+        prelude: Python statements that each process executes first. After `timeout` seconds the
+        processes write their stacks and are killed: exit code -9.
+        """
         assert self._server.stdin
-        assert self._server.stdout
-        start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            request = {"words": words, "cwd": str(cwd), "env": environment(**env), "folder": folder}
-            print(json.dumps(request), file=self._server.stdin, flush=True)
-            code = int(self._server.stdout.readline())
-            out, err = (Path(folder, name).read_text() for name in ("out", "err"))
-        return Result(code, out, err, time.monotonic() - start)
+            request = {"commands": commands, "environments": environments, "cwd": str(cwd), "prelude": prelude,
+                       "timeout": timeout, "folder": folder}  # fmt: skip
+            with self._lock:
+                self._server.stdin.write(json.dumps(request).encode() + b"\n")
+                self._server.stdin.flush()
+            while not Path(folder, "codes").exists():
+                assert self._server.poll() is None, "the server of the forks has ended"
+                time.sleep(0.003)
+            codes = json.loads(Path(folder, "codes").read_text())
+            texts = [[Path(folder, f"{number}.{name}").read_text() for name in ("out", "err")]
+                     for number in range(len(commands))]  # fmt: skip
+        return [Output(code, out, err) for code, (out, err) in zip(codes, texts, strict=True)]
 
-    def close(self) -> None:
-        assert self._server.stdin
-        self._server.stdin.close()
-        self._server.wait(30)
+
+_MAKING = threading.Lock()
+_ENVIRONMENT = dict(os.environ)  # before a test changes it
 
 
-@dataclass
-class Place:
-    """A folder with `images` (4 classes, 16 training and 4 validation images) and `runs/done`."""
+def server() -> Forked:
+    """Return this process's only server; it ends with this process."""
+    with _MAKING:
+        return _make_server()
 
-    path: Path
-    forked: Forked
-    holder: subprocess.Popen[bytes] | None = None
-    """Another process that trains in this folder and holds its lock."""
 
-    @classmethod
-    def make(cls, path: Path, forked: Forked) -> "Place":
-        place = cls(path, forked)
-        place.run("data", "make", "synthetic", "images", "--images", "16", "--classes", "4", "--side", "32")
-        assert place.train("run.dir=runs/done")[0] == 0
-        return place
+@cache
+def _make_server() -> Forked:
+    return Forked(_ENVIRONMENT)
 
-    def train(self, *words: str, **env: str) -> tuple[int, str]:
-        """Run `train digits` with the small settings and `words`; return (exit code, stderr)."""
-        result = self.forked("train", "digits", *SMALL, *words, cwd=self.path, **env)
-        assert "Traceback" not in result.err, result.err
-        return result.code, result.err
 
-    def doctor(self, *words: str, **env: str) -> tuple[int, str]:
-        result = self.forked("doctor", "digits", *SMALL, *words, cwd=self.path, **env)
-        assert "Traceback" not in result.err, result.err
-        return result.code, result.err
+class _Running:
+    """The processes of a request."""
 
-    def run(self, *words: str) -> str:
-        """Run a command that must succeed; return its standard output."""
-        result = self.forked(*words, cwd=self.path)
-        assert result.code == 0, result.err
-        return result.out
+    def __init__(self, request: dict[str, Any]) -> None:
+        self._folder = Path(request["folder"])
+        self._end = time.monotonic() + request["timeout"]
+        self._living: dict[int, int] = {}
+        self._codes = [0] * len(request["commands"])
+        for number in range(len(self._codes)):
+            child = os.fork()
+            if not child:
+                _run(request, number)
+            self._living[child] = number
 
-    def checkpoints(self, run: str = "done") -> list[Path]:
-        return sorted((self.path / "runs" / run / "checkpoints").glob("step-*.pt"))
-
-    def events(self, run: str, name: str) -> list[dict[str, Any]]:
-        """Return the journal rows of a run that have this event."""
-        return [row for row in read_rows(self.path / "runs" / run / "journal.jsonl") if row.get("event") == name]
+    def has_ended(self) -> bool:
+        """Write the exit codes once all processes have ended; kill those that take too long."""
+        for child in list(self._living):
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid:
+                self._codes[self._living.pop(child)] = os.waitstatus_to_exitcode(status)
+        if self._living and time.monotonic() > self._end:
+            for number in (signal.SIGUSR1, signal.SIGKILL):
+                for child in self._living:
+                    os.killpg(child, number)
+                time.sleep(1)
+            for child, number in self._living.items():
+                os.waitpid(child, 0)
+                self._codes[number] = -signal.SIGKILL
+            self._living = {}
+        if self._living:
+            return False
+        (self._folder / ".codes").write_text(json.dumps(self._codes))
+        (self._folder / ".codes").rename(self._folder / "codes")
+        return True
 
 
 def _serve() -> None:
@@ -91,24 +116,34 @@ def _serve() -> None:
     import pipeline.preflight.doctor
     import pipeline.train.session  # noqa: F401 (import torch and ours once, before the forks)
 
-    for line in sys.stdin:
-        child = os.fork()
-        if not child:
-            _run(json.loads(line))
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    sys.path.remove(str(Path(__file__).parent))
+    received, running = b"", []
+    while True:
+        if select.select([0], [], [], 0.002 if running else None)[0]:
+            data = os.read(0, 1 << 20)
+            if not data:
+                return
+            *lines, received = (received + data).split(b"\n")
+            running += [_Running(json.loads(line)) for line in lines]
+        running = [request for request in running if not request.has_ended()]
 
 
-def _run(request: dict[str, object]) -> None:
-    from pipeline.cli.main import main
-
+def _run(request: dict[str, Any], number: int) -> None:
     code = 1
     try:
-        for number, name in ((1, "out"), (2, "err")):
-            os.dup2(os.open(Path(str(request["folder"]), name), os.O_WRONLY | os.O_CREAT), number)
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for descriptor, name in ((1, "out"), (2, "err")):
+            path = Path(request["folder"], f"{number}.{name}")
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
         os.environ.clear()
-        os.environ.update(request["env"])  # type: ignore[arg-type]
-        os.chdir(str(request["cwd"]))
-        code = main(request["words"])  # type: ignore[arg-type]
+        os.environ.update(request["environments"][number])
+        os.chdir(request["cwd"])
+        exec(request["prelude"], {})
+
+        from pipeline.cli.main import main
+
+        code = main(request["commands"][number])
     except BaseException:
         traceback.print_exc()
     finally:

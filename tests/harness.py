@@ -13,13 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import forked
+
 DONE = re.compile(
     r"^done step=(?P<step>\d+) epoch=(?P<epoch>\d+) top1=(?P<top1>[01]\.\d{4}) top5=(?P<top5>[01]\.\d{4})"
     r" images=(?P<images>\d+/\d+) weights=sha256:(?P<weights>[0-9a-f]{64})$"
 )
 
-SHARING = 2 if "PYTEST_XDIST_WORKER" in os.environ else 1
-"""Factor on time limits: 2 if another test runs on this machine at the same time."""
+SHARING = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+"""Factor on time limits: the number of tests that run on this machine at the same time."""
+
+_READ_AT_START = ("PYTHON", "OMP_", "MKL_", "LD_", "CUDA_", "TMPDIR")
+"""Beginnings of the names of variables that Python and libraries read when they are loaded."""
 
 # Small and fast, with all that makes bit-identical results hard: batch norm, momentum, an LR
 # schedule, augmentation.
@@ -70,9 +75,36 @@ def pipeline(*arguments: str, cwd: Path | None = None, timeout: float = 300, **e
     return Result(done.returncode, done.stdout, done.stderr, time.monotonic() - start)
 
 
+def quick(*arguments: str, cwd: Path | None = None, timeout: float = 300, **env: str) -> Result:
+    """Run a command in a fork, and wait for its end."""
+    return _in_forks([list(arguments)], [env], cwd, timeout)
+
+
+def _needs_interpreter(env: dict[str, str]) -> bool:
+    """Return True if a variable differs that a fork does not read again."""
+    now, then = ({name: value for name, value in variables.items() if name.startswith(_READ_AT_START)}
+                 for variables in (environment(**env), forked.server().environment))  # fmt: skip
+    return now != then
+
+
+def _in_forks(
+    commands: list[list[str]], environments: list[dict[str, str]], cwd: Path | None, timeout: float, prelude: str = ""
+) -> Result:
+    """Run commands at once, each in a fork; return their joined output and worst code."""
+    assert not any(map(_needs_interpreter, environments)), environments
+    start = time.monotonic()
+    merged = [environment(**env) for env in environments]
+    outputs = forked.server().run(commands, merged, cwd or Path.cwd(), prelude, timeout)
+    out, err = ("".join(texts) for texts in zip(*((output.out, output.err) for output in outputs), strict=True))
+    codes = [output.code for output in outputs]
+    assert -signal.SIGKILL not in codes, f"still running after {timeout} s, or killed: {err[-20000:]}"
+    return Result(max(codes, key=abs), out, err, time.monotonic() - start)
+
+
 def torchrun(nproc: int, *options: str) -> list[str]:
     """Return a torchrun command up to the pipeline's own arguments."""
-    agent = [sys.executable, "-m", "torch.distributed.run", *(options or ("--standalone",))]
+    rendezvous = options or ("--rdzv-backend=pipeline", "--rdzv-endpoint=localhost")
+    agent = [sys.executable, "-m", "torch.distributed.run", *rendezvous]
     return [*agent, "--nproc-per-node", str(nproc), "-m", "pipeline"]
 
 
@@ -108,6 +140,8 @@ class Job:
     nproc: int = 1
     by_torchrun: bool = False
     env: dict[str, str] = field(default_factory=dict)
+    prelude: str = ""
+    """Python statements that its process executes first; only with one process."""
     process: subprocess.Popen[str] | None = None
     started: float = 0
 
@@ -117,6 +151,9 @@ class Job:
     def command(self) -> list[str]:
         if self.by_torchrun:
             return [*torchrun(self.nproc), *self.train_words()]
+        if self.prelude:
+            program = f"{self.prelude}\nfrom pipeline.cli.main import command\ncommand()"
+            return [sys.executable, "-c", program, *self.train_words()]
         processes = ["--nproc", str(self.nproc)] if self.nproc > 1 else []
         return [sys.executable, "-m", "pipeline", *self.train_words(), *processes]
 
@@ -152,7 +189,19 @@ class Job:
         time.sleep(1)
 
     def run(self) -> Result:
-        return self.start().wait()
+        """Train to the end: one process in a fork, unless a variable needs a new interpreter."""
+        if self.nproc > 1 or self.by_torchrun or _needs_interpreter(self.env):
+            return self.start().wait()
+        return self.run_in_forks()
+
+    def run_in_forks(self) -> Result:
+        """Train to the end, each rank in a fork, without a launcher."""
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        group = _ranks(self) if self.nproc > 1 else [self.env]
+        result = _in_forks([self.train_words()] * self.nproc, group, None, 240, self.prelude)
+        self.folder.with_suffix(".out").write_text(result.out)
+        self.folder.with_suffix(".err").write_text(result.err)
+        return result
 
     def output(self) -> str:
         """Return the standard output of the last start, which is its `done` line."""
@@ -262,10 +311,14 @@ def on_host(name: str) -> list[str]:
 
 def by_hand(job: Job) -> Result:
     """Run the job's processes without a launcher; variables tell each its rank and the address."""
+    return run_together([[sys.executable, "-m", "pipeline", *job.train_words()]] * job.nproc, _ranks(job))
+
+
+def _ranks(job: Job) -> list[dict[str, str]]:
+    """Return the variables of each rank of a job without a launcher."""
     size, address = str(job.nproc), f"tcp://127.0.0.1:{free_port()}"
     group = {**job.env, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "INIT_METHOD": address}
-    ranks = [{**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(job.nproc)]
-    return run_together([[sys.executable, "-m", "pipeline", *job.train_words()]] * job.nproc, ranks)
+    return [{**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(job.nproc)]
 
 
 def spawned(job: Job) -> Result:
@@ -292,9 +345,9 @@ if __name__ == "__main__":
 def assert_resumes(folder: Path, words: list[str], stop_at: int, nproc: int = 2) -> Job:
     """Assert that a run stopped at a step resumes to the same end; return the uninterrupted run."""
     uninterrupted = Job(folder / "uninterrupted", words, nproc=nproc)
-    expected = uninterrupted.run().done
+    expected = uninterrupted.run_in_forks().done
     resumed = Job(folder / "resumed", [*words, f"train.max_steps={stop_at}"], nproc=nproc)
-    assert resumed.run().done["step"] == str(stop_at)
+    assert resumed.run_in_forks().done["step"] == str(stop_at)
     resumed.arguments.pop()
     assert resumed.run().done == expected
     assert resumed.trace() == uninterrupted.trace()

@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import http.server
 import os
 import random
 import re
@@ -23,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,8 @@ class S3Server:
             client.delete_bucket(Bucket=name)
 
     def kill(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
@@ -388,6 +390,34 @@ async def _read_head(reader: asyncio.StreamReader) -> bytes:
         return await reader.readuntil(b"\r\n\r\n")
     except asyncio.IncompleteReadError:
         return b""
+
+
+@contextlib.contextmanager
+def hostile_store(status: int, body: bytes, stated_bytes: int, *, is_store: bool = True) -> Iterator[str]:
+    """Start a server that gives every request the same answer; yield its endpoint.
+
+    is_store: the answer has the headers of a store's.
+    """
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(stated_bytes))
+            if is_store:
+                self.send_header("ETag", '"a"')
+                self.send_header("Last-Modified", "Mon, 23 Nov 2026 20:00:00 GMT")
+            self.end_headers()
+            self.wfile.write(body if self.command != "HEAD" else b"")
+
+        do_HEAD = do_GET
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 def _header(head: bytes, name: bytes) -> str:

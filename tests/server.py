@@ -15,9 +15,16 @@ from mlflow.entities import Run
 class Server:
     """A real MLflow server that can be killed and restarted on the same port and database."""
 
-    def __init__(self, folder: Path, *more: str, **env: str) -> None:
+    def __init__(
+        self, folder: Path, *more: str, python: str = sys.executable, database: str | None = None, **env: str
+    ) -> None:
+        """more: arguments, in place of files on its disk. python: that of another environment."""
         self.folder = folder
-        self.more, self.env = more, env
+        self.python, self.database = python, database or f"sqlite:///{folder}/mlflow.db"
+        self.more = more
+        if "--no-serve-artifacts" not in more:
+            self.more = ("--artifacts-destination", f"{folder}/artifacts", *more)
+        self.env = env
         self.port = free_port()
         self.uri = f"http://127.0.0.1:{self.port}"
         self.client = mlflow.MlflowClient(self.uri)
@@ -25,9 +32,8 @@ class Server:
     def start(self) -> "Server":
         with open(self.folder / "server.log", "ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port),
-                 "--workers", "1", "--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db",
-                 "--artifacts-destination", str(self.folder / "artifacts"), *self.more],
+                [self.python, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port),
+                 "--workers", "1", "--backend-store-uri", self.database, *self.more],
                 stdout=log, stderr=log, start_new_session=True, cwd=self.folder,
                 env=environment(
                     MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false", MLFLOW_DISABLE_TELEMETRY="true", **self.env

@@ -1,22 +1,35 @@
 """Every error message that names a remedy is followed to the letter, and the remedy works."""
 
+import os
+import queue
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from forked import SMALL, Place
-from harness import environment, free_port
+from harness import children, environment, free_port, variable
+from object_store import Bucket
+from place import SMALL, Place
+
+from pipeline.config.load import load
+from pipeline.errors import RunError
+from pipeline.guards import watchdog
+from pipeline.guards.signals import StopRequest
+from pipeline.guards.watchdog import Watchdog
+from pipeline.record.checkpoint_files import step_of
 
 DIVERGE = "optimizer.lr=1e6 optimizer.momentum=0 optimizer.nesterov=false train.max_steps=4"
 EXACT = "run.exact=true exact.shards=2 batch.global=16"
+HELD = ("run.dir=runs/held", "train.epochs=1000")
 LONG = "train.epochs=1000 evaluate.every=1000_epochs"
 GROW = "augment.size=64 augment.first_size=32"
 TUNE = "model.init=runs/done"
+VIT = "model.arch=vit_b_32 model.args.image_size=32"
 
 
 def corrupt_images(place: Place) -> None:
@@ -35,6 +48,25 @@ def images(place: Place) -> list[Path]:
     return sorted((place.path / "images/train").glob("*/*.jpg"))
 
 
+def train_on_truncated_images(place: Place) -> None:
+    """Save a checkpoint of a run whose images were truncated before they were first indexed."""
+    shutil.rmtree(place.path / "images/.pipeline-index")
+    for path in images(place)[:12]:
+        shutil.copy(path, place.path / path.name)
+        os.truncate(path, path.stat().st_size // 2)
+    assert place.train("run.dir=runs/cut", "data.max_bad=0.9")[0] == 0
+
+
+def truncate_images(place: Place) -> None:
+    train_on_truncated_images(place)
+    shutil.rmtree(place.path / "runs/cut")
+
+
+def replace_truncated_images(place: Place) -> None:
+    for path in images(place)[:12]:
+        path.write_bytes((place.path / path.name).read_bytes())  # in place: no folder changes
+
+
 def remove_image(place: Place) -> None:
     images(place)[0].rename(place.path / "kept.jpg")
 
@@ -49,9 +81,14 @@ def damage_checkpoints(place: Place) -> None:
         path.write_bytes(b"x")
 
 
-def restore_checkpoints(place: Place) -> None:
+def remove_checkpoints(place: Place) -> None:
     for path in place.checkpoints():
-        shutil.copy(place.path / path.name, path)
+        path.rename(place.path / path.name)
+
+
+def restore_checkpoints(place: Place) -> None:
+    for path in place.path.glob("step-*.pt"):
+        shutil.copy(path, place.path / "runs/done/checkpoints")
 
 
 def remove_val_class(place: Place) -> None:
@@ -108,11 +145,24 @@ def pack_again(place: Place) -> None:
 
 def start_holder(place: Place) -> None:
     """Start another process that trains in the folder; the test kills it at its end."""
-    words = [*SMALL, "run.dir=runs/held", "train.epochs=1000", "train.max_steps=2000", "checkpoint.every=1000 epochs"]
-    command = [sys.executable, "-m", "pipeline", "train", "digits", *words, "evaluate.every=1000 epochs"]
-    place.holder = subprocess.Popen(command, cwd=place.path, env=environment(), stderr=subprocess.DEVNULL)
-    while not place.events("held", "started"):
+    start_training(place, "checkpoint.every=1000 epochs", "evaluate.every=1000 epochs")
+
+
+def start_training(place: Place, *more: str) -> None:
+    command = [sys.executable, "-m", "pipeline", "train", "digits", *SMALL, *HELD, "train.max_steps=2000", *more]
+    with open(place.path / "held.err", "w") as err:
+        place.holder = subprocess.Popen(command, cwd=place.path, env=environment(), stderr=err)
+    wait_until(place, lambda: bool(place.events("held", "started")))
+
+
+def wait_until(place: Place, condition: Callable[[], bool]) -> None:
+    """Wait for something that the other process does."""
+    assert place.holder
+    end = time.monotonic() + 120
+    while not condition():
         assert place.holder.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def stop_holder(place: Place) -> None:
@@ -120,6 +170,24 @@ def stop_holder(place: Place) -> None:
     assert place.holder
     place.holder.send_signal(signal.SIGTERM)
     assert place.holder.wait(30) == 75
+
+
+def lose_images(place: Place) -> None:
+    """Remove the images once the other process has saved a checkpoint; it exits with 75."""
+    assert place.holder
+    wait_until(place, lambda: bool(place.checkpoints("held")))
+    (place.path / "images").rename(place.path / "away")
+    assert place.holder.wait(60) == 75
+    (place.path / "away").rename(place.path / "images")
+
+
+def kill_rank(place: Place) -> None:
+    """Kill a process of the other run once it has saved a checkpoint; the run exits with 1."""
+    assert place.holder
+    wait_until(place, lambda: bool(place.checkpoints("held")))
+    (rank,) = (pid for pid in children(place.holder.pid) if variable(pid, "RANK") == "1")
+    os.kill(rank, signal.SIGKILL)
+    assert place.holder.wait(60) == 1
 
 
 @dataclass(frozen=True)
@@ -137,6 +205,7 @@ class Advice:
         return f"{self.code} {self.says}"
 
 
+FROM_DONE = "run.dir=runs/new run.resume=runs/done optimizer.lr=0.3"
 RESUME = "run.dir=runs/done train.max_steps=2"  # resumes the existing run
 ROWS = [
     Advice(2, "train.epoch=3", "did you mean train.epochs?", "train.epochs=3"),
@@ -163,6 +232,10 @@ ROWS = [
     Advice(2, f"{TUNE} model.arch=resnet18", "set model.arch to its own", f"{TUNE} model.arch=shufflenet_v2_x0_5"),
     Advice(2, "model.arch=squeezenet1_1 augment.size=8", "raise augment.size",
            "model.arch=squeezenet1_1 augment.size=32"),
+    Advice(2, "model.arch=squeezenet1_1 augment.first_size=8 augment.size=64 augment.growth=[0,1_epochs]",
+           "raise augment.first_size", f"model.arch=squeezenet1_1 {GROW} augment.growth=[0,1_epochs]"),
+    Advice(2, f"{VIT} {GROW} augment.growth=[0,1_epochs] evaluate.size=32", "set augment.size=32",
+           f"{VIT} augment.first_size=32 augment.size=32 evaluate.size=32"),
     Advice(2, "batch.global=1", "have more images in a pass", "batch.global=2"),
     Advice(2, "run.device=cuda", "use run.device=cpu", "run.device=cpu"),
     Advice(2, "profile.steps=[5,2]", "give the smaller number first", "profile.steps=[1,1]"),
@@ -176,12 +249,15 @@ ROWS = [
     Advice(2, "", "add images or remove the folder", "", remove_empty_class, add_empty_class),
     Advice(2, "data.source=pack data.root=packed", "make one with 'pipeline data pack SRC packed'",
            "data.source=pack data.root=packed", pack),
-    Advice(2, "data.source=pack data.root=packed", "copy or pack it again",
+    Advice(2, "data.source=pack data.root=packed", "or remove it and pack it again",
            "data.source=pack data.root=packed", pack_again, pack_and_damage),
     Advice(2, "run.dir=runs/done optimizer.lr=0.3", "restore these keys", RESUME),
     Advice(2, "run.dir=runs/done optimizer.lr=0.3", "another run.dir", "run.dir=runs/other optimizer.lr=0.3"),
     Advice(2, "run.dir=runs/done optimizer.lr=0.3", "start again with run.resume=never",
            "run.dir=runs/done optimizer.lr=0.3 run.resume=never"),
+    Advice(2, FROM_DONE, "run.resume=runs/done was trained with another configuration: optimizer.lr: 0.1 -> 0.3:"
+           " restore these keys", "run.dir=runs/new run.resume=runs/done"),
+    Advice(2, FROM_DONE, "or start again with run.resume=never", f"{FROM_DONE} run.resume=never"),
     Advice(2, RESUME, "restore it", RESUME, put_image_back, remove_image),
     Advice(2, RESUME, "start again with run.resume=never", f"{RESUME} run.resume=never", before=remove_image),
     Advice(2, "run.resume=nowhere", "auto | never | a checkpoint", "run.resume=auto"),
@@ -196,8 +272,15 @@ ROWS = [
            repair_images, corrupt_images),
     Advice(4, "run.dir=runs/bad", "start again with run.resume=never", "run.dir=runs/bad run.resume=never",
            repair_images, corrupt_images),
+    Advice(4, "run.dir=runs/cut", "start again with run.resume=never", "run.dir=runs/cut run.resume=never",
+           replace_truncated_images, truncate_images),
+    Advice(4, "run.dir=runs/cut train.max_steps=2",
+           "if that changed the size of an image, start again with run.resume=never",
+           "run.dir=runs/cut train.max_steps=2 run.resume=never", replace_truncated_images, train_on_truncated_images),
     Advice(4, RESUME, "restore one from a copy", RESUME, restore_checkpoints, damage_checkpoints),
     Advice(4, RESUME, "start again with run.resume=never", f"{RESUME} run.resume=never", before=damage_checkpoints),
+    Advice(4, RESUME, "restore one from a copy", RESUME, restore_checkpoints, remove_checkpoints),
+    Advice(4, RESUME, "start again with run.resume=never", f"{RESUME} run.resume=never", before=remove_checkpoints),
     Advice(75, "run.dir=runs/held", "wait for it, stop it", f"run.dir=runs/held {LONG}", stop_holder, start_holder),
     Advice(75, "run.dir=runs/held", "another run.dir", "run.dir=runs/other", before=start_holder),
     Advice(2, "train.epochs 3", "write train.epochs=3", "train.epochs=3"),
@@ -216,6 +299,81 @@ ROWS = [
 ]  # fmt: skip
 
 
+def lose_disk(place: Place) -> None:
+    shutil.rmtree(place.path / "runs/mirrored")
+
+
+def damage_everywhere(place: Place) -> None:
+    assert place.bucket
+    for path in place.checkpoints("mirrored"):
+        path.write_bytes(b"x")
+    for name in place.bucket.names("run/checkpoints/"):
+        place.bucket.write(name, b"x")
+
+
+def damage_mirror(place: Place) -> None:
+    damage_everywhere(place)
+    lose_disk(place)
+
+
+def expire(place: Place) -> None:
+    """Delete the mirror's checkpoints, as a lifecycle rule does, and lose the disk."""
+    assert place.bucket
+    for name in place.bucket.names("run/checkpoints/"):
+        place.bucket.delete(name)
+    lose_disk(place)
+
+
+AGAIN = "start again with run.resume=never and another checkpoint.mirror"
+ANOTHER = "run.dir=runs/mirrored checkpoint.mirror=MIRROR/other run.resume=never"
+BAD = "run.dir=runs/bad checkpoint.mirror=MIRROR"
+MIRRORED = "run.dir=runs/mirrored checkpoint.mirror=MIRROR/run"
+MIRROR_ROWS = [
+    Advice(4, f"{BAD}/bad", AGAIN, f"{BAD}/other run.resume=never", repair_images, corrupt_images),
+    Advice(3, f"{BAD}/bad {DIVERGE}", AGAIN, f"{BAD}/other run.resume=never"),
+    Advice(2, f"{MIRRORED} optimizer.lr=0.3", AGAIN, f"{ANOTHER} optimizer.lr=0.3"),
+    Advice(2, f"{MIRRORED} optimizer.lr=0.3", "give another run.dir and checkpoint.mirror",
+           "run.dir=runs/new checkpoint.mirror=MIRROR/other optimizer.lr=0.3"),
+    Advice(2, MIRRORED, AGAIN, ANOTHER, before=remove_image),
+    Advice(2, f"{MIRRORED} run.resume=never", "give another prefix", ANOTHER),
+    Advice(4, MIRRORED, AGAIN, ANOTHER, before=damage_everywhere),
+    Advice(4, MIRRORED, AGAIN, ANOTHER, before=damage_mirror),
+    Advice(4, MIRRORED, AGAIN, "run.dir=runs/mirrored", before=damage_mirror),
+    Advice(4, MIRRORED, AGAIN, ANOTHER, before=expire),
+]  # fmt: skip
+
+
+def follow(place: Place, row: Advice, words: Callable[[str], list[str]]) -> None:
+    """Assert that the request is refused with the advice, and that a run that follows it ends."""
+    row.before(place)
+    code, err = place.train(*words(row.words))
+    assert code == row.code, err
+    assert row.says in err
+    row.do(place)
+    code, err = place.train(*words(row.then))
+    assert code == 0, err
+
+
+@pytest.mark.parametrize(
+    "row",
+    [row if at % 3 == 1 else pytest.param(row, marks=pytest.mark.long) for at, row in enumerate(MIRROR_ROWS)],
+    ids=str,
+)
+def test_the_remedy_for_a_run_with_a_mirror_works(place: Place, bucket: Bucket, row: Advice) -> None:
+    """The run that follows it is another one: none of the old records come back."""
+    place.bucket = bucket
+
+    def words(text: str) -> list[str]:
+        return [word.replace("_epochs", " epochs").replace("MIRROR", bucket.place) for word in text.split()]
+
+    assert place.train(*words(MIRRORED))[0] == 0
+    (created,) = place.events("mirrored", "created")
+    follow(place, row, words)
+    run = row.then.split()[0].rpartition("/")[2]
+    assert place.events(run, "created")[0]["run"] != created["run"]
+    assert place.events(run, "started")[0]["step"] == 0
+
+
 @pytest.mark.parametrize(
     "row", [row if at % 6 == 5 else pytest.param(row, marks=pytest.mark.full) for at, row in enumerate(ROWS)], ids=str
 )
@@ -226,13 +384,49 @@ def test_the_remedy_in_an_error_message_works(place: Place, row: Advice) -> None
         return [word.replace("_epochs", " epochs").replace("PORT", port) for word in text.split()]
 
     try:
-        row.before(place)
-        code, err = place.train(*words(row.words))
-        assert code == row.code, err
-        assert row.says in err
-        row.do(place)
-        code, err = place.train(*words(row.then))
-        assert code == 0, err
+        follow(place, row, words)
     finally:
         if place.holder:
             place.holder.kill()
+
+
+@pytest.mark.parametrize(
+    ("resume", "end"),
+    [("never", stop_holder), pytest.param("runs/done", stop_holder, marks=pytest.mark.full),
+     pytest.param("never run.timeout=8", lose_images, marks=pytest.mark.full),
+     pytest.param("never --nproc 2", kill_rank, marks=pytest.mark.full)],
+)  # fmt: skip
+def test_the_remedy_in_the_line_of_an_interrupted_run_works(
+    place: Place, resume: str, end: Callable[[Place], None]
+) -> None:
+    """The same command would apply run.resume again, and discard what was saved since."""
+    try:
+        start_training(place, *f"run.resume={resume}".split())
+        end(place)
+    finally:
+        assert place.holder
+        place.holder.kill()
+    line = (place.path / "held.err").read_text().splitlines()[-1]
+    remedy = "run.resume=auto" if resume.startswith("never") else "run.resume=runs/held"
+    assert f"the same command with {remedy} " in line
+    saved = step_of(place.checkpoints("held")[-1])
+    code, err = place.train(*HELD, f"train.max_steps={saved + 1}", remedy)
+    assert code == 0, err
+    assert [row["step"] for row in place.events("held", "started")][1:] == [saved]
+
+
+def test_the_line_of_a_run_that_cannot_stop_names_the_command_that_resumes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: queue.Queue[RunError] = queue.Queue()
+    monkeypatch.setattr(watchdog, "STOP_S", 0)
+    stop = StopRequest()
+    watched = Watchdog(300, tmp_path / "stacks", 0, stop)
+    monkeypatch.setattr(watched, "_end_process", errors.put)
+    command = load("digits", ["run.resume=never"]).same_command
+    watched.begin_training(lambda _: None, command)
+    monkeypatch.setattr(stop, "is_set", lambda: True)
+    watched.start()
+    line = str(errors.get(timeout=30))
+    watched.stop()
+    assert "without a save: the same command with run.resume=auto resumes from the newest checkpoint" in line

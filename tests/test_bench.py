@@ -35,8 +35,6 @@ SETTINGS = ("--rounds", "1", "--steps", "1", "model.arch=shufflenet_v2_x0_5", "a
     ("words", "names"),
     [
         (("train",), ["reference", "torchvision", "timm", "plain", "loaded"]),
-        (("train", "--only", "plain"), ["reference", "plain"]),
-        pytest.param(("track", "track.every=1 step"), ["reference", "tracked"], marks=pytest.mark.full),
         pytest.param(("comm", "--nproc", "2", "exact.shards=4"), ["reference", "exact"], marks=pytest.mark.full),
     ],
 )
@@ -125,6 +123,18 @@ def test_rows_of_a_model_that_is_not_compiled_are_refused(monkeypatch: pytest.Mo
     monkeypatch.setattr(bench_train.randomness, "configure_torch", lambda **_: None)
     with pytest.raises(RequestError, match=r"^--only plain-compiled: nothing is compiled here \(no GPU"):
         bench_train.bench_train(["run.device=cpu"], 1, 1, only=["plain-compiled"], as_json=True)
+
+
+@pytest.mark.full
+def test_the_plain_loop_trains_the_network_of_the_recipe(digits: Path) -> None:
+    words = ("digits", f"data.root={digits}", "--same-network", "--seeds", "1", "train.epochs=1", "run.device=cpu")
+    result = pipeline("bench", "top1", *words, "model.arch=shufflenet_v2_x0_5")
+    assert result.code == 0, result.err
+    name, top1, speed = "plain shufflenet_v2_x0_5", r"[01]\.\d{4}", r"\d+ images/s"
+    seed, means, cost = result.out.splitlines()
+    assert re.fullmatch(rf"seed 0, \d+ s: digits {top1}, {speed}; {name} {top1}, {speed}", seed)
+    assert re.fullmatch(rf"mean top-1 in the same time: digits {top1} \(.*\), {name} {top1} \(.*\)", means)
+    assert re.fullmatch(rf"speed of the steps: [\d.]+ \([\d.]+ to [\d.]+\) of {name}'s", cost)
 
 
 # ---- bench gpu

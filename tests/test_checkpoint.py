@@ -5,16 +5,17 @@ import os
 import random
 import shutil
 import signal
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from faults.ledger import Notes
-from harness import SMALL, Job, kill, pipeline, read_rows
+from harness import SMALL, Job, kill, quick, read_rows
 
 from pipeline.config.load import load
-from pipeline.errors import RequestError, StorageError
+from pipeline.errors import RequestError, StorageError, TemporaryError
 from pipeline.record import checkpoint_files
 from pipeline.record.checkpoint import CheckpointWriter, decode
 from pipeline.record.checkpoint_files import list_checkpoints, newest_verified, read_verified, step_of
@@ -76,6 +77,29 @@ def test_no_verifying_checkpoint_is_an_error_and_not_a_fresh_start(folder: Path)
     assert newest_verified(folder / "nowhere", pytest.fail) is None
 
 
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN])
+@pytest.mark.parametrize("call", ["read_bytes", "iterdir", "stat"])
+@pytest.mark.parametrize("resume", ["auto", "runs"])
+def test_storage_out_of_reach_is_no_damage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, code: int, call: str, resume: str
+) -> None:
+    run = RunFolder(folder / "run")
+    run.checkpoints.mkdir(parents=True)
+    for path in list_checkpoints(folder):
+        path.rename(run.checkpoints / path.name)
+    failing, real = [run.path, run.checkpoints, list_checkpoints(run.checkpoints)[0]], getattr(Path, call)
+
+    def fail(path: Path, **options: Any) -> Any:
+        if path in failing:
+            raise OSError(code, os.strerror(code), str(path))
+        return real(path, **options)
+
+    monkeypatch.setattr(Path, call, fail)
+    word = resume if resume == "auto" else str(run.path)
+    with pytest.raises(TemporaryError, match=r"is out of reach .*give the same command again once its storage is back"):
+        find(load("digits", [f"run.dir={run.path}", f"run.resume={word}"]), run, None, pytest.fail)
+
+
 @pytest.mark.fault("H2")
 def test_a_malicious_file_is_not_executed(tmp_path: Path) -> None:
     class Payload:
@@ -86,6 +110,18 @@ def test_a_malicious_file_is_not_executed(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="not a checkpoint"):
         decode((tmp_path / "evil.pt").read_bytes(), "evil.pt")
     assert not (tmp_path / "executed").exists()
+
+
+def test_a_checkpoint_that_would_unpack_to_more_than_its_size_is_refused(tmp_path: Path) -> None:
+    torch.save({"format": 1, "model": {"weight": torch.zeros(8 << 20)}}, tmp_path / "stored.pt")
+    with zipfile.ZipFile(tmp_path / "stored.pt") as old, zipfile.ZipFile(tmp_path / "deflated.pt", "w") as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name), zipfile.ZIP_DEFLATED)
+    data = (tmp_path / "deflated.pt").read_bytes()
+    assert len(data) < 64 << 10
+    with pytest.raises(StorageError, match=r"deflated.pt is not a checkpoint: its parts would unpack to 33,55\d,\d+ b"):
+        decode(data, "deflated.pt")
+    assert decode((tmp_path / "stored.pt").read_bytes(), "stored.pt")["format"] == 1
 
 
 def test_only_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
@@ -322,4 +358,4 @@ def test_the_command_line_and_torchrun_report_the_exit_code_of_the_ranks(tmp_pat
         result = run.run()
         assert result.code == (1 if by_torchrun else 2)
         assert "did you mean resnet" in result.err
-    assert pipeline("train", *run.arguments, f"run.dir={tmp_path}/x").error.startswith("model.arch=resnet is not")
+    assert quick("train", *run.arguments, f"run.dir={tmp_path}/x").error.startswith("model.arch=resnet is not")

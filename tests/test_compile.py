@@ -13,6 +13,7 @@ from harness import SMALL, Job, assert_resumes, pipeline
 from torch import nn
 
 from pipeline.config.load import load
+from pipeline.errors import FAILURE
 from pipeline.group import Group
 from pipeline.machine import missing_to_compile
 from pipeline.parallel import choose_strategy
@@ -50,10 +51,10 @@ def test_every_image_size_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(compiled) == len(plan.image_sizes), "each once"
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.skipif(bool(missing_to_compile()), reason=f"torch.compile needs {missing_to_compile()}")
 def test_a_rank_may_compile_much_longer_than_the_others(tmp_path: Path, digits: Path) -> None:
-    words = ["digits", f"data.root={digits}", *SMALLER, "train.compile=on", "run.timeout=10", "batch.global=480",
+    words = ["digits", f"data.root={digits}", *SMALLER, "train.compile=on", "run.timeout=5", "batch.global=480",
              "train.epochs=2", "augment.first_size=32", "augment.growth=[0 epochs, 1 epochs]"]  # fmt: skip
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
@@ -63,7 +64,7 @@ def test_a_rank_may_compile_much_longer_than_the_others(tmp_path: Path, digits: 
         "    session._MARGIN_S = 1\n"
         "    def compile_slowly(graph, _):\n"
         "        print('compiling', flush=True)\n"
-        "        time.sleep(8 * int(os.environ['RANK']))\n"
+        "        time.sleep(7 * int(os.environ['RANK']))\n"
         "        return graph\n"
         "    plain = torch.compile\n"
         "    torch.compile = lambda module, **options: plain(module, backend=compile_slowly, **options)\n"
@@ -71,6 +72,25 @@ def test_a_rank_may_compile_much_longer_than_the_others(tmp_path: Path, digits: 
     run = Job(tmp_path / "run", words, nproc=2, env={"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"})
     assert run.run().code == 0, run.log()
     assert run.output().count("compiling") == 8, "each rank, two parts of the model at two sizes"
+
+
+@pytest.mark.skipif(bool(missing_to_compile()), reason=f"torch.compile needs {missing_to_compile()}")
+def test_a_signal_that_ends_the_compiler_is_no_permanent_failure(tmp_path: Path, digits: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, signal, sys\n"
+        "if 'train' in sys.orig_argv:\n"
+        "    import torch\n"
+        "    def fail(graph, _):\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        raise RuntimeError('the compiler was ended')\n"
+        "    plain = torch.compile\n"
+        "    torch.compile = lambda module, **options: plain(module, backend=fail, **options)\n"
+    )
+    words = ["digits", f"data.root={digits}", *SMALLER, "train.compile=on"]
+    run = Job(tmp_path / "run", words, env={"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"})
+    result = run.run()
+    assert (result.code, result.error) == (75, "asked to stop before a step was made: the same command starts again")
+    assert not (run.folder / FAILURE).exists()
 
 
 def test_a_hang_in_a_compilation_is_ended(tmp_path: Path) -> None:

@@ -1,15 +1,18 @@
 """Check the Dockerfile and the compose files without a Docker engine."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from object_store import Weed
 
 import pipeline
 from pipeline.deploy import node
@@ -59,12 +62,19 @@ def test_a_service_has_minimal_privileges(name: str, file: str) -> None:
     assert found["cap_drop"] == ["ALL"]
     assert set(found.get("cap_add", [])) <= {"CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID"}
     assert not found.get("cap_add") or name == "postgres", "only postgres's image starts as root"
-    assert found["mem_limit"]
-    assert found["pids_limit"]
-    assert all("size=" in place for place in found["tmpfs"] if place.startswith("/tmp"))
+    memory, processes = (str(found[limit]).rpartition(":-")[2].rstrip("}") for limit in ("mem_limit", "pids_limit"))
+    assert int(processes) > 0
+    assert (memory == "0") == (name == "trainer"), "SECURITY.md says so"
+    assert all("size=" in place for place in found["tmpfs"])
     assert found["security_opt"] == ["no-new-privileges:true"]
     assert "docker.sock" not in str(found)
     assert all(str(port).startswith("127.0.0.1:") for port in found.get("ports", []))
+
+
+def test_the_documentation_names_the_limit_that_compose_does_not_set() -> None:
+    assert EXAMPLES["TRAINER_MEMORY"] == "0"
+    said = " ".join((ROOT / "SECURITY.md").read_text().split())
+    assert "the trainer's memory has no limit until you set `TRAINER_MEMORY`" in said
 
 
 def test_the_trainer_has_the_environment_of_a_single_node() -> None:
@@ -149,8 +159,55 @@ def test_the_trainer_of_the_store_keeps_nothing_and_has_the_key_of_the_store() -
     )
     dockerfile = (ROOT / "Dockerfile").read_text()
     assert not re.search(r"AWS_(ACCESS|SECRET)\w+=", dockerfile), "no layer has a key"
-    assert '"-ip.bind=127.0.0.1"' in dockerfile, "only the S3 protocol, which requires the key, is open to others"
     assert service("trainer")["environment"].keys() > set(keys), "passed on to a store of your own, too"
+
+
+class Store(Weed):
+    """The server of the image `store`, with other ports and another folder."""
+
+    def command(self) -> list[str]:
+        text = (ROOT / "Dockerfile").read_text().partition(" AS store\n")[2].partition("ENTRYPOINT ")[2]
+        words = json.loads(text.partition("]")[0].replace("\\\n", "") + "]")
+        s3_port, *ports = self.more_ports
+        names = ("master", "volume", "filer", "master.port.grpc", "volume.port.grpc", "filer.port.grpc", "s3.port.grpc")
+        given = [f"-{name if '.' in name else f'{name}.port'}={port}" for name, port in zip(names, ports, strict=False)]
+        changes = {
+            "python3": sys.executable, "/opt/forward.py": str(ROOT / "pipeline/deploy/forward.py"),
+            "8333": str(self.port), "8334": str(s3_port), "-s3.port=8334": f"-s3.port={s3_port}",
+            "weed": str(BIN / "weed"), "-dir=/store": f"-dir={self.folder / 'data'}",
+        }  # fmt: skip
+        assert changes.keys() <= set(words)
+        return [changes.get(word, word) for word in words] + given
+
+
+def test_the_store_opens_only_its_s3_port_to_other_containers(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.start()
+    try:
+        store.wait_ready()
+        client, name, contents = store.client(), store.make_bucket(), os.urandom(20 << 20)
+        client.put_object(Bucket=name, Key="large", Body=contents)
+        assert client.get_object(Bucket=name, Key="large")["Body"].read() == contents
+        open_ports = _open_ports(store.process.pid)
+        assert len(open_ports) > 5
+        # 127.0.0.1 is written backwards
+        assert {port for address, port in open_ports if address != "0100007F"} == {store.port}
+        store.process.terminate()
+        assert store.process.wait(30) == 0
+    finally:
+        store.kill()
+
+
+def _open_ports(group: int) -> set[tuple[str, int]]:
+    """Return the addresses (as the kernel writes them) and ports at which a group listens."""
+    sockets: set[str] = set()
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # it has ended
+            if os.getpgid(int(descriptor.parts[2])) == group:
+                sockets.add(os.readlink(descriptor))
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    listening = [row[1].split(":") for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+    return {(address, int(port, 16)) for address, port in listening}
 
 
 def test_the_overlays_can_be_combined() -> None:

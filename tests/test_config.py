@@ -13,6 +13,7 @@ from pipeline.config.help import all_keys, describe_keys
 from pipeline.config.load import RECIPES, from_yaml, load, refuse_changes
 from pipeline.config.schema import Config, Duration
 from pipeline.errors import RequestError
+from pipeline.record.sender import uri_in_environment
 
 DIGITS = (RECIPES / "digits.yaml").read_text()
 
@@ -125,7 +126,7 @@ def test_an_unknown_section_names_the_key_in_it(recipe: Callable[[str], Path]) -
      ("optimizer.lr=nan", "a number > 0 and ≤ 1000000"),
      ("optimizer.momentum=1", "a number ≥ 0 and < 1"),
      ("run.trace=perhaps", "true | false"),
-     ("optimizer.name=lion", "sgd | adamw"),
+     ("optimizer.name=lion", "sgd | adamw | lamb | muon"),
      ("run.device=tpu", "auto | cpu | cuda"),
      ("run.dir=", "a one-line string"),
      ("track.register=my model", "NAME or NAME@ALIAS (letters, digits, _ . -), or auto | none"),
@@ -137,8 +138,9 @@ def test_a_wrong_value_is_one_line_with_key_value_and_what_is_allowed(given: str
 
 @pytest.mark.parametrize("key", list(all_keys()))
 def test_every_key_documents_itself_and_its_values(key: str, recipe: Callable[[str], Path]) -> None:
-    line = refused("digits", f"{key}={{a: b}}")
-    assert line.startswith(f"{key}={{'a': 'b'}} is not allowed: give ")
+    given = "{1: b}" if key == "model.args" else "{a: b}"
+    line = refused("digits", f"{key}={given}")
+    assert line.startswith(f"{key}={{'{given[1]}': 'b'}} is not allowed: give ")
     assert key == "recipe" or f"  {key}=" in describe_keys()
     assert all_keys()[key][0]["description"]
 
@@ -155,6 +157,36 @@ def test_a_yaml_null_means_the_default(null: str, recipe: Callable[[str], Path])
     off = load(str(path), ["run.watch=none", "track.uri=None"])
     assert (off.run.watch, off.track.uri) == (None, "none")
     assert from_yaml(off.to_yaml(), "config.yaml") == off
+
+
+@pytest.mark.parametrize("word", ["null", "none", "Auto", "~"])
+def test_a_run_without_a_folder_gets_the_default(word: str, recipe: Callable[[str], Path]) -> None:
+    assert load("digits", [f"run.dir={word}"]) == load("digits", [])
+    assert load(str(recipe(f"{DIGITS}\nrun: {{dir: {word}}}")), []).run.dir == "runs/mine"
+
+
+def test_an_address_is_not_a_folder() -> None:
+    remedy = (
+        "give one on this machine, and keep a copy of the run in a bucket with checkpoint.mirror=s3://bucket/prefix"
+    )
+    assert refused("digits", "run.dir=s3://bucket/x") == f"run.dir=s3://bucket/x is not a folder: {remedy}"
+    words = ["data.source=pack", "data.root=s3://bucket/data", "data.cache=s3://bucket/cache"]
+    line = "data.cache=s3://bucket/cache is not a folder: give one on a disk of this machine"
+    assert refused("digits", *words) == line
+
+
+def test_the_file_of_a_database_is_expanded_and_must_be_one_that_mlflow_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert load("digits", ["track.uri=sqlite:///~/x.db"]).track.uri == "sqlite:////home/me/x.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///~/x.db")
+    assert uri_in_environment() == "sqlite:////home/me/x.db"
+    for path in ("a?b/ml.db", "a%41b.db"):
+        problem = f"sqlite:///{path}: MLflow cannot open a file with ? or % in its path: name another file"
+        assert refused("digits", f"track.uri=sqlite:///{path}") == f"track.uri={problem}"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{path}")
+        with pytest.raises(RequestError) as error:
+            uri_in_environment()
+        assert str(error.value) == f"MLFLOW_TRACKING_URI={problem}"
 
 
 def test_a_path_is_expanded_and_normalized(recipe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +233,7 @@ def test_an_empty_section_means_the_defaults(recipe: Callable[[str], Path]) -> N
 
 def test_a_section_given_as_a_value_is_refused(recipe: Callable[[str], Path]) -> None:
     path = recipe("data: {source: digits}\nmodel: resnet18\n")
-    keys = "model.arch, model.init, model.freeze, model.batchnorm, model.channels_last"
+    keys = "model.arch, model.args, model.init, model.freeze, model.batchnorm, model.channels_last"
     expected = f"model=resnet18 is not allowed, because model is a section: give its keys {keys}"
     assert refused(path) == expected
     assert refused(path, "model.arch=resnet50") == expected
@@ -266,9 +298,18 @@ def test_a_password_is_used_and_never_written(uri: str, written: str) -> None:
     assert "hunter2" not in config.to_yaml() + config.model_dump_json() + refused("digits", f"track.urn={uri}")
 
 
+@pytest.mark.parametrize("value", ["me:hunter2@host", "http://me:hun hunter2@host", "s3://me:hunter2@bucket/x"])
+def test_no_refusal_repeats_a_password(value: str) -> None:
+    for key in ("track.uri", "track.urn", "checkpoint.mirror", "data.source", "batch.global"):
+        if (key, value[:2]) != ("checkpoint.mirror", "s3"):  # the store refuses it
+            assert "hunter2" not in refused("digits", f"{key}={value}")
+    assert "hunter2" not in refused("digits", value)
+
+
 def test_every_url_in_a_text_loses_only_its_password() -> None:
-    text = "neither http://a:b/c@host:1 nor postgresql://d:e#f@db/x, says me@host of models:/digits@best"
-    assert without_password(text) == "neither http://host:1 nor postgresql://db/x, says me@host of models:/digits@best"
+    text = "neither http://a:b/c@host:1 nor s3:/d:e#f@b/x nor file:///a@b, says me@host of models:/digits@best"
+    hidden = "neither http://host:1 nor s3:/b/x nor file:///a@b, says me@host of models:/digits@best"
+    assert without_password(text) == hidden
 
 
 def test_credentials_are_split_from_a_url_raw_and_percent_encoded() -> None:

@@ -410,9 +410,15 @@ def test_an_interrupted_rehearsal_removes_everything_it_made(images: None) -> No
             log += line
             if "first step done" in line:
                 break
+        (name,) = set(re.findall(r"rehearsal-[0-9a-f]{8}", log))
+        nodes = docker("ps", "--quiet", "--filter", f"label=ddp-pipeline.rehearsal={name}").split()
+        hosts = [json.loads(docker("inspect", node))[0]["HostConfig"] for node in nodes]
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
     assert process.returncode == 75
+    assert len(hosts) >= 2
+    assert all(host["Memory"] > 0 and host["PidsLimit"] > 0 and host["ReadonlyRootfs"] for host in hosts)
+    assert all((host["CapDrop"], host["SecurityOpt"]) == (["ALL"], ["no-new-privileges:true"]) for host in hosts)
     _assert_nothing_is_left(log)
 
 

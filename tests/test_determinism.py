@@ -16,8 +16,8 @@ def job(folder: Path, digits: Path, *more: str, nproc: int = 1, by_torchrun: boo
 
 @pytest.fixture(scope="module")
 def weights_of_two(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> str:
-    """Return the digest of the weights that `--nproc 2` gives."""
-    return job(tmp_path_factory.mktemp("two") / "run", digits, nproc=2).run().done["weights"]
+    """Return the digest of the weights that two processes without a launcher give."""
+    return job(tmp_path_factory.mktemp("two") / "run", digits, nproc=2).run_in_forks().done["weights"]
 
 
 @pytest.mark.full

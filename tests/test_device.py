@@ -17,14 +17,17 @@ from harness import environment, free_port
 
 from pipeline import machine
 from pipeline.config.load import load
+from pipeline.config.schema import Model
 from pipeline.device import choose_device
 from pipeline.errors import RequestError
 from pipeline.group import start
 from pipeline.guards.signals import StopRequest
+from pipeline.model.architectures import meta_model
 from pipeline.operate import launch
 from pipeline.plan import DataSize, make_plan
 from pipeline.preflight import request
 from pipeline.preflight.doctor import examine
+from pipeline.preflight.model import check_gradients_are_deterministic
 from pipeline.record.folder import RunFolder
 from pipeline.world import World, from_environment
 
@@ -178,7 +181,8 @@ ARCHS = ("resnet18", "googlenet", "densenet121", "swin_t", "vit_b_16", "maxvit_t
     ],
 )
 def test_other_models_have_deterministic_gradients(arch: str) -> None:
-    assert refuse_gradients(arch, DETERMINISTIC, size=299 if arch == "inception_v3" else 224) is None
+    size = 299 if arch == "inception_v3" else 224
+    check_gradients_are_deterministic(meta_model(Model(arch=arch), 10), arch, 2, size)
 
 
 @pytest.mark.parametrize(

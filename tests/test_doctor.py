@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Result, pipeline
+from harness import Result, quick
 from object_store import Bucket, FaultProxy
 from torch import nn
 
@@ -39,7 +39,7 @@ HERE = World(cpus=2, shared_memory=1 << 30)
 
 def run_doctor(tmp_path: Path, digits: Path, *words: str, **env: str) -> Result:
     request = ("digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}", *words)
-    return pipeline("doctor", *request, **{"MLFLOW_TRACKING_URI": ""} | env)
+    return quick("doctor", *request, **{"MLFLOW_TRACKING_URI": ""} | env)
 
 
 def findings(result: Result) -> dict[str, dict[str, Any]]:
@@ -64,7 +64,7 @@ def test_a_request_that_can_run_passes_and_leaves_no_files(tmp_path: Path, digit
     ("check", "words", "says"),
     [
         ("recipe", ("train.epoch=1",), "did you mean train.epochs?"),
-        ("run folder", ("run.dir=/etc/hostname/run",), "give a folder that can"),
+        ("run folder", ("run.dir=/etc/hostname/run", "track.uri=none"), "give a folder that can"),
         ("data", ("data.source=folder", "data.root=/no/such"), "/no/such"),
         ("plan", ("batch.global=97", "--world", "2"), "the nearest batch.global that works is 96 or 98"),
         ("device", ("run.device=cuda",), "use run.device=cpu, or auto"),
@@ -135,6 +135,9 @@ def test_a_refusal_by_mlflow_is_explained_and_stops_no_training(
         assert required.code == 2, "as `train` does"
         on_node = run_doctor(tmp_path, digits, "track.required=true", MLFLOW_TRACKING_URI=uri, PET_NPROC_PER_NODE="1")
         assert on_node.code == 75, "its server may still be starting"
+    file = run_doctor(tmp_path, digits, "--json", MLFLOW_TRACKING_URI="sqlite:////proc/x.db")
+    assert file.code == 0
+    assert findings(file)["MLflow"]["line"].startswith("MLflow's database /proc/x.db cannot be written")
     unreachable = run_doctor(tmp_path, digits, "--json", MLFLOW_TRACKING_URI=uri)
     assert "Connection refused" in findings(unreachable)["MLflow"]["line"]
 
@@ -316,6 +319,8 @@ def _server(status: int) -> Iterator[str]:
             self.rfile.read(int(self.headers.get("Content-Length") or 0))
             self.send_response(status)
             self.end_headers()
+            if status == 403:
+                self.wfile.write(b"Invalid Host header - possible DNS rebinding attack detected")
 
         do_PUT = do_DELETE = do_GET
 

@@ -1,17 +1,21 @@
 """The EMA of the weights is evaluated, digested and served, and a resume restores it.
 
-With `model.batchnorm=average` batch norm's running statistics are the mean over the processes.
+With `model.batchnorm=average` batch norm's running statistics are the mean over the processes, and
+with `sync` each process normalises with those of all.
 """
 
 from pathlib import Path
 
 import pytest
 import torch
-from harness import SMALL, Job, assert_resumes, free_port, pipeline
+from harness import SMALL, Job, assert_resumes, free_port, quick
 from torch import nn
 
+from pipeline.config.schema import Model
 from pipeline.group import ProcessGroup
+from pipeline.model.architectures import build
 from pipeline.model.ema import make_ema, update_ema
+from pipeline.parallel.ddp import synchronise_batch_norm
 from pipeline.record.checkpoint import decode, weights_digest
 from pipeline.record.checkpoint_files import read_verified
 from pipeline.world import World
@@ -40,7 +44,7 @@ def test_the_ema_is_evaluated_and_resumes_bit_identically(tmp_path: Path, digits
     words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=1", "train.ema=0.8", "data.workers=0"]
     run = assert_resumes(tmp_path, words, 13)
     contents = decode(read_verified(run.checkpoints()[-1]), run.folder)
-    done = pipeline("evaluate", str(run.folder)).done
+    done = quick("evaluate", str(run.folder)).done
     assert f"weights=sha256:{done['weights']}" in run.output()
     assert done["weights"] == weights_digest(contents["average"]) != weights_digest(contents["model"])
 
@@ -63,7 +67,7 @@ def test_averaged_batch_norm_statistics_equal_those_of_the_global_batch(tmp_path
     }
     means = {}
     for name, run in runs.items():
-        assert run.run().code == 0
+        assert run.run_in_forks().code == 0
         path = run.checkpoints()[0]  # step 1, before any evaluation
         contents = decode(read_verified(path), path)
         for part in ("model", "average"):
@@ -72,3 +76,15 @@ def test_averaged_batch_norm_statistics_equal_those_of_the_global_batch(tmp_path
     for part in ("model", "average"):
         torch.testing.assert_close(means["average", part], means["single", part], rtol=0, atol=1e-6)
         assert (means["local", part] - means["single", part]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("arch", ["timm/regnety_002", "timm/resnet10t", "shufflenet_v2_x0_5"])
+def test_synchronised_batch_norm_keeps_weights_and_activations(arch: str) -> None:
+    model = build(Model(arch=arch), 10).eval()
+    images = torch.randn(2, 3, 64, 64)
+    expected, layers = model(images), sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+    weights = weights_digest(model.state_dict())
+    synchronise_batch_norm(model)
+    assert sum(isinstance(module, nn.SyncBatchNorm) for module in model.modules()) == layers > 0
+    assert torch.equal(model(images), expected)
+    assert weights_digest(model.state_dict()) == weights

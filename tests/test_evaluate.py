@@ -5,26 +5,39 @@ import math
 import os
 import re
 import shutil
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
+import scipy.special
 import torch
-from harness import DONE, SMALL, Job, Result, pipeline, read_rows
+from evaluate_worlds import make_model
+from harness import DONE, SMALL, Job, Result, quick, read_rows
+from object_store import Bucket
+from sklearn import metrics
+from sklearn.calibration import calibration_curve
 from streams import make_trainer, prepare
 from torch import Tensor, nn
 from torchvision.models import get_model
 
 from pipeline.cli.main import main
 from pipeline.config.load import load
+from pipeline.data.batch import NO_LABEL
+from pipeline.data.loader import EvalBatches
 from pipeline.data.manifest import scan
+from pipeline.data.store import Store
 from pipeline.group import Group
+from pipeline.model.architectures import Normalise
+from pipeline.operate.pack import pack
 from pipeline.record.checkpoint import CheckpointWriter, decode, weights_digest
 from pipeline.record.checkpoint_files import read_verified
-from pipeline.record.predictions import NO_PREDICTION
+from pipeline.record.predictions import NO_PREDICTION, Predictions
 from pipeline.record.terminal import make_terminal
 from pipeline.train.evaluate import EvalResult, Evaluator
-from pipeline.train.state import MAX_LOSS, Evaluation
+from pipeline.train.state import LOSS_UNIT, MAX_LOSS, Evaluation
 from pipeline.world import World
 
 SIZES = (1, 7, 48, 97, 1000)
@@ -42,7 +55,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
         ["digits", f"data.root={digits}", *SMALL, "train.epochs=3", "evaluate.batch=16"],
         nproc=2,
     )
-    assert run.run().code == 0
+    assert run.run_in_forks().code == 0
     return run
 
 
@@ -62,7 +75,7 @@ def held_out(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> dict[int
 
 
 def evaluate(run: Job, world: int, *overrides: str) -> Result:
-    return pipeline("evaluate", str(run.folder), *overrides, *(["--nproc", str(world)] if world > 1 else []))
+    return quick("evaluate", str(run.folder), *overrides, *(["--nproc", str(world)] if world > 1 else []))
 
 
 @pytest.mark.fault("E3")
@@ -122,9 +135,9 @@ class FixedLogits(nn.Module):
         return torch.cat([self.first_two, self.logits.expand(len(images) - 2, -1)])
 
 
-def evaluate_model(digits: Path, model: nn.Module) -> EvalResult:
+def evaluate_model(digits: Path, model: nn.Module, *overrides: str) -> EvalResult:
     """Evaluate the model on the digits in batches of 48."""
-    config, plan, source = prepare(digits, 1, "evaluate.batch=48")
+    config, plan, source = prepare(digits, 1, "evaluate.batch=48", *overrides)
     group = Group(World(), torch.device("cpu"))
     result = Evaluator(model, source.val, config, plan, group, make_terminal(is_main=False)).evaluate(1, lambda: False)
     assert result
@@ -178,6 +191,60 @@ def test_kernels_of_validation_are_not_chosen_by_a_benchmark(
     assert not torch.backends.cudnn.deterministic
 
 
+def test_the_figures_are_those_of_scikit_learn_at_any_world_size(tmp_path: Path, digits: Path) -> None:
+    words = [sys.executable, str(Path(__file__).with_name("evaluate_worlds.py")), str(digits), str(tmp_path / "found")]
+    subprocess.run(words, check=True, timeout=300)
+    seen, alone, *others = json.loads((tmp_path / "found").read_text())
+    assert others == [alone] * 3, "the same to the bit"
+    labels, probabilities = np.array(seen["labels"]), scipy.special.softmax(np.array(seen["logits"]), axis=1)
+    predicted, confidence = probabilities.argmax(1), probabilities.max(1)
+    is_correct = predicted == labels
+    # the mean distance over the bins, weighted by their images: both functions leave out empty bins
+    accuracy, mean = calibration_curve(is_correct, confidence, n_bins=15)
+    weights = np.histogram(confidence, np.linspace(0, 1, 16))[0]
+    error = (np.abs(accuracy - mean) * weights[weights > 0]).sum() / len(labels)
+    expected = {
+        "ece": error,
+        "nll": metrics.log_loss(labels, probabilities),
+        "balanced_accuracy": metrics.balanced_accuracy_score(labels, predicted),
+        "correct1": is_correct.sum(),
+        "loss_sum": metrics.log_loss(labels, probabilities) * len(labels) * LOSS_UNIT,
+    }
+    assert (weights > 0).sum() > 8
+    assert 0.05 < error < 0.95
+    for name, value in expected.items():
+        assert alone[name] == pytest.approx(value, abs=1 if name == "loss_sum" else 1e-9), name
+    recalls = metrics.recall_score(labels, predicted, average=None)
+    assert list(alone["recalls"].values()) == pytest.approx(recalls.tolist(), abs=1e-9)
+
+
+def test_the_logits_of_mirror_images_are_averaged(digits: Path) -> None:
+    plain, flipped = (evaluate_model(digits, make_model(), f"evaluate.flip={word}") for word in ("false", "true"))
+    config, _, source = prepare(digits, 1)
+    pixels = EvalBatches(source.val, config)[0].images
+    inputs = Normalise(torch.device("cpu"), channels_last=False)(pixels)
+    model = make_model()
+    expected = ((model(inputs) + model(inputs.flip(-1))) / 2).softmax(1).amax(1)
+    found = torch.from_numpy(flipped.predictions.confidence[: len(pixels)])
+    assert torch.allclose(found, expected.double(), atol=1e-6)
+    assert not np.array_equal(plain.predictions.confidence, flipped.predictions.confidence)
+    assert flipped.evaluation.figures["top1_plain"] == plain.evaluation.top1
+    assert "top1_plain" not in plain.evaluation.figures
+
+
+def test_images_without_a_label_are_in_no_figure_but_top_1() -> None:
+    known = Predictions(np.array([0, 1, 1], np.int32), np.array([0, 1, 0], np.int32), np.array([0.9, 0.8, 0.7]))
+    more = Predictions(*(np.append(values, extra) for values, extra in zip(
+        (known.labels, known.predicted, known.confidence), (NO_LABEL, 1, 1.0), strict=True
+    )))  # fmt: skip
+    assert known.balanced_accuracy() == more.balanced_accuracy() == 0.75
+    assert known.calibration_error() == more.calibration_error() == pytest.approx((0.1 + 0.2 + 0.7) / 3)
+    none = Predictions(*(values[:0] for values in (known.labels, known.predicted, known.confidence)))
+    assert none.balanced_accuracy() is none.calibration_error() is None
+    assert known.recalls(["a/b", "a_b"]) == {"a_b_0": 1.0, "a_b_1": 0.5}, "MLflow takes no slash here"
+    assert known.recalls([str(label) for label in range(101)]) == {}
+
+
 def test_no_loss_is_too_large_for_the_sum(digits: Path) -> None:
     found, *_ = evaluate_model(digits, FixedLogits([-3e38] * 9 + [3e38]))
     assert found.not_finite == 0
@@ -221,17 +288,17 @@ def test_a_run_reports_a_non_finite_validation(tmp_path: Path, digits: Path, ful
 def test_a_checkpoint_that_cannot_be_evaluated_is_refused_in_one_line(
     trained: Job, tmp_path: Path, digits: Path
 ) -> None:
-    empty = pipeline("evaluate", str(tmp_path))
+    empty = quick("evaluate", str(tmp_path))
     assert (empty.code, "holds no checkpoint" in empty.error) == (4, True)
     path = trained.checkpoints()[-1]
     renamed = tmp_path / "model.pt"
     shutil.copy(path, renamed)
-    assert "rename it to its original name" in pipeline("evaluate", str(renamed)).error
+    assert "rename it to its original name" in quick("evaluate", str(renamed)).error
     damaged = tmp_path / path.name
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)
-    refused = pipeline("evaluate", str(damaged))
+    refused = quick("evaluate", str(damaged))
     assert (refused.code, f"{path.name} is damaged" in refused.error) == (4, True)
     shutil.copytree(digits, tmp_path / "other")
     (tmp_path / "other/val/3").rename(tmp_path / "other/val/three")
@@ -266,7 +333,7 @@ def evaluate_here(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tup
     output = capsys.readouterr()
     done = DONE.match(output.out.strip())
     assert done
-    return done["images"], output.err.strip().partition(" on ")[2]
+    return done["images"], output.err.partition(" on ")[2].splitlines()[0]
 
 
 def test_the_held_out_images_are_evaluated_wherever_the_data_is(
@@ -298,6 +365,70 @@ def test_all_images_of_another_folder_are_evaluated(
     assert "held-out images" in description
     assert evaluate_here(capsys, plain_run, f"data.root={digits}") == ("360/360", f"the 360 images of {digits}/val")
     assert evaluate_here(capsys, plain_run, f"data.root={digits / 'train'}")[0] == "1437/1437"
+
+
+def test_another_source_has_its_own_data(
+    plain_run: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert evaluate_here(capsys, plain_run, "data.source=digits") == ("360/360", "the 360 images of data/digits/val")
+    assert evaluate_here(capsys, plain_run, "data.source=digits", f"data.root={digits}")[1].endswith(f"{digits}/val")
+    assert main(["evaluate", str(plain_run), "data.source=pack"]) == 2
+    assert "data.root is missing: data.source=pack needs data.root=FOLDER" in capsys.readouterr().err
+
+
+def test_a_pack_of_the_training_data_is_evaluated_on_what_the_training_held_out(
+    plain: Path, tmp_path: Path, bucket: Bucket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*SMALL, "data.workers=0", "train.max_steps=1", "schedule.warmup=0"]
+    by_folder, by_pack = tmp_path / "by-folder", tmp_path / "by-pack"
+    half, tenth = tmp_path / "half", f"{bucket.place}/tenth"
+    pack(plain, half, "lossless", 0.5)
+    pack(plain, Store(tenth), "raw=8", 0.1)
+    for run, source, root in ((by_folder, "folder", plain), (by_pack, "pack", half)):
+        train = quick("train", "digits", f"data.source={source}", f"data.root={root}", *words, f"run.dir={run}")
+        assert train.code == 0, train.err
+
+    held_out = {share: len(scan(plain, share).val) for share in (0.1, 0.5)}
+    expected = evaluate_here(capsys, by_folder)
+    assert expected[0] == f"{held_out[0.1]}/{held_out[0.1]}"
+    done = quick("evaluate", str(by_folder)).done
+    for processes in ([], ["--nproc", "2"]):  # the other process gets the split from rank 0
+        result = quick("evaluate", str(by_folder), "data.source=pack", f"data.root={half}", *processes)
+        assert result.done == done
+        assert f"the {held_out[0.1]} images of the pack {half} that the training held out" in result.err
+    assert evaluate_here(capsys, by_folder, "data.source=pack", f"data.root={tenth}") == (
+        expected[0], f"the {held_out[0.1]} held-out images of the pack {tenth}"
+    )  # fmt: skip
+    count = f"{held_out[0.5]}/{held_out[0.5]}"
+    assert evaluate_here(capsys, by_pack) == (count, f"the {held_out[0.5]} held-out images of the pack {half}")
+    cache = tmp_path / "cache"
+    for _ in range(2):
+        assert evaluate_here(capsys, by_pack, f"data.root={tenth}", f"data.cache={cache}") == (
+            count, f"the {held_out[0.5]} images of the pack {tenth} that the training held out"
+        )  # fmt: skip
+    assert evaluate_here(capsys, by_pack, "data.source=folder", f"data.root={plain}") == (
+        count, f"the {held_out[0.5]} held-out images of {plain}"
+    )  # fmt: skip
+    assert main(["evaluate", str(by_pack), "data.val_split=0.2"]) == 2
+    assert "data.val_split cannot be set for a pack" in capsys.readouterr().err
+
+
+def test_all_images_of_a_pack_of_other_data_are_evaluated(
+    plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shutil.copytree(plain, tmp_path / "other")
+    next((other / "3").iterdir()).unlink()
+    pack(other, tmp_path / "packed", "lossless", 0.1)
+    words = [*SMALL, "data.workers=0", "train.max_steps=1", "schedule.warmup=0", f"run.dir={tmp_path}/run"]
+    assert quick("train", "digits", "data.source=folder", f"data.root={plain}", *words).code == 0
+    packed = evaluate_here(capsys, tmp_path / "run", "data.source=pack", f"data.root={tmp_path}/packed")
+    assert packed == (
+        "359/359", f"all 359 images of the pack {tmp_path}/packed (it is not the data of the training)"
+    )  # fmt: skip
+    found = [quick("evaluate", f"{tmp_path}/run", f"data.source={source}", f"data.root={tmp_path}/{root}").done
+             for source, root in (("pack", "packed"), ("folder", "other"))]  # fmt: skip
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

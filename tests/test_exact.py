@@ -42,7 +42,7 @@ def test_exact_mode_gives_the_weights_of_one_process(
     tmp_path: Path, digits: Path, one_process: Job, world: int
 ) -> None:
     run = job(tmp_path / "run", digits, world)
-    assert run.run().out == one_process.output()
+    assert run.run_in_forks().out == one_process.output()
     metrics = ("train/loss", "train/top1", "val/")
     assert run.journal(*metrics) == one_process.journal(*metrics)
 
@@ -66,6 +66,22 @@ def test_a_killed_run_resumes_exactly_with_other_numbers_of_processes(
     assert run.wait().out == one_process.output()
     assert_each_sample_once(run.trace(), 48)
     assert run.trace() == one_process.trace()
+
+
+def test_a_killed_run_with_balanced_classes_resumes_exactly_with_another_number_of_processes(
+    tmp_path: Path, digits: Path
+) -> None:
+    alone = job(tmp_path / "alone", digits, 1, "data.balance=sqrt")
+    killed = job(tmp_path / "killed", digits, 2, "data.balance=sqrt")
+    assert alone.run().code == 0
+    killed.start()
+    killed.wait_for_step(16)  # in the second epoch
+    for rank in killed.ranks():
+        kill(rank, signal.SIGKILL)
+    killed.wait_gone(5)
+    killed.nproc = 4
+    assert killed.run().out == alone.output()
+    assert killed.trace() == alone.trace()
 
 
 def test_shards_that_do_not_divide_are_refused_with_the_values_that_work(tmp_path: Path, digits: Path) -> None:
@@ -144,6 +160,53 @@ def test_statistics_of_a_frozen_module_stay_bit_for_bit() -> None:
     assert all(torch.equal(buffer, old) for buffer, old in zip(net.buffers(), expected, strict=True))
 
 
+class Constants(Net):
+    """A model with constants, a running mean and, of images with a value above 10, a minimum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1), persistent=False)
+        self.register_buffer("table", torch.tensor([1e-9, 3e9]), persistent=False)
+        self.register_buffer("missing", torch.tensor([torch.nan, 1.0]))
+        self.register_buffer("centre", torch.zeros(4))
+        self.register_buffer("lowest", torch.tensor(torch.inf))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.centre.lerp_(x.mean(0), 0.5)
+        if x.max() > 10:
+            self.lowest.copy_(torch.minimum(self.lowest, x.min()))
+        return super().forward(x)
+
+
+def test_constants_stay_bit_for_bit_and_own_statistics_are_averaged() -> None:
+    net = Constants()
+    expected = {name: net.get_buffer(name).clone() for name in ("mask", "table", "missing", "lowest")}
+    shards = make_shards()
+    strategy = make_strategy(net=net)
+    step(strategy, shards)
+    step(strategy, shards)
+    assert not strategy.has_overflow()
+    for name, old in expected.items():
+        assert torch.equal(net.get_buffer(name).view(torch.int32), old.view(torch.int32)), name  # NaN is not equal
+    torch.testing.assert_close(net.centre, 0.75 * torch.cat(shards).mean(0))
+
+
+def test_a_statistic_that_leaves_infinity_in_some_shards_only_is_an_overflow() -> None:
+    net, shards = Constants(), make_shards()
+    strategy = make_strategy(net=net)
+    step(strategy, shards)
+    assert not strategy.has_overflow()
+    shards[2][0, 0] = 11
+    step(strategy, shards)
+    assert strategy.has_overflow(), "infinity has no part in a mean"
+    net.get_buffer("lowest").fill_(torch.inf)
+    for images in shards:
+        images[0, 0] = 11
+    step(strategy, shards)
+    assert not strategy.has_overflow()
+    torch.testing.assert_close(net.lowest, torch.stack([images.min() for images in shards]).mean())
+
+
 def test_shards_added_in_any_order_give_the_same_bits() -> None:
     shards = make_shards()
     found = []
@@ -162,7 +225,8 @@ def test_an_overflow_is_noticed_and_cleared_at_the_next_step(scale: float) -> No
     assert not strategy.has_overflow()
     step(strategy, shards, scale)
     assert strategy.has_overflow()
-    guard = DeviceLossGuard(strategy, StepTimer())  # as on a GPU, where the host reads the flag a step later
+    # as on a GPU, where the host reads the flag a step later
+    guard = DeviceLossGuard(strategy, StepTimer(), "start again")
     assert not guard.check(2, torch.tensor(1.0), [])
     assert guard.skip == 1, "the device skips the update"
     strategy.model.norm.reset_running_stats()  # type: ignore[union-attr, operator]

@@ -1,10 +1,16 @@
 """An exported model predicts what the checkpoint predicts; anything else is refused in one line."""
 
+import math
 import re
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, pipeline
+from harness import SMALL, Job, free_port, pipeline, quick
+
+from pipeline.cli.main import main
+from pipeline.config.load import from_yaml
+from pipeline.record.checkpoint import CheckpointWriter, decode
+from pipeline.record.checkpoint_files import read_verified
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +23,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
 
 @pytest.mark.parametrize("form", ["torch.export", "onnx", "safetensors"])
 def test_an_exported_model_makes_the_same_predictions(run: Path, form: str) -> None:
-    result = pipeline("export", str(run), "--to", form)
+    result = quick("export", str(run), "--to", form)
     assert result.code == 0, result.err
     found = re.fullmatch(r"(\S+): the model of step 1; on 8 validation images, .* more than (\S+)\n", result.out)
     assert found, result.out
@@ -35,8 +41,49 @@ def test_a_missing_library_is_named(run: Path, tmp_path: Path, form: str, librar
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("form", ["torch.export", "safetensors"])
+def test_a_model_whose_logits_are_not_finite_is_not_exported(tmp_path: Path, digits: Path, form: str) -> None:
+    words = ["digits", f"data.root={digits}", *SMALL, "data.workers=0", "train.max_steps=1"]
+    assert Job(tmp_path / "run", words).run().code == 0
+    (path,) = (tmp_path / "run/checkpoints").iterdir()
+    contents = decode(read_verified(path), path)
+    contents["model"]["fc.bias"].fill_(math.nan)
+    (tmp_path / "broken").mkdir()
+    writer = CheckpointWriter(tmp_path / "broken", 1, pytest.fail)
+    writer.save(contents, 1, None)
+    writer.wait()
+    result = quick("export", str(tmp_path / "broken"), "--to", form)
+    assert result.code == 3, result.err
+    assert re.fullmatch(
+        r"the logits of .*/broken/step-\S+ are not finite on 8 validation images: use another checkpoint", result.error
+    )
+    assert not (tmp_path / "broken/export").exists()
+
+
 @pytest.mark.full
 def test_a_run_without_a_checkpoint_has_nothing_to_export(tmp_path: Path) -> None:
-    result = pipeline("export", str(tmp_path), "--to", "torch.export")
+    result = quick("export", str(tmp_path), "--to", "torch.export")
     assert result.code == 4
     assert "holds no checkpoint" in result.error
+
+
+def test_a_run_on_a_store_that_does_not_answer_is_compared_on_noise(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A store that the command names is needed: then its outage ends the command."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    (path,) = (run / "checkpoints").iterdir()
+    contents = decode(read_verified(path), path)
+    data = ("data.source=pack", "data.root=s3://bucket/pack")
+    contents["config"] = from_yaml(contents["config"], "test", [*data]).to_yaml()
+    (tmp_path / "stored").mkdir()
+    writer = CheckpointWriter(tmp_path / "stored", 1, pytest.fail)
+    writer.save(contents, 1, None)
+    writer.wait()
+    words = ["export", str(tmp_path / "stored"), "--to", "safetensors"]
+    assert main(words) == 0
+    assert "on 8 images of noise" in capsys.readouterr().out
+    assert main([*words, *data]) == 75
+    assert "the store is out of reach" in capsys.readouterr().err

@@ -39,6 +39,13 @@ def test_mistakes_are_sorted_by_confidence_and_confusion_counts_each_image_once(
     assert [numbers.tolist() for numbers in predictions.count_correct(3)] == [[1, 0, 1], [2, 2, 2]]
 
 
+def test_each_class_has_a_recall_of_its_own_by_a_name_that_mlflow_takes() -> None:
+    classes = ["a/b", "a:b", "a_b_0", "..", ".", "c.d", "plain"]
+    labels = np.arange(len(classes), dtype=np.int32)
+    recalls = Predictions(labels, labels, np.ones(len(classes))).recalls(classes)
+    assert list(recalls) == ["a_b_0_0", "a_b_1", "a_b_0", ".._3", "._4", "c.d", "plain"]
+
+
 def test_twenty_thousand_classes_are_drawn_in_little_memory(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     labels, predicted = rng.integers(0, 20_000, (2, 100_000), np.int32)
@@ -51,7 +58,7 @@ def test_twenty_thousand_classes_are_drawn_in_little_memory(tmp_path: Path) -> N
     # a confusion matrix of all classes has 3 GiB
     resource.setrlimit(resource.RLIMIT_DATA, ((data_kib << 10) + (256 << 20), limits[1]))
     try:
-        for name in ("confusion", "classes"):
+        for name in ("confusion", "classes", "reliability"):
             EVALUATION_FIGURES[name](tmp_path / f"{name}.png", evaluation, "step 1")
             assert (tmp_path / f"{name}.png").exists()
     finally:
@@ -70,7 +77,7 @@ def test_the_figures_need_only_the_run_folder(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "journal.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["report", str(tmp_path)]) == 0
     line = capsys.readouterr().out
-    for name in ("curves", "confusion", "classes", "mistakes", "augmentation"):
+    for name in ("curves", "confusion", "classes", "reliability", "mistakes", "augmentation"):
         with Image.open(report / f"{name}.png") as image:
             assert min(image.size) > 100
         assert f"{name}.png" in line
@@ -78,6 +85,49 @@ def test_the_figures_need_only_the_run_folder(tmp_path: Path, capsys: pytest.Cap
     path.write_bytes(path.read_bytes()[:100])
     assert main(["report", str(tmp_path)]) == 0
     assert "confusion.png cannot be drawn: step-00000012.npz is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"labels": np.zeros(70 << 20, np.int32)}, "it would unpack to 293,6"),
+        ({"labels": np.full(10, 2**31 - 1, np.int32)}, "labels beyond its 3 classes"),  # 16 GiB of counts
+        ({"predicted": np.full(10, -2, np.int32)}, "labels beyond its 3 classes"),
+        ({"predicted": np.zeros(11, np.int32)}, "not those of an evaluation"),
+        ({"confidence": np.zeros(10, "U8")}, "not those of an evaluation"),
+        ({"confidence": np.full(10, np.nan)}, r"confidences outside 0\.\.1"),
+        ({"classes": np.zeros(2_000_000, "V0").view("U0")}, "elements of no size"),
+        ({"classes": np.zeros(2_000_000, "U1")}, "not those of an evaluation"),
+        ({"classes": np.array([{}])}, "Object arrays cannot be loaded"),
+        ({"shown": np.zeros(65, int), "pixels": np.zeros((65, 3, 1, 1), np.uint8)}, "65 mistakes"),
+        ({"pixels": np.zeros((2, 3, 8, 8), np.uint8)}, r"1 mistakes and pixels of shape \(2, 3, 8, 8\)"),
+        ({"shown": np.array([99])}, ""),
+    ],
+)
+def test_a_hostile_evaluation_is_one_line_and_costs_no_memory(
+    changed: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    labels = np.arange(10, dtype=np.int32) % len(CLASSES)
+    arrays = {
+        "labels": labels, "predicted": labels, "confidence": np.ones(10, np.float32), "classes": np.array(CLASSES),
+        "shown": np.array([3]), "pixels": np.zeros((1, 3, 8, 8), np.uint8),
+    } | changed  # fmt: skip
+    path = tmp_path / "report" / "data" / "step-00000012.npz"
+    path.parent.mkdir(parents=True)
+    np.savez_compressed(path, **arrays)
+    (tmp_path / "journal.jsonl").write_text("")
+    data_kib = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0])
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, ((data_kib << 10) + (512 << 20), limits[1]))
+    try:
+        if says:
+            with pytest.raises(ValueError, match=f"step-00000012.npz is damaged .*{says}"):
+                load_evaluation(path)
+        assert main(["report", str(tmp_path)]) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mistakes.png")]
+    assert "mistakes.png cannot be drawn: " in line
 
 
 def test_a_folder_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,8 +174,11 @@ def test_figures_say_what_their_numbers_are(tmp_path: Path, drawn: list[Any]) ->
     )
     for draw in EVALUATION_FIGURES.values():
         draw(tmp_path / "figure.png", evaluation, "step 12")
-    confusion, classes, mistakes = map(drawn_texts, drawn)
+    confusion, classes, reliability, mistakes = map(drawn_texts, drawn)
     assert {"true class", "predicted class", "1", *CLASSES} <= set(confusion)
     assert "confusion matrix, step 12\n6 images, counted in the cells" in confusion
     assert {"0/2", "1/2", *CLASSES} <= set(classes)
+    assert {"calibrated", "reliability diagram, step 12\nexpected calibration error 0.4750, 15 bins"} <= set(
+        reliability
+    )
     assert {"predicted $10 (0.95)\ntrue naïve cat", "predicted $5 (0.60)\ntrue $10"} <= set(mistakes)

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import io
+import resource
 import struct
 import tarfile
 import zlib
@@ -10,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import pipeline
+from harness import quick
 from scipy.io import savemat
 from test_pack import encoded, file_digests, photo
 from torchvision.datasets import Imagenette
 
-from pipeline.data import imagenet
+from pipeline.data import cifar10, imagenet
+from pipeline.data.images import decode
 from pipeline.data.manifest import scan
 from pipeline.errors import RequestError, StorageError
 from pipeline.operate.data import get, import_imagenet
@@ -72,7 +74,7 @@ def archives(tmp_path: Path) -> Path:
 
 def test_the_archives_become_an_image_folder(archives: Path, tmp_path: Path) -> None:
     out = tmp_path / "imagenet"
-    result = pipeline("data", "import", "imagenet", str(archives), str(out))
+    result = quick("data", "import", "imagenet", str(archives), str(out))
     assert result.code == 0, result.err
     line = "12 images to train, 4 held out, 3 classes, as the development kit counts them"
     assert result.out == f"imported {out}: {line}\n"
@@ -142,7 +144,7 @@ def test_an_invalid_class_name_is_refused_and_nothing_is_written(archives: Path,
     with tarfile.open(archives / imagenet.TRAIN, "a") as outer:
         add(outer, f"{wnid}.tar", inner.getvalue())
     before = sorted(tmp_path.rglob("*"))
-    refused = pipeline("data", "import", "imagenet", str(archives), str(tmp_path / "deep/in/out"))
+    refused = quick("data", "import", "imagenet", str(archives), str(tmp_path / "deep/in/out"))
     assert refused.code == 2
     assert "is not a class: n and eight digits" in refused.error
     assert sorted(tmp_path.rglob("*")) == before
@@ -169,6 +171,29 @@ def test_a_devkit_that_is_larger_than_it_says_is_refused(archives: Path, tmp_pat
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         kit.addfile(link)
     assert "cannot be read as the development kit ('meta.mat')" in refused()
+    with tarfile.open(devkit, "w:gz", format=tarfile.PAX_FORMAT) as kit:
+        sparse = tarfile.TarInfo("kit/data/meta.mat")
+        sparse.pax_headers = {"GNU.sparse.size": "3000000000", "GNU.sparse.numblocks": "0", "GNU.sparse.map": "0,0"}
+        kit.addfile(sparse)
+    assert "(meta.mat is a sparse file)" in refused()
+
+
+@pytest.mark.fault("J5")
+def test_a_devkit_of_few_bytes_takes_no_more_memory_than_it_may(archives: Path, tmp_path: Path) -> None:
+    """Use a cell array without cells that states half a billion, for which scipy takes 4 GB."""
+
+    def element(kind: int, data: bytes) -> bytes:
+        return struct.pack("<II", kind, len(data)) + data + bytes(-len(data) % 8)
+
+    header = b"MATLAB 5.0 MAT-file".ljust(124) + struct.pack("<HH", 0x0100, 0x4D49)
+    parts = (6, struct.pack("<II", 1, 0)), (5, struct.pack("<ii", 500_000_000, 1)), (1, b"synsets")
+    with tarfile.open(archives / imagenet.DEVKIT, "w:gz") as kit:
+        add(kit, "kit/data/meta.mat", header + element(14, b"".join(element(*part) for part in parts)))
+        add(kit, "kit/data/ILSVRC2012_validation_ground_truth.txt", b"1\n")
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(RequestError, match=r"cannot be read as the development kit \(Unable to allocate 3\.73 GiB"):
+        import_imagenet(archives, tmp_path / "out", None)
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
 
 
 @pytest.mark.fault("J5")
@@ -196,6 +221,53 @@ def test_a_fetched_archive_cannot_write_outside_its_folder(
     assert not (tmp_path / "deep" / "imagenette").exists()
 
 
+def make_cifar10(archive: Path, labels: bytes, more: str = "") -> list[bytes]:
+    """Write an archive like CIFAR-10's, with these labels in each file. Return the pixels."""
+    rng = np.random.default_rng(0)
+    pixels = []
+    with tarfile.open(archive, "w:gz") as file:
+        add(file, "cifar-10-batches-bin/../../outside.bin", b"")
+        for name in ["test_batch", *(f"data_batch_{number}" for number in range(1, 6))]:
+            images = rng.integers(0, 256, (len(labels), 3072), np.uint8)
+            pixels += [image.tobytes() for image in images]
+            records = b"".join(bytes([label]) + image.tobytes() for label, image in zip(labels, images, strict=True))
+            if name != more:
+                add(file, f"cifar-10-batches-bin/{name}.bin", records)
+    return pixels
+
+
+def test_cifar10_is_unpacked_without_loss(tmp_path: Path) -> None:
+    pixels = make_cifar10(tmp_path / "cifar.tar.gz", bytes(range(10)))
+    cifar10.unpack(tmp_path / "cifar.tar.gz", tmp_path / "images")
+    files = sorted((tmp_path / "images").rglob("*.png"), key=lambda path: (path.parts[-3] == "train", path.name))
+    assert len(files) == 60
+    assert [decode(path.read_bytes()).numpy().tobytes() for path in files] == pixels
+    assert [path.parent.name for path in files[:2]] == ["airplane", "automobile"]
+    index = scan(tmp_path / "images", 0.1)
+    assert (index.size.train_images, index.size.val_images, index.size.num_classes) == (50, 10, 10)
+    assert not list(tmp_path.rglob("outside*"))
+
+
+@pytest.mark.parametrize(
+    ("labels", "missing", "says"),
+    [(b"\x0a", "", "test_batch.bin has a label of 10"), (b"\1", "data_batch_3", "it lacks .*data_batch_3.bin")],
+)
+def test_an_archive_that_is_not_cifar10_is_refused(tmp_path: Path, labels: bytes, missing: str, says: str) -> None:
+    make_cifar10(tmp_path / "cifar.tar.gz", labels, missing)
+    with pytest.raises(ValueError, match=says):
+        cifar10.unpack(tmp_path / "cifar.tar.gz", tmp_path / "images")
+
+
+def test_cifar10_is_fetched_as_an_image_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The archive was downloaded before, so no network is needed."""
+    archive, out = tmp_path / ".cifar10.download/cifar-10-binary.tar.gz", tmp_path / "cifar10"
+    archive.parent.mkdir()
+    make_cifar10(archive, bytes(range(10)))
+    monkeypatch.setattr("pipeline.operate.data._CIFAR10_MD5", hashlib.md5(archive.read_bytes()).hexdigest())
+    assert get("cifar10", str(out)) == f"fetched {out}: 50 images to train, 10 held out, 10 classes"
+    assert not archive.parent.exists()
+
+
 def test_imagenette_is_moved_from_its_download_folder(tmp_path: Path) -> None:
     fetched = tmp_path / ".imagenette.download/imagenette2"
     for split in ("train", "val"):
@@ -205,5 +277,5 @@ def test_imagenette_is_moved_from_its_download_folder(tmp_path: Path) -> None:
     out = tmp_path / "imagenette"
     assert get("imagenette", str(out)) == f"fetched {out}: 3 images to train, 3 held out, 3 classes"
     assert not (tmp_path / ".imagenette.download").exists()
-    second = pipeline("data", "get", "imagenette", str(out))
+    second = quick("data", "get", "imagenette", str(out))
     assert (second.code, second.error) == (2, f"{out} already exists: remove it, or name another folder")

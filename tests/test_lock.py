@@ -167,7 +167,7 @@ def in_another_process(work: Callable[[], None]) -> None:
 
 
 def test_of_several_that_take_over_at_once_one_wins(tmp_path: Path, holder: Holder, full: bool) -> None:
-    for _ in range(10 if full else 1):
+    for _ in range(4 if full else 1):
         holder.stop()
         age(tmp_path / "run/lock")
         others = [Holder(tmp_path / "run") for _ in range(4)]
@@ -314,8 +314,9 @@ def test_temporary_files_of_containers_with_equal_process_ids_differ(
 FAILURE = """\
 from pipeline.errors import StorageError
 from pipeline.record.terminal import make_terminal
+from pipeline.config.load import load
 from pipeline.train.session import _saving_failure
-with _saving_failure(folder, "request", make_terminal(is_main=False)):
+with _saving_failure(load("digits", []), folder, "request", make_terminal(is_main=False)):
     raise StorageError("why")
 """
 HANG = """\
@@ -328,7 +329,7 @@ time.sleep(60)
 SENDING = """\
 from pipeline.config.load import load
 from pipeline.record.mlflow.delivery import Delivery
-Delivery(folder, load("digits", []), "http://127.0.0.1:9", 1).deliver()
+Delivery(folder, load("digits", []), "http://127.0.0.1:9", 1).deliver(is_last=True)
 """
 REPORT = """\
 import sys
@@ -405,7 +406,10 @@ def contents(folder: Path) -> dict[str, tuple[int, int, bytes]]:
     return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
-@pytest.mark.parametrize("number", [0, *(pytest.param(number, marks=pytest.mark.full) for number in range(1, 5))])
+@pytest.mark.parametrize(
+    "number",
+    [0, pytest.param(1, marks=pytest.mark.full), *(pytest.param(i, marks=pytest.mark.long) for i in (2, 3, 4))],
+)
 @pytest.mark.parametrize("phase", ["save", pytest.param("training", marks=pytest.mark.full)])
 def test_a_run_that_was_taken_over_in_training_writes_nothing_when_it_returns(
     tmp_path: Path, digits: Path, uninterrupted: Job, phase: str, number: int

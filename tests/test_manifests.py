@@ -332,6 +332,10 @@ def test_a_run_is_sent_to_mlflow_by_a_job_of_its_own(run: str, defaults: list[Do
     assert re.fullmatch("sync-[a-z0-9]([-a-z0-9]{0,57}[a-z0-9])?", job["metadata"]["name"])
     (container,) = pod_of(job)["containers"]
     assert (container["image"], container["command"][2:]) == (IMAGE, ["pipeline", "sync", f"/runs/{run}"])
+    own = RenderOptions(image=IMAGE, overrides=("model.arch=mynet:net",))
+    ((_, text),) = render_sync(own, run).items()
+    (container,) = pod_of(yaml.safe_load(text))["containers"]
+    assert container["command"][2:] == ["pipeline", "sync", f"/runs/{run}", "--trust", "mynet:net"]
     labels = job["spec"]["template"]["metadata"]["labels"]
     assert not one(defaults, "Service", "trainer")["spec"]["selector"].items() <= labels.items()
     policies = {d["metadata"]["name"]: d["spec"] for d in defaults if d["kind"] == "NetworkPolicy"}
@@ -594,7 +598,7 @@ def test_render_prints_what_it_writes_to_files(tmp_path: Path) -> None:
         (("--memory", "lots"), "'lots' is not an amount of memory"),
         (("digit",), "did you mean digits?"),
         (("digits", "train.epoch=1"), "did you mean train.epochs?"),
-        (("digits", "run.resume=never"), "run.resume=never would apply again to each node"),
+        (("digits", "run.resume=never"), "run.resume=never is for one start"),
         (("digits", "run.resume=/runs/digits"), "must resume the run itself: leave it out"),
         (("--out", "/etc/hostname"), "/etc/hostname cannot be written: File exists: give --out a folder that can"),
     ],

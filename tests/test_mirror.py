@@ -6,7 +6,6 @@ import random
 import re
 import shutil
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -15,23 +14,26 @@ from pathlib import Path
 
 import pytest
 from faults.ledger import Notes
-from harness import SHARING, SMALL, Job, Result, kill, pipeline, read_rows
+from harness import SHARING, SMALL, Job, Result, kill, quick, read_rows
 from mlflow import MlflowClient
 from object_store import Bucket, FaultProxy
 
-from pipeline.data.store import Store
+from pipeline.data.store import Store, StoredObject
 from pipeline.record.checkpoint_files import step_of
 from pipeline.record.folder import RunFolder
 from pipeline.record.lease import LEASE_S, Lease
+from pipeline.record.mirror import Mirror
 
 LEASE = 3
 """Seconds of a lease in these tests; the real ones would take a minute each."""
+PART_BYTES = 1 << 18
+"""Half of the size from which an object is sent in parts: a checkpoint here has 3 MB."""
 SHORT_LEASE = f"""
-from pipeline.cli.main import command
+from pipeline.data import store
 from pipeline.record import lease, mirror
+store._PART_BYTES = {PART_BYTES}
 mirror.FINISH_S = 10
 lease.LEASE_S, lease.RENEW_S, lease._POLL_S = {LEASE}, 0.5, 0.2
-command()
 """
 WORDS = (*SMALL, "train.epochs=3", "checkpoint.every=7 steps")
 STEPS = 87
@@ -41,8 +43,7 @@ STEPS = 87
 class Mirrored(Job):
     """A run of one process, with a short lease."""
 
-    def command(self) -> list[str]:
-        return [sys.executable, "-c", SHORT_LEASE, *self.train_words()]
+    prelude: str = SHORT_LEASE
 
     def kill_with_disk(self) -> None:
         """Kill everything at once, and lose the disk."""
@@ -117,6 +118,19 @@ def test_an_upload_that_was_cut_off_is_never_resumed_from(
     assert f"restored step {step_of(Path(newest)) - 3}" in result.err
 
 
+def test_nothing_is_restored_before_a_checkpoint_verifies(make_job: Callable[..., Mirrored], bucket: Bucket) -> None:
+    """Not even the records: the next start, with another mirror, would continue their run."""
+    job = make_job("train.max_steps=8")
+    job.run()
+    for name in checkpoints(bucket):
+        bucket.write(f"run/checkpoints/{name}", b"x")
+    shutil.rmtree(job.folder)
+    failed = job.run()
+    assert failed.code == 4
+    assert re.search(r"no checkpoint in checkpoint.mirror=s3://\S+ verifies: restore one from a copy", failed.error)
+    assert not job.folder.exists()
+
+
 def test_a_finished_run_is_finished_on_an_empty_disk(make_job: Callable[..., Mirrored], expected: Result) -> None:
     job = make_job()
     first = job.run()
@@ -167,7 +181,9 @@ def test_a_store_that_stays_away_is_named_at_the_end(
     result = job.wait(400)
     assert result.code == 0
     assert result.done == expected.done
-    assert re.search(rf"lacks .*it is in {job.folder}: the same command on this disk sends it", result.err), result.err
+    assert re.search(rf"lacks .*it is in {job.folder}: the same command, on this disk, sends it", result.err), (
+        result.err
+    )
     failed = [row for row in read_rows(job.folder / "journal.jsonl") if row.get("event") == "mirror failed"]
     assert failed, "counted in the journal"
     fault_proxy.revive()
@@ -247,7 +263,7 @@ def test_a_stopped_run_says_what_the_bucket_lacks(make_job: Callable[..., Mirror
     result = job.wait(60)
     assert result.code == 75
     assert time.monotonic() - stopped < 15 + 5 * SHARING
-    assert re.search(r"lacks .*: the same command on this disk sends it", result.err)
+    assert re.search(r"lacks .*: the same command, on this disk, sends it", result.err)
 
 
 @pytest.mark.parametrize(
@@ -267,6 +283,88 @@ def test_a_wrong_request_leaves_no_folder_and_no_lease(make_job: Callable[..., M
     assert job.run().code == 2
     assert not job.folder.exists()
     assert json.loads(bucket.read("run/lease.json"))["is_released"]
+
+
+def test_checkpoints_that_are_gone_from_the_mirror_are_missed(
+    make_job: Callable[..., Mirrored], bucket: Bucket
+) -> None:
+    """Training does not begin again in silence; the one that was being uploaded is no loss."""
+    job = make_job("train.max_steps=16")
+    job.run()
+    names = checkpoints(bucket)
+    for name in names:
+        bucket.delete(f"run/checkpoints/{name}")
+    shutil.rmtree(job.folder)
+    for command in ("train", "doctor"):
+        missed = quick(command, *job.train_words()[1:])
+        assert missed.code == 4, missed.err
+        assert re.search("holds no checkpoint, and its journal names step-0000.*: restore one from", missed.err)
+
+
+@pytest.mark.fault("K3")
+def test_a_run_none_of_whose_checkpoints_was_uploaded_begins_again_as_the_same_run(
+    tmp_path: Path, make_job: Callable[..., Mirrored], bucket: Bucket, fault_proxy: FaultProxy
+) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    job = make_job(f"track.uri={uri}", "train.epochs=10")
+    fault_proxy.only, fault_proxy.rates = "^P.*/checkpoints/", {"403": 1}
+    job.start()
+    job.wait_until(lambda: "run/journal.jsonl" in bucket.names(), "the journal", 60, 0.2)
+    job.wait_until(lambda: b'"saved"' in bucket.read("run/journal.jsonl"), "a save in the mirrored journal", 60, 0.2)
+    job.kill_with_disk()
+    fault_proxy.rates = {}
+    assert not checkpoints(bucket)
+    job.arguments.append("train.max_steps=20")
+    result = job.run()
+    assert result.code == 0
+    assert "holds no complete checkpoint of its run: training begins at step 0" in result.err
+    (run,) = MlflowClient(uri).search_runs(["1"])
+    assert run.info.status == "FINISHED"
+
+
+def test_a_folder_that_vanishes_takes_no_checkpoint_from_the_mirror(
+    make_job: Callable[..., Mirrored], bucket: Bucket
+) -> None:
+    job = make_job("train.epochs=1000")
+    job.start()
+    job.wait_until(lambda: len(checkpoints(bucket)) >= 2, "two checkpoints", 60)
+    moved = job.folder.rename(job.folder.with_name("moved"))
+    assert job.wait(120).code == 4
+    left = checkpoints(bucket)
+    assert left
+    shutil.rmtree(moved)
+    newest = max(step_of(Path(name)) for name in left)
+    job.arguments.append(f"train.max_steps={newest + 1}")
+    result = job.run()
+    assert result.code == 0, result.err
+    assert f"restored step {newest}" in result.err
+
+
+def test_a_store_that_takes_a_checkpoint_and_refuses_it_is_given_up(
+    make_job: Callable[..., Mirrored], fault_proxy: FaultProxy
+) -> None:
+    fault_proxy.only, fault_proxy.rates = "^PUT .*/checkpoints/", {"403": 1}
+    result = make_job("train.max_steps=8").run()
+    assert result.code == 0
+    assert re.search(r"lacks step-00000008\S+ \(", result.err), result.err
+
+
+def test_a_record_that_a_late_write_replaced_is_sent_again(
+    tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A holder that was frozen in a write may finish it after another one took the lease."""
+    folder = RunFolder(tmp_path / "run")
+    folder.checkpoints.mkdir(parents=True)
+    folder.journal.write_text('{"event":"created","run":"r1"}\n')
+    folder.hold()
+    mirror = Mirror(Store(f"{bucket.place}/run"), folder, print)
+    mirror.open("auto", lambda _: False)
+    mirror._upload()
+    bucket.write("run/journal.jsonl", b"old")
+    mirror._upload()
+    assert bucket.read("run/journal.jsonl") == folder.journal.read_bytes()
+    mirror.close()
+    folder.release()
 
 
 def test_another_run_is_refused(make_job: Callable[..., Mirrored], tmp_path: Path) -> None:
@@ -329,6 +427,36 @@ def test_of_two_processes_one_gets_the_lease(bucket: Bucket) -> None:
     leases[1].drop(is_released=True)
 
 
+@pytest.mark.parametrize("contents", [b"[" * 4000, b'{"holder": "\\u001b[2J"}', b'{"holder": 1}', b"{}"])
+def test_a_foreign_lease_is_taken_over_once_it_is_old(
+    contents: bytes, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pipeline.record.lease.LEASE_S", 1)
+    bucket.write("lease.json", contents)
+    lease = Lease(Store(bucket.place), "owner")
+    lease.take()
+    lease.drop(is_released=True)
+    assert f"took over checkpoint.mirror={bucket.place} from another process, last renewed" in capfd.readouterr().err
+
+
+def test_a_lease_is_taken_over_also_if_the_store_does_not_say_the_time(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.record.lease.LEASE_S", 2)
+    monkeypatch.setattr(StoredObject, "age_s", 0.0)
+    bucket.write("lease.json", b"{}")
+    lease = Lease(Store(bucket.place), "owner")
+    lease.take()
+    lease.drop(is_released=True)
+
+
+def test_a_damaged_record_of_a_rollback_is_one_line(make_job: Callable[..., Mirrored], bucket: Bucket) -> None:
+    bucket.write("run/abandoned.json", b"[" * 200_000)
+    result = make_job("train.max_steps=1").run()
+    assert (result.code, "abandoned.json is not a list of checkpoints: restore" in result.error) == (4, True)
+    assert "Traceback" not in result.err
+
+
 def test_a_run_killed_before_its_first_save_stays_one_run(
     tmp_path: Path, make_job: Callable[..., Mirrored], bucket: Bucket
 ) -> None:
@@ -354,12 +482,12 @@ def test_doctor_looks_into_the_mirror(make_job: Callable[..., Mirrored]) -> None
     words = ["doctor", *job.train_words()[1:]]
     finished = job.folder.with_name("finished")
     node = {"PET_NPROC_PER_NODE": "1", "PIPELINE_FINISHED": str(finished)}
-    preflight = pipeline(*words, **node)
+    preflight = quick(*words, **node)
     assert preflight.code == 0, preflight.err
     assert finished.read_text().startswith("done step=8 ")
     assert "config is compatible with the run in s3://" in preflight.err
     assert not job.folder.exists(), "nothing is changed"
-    refused = pipeline(*words, "optimizer.lr=0.3", **node)
+    refused = quick(*words, "optimizer.lr=0.3", **node)
     assert refused.code == 2
     assert "optimizer.lr" in refused.error
 
@@ -457,3 +585,112 @@ def test_unfinished_uploads_of_others_are_left_alone(make_job: Callable[..., Mir
     assert job.run().code == 2
     left = client.list_multipart_uploads(Bucket=bucket.name).get("Uploads", [])
     assert [upload["Key"] for upload in left] == ["photos/train-0000.tar"]
+
+
+ROLLBACK = ("checkpoint.every=5 steps", "checkpoint.keep=10")
+
+
+def step_5(job: Job) -> Path:
+    (path,) = [path for path in job.checkpoints() if step_of(path) == 5]
+    return path
+
+
+@pytest.mark.fault("K3")
+def test_a_rollback_is_not_undone_by_a_restart_while_the_store_still_deletes(
+    tmp_path: Path, digits: Path, bucket: Bucket, fault_proxy: FaultProxy
+) -> None:
+    words = ["digits", f"data.root={digits}", *WORDS, *ROLLBACK, f"checkpoint.mirror={bucket.place}/run"]
+    job = Job(tmp_path / "run", [*words, "train.max_steps=20"], by_torchrun=True, env={"PET_MAX_RESTARTS": "1"})
+    assert job.run().code == 0
+    late = {name for name in checkpoints(bucket) if step_of(Path(name)) > 5}
+    job.arguments = [*words, "train.max_steps=30", "checkpoint.every=1000 epochs", f"run.resume={step_5(job)}"]
+    fault_proxy.only, fault_proxy.latency_ms = "^DELETE .*/checkpoints/", 600_000
+    job.start()
+    job.wait_for_step(8)
+    assert late <= {*checkpoints(bucket)}
+    kill(job.ranks()[0], signal.SIGKILL)
+    fault_proxy.latency_ms = 0
+    result = job.wait()
+    assert result.code == 0
+    assert [row["step"] for row in job.starts()] == [0, 5, 5], result.err
+    assert job.journal("train/loss")[-1][0] == 30
+    assert not late & {*checkpoints(bucket)}
+
+
+@pytest.mark.fault("K3")
+@pytest.mark.parametrize("is_disk_lost", [False, True])
+def test_a_rollback_is_not_undone_if_the_store_refuses_to_delete(
+    make_job: Callable[..., Mirrored], bucket: Bucket, fault_proxy: FaultProxy, is_disk_lost: bool
+) -> None:
+    job = make_job(*ROLLBACK, "train.max_steps=20")
+    assert job.run().code == 0
+    fault_proxy.only, fault_proxy.rates = "^DELETE .*/checkpoints/", {"403": 1}
+    rolled_back = make_job(*ROLLBACK, "train.max_steps=12", f"run.resume={step_5(job)}").run()
+    assert rolled_back.code == 0
+    assert 20 in {step_of(Path(name)) for name in checkpoints(bucket)}
+    if is_disk_lost:
+        shutil.rmtree(job.folder)
+    again = make_job(*ROLLBACK, "train.max_steps=12")
+    assert again.run().done == rolled_back.done
+    assert [row["step"] for row in again.starts()] == [0, 5]
+    # the same steps have the same weights, and so the same names as before
+    repeated = make_job(*ROLLBACK, "train.max_steps=20")
+    assert repeated.run().code == 0
+    shutil.rmtree(job.folder)
+    assert repeated.run().done["step"] == "20"
+    assert [row["step"] for row in repeated.starts()] == [0, 5, 12]
+
+
+@pytest.mark.fault("K2")
+def test_a_rollback_that_the_store_does_not_record_makes_no_step(
+    make_job: Callable[..., Mirrored], fault_proxy: FaultProxy
+) -> None:
+    job = make_job(*ROLLBACK, "train.max_steps=20")
+    assert job.run().code == 0
+    before = job.checkpoints()
+    fault_proxy.only, fault_proxy.rates = "^PUT .*/abandoned.json", {"503": 1}
+    job.arguments.append(f"run.resume={step_5(job)}")
+    refused = job.run()
+    assert refused.code == 75, refused.err
+    assert job.checkpoints() == before
+    assert len(job.starts()) == 1
+
+
+def test_a_disk_that_missed_a_rollback_of_its_job_does_not_undo_it(make_job: Callable[..., Mirrored]) -> None:
+    first, second = (make_job(*ROLLBACK, "train.max_steps=20", name=name) for name in ("first", "second"))
+    for job in (first, second):
+        assert job.run().code == 0
+    words = (*ROLLBACK, "train.max_steps=12", f"run.resume={step_5(second)}")
+    rolled_back, late = (make_job(*words, name=name, TORCHELASTIC_RUN_ID="job") for name in ("second", "first"))
+    expected = rolled_back.run()
+    assert expected.done["step"] == "12"
+    result = late.run()
+    assert result.done == expected.done
+    assert "already finished" in result.err
+
+
+def test_a_restart_does_not_apply_run_resume_never_again(make_job: Callable[..., Mirrored]) -> None:
+    job = make_job("train.max_steps=8", "run.resume=never", TORCHELASTIC_RUN_ID="job")
+    expected = job.run().done
+    for lost in (job.folder / "nothing", job.folder):
+        shutil.rmtree(lost, ignore_errors=True)
+        result = job.run()
+        assert result.done == expected, result.err
+        assert "already finished" in result.err
+
+
+def test_a_machine_that_replaces_a_lost_one_does_not_apply_run_resume_again(
+    tmp_path: Path, digits: Path, make_job: Callable[..., Mirrored], bucket: Bucket, expected: Result
+) -> None:
+    first = Job(tmp_path / "first", ["digits", f"data.root={digits}", *WORDS, "train.max_steps=8"])
+    assert first.run().code == 0
+    job = make_job(f"run.resume={first.folder}", TORCHELASTIC_RUN_ID="job")
+    job.start()
+    # step 8 is there at once, as the best model so far
+    job.wait_until(lambda: any(step_of(Path(name)) > 8 for name in checkpoints(bucket)), "a checkpoint in the bucket")
+    job.kill_with_disk()
+    result = job.run()
+    assert result.done["weights"] == expected.done["weights"]
+    steps = [row["step"] for row in job.starts()]
+    assert steps[0] == 8
+    assert steps[-1] > 8, result.err

@@ -21,7 +21,7 @@ class Run:
         self.trainer = make_trainer(digits, "model.arch=shufflenet_v2_x0_5", "batch.global=24", *words)
         self.state = self.trainer.state
         if on_device:
-            self.state.loss_guard = DeviceLossGuard(self.state.strategy, self.trainer.timer)
+            self.state.loss_guard = DeviceLossGuard(self.state.strategy, self.trainer.timer, "start again")
         self.batch = TrainBatches(self.trainer.train_images, self.trainer.config, self.trainer.plan, 0)[0]
 
     def step(self, *, with_nan: bool = False) -> bool:

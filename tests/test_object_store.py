@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from object_store import ERRORS, Bucket, FaultProxy, S3Server
+from object_store import ERRORS, Bucket, FaultProxy, S3Server, hostile_store
 from pycurl import HTTP_CODE, Curl
+from test_security import foreign_server
 
 from pipeline.data import store as store_module
 from pipeline.data.access import OutageError
 from pipeline.data.store import ConflictError, MissingError, Store
-from pipeline.errors import RequestError
+from pipeline.errors import RequestError, RunError
+from pipeline.operate.pack_target import open_target
 
 BYTES = random.Random(0).randbytes
 LARGE = 33 << 20  # more than one part
@@ -439,6 +441,74 @@ def test_a_place_that_is_none_and_an_endpoint_that_is_none(monkeypatch: pytest.M
     monkeypatch.setenv("AWS_PROFILE", "no-such-profile")
     with pytest.raises(RequestError, match="no-such-profile"):
         Store("s3://bucket/x")
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+def test_a_redirect_is_refused_at_once_and_not_followed(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int
+) -> None:
+    (tmp_path / "file").write_bytes(bytes(LARGE))
+    with foreign_server() as (target, seen), foreign_server(status, Location=f"{target}/elsewhere?x=y") as (uri, asked):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", uri)
+        for method in METHODS.values():
+            with pytest.raises(RequestError, match=rf"redirects \({status}\) to {target}, .*: set AWS_ENDPOINT_URL"):
+                method(Store(bucket.place), tmp_path / "file")
+    assert len(asked) == len(METHODS)
+    assert seen == []
+
+
+def test_a_bucket_in_another_region_is_asked_again_in_its_region(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with foreign_server(301, **{"x-amz-bucket-region": "eu-west-1"}) as (uri, asked):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", uri)
+        with pytest.raises(RequestError, match=r"redirects \(301\) to another address"):
+            Store(bucket.place).read("a")
+    assert [signed.split("/")[2] for _, signed in asked] == ["us-east-1", "eu-west-1"]
+
+
+def test_what_a_store_says_is_one_short_printable_line(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    message = "first\nsecond \x9b31m" + "A" * 5000
+    for status, code in ((403, "AccessDenied"), (403, "B" * 5000), (400, "C" * 5000)):
+        body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+        with hostile_store(status, body, len(body)) as endpoint:
+            monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+            with pytest.raises(RunError) as refusal:
+                Store(bucket.place).read("a")
+        assert len(str(refusal.value)) < 800
+        assert str(refusal.value).isprintable()
+
+
+def test_a_web_server_in_place_of_a_store_is_named(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the console of a store, on another port."""
+    with hostile_store(200, b"<html>", 6, is_store=False) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        for call in (Store(bucket.place).read, Store(bucket.place).head):
+            with pytest.raises(RequestError, match="is not that of a store: check AWS_ENDPOINT_URL"):
+                call("a")
+
+
+def test_a_large_object_that_is_replaced_while_it_is_read_is_read_again(tmp_path: Path, bucket: Bucket) -> None:
+    old, new = BYTES(LARGE), BYTES(LARGE)
+    bucket.write("journal", old)
+    store = Store(bucket.place)
+    events = store._client.meta.events
+
+    def replace(**_: object) -> None:
+        events.unregister("after-call.s3.HeadObject", replace)
+        bucket.write("journal", new)
+
+    events.register("after-call.s3.HeadObject", replace)
+    store.read_to("journal", tmp_path / "journal")
+    assert (tmp_path / "journal").read_bytes() == new
+
+
+def test_an_object_of_any_size_is_not_read_into_memory(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hostile_store(200, b"", 3_000_000_000) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        for read in (Store(bucket.place).read, open_target(Store(bucket.place)).read):
+            with pytest.raises(RequestError, match="has 3,000,000,000 bytes, more than the 268,435,456 allowed"):
+                read(".packing.json")
 
 
 def test_a_server_ends_with_the_tests(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 import hashlib
 import io
 import json
+import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import SMALL, environment, kill, pipeline
+from harness import SMALL, environment, kill, quick
 from PIL import Image
 from streams import stream
 
@@ -26,7 +28,7 @@ from pipeline.data.access import UnreadableError
 from pipeline.data.images import Picture, decode
 from pipeline.data.manifest import scan
 from pipeline.data.sources import open_source
-from pipeline.errors import RequestError
+from pipeline.errors import RequestError, StorageError
 from pipeline.files import temporary_sibling
 from pipeline.operate.data import check
 from pipeline.operate.pack import encode
@@ -214,6 +216,46 @@ def test_bad_files_are_named_and_counted_and_keep_their_index(
     assert capfd.readouterr().err.count("bad image ") == 3
 
 
+NPY_HEADERS = {
+    "an open quote": "{'descr': '''|u1",
+    "a number too large": "{'descr': '|u1', 'fortran_order': False, 'shape': (99999999999999999999, 1, 3)}",
+    "no type": "{'descr': [('a',), 3], 'fortran_order': False, 'shape': (1, 1, 3)}",
+    "objects": "{'descr': 'O', 'fortran_order': False, 'shape': (1, 1, 3)}",
+    "a list as a key": "{[]: 1}",
+    "nested": "(" * 900,
+    "indented": "{'descr': '|u1'}\n  x\n y",
+}
+
+
+def npy_file(header: str) -> bytes:
+    return b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header.encode()
+
+
+@pytest.mark.parametrize("header", NPY_HEADERS.values(), ids=NPY_HEADERS)
+def test_damaged_pixels_of_a_pack_are_a_named_defect(header: str) -> None:
+    with pytest.raises(UnreadableError, match="its pixels cannot be read: "):
+        pack.file_or_pixels(npy_file(header))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_file_of_pixels_named_like_an_image_is_bad_in_the_folder_and_in_the_pack(level: str, tmp_path: Path) -> None:
+    root = tmp_path / "images"
+    for name in ("train/a/1.png", "train/b/1.png", "val/a/1.png", "val/b/1.png"):
+        (root / name).parent.mkdir(parents=True)
+        (root / name).write_bytes(encoded(photo(64, 64), "PNG"))
+    np.save(root / "pixels.npy", np.zeros((64, 64, 3), np.uint8))
+    (root / "pixels.npy").rename(root / "train/a/2.png")
+    (root / "train/a/3.png").write_bytes(npy_file(NPY_HEADERS["an open quote"]))
+    assert make(root, tmp_path / "pack", level, 0.1).endswith("; 2 bad")
+    words = ("batch.global=4", "augment.size=32", "data.workers=0")
+    (folders, bad), (packs, named) = (
+        stream(place, range(2), f"data.source={source}", *words)
+        for place, source in ((root, "folder"), (tmp_path / "pack", "pack"))
+    )
+    assert {sample for sample, _ in named} == {sample for sample, _ in bad} == {1, 2}
+    assert packs == folders or level != "lossless"
+
+
 def test_the_tar_files_unpack_to_the_folder(folder: Path, packs: dict[str, Path], tmp_path: Path) -> None:
     for shard in packs["lossless"].glob("*.tar"):
         with tarfile.open(shard) as file:
@@ -254,16 +296,16 @@ def test_a_run_from_a_lossless_pack_has_the_weights_of_one_from_the_folder(digit
     make(digits, tmp_path / "pack", "lossless", 0.1)
     words = [*SMALL, "train.max_steps=4", "data.workers=2"]
     runs = [
-        pipeline("train", "digits", *words, *more)
+        quick("train", "digits", *words, *more)
         for more in (
             (f"data.root={digits}", f"run.dir={tmp_path / 'folder'}"),
             (f"data.root={tmp_path / 'pack'}", "data.source=pack", f"run.dir={tmp_path / 'run'}"),
         )
     ]
     assert runs[0].done == runs[1].done
-    evaluated = pipeline("evaluate", str(tmp_path / "run"))
+    evaluated = quick("evaluate", str(tmp_path / "run"))
     assert evaluated.done == runs[1].done
-    other = pipeline("train", "digits", *words, f"data.root={digits}", f"run.dir={tmp_path / 'run'}")
+    other = quick("train", "digits", *words, f"data.root={digits}", f"run.dir={tmp_path / 'run'}")
     assert (other.code, "data.source: pack -> digits" in other.error) == (2, True)
 
 
@@ -342,11 +384,35 @@ def test_a_flipped_bit_in_a_shard_is_a_named_defect(packs: dict[str, Path], tmp_
     (root / "train-0000.tar").write_bytes(data)
     with pytest.raises(UnreadableError, match=f"^train-0000.tar has changed at byte {offset:,} since it was packed$"):
         open_source(config).train.read(10)
-    checked = pipeline("data", "check", str(root))
+    checked = quick("data", "check", str(root))
     assert checked.code == 4
     assert "train-0000.tar: has changed since it was packed" in checked.err
     assert f"{source.train.name(10)}: train-0000.tar has changed at byte" in checked.err
-    assert checked.error == f"5 defects in the pack {root}: copy it again, or fix the source and pack it again"
+    assert (
+        checked.error == f"5 defects in the pack {root}: copy it again, or remove it, fix the source and pack it again"
+    )
+
+
+def test_a_damaged_pack_is_not_called_packed(folder: Path, packs: dict[str, Path], tmp_path: Path) -> None:
+    root = copy_folder(packs["lossless"], tmp_path / "pack")
+    words = ("data", "pack", str(folder), str(root))
+    again = quick(*words)
+    assert again.out.startswith(f"packed {root}: 72 images")
+    assert f"{root} was packed before: its shards are unchanged" in again.err
+    shard = root / "val-0000.tar"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    refused = quick(*words)
+    problem = "val-0000.tar changed since it was packed: remove it and pack it again"
+    assert (refused.code, refused.error) == (4, f"the pack {root} is damaged: {problem}")
+    (root / "pack.json").write_text("x")
+    assert "holds a damaged pack: remove it" in quick(*words).error
+    shutil.rmtree(root)
+    assert quick(*words).code == 0
+    assert contents_of(root) == contents_of(packs["lossless"])
+
+
+def contents_of(root: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in root.iterdir()}
 
 
 def test_a_complete_pack_is_good(digits: Path, tmp_path: Path) -> None:
@@ -356,13 +422,48 @@ def test_a_complete_pack_is_good(digits: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["pack.json", "pack.index", "train-0000.tar", "val-0000.tar"])
-@pytest.mark.parametrize("damage", ["gone", "short", "other"])
+@pytest.mark.parametrize("damage", ["gone", "short", "other", "a pipe"])
 def test_a_damaged_pack_is_refused(packs: dict[str, Path], tmp_path: Path, file: str, damage: str) -> None:
     root = copy_folder(packs["lossless"], tmp_path / "pack")
     data = (root / file).read_bytes()
-    if damage == "gone":
+    if damage in ("gone", "a pipe"):
         (root / file).unlink()
+        if damage == "a pipe":
+            os.mkfifo(root / file)
     else:
         (root / file).write_bytes(data[:-1000] if damage == "short" else b"x" * 600)
-    with pytest.raises(RequestError, match=r"the pack .* is damaged: |holds no complete pack"):
+    with pytest.raises(RequestError, match=r"the pack .* is damaged: |holds no complete pack|not a regular file"):
         open_source(load("digits", ["data.source=pack", f"data.root={root}"]))
+
+
+DEEP = b"[" * 200_000
+
+
+@pytest.mark.parametrize(
+    "change", [None, {"format": "\x1b" + "9" * 5000}, {"bytes": "1"}, {"bytes": math.inf}, {"name": 1}],
+    ids=["deep nesting", "another format", "a size of text", "an infinite size", "a name of another type"],
+)  # fmt: skip
+def test_a_forged_summary_of_a_pack_is_one_line(
+    packs: dict[str, Path], tmp_path: Path, change: dict[str, Any] | None
+) -> None:
+    root = copy_folder(packs["lossless"], tmp_path / "pack")
+    summary = json.loads((root / "pack.json").read_text())
+    (summary if "format" in (change or {}) else summary["shards"][0]).update(change or {})
+    (root / "pack.json").write_bytes(json.dumps(summary).encode() if change else DEEP)
+    with pytest.raises(RequestError) as refusal:
+        open_source(load("digits", ["data.source=pack", f"data.root={root}"]))
+    assert len(str(refusal.value).removeprefix(str(root))) < 300
+    assert str(refusal.value).isprintable()
+
+
+def test_damaged_metadata_of_an_unfinished_pack_are_named(folder: Path, packs: dict[str, Path], tmp_path: Path) -> None:
+    request = {"format": pack.FORMAT, "level": "lossless", "source": scan(folder, 0.1).digest}
+    (tmp_path / ".packing.json").write_text(json.dumps(request))
+    names = [f".{path.name}.json" for path in packs["lossless"].glob("*.tar")]
+    for name in names:
+        (tmp_path / name).write_bytes(DEEP)
+    with pytest.raises(StorageError, match=r"\.train-0000\.tar\.json is damaged .*: remove it and give the same"):
+        make(folder, tmp_path, "lossless", 0.1)
+    for name in names:
+        (tmp_path / name).unlink()
+    assert make(folder, tmp_path, "lossless", 0.1).startswith("packed")

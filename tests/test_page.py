@@ -24,8 +24,8 @@ CLASSES = [HOSTILE, '"><img src="https://example.org/x.png">', "a long name " * 
 FIGURES = {"step": "28", "epoch": "2", "top1": "0.6667", "top5": "0.9833", "images": "3/3", "weights": "sha256:4f0c"}
 DONE = " ".join(["done", *(f"{name}={value}" for name, value in FIGURES.items())])
 SECTIONS = [
-    "curves", "confusion", "classes", "mistakes", "augmentation", "time", "evaluations", "plan", "receipt", "commands",
-    "configuration",
+    "curves", "confusion", "classes", "reliability", "mistakes", "augmentation", "time", "evaluations", "plan",
+    "receipt", "commands", "configuration",
 ]  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def test_the_page_shows_the_folder_and_names_no_other_file(folder: Path) -> None
     assert "<b>GPU</b>" in page.texts
     assert {tag for tag, _ in page.elements} & {"script", "link", "iframe", "object", "a", "base", "form"} == set()
     assert all((image["src"] or "").startswith("data:image/png;base64,") for image in page.all("img"))
-    assert len(page.all("img")) == 5, "three pictures, a mistake and an augmented image"
+    assert len(page.all("img")) == 6, "four pictures, a mistake and an augmented image"
     names = {name for _, attributes in page.elements for name in attributes}
     assert not {name for name in names if name.startswith("on") or name in ("href", "srcset", "background")}
     assert not re.search(r"url\(|@import", (folder / "report" / "index.html").read_text())
@@ -107,7 +107,7 @@ def test_a_missing_or_damaged_part_is_left_out_and_named(folder: Path) -> None:
     saved.write_bytes(saved.read_bytes()[:100])
     (folder / "report" / "index.html").write_text(render_page(RunFolder(folder)))
     page = Page(folder)
-    shown = ["confusion", "augmentation", "time", "configuration", "left-out"]
+    shown = ["confusion", "reliability", "augmentation", "time", "configuration", "left-out"]
     assert [section["id"] for section in page.all("section")] == shown
     named = {"summary", "curves", "frequent confusions", "accuracy of each class", "mistakes", "plan", "commands"}
     assert named <= set(page.texts)
@@ -140,7 +140,7 @@ def test_the_page_opens_in_a_browser_without_a_network(folder: Path, browser: Br
         browser.open(address, width, 900)
         text = browser.evaluate("document.body.innerText")
         assert all(figure in text for figure in (*FIGURES.values(), HOSTILE))
-        assert browser.evaluate("[...document.images].map(image => image.naturalWidth > 0)") == [True] * 5
+        assert browser.evaluate("[...document.images].map(image => image.naturalWidth > 0)") == [True] * 6
         assert browser.evaluate("document.scripts.length") == 0
         assert browser.evaluate("document.documentElement.scrollWidth") == width, "no horizontal overflow"
         assert {request for request in browser.requests if not request.startswith("data:")} == {address}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import SMALL, Job, free_port, kill, pipeline, read_rows, two_nodes
+from harness import SMALL, Job, free_port, kill, pipeline, quick, read_rows, two_nodes
 from streams import make_trainer
 from torch import nn
 from torch.nn.parallel import parallel_apply
@@ -37,7 +37,8 @@ from pipeline.parallel.strategy import autocast
 from pipeline.plan import DataSize, Plan, make_plan, memory_row
 from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import read_verified
-from pipeline.train.state import TrainState, make_optimizer
+from pipeline.train.optimizer import make_optimizer
+from pipeline.train.state import TrainState
 from pipeline.train.step import apply_gradients, forward_backward
 from pipeline.world import World, from_environment
 
@@ -61,14 +62,14 @@ def plan_stages(size: int, *words: str) -> Plan:
 @pytest.mark.full
 @pytest.mark.parametrize("words", [FSDP, STAGES], ids=["fsdp", "stages"])
 def test_a_killed_run_resumes_with_the_same_weights(tmp_path: Path, digits: Path, words: tuple[str, ...]) -> None:
-    expected = job(tmp_path / "uninterrupted", digits, 2, *words).run().done
+    expected = job(tmp_path / "uninterrupted", digits, 2, *words).run_in_forks().done
     killed = job(tmp_path / "killed", digits, 2, *words).start()
     killed.wait_for_step(random.Random(2).randint(5, 9))
     for pid in killed.ranks():
         kill(pid, signal.SIGKILL)
     assert killed.wait().code == 1
     assert killed.run().done == expected
-    evaluated = pipeline("evaluate", str(killed.folder))  # in one process, which has the whole model
+    evaluated = quick("evaluate", str(killed.folder))  # in one process, which has the whole model
     assert evaluated.done["weights"] == expected["weights"], "a checkpoint has the whole model under its own names"
     assert abs(float(evaluated.done["top1"]) - float(expected["top1"])) <= 1 / 360
 
@@ -381,7 +382,8 @@ def test_nothing_leaves_an_fsdp_step_whose_loss_is_nan(
 ) -> None:
     made = make_trainer(digits, "model.arch=shufflenet_v2_x0_5", "batch.global=24", f"optimizer.name={name}")
     strategy = FSDPStrategy(made.config, made.plan, made.state.model, group)
-    state = TrainState.build(strategy, DeviceLossGuard(strategy, made.timer), made.config)  # as on a GPU
+    guard = DeviceLossGuard(strategy, made.timer, made.config.start_again)  # as on a GPU
+    state = TrainState.build(strategy, guard, made.config)
     trainer = dataclasses.replace(made, state=state)
     batch = TrainBatches(made.train_images, made.config, made.plan, 0)[0]
     for factor in (1, torch.nan):

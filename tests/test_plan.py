@@ -12,7 +12,7 @@ from harness import pipeline
 from pipeline import machine, world
 from pipeline.config.load import load
 from pipeline.errors import RequestError
-from pipeline.plan import DataSize, Plan, divide_resources, make_plan
+from pipeline.plan import DataSize, Plan, balance_rows, divide_resources, effective_counts, make_plan
 from pipeline.world import World
 
 DIGITS = DataSize(train_images=1437, val_images=360, num_classes=10)
@@ -350,3 +350,20 @@ def test_plan_prints_the_arithmetic_and_writes_nothing(tmp_path: Path) -> None:
                 "validation     every 14 steps, 6 batches of 60, each image once"):  # fmt: skip
         assert f"  {row}" in result.out
     assert not list(tmp_path.iterdir())
+
+
+def test_a_balanced_plan_says_how_often_each_class_is_drawn() -> None:
+    plan = make_plan(load("digits", ["data.balance=sqrt", "batch.global=100"]), World(), DataSize(1100, 10, 3))
+    counts = {"cat": 900, "dog": 100, "owl": 100}
+    assert effective_counts(plan, [*counts.values()]) == pytest.approx([660, 220, 220])
+    assert balance_rows(plan, counts) == [
+        "    dog: 100 images, 220.0 an epoch (2.20 × each)",
+        "    owl: 100 images, 220.0 an epoch (2.20 × each)",
+        "    cat: 900 images, 660.0 an epoch (0.73 × each)",
+    ]
+    many = balance_rows(plan, {f"class {number}": number + 1 for number in range(30)})
+    assert len(many) == 21
+    assert many[10] == "    … 10 classes between them (all: --json)"
+    assert many[0].startswith("    class 0: 1 image, ")
+    assert many[-1].startswith("    class 29: 30 images, ")
+    assert "images drawn with replacement, data.balance=sqrt" in plan.table()

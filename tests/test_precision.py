@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import SMALL, assert_resumes, pipeline
+from harness import SMALL, assert_resumes, quick
 
 from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import read_verified
@@ -23,6 +23,6 @@ def test_fp16_skips_overflows_on_all_ranks_and_resumes_bit_identically(tmp_path:
 
 def test_settings_that_exact_mode_does_not_support_are_refused_by_name(tmp_path: Path) -> None:
     for word in ("train.precision=fp16", "model.batchnorm=sync", "model.batchnorm=average"):
-        result = pipeline("train", "digits", "run.exact=true", word, f"run.dir={tmp_path / 'run'}")
+        result = quick("train", "digits", "run.exact=true", word, f"run.dir={tmp_path / 'run'}")
         assert result.code == 2
         assert word in result.error

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_run(tmp_path_factory.mktemp("run"))
 
 
-def save_run(folder: Path, scale: float = 1) -> Path:
+def save_run(folder: Path, scale: float = 1, classes: list[Any] = CLASSES) -> Path:
     """Save a checkpoint and return `folder`; `scale` multiplies the weights of the last layer."""
     (folder / "checkpoints").mkdir()
     torch.manual_seed(0)
@@ -32,7 +33,7 @@ def save_run(folder: Path, scale: float = 1) -> Path:
     model = get_model(ARCH, num_classes=10)
     model.fc.weight.data.mul_(scale)
     writer = CheckpointWriter(folder / "checkpoints", 1, pytest.fail)
-    contents = {"model": model.state_dict(), "average": None, "config": config.to_yaml(), "classes": CLASSES}
+    contents = {"model": model.state_dict(), "average": None, "config": config.to_yaml(), "classes": classes}
     writer.save(contents, 7, None)
     writer.wait()
     return folder
@@ -82,6 +83,21 @@ def test_non_finite_logits_are_no_prediction(digits: Path, tmp_path: Path, capsy
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "are not finite for any image: use another checkpoint" in captured.err
+
+
+def test_the_names_of_classes_are_printed_as_one_line_or_refused(
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = str(next((digits / "val" / "3").iterdir()))
+    for name in ("foreign", "numbers"):
+        (tmp_path / name).mkdir()
+    foreign = save_run(tmp_path / "foreign", classes=[f"\x1b]0;title\a\nother.png  cat {i} \udc80" for i in range(10)])
+    assert main(["predict", str(foreign), image]) == 0
+    (row,) = capsys.readouterr().out.splitlines()
+    assert row.isprintable()
+    assert row.count(r"\x1b]0;title\x07\nother.png  cat ") == 5
+    assert main(["predict", str(save_run(tmp_path / "numbers", classes=list(range(10)))), image]) == 4
+    assert "its part 'classes' is missing or damaged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

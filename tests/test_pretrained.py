@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import SMALL, Job, assert_resumes, pipeline
+from harness import SMALL, Job, assert_resumes, quick
 from torch import nn
 from torchvision import models
 
@@ -27,7 +27,7 @@ def test_a_run_starts_with_the_weights_of_another(tmp_path: Path, digits: Path) 
     synthetic = [*SMALL, "data.source=synthetic", "data.num_classes=7", "data.num_images=96", "data.workers=0"]
     no_training = ["train.max_steps=1", "optimizer.lr=1e-12", "optimizer.weight_decay=0", "schedule.warmup=0"]
     second = Job(tmp_path / "second", ["digits", *synthetic, *no_training, f"model.init={first.folder}"], nproc=2)
-    result = second.run()
+    result = second.run_in_forks()
     assert result.code == 0, result.err
     assert f"first weights from {first.folder}; fc.weight, fc.bias start random" in result.err
     before, after = (decode(read_verified(run.checkpoints()[-1]), run.folder)["model"] for run in (first, second))
@@ -86,6 +86,6 @@ def test_random_weights_cannot_be_frozen() -> None:
 @pytest.mark.full
 def test_unknown_pretrained_weights_are_refused_in_one_line(tmp_path: Path, digits: Path) -> None:
     words = ["digits", f"data.root={digits}", *SMALL, "data.workers=0", "train.max_steps=1"]
-    result = pipeline("train", *words, "model.init=IMAGENET1K_V9", f"run.dir={tmp_path / 'run'}")
+    result = quick("train", *words, "model.init=IMAGENET1K_V9", f"run.dir={tmp_path / 'run'}")
     assert result.code == 2
     assert "did you mean IMAGENET1K_V1?" in result.error

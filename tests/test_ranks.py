@@ -1,5 +1,7 @@
 """A rank whose weights diverge is found before the next save, and a slow rank is named."""
 
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -68,7 +70,9 @@ def test_a_flipped_bit_ends_the_run_and_names_its_rank_before_the_next_save(
     assert "Traceback" not in result.err
     if full:
         run.env = {}
-        assert run.run().done == job(tmp_path / "uninterrupted", digits, 3).run().done, "the same command resumes"
+        assert run.run().done == job(tmp_path / "uninterrupted", digits, 3).run_in_forks().done, (
+            "the same command resumes"
+        )
 
 
 @pytest.mark.full
@@ -114,6 +118,38 @@ functional.cross_entropy = slow"""
     assert len(ratios) == 3
     assert min(ratios) > 1.5
     assert {value for _, key, value in run.journal("time/") if key == "time/slowest_rank"} == {1.0}
+
+
+JOIN = """
+import os, sys, time
+import torch
+from pipeline.group import ProcessGroup
+from pipeline.world import World
+
+rank = int(sys.argv[1])
+time.sleep(8 * (rank == 0))
+world = World(rank=rank, size=2, local_rank=rank, local_size=2, init_method=sys.argv[2])
+group = ProcessGroup(world, torch.device("cpu"), 4, restore_s=100)
+print("joined", flush=True)
+if rank == 0:
+    time.sleep(12)
+else:
+    try:
+        group.any_rank(False)
+    except RuntimeError:
+        print("the collective timed out", flush=True)
+os._exit(0)
+"""
+
+
+def test_rank_0_may_join_later_than_a_collective_may_take() -> None:
+    """It may have to download the run from its mirror."""
+    place = f"tcp://127.0.0.1:{free_port()}"
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", JOIN, rank, place], stdout=subprocess.PIPE, text=True) for rank in "01"
+    ]
+    outputs = [process.communicate(timeout=100)[0] for process in ranks]
+    assert outputs == ["joined\n", "joined\nthe collective timed out\n"]
 
 
 def test_a_slow_rank_is_reported_after_two_measurements_and_again_only_after_a_recovery() -> None:

@@ -4,8 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch.nn import functional
 
 from pipeline.config.load import RECIPES, load
+from pipeline.model import zoo
 from pipeline.plan import DataSize, make_plan
 from pipeline.world import World
 
@@ -13,6 +16,8 @@ IMAGENET = DataSize(1_281_167, 50_000, 1000)
 RUNS = {
     "digits": (2, DataSize(1437, 360, 10)),
     "cifar10": (4, DataSize(50_000, 10_000, 10)),
+    "cifar10-fast": (4, DataSize(50_000, 10_000, 10)),
+    "cifar10-96": (4, DataSize(50_000, 10_000, 10)),
     "imagenette": (8, DataSize(9469, 3925, 10)),
     "resnet50-90": (8, IMAGENET),
     "resnet50-fast": (8, IMAGENET),
@@ -20,7 +25,15 @@ RUNS = {
     "vit-s16": (8, IMAGENET),
     "vit-l16": (16, IMAGENET),
 }
-RATES = {"resnet50-90": 2.048, "resnet50-fast": 1.7, "resnet50-v2": 0.5, "vit-s16": 1e-3, "vit-l16": 0.5}
+RATES = {
+    "cifar10-fast": 11.5 / 2 / (1 + 1 / 0.15),
+    "cifar10-96": 9 / (1 + 1 / 0.15),
+    "resnet50-90": 2.048,
+    "resnet50-fast": 1.7,
+    "resnet50-v2": 0.5,
+    "vit-s16": 1e-3,
+    "vit-l16": 0.5,
+}
 """Peak learning rates of the sources, for the global batch."""
 
 
@@ -36,7 +49,7 @@ def test_a_recipe_has_a_plan_and_names_source_and_target(name: str) -> None:
     size, data = RUNS[name]
     plan = make_plan(load(name, []), World(size=size, local_size=size, cpus=64), data)
     assert plan.total_steps > 0
-    assert plan.peak_lr == pytest.approx(RATES.get(name, plan.peak_lr))
+    assert plan.peak_lr == pytest.approx(RATES.get(name, plan.peak_lr), rel=1e-3)
     comment = (RECIPES / f"{name}.yaml").read_text().split("\ndata:")[0]
     assert "Target" in comment
     assert re.search(r"[Rr]erun here", comment.replace("\n# ", " "))
@@ -46,7 +59,36 @@ def test_a_recipe_has_a_plan_and_names_source_and_target(name: str) -> None:
 def test_the_models_of_the_recipes_have_the_documented_parameter_counts() -> None:
     from pipeline.model.architectures import count_parameters
 
-    models = {(config.model.arch, config.model) for config in (load(name, []) for name in RUNS)}
-    counts = {arch: count_parameters(model, 1000) for arch, model in models}
-    # From torchvision's documentation of its weights; vit_s_16 as in DeiT-S.
-    assert counts == {"resnet18": 11_689_512, "resnet50": 25_557_032, "vit_s_16": 22_050_664, "vit_l_16": 304_326_632}
+    models = {config.model.arch: config.model for config in (load(name, []) for name in RUNS)}
+    counts = {arch: count_parameters(model, 1000) for arch, model in models.items()}
+    # From torchvision's documentation of its weights; vit_s_16 as in DeiT-S; resnetblur50d as the
+    # resnet50d of timm.
+    assert counts == {
+        "resnet18": 11_689_512, "resnet50": 25_557_032, "vit_s_16": 22_050_664, "vit_l_16": 304_326_632,
+        "airbench94": 2_224_792, "airbench96": 13_224_344, "timm/resnetblur50d": 25_576_264,
+    }  # fmt: skip
+
+
+def test_the_networks_for_small_images_keep_their_resolution() -> None:
+    images = torch.randn(2, 3, 32, 32)
+    shapes = []
+    model = zoo.resnet18_cifar(num_classes=10)
+    model.layer1.register_forward_hook(lambda _module, _inputs, result: shapes.append(result.shape))
+    assert model(images).shape == (2, 10)
+    assert shapes == [(2, 64, 32, 32)]
+    # pytorch-cifar's ResNet18
+    assert sum(param.numel() for param in model.parameters()) == 11_173_962
+    for network, parameters in (
+        (zoo.airbench94, 1_971_352),
+        (zoo.airbench95, 4_604_440),
+        (zoo.airbench96, 12_717_464),
+    ):
+        assert network()(images).shape == (2, 10)
+        assert sum(param.numel() for param in network().parameters()) == parameters
+
+
+def test_the_whitening_filters_are_orthogonal_and_come_with_their_negatives() -> None:
+    filters = zoo.airbench94().state_dict()["whitening.filters"].flatten(1)
+    assert torch.equal(filters[:12], -filters[12:])
+    products = functional.normalize(filters[:12], dim=1) @ functional.normalize(filters[:12], dim=1).T
+    assert torch.allclose(products, torch.eye(12), atol=1e-6)

@@ -27,6 +27,7 @@ from harness import (
 )  # fmt: skip
 
 from pipeline.deploy.membership import LOST_S, STOPPING_S, Membership, Node
+from pipeline.record.checkpoint_files import step_of
 
 LEADER = 1
 
@@ -124,8 +125,8 @@ class Agents:
     def __init__(self, folder: Path, digits: Path, nnodes: str, *words: str, conf: str = "join_timeout=120") -> None:
         self.run = Job(folder / "run", ["digits", f"data.root={digits}", *SMALL, "checkpoint.every=4 steps", *words])
         self.endpoint = f"localhost:{free_port()}"
-        self._options = (f"--nnodes={nnodes}", "--rdzv-backend=pipeline", f"--rdzv-endpoint={self.endpoint}",
-                         f"--rdzv-conf={conf}", "--max-restarts=1000", "--rdzv-id=test")  # fmt: skip
+        self.options = [f"--nnodes={nnodes}", "--rdzv-backend=pipeline", f"--rdzv-endpoint={self.endpoint}",
+                        f"--rdzv-conf={conf}", "--max-restarts=1000", "--rdzv-id=test"]  # fmt: skip
         self.running: list[subprocess.Popen[str]] = []
         self.logs: list[Path] = []
         folder.mkdir(parents=True, exist_ok=True)
@@ -135,7 +136,7 @@ class Agents:
         log = self.run.folder.with_name(f"agent-{len(self.logs)}.log")
         with open(log, "w") as file:
             self.running.append(subprocess.Popen(
-                [*torchrun(1, *self._options), *self.run.train_words()], stdout=file, stderr=file, text=True,
+                [*torchrun(1, *self.options), *self.run.train_words()], stdout=file, stderr=file, text=True,
                 env=environment(OMP_NUM_THREADS="1"), start_new_session=True,
             ))  # fmt: skip
         self.logs.append(log)
@@ -284,3 +285,51 @@ def test_wrong_options_are_refused(tmp_path: Path, digits: Path, conf: str, says
     agents = Agents(tmp_path, digits, "1:3", conf=conf).start()
     assert agents.running[0].wait(30 * SHARING) == 2
     assert says in agents.log()
+
+
+@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.long), 4])
+def test_nodes_that_come_and_are_replaced_do_not_apply_run_resume_again(
+    tmp_path: Path, digits: Path, first: int
+) -> None:
+    """A node joins, then node 0 is lost and replaced: torchrun counts no restart of the ranks."""
+    agents = Agents(tmp_path, digits, "1:2", "train.epochs=1000", "checkpoint.keep=10")
+    run = agents.run
+    before = Job(run.folder, [*run.arguments, "train.max_steps=8"])
+    assert before.run().code == 0
+    (checkpoint,) = [path for path in before.checkpoints() if step_of(path) == 4]
+    run.arguments.append(f"run.resume={checkpoint if first else 'never'}")
+    count = len(run.starts()) if first else 0
+    try:
+        agents.start()
+        while len(run.starts()) == count or run.starts()[-1]["step"] != first:  # at first those of the run before
+            time.sleep(0.05)
+        for change in (1, -1, 1):
+            size = run.starts()[-1]["tags"]["world"]
+            step = agents.wait_for_world(size) + 5
+            while run.step() < step:
+                time.sleep(0.05)
+            if change > 0:
+                agents.start()
+            else:
+                lost = agents.running.pop(0)
+                kill(lost.pid, signal.SIGKILL)
+                lost.wait()
+            agents.wait_for_world(size + change)
+    finally:
+        agents.close()
+    steps = [row["step"] for row in run.starts()[count:]]
+    assert steps[0] == first, agents.log()
+    assert steps[1:] == sorted(set(steps[1:])), agents.log()
+    assert steps[1] > first, agents.log()
+    assert len([*run.folder.glob("before-*")]) == 1, "set aside once"
+
+
+def test_a_job_without_an_id_refuses_run_resume(tmp_path: Path, digits: Path) -> None:
+    agents = Agents(tmp_path, digits, "1:2", "run.resume=never")
+    agents.options.pop()
+    try:
+        assert agents.start().running[0].wait(60 * SHARING) == 1, agents.log()
+    finally:
+        agents.close()
+    assert "name this job with torchrun's --rdzv-id NAME, or leave run.resume out" in agents.log()
+    assert not agents.run.starts()

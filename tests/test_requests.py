@@ -1,16 +1,18 @@
 """A wrong request costs seconds: one line with a remedy, exit code 2, and no import of torch."""
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from harness import Job, Result, environment, pipeline
+from harness import Job, Result, environment, pipeline, quick
 
 from pipeline.cli.main import main
 from pipeline.config.schema import Model
 from pipeline.errors import RequestError
-from pipeline.model.architectures import check_shapes
+from pipeline.preflight.model import check_shapes
 
 
 @pytest.fixture(scope="session")
@@ -150,7 +152,7 @@ def test_an_unreadable_path_is_refused(
     if command == "train":
         assert train(tmp_path, without_torch, *words).startswith(says)
         return
-    result = pipeline(command, *words, cwd=tmp_path)
+    result = quick(command, *words, cwd=tmp_path)
     if command == "plan" and "run.dir" in word:
         assert result.code == 0  # `plan` does not use that folder
     else:
@@ -193,6 +195,21 @@ def test_an_unexpected_file_error_in_a_rank_stays_a_crash(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
+    ("number", "code"), [(errno.EIO, 75), (errno.ESTALE, 75), (errno.ENOENT, 4), (errno.ENOSPC, 4), (errno.EROFS, 4)]
+)
+def test_storage_out_of_reach_is_temporary_for_every_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, code: int
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number), "journal.jsonl")
+
+    monkeypatch.setattr("pipeline.deploy.k8s.render", fail)
+    assert main(["k8s", "render"]) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ("give the same command again once its storage is back" in line) == (code == 75)
+
+
+@pytest.mark.parametrize(
     ("text", "says"),
     [(b"model: [", "mine.yaml line 1 is not valid YAML: "),
      (b"\x80\x81", "mine.yaml is not UTF-8 text"),
@@ -209,7 +226,7 @@ def test_yaml_that_cannot_be_read_is_refused(
 
 def test_an_unknown_model_is_refused_with_the_nearest_name(tmp_path: Path, digits: Path) -> None:
     words = [f"data.root={digits}", "model.arch=resnet81", f"run.dir={tmp_path / 'run'}", "track.uri=none"]
-    line = refused(pipeline("train", "digits", *words, "run.device=cpu", cwd=tmp_path))
+    line = refused(quick("train", "digits", *words, "run.device=cpu", cwd=tmp_path))
     assert line.startswith("model.arch=resnet81 is not a classification model of torchvision ")
     assert line.endswith("; did you mean resnet18?")
 
@@ -217,7 +234,7 @@ def test_an_unknown_model_is_refused_with_the_nearest_name(tmp_path: Path, digit
 @pytest.mark.parametrize(
     ("words", "says"),
     [(["train"], "the following arguments are required: RECIPE"),
-     (["train", "digit"], "recipe 'digit' is unknown: the recipes are cifar10, digits,"),
+     (["train", "digit"], "recipe 'digit' is unknown: the recipes are cifar10, cifar10-96, cifar10-fast, digits,"),
      (["tarin", "digits"], "'tarin'"),
      (["train", "digits", "--nproc", "0"], "'0' is not a whole number of at least 1"),
      (["train", "digits", "--nporc", "2"], "unknown flag --nporc; did you mean --nproc?"),
@@ -283,15 +300,15 @@ def test_under_torchrun_a_wrong_request_is_printed_once_and_all_ranks_exit(tmp_p
 )  # fmt: skip
 def test_shapes_that_a_network_cannot_take_are_refused(arch: str, batch: int, size: int, reason: str | None) -> None:
     if reason is None:
-        check_shapes(Model(arch=arch), 10, batch, size, size)
+        check_shapes(Model(arch=arch), 10, batch, [size], size)
     else:
         with pytest.raises(RequestError, match=f"{arch} cannot take passes of {batch} .*{reason}.*augment.size"):
-            check_shapes(Model(arch=arch), 10, batch, size, size)
+            check_shapes(Model(arch=arch), 10, batch, [size], size)
 
 
 @pytest.mark.full
 def test_passes_of_one_image_are_refused_in_one_line(tmp_path: Path, digits: Path) -> None:
-    result = pipeline("train", "digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}", "batch.global=1")
+    result = quick("train", "digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}", "batch.global=1")
     assert "cannot take passes of 1 images of 32 px" in refused(result)
 
 

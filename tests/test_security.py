@@ -5,10 +5,14 @@ import dataclasses
 import http.server
 import importlib.util
 import io
+import json
 import os
+import resource
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import urllib.error
 import urllib.request
@@ -22,7 +26,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from harness import SMALL, Job, environment, free_port, pipeline
+from harness import SMALL, Job, environment, free_port, on_host, pipeline
 from manifests import one, pod_of
 from mlflow import MlflowClient
 from server import Server
@@ -34,13 +38,15 @@ from pipeline.cli.main import main
 from pipeline.config.load import from_yaml, load
 from pipeline.config.schema import Model
 from pipeline.data import manifest
+from pipeline.data.index import Index
 from pipeline.deploy.k8s import RenderOptions, render
-from pipeline.errors import StorageError, TemporaryError
+from pipeline.errors import RequestError, StorageError, TemporaryError
 from pipeline.model.architectures import meta_model, pretrained_weights
 from pipeline.preflight.tracker import check_server_answers
 from pipeline.record import checkpoint, checkpoint_files
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
+from pipeline.record.mlflow.connection import check_artifact_host
 from pipeline.record.mlflow.exported_program import read_weights
 from pipeline.record.mlflow.model import export_model
 from pipeline.train import pretrained
@@ -174,6 +180,21 @@ def a_tag(logged: Path, to: Path, canary: Path) -> Path:
     return to
 
 
+def an_alias(logged: Path, to: Path, canary: Path) -> Path:
+    """Use an MLmodel of 600 bytes that expands to ten million entries."""
+    copy_changed(logged, to, lambda _: None)
+    levels = [f"a{n}: &a{n} {{<<: [{', '.join(10 * [f'*a{n - 1}'])}]}}" for n in range(1, 8)]
+    (to / "MLmodel").write_text("\n".join(["a0: &a0 {k: v}", *levels, (to / "MLmodel").read_text()]))
+    return to
+
+
+def a_large_description(logged: Path, to: Path, canary: Path) -> Path:
+    copy_changed(logged, to, lambda _: None)
+    text = (to / "MLmodel").read_text()
+    (to / "MLmodel").write_text(text + "#" * ((4 << 20) + 1 - len(text)))
+    return to
+
+
 ATTACKS = {
     a_pickle: (2, "has no data/model.pt2"),
     a_code_entry: (2, "brings code of its own"),
@@ -181,6 +202,8 @@ ATTACKS = {
     an_import_path: (2, "model.arch=canary_module:build"),
     a_pickled_weight: (4, "does not hold the weights"),
     a_tag: (2, "is not a model that this pipeline logged"),
+    an_alias: (2, "is not a model that this pipeline logged"),
+    a_large_description: (2, "has no MLmodel that this pipeline wrote (a file of at most 4,194,304 bytes)"),
 }
 
 
@@ -243,6 +266,19 @@ def test_a_logged_model_has_the_predictions_and_weights_of_its_checkpoint(
     assert checkpoint.weights_digest(read) == checkpoint.weights_digest(weights)
 
 
+def test_the_remedy_for_a_logged_model_without_weights_works(
+    in_project: Path, logged: Path, run_dir: Path, digits: Path, tmp_path: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    copy_changed(logged, tmp_path / "model", lambda _: None)
+    (tmp_path / "model/data/model.pt2").unlink()
+    uri = register(in_project, "without-weights", tmp_path / "model")
+    assert main(["predict", uri, str(digits / "val" / "3")]) == 2
+    assert "give its run's folder, or a checkpoint, instead" in capsys.readouterr().err
+    for target in (run_dir, checkpoint_files.find(run_dir)):
+        assert main(["predict", str(target), str(digits / "val" / "3")]) == 0
+
+
 def test_a_logged_model_needs_no_pickle_to_be_served(logged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "false")
     served = mlflow.pyfunc.load_model(str(logged))
@@ -250,21 +286,21 @@ def test_a_logged_model_needs_no_pickle_to_be_served(logged: Path, monkeypatch: 
 
 
 @contextlib.contextmanager
-def foreign_server(status: int = 200, location: str = "") -> Iterator[tuple[str, list[tuple[str, str]]]]:
+def foreign_server(status: int = 200, **headers: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Start a foreign server; yield its address and (path, Authorization) of each request."""
     seen: list[tuple[str, str]] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             seen.append((self.path, self.headers.get("Authorization", "")))
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))  # unread, it would reset the connection
             self.send_response(status)
-            if location:
-                self.send_header("Location", location)
-            self.send_header("Content-Length", "2")
+            for name, value in ({"Content-Length": "2"} | headers).items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(b"{}")
 
-        do_PUT = do_POST = do_GET
+        do_HEAD = do_PUT = do_POST = do_DELETE = do_GET
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
@@ -285,34 +321,141 @@ def test_a_registry_cannot_send_a_client_to_another_host(
     if named:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{in_project}/runs/mlflow.db")
     with foreign_server() as (uri, seen):
-        for n, source in enumerate((f"{uri}/model", uri.replace("http:", "mlflow-artifacts:"), "ftp://127.0.0.1/x")):
+        azure = "abfss://container@account.attacker.example/model"
+        sources = (f"{uri}/model", uri.replace("http:", "mlflow-artifacts:"), "ftp://127.0.0.1/x", azure)
+        for n, source in enumerate(sources):
             name = f"elsewhere-{n}-{named}"
             client(in_project).create_registered_model(name)
             client(in_project).create_model_version(name, source)
             assert main(["predict", f"models:/{name}/1", str(digits / "val" / "3")]) == 2
             line = capsys.readouterr().err.splitlines()[-1]
             assert line.startswith("pipeline: ")
+            assert " at " in line, "the refused place is named"
             assert "Traceback" not in line
             assert "secret" not in line
     assert seen == []
 
 
-def test_a_run_is_not_sent_to_a_server_that_would_receive_the_password(
-    in_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("listed_as_folder", [False, True])
+def test_a_registry_cannot_send_more_than_the_limit_of_a_file(
+    listed_as_folder: bool, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    sent = 0
+    largest = 0
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            nonlocal sent, largest
+            self.send_response(200)
+            if self.path.partition("?")[0].endswith("/MLmodel"):
+                self.end_headers()
+                with contextlib.suppress(OSError):
+                    while sent < 64 << 20:
+                        sent += self.wfile.write(bytes(1 << 20))
+                        sizes = [path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()]
+                        largest = max(largest, sum(sizes))
+                return
+            names = ["MLmodel"] + 20 * ["more"] if listed_as_folder and "MLmodel" in self.path else ["MLmodel"]
+            answer = {
+                "artifact_uri": "mlflow-artifacts:/m",
+                "files": [{"path": name, "is_dir": False, "file_size": "10"} for name in names],
+            }
+            body = json.dumps(answer).encode()
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    assert main(["predict", "models:/x/1", str(digits / "val" / "3")]) == 2
+    server.shutdown()
+    server.server_close()
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("pipeline: ")]
+    assert "has no MLmodel that this pipeline wrote (a file of at most 4,194,304 bytes)" in line
+    assert 0 < largest <= (4 << 20) + 1
+    assert sent < 64 << 20
+    assert resource.getrlimit(resource.RLIMIT_FSIZE) == before
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.fixture
+def unsent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of a run with something to send, with a password in the environment."""
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{in_project}/runs/mlflow.db")
-    for name in ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"):
-        monkeypatch.setenv(name, "0")  # `sync` sets them, and the patch restores them
+    # `sync` sets these, and the patch restores them
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_ALLOW_HTTP_REDIRECTS", "true")
     (tmp_path / "config.yaml").write_text(load("digits", ["track.experiment=trap"]).to_yaml())
     (tmp_path / "plan.json").write_text("{}")
-    journal = Journal(tmp_path / "journal.jsonl", pytest.fail)
-    journal.log_metrics(1, {"loss": 1.0})
+    Journal(tmp_path / "journal.jsonl", pytest.fail).log_metrics(1, {"loss": 1.0})
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("location", "says"),
+    [("{uri}/api/2.0/mlflow-artifacts/artifacts/x", "which would be sent your password"),
+     ("abfss://container@account.attacker.example/x", "which would be sent your credentials"),
+     ("ftp://127.0.0.1/x", "use an experiment whose files are at")],
+)  # fmt: skip
+def test_a_run_is_not_sent_to_a_server_that_would_receive_the_password(
+    location: str, says: str, in_project: Path, unsent: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{in_project}/runs/mlflow.db")
+    experiment = f"trap at {location.partition(':')[0]}"
+    (unsent / "config.yaml").write_text(load("digits", [f"track.experiment={experiment}"]).to_yaml())
     with foreign_server() as (uri, seen):
-        client(in_project).create_experiment("trap", f"{uri}/api/2.0/mlflow-artifacts/artifacts/x")
-        assert main(["sync", str(tmp_path)]) == 2
-    assert "which would be sent your password" in capsys.readouterr().err.splitlines()[-1]
+        client(in_project).create_experiment(experiment, location.format(uri=uri))
+        assert main(["sync", str(unsent)]) == 2
+    assert says in capsys.readouterr().err.splitlines()[-1]
+    assert seen == []
+
+
+@pytest.mark.parametrize(
+    ("files", "server"),
+    [("http://mlflow.example/x", "https://mlflow.example"), ("https://mlflow.example/x", "http://mlflow.example"),
+     ("http://mlflow.example:5000/x", "http://mlflow.example"), ("http://other.example/x", "http://mlflow.example"),
+     ("mlflow-artifacts://mlflow.example:443/x", "http://mlflow.example"),
+     ("http://me@mlflow.example/x", "http://mlflow.example"), ("abfss://c@a.dfs.core.windows.net.x/m", "sqlite:///x"),
+     ("abfss://a.dfs.core.windows.net/m", "sqlite:///x"), ("abfss://c@evil.x?.dfs.core.windows.net", "sqlite:///x")],
+)  # fmt: skip
+def test_only_the_server_itself_gets_its_password(files: str, server: str, unsent: Path) -> None:
+    with pytest.raises(RequestError, match="which would be sent your"):
+        check_artifact_host(files, server)
+
+
+@pytest.mark.parametrize(
+    ("files", "server"),
+    [("https://mlflow.example:443/x", "https://mlflow.example"), ("http://Mlflow.example/x", "http://mlflow.example:80"),
+     ("mlflow-artifacts:/x", "http://mlflow.example"), ("mlflow-artifacts://mlflow.example:80/x", "http://mlflow.example"),
+     ("abfss://c@account.dfs.core.windows.net/m", "sqlite:///x"), ("s3://bucket/x", "http://mlflow.example"),
+     ("dbfs:/databricks/mlflow-tracking/x", "databricks"), ("/mlruns/x", "sqlite:///x")],
+)  # fmt: skip
+def test_usual_places_of_files_are_allowed_with_a_password(files: str, server: str, unsent: Path) -> None:
+    check_artifact_host(files, server)
+
+
+@pytest.mark.parametrize("status", [302, 307, 308])
+@pytest.mark.parametrize("command", ["sync", "predict"])
+def test_mlflow_is_told_nothing_at_the_target_of_a_redirect(
+    command: str, status: int, unsent: Path, digits: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    words = {"sync": [str(unsent)], "predict": ["models:/digits@best", str(digits / "val" / "3")]}[command]
+    with foreign_server() as (target, seen), foreign_server(status, Location=f"{target}/api") as (uri, asked):
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+        assert main([command, *words]) == 75
+    assert "Traceback" not in capsys.readouterr().err
+    assert asked
     assert seen == []
 
 
@@ -401,6 +544,57 @@ def test_an_index_delivered_with_the_data_names_nothing_outside_it(name: str, di
     assert manifest.open_index(root, 0.1, tmp_path / "spare", check_sizes=False).digest == real.digest
 
 
+def forge_head(index: Index, change: Callable[[dict[str, Any]], Any]) -> bytes:
+    """Return the index as bytes with a changed JSON header."""
+    data = index.to_bytes()
+    start = data.index(b"{")
+    end = start + int.from_bytes(data[start - 8 : start], "little")
+    head = change(json.loads(data[start:end]))
+    text = head if isinstance(head, bytes) else json.dumps(head).encode()
+    return data[: start - 8] + len(text).to_bytes(8, "little") + text + data[end:]
+
+
+def with_count(head: dict[str, Any]) -> dict[str, Any]:
+    head["arrays"][0][1] = 1 << 70
+    return head
+
+
+HEADS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a count of 2**70": with_count,
+    "a NUL in a folder's name": lambda head: head | {"folders": {"a\0b": 1}},
+    "a surrogate in a folder's name": lambda head: head | {"folders": {"\ud800": 1}},
+    "classes that are numbers": lambda head: head | {"classes": list(range(10))},
+    "a class that forges a line": lambda head: head | {"classes": ["\x1b[2J\n", *head["classes"][1:]]},
+    "deep nesting": lambda head: b"[" * 200_000,
+    "a list": lambda head: [head],
+}
+
+
+@pytest.mark.fault("J5")
+@pytest.mark.parametrize("change", HEADS.values(), ids=HEADS)
+def test_a_forged_header_of_an_index_is_refused(change: Callable[[dict[str, Any]], Any], digits: Path) -> None:
+    index = manifest.scan(digits, 0.1)
+    assert Index.from_bytes(forge_head(index, lambda head: head)).digest == index.digest
+    with pytest.raises(ValueError, match=r"."):
+        Index.from_bytes(forge_head(index, change))
+
+
+@pytest.mark.fault("J5")
+def test_a_start_ignores_forged_indices_in_the_data(digits: Path, tmp_path: Path) -> None:
+    root = tmp_path / "digits"
+    shutil.copytree(digits, root, copy_function=os.link)
+    real = manifest.scan(root, 0.1)
+    ends = real.train.ends.copy()
+    ends[1:3] = (1 << 63) - 1, 1000 - (1 << 63)  # each difference wraps to a positive number
+    wrapping = dataclasses.replace(real, train=dataclasses.replace(real.train, ends=ends))
+    shutil.rmtree(root / manifest.CACHE, ignore_errors=True)
+    manifest.save_index(wrapping, root / manifest.CACHE)
+    for number, change in enumerate(HEADS.values()):
+        (root / manifest.CACHE / f"{number}.index").write_bytes(forge_head(real, change))
+    assert manifest.open_index(root, 0.1, tmp_path / "spare", check_sizes=False).digest == real.digest
+    assert manifest.find_cached_index(root, tmp_path / "spare", wrapping.digest) is None
+
+
 def test_an_image_starts_no_ghostscript_in_the_loaders_of_a_benchmark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -414,15 +608,35 @@ def test_an_image_starts_no_ghostscript_in_the_loaders_of_a_benchmark(
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["train", "digits", "checkpoint.mirror={}"], ["train", "digits", "data.source=pack", "data.root={}"],
+     ["train", "digits", "data.root={}"], ["train", "digits", "run.resume={}"], ["train", "digits", "model.init={}"],
+     ["data", "check", "{}"], ["evaluate", "{}"], ["sync", "{}"], ["train", "{}"], ["k8s", "render", "--store", "{}"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_no_error_line_repeats_a_key_that_was_given_in_a_url(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([word.format("s3://AKIA:secret@bucket/x") for word in words]) == 2
+    lines = capfd.readouterr().err
+    assert lines.startswith("pipeline: ")
+    assert "bucket/x" in lines
+    assert "secret" not in lines
+
+
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-@pytest.mark.parametrize("kind", ["address", "environment"])
+@pytest.mark.parametrize("kind", ["address", "environment", "token"])
 def test_a_password_follows_no_redirect(
     status: int, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with foreign_server() as (target, seen), foreign_server(status, f"{target}/api?token=x") as (uri, asked):
+    with foreign_server() as (target, seen), foreign_server(status, Location=f"{target}/api?token=x") as (uri, asked):
         if kind == "environment":
             monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
             monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
+        if kind == "token":
+            monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "secret")
         given = uri.replace("//", "//me:secret@") if kind == "address" else uri
         config = load("digits", [f"track.uri={given}"])
         with pytest.raises(TemporaryError) as refusal:
@@ -432,6 +646,60 @@ def test_a_password_follows_no_redirect(
         assert "secret" not in str(refusal.value)
     assert [bool(authorization) for _, authorization in asked] == [True]
     assert seen == []
+
+
+@pytest.mark.parametrize("by_torchrun", [False, True], ids=["--nproc", "torchrun"])
+def test_a_training_on_one_machine_cannot_be_reached_from_another(
+    by_torchrun: bool, tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=1000"]
+    run = Job(tmp_path / "run", words, nproc=2, by_torchrun=by_torchrun)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing
+        # by default gloo listens at the address of the host name, which is a container's network
+        command = [*on_host(probe.getsockname()[0]), *run.command()]
+    monkeypatch.setattr(run, "command", lambda: command)
+    try:
+        run.start().wait_for_step(1)
+        assert run.process
+        addresses = {pid: listening_addresses(pid) for pid in (run.process.pid, *run.ranks())}
+        assert all(found == {"127.0.0.1"} for found in addresses.values()), addresses
+    finally:
+        run.clean()
+
+
+def test_a_training_imports_nothing_from_the_current_folder(tmp_path: Path, digits: Path, full: bool) -> None:
+    """Train in a folder of files from elsewhere, with the console script `pipeline`."""
+    for name in ("yaml", "torch", "mlflow", "multiprocessing"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')")
+    script = tmp_path / "bin" / "pipeline"
+    script.parent.mkdir()
+    script.write_text("from pipeline.cli.main import command\ncommand()\n")
+    small = [word for word in SMALL if not word.startswith(("track.uri", "track.report"))]
+    words = [f"data.root={digits}", *small, "run.dir=run", "track.uri=sqlite:///mlflow.db", "train.max_steps=2"]
+    for command in (["train", "digits", *words, "--nproc", "2"], *([["verify", "run"]] if full else [])):
+        done = subprocess.run(
+            [sys.executable, script, *command],
+            cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert not (tmp_path / "executed").exists()
+    tracker = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (run,) = tracker.search_runs([experiment.experiment_id for experiment in tracker.search_experiments()])
+    assert run.info.status == "FINISHED"
+
+
+def listening_addresses(pid: int) -> set[str]:
+    """Return the local addresses at which a process listens, see proc_pid_net(5)."""
+    found = set()
+    links = {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == "0A" and f"socket:[{rest[5]}]" in links:
+                words = [bytes.fromhex(local[i : i + 8])[::-1] for i in range(0, len(local) - 5, 8)]
+                found.add(socket.inet_ntop(family, b"".join(words)))
+    return found
 
 
 @pytest.mark.full

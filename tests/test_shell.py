@@ -156,7 +156,7 @@ def test_the_recipes_are_listed_with_their_facts(
 
 def test_the_commands_of_the_recipes_data_parse() -> None:
     for row in recipes.describe_all():
-        command = re.search(r"pipeline (data [^'.]*)", row["data"])
+        command = re.search(r"pipeline (data [^'.;]*)", row["data"])
         if command:
             make_parser().parse_args(command[1].split())
 

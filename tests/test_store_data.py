@@ -1,9 +1,13 @@
 """A pack in a bucket gives the batches of the local pack, whatever the network and the cache do."""
 
+import json
 import os
+import re
 import resource
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,12 +16,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import SHARING, SMALL, Job, free_port, pipeline, read_rows
+from harness import SHARING, SMALL, Job, free_port, pipeline, quick, read_rows
 from object_store import Bucket, FaultProxy
 from streams import prepare, stream
+from test_pack import encoded, photo
+from test_security import foreign_server
 
 from pipeline.data import pack, ranges
 from pipeline.data.access import READ_FAILURES, OutageError, UnreadableError
+from pipeline.data.loader import _RetryingReader
 from pipeline.data.ranges import Range, RangeReader, RangesIgnoredError
 from pipeline.data.remote import StoreImages
 from pipeline.data.sources import Images, open_source
@@ -176,7 +183,7 @@ def test_evaluation_and_several_processes_fetch_the_index_once(
     fetched = [request for request in fault_proxy.requests if request.startswith("GET") and pack.INDEX in request]
     assert len(fetched) == 2, "once by the command, which checks the request, and once by rank 0"
     words = [f"data.root={place}", "data.source=pack", "data.workers=0"]
-    evaluated = pipeline("evaluate", str(uninterrupted.folder), *words)
+    evaluated = quick("evaluate", str(uninterrupted.folder), *words)
     assert evaluated.out == uninterrupted.output()
 
 
@@ -344,6 +351,13 @@ def test_what_the_cache_returns_is_verified_and_read_again_if_it_has_changed(
     assert read_all(keep(place, tmp_path / "cache")) == local
 
 
+def test_doctor_writes_nothing_into_the_cache(tmp_path: Path, place: str) -> None:
+    words = ("data.source=pack", f"data.root={place}", f"data.cache={tmp_path / 'cache'}", f"run.dir={tmp_path}/run")
+    result = quick("doctor", "digits", *SMALL, *words)
+    assert result.code == 0, result.err
+    assert not (tmp_path / "cache").exists()
+
+
 def test_several_processes_and_workers_share_the_cache(
     tmp_path: Path, place: str, packed: Path, fault_proxy: FaultProxy
 ) -> None:
@@ -425,6 +439,63 @@ def test_an_object_is_never_read_whole(tmp_path: Path, bucket: Bucket, monkeypat
     assert resident_kib() - before < 16 << 10
 
 
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_read_of_an_image_follows_no_redirect(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    with foreign_server() as (target, seen), foreign_server(status, Location=f"{target}/bucket/large") as (uri, asked):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", uri)
+        reader = RangeReader(bucket.place, lambda _: Range("large", 10, 100, 0))
+        with pytest.raises(RangesIgnoredError, match=f"status {status}"):
+            reader.take(0)
+        reader.close()
+    assert asked
+    assert seen == []
+
+
+def test_a_connection_that_trickles_is_abandoned(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranges, "_SLOW_S", 2)
+
+    def trickle(connection: socket.socket) -> None:
+        connection.recv(1 << 16)
+        with suppress(OSError):
+            connection.sendall(b"HTTP/1.1 206 Partial Content\r\nContent-Length: 1000\r\n\r\n")
+            for _ in range(1000):
+                time.sleep(0.5)
+                connection.sendall(b"x")
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=trickle, args=(listener.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        reader = RangeReader(bucket.place, lambda _: Range("large", 0, 1000, 0))
+        with pytest.raises(OutageError, match="the connection has stalled"):
+            reader.take(0)
+        assert dict(zip(READ_FAILURES, reader.pop_failures(), strict=True))["stalled"] >= 3
+        reader.close()
+
+
+def test_credentials_that_are_away_for_a_moment_are_an_outage(
+    tmp_path: Path, place: str, packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each loader worker asks their source, such as a machine's role, for them."""
+    keys = {name: os.environ[f"AWS_{name}"] for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")}
+    answer = {"Version": 1, "AccessKeyId": keys["ACCESS_KEY_ID"], "SecretAccessKey": keys["SECRET_ACCESS_KEY"]}
+    (tmp_path / "config").write_text(f"[default]\ncredential_process = cat {tmp_path}/answer\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    for name in keys:
+        monkeypatch.delenv(f"AWS_{name}")
+    (tmp_path / "answer").write_text(json.dumps(answer))
+    source, expected = images(place), images(packed)
+    (tmp_path / "answer").unlink()
+    with pytest.raises(OutageError, match="the store is out of reach"):
+        source.read(0)
+    (tmp_path / "answer").write_text(json.dumps(answer))
+    assert _RetryingReader(source, 20).read(0) == expected.read(0)
+
+
 def read_ranged(reader: RangeReader) -> bytes:
     end = time.monotonic() + 20 * SHARING
     while True:
@@ -458,10 +529,10 @@ def test_a_start_exits_75_without_an_answer_and_2_with_wrong_credentials(
     tmp_path: Path, place: str, bucket: Bucket
 ) -> None:
     words = ["train", *job(tmp_path / "run", place).arguments, f"run.dir={tmp_path / 'run'}"]
-    away = pipeline(*words, AWS_ENDPOINT_URL=f"http://127.0.0.1:{free_port()}")
+    away = quick(*words, AWS_ENDPOINT_URL=f"http://127.0.0.1:{free_port()}")
     assert away.code == 75
     assert f"the store is out of reach ({place}/pack.json" in away.error
-    wrong = pipeline(*words, AWS_SECRET_ACCESS_KEY="wrong")
+    wrong = quick(*words, AWS_SECRET_ACCESS_KEY="wrong")
     assert wrong.code == 2
     assert "check the credentials" in wrong.error
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").glob("failure.json"))
@@ -476,3 +547,17 @@ def test_other_data_imports_none_of_it(digits: Path) -> None:
         "print([name for name in names if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.full
+def test_bench_store_compares_both_epochs_and_leaves_nothing_behind(tmp_path: Path, bucket: Bucket) -> None:
+    (tmp_path / "photos/a").mkdir(parents=True)
+    for number in range(4):
+        (tmp_path / f"photos/a/{number}.jpg").write_bytes(encoded(photo(120, 160, number), quality=90))
+    words = ("--images", str(tmp_path / "photos"), "--rounds", "1", "--steps", "1", "--json")
+    result = pipeline("bench", "store", f"{bucket.place}/scratch", *words)
+    assert result.code == 0, result.err
+    rows = json.loads(result.out)["rows"]
+    assert [row["name"] for row in rows] == ["local pack", "bucket, epoch 1", "bucket, epoch 2"]
+    assert all(re.fullmatch(r"CPU [\d.]+ ms an image", row["remark"]) for row in rows)
+    assert not bucket.names()

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Result, environment, pipeline
+from harness import Result, environment, pipeline, quick
 from object_store import Bucket, FaultProxy
 from test_import import archives  # noqa: F401 — a fixture
 from test_pack import copy_folder, encoded, photo
@@ -90,10 +90,13 @@ def test_a_bucket_holds_a_pack_without_a_prefix(images: Path, local: Path, bucke
 
 
 def test_a_complete_pack_is_not_written_again(
-    images: Path, local: Path, fault_proxy: FaultProxy, bucket: Bucket
+    images: Path, local: Path, fault_proxy: FaultProxy, bucket: Bucket, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = {pack(images, Store(f"{bucket.place}/pack"), "lossless", 0.1) for _ in range(2)}
     assert lines == {pack(images, local, "lossless", 0.1).replace(str(local), f"{bucket.place}/pack")}
+    place = f"{bucket.place}/pack"
+    compared = f"sizes of its shards compared; 'pipeline data check {place}' compares their contents"
+    assert f"{place} was packed before: {compared}" in capsys.readouterr().err
     written = [request.split()[1] for request in fault_proxy.requests if request.startswith("PUT")]
     assert len(written) == len(set(written)) == 2 * len(list(local.glob("*.tar"))) + 3
 
@@ -187,7 +190,7 @@ def test_a_dead_store_is_temporary_and_no_output_holds_a_secret(
     fault_proxy.die()
     dead = finish(process)
     assert (dead.code, "the store is out of reach" in dead.error) == (75, True)
-    wrong = pipeline(*words, AWS_ENDPOINT_URL=bucket.server.endpoint, AWS_SECRET_ACCESS_KEY="a-wrong-secret")
+    wrong = quick(*words, AWS_ENDPOINT_URL=bucket.server.endpoint, AWS_SECRET_ACCESS_KEY="a-wrong-secret")
     assert (wrong.code, "check the credentials in the environment" in wrong.error) == (2, True)
     fault_proxy.revive()
     fault_proxy.rates = {"500": 0.05, "503": 0.05, "truncate": 0.03}
@@ -213,7 +216,7 @@ def test_a_disk_without_room_for_the_shards_is_named(images: Path, bucket: Bucke
 
 
 def checked(place: str, **env: str) -> Result:
-    result = pipeline("data", "check", place, **env)
+    result = quick("data", "check", place, **env)
     result.err = "".join(line for line in result.err.splitlines(True) if "images checked" not in line)
     return result
 
@@ -246,7 +249,7 @@ def test_a_pack_in_a_bucket_is_checked_like_a_local_one(
 
 
 def test_what_cannot_be_checked_in_a_bucket_is_refused(bucket: Bucket, images: Path) -> None:
-    empty = pipeline("data", "check", f"{bucket.place}/nothing")
+    empty = quick("data", "check", f"{bucket.place}/nothing")
     assert (empty.code, f"{bucket.place}/nothing holds no complete pack" in empty.error) == (2, True)
     pack(images, Store(f"{bucket.place}/pack"), "lossless", 0.1)
     with pytest.raises(RequestError, match="leave --write-sums out"):
@@ -261,9 +264,9 @@ def test_what_cannot_be_checked_in_a_bucket_is_refused(bucket: Bucket, images: P
 
 def test_archives_become_a_pack_in_a_bucket(archives: Path, bucket: Bucket, tmp_path: Path) -> None:  # noqa: F811
     words = ("data", "import", "imagenet", str(archives))
-    assert pipeline(*words, str(tmp_path / "pack"), "--pack", "lossless").code == 0
-    result = pipeline(*words, f"{bucket.place}/pack", "--pack", "lossless")
+    assert quick(*words, str(tmp_path / "pack"), "--pack", "lossless").code == 0
+    result = quick(*words, f"{bucket.place}/pack", "--pack", "lossless")
     assert result.code == 0, result.err
     assert objects(bucket) == files(tmp_path / "pack")
-    refused = pipeline(*words, f"{bucket.place}/other")
+    refused = quick(*words, f"{bucket.place}/other")
     assert (refused.code, "can hold a pack only: give its level, such as --pack" in refused.error) == (2, True)

@@ -13,20 +13,25 @@ import pytest
 import torch
 from harness import children, kill
 from streams import GlobalBatch, joined, prepare, stream
+from torch.nn import functional
 from torch.utils.data import Dataset
 from torch.utils.data._utils.collate import default_convert
 from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from pipeline.config.load import load
+from pipeline.config.schema import Augment
 from pipeline.data import loader
+from pipeline.data.augment import SampleKey, augment
 from pipeline.data.batch import Batch
+from pipeline.data.images import Picture
 from pipeline.data.loader import TrainBatches, batches
 from pipeline.data.order import Order
 from pipeline.data.shared_memory import SharedBatches
 from pipeline.data.transfer import to_device
 from pipeline.errors import StorageError
-from pipeline.plan import DataSize, Resources, make_plan
+from pipeline.plan import DataSize, Resources, effective_counts, make_plan
+from pipeline.randomness import derive
 from pipeline.world import World
 
 STEPS = range(26, 32)  # an epoch of the digits in batches of 48 is 29 steps
@@ -79,6 +84,94 @@ def test_views_and_sizes_are_the_same_however_they_are_made(digits: Path) -> Non
     assert stream(digits, range(58, 60), *words, "data.workers=2")[0] == expected[1:]
 
 
+def test_shifts_and_alternating_flips_are_the_same_however_they_are_made(digits: Path) -> None:
+    words = ("augment.size=32", "augment.pad=4", "augment.alternate_flips=true", "augment.repeats=2", "data.workers=0")
+    expected, _ = stream(digits, range(28, 31), *words)
+    for world, accumulate in ((2, 2), (4, 1)):
+        assert stream(digits, range(28, 31), *words, f"batch.accumulate={accumulate}", world=world)[0] == expected
+    assert stream(digits, range(29, 31), *words, "data.workers=1")[0] == expected[1:]
+
+
+def test_a_shift_fills_by_reflection_and_a_flip_alternates() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 16, 16), np.uint8)
+    padded = functional.pad(torch.from_numpy(pixels).float(), (3, 3, 3, 3), mode="reflect").to(torch.uint8)
+    options = Augment(pad=3, alternate_flips=True, size=16)
+    views = {}
+    for epoch in range(40):
+        image = augment(Picture.open(pixels), options, 16, 7, SampleKey(epoch, 5, 0))
+        for is_flipped in (False, True):
+            found = [
+                (top, left) for top in range(7) for left in range(7)
+                if torch.equal(padded[:, top : top + 16, left : left + 16], image.flip(-1) if is_flipped else image)
+            ]  # fmt: skip
+            views.update({epoch: (is_flipped, found[0])} if found else {})
+    flips = [views[epoch][0] for epoch in range(40)]
+    assert flips == [flips[0], not flips[0]] * 20, "in every other epoch"
+    assert len({shift for _, shift in views.values()}) > 20, "of 49 shifts"
+    first = [derive(7, "flip", sample) % 2 for sample in range(1000)]
+    assert 400 < sum(first) < 600, "half of the images are flipped first"
+
+
+@pytest.mark.parametrize("balance", ["uniform", "sqrt"])
+def test_draws_with_replacement_are_the_same_however_they_are_made(digits: Path, balance: str) -> None:
+    words = (f"data.balance={balance}", "augment.repeats=2", "augment.mixup=0.2", "data.workers=0")
+    expected, _ = stream(digits, range(28, 32), *words)
+    assert expected != stream(digits, range(28, 32), *words[1:])[0]
+    for world, accumulate in ((2, 2), (4, 1)):
+        assert stream(digits, range(28, 32), *words, f"batch.accumulate={accumulate}", world=world)[0] == expected
+    assert stream(digits, range(30, 32), *words, "data.workers=2")[0] == expected[2:]
+
+
+@pytest.mark.parametrize(("balance", "weights"), [("uniform", (1, 1, 0, 1)), ("sqrt", (3, 1, 0, 10))])
+def test_classes_are_drawn_by_their_shares(balance: str, weights: tuple[int, ...]) -> None:
+    counts = (900, 100, 0, 10_000)
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(4, dtype=np.int32), counts))
+    plan = make_plan(load("digits", [f"data.balance={balance}", "batch.global=100"]), World(), DataSize(11_000, 10, 4))
+    order = Order(plan, 0, labels)
+    epochs = [[order.draws(step) for step in range(epoch * 110, (epoch + 1) * 110)] for epoch in range(2)]
+    for epoch in epochs:
+        ids, views = (np.concatenate(parts) for parts in zip(*epoch, strict=True))
+        drawn = np.bincount(labels[ids], minlength=4)
+        assert drawn == pytest.approx(np.array(weights) * 11_000 / sum(weights), rel=0.06)
+        assert drawn.tolist() == pytest.approx(effective_counts(plan, counts), rel=0.06)
+        pairs = set(zip(ids.tolist(), views.tolist(), strict=True))
+        assert len(pairs) == 11_000, "what is drawn again is another view"
+        assert max(views) > 5
+        assert len({sample for sample in ids.tolist() if labels[sample] == 1}) == 100
+    assert not np.array_equal(epochs[0][0][0], epochs[1][0][0])
+
+
+def test_reading_ahead_over_the_end_of_an_epoch_draws_each_epoch_once() -> None:
+    plan = make_plan(load("digits", ["data.balance=uniform"]), World(), DataSize(960, 10, 2))
+    order = Order(plan, 0, np.arange(960, dtype=np.int32) % 2)
+    for step in range(40):
+        for ahead in range(3):
+            order.draws(step + ahead)
+    assert order._draw_epoch.cache_info().misses == 5
+
+
+def test_the_replacement_of_a_bad_image_has_its_class() -> None:
+    labels = np.repeat(np.arange(2, dtype=np.int32), (990, 10))
+    plan = make_plan(load("digits", ["data.balance=uniform"]), World(), DataSize(1000, 10, 2))
+    order = Order(plan, 0, labels)
+    replacements = [order.replacement(3, 995, attempt) for attempt in range(40)]
+    assert len(set(replacements)) > 5
+    assert {int(labels[sample]) for sample in replacements} == {1}
+
+
+def test_an_image_that_is_drawn_again_in_an_epoch_looks_different(digits: Path) -> None:
+    config, plan, source = prepare(digits, 1, "data.balance=uniform", "data.workers=0")
+    data, first = TrainBatches(source.train, config, plan, 0), {}
+    for step in range(plan.steps_per_epoch):
+        for row, sample in enumerate(data[step].ids.tolist()):
+            if sample in first:
+                before, at = first[sample]
+                assert not torch.equal(data[before].images[at], data[step].images[row])
+                return
+            first[sample] = (step, row)
+    raise AssertionError("no image was drawn twice")
+
+
 def test_repeated_views_of_an_image_differ_and_are_in_the_same_batch(digits: Path) -> None:
     config, plan, source = prepare(digits, 1, "augment.repeats=3")
     batch = TrainBatches(source.train, config, plan, 0)[0]
@@ -96,7 +189,7 @@ def test_repeated_views_of_an_image_differ_and_are_in_the_same_batch(digits: Pat
 
 def test_an_epoch_of_repeated_views_has_every_view_once() -> None:
     plan = make_plan(load("digits", ["batch.global=48", "augment.repeats=3"]), World(), DataSize(1000, 10, 10))
-    order = Order(plan, seed=0)
+    order = Order(plan, 0)
     draws = [order.draws(step) for step in range(plan.steps_per_epoch)]
     pairs = [pair for ids, views in draws for pair in zip(ids.tolist(), views.tolist(), strict=True)]
     assert len(pairs) == len(set(pairs)) == 960
@@ -163,7 +256,7 @@ def test_the_trace_is_the_digest_over_pixels_and_label(digits: Path) -> None:
 @pytest.mark.parametrize("images", [48, 97, 1000])
 def test_an_epoch_uses_each_image_at_most_once_and_as_many_as_fit(images: int) -> None:
     plan = make_plan(load("digits", ["batch.global=48", "train.epochs=3"]), World(), DataSize(images, 10, 10))
-    order = Order(plan, seed=0)
+    order = Order(plan, 0)
     epochs = []
     for epoch in range(3):
         first = epoch * plan.steps_per_epoch
@@ -177,7 +270,7 @@ def test_an_epoch_uses_each_image_at_most_once_and_as_many_as_fit(images: int) -
 @pytest.mark.parametrize("world", [1, 3, 4])
 def test_ranks_and_passes_only_slice_the_global_batch(world: int) -> None:
     plan = make_plan(load("digits", ["batch.accumulate=2"]), World(size=world, local_size=world), DataSize(1437, 1, 2))
-    order = Order(plan, seed=5)
+    order = Order(plan, 5)
     for step in (0, 13, 14, 100):
         parts = [order.micro_draws(step, rank, micro)[0] for rank in range(world) for micro in range(2)]
         assert np.array_equal(np.concatenate(parts), order.ids(step))
@@ -320,3 +413,9 @@ def test_a_worker_that_waits_for_a_slow_disk_delays_no_exit() -> None:
     loaded.close()
     assert time.monotonic() - start < 4  # 10 s or even 60 s if the workers were only asked to exit
     assert set(children(os.getpid())) <= before
+
+
+def test_a_worker_reports_its_errors_but_not_the_end_of_its_parent(capsys: pytest.CaptureFixture[str]) -> None:
+    for error in (EOFError(), ConnectionResetError(), OSError("disk failed")):
+        loader._report_unless_parent_is_gone(type(error), error, None)
+    assert capsys.readouterr().err.splitlines() == ["OSError: disk failed"]

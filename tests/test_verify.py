@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SMALL, Job, Result, kill, pipeline
+from harness import SMALL, Job, Result, kill, quick
 
 from pipeline import machine
 from pipeline.errors import RequestError
@@ -34,7 +34,7 @@ def edit_receipt(run: Path, change: Any) -> None:
 
 
 def verify(run: Path, *more: str) -> Result:
-    return pipeline("verify", str(run), *more)
+    return quick("verify", str(run), *more)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_the_receipt_has_all_that_determines_the_weights(uninterrupted: Job) -> 
     assert {"python", "torch", "torchvision", "numpy", "device"} <= start.keys()
     assert [row["step"] for row in found["evaluations"]] == [4, 8, 12]
     assert found["evaluations"][-1].keys() == {
-        "step", "weights", "top1", "top5", "loss", "images", "train_loss"
+        "step", "weights", "top1", "top5", "loss", "nll", "ece", "balanced_accuracy", "images", "train_loss"
     }  # fmt: skip
     assert found["done"].endswith(f"weights={found['evaluations'][-1]['weights']}")
 
@@ -191,4 +191,6 @@ def test_a_run_that_cannot_be_repeated_is_refused_before_it_starts(copy: Path, t
     assert "not a receipt of format 1" in refused(lambda contents: contents.update(format=2))
     if not machine.has_gpu():
         assert "has no GPU" in refused(lambda contents: contents["starts"][0].update(device_type="cuda"))
+    (tmp_path / "receipt.json").write_text("[" * 200_000)
+    assert "has no readable receipt (it is nested too deeply)" in refused(run=tmp_path)
     assert verify(tmp_path).error.startswith(f"{tmp_path} has no readable receipt"), "as a command it is one line"

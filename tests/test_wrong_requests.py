@@ -4,6 +4,7 @@ import os
 import re
 import shlex
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,7 @@ train digits run.resume=alwyas | auto | never | a checkpoint (alwyas does not ex
 train digits run.resume=/nonexistent | run.resume=/nonexistent is not allowed
 train digits run.resume=photos | photos holds no checkpoint
 train digits run.dir=/proc/x | give a folder that can be written
+train digits run.dir=s3://bucket/x | with checkpoint.mirror=s3://bucket/prefix
 train digits run.dir=notes.txt | a file is in its way
 train digits model.arch=resnet19 | did you mean resnet18?
 train digits model.arch=ResNet50 | did you mean resnet50?
@@ -143,6 +145,7 @@ train digits track.uri=ftp://host/runs | is not allowed: give http://HOST:PORT
 train digits track.uri=sqlite://x.db | sqlite:///FILE
 train digits track.uri=sqlite:x.db | sqlite:///FILE
 train digits track.uri=sqlite:///photos | names a folder: give the database file in it
+train digits track.uri=sqlite:///a?b/x.db | MLflow cannot open a file with ? or % in its path
 train digits track.uri=postgres://host/db | did you mean postgresql?
 train digits track.required=true track.uri=none | track.required=true needs a tracking server
 plan | required: RECIPE
@@ -201,6 +204,8 @@ data check photos --val-split=nan | 'nan' is not a number between 0 and 1
 bench bogus | unknown subject 'bogus'; the choices are train, track,
 bench gpus | unknown subject 'gpus'; did you mean gpu?
 bench data --images=nosuch | --images nosuch is not a folder
+bench store s3://bucket --images=nosuch | --images nosuch is not a folder
+bench store bucket --images=photos | bucket is not allowed: give s3://bucket/prefix
 bench train nosuch | 'nosuch' is not key=value
 bench train --only plian | did you mean plain?
 bench gpu --only chekcs | did you mean checks?
@@ -261,7 +266,7 @@ train digits schedule.warmup=9_epochs train.epochs=3 | make it shorter
 train digits schedule.warmup=2_epochs schedule.cooldown=2_epochs train.epochs=3 | make it shorter
 train digits augment.mixup=0.2 batch.global=5 | an even number
 train digits data.source=synthetic data.num_classes=1 | give an integer from 2
-train digits data.source=synthetic data.num_images=8 batch.global=16 | set batch.global to at most 8
+train digits data.source=synthetic data.num_images=8 data.num_classes=8 batch.global=16 | set batch.global to at most 8
 train digits model.arch=resnet19 model.init=DEFAULT | did you mean resnet18?
 train digits model.init=DEFAULT model.arch=vit_s_16 augment.size=224 | neither a file or folder here
 train digits model.arch=resnet19 --nproc 2 run.resume=never | did you mean resnet18?
@@ -269,6 +274,7 @@ train digits model.arch=alexnet augment.size=32 | raise augment.size
 train digits track.uri=htp://foo run.resume=never | did you mean http?
 train digits run.dir=runs/done train.epochs=1 | was started with another configuration
 train digits run.dir=runs/done optimizer.lr=0.3 | restore these keys, give another run.dir
+train digits run.dir=runs/done data.balance=sqrt | data.balance: none -> sqrt
 train digits run.dir=data/digits data.root=data/digits | the folder of the images
 train resnet50-90 data.workers=0 | 'pipeline data import imagenet ARCHIVES data/imagenet'
 train resnet50-v2 --nproc 2 | 'pipeline data import imagenet ARCHIVES data/imagenet'
@@ -384,6 +390,7 @@ k8s render --priority-class high_prio | 'high_prio' is not a Kubernetes name
 k8s render --queue Team | 'Team' is not a Kubernetes name
 k8s render --sync /runs/digits | '/runs/digits' is not a run's name: give that of its folder in /runs
 k8s render --example mlflow | did you mean mlflow-shared?
+k8s render --example mlflow-shared --mlflow-auth | starts a server without a password: leave --mlflow-auth out
 k8s render digits checkpoint.mirror=s3://bucket/run | is for pods that may reach a bucket: add --store s3://BUCKET/PREFIX
 k8s render resnet50-90 data.source=pack data.root=s3://bucket/pack --nodes 1 --gpus 8 | add --store s3://BUCKET/PREFIX
 k8s render resnet50-90 --store s3://bucket --nodes 1 --gpus 8 | run 'pipeline data pack data/imagenet s3://bucket/data'
@@ -500,6 +507,10 @@ def test_a_wrong_request_is_one_line_and_changes_nothing(
     assert not [row for row in findings if not row.startswith(("ok ", "BAD ", " "))]
     assert not findings or words[0] == "doctor", "one line only"
     assert paths(folder) == before
+    for thread in threading.enumerate():
+        if thread.name in ("watchdog", "lock"):
+            thread.join(5)
+            assert not thread.is_alive(), f"{thread.name} continues after the request"
     follow_advice(line)
 
 

@@ -14,11 +14,11 @@ import os
 import subprocess
 import sys
 import sysconfig
-import time
 import venv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from subprocess import PIPE
@@ -31,34 +31,36 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 from torchvision import transforms
 
+from pipeline.bench.peers import time_batches
 from pipeline.bench.rounds import Row, TurnError, figures, interleave, table
 from pipeline.config.load import load
 from pipeline.config.schema import Config
-from pipeline.data import manifest
-from pipeline.data.access import check_folder
+from pipeline.data.access import EXTENSIONS, check_folder
 from pipeline.data.augment import draw_crop
 from pipeline.data.images import decode
 from pipeline.data.loader import TrainBatches, batches
+from pipeline.data.manifest import SPLITS
 from pipeline.data.order import Order
 from pipeline.data.sources import Images, Source, open_source
+from pipeline.errors import RequestError
 from pipeline.machine import available_cpus
 from pipeline.model.architectures import MEAN, STD
 from pipeline.operate import pack
 from pipeline.plan import Plan, make_plan
 from pipeline.world import World
 
-_WORKERS = 2
+WORKERS = 2
 _BATCH = 128
-_SIZE = 224
+SIZE = 224
 _LOSSY = "max-side=500,q=90"
 _MAX_IMAGES = 2000
 _COMPARED_IMAGES = 64
-_WARM_UP = 4  # batches: those that the workers had ready, or had started, when the first one arrived
+WARM_UP = 4  # batches: those that the workers had ready, or had started, when the first one arrived
 _PEERS = {
     "timm": "timm", "dali": "nvidia-dali-cuda130", "dali-linear": "nvidia-dali-cuda130", "webdataset": "webdataset",
     "streaming": "mosaicml-streaming", "ffcv": "ffcv",
 }  # fmt: skip
-"""Peer in peers.py -> its package. dali-linear does not antialias: faster, but other pixels."""
+"""Loader in peers.py -> its package. dali-linear does not antialias: faster, but other pixels."""
 
 _LEGEND = """\
 - `reference`: ImageFolder with Pillow and torchvision's transforms. The ratios refer to it.
@@ -79,21 +81,23 @@ def bench_data(images: Path, rounds: int, steps: int, *, peers: Path | None, wri
     check_folder(images, f"--images {images}", "name an image folder, preferably of photos")
     with TemporaryDirectory() as scratch, ExitStack() as stack:
         root = Path(scratch) / "images"
-        num_images = _link_images(images, root)
+        num_images = link_images(images, root)
         batch = min(_BATCH, num_images)
         rows, limit = _our_rows(Path(scratch), root, batch, steps)
         if peers:
-            for name in _PEERS:
+            for name, package in _PEERS.items():
                 row = Row(name, None, rows[0], pixel_diff=None)
                 rows.append(row)
+                words = (name, root / "train", Path(scratch) / name, batch, SIZE, WORKERS)
                 try:
-                    row.turn, row.pixel_diff = _start_peer(name, peers, root, Path(scratch) / name, batch, steps, stack)
+                    turn, row.pixel_diff = start_peer(peers, package, words, steps, stack)
+                    row.turn = partial(_speed, turn, batch * steps)
                 except TurnError as error:
                     row.failure = str(error)
         interleave([*rows, limit], rounds, show_progress=True)
     for row in rows:
         row.remark = "" if row.pixel_diff is None else f"pixels {row.pixel_diff:.2f}"
-    title = f"{num_images:,} images, {_WORKERS} workers, batch {batch}, {_SIZE} px"
+    title = f"{num_images:,} images, {WORKERS} workers, batch {batch}, {SIZE} px"
     text = table(f"{title}; {rounds} interleaved rounds of {steps} batches", [*rows, limit])
     if write:
         command = f"pipeline bench data --images {images.name} --rounds {rounds} --steps {steps}"
@@ -103,20 +107,22 @@ def bench_data(images: Path, rounds: int, steps: int, *, peers: Path | None, wri
     return text
 
 
-def _link_images(images: Path, root: Path) -> int:
+def link_images(images: Path, root: Path, at_least: int = 1) -> int:
     """Link an even selection of at most 2,000 images below `root`; return how many.
 
-    They go to two classes in turn: no loader's speed depends on the class.
+    They go to two classes in turn: no loader's speed depends on the class. Fewer images than
+    `at_least` are linked several times.
     """
-    index = manifest.scan(images, 0.1)
-    names = [split.name(i) for split in (index.train, index.val) for i in range(len(split))]
-    chosen = [names[i] for i in np.linspace(0, len(names) - 1, min(len(names), _MAX_IMAGES)).astype(int)]
-    for number, name in enumerate(chosen):
-        for split_name in manifest.SPLITS if number < 2 else manifest.SPLITS[:1]:
+    found = sorted(path for path in images.resolve().rglob("*") if os.fsencode(path).lower().endswith(EXTENSIONS))
+    if not found:
+        raise RequestError(f"--images {images} holds no image: name an image folder, preferably of photos")
+    found *= -(-at_least // len(found))
+    chosen = [found[i] for i in np.linspace(0, len(found) - 1, min(len(found), _MAX_IMAGES)).astype(int)]
+    for number, path in enumerate(chosen):
+        for split_name in SPLITS if number < 2 else SPLITS[:1]:
             folder = root / split_name / str(number % 2)
             folder.mkdir(parents=True, exist_ok=True)
-            link = f"{number:05d}{os.fsdecode(os.path.splitext(name)[1])}"
-            (folder / link).symlink_to(images.resolve() / os.fsdecode(name))
+            (folder / f"{number:05d}{path.suffix}").symlink_to(path)
     return len(chosen)
 
 
@@ -127,19 +133,20 @@ def _our_rows(folder: Path, root: Path, batch: int, steps: int) -> tuple[list[Ro
     for level, name in (("lossless", "lossless"), (_LOSSY, "lossy")):
         pack.pack(root, folder / name, level, 0.1)
     for name, kind in (("plain", "folder"), ("lossless", "pack"), ("lossy", "pack")):
-        config, plan, source = _open(kind, folder / name if kind == "pack" else root, batch)
+        config, plan, source = open_loader(kind, folder / name if kind == "pack" else root, batch)
         dataset = TrainBatches(source.train, config, plan, 0)
         turn = _our_turn(dataset, plan, steps)
         rows.append(Row(name, turn, reference, _pixel_diff(root, dataset, config)))
-    _, plan, source = _open("folder", root, batch)
-    turn = _our_turn(_DecodedImages(source.train, Order(plan, 0)), plan, steps)
+    _, plan, source = open_loader("folder", root, batch)
+    turn = _our_turn(_DecodedImages(source.train, Order(plan, 0, source.train.labels)), plan, steps)
     return rows, Row("decoding alone", turn, reference, pixel_diff=None)
 
 
-def _open(kind: str, root: Path, batch: int) -> tuple[Config, Plan, Source]:
-    overrides = [f"data.source={kind}", f"data.root={root}", f"data.workers={_WORKERS}", f"batch.global={batch}",
-                 f"augment.size={_SIZE}", "augment.scale=[0.08, 1]", "augment.ratio=[0.75, 1.33333333]",
-                 "augment.flip=0.5", "train.epochs=1000000"]  # fmt: skip
+def open_loader(kind: str, root: Path | str, batch: int, *more: str) -> tuple[Config, Plan, Source]:
+    """Return what our loader needs. more: further overrides."""
+    overrides = [f"data.source={kind}", f"data.root={root}", f"data.workers={WORKERS}", f"batch.global={batch}",
+                 f"augment.size={SIZE}", "augment.scale=[0.08, 1]", "augment.ratio=[0.75, 1.33333333]",
+                 "augment.flip=0.5", "train.epochs=1000000", *more]  # fmt: skip
     config = load("digits", overrides)
     source = open_source(config)
     return config, make_plan(config, World(cpus=available_cpus()), source.size), source
@@ -161,7 +168,7 @@ class _DecodedImages(Dataset[Any]):
 def _our_turn(dataset: Dataset[Any], plan: Plan, steps: int) -> Callable[[], float]:
     def turn() -> float:
         stream = batches(dataset, range(10**9), plan, pin=False)
-        seconds = _time_batches(stream, steps)
+        seconds, _ = time_batches(stream, WARM_UP, steps)
         stream.close()
         return plan.global_batch * steps / seconds
 
@@ -169,35 +176,30 @@ def _our_turn(dataset: Dataset[Any], plan: Plan, steps: int) -> Callable[[], flo
 
 
 def _reference_turn(root: Path, batch: int, steps: int) -> Callable[[], float]:
-    crop, flip = transforms.RandomResizedCrop(_SIZE), transforms.RandomHorizontalFlip()
+    crop, flip = transforms.RandomResizedCrop(SIZE), transforms.RandomHorizontalFlip()
     augment = transforms.Compose([crop, flip, transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
     dataset = torchvision.datasets.ImageFolder(str(root / "train"), augment)
     endless = RandomSampler(dataset, num_samples=10**12)
-    loader = DataLoader(dataset, batch, sampler=endless, num_workers=_WORKERS)
-    return lambda: batch * steps / _time_batches(iter(loader), steps)
+    loader = DataLoader(dataset, batch, sampler=endless, num_workers=WORKERS)
+    return lambda: batch * steps / time_batches(iter(loader), WARM_UP, steps)[0]
 
 
-def _time_batches(stream: Iterator[Any], steps: int) -> float:
-    """Return the seconds that `steps` batches take after the warm-up."""
-    for _ in range(_WARM_UP):
-        next(stream)
-    start = time.perf_counter()
-    for _ in range(steps):
-        next(stream)
-    return time.perf_counter() - start
+def _speed(turn: Callable[[], tuple[float, float]], num_images: int) -> float:
+    seconds, _ = turn()
+    return num_images / seconds
 
 
-def _start_peer(
-    name: str, environment: Path, root: Path, folder: Path, batch: int, steps: int, stack: ExitStack
-) -> tuple[Callable[[], float], float]:
-    """Start another loader in a process that `stack` ends; return its turn and its pixel_diff.
+def start_peer(
+    environment: Path, package: str, words: Sequence[object], steps: int, stack: ExitStack, warm_up: int = WARM_UP
+) -> tuple[Callable[[], tuple[float, float]], float]:
+    """Start another loader in a process that `stack` ends.
 
-    Raises TurnError.
+    words: arguments of peers.py. Returns its turn, which returns seconds and CPU seconds, and its
+    pixel_diff. Raises TurnError.
     """
-    python = _install(environment, _PEERS[name])
-    log = folder.with_suffix(".log")
-    arguments = [Path(__file__).with_name("peers.py"), name, root / "train", folder, batch, _SIZE, _WORKERS]
-    command = [str(python), "-P", *map(str, arguments)]
+    python = _install(environment, package)
+    log = Path(f"{words[2]}.log")
+    command = [str(python), "-P", str(Path(__file__).with_name("peers.py")), *map(str, words)]
     with open(log, "wb") as errors:
         process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=errors, text=True, bufsize=1)
     stack.callback(process.wait)
@@ -213,10 +215,11 @@ def _start_peer(
         last = log.read_text(errors="replace").strip().splitlines()
         raise TurnError(f"does not run: {last[-1][:150] if last else f'exit code {process.wait()}'}")
 
-    def turn() -> float:
+    def turn() -> tuple[float, float]:
         with suppress(BrokenPipeError):  # it has ended: `receive` raises
-            requests.write(f"{_WARM_UP} {steps}\n")
-        return batch * steps / float(receive())
+            requests.write(f"{warm_up} {steps}\n")
+        seconds, cpu_seconds = receive()
+        return seconds, cpu_seconds
 
     return turn, receive()["pixel_diff"]
 
@@ -249,7 +252,7 @@ def _pixel_diff(root: Path, dataset: TrainBatches, config: Config) -> float:
             image = file.convert("RGB")
         address = 0, sample, 0
         crop, is_flipped = draw_crop(image.height, image.width, config.augment, config.run.seed, address)
-        expected = np.asarray(transforms.functional.resized_crop(image, *crop, [_SIZE, _SIZE]))
+        expected = np.asarray(transforms.functional.resized_crop(image, *crop, [SIZE, SIZE]))
         if is_flipped:
             expected = expected[:, ::-1]
         differences.append(np.abs(pixels.permute(1, 2, 0).numpy().astype(int) - expected).mean())
@@ -270,7 +273,8 @@ def _write_page(folder: Path, command: str, text: str, rows: list[Row]) -> None:
     axes.set_xlabel("images/s, median and range of the rounds")
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / "loaders.svg")
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "torchvision", "pillow"))
+    names = ("torch", "torchvision", "pillow", "simplejpeg")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     (folder / "loaders.md").write_text(
         f"# Data loaders compared\n\n```\n{command}\n\n{text}\n```\n\n{versions}; {available_cpus()} CPU cores.\n\n"
         f"{_LEGEND}\n![images/s](loaders.svg)\n"

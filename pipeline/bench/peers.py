@@ -3,7 +3,10 @@
 Run as a script, `peers.py NAME IMAGES FOLDER BATCH SIZE WORKERS`, in an environment that has the
 loaders but not this package. It prepares NAME's own format below FOLDER and prints
 {"pixel_diff": …}. Then, for each line `WARM_UP STEPS` on standard input, it fetches that many
-batches and prints the seconds that the STEPS took.
+batches and prints [seconds, CPU seconds] of the STEPS.
+
+Two further arguments, `STORE EPOCH`, have it read from s3://bucket/prefix, which it fills. In
+epoch 1 its cache below FOLDER is empty at the start, in epoch 2 everything is in it.
 
 Each loader decodes, takes a random crop, resizes and flips it, and delivers batches in host memory.
 Those that normalise on the host by default also do so here. `pixel_diff` compares whole images,
@@ -12,11 +15,14 @@ resized to SIZE × SIZE, with Pillow's, antialiased.
 
 import io
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -100,29 +106,54 @@ def _torchvision(size: int) -> tuple[Callable[[bytes], Any], Resize]:
     return lambda data: augment(decode(data)), resize
 
 
-def webdataset(files: list[Path], folder: Path, batch: int, size: int, workers: int) -> tuple[Fetch, Resize]:
+def webdataset(
+    files: list[Path], folder: Path, batch: int, size: int, workers: int, store: str = "", epoch: str = ""
+) -> tuple[Fetch, Resize]:
     import webdataset
 
-    shards = 2 * workers
     crop, resize = _torchvision(size)
-    for shard in range(shards):
-        with webdataset.TarWriter(str(folder / f"{shard}.tar")) as writer:
-            for number, file in enumerate(files[shard::shards]):
-                writer.write({"__key__": f"{number:06d}", "jpg": file.read_bytes(), "cls": b"0"})
+    shards = [str(folder / f"{shard}.tar") for shard in range(2 * workers)]
+    for number, shard in enumerate(shards):
+        with webdataset.TarWriter(shard) as writer:
+            for i, file in enumerate(files[number :: len(shards)]):
+                writer.write({"__key__": f"{i:06d}", "jpg": file.read_bytes(), "cls": b"0"})
+    if store:
+        shards = [_upload(shard, store) for shard in shards]
+    cache = {"cache_dir": str(folder / "cache")} if epoch == "2" else {}
+    if cache:
+        (folder / "cache").mkdir()
+        for _ in webdataset.WebDataset(shards, shardshuffle=False, **cache):
+            pass
 
     def fetch() -> Iterator[Any]:
-        source = webdataset.WebDataset(f"{folder}/{{0..{shards - 1}}}.tar", shardshuffle=shards, resampled=True)
+        source = webdataset.WebDataset(shards, shardshuffle=len(shards), resampled=True, **cache)
         batches = source.shuffle(500).map(lambda sample: crop(sample["jpg"])).batched(batch)
         return iter(webdataset.WebLoader(batches, batch_size=None, num_workers=workers))
 
     return fetch, resize
 
 
-def streaming(files: list[Path], folder: Path, batch: int, size: int, workers: int) -> tuple[Fetch, Resize]:
+def _upload(file: str, store: str) -> str:
+    """Upload a file to the store and return a URL to read it."""
+    import boto3
+    from botocore.config import Config
+
+    client = boto3.client("s3", region_name=os.environ.get("AWS_REGION"), config=Config(signature_version="s3v4"))
+    bucket, _, prefix = store.removeprefix("s3://").partition("/")
+    key = f"{prefix}/{Path(file).name}"
+    client.upload_file(file, bucket, key)
+    return str(client.generate_presigned_url("get_object", {"Bucket": bucket, "Key": key}, ExpiresIn=24 * 3600))
+
+
+def streaming(
+    files: list[Path], folder: Path, batch: int, size: int, workers: int, store: str = "", epoch: str = ""
+) -> tuple[Fetch, Resize]:
     from streaming import MDSWriter, StreamingDataset
     from torch.utils.data import DataLoader
 
-    with MDSWriter(out=str(folder), columns={"jpg": "bytes"}) as writer:
+    local = str(folder / "local")
+    out = (local, store) if store else local
+    with MDSWriter(out=out, columns={"jpg": "bytes"}, keep_local=True) as writer:
         for file in files:
             writer.write({"jpg": file.read_bytes()})
 
@@ -133,7 +164,11 @@ def streaming(files: list[Path], folder: Path, batch: int, size: int, workers: i
             return crop(super().__getitem__(index)["jpg"])
 
     def fetch() -> Iterator[Any]:
-        dataset = Crops(local=str(folder), shuffle=True, batch_size=batch, epoch_size=_EPOCH_BATCHES * batch)
+        # a folder for each turn: the processes of the turn before may still write to theirs
+        place = mkdtemp(dir=folder) if epoch == "1" else local
+        dataset = Crops(
+            remote=store or None, local=place, shuffle=True, batch_size=batch, epoch_size=_EPOCH_BATCHES * batch
+        )
         while True:
             yield from DataLoader(dataset, batch, num_workers=workers, drop_last=True)
 
@@ -179,24 +214,40 @@ PEERS: dict[str, Callable[..., tuple[Fetch, Resize]]] = {
 }  # fmt: skip
 
 
-def main(name: str, images: str, folder_name: str, *numbers: str) -> None:
-    batch, size, workers = map(int, numbers)
+def cpu_s(process: int) -> float:
+    """Return the CPU seconds of a process and its descendants, with those that were waited for."""
+    seconds = 0.0
+    with suppress(OSError):  # it has just ended
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        seconds = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            seconds += sum(map(cpu_s, map(int, (thread / "children").read_text().split())))
+    return seconds
+
+
+def time_batches(stream: Iterator[Any], warm_up: int, steps: int) -> tuple[float, float]:
+    """Return the seconds that `steps` batches take after the warm-up, and their CPU seconds."""
+    for _ in range(warm_up):
+        next(stream)
+    start, cpu_start = time.perf_counter(), cpu_s(os.getpid())
+    for _ in range(steps):
+        next(stream)
+    return time.perf_counter() - start, cpu_s(os.getpid()) - cpu_start
+
+
+def main(name: str, images: str, folder_name: str, *words: str) -> None:
+    batch, size, workers = map(int, words[:3])
     folder = Path(folder_name)
     folder.mkdir(parents=True)
     files = sorted(path for path in Path(images).rglob("*") if path.is_file())
-    fetch, resize = PEERS[name](files, folder, batch, size, workers)
+    fetch, resize = PEERS[name](files, folder, batch, size, workers, *words[3:])
     samples = [file.read_bytes() for file in files[:64]]
     differences = [np.abs(resize(data).astype(float) - _pillow_resize(data, size)).mean() for data in samples]
     print(json.dumps({"pixel_diff": round(float(np.mean(differences)), 3)}), flush=True)
     for line in sys.stdin:
         warm_up, steps = map(int, line.split())
         stream = fetch()
-        for _ in range(warm_up):
-            next(stream)
-        start = time.perf_counter()
-        for _ in range(steps):
-            next(stream)
-        print(time.perf_counter() - start, flush=True)
+        print(json.dumps(time_batches(stream, warm_up, steps)), flush=True)
         del stream  # stops its workers
 
 

@@ -41,8 +41,9 @@ from pipeline.record.terminal import NullTerminal
 from pipeline.telemetry.mfu import MfuMeter, make_mfu_meter
 from pipeline.telemetry.profiler import NullProfiler
 from pipeline.telemetry.timing import StepTimer, TimedBatches, make_timer
+from pipeline.train.optimizer import make_optimizer
 from pipeline.train.records import NullRecords
-from pipeline.train.state import TrainState, make_optimizer
+from pipeline.train.state import TrainState
 from pipeline.train.step import update_once
 from pipeline.train.trainer import Trainer
 from pipeline.world import from_environment
@@ -286,7 +287,7 @@ def _our_step(
     model: nn.Module = build(config.model, plan.num_classes).to(group.device)
     strategy = choose_strategy(config, plan, model, group)
     timer = timer or make_timer(group.device)
-    state = TrainState.build(strategy, make_loss_guard(strategy, timer), config)
+    state = TrainState.build(strategy, make_loss_guard(strategy, timer, config.start_again), config)
     trainer = Trainer.build(
         config, plan, state, source, JournalOnly(journal) if journal else NullRecords(), NullTerminal(), timer=timer,
         watchdog=Watchdog(config.run.timeout, Path(os.devnull), group.rank, stop := StopRequest()), stop=stop,

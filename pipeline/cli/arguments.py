@@ -116,6 +116,12 @@ def add_overrides(parser: Parser, keys: str = _KEYS_HELP) -> None:
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help)
 
 
+def add_trust(parser: Parser) -> None:
+    """Add the option that allows a function named by a checkpoint, receipt or registry to run."""
+    help = "run this function of your own, which the model names as its model.arch; without it no code of a model runs"
+    parser.add_argument("--trust", metavar="package.module:function", help=help)
+
+
 def path_or_uri(text: str) -> str:
     """Return a path, or the URI of a model, with a leading `~` expanded.
 

@@ -1,4 +1,4 @@
-"""Benchmark commands: bench train, track, data, gpu, top1, comm."""
+"""Benchmark commands: bench train, track, data, store, gpu, top1, comm."""
 
 import argparse
 from pathlib import Path
@@ -25,7 +25,7 @@ def add_commands(commands: Commands) -> None:
     train.add_argument("--only", action="append", choices=choices, metavar="ROW", help=help)
     help = "tracking: our training loop with journal and MLflow against the same loop without"
     _add_loop_arguments(add_command(subjects, "track", _compare_loops, help, "", "pipeline bench track"), steps=20)
-    for add in (_add_data, _add_gpu, _add_top1, _add_comm):
+    for add in (_add_data, _add_store, _add_gpu, _add_top1, _add_comm):
         add(subjects)
 
 
@@ -55,13 +55,18 @@ def _add_data(subjects: Commands) -> None:
         " temporarily.",
         "pipeline bench data --images data/imagenette/train",
     )  # fmt: skip
+    _add_loader_arguments(parser)
+    help = "also write loaders.md and a plot to FOLDER, as in docs/"
+    parser.add_argument("--write", type=path, metavar="FOLDER", help=help)
+
+
+def _add_loader_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("--images", type=path, required=True, metavar="DIR", help="an image folder, preferably of photos")
     add("--rounds", type=positive_int, default=7, metavar="N", help="interleaved rounds (default 7)")
     add("--steps", type=positive_int, default=8, metavar="N", help="batches per round (default 8)")
     help = "also compare other data loaders, which pip installs in the virtual environment ENV (default build/peers)"
     add("--peers", nargs="?", type=path, const=Path("build/peers"), metavar="ENV", help=help)
-    add("--write", type=path, metavar="FOLDER", help="also write loaders.md and a plot to FOLDER, as in docs/")
     add("--json", action="store_true", help="print JSON")
 
 
@@ -70,6 +75,26 @@ def _data(options: argparse.Namespace) -> str:
 
     size = options.images, options.rounds, options.steps
     return data.bench_data(*size, peers=options.peers, write=options.write, as_json=options.json)
+
+
+def _add_store(subjects: Commands) -> None:
+    parser = add_command(
+        subjects, "store", _store, "data loader: from a bucket, against the local pack",
+        "Images/s and CPU time of the data loader with two workers, from a pack in a bucket and from its cache,"
+        " against the same pack on the local disk. Uses at most 2,000 of the images of DIR, packs them temporarily,"
+        " and removes from the bucket what it wrote there.",
+        "pipeline bench store s3://my-data/scratch --images data/imagenette/train",
+    )  # fmt: skip
+    add = parser.add_argument
+    add("place", metavar="s3://BUCKET/PREFIX", help="where it may write")
+    _add_loader_arguments(parser)
+
+
+def _store(options: argparse.Namespace) -> str:
+    from pipeline.bench import store
+
+    size = options.images, options.place, options.rounds, options.steps
+    return store.bench_store(*size, peers=options.peers, as_json=options.json)
 
 
 def _add_gpu(subjects: Commands) -> None:
@@ -105,12 +130,14 @@ def _add_top1(subjects: Commands) -> None:
     )  # fmt: skip
     add_recipe(parser)
     parser.add_argument("--seeds", type=positive_int, default=3, metavar="N", help="number of seeds (default 3)")
+    help = "train the recipe's network in the plain loop, too, with its optimizer, schedule and batch"
+    parser.add_argument("--same-network", action="store_true", help=help)
 
 
 def _top1(options: argparse.Namespace) -> str:
     from pipeline.bench import accuracy
 
-    return accuracy.bench_top1(options.recipe, options.overrides, options.seeds)
+    return accuracy.bench_top1(options.recipe, options.overrides, options.seeds, same_network=options.same_network)
 
 
 def _add_comm(subjects: Commands) -> None:

@@ -39,8 +39,9 @@ def _make(options: argparse.Namespace) -> str:
 
 def _add_get(actions: Commands) -> None:
     help = "download a published data set as an image folder"
-    parser = add_command(actions, "get", _get, help, "", "pipeline data get imagenette")
-    parser.add_argument("kind", choices=("imagenette",), help="which data set")
+    parser = add_command(actions, "get", _get, help, "", "pipeline data get imagenette",
+        "pipeline data get cifar10")  # fmt: skip
+    parser.add_argument("kind", choices=("imagenette", "cifar10"), help="which data set")
     parser.add_argument("out", nargs="?", type=_folder, metavar="OUT", help="folder to make (default data/<kind>)")
 
 

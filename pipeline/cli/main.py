@@ -13,6 +13,9 @@ from typing import NoReturn
 from pipeline import __version__, errors, supervision, world
 from pipeline.cli import bench, completion, data, machine, run
 from pipeline.cli.arguments import Parser
+from pipeline.config.credentials import without_password
+from pipeline.config.trust import trust
+from pipeline.data.access import storage_outage
 from pipeline.errors import RequestError, RunError, StorageError
 
 _DESCRIPTION = """\
@@ -22,7 +25,7 @@ bit-identical weights, as one MLflow run.
   pipeline train digits             train the built-in example, about a minute
   pipeline train digits --nproc 2   the same with two processes on this machine
   pipeline recipes                  list the recipes
-  torchrun --nproc-per-node 8 -m pipeline train my.yaml data.root=/data
+  torchrun --rdzv-backend pipeline --rdzv-endpoint localhost --nproc-per-node 8 -m pipeline train my.yaml
 """
 
 _EPILOG = """\
@@ -46,6 +49,10 @@ def command() -> NoReturn:
     frees a tensor while the interpreter shuts down aborts the process, even if the run is done
     (pytorch/pytorch#179291).
     """
+    with contextlib.suppress(FileNotFoundError):  # the current folder was deleted
+        if os.getcwd() not in sys.path:
+            # child processes must not add it: a data folder from elsewhere may hold a yaml.py
+            os.environ["PYTHONSAFEPATH"] = "1"
     code = main()
     if "RANK" in os.environ:
         with contextlib.suppress(OSError):
@@ -73,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         is_own = not error.is_collective and (is_first_here or "torch" in sys.modules)
         if is_main or (error.code == RequestError.code and is_own):
             _erase_live_line()
-            print(f"pipeline: {error}", file=sys.stderr, flush=True)
+            print(f"pipeline: {without_password(str(error))}", file=sys.stderr, flush=True)
         if error.code in errors.PERMANENT:
             supervision.stop_restarts()
         return error.code
@@ -85,8 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is None or world.is_launched():  # in a rank it is a crash: the launcher may restart it
             raise
-        print(f"pipeline: {StorageError(f'{error.filename}: {error.strerror}')}", file=sys.stderr, flush=True)
-        return StorageError.code
+        failure = storage_outage(error.filename, error) or StorageError(f"{error.filename}: {error.strerror}")
+        print(f"pipeline: {failure}", file=sys.stderr, flush=True)
+        return failure.code
 
 
 def _erase_live_line() -> None:
@@ -119,4 +127,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.overrides = options.overrides + rest
     elif rest:
         options.parser.refuse(words, next((word for word in rest if word.startswith("-")), rest[0]))
+    if getattr(options, "trust", None):
+        trust(options.trust)
     return options

@@ -1,10 +1,11 @@
-"""Commands for a run: train, recipes, plan, evaluate, predict, verify, report, export, sync."""
+"""The commands train, recipes, plan, runs, evaluate, predict, verify, report, export, sync."""
 
 import argparse
 import faulthandler
 import json
 import os
 import signal
+from dataclasses import asdict
 from pathlib import Path
 
 from pipeline import machine, supervision, world
@@ -15,6 +16,7 @@ from pipeline.cli.arguments import (
     add_command,
     add_overrides,
     add_recipe,
+    add_trust,
     count_or_range,
     path_or_uri,
     positive_int,
@@ -27,8 +29,8 @@ _TARGET_HELP = "a run's folder (its last checkpoint) or a checkpoint file"
 
 def add_commands(commands: Commands) -> None:
     for add in (
-        _add_train, _add_recipes, _add_plan, _add_evaluate, _add_predict, _add_verify, _add_report, _add_export,
-        _add_sync,
+        _add_train, _add_recipes, _add_plan, _add_runs, _add_evaluate, _add_predict, _add_verify, _add_report,
+        _add_export, _add_sync,
     ):  # fmt: skip
         add(commands)
 
@@ -115,6 +117,7 @@ def _add_evaluate(commands: Commands) -> None:
     parser.add_argument("target", type=path_or_uri, metavar="RUN_DIR|CHECKPOINT", help=_TARGET_HELP)
     add_overrides(parser)
     _add_best(parser)
+    add_trust(parser)
     parser.add_argument("--nproc", type=positive_int, metavar="N", help="start N processes on this machine")
 
 
@@ -136,6 +139,7 @@ def _add_predict(commands: Commands) -> None:
     add("target", type=path_or_uri, metavar="CHECKPOINT|RUN_DIR|models:/NAME@ALIAS", help="the model to use")
     add("images", nargs="+", type=path_or_uri, metavar="IMAGE", help="image files, or folders of them")
     _add_best(parser)
+    add_trust(parser)
     add("--json", action="store_true", help="print JSON")
     add(
         "--sheet",
@@ -176,8 +180,8 @@ def _add_plan(commands: Commands) -> None:
 
 def _plan(options: argparse.Namespace) -> str:
     from pipeline.config.load import load
-    from pipeline.data.sources import data_size
-    from pipeline.plan import divisors, fsdp_slices, gathered_row, make_plan, memory_row
+    from pipeline.data.sources import class_counts, data_size
+    from pipeline.plan import balance_rows, divisors, effective_counts, fsdp_slices, gathered_row, make_plan, memory_row
 
     config = load(options.recipe, options.overrides)
     this_machine = world.World(cpus=machine.available_cpus(), has_gpu=machine.has_gpu())
@@ -190,6 +194,7 @@ def _plan(options: argparse.Namespace) -> str:
         title += f"\n  divides among   {', '.join(map(str, allowed))} processes, of {low} to {size}"
         size = allowed[-1]
     plan = make_plan(config, this_machine.resized(size, options.nodes), data_size(config))
+    counts = class_counts(config) if plan.balance != "none" else {}
 
     from pipeline.model.architectures import meta_model  # imports torch: last, so that errors come at once
 
@@ -204,8 +209,35 @@ def _plan(options: argparse.Namespace) -> str:
         rows.append(gathered_row(config, parameters, plan, pass_bytes))
     if options.json:
         texts = dict(row.split(maxsplit=1) for row in rows)
-        return json.dumps({**plan.to_dict(), "parameters": parameters, **texts})
+        effective = dict(zip(counts, effective_counts(plan, [*counts.values()]), strict=True))
+        return json.dumps({**plan.to_dict(), "parameters": parameters, **texts, "effective_counts": effective})
+    if plan.balance != "none" and not counts:
+        rows.append("  classes        not counted before the digits are made")
+    elif counts:
+        rows += ["  classes        by their number of images", *balance_rows(plan, counts)]
     return "\n".join([title, plan.table(), *rows])
+
+
+def _add_runs(commands: Commands) -> None:
+    parser = add_command(
+        commands, "runs", _runs, "list the runs in a folder: step, best top-1, status, recipe, MLflow",
+        "List the runs in FOLDER and its subfolders, the newest start first, from their files alone: step, best top-1"
+        " in validation, status, recipe, what the command line changed in it, and the run in MLflow. A run is running,"
+        " finished, stopped (exit code 75), killed (its end is not recorded), failed, not started or damaged.",
+        "pipeline runs", "pipeline runs runs/sweep --json",
+    )  # fmt: skip
+    help = "the folder to search (default runs)"
+    parser.add_argument("folder", nargs="?", type=arguments.path, default=Path("runs"), metavar="FOLDER", help=help)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _runs(options: argparse.Namespace) -> str:
+    from pipeline.operate import runs
+
+    found = runs.list_runs(options.folder)
+    if options.json:
+        return json.dumps({"runs": [asdict(run) for run in found]})
+    return runs.table(found, options.folder, arguments.help_width())
 
 
 def _add_verify(commands: Commands) -> None:
@@ -218,6 +250,7 @@ def _add_verify(commands: Commands) -> None:
     )  # fmt: skip
     parser.add_argument("run_dir", type=arguments.path, metavar="RUN_DIR", help="the run's folder")
     parser.add_argument("--steps", type=positive_int, metavar="N", help="repeat only the first N steps (default: all)")
+    add_trust(parser)
 
 
 def _verify(options: argparse.Namespace) -> str | int:
@@ -257,6 +290,7 @@ def _add_export(commands: Commands) -> None:
     add("target", type=path_or_uri, metavar="RUN_DIR|CHECKPOINT", help=_TARGET_HELP)
     add_overrides(parser)
     _add_best(parser)
+    add_trust(parser)
     add("--to", required=True, choices=("torch.export", "onnx", "safetensors"), help="format of the exported file")
     add("--out", type=arguments.path, metavar="FILE", help="write to this file instead")
 
@@ -277,6 +311,7 @@ def _add_sync(commands: Commands) -> None:
     add = parser.add_argument
     add("run_dir", type=arguments.path, metavar="RUN_DIR", help="the run's folder")
     add("--follow", action="store_true", help="keep sending until standard input ends; training runs use this")
+    add_trust(parser)
 
 
 def _sync(options: argparse.Namespace) -> str:

@@ -5,7 +5,7 @@ import textwrap
 from functools import cache
 from typing import Any
 
-from pipeline.config.credentials import without_password
+from pipeline.config.credentials import hide_credentials
 from pipeline.config.schema import Config, Section
 
 _OTHER_NAMES = {
@@ -51,8 +51,8 @@ def error_line(error: Any) -> str:
     """Return one line for an error of pydantic: the key, the given value and the allowed values."""
     location = [str(part) for part in error["loc"]]
     parts, given = list(location), error["input"]
-    while parts and ".".join(parts) not in all_keys() and parts[-1].isdigit():  # an element of a list: name the list
-        parts.pop()
+    while parts and ".".join(parts) not in all_keys() and (parts[-1].isdigit() or parts[:2] == ["model", "args"]):
+        parts.pop()  # an element of a list, or of model.args: name the key
     key = ".".join(parts)
     if error["type"] == "extra_forbidden":
         return unknown_key(".".join(location), given)
@@ -126,7 +126,7 @@ def show(value: object) -> str:
         return "auto"
     if isinstance(value, bool):
         return str(value).lower()
-    text = without_password(f"[{', '.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value))
+    text = hide_credentials(f"[{', '.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value))
     text = text if len(text) <= 60 else text[:57] + "..."
     return text if text.isprintable() else text.encode("unicode_escape").decode()
 

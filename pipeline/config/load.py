@@ -7,6 +7,7 @@ date), pydantic checks the type and bounds of every field, and unknown or repeat
 `pipeline.plan` checks everything that depends on the machine or on the data.
 """
 
+import copy
 import os
 import re
 from contextlib import suppress
@@ -29,6 +30,7 @@ from pipeline.config.help import (
 )
 from pipeline.config.recipes import RECIPES
 from pipeline.config.schema import MAY_CHANGE_ON_RESUME, Config
+from pipeline.config.trust import trust
 from pipeline.errors import RequestError
 
 MAX_YAML_BYTES = 1 << 16
@@ -48,11 +50,14 @@ def load(recipe: str, overrides: list[str]) -> Config:
             " keys are listed by 'pipeline train --help'"
         )
     tree.setdefault("recipe", path.stem)
+    recipe_tree = copy.deepcopy(tree)
     _apply(tree, overrides)
     run = tree.setdefault("run", {})
-    if isinstance(run, dict):
-        run.setdefault("dir", f"runs/{tree['recipe']}")
+    if isinstance(run, dict) and str(run.get("dir", "auto")).lower() in ("auto", "none", "null", "~"):
+        run["dir"] = f"runs/{tree['recipe']}"
     config = _validate(tree)
+    config = config.with_changes(_changes(config, recipe_tree, overrides))
+    trust(config.model.arch)
     if config.track.uri not in ("auto", "none"):
         check_tracking_uri("track.uri", config.track.uri)
     return config
@@ -82,7 +87,10 @@ def from_yaml(text: str, origin: str, overrides: list[str] | None = None) -> Con
     """
     tree = _parse_yaml(text, origin)
     _apply(tree, overrides or [])
-    return _validate(tree)
+    config = _validate(tree)
+    if any(word.startswith("model.arch=") for word in overrides or []):
+        trust(config.model.arch)
+    return config
 
 
 def check_tracking_uri(name: str, uri: str) -> None:
@@ -96,6 +104,8 @@ def check_tracking_uri(name: str, uri: str) -> None:
         is_valid = re.match(r"/+[^/?]", rest) is not None
     else:
         is_valid = uri == "databricks" or (kind in _TRACKING_SCHEMES and bool(rest.strip("/")))
+    if is_valid and kind == "sqlite" and mlflow_changes(rest):
+        raise RequestError(f"{name}={show(uri)}: MLflow cannot open a file with ? or % in its path: name another file")
     if is_valid and kind == "sqlite" and os.path.isdir(rest.removeprefix("/")):
         raise RequestError(f"{name}={show(uri)} names a folder: give the database file in it, {show(uri)}/mlflow.db")
     if is_valid:
@@ -103,6 +113,8 @@ def check_tracking_uri(name: str, uri: str) -> None:
     hint = "" if kind in _TRACKING_SCHEMES else nearest(kind, list(_TRACKING_SCHEMES), 0.7)
     if re.fullmatch(r"[\w.-]+:\d{1,5}(/.*)?", uri, re.ASCII):
         hint = f"; did you mean {show(f'http://{uri}')}?"
+    elif "@" in uri:
+        hint = "; a user and a password belong between http:// and the host, percent-encoded (%20 for a blank)"
     elif "://" not in uri or kind == "file":
         hint = "; MLflow keeps runs on a server or in a database, not in a folder"
     raise RequestError(
@@ -111,30 +123,45 @@ def check_tracking_uri(name: str, uri: str) -> None:
     )
 
 
+def mlflow_changes(path: str) -> bool:
+    """Return True if MLflow opens another SQLite file: it decodes %41, and a ? ends the path."""
+    return re.search(r"\?|%[0-9a-fA-F]{2}", path) is not None
+
+
 def refuse_changes(before: Config, now: Config) -> None:
     """Raise RequestError if a key has changed that must not change on resume; name both values."""
     old, new = flatten(before), flatten(now)
     different = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    changed = [
-        f"{key}: {old.get(key)} -> {new.get(key)}"
-        for key in different
-        if key not in MAY_CHANGE_ON_RESUME and key.partition(".")[0] not in MAY_CHANGE_ON_RESUME
-    ]
+    changed = [f"{key}: {old.get(key)} -> {new.get(key)}" for key in different if not _may_change(key)]
     if now.train.epochs < before.train.epochs:
         changed.append(f"train.epochs: {before.train.epochs} -> {now.train.epochs} (it can only be increased)")
     if changed:
+        what = f"the run in {now.run_dir} was started"
+        places = "run.dir and checkpoint.mirror" if now.checkpoint.mirror else "run.dir"
+        or_else = f"give another {places}, or "
+        if now.run.resume != "auto":
+            what, or_else = f"run.resume={now.run.resume} was trained", "or "
         raise RequestError(
-            f"the run in {now.run_dir} was started with another configuration: {'; '.join(changed)}: restore these"
-            " keys, give another run.dir, or start again with run.resume=never"
+            f"{what} with another configuration: {'; '.join(changed)}: restore these keys, {or_else}{now.start_again}"
         )
 
 
-def refuse_another_model(trained: Config, now: Config, path: str) -> None:
-    """Raise RequestError if overrides change the model of the checkpoint `path`."""
+def for_evaluation(text: str, path: str, overrides: list[str]) -> tuple[Config, Config]:
+    """Return the configuration in the checkpoint `path`, and the same with overrides on top.
+
+    Another data.source takes no data.root and no data.cache from the training. Raises RequestError
+    if the overrides change the model.
+    """
+    trained = from_yaml(text, path)
+    sources = [word for word in overrides if word.startswith("data.source=")]
+    if sources and sources[-1] != f"data.source={trained.data.source}":
+        overrides = ["data.root=auto", "data.cache=none", *overrides]
+    now = from_yaml(text, path, overrides)
     before, after = trained.model.model_dump(exclude={"channels_last"}), now.model.model_dump()
     changed = [f"model.{key}={show(after[key])}" for key in before if before[key] != after[key]]
     if changed:
         raise RequestError(f"{', '.join(changed)} cannot be set, because {path} fixes the model: leave model.* out")
+    return trained, now
 
 
 def _find(recipe: str) -> Path:
@@ -179,18 +206,21 @@ def _read_text(path: Path) -> str:
         raise RequestError(f"recipe {path} is not UTF-8 text: give a YAML file") from None
 
 
-class _StringLoader(yaml.BaseLoader):
-    """A YAML loader that returns every scalar as a string and refuses repeated keys and aliases.
-
-    The schema gives the strings their types. With aliases, a recipe of 200 bytes can expand to
-    gigabytes.
-    """
+class NoAliases(yaml.parser.Parser, yaml.composer.Composer):
+    """A mixin for a YAML loader that refuses aliases: with them, 200 bytes expand to gigabytes."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise yaml.MarkedYAMLError(problem="an alias (*name) is not allowed: repeat the value", problem_mark=mark)
         return super().compose_node(parent, index)
+
+
+class _StringLoader(NoAliases, yaml.BaseLoader):
+    """A YAML loader that returns every scalar as a string and refuses repeated keys and aliases.
+
+    The schema gives the strings their types.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -249,6 +279,26 @@ def _validate(tree: dict[str, Any]) -> Config:
         errors = failure.errors(include_url=False)
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         raise RequestError(error_line(errors[0]) + more) from None
+
+
+def _changes(config: Config, recipe_tree: dict[str, Any], overrides: list[str]) -> str:
+    """Return what the overrides change in the recipe's training, as "key=value key=value"."""
+    recipe: dict[str, Any] = {}
+    with suppress(RequestError):  # a recipe may be valid with its overrides only
+        recipe = flatten(_validate(recipe_tree))
+    now = flatten(config)
+    given = dict.fromkeys(".".join(word.partition("=")[0].split(".")[:2]) for word in overrides)
+    return " ".join(
+        f"{key}={now[key]}"
+        for key in given
+        if key in now
+        and now[key] != recipe.get(key)
+        and (key in ("train.epochs", "train.max_steps") or not _may_change(key))
+    )
+
+
+def _may_change(key: str) -> bool:
+    return key in MAY_CHANGE_ON_RESUME or key.partition(".")[0] in MAY_CHANGE_ON_RESUME
 
 
 def flatten(config: Config) -> dict[str, Any]:

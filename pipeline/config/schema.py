@@ -7,17 +7,19 @@ Every field has bounds, and unknown keys are refused. The string below a field i
 import os
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
 
-from pipeline.config.credentials import without_password
+from pipeline.config.credentials import hide_credentials, without_password
 
 MODEL_URI_PREFIX = "models:/"
 """Prefix of a model's URI in MLflow's registry."""
+_MAX_ARGUMENT = 1 << 20
 
 Unit = Literal["epochs", "steps", "%"]
 
@@ -59,6 +61,12 @@ def _normalise_path(text: str) -> str:
     return text if ":/" in text else str(Path(os.path.expanduser(text)))
 
 
+def expand_home(uri: str) -> str:
+    """Expand `~` in sqlite:///~/FILE; return any other URI as it is."""
+    match = re.fullmatch(r"(sqlite(?:\+\w+)?:///)(~.*)", uri, re.DOTALL)
+    return match[1] + os.path.expanduser(match[2]) if match else uri
+
+
 def _read_as(value: object, *words: str) -> BeforeValidator:
     """Return a validator that replaces `words`, in any case, by `value`."""
     return BeforeValidator(lambda given: value if isinstance(given, str) and given.lower() in words else given)
@@ -86,6 +94,41 @@ DurationField = Annotated[
 Interval = Annotated[DurationField, AfterValidator(_positive), WithJsonSchema({"type": "string", "format": "interval"})]
 """A duration after which something is repeated. Must be greater than 0: 0 is ambiguous."""
 
+Argument = bool | int | float | str | None
+"""An argument of a function that makes a model."""
+_ARGUMENTS = "'NAME: VALUE' pairs: numbers, true | false | none, words, and lists of them"
+
+
+def _parse_arguments(value: object) -> dict[str, Any]:
+    """Return keyword arguments with typed values; raise ValueError for anything else."""
+    if not isinstance(value, dict) or not all(str(name).isidentifier() for name in value):
+        raise ValueError("not keyword arguments")
+    return {
+        name: [_parse_argument(item) for item in given] if isinstance(given, list) else _parse_argument(given)
+        for name, given in value.items()
+    }
+
+
+def _parse_argument(value: object) -> Argument:
+    """Return the value that a word means: a number, true, false, none, or itself."""
+    words = {"true": True, "false": False, "none": None, "null": None, "~": None}
+    if isinstance(value, str) and value.lower() in words:
+        return words[value.lower()]
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value, re.ASCII):
+        value = int(value)
+    elif isinstance(value, str) and re.fullmatch(
+        r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", value, re.ASCII | re.IGNORECASE
+    ):
+        value = float(value)
+    if isinstance(value, str):
+        is_allowed = 0 < len(value) <= 200 and value.isprintable()
+    else:
+        is_allowed = value is None or (isinstance(value, (bool, int, float)) and abs(value) < _MAX_ARGUMENT)
+    if not is_allowed:
+        raise ValueError("not a number or a word")
+    return value  # type: ignore[return-value]
+
+
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f\x7f]+$")]
 """A string without control characters: a NUL in a path raises ValueError in any function that uses
 the path, and a line break would split an error message."""
@@ -95,6 +138,9 @@ Place = Annotated[Text, AfterValidator(_normalise_path)]
 
 _MODEL_NAME = "NAME or NAME@ALIAS (letters, digits, _ . -)"
 ModelName = Annotated[str, Field(pattern=r"^[\w.-]+(@[\w.-]+)?$", json_schema_extra={"allowed": _MODEL_NAME})]
+
+_RUN_NAME = "a name of letters, digits, blanks and _ . -"
+RunName = Annotated[str, Field(pattern=r"^[\w. -]+$", json_schema_extra={"allowed": _RUN_NAME})]
 
 
 class Section(BaseModel):
@@ -134,6 +180,15 @@ class Run(Section):
     """Seconds that a process waits for the others in a collective before it fails. If the data is
     out of reach, the run waits half as long for it."""
 
+    @pydantic.model_validator(mode="after")
+    def _check_dir(self) -> Self:
+        if "://" in self.dir:
+            raise ValueError(
+                f"run.dir={without_password(self.dir)} is not a folder: give one on this machine, and keep a copy of"
+                " the run in a bucket with checkpoint.mirror=s3://bucket/prefix"
+            )
+        return self
+
 
 class Data(Section):
     source: Literal["folder", "pack", "digits", "synthetic"] = "folder"
@@ -157,6 +212,9 @@ class Data(Section):
     val_split: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """If data.root has no val/: share of the images for validation, chosen by a hash of each file's
     name."""
+    balance: Literal["none", "uniform", "sqrt"] = "none"
+    """none: each image once an epoch. The others draw with replacement, for classes of unequal
+    size. uniform: each class equally often; sqrt: by the square root of its number of images."""
     max_bad: Fraction = 0.001
     """Share of the training images that may fail to decode. Each one is named in the log and
     replaced by another image; above this share the run ends with exit code 4."""
@@ -165,6 +223,14 @@ class Data(Section):
     images, rounded up."""
     num_classes: Annotated[int, Field(ge=2, le=1 << 20)] = 10
     """With data.source=synthetic: number of classes. Other sources define their own."""
+
+    @pydantic.model_validator(mode="after")
+    def _check_cache(self) -> Self:
+        if "://" in (self.cache or ""):
+            raise ValueError(
+                f"data.cache={without_password(str(self.cache))} is not a folder: give one on a disk of this machine"
+            )
+        return self
 
 
 class Augment(Section):
@@ -188,8 +254,15 @@ class Augment(Section):
         Field(examples=[[0.75, 1.33]]),
     ] = (3 / 4, 4 / 3)
     """Random resized crop: smallest and largest aspect ratio (width / height)."""
+    pad: Annotated[int, Field(ge=0, le=256)] = 0
+    """Random shift in place of the random resized crop: the image is scaled to augment.size, padded
+    by this many reflected pixels on each side, and cropped. augment.scale and augment.ratio then
+    have no effect. 0: random resized crop."""
     flip: Fraction = 0.5
     """Probability of a horizontal flip."""
+    alternate_flips: bool = False
+    """Flip each image in every second epoch, beginning with the first or the second (drawn for each
+    image). Replaces augment.flip."""
     policy: Literal["none", "randaugment", "autoaugment", "trivialaugment", "augmix"] = "none"
     """torchvision's augmentation policy, applied after crop and flip. autoaugment is the policy for
     ImageNet."""
@@ -211,6 +284,11 @@ class Augment(Section):
             low, high = getattr(self, name)
             if low > high:
                 raise ValueError(f"augment.{name}=[{low:g}, {high:g}]: give the smaller number first")
+        if self.pad >= (self.first_size or self.size):
+            raise ValueError(
+                f"augment.pad={self.pad} reflects more than the image of {self.first_size or self.size} pixels: give a"
+                " smaller number"
+            )
         if self.first_size is not None and self.first_size > self.size:
             raise ValueError(
                 f"augment.first_size={self.first_size} is greater than augment.size={self.size}: the side can only grow"
@@ -220,12 +298,20 @@ class Augment(Section):
 
 class Model(Section):
     arch: Text = "resnet50"
-    """Name of a torchvision classification model. Its head is sized by the number of classes."""
+    """Name of a torchvision classification model; timm/NAME, a model of timm; or
+    package.module:function, a function of your own that returns the model. It is called with
+    num_classes."""
+    args: Annotated[
+        dict[str, Argument | list[Argument]], BeforeValidator(_parse_arguments),
+        WithJsonSchema({"type": "object", "allowed": _ARGUMENTS}),
+    ] = Field(default={})  # fmt: skip
+    """More keyword arguments of the model, each as model.args.NAME=VALUE, such as
+    model.args.drop_path_rate=0.1."""
     init: Annotated[Place | None, Absent] = None
     """Initial weights: torchvision's pretrained weights by name (DEFAULT, IMAGENET1K_V2), a run's
-    folder or checkpoint, or a model in MLflow (models:/NAME@ALIAS, at MLFLOW_TRACKING_URI or else
-    in runs/mlflow.db). A head for another number of classes is initialised randomly. none: random
-    weights, from run.seed."""
+    folder or checkpoint, a state dict (.safetensors, .pt, .pth), or a model in MLflow
+    (models:/NAME@ALIAS, at MLFLOW_TRACKING_URI or else in runs/mlflow.db). A head for another
+    number of classes is initialised randomly. none: random weights, from run.seed."""
     freeze: Annotated[Text | None, Absent] = None
     """Parts of the model that are not trained: backbone (all but the head), or module names
     separated by commas, such as conv1,bn1,layer1. Their batch-norm statistics do not change,
@@ -275,16 +361,17 @@ class Stages(Section):
 
 
 class Optimizer(Section):
-    name: Literal["sgd", "adamw"] = "sgd"
-    """sgd (with momentum) or adamw."""
+    name: Literal["sgd", "adamw", "lamb", "muon"] = "sgd"
+    """sgd (with momentum), adamw, lamb, or muon for matrices and convolutions with adamw for the
+    rest. lamb and muon need timm and whole weights: parallel=ddp or dataparallel."""
     lr: Annotated[float, Field(gt=0, le=1e6)] = 0.1
     """Learning rate for a global batch of 256. The plan scales it by batch.global / 256."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """With optimizer.name=sgd: momentum."""
+    """With optimizer.name=sgd or muon: momentum."""
     nesterov: bool = False
-    """With optimizer.name=sgd: Nesterov momentum. Needs momentum > 0."""
+    """With optimizer.name=sgd or muon: Nesterov momentum. Needs momentum > 0."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """With optimizer.name=adamw: decay rates of the two moment estimates."""
+    """With optimizer.name=adamw, lamb or muon: decay rates of the two moment estimates."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 1e-4
     """Weight decay. Norm parameters and biases have none."""
 
@@ -296,10 +383,10 @@ class Optimizer(Section):
 
     @property
     def moments(self) -> int:
-        """Return how many values the optimizer keeps for each weight."""
-        if self.name == "adamw":
-            return 2
-        return 1 if self.momentum > 0 else 0
+        """Return how many values the optimizer keeps for each weight, at most."""
+        if self.name == "sgd":
+            return 1 if self.momentum > 0 else 0
+        return 2
 
 
 class Schedule(Section):
@@ -356,6 +443,9 @@ class Evaluate(Section):
     for 224)."""
     size: Annotated[Pixels | None, Absent] = None
     """Side of the centre crop, in pixels. auto: augment.size."""
+    flip: bool = False
+    """Average the logits of each image and of its mirror image. val/top1_plain is the top-1 without
+    mirror images. Only validation does this, not predict and export."""
 
 
 class Checkpoint(Section):
@@ -370,7 +460,8 @@ class Checkpoint(Section):
     @pydantic.model_validator(mode="after")
     def _check_mirror(self) -> Self:
         if self.mirror is not None and not self.mirror.startswith("s3://"):
-            raise ValueError(f"checkpoint.mirror={self.mirror} is not allowed: none | s3://bucket/prefix")
+            given = hide_credentials(self.mirror)
+            raise ValueError(f"checkpoint.mirror={given} is not allowed: none | s3://bucket/prefix")
         return self
 
 
@@ -390,15 +481,19 @@ class Profile(Section):
 
 
 class Track(Section):
-    uri: Annotated[Text, PlainSerializer(without_password), _read_as("none", "none"), _read_as("auto", *_UNSET)] = (
-        "auto"
-    )
+    uri: Annotated[
+        Text, AfterValidator(expand_home), PlainSerializer(without_password),
+        _read_as("none", "none"), _read_as("auto", *_UNSET),
+    ] = "auto"  # fmt: skip
     """MLflow tracking URI. auto: MLFLOW_TRACKING_URI, or else the SQLite file mlflow.db in the
     parent of run.dir; none: write the journal only. Give the user and the password in
     MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, because other users of the machine can
     see a command line. A user and a password in the URI are used, too, but never written down."""
     experiment: Annotated[Text | None, Absent] = None
     """MLflow experiment. auto: the recipe's name."""
+    parent: Annotated[RunName | None, Absent] = None
+    """Name of an MLflow run that groups runs, such as the seeds or the values of a search: MLflow
+    shows this run below it. It is created if the experiment has none of that name."""
     required: bool = False
     """Refuse to start (exit code 2) if MLflow cannot be reached."""
     every: Interval = Duration(20, "steps")
@@ -436,6 +531,16 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     profile: Profile = Profile()
     track: Track = Track()
+
+    @cached_property
+    def changes(self) -> str:
+        """The changes of the command line to the recipe's training, as "key=value key=value"."""
+        return ""
+
+    def with_changes(self, changes: str) -> Self:
+        """Return this configuration with its `changes`, which no file keeps and == ignores."""
+        self.__dict__["changes"] = changes
+        return self
 
     @pydantic.model_validator(mode="after")
     def _check_combinations(self) -> Self:
@@ -481,6 +586,11 @@ class Config(Section):
                 "parallel=stages does not support model.freeze or augment.first_size, because stages exchange tensors"
                 " of one shape and all of them are trained: leave the option out"
             )
+        if self.parallel in ("fsdp", "stages") and self.optimizer.name in ("lamb", "muon"):
+            raise ValueError(
+                f"optimizer.name={self.optimizer.name} needs whole weights and does not support"
+                f" parallel={self.parallel}: use adamw, or parallel=ddp"
+            )
         if self.parallel in ("fsdp", "stages") and self.train.precision == "fp16":
             raise ValueError(
                 f"parallel={self.parallel} does not support train.precision=fp16, because not every process sees a"
@@ -520,6 +630,22 @@ class Config(Section):
     @property
     def run_dir(self) -> Path:
         return Path(self.run.dir)
+
+    @property
+    def start_again(self) -> str:
+        """Return how to start this run again from step 0, as the end of an error message."""
+        mirror = " and another checkpoint.mirror" if self.checkpoint.mirror else ""
+        return f"start again with run.resume=never{mirror}"
+
+    @property
+    def same_command(self) -> str:
+        """Return the command that resumes this run, as part of a message.
+
+        run.resume=never or a path would apply again, and discard what the run has saved since. The
+        run's folder in place of a path is refused if nothing is saved there.
+        """
+        resume = {"auto": "", "never": " with run.resume=auto"}.get(self.run.resume, f" with run.resume={self.run_dir}")
+        return f"the same command{resume}"
 
     def to_yaml(self) -> str:
         """Return the YAML of all keys; `from_yaml` reads it back to an equal configuration."""

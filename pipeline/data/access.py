@@ -2,15 +2,24 @@
 
 import errno
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 
 from pipeline.errors import RequestError, TemporaryError
 
+EXTENSIONS = (b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b".tiff", b".webp")
 _FILE_ERRORS = (
-    errno.ENOENT, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG,
+    errno.ENOENT, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ENXIO,
 )  # fmt: skip
 """Errors that a single file can cause. Any other is the storage's: EIO, ESTALE, ETIMEDOUT, …"""
+
+_OUTAGE_ERRORS = (
+    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
+    errno.ENOTCONN, errno.ESHUTDOWN, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EREMOTEIO,
+    errno.ENODEV,
+)  # fmt: skip
+"""Errors of a storage that is out of reach, in a read or a write."""
 
 READ_FAILURES = (
     "denied", "missing", "slow_down", "server_error", "truncated", "wrong_bytes", "stalled", "unreachable", "ignored",
@@ -24,6 +33,18 @@ class UnreadableError(Exception):
 
 class OutageError(TemporaryError):
     """The storage that holds the images cannot be read. It says nothing about any single image."""
+
+
+def open_regular(path: str | bytes, flags: int) -> int:
+    """Return a descriptor of a regular file: the `opener` of `open` for files that may be hostile.
+
+    A named pipe or a device would never end. Raises OSError.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.ENXIO, "not a regular file", path)
+    return descriptor
 
 
 def printable_name(name: bytes) -> str:
@@ -45,6 +66,15 @@ def outage_error(path: bytes | Path, error: OSError) -> OutageError:
     )
 
 
+def storage_outage(what: str | Path, error: OSError) -> TemporaryError | None:
+    """Return the error of `what`, which is no image, if its storage is out of reach, else None."""
+    if error.errno not in _OUTAGE_ERRORS:
+        return None
+    return TemporaryError(
+        f"{what} is out of reach ({error.strerror}): give the same command again once its storage is back"
+    )
+
+
 def raise_if_outage(path: bytes | Path, error: OSError) -> None:
     """Raise OutageError if the storage caused the error."""
     if is_outage(error):
@@ -59,7 +89,7 @@ def read_error(path: bytes, error: OSError) -> UnreadableError | OutageError:
     """
     if not is_outage(error) and is_non_empty_folder(os.path.dirname(os.path.realpath(path))):
         try:
-            open(path, "rb", buffering=0).close()  # the storage may be back by now
+            open(path, "rb", buffering=0, opener=open_regular).close()  # the storage may be back by now
         except OSError as again:
             if not is_outage(again):
                 return UnreadableError(again.strerror)

@@ -34,12 +34,15 @@ class SampleKey(NamedTuple):
 
 
 def augment(picture: Picture, options: Augment, size: int, seed: int, key: SampleKey) -> Tensor:
-    """Return a random resized crop, [3, size, size] uint8, after flip, policy and erasing.
+    """Return a random crop, [3, size, size] uint8, after flip, policy and erasing.
 
     Raises BadImageError if the crop cannot be decoded.
     """
-    box, is_flipped = draw_crop(picture.height, picture.width, options, seed, key)
-    crop = resize_image(picture.region(*box), size, size)
+    if options.pad:
+        crop, is_flipped = _shift(picture, options, size, seed, key)
+    else:
+        box, is_flipped = draw_crop(picture.height, picture.width, options, seed, key)
+        crop = resize_image(picture.region(*box), size, size)
     crop = crop.flip(-1) if is_flipped else crop
     chosen = _transforms(options)
     if not chosen:
@@ -75,7 +78,32 @@ def draw_crop(
     """
     source = generator(seed, "augment", *_address(key))
     draws = torch.rand(4 * _ATTEMPTS + 1, generator=source, dtype=torch.float64).tolist()
-    return _crop_box(height, width, options, draws), draws[-1] < options.flip
+    return _crop_box(height, width, options, draws), _is_flipped(draws[-1], options, seed, key)
+
+
+def _shift(picture: Picture, options: Augment, size: int, seed: int, key: SampleKey) -> tuple[Tensor, bool]:
+    """Return the image shifted by up to `options.pad` pixels, and whether it is flipped.
+
+    The rest is filled by reflection, as by `functional.pad(mode="reflect")`, which takes no uint8.
+    """
+    pixels = center_crop(picture.region(0, 0, picture.height, picture.width), size, size)
+    source = generator(seed, "shift", *_address(key))
+    *shifts, draw = torch.rand(3, generator=source, dtype=torch.float64).tolist()
+    for dimension, shift in zip((1, 2), shifts, strict=True):
+        places = (torch.arange(size) + (int(shift * (2 * options.pad + 1)) - options.pad)).abs()
+        pixels = pixels.index_select(dimension, torch.minimum(places, 2 * (size - 1) - places))
+    return pixels, _is_flipped(draw, options, seed, key)
+
+
+def _is_flipped(draw: float, options: Augment, seed: int, key: tuple[int, int, int]) -> bool:
+    """Return True if the image is flipped. draw: in 0..1.
+
+    Alternating flips: Jordan, "94% on CIFAR-10 in 3.29 seconds", 2024.
+    """
+    if options.alternate_flips:
+        epoch, sample, view = key
+        return (derive(seed, "flip", sample) + epoch + view) % 2 == 1
+    return draw < options.flip
 
 
 def _address(key: tuple[int, int, int]) -> tuple[int, ...]:

@@ -5,10 +5,11 @@ import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
-from pipeline.data.access import OutageError, printable_name, read_error
-from pipeline.data.index import Index
+from pipeline.data.access import EXTENSIONS, OutageError, open_regular, printable_name, read_error
+from pipeline.data.index import MAX_FILE_BYTES, Index
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import atomic_write
 
@@ -18,7 +19,7 @@ _TASKS_AT_ONCE = 10_000  # each task in the queue of a pool takes 1 KB
 
 def write_sums(root: Path, index: Index) -> None:
     """Write SHA256SUMS over all images of the index. Raises RequestError if one cannot be read."""
-    names = [split.name(i) for split in (index.train, index.val) for i in range(len(split))]
+    names = _names(index)
     lines = []
     for name, digest in zip(names, _digests(root, names), strict=True):
         if digest is None:
@@ -33,17 +34,28 @@ def write_sums(root: Path, index: Index) -> None:
 
 
 def check_sums(root: Path, index: Index) -> Iterator[tuple[str, str]]:
-    """Yield (name, defect) of each file that is unreadable, differs from its sum or has none."""
-    expected = read_sums(root) or {}
-    for name, digest in zip(expected, _digests(root, list(expected)), strict=True):
+    """Yield (name, defect) of each image that is unreadable, differs from its sum or has none.
+
+    Other names in SHA256SUMS are not opened: they may lead anywhere. Those of images are reported.
+    """
+    expected, names = read_sums(root) or {}, _names(index)
+    listed = [name for name in names if name in expected]
+    for name, digest in zip(listed, _digests(root, listed), strict=True):
         if digest is None:
             yield printable_name(name), "cannot be read"
         elif digest != expected[name]:
             yield printable_name(name), f"has changed: its content is not that of {SUMS}"
-    for split in (index.train, index.val):
-        for i in range(len(split)):
-            if split.name(i) not in expected:
-                yield printable_name(split.name(i)), f"has no sum in {SUMS}"
+    for name in names:
+        if name not in expected:
+            yield printable_name(name), f"has no sum in {SUMS}"
+    known = set(names)
+    for name in expected:
+        if name not in known and name.lower().endswith(EXTENSIONS):
+            yield printable_name(name), f"has a sum in {SUMS}, but is not an image of this folder"
+
+
+def _names(index: Index) -> list[bytes]:
+    return [split.name(i) for split in (index.train, index.val) for i in range(len(split))]
 
 
 def read_sums(root: Path) -> dict[bytes, bytes] | None:
@@ -51,10 +63,11 @@ def read_sums(root: Path) -> dict[bytes, bytes] | None:
 
     Raises RequestError that names a line which `sha256sum` would not have written.
     """
-    if not (root / SUMS).exists():
+    data = _read(root)
+    if data is None:
         return None
     sums = {}
-    for number, line in enumerate((root / SUMS).read_bytes().split(b"\n"), 1):
+    for number, line in enumerate(data.split(b"\n"), 1):
         match = re.fullmatch(rb"(\\?)([0-9a-f]{64}) [ *](?:\./)?(.+)", line, re.DOTALL)
         if match:
             name = re.sub(rb"\\(.)", lambda pair: {b"n": b"\n", b"r": b"\r"}.get(pair[1], pair[1]), match[3])
@@ -67,7 +80,15 @@ def read_sums(root: Path) -> dict[bytes, bytes] | None:
 
 def digest_of_sums(root: Path) -> str | None:
     """Return the SHA-256 of the file SHA256SUMS, or None if there is none."""
-    return hashlib.sha256((root / SUMS).read_bytes()).hexdigest() if (root / SUMS).exists() else None
+    data = _read(root)
+    return None if data is None else hashlib.sha256(data).hexdigest()
+
+
+def _read(root: Path) -> bytes | None:
+    """Return the file SHA256SUMS, or None if there is none. Raises OSError."""
+    with suppress(FileNotFoundError), open(root / SUMS, "rb", opener=open_regular) as file:
+        return file.read()
+    return None
 
 
 def _digests(root: Path, names: list[bytes]) -> Iterator[bytes | None]:
@@ -76,8 +97,9 @@ def _digests(root: Path, names: list[bytes]) -> Iterator[bytes | None]:
     def digest(name: bytes) -> bytes | None:
         path = os.path.join(os.fsencode(root), name)
         try:
-            with open(path, "rb") as file:
-                return hashlib.file_digest(file, "sha256").digest()
+            with open(path, "rb", opener=open_regular) as file:
+                is_image = os.fstat(file.fileno()).st_size <= MAX_FILE_BYTES
+                return hashlib.file_digest(file, "sha256").digest() if is_image else None
         except OSError as error:
             failure = read_error(path, error)
             if isinstance(failure, OutageError) and not os.path.islink(path):  # a dangling link is a defect here

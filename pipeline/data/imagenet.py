@@ -15,6 +15,7 @@ import gzip
 import io
 import os
 import re
+import resource
 import struct
 import tarfile
 import zlib
@@ -31,6 +32,7 @@ from pipeline.data.access import outage_error, printable_name
 from pipeline.data.index import Index, Split, SplitImages, list_first
 from pipeline.data.sources import Source
 from pipeline.errors import RequestError
+from pipeline.machine import resource_limit
 
 TRAIN = "ILSVRC2012_img_train.tar"
 VAL = "ILSVRC2012_img_val.tar"
@@ -40,6 +42,8 @@ _IMAGE = re.compile(r"(?:.*/)?([\w-]+\.JPEG)", re.ASCII)
 _WNID = re.compile(r"n\d{8}", re.ASCII)
 _MAX_DEVKIT_BYTES = 64 << 20  # uncompressed; the published one has a few MB
 _MAX_META_BYTES = 16 << 20
+_MAX_MEMORY_BYTES = 1 << 30
+"""Memory to read the development kit with. The published one needs a tenth."""
 _MI_COMPRESSED = 15  # type of a compressed element of a MATLAB file
 
 
@@ -110,8 +114,13 @@ def _read_devkit(path: Path) -> tuple[dict[str, int], list[str]]:
             unpacked = file.read(_MAX_DEVKIT_BYTES + 1)
         if len(unpacked) > _MAX_DEVKIT_BYTES:
             raise ValueError(f"more than {_MAX_DEVKIT_BYTES:,} bytes")
-        with tarfile.open(fileobj=io.BytesIO(unpacked), mode="r:") as kit:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        memory_limit = resource_limit(resource.RLIMIT_AS, used + _MAX_MEMORY_BYTES)  # a few bytes can state any array
+        with memory_limit, tarfile.open(fileobj=io.BytesIO(unpacked), mode="r:") as kit:
             files = {member.name.rpartition("/")[2]: member for member in kit if member.isreg()}
+            sparse = [name for name, member in files.items() if member.issparse()]
+            if sparse:
+                raise ValueError(f"{printable_name(sparse[0].encode())[:80]} is a sparse file")
             meta, truth = kit.extractfile(files["meta.mat"]), kit.extractfile(files[_TRUTH])
             assert meta
             assert truth

@@ -1,18 +1,16 @@
 """Decoding image files to uint8 pixels [3, H, W], with a named error for each bad file.
 
 No file crashes the process or takes more than a bounded amount of memory: the size is read from the
-header before anything is decoded, since 14 KB of PNG can decode to 1.3 GB. torchvision decodes JPEG
-and WebP, a fifth faster than Pillow. Pillow decodes the rest, because torchvision 0.29 ends the
-process with a segmentation fault on one in four damaged PNG files. As with Pillow, grey, palette
-and CMYK become RGB and alpha is dropped; but 16-bit images are scaled, where Pillow clips them.
+header before anything is decoded, since 14 KB of PNG can decode to 1.3 GB. simplejpeg, which is
+libjpeg-turbo and no more, decodes JPEG; Pillow decodes the rest, and what simplejpeg finds odd.
+Both give the same pixels. As with Pillow, grey, palette and CMYK become RGB and alpha is dropped;
+but 16-bit images are scaled, where Pillow clips them.
 """
 
 import io
-import os
-import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,20 +18,26 @@ import torch
 from numpy.typing import NDArray
 from PIL import EpsImagePlugin, Image, UnidentifiedImageError
 from torch import Tensor
-from torchvision.io import ImageReadMode, decode_image
 
 from pipeline.data import jpeg
+
+try:
+    import simplejpeg
+except ImportError:  # a machine with torch alone: Pillow decodes the same, slower
+    simplejpeg = None
 
 MAX_PIXELS = 80_000_000
 _MAX_SCANS = 64
 # not every format of Pillow: for EPS it would start Ghostscript
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM")
-_TORCHVISION_FORMATS = ("JPEG", "WEBP")
 _16_BIT_MODES = ("I;16", "I;16B", "I;16L", "I")
-_STDERR_LOCK = threading.Lock()
-_DEVNULL = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+_BAND = 256  # rows
+_WARNING = "Corrupt JPEG data"
+"""Beginning of libjpeg's warnings, after which it goes on, for example about bytes below a crop."""
+_EOI = bytes((0xFF, jpeg.EOI))
 
 Image.MAX_IMAGE_PIXELS = None  # MAX_PIXELS is checked before each decode
+warnings.filterwarnings("ignore", module=r"PIL\.")  # about odd metadata
 EpsImagePlugin.gs_binary = False  # also no Ghostscript in the loaders that a benchmark compares with
 
 
@@ -48,9 +52,9 @@ class Picture:
     height: int
     width: int
     data: bytes | Tensor
-    """A file to decode, or pixels [3, H, W]."""
+    """A JPEG with a well-formed header, or pixels [3, H, W]."""
     frame: jpeg.Frame | None = None
-    """The header of a JPEG, if it is well-formed."""
+    """The header of that JPEG."""
 
     @classmethod
     def open(cls, data: bytes | NDArray[np.uint8]) -> "Picture":
@@ -65,31 +69,28 @@ class Picture:
             if not frame.is_sequential:
                 _check_scans(data)
             return cls(frame.height, frame.width, data, frame)
-        with _as_bad_image(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow warns about odd metadata
-            with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
-                _check_size(image.height, image.width)
-                if image.format == "JPEG":
-                    _check_scans(data)
-                if image.format in _TORCHVISION_FORMATS and not getattr(image, "is_animated", False):
-                    return cls(image.height, image.width, data)
-                return cls(image.height, image.width, _decode_pillow(image))
+        with _as_bad_image(), Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+            _check_size(image.height, image.width)
+            if image.format == "JPEG":
+                _check_scans(data)
+            return cls(image.height, image.width, _decode_pillow(image))
 
     def region(self, top: int, left: int, height: int, width: int) -> Tensor:
         """Return a crop [3, height, width] uint8, maybe as a view. Raises BadImageError."""
         if isinstance(self.data, Tensor):
             pixels = self.data
         else:
+            assert self.frame
             with _as_bad_image():
-                part = self.frame and jpeg.part(self.data, self.frame, top, left, height, width)
+                part = jpeg.part(self.data, self.frame, top, left, height, width)
                 if part:
                     data, top, left = part
-                    pixels = _decode(data)
-                elif self.frame and self.frame.is_sequential and top + height < self.frame.height:
-                    with _silent_stderr():
-                        pixels = _decode(jpeg.upper(self.data, self.frame, top + height))
+                    pixels = _decode_jpeg(data, self.frame)
+                elif self.frame.is_sequential and top + height < self.frame.height:
+                    upper = jpeg.upper(self.data, self.frame, top + height)
+                    pixels = _decode_jpeg(self.data, self.frame, upper)
                 else:
-                    pixels = _decode(bytearray(self.data))
+                    pixels = _decode_jpeg(self.data, self.frame)
         if top + height > pixels.shape[1] or left + width > pixels.shape[2]:
             raise BadImageError("the size in its header is not that of its data")
         return pixels[:, top : top + height, left : left + width]
@@ -117,26 +118,37 @@ def _as_bad_image() -> Iterator[None]:
         raise BadImageError(" ".join(str(error).split())[:200] or type(error).__name__) from None
 
 
-def _decode(data: bytearray) -> Tensor:
-    pixels: Tensor = decode_image(torch.frombuffer(data, dtype=torch.uint8), ImageReadMode.RGB)
-    return pixels
+def _decode_jpeg(data: bytes | bytearray, frame: jpeg.Frame, upper: bytearray | None = None) -> Tensor:
+    """Return the pixels of a JPEG, [3, H, W] uint8.
+
+    upper: see `jpeg.upper`; if given, lower rows may be missing. Pillow gets the whole file, so
+    that its verdict does not depend on the crop.
+    """
+    if simplejpeg:
+        with suppress(ValueError, KeyError):  # Pillow decodes it, or says what is wrong
+            return _decode_with_simplejpeg(upper or data, frame.scan)
+    with Image.open(io.BytesIO(data), formats=("JPEG",)) as image:
+        _check_size(image.height, image.width)
+        return _decode_pillow(image)
 
 
-@contextmanager
-def _silent_stderr() -> Iterator[None]:
-    """Silence standard error: libjpeg would warn that each cropped file ends early."""
-    with _STDERR_LOCK:
-        try:
-            stderr = os.dup(2)
-        except OSError:  # it is closed
-            yield
-            return
-        try:
-            os.dup2(_DEVNULL, 2)
-            yield
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
+def _decode_with_simplejpeg(data: bytes | bytearray, scan: int) -> Tensor:
+    """Decode a JPEG whose entropy-coded bytes begin at `scan`.
+
+    Raises ValueError or KeyError for what is left to Pillow: odd or damaged files.
+    """
+    height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
+    _check_size(height, width)
+    if colours in ("CMYK", "YCCK"):
+        raise ValueError("Pillow converts them in another way")
+    pixels = np.empty((height, width, 3), np.uint8)
+    try:
+        simplejpeg.decode_jpeg(data, buffer=pixels)
+    except ValueError as error:
+        # warnings of the header were raised above: all rows are decoded if the file has an end
+        if _WARNING not in str(error) or data.rfind(_EOI, scan) < 0:
+            raise
+    return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
 def _check_size(height: int, width: int) -> None:
@@ -157,4 +169,9 @@ def _decode_pillow(image: Image.Image) -> Tensor:
         wide += 128
         wide //= 257
         return torch.from_numpy(wide.astype(np.uint8))[None].expand(3, -1, -1)
-    return torch.from_numpy(np.array(image if image.mode == "RGB" else image.convert("RGB"))).permute(2, 0, 1)
+    image.load()
+    pixels = np.empty((image.height, image.width, 3), np.uint8)
+    for top in range(0, image.height, _BAND):  # not all rows at once: 80 million pixels would take 240 MB twice more
+        band = image.crop((0, top, image.width, min(image.height, top + _BAND)))
+        pixels[top : top + _BAND] = np.asarray(band if band.mode == "RGB" else band.convert("RGB"))
+    return torch.from_numpy(pixels).permute(2, 0, 1)

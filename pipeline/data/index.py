@@ -10,6 +10,7 @@ counts. Names are bytes, because names in a file system need not be UTF-8. No to
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.access import UnreadableError, printable_name
+from pipeline.files import parse_json
 from pipeline.plan import DataSize
 
 if TYPE_CHECKING:
@@ -71,7 +73,7 @@ class Split:
             and len(self.sums) in (0, 32 * count)
             and len(self.places) in (0, 3 * count)
             and int(self.ends[0]) > 0
-            and bool((np.diff(self.ends) > 0).all())
+            and bool((self.ends[1:] > self.ends[:-1]).all())  # np.diff would wrap
             and int(self.ends[-1]) == len(self.names)
             and int(self.labels.min()) >= 0
             and int(self.labels.max()) < num_classes
@@ -120,6 +122,10 @@ class SplitImages:
     def name(self, i: int) -> str:
         return printable_name(self.split.name(i))
 
+    @property
+    def labels(self) -> NDArray[np.int32]:
+        return self.split.labels
+
     def label(self, i: int) -> int:
         return int(self.split.labels[i])
 
@@ -163,6 +169,17 @@ class Index:
         return digest.hexdigest()
 
     @property
+    def is_split_by_hash(self) -> bool:
+        """Return True if the images come from class folders without train/ and val/."""
+        return not self.val.name(0).startswith(b"val/")
+
+    @property
+    def names_digest(self) -> str:
+        """SHA-256 over the names of all images, the same for any split and in a pack of them."""
+        names = [split.name(i) for split in (self.train, self.val) for i in range(len(split))]
+        return hashlib.sha256(b"\0".join(sorted(names))).hexdigest()
+
+    @property
     def size(self) -> DataSize:
         return DataSize(len(self.train), len(self.val), len(self.classes))
 
@@ -185,13 +202,20 @@ class Index:
 
     @classmethod
     def from_bytes(cls, buffer: Any) -> "Index":
-        """Return the index that `to_bytes` wrote. Raises ValueError, KeyError or TypeError."""
+        """Return the index that `to_bytes` wrote. Raises ValueError for any other bytes."""
+        try:
+            return cls._from_bytes(buffer)
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"not an index: {error}") from None
+
+    @classmethod
+    def _from_bytes(cls, buffer: Any) -> "Index":
         view = memoryview(buffer)
         at = len(_MAGIC)
         if bytes(view[:at]) != _MAGIC:
             raise ValueError("not an index")
         length = int.from_bytes(view[at : at + 8], "little")
-        head = json.loads(bytes(view[at + 8 : at + 8 + length]))
+        head = parse_json(bytes(view[at + 8 : at + 8 + length]))
         at += 8 + length
         if [dtype for dtype, _ in head["arrays"]] != 2 * _DTYPES:
             raise ValueError("not the arrays of an index")
@@ -201,7 +225,12 @@ class Index:
             arrays.append(array)
             at += array.nbytes + (-array.nbytes % 8)
         train, val = Split(*arrays[:6]), Split(*arrays[6:])
-        return cls(train, val, tuple(head["classes"]), head["sums"], dict(head["folders"]), head["val_split"])
+        classes, folders = tuple(head["classes"]), dict(head["folders"])
+        if not all(isinstance(name, str) and name.isprintable() for name in classes):
+            raise ValueError("the name of a class is not valid")
+        if any(b"\0" in os.fsencode(folder) for folder in folders):
+            raise ValueError("the name of a folder is not valid")
+        return cls(train, val, classes, head["sums"], folders, head["val_split"])
 
     def differences(self, other: "Index") -> Iterator[str]:
         """Yield what changed from this index to `other`: one line for each class or file."""

@@ -66,7 +66,7 @@ def header(data: bytes) -> Iterator[tuple[int, int, int]]:
         return
     while at + 4 <= len(data) and data[at] == 0xFF:
         marker, end = data[at + 1], at + 2 + (data[at + 2] << 8 | data[at + 3])
-        if marker < 0xC0 or 0xD0 <= marker <= EOI or end < at + 4 or end > len(data):
+        if marker < 0xC0 or 0xD0 <= marker <= EOI or marker == 0xFF or end < at + 4 or end > len(data):
             return
         yield marker, at, end
         if marker == SOS:
@@ -123,8 +123,7 @@ def part(data: bytes, frame: Frame, top: int, left: int, height: int, width: int
 def upper(data: bytes, frame: Frame, bottom: int) -> bytearray:
     """Return a JPEG with at least the rows above `bottom`, by lowering the height in its header.
 
-    A sequential file is decoded from the top, so the rest is only skipped. libjpeg logs a line to
-    standard error about what it skipped.
+    A sequential file is decoded from the top, so the rest is only skipped.
     """
     made = bytearray(data)
     struct.pack_into(">H", made, frame.position, min(frame.height, bottom + _CONTEXT))

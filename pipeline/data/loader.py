@@ -3,7 +3,7 @@
 Promise: the batch at a position is a function of (seed, position), whichever process makes it. So
 there may be any number of workers, a worker that dies is replaced at the same position, and the end
 of an epoch needs no code: the next epoch's first batch is prepared while the last one is trained
-on. The memory of a worker stays flat: it holds the mapped index and the permutation of one epoch.
+on. The memory of a worker stays flat: it holds the mapped index and the order of an epoch.
 """
 
 import fcntl
@@ -107,7 +107,8 @@ class TrainBatches(SlotDataset):
     rank: int
 
     def __post_init__(self) -> None:
-        self._order = Order(self.plan, self.config.run.seed)
+        labels = None if self.plan.balance == "none" else self.images.labels
+        self._order = Order(self.plan, self.config.run.seed, labels)
         self._reader = _RetryingReader(self.images, _RETRY_FRACTION * self.config.run.timeout)
 
     @property
@@ -275,7 +276,17 @@ def _init_worker(parent: int, started: mmap.mmap, worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # by default a batch that does not fit into /dev/shm is dropped: the loader waits forever
     Queue._on_queue_feeder_error = staticmethod(exit_worker)  # type: ignore[attr-defined]
+    sys.excepthook = _report_unless_parent_is_gone
     die_with_parent(parent)
+
+
+def _report_unless_parent_is_gone(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Print the error of a worker's thread, unless it only says that the parent has just ended.
+
+    The thread that passes tensors on finds this out before the kernel's signal arrives.
+    """
+    if not isinstance(error, EOFError | ConnectionError):
+        sys.__excepthook__(kind, error, trace)
 
 
 def _kill_unstarted(iterator: Any, started: mmap.mmap) -> None:

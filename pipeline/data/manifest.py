@@ -15,14 +15,23 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.data.access import check_folder, is_outage, outage_error, printable_name
+from pipeline.data.access import (
+    EXTENSIONS,
+    OutageError,
+    check_folder,
+    is_non_empty_folder,
+    is_outage,
+    open_regular,
+    outage_error,
+    printable_name,
+    read_error,
+)
 from pipeline.data.checksums import digest_of_sums, read_sums
 from pipeline.data.index import MISSING, Index, Split, list_first
 from pipeline.data.store import Store
 from pipeline.errors import RequestError, RunError
 from pipeline.files import atomic_write
 
-EXTENSIONS = (b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b".tiff", b".webp")
 SPLITS = ("train", "val")
 CACHE = ".pipeline-index"
 Entries = dict[str, list[tuple[bytes, int, int]]]
@@ -51,10 +60,13 @@ def _how_to_make(root: Path) -> str:
     """Return ", or make one with …", a command that suits the folder's name, or ""."""
     if os.path.exists(root):  # a file
         return ""
-    commands = {"imagenet": f"import imagenet ARCHIVES {root}", "imagenette": f"get imagenette {root}"}
-    default = "" if root.name == "cifar10" else f"make synthetic {root}"
-    command = commands.get(root.name, default)
-    return f", or make one with 'pipeline data {command}'" if command else ""
+    default = f"make synthetic {root}"
+    commands = {
+        "imagenet": f"import imagenet ARCHIVES {root}",
+        "imagenette": f"get imagenette {root}",
+        "cifar10": f"get cifar10 {root}",
+    }
+    return f", or make one with 'pipeline data {commands.get(root.name, default)}'"
 
 
 def save_index(index: Index, *folders: Path) -> None:
@@ -77,14 +89,26 @@ def find_cached_index(root: Path, spare: Path, digest: str) -> Index | None:
     return next((index for index in _cached(root, spare) if index.digest == digest), None)
 
 
+def find_missing_folder(index: Index, root: Path) -> str | None:
+    """Return a folder with images of the index that is missing or empty now, or None."""
+
+    def holds_images(folder: str) -> bool:
+        start = os.fsencode(folder) + b"/"
+        return any(split.name(i).startswith(start) for split in (index.train, index.val) for i in range(len(split)))
+
+    missing = (folder for folder in index.folders if not is_non_empty_folder(root / folder))
+    return next(filter(holds_images, missing), None)
+
+
 def _cached(root: Path, spare: Path) -> Iterator[Index]:
     """Yield the cached indices, newest first, without those that are damaged."""
     paths = [path for folder in (root / CACHE, spare) if os.path.isdir(folder) for path in folder.glob("*.index")]
-    for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+    for path in sorted(paths, key=lambda path: path.lstat().st_mtime_ns, reverse=True):
         try:
-            index = Index.from_bytes(np.memmap(path, np.uint8, "r"))
+            with open(path, "rb", opener=open_regular) as file:
+                index = Index.from_bytes(np.memmap(file, np.uint8, "r"))
             is_valid = all(split.is_valid(len(index.classes)) for split in (index.train, index.val))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (OSError, ValueError):
             continue
         if is_valid and index.digest.startswith(path.stem):
             yield index
@@ -124,14 +148,14 @@ def scan(root: Path, val_split: float) -> Index:
     base = os.fsencode(root)
     folders: dict[str, int] = {}
     try:
-        top = _subfolders(base)
-        present = [split for split in SPLITS if split.encode() in top]
+        present = [split for split in SPLITS if (root / split).is_dir()]
         if len(present) == 1:
+            _subfolders(base)  # raises OutageError if the other is a link to a place that is away
             (missing,) = set(SPLITS) - set(present)
             raise RequestError(
                 f"data.root={root} has {present[0]}/ but no {missing}/: add {missing}/ with one folder per class"
             )
-        classes = _common_classes(base) if present else top
+        classes = _common_classes(base) if present else _subfolders(base)
         if not classes:
             raise RequestError(
                 f"data.root={root} holds no folders: it needs train/ and val/, each with one folder per class"
@@ -181,7 +205,7 @@ def scan_validation(root: Path, classes: tuple[str, ...], held_out: float) -> Sp
             (file, size, labels[printable_name(folder)])
             for folder in folders
             for file, size in _images(base, os.path.join(b"val", folder) if has_val else folder, {})
-            if has_val or _is_held_out(file, held_out)
+            if has_val or is_held_out(file, held_out)
         ]
     except OSError as error:
         raise _unreadable(root, error) from None
@@ -199,7 +223,7 @@ def _unreadable(root: Path, error: OSError) -> RunError:
 
 def _subfolders(base: bytes) -> list[bytes]:
     with os.scandir(base) as found:
-        return sorted(entry.name for entry in found if entry.is_dir() and not entry.name.startswith(b"."))
+        return sorted(entry.name for entry in found if not entry.name.startswith(b".") and _is_folder(entry))
 
 
 def _common_classes(base: bytes) -> list[bytes]:
@@ -234,7 +258,7 @@ def _scan_classes(
                     f"class folder {printable_name(folder)}/ holds no image ({kinds}): add images or remove the folder"
                 )
             for file, size in images:
-                split = parent or ("val" if _is_held_out(file, val_split) else "train")
+                split = parent or ("val" if is_held_out(file, val_split) else "train")
                 entries[split].append((file, size, label))
     for split, advice in (("val", "larger"), ("train", "smaller")):
         if not entries[split]:
@@ -242,7 +266,8 @@ def _scan_classes(
     return entries
 
 
-def _is_held_out(name: bytes, val_split: float) -> bool:
+def is_held_out(name: bytes, val_split: float) -> bool:
+    """Return True if class folders without val/ hold this file out at this data.val_split."""
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") < val_split * 2**64
 
 
@@ -266,28 +291,31 @@ def _images(base: bytes, folder: bytes, folders: dict[str, int]) -> Iterator[tup
         for entry in found:
             name = os.path.join(folder, entry.name)
             if entry.name.lower().endswith(EXTENSIONS):
-                if _is_folder(entry):
+                size = _size(entry)
+                if size != MISSING and entry.is_dir():
                     path = printable_name(os.path.join(base, name))
                     raise RequestError(f"{path} is a folder that is named like an image: rename or remove it")
-                yield name, _size(entry)
-            elif entry.is_dir():
+                yield name, size
+            elif _is_folder(entry):
                 yield from _images(base, name, folders)
 
 
 def _is_folder(entry: os.DirEntry[bytes]) -> bool:
-    """Return True for a folder. The listing says so: only for a link it takes a system call."""
-    try:
-        return entry.is_dir()
-    except OSError as error:
-        if is_outage(error):
-            raise
-        return False
+    """Return True for a folder. The listing says so: only for a link it takes a system call.
+
+    Raises OutageError if the place that a link leads to is away.
+    """
+    if entry.is_symlink():
+        _size(entry)
+    return entry.is_dir()
 
 
 def _size(entry: os.DirEntry[bytes]) -> int:
+    """Return the size, or MISSING. Raises OutageError if the place that a link leads to is away."""
     try:
         return entry.stat().st_size
     except OSError as error:
-        if is_outage(error):
-            raise
+        failure = read_error(entry.path, error)
+        if isinstance(failure, OutageError):
+            raise failure from None
         return MISSING

@@ -8,23 +8,34 @@ because the step determines it.
 Repeated augmentation (Berman et al., "MultiGrain", 2019; Hoffer et al., "Augment your batch", 2020;
 torchvision's references/classification/sampler.py) takes each image `repeats` times in one batch,
 each time as another *view*. So an epoch uses only the first 1/repeats of its permutation. The views
-of an image are never neighbours in a batch, since neighbours are mixed with each other.
+of an image are not neighbours in a batch, since neighbours are mixed with each other.
+
+With `data.balance`, an epoch draws its images with replacement: first a class, by its share, then
+one of its images. What is drawn again in an epoch is another view, so it looks different. By chance
+neighbours may be the same image.
 """
+
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.plan import Plan
+from pipeline.plan import Plan, class_shares
 from pipeline.randomness import derive, generator
 
 Ids = NDArray[np.int64]
 
 
 class Order:
-    def __init__(self, plan: Plan, seed: int) -> None:
+    def __init__(self, plan: Plan, seed: int, labels: NDArray[np.int32] | None = None) -> None:
+        """labels: [train_images], the class of each image; needed with `data.balance`."""
         self._plan, self._seed = plan, seed
-        self._epoch = -1
-        self._permutation: Ids = np.empty(0, np.int64)
+        # reading ahead crosses the end of an epoch, and to draw a balanced one takes long
+        self._draw_epoch = lru_cache(maxsize=1 if plan.balance == "none" else 2)(self._draw)
+        self._classes: _Classes | None = None
+        if plan.balance != "none":
+            assert labels is not None
+            self._classes = _Classes(labels, plan.balance)
 
     def draws(self, step: int) -> tuple[Ids, Ids]:
         """Return ids and views of the update after `step` updates, [global_batch] int64 each."""
@@ -32,7 +43,9 @@ class Order:
         start = step % plan.steps_per_epoch * plan.global_batch
         places = np.arange(start, start + plan.global_batch)
         places = np.concatenate([places[view :: plan.repeats] for view in range(plan.repeats)])
-        return self._epoch_permutation(plan.epoch_at(step))[places // plan.repeats], places % plan.repeats
+        samples, occurrences = self._draw_epoch(plan.epoch_at(step))
+        slots, views = np.divmod(places, plan.repeats)
+        return samples[slots], occurrences[slots] * plan.repeats + views
 
     def ids(self, step: int) -> Ids:
         """Return the sample ids of the update after `step` updates, [global_batch] int64."""
@@ -46,13 +59,61 @@ class Order:
         return ids[part], views[part]
 
     def replacement(self, epoch: int, sample: int, attempt: int) -> int:
-        """Return the replacement of a sample that cannot be decoded, the same for every process."""
-        return derive(self._seed, "replacement", epoch, sample, attempt) % self._plan.train_images
+        """Return the replacement of a sample that cannot be decoded, the same for every process.
 
-    def _epoch_permutation(self, epoch: int) -> Ids:
-        if epoch != self._epoch:  # 18 ms for the 1.28 M images of ImageNet, once per epoch
-            import torch
+        With `data.balance`, it is one of the same class.
+        """
+        number = derive(self._seed, "replacement", epoch, sample, attempt)
+        if self._classes:
+            images = self._classes.images_like(sample)
+            return int(images[number % len(images)])
+        return number % self._plan.train_images
 
-            permutation = torch.randperm(self._plan.train_images, generator=generator(self._seed, "order", epoch))
-            self._epoch, self._permutation = epoch, permutation.numpy()
-        return self._permutation
+    def _draw(self, epoch: int) -> tuple[Ids, Ids]:
+        """Return the samples of an epoch in order, and how often each has occurred in it before."""
+        import torch
+
+        count = self._plan.train_images
+        if self._classes:
+            draws = torch.rand((2, count), generator=generator(self._seed, "balance", epoch), dtype=torch.float64)
+            samples = self._classes.samples(draws.numpy())
+            return samples, _occurrences(samples)
+        # 18 ms for the 1.28 M images of ImageNet
+        permutation = torch.randperm(count, generator=generator(self._seed, "order", epoch)).numpy()
+        return permutation, np.broadcast_to(np.int64(0), count)
+
+
+class _Classes:
+    """The images of each class, to draw from."""
+
+    def __init__(self, labels: NDArray[np.int32], balance: str) -> None:
+        self._labels = labels
+        self._counts = np.bincount(labels)
+        self._ends = np.cumsum(class_shares(balance, self._counts.tolist()))
+        self._starts = np.cumsum(self._counts) - self._counts
+        self._images = np.argsort(labels, kind="stable")
+
+    def samples(self, draws: NDArray[np.float64]) -> Ids:
+        """Return the sample of each pair of draws, [N] int64. draws: [2, N] in 0..1."""
+        # the last sum may be a rounding below 1, and a class without an image has no share
+        labels = np.minimum(np.searchsorted(self._ends, draws[0], side="right"), np.argmax(self._ends))
+        within = (draws[1] * self._counts[labels]).astype(np.int64)
+        samples: Ids = self._images[self._starts[labels] + within]
+        return samples
+
+    def images_like(self, sample: int) -> Ids:
+        """Return all samples of the class of `sample`, ascending."""
+        label = self._labels[sample]
+        start = self._starts[label]
+        return self._images[start : start + self._counts[label]]
+
+
+def _occurrences(samples: Ids) -> Ids:
+    """Return how often each sample occurs before its place, [N] int64."""
+    by_sample = np.argsort(samples, kind="stable")
+    ordered = samples[by_sample]
+    places = np.arange(len(samples))
+    is_first = np.append(True, ordered[1:] != ordered[:-1])
+    result = np.empty_like(samples)
+    result[by_sample] = places - np.maximum.accumulate(np.where(is_first, places, 0))
+    return result

@@ -18,6 +18,7 @@ import io
 import json
 import os
 import re
+import stat
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,11 +28,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.access import OutageError, UnreadableError, is_non_empty_folder, outage_error, raise_if_outage
+from pipeline.data.access import (
+    OutageError,
+    UnreadableError,
+    is_non_empty_folder,
+    open_regular,
+    outage_error,
+    raise_if_outage,
+)
 from pipeline.data.index import Index, SplitImages
 from pipeline.data.store import MissingError, Store
 from pipeline.errors import RequestError
-from pipeline.files import atomic_write
+from pipeline.files import atomic_write, parse_json
 
 FORMAT = 1
 SUMMARY = "pack.json"
@@ -39,11 +47,14 @@ INDEX = "pack.index"
 REQUEST = ".packing.json"
 """The file that is in a pack until it is complete."""
 CHANGED = f"has changed since it was packed: its SHA-256 is not that of {SUMMARY}"
+REPACK = "remove it and pack it again"
 NOT_PACKED = "could not be read when it was packed"
-_MAX_SUMMARY_BYTES, _MAX_INDEX_BYTES = 1 << 28, 1 << 34
+_MAX_SUMMARY_BYTES = 1 << 28
+_MAX_INDEX_BYTES = 1 << 32  # of 40 million images
 _ATTEMPTS = 3
 """Reads of an index from a bucket, until one has the digest that the summary names."""
-_NPY_MAGIC = b"\x93NUMPY"
+NPY_MAGIC = b"\x93NUMPY"
+"""First bytes of an image of a pack of pixels, and of no image file."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,15 @@ class Level:
 
 
 def shard_name(split: str, number: int) -> str:
-    return f"{split}-{number:04d}.tar"
+    return f"{split}-{number:04d}.tar" if number >= 0 else shard_name("train", train_shard(number))
+
+
+def train_shard(number: Any) -> Any:
+    """Return the number of a shard of train/ as a split of all images has it, or convert it back.
+
+    number: an integer, or an array of them.
+    """
+    return -1 - number
 
 
 @dataclass(frozen=True)
@@ -112,15 +131,15 @@ class PackImages(SplitImages):
 
 def file_or_pixels(data: bytes) -> bytes | NDArray[np.uint8]:
     """Return the bytes of an image file of a pack; of a pack of pixels, its pixels [3, H, W]."""
-    return _pixels(data) if data.startswith(_NPY_MAGIC) else data
+    return _pixels(data) if data.startswith(NPY_MAGIC) else data
 
 
 def _pixels(data: bytes) -> NDArray[np.uint8]:
     """Return the pixels [3, H, W] of a .npy file of [H, W, 3]."""
     try:
         pixels: NDArray[np.uint8] = np.load(io.BytesIO(data), allow_pickle=False)
-    except (ValueError, EOFError, SyntaxError, MemoryError) as error:
-        raise UnreadableError(f"its pixels cannot be read: {error}") from None
+    except Exception as error:  # NumPy parses the header as Python: tokenize.TokenError, OverflowError and more
+        raise UnreadableError(f"its pixels cannot be read: {' '.join(str(error).split())[:200]}") from None
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or not pixels.size:
         raise UnreadableError(f"it holds {pixels.dtype} {pixels.shape} instead of pixels")
     return pixels.transpose(2, 0, 1)
@@ -146,7 +165,7 @@ def open_index(root: Path | Store, cache: Path | None = None) -> Index:
     for shard in summary["shards"]:
         size = sizes.get(shard["name"])
         if size is None:
-            raise _damaged(root, f"{shard['name']} does not exist")
+            raise _damaged(root, f"{shard['name']} does not exist, or is not a file")
         if size != shard["bytes"]:
             raise _damaged(root, f"{shard['name']} has {size:,} bytes, not {shard['bytes']:,}")
     return index
@@ -164,7 +183,7 @@ def _read_index(root: Path | Store, digest: str) -> Index:
 def _read_index_once(root: Path | Store, digest: str) -> Index:
     try:
         index = Index.from_bytes(_read(root, INDEX, _MAX_INDEX_BYTES))
-    except (OSError, MissingError, ValueError, KeyError, TypeError) as error:
+    except (OSError, MissingError, ValueError) as error:
         if isinstance(error, OSError) and isinstance(root, Path):
             raise_if_outage(root / INDEX, error)
         raise _damaged(root, f"{INDEX} cannot be read ({error})") from None
@@ -177,10 +196,11 @@ def _read(root: Path | Store, name: str, limit: int) -> Any:
     """Return the bytes of a file of a pack. One in a folder is memory-mapped."""
     if isinstance(root, Store):
         return root.read(name, limit)
-    size = (root / name).stat().st_size
-    if size > limit:
-        raise ValueError(f"it has {size:,} bytes, more than the {limit:,} allowed")
-    return np.memmap(root / name, np.uint8, "r")
+    with open(root / name, "rb", opener=open_regular) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise ValueError(f"it has {size:,} bytes, more than the {limit:,} allowed")
+        return np.memmap(file, np.uint8, "r")
 
 
 def _shard_sizes(root: Path | Store, summary: dict[str, Any]) -> dict[str, int]:
@@ -190,7 +210,9 @@ def _shard_sizes(root: Path | Store, summary: dict[str, Any]) -> dict[str, int]:
     sizes = {}
     for shard in summary["shards"]:
         try:
-            sizes[shard["name"]] = (root / shard["name"]).stat().st_size
+            status = (root / shard["name"]).stat()
+            if stat.S_ISREG(status.st_mode):  # a named pipe would never end
+                sizes[shard["name"]] = status.st_size
         except OSError as error:
             raise_if_outage(root / shard["name"], error)
     return sizes
@@ -218,12 +240,15 @@ def _keep_index(cache: Path, index: Index) -> None:
 def read_summary(root: Path | Store) -> dict[str, Any]:
     """Return the contents of pack.json. Raises RequestError if it is missing or not valid."""
     try:
-        summary = json.loads(bytes(_read(root, SUMMARY, _MAX_SUMMARY_BYTES)))
+        summary = parse_json(bytes(_read(root, SUMMARY, _MAX_SUMMARY_BYTES)))
         if summary["format"] != FORMAT:
-            raise RequestError(f"{root} is a pack of format {summary['format']}, and this program reads {FORMAT}")
-        shards = [(str(shard["name"]), int(shard["bytes"]), str(shard["sha256"])) for shard in summary["shards"]]
+            found = json.dumps(summary["format"])[:20]  # it may be text of any length
+            raise RequestError(f"{root} is a pack of format {found}, and this program reads {FORMAT}")
+        shards = [(shard["name"], shard["bytes"], shard["sha256"]) for shard in summary["shards"]]
         if not all(re.fullmatch(r"(train|val)-\d{4,}\.tar", name) for name, _, _ in shards):
             raise ValueError("the name of a shard is not valid")
+        if not all(isinstance(size, int) for _, size, _ in shards):
+            raise ValueError("the size of a shard is not valid")
         if not re.fullmatch(r"[0-9a-f]{64}", summary["index"]):  # it names a folder of the cache
             raise ValueError("the digest of the index is not valid")
         summary["level"], summary["source"]
@@ -268,4 +293,4 @@ def changed_shards(root: Path, summary: dict[str, Any]) -> Iterator[tuple[str, s
 
 
 def _damaged(root: Path | Store, what: str) -> RequestError:
-    return RequestError(f"the pack {root} is damaged: {what}: copy or pack it again")
+    return RequestError(f"the pack {root} is damaged: {what}: copy it again, or {REPACK}")

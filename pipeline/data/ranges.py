@@ -12,7 +12,7 @@ boto3 has signed, and no credentials.
 
 Every failed attempt is counted by kind (`READ_FAILURES`) and made again after a pause that doubles,
 with jitter, while all other reads go on. No attempt lasts for good: one that gets no byte for some
-seconds is abandoned with its connection.
+seconds, or fewer than `_SLOWEST` allows, is abandoned with its connection.
 """
 
 import os
@@ -32,6 +32,7 @@ from botocore.httpsession import get_cert_path
 
 from pipeline.data.access import READ_FAILURES, OutageError, UnreadableError
 from pipeline.data.store import Store
+from pipeline.errors import RunError
 
 MAX_READS = 256
 """Reads in flight, waiting for another attempt, or ready and not taken."""
@@ -42,6 +43,9 @@ _FIRST_STALL_S, _STALL_S = 3, 10
 """Time without a byte after which an attempt is abandoned: it doubles with each attempt."""
 _PATIENCE_S, _PATIENCE = 3, 3
 """Seconds that `take` waits for a read that fails, and attempts, before it reports an outage."""
+_SLOW_S, _SLOWEST = 30, 20_000
+"""Time, and bytes a second of all reads beyond it, after which an attempt is abandoned."""
+_REFUSED_S = 1.0  # after which the source of the credentials is asked again
 _CHECK_S = 0.5  # between checks for stalled connections
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 4.0
 _MAX_WRONG = 4
@@ -79,8 +83,10 @@ class _Read:
     data: bytes | None = None
     handle: Any = None
     """The libcurl handle of the attempt in flight."""
+    began: float = 0
+    """When the attempt in flight began."""
     last_byte: float = 0
-    """When the attempt in flight began, or received something."""
+    """When it began, or received something."""
     next_attempt: float = 0
     failed_attempts: int = 0
     wrong_attempts: int = 0
@@ -105,7 +111,11 @@ class RangeReader:
 
     def __init__(self, place: str, locate: Callable[[int], Range]) -> None:
         """locate: returns where the part of a number is."""
-        self._store = Store(place)
+        self._place = place
+        self._store: Store | None = None
+        self._refusal: RunError | None = None
+        """The last error of the source of the credentials, at `_refused`."""
+        self._refused = 0.0
         self._locate = locate
         self._reads: dict[int, _Read] = {}
         self._uses: Counter[int] = Counter()
@@ -168,7 +178,7 @@ class RangeReader:
 
     def _outage(self, read: _Read) -> OutageError:
         line = (
-            f"the store is out of reach ({self._store}/{read.range.name}: {read.reason}):"
+            f"the store is out of reach ({self._place}/{read.range.name}: {read.reason}):"
             " give the same command again once it is back"
         )
         if read.status == 206 or not 200 <= read.status < 400:
@@ -217,9 +227,17 @@ class RangeReader:
     def _attempt(self, read: _Read) -> None:
         """Send a request for the read."""
         part = read.range
-        read.chunks, read.received, read.last_byte = [], 0, time.monotonic()
+        read.chunks, read.received = [], 0
+        read.began = read.last_byte = time.monotonic()
+        try:
+            url = self._url(part.name)
+        except RunError as error:  # the source of the credentials may be away for a moment
+            self._store, self._refusal, self._refused = None, error, time.monotonic()
+            read.status = 0
+            self._fail(read, "denied", str(error))
+            return
         read.handle = handle = self._idle.pop() if self._idle else self._new_handle()
-        handle.setopt(pycurl.URL, self._url(part.name))
+        handle.setopt(pycurl.URL, url)
         handle.setopt(pycurl.RANGE, f"{part.offset}-{part.offset + part.size - 1}")
         handle.setopt(pycurl.WRITEFUNCTION, read.write)
         self._by_handle[handle] = read
@@ -238,6 +256,9 @@ class RangeReader:
     def _url(self, name: str) -> str:
         url, signed = self._urls.get(name, ("", 0.0))
         if not url or time.monotonic() > signed + _SIGN_AGAIN_S:
+            if self._refusal and time.monotonic() < self._refused + _REFUSED_S:
+                raise self._refusal
+            self._store = self._store or Store(self._place)
             url = self._store.presign(name, _SIGNED_S)
             self._urls[name] = url, time.monotonic()
         return url
@@ -278,14 +299,17 @@ class RangeReader:
                 self._attempt(read)
 
     def _abandon_stalled(self, now: float) -> None:
-        """Abandon the attempts that have got no byte for too long, with their connections.
+        """Abandon the attempts that get no byte, or too few, with their connections.
 
         libcurl's own limit is on the mean speed of the last seconds: it takes three times as long,
         and counts the time in which nobody asked.
         """
+        reads = len(self._by_handle)  # they share the link
         for read in list(self._by_handle.values()):
             limit = min(_STALL_S, _FIRST_STALL_S << min(4, read.failed_attempts))
-            if now > max(read.last_byte, self._pumping_since) + limit:
+            is_silent = now > max(read.last_byte, self._pumping_since) + limit
+            is_slow = now > max(read.began, self._pumping_since) + _SLOW_S + read.range.size * reads / _SLOWEST
+            if is_silent or is_slow:
                 self._release(read)
                 read.status = 0
                 self._fail(read, "stalled", "the connection has stalled")

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from pipeline.config.schema import Config
 from pipeline.data import pack
-from pipeline.data.access import UnreadableError, raise_if_outage, read_error
+from pipeline.data.access import UnreadableError, open_regular, raise_if_outage, read_error
 from pipeline.data.index import MISSING, Index, Split, SplitImages, list_first
-from pipeline.data.manifest import check_train_classes, open_index, scan, scan_validation
+from pipeline.data.manifest import check_train_classes, is_held_out, open_index, scan, scan_validation
 from pipeline.data.store import Store, is_store
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import temporary_sibling
@@ -34,6 +34,10 @@ DIGITS_SIZE = DataSize(train_images=1437, val_images=360, num_classes=10)
 
 class Images(Protocol):
     """The images of one split."""
+
+    @property
+    def labels(self) -> NDArray[np.int32]:
+        """The class of each image, [N]."""
 
     def __len__(self) -> int: ...
     def name(self, i: int) -> str: ...
@@ -69,10 +73,10 @@ class FolderImages(SplitImages):
         expected = self.size(i)
         path = os.path.join(os.fsencode(self.root), self.split.name(i))
         try:
-            with open(path, "rb", buffering=0) as file:
+            with open(path, "rb", buffering=0, opener=open_regular) as file:
                 data = file.read(max(0, expected) + 1)
         except OSError as error:
-            if expected == MISSING:
+            if expected == MISSING and not os.path.islink(path):
                 raise UnreadableError(error.strerror) from None
             raise read_error(path, error) from None
         if len(data) != expected:
@@ -95,6 +99,10 @@ class SyntheticImages:
 
     def name(self, i: int) -> str:
         return f"synthetic/{self.split}/{i}"
+
+    @property
+    def labels(self) -> NDArray[np.int32]:
+        return np.arange(self.count, dtype=np.int32) % np.int32(self.num_classes)
 
     def label(self, i: int) -> int:
         return i % self.num_classes
@@ -125,6 +133,16 @@ def data_size(config: Config) -> DataSize:
     if config.data.source == "digits" and _is_absent(data_root(config)):
         return DIGITS_SIZE
     return open_source(config).size
+
+
+def class_counts(config: Config) -> dict[str, int]:
+    """Return the training images of each class by its name; {} if the digits are not made yet."""
+    if config.data.source == "digits" and _is_absent(data_root(config)):
+        return {}
+    source = open_source(config)
+    return dict(
+        zip(source.classes, np.bincount(source.train.labels, minlength=len(source.classes)).tolist(), strict=True)
+    )
 
 
 def known_size(config: Config) -> DataSize | None:
@@ -190,11 +208,13 @@ def open_validation(
     """Return a source of the images to evaluate a checkpoint on, and a description of them.
 
     config: the training's own, `trained`, with the `overrides` of the command. Of a folder without
-    val/ it takes all images; but only the held-out fraction if the folder is the training's data,
-    wherever it lies now, or if `overrides` has data.val_split. Raises RequestError if there is no
-    image, or one of a class that the model does not know.
+    val/, and of a pack of one, it takes all images; but only those that the training held out if
+    they are the training's data, wherever it lies now and however it was packed. Of a folder of
+    other data, `overrides` may hold a share out. Raises RequestError if there is no image, or one
+    of a class that the model does not know.
     """
     classes = tuple(contents["classes"])
+    names_val_split = any(word.startswith("data.val_split=") for word in overrides)
     if config.data.source == "synthetic":
         source = _synthetic(config)
         if not set(source.classes) <= set(classes):
@@ -204,31 +224,67 @@ def open_validation(
             )
         return source, f"{len(source.val):,} synthetic images"
     if config.data.source == "pack":
+        if names_val_split:
+            raise RequestError("data.val_split cannot be set for a pack, which has a split already: leave it out")
         place, index = _open_pack(config)
+        split, description = _validation_of_pack(index, contents)
+        if not len(split):
+            raise RequestError(f"data.root={place} holds no image to evaluate the model on")
+        index = replace(index, val=split)
         source = _make_source(config, place, replace(index, val=_relabel_validation(index, classes), classes=classes))
-        return source, f"the {len(source.val):,} held-out images of the pack {place}"
+        return source, description.format(count=f"{len(split):,}", pack=f"the pack {place}")
     root = data_root(config)
     _ensure_digits(config, root)
     held_out = 1.0
     if (root / "val").is_dir():
         description = "the {count} images of {root}/val"
-    elif _is_training_data(root, trained, contents.get("data")):
-        held_out, description = trained.data.val_split, "the {count} held-out images of {root}"
-        if config.data.val_split != held_out:
+    elif trained_share := _share_held_out_of_folder(root, trained, contents):
+        held_out, description = trained_share, "the {count} held-out images of {root}"
+        if names_val_split and config.data.val_split != held_out:
             raise RequestError(
                 f"data.val_split={config.data.val_split:g} would include images that the model was trained on:"
                 f" {held_out:g} of {root} was held out; leave data.val_split out"
             )
-    elif any(word.startswith("data.val_split=") for word in overrides):
+    elif names_val_split:
         held_out, description = config.data.val_split, "the {count} held-out images of {root}"
     else:
         description = (
             "all {count} images of {root}"
             " (it is not the data of the training; data.val_split=SHARE would hold a share out)"
         )
-    split = scan_validation(root, classes, held_out)
-    source = source_from_index(root, Index(Split.from_entries([]), split, classes))
-    return source, description.format(count=f"{len(split):,}", root=root)
+    validation = scan_validation(root, classes, held_out)
+    source = source_from_index(root, Index(Split.from_entries([]), validation, classes))
+    return source, description.format(count=f"{len(validation):,}", root=root)
+
+
+def _validation_of_pack(index: Index, contents: dict[str, Any]) -> tuple[Split, str]:
+    """Return the images of a pack to evaluate a checkpoint on, and a description of them."""
+    # a checkpoint of an earlier version does not say which images its training held out
+    if not index.is_split_by_hash or "split" not in contents:
+        return index.val, "the {count} held-out images of {pack}"
+    share = _share_held_out(index, contents)
+    if share == index.val_split:
+        return index.val, "the {count} held-out images of {pack}"
+    if share:
+        return _join(index, share), "the {count} images of {pack} that the training held out"
+    return _join(index, 1), "all {count} images of {pack} (it is not the data of the training)"
+
+
+def _join(index: Index, share: float) -> Split:
+    """Return the images of both splits of a pack that a training would hold out with this share."""
+    splits = index.train, index.val
+    names = [split.name(i) for split in splits for i in range(len(split))]
+    kept = [i for i, name in enumerate(names) if is_held_out(name, share)]
+    places = np.concatenate([split.places.reshape(-1, 3) for split in splits])
+    places[: len(index.train), 0] = pack.train_shard(places[: len(index.train), 0])
+    return Split(
+        np.frombuffer(b"".join(names[i] for i in kept), np.uint8),
+        np.cumsum([len(names[i]) for i in kept], dtype=np.int64),
+        np.concatenate([split.sizes for split in splits])[kept],
+        np.concatenate([split.labels for split in splits])[kept],
+        np.empty(0, np.uint8),
+        places[kept].ravel(),
+    )
 
 
 def _relabel_validation(index: Index, classes: tuple[str, ...]) -> Split:
@@ -243,13 +299,28 @@ def _relabel_validation(index: Index, classes: tuple[str, ...]) -> Split:
     return replace(index.val, labels=labels[index.val.labels])
 
 
-def _is_training_data(root: Path, trained: Config, digest: str | None) -> bool:
-    """Return True if a model was trained on these class folders, by their path or contents."""
+def _share_held_out_of_folder(root: Path, trained: Config, contents: dict[str, Any]) -> float | None:
+    """Return the share of class folders that a training held out, or None if it had other data."""
     if trained.data.source == "folder" and root.resolve() == data_root(trained).resolve():
-        return True
+        return trained.data.val_split
     with suppress(RequestError):  # a folder to evaluate on may be one that cannot be trained on
-        return scan(root, trained.data.val_split).digest == digest
-    return False
+        index = scan(root, trained.data.val_split)
+        if index.digest == contents.get("data"):
+            return trained.data.val_split
+        if trained.data.source == "pack":
+            return _share_held_out(index, contents)
+    return None
+
+
+def _share_held_out(index: Index, contents: dict[str, Any]) -> float | None:
+    """Return the share of these images that a training held out, or None if it had others.
+
+    Images are known by all of their names, because packing changes sizes, and a split the order.
+    """
+    match contents.get("split"):
+        case {"names": names, "val_split": float(share)} if names == index.names_digest:
+            return share
+    return None
 
 
 def _ensure_digits(config: Config, root: Path) -> None:
@@ -292,6 +363,11 @@ def source_from_index(root: Path | Store, index: Index, cache: Path | None = Non
 
 
 def _synthetic(config: Config) -> Source:
+    if config.data.num_images < config.data.num_classes:
+        raise RequestError(
+            f"data.num_images={config.data.num_images} leaves some of the data.num_classes={config.data.num_classes}"
+            " classes without an image to train: give as many images as classes, or more"
+        )
     size = DataSize(config.data.num_images, -(-config.data.num_images // 4), config.data.num_classes)
     side = config.augment.size * 8 // 7
     digest = hashlib.sha256(f"synthetic {size} {side}".encode()).hexdigest()

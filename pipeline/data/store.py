@@ -18,8 +18,9 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
-from pipeline.data.access import OutageError
-from pipeline.errors import RequestError, RunError
+from pipeline.config.credentials import hide_credentials
+from pipeline.data.access import OutageError, printable_name
+from pipeline.errors import RequestError, RunError, TemporaryError
 
 SCHEME = "s3://"
 _CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 5, 20
@@ -27,11 +28,14 @@ _ATTEMPTS = 5
 """Attempts of a request that fails with 5xx, a time-out or SlowDown, with growing pauses."""
 _PART_BYTES = 16 << 20  # of a multipart upload
 _PIECE_BYTES = 8 << 20  # of a streamed read
+_MAX_READ_BYTES = 1 << 28
+"""Size of an object that is read into memory, unless the caller gives another limit."""
 _REQUEST_ERRORS = (
     "NoSuchBucket", "InvalidBucketName", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch",
-    "ExpiredToken", "InvalidToken", "AuthorizationHeaderMalformed", "PermanentRedirect",
+    "ExpiredToken", "InvalidToken", "AuthorizationHeaderMalformed",
 )  # fmt: skip
 """Errors that the same request would end with again: a wrong name, or wrong credentials."""
+_REDIRECTS = (301, 302, 307, 308)
 
 
 class ConflictError(Exception):
@@ -82,7 +86,10 @@ class Store:
         """Make no request yet. Raises RequestError if `place` is not s3://bucket/prefix."""
         match = re.fullmatch(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/([^?#]*))?", place)
         if not match or ".." in place.split("/"):
-            raise RequestError(f"{place} is not allowed: give s3://bucket/prefix, such as s3://my-data/imagenet")
+            keys = ", and the keys in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" if "@" in place else ""
+            raise RequestError(
+                f"{hide_credentials(place)} is not allowed: give s3://bucket/prefix, such as s3://my-data/imagenet{keys}"
+            )
         self.bucket, self.prefix = match[1], (match[2] or "").strip("/")
         self.place = f"{SCHEME}{self.bucket}/{self.prefix}".rstrip("/")
         self._client = _connect(self.place)
@@ -98,11 +105,10 @@ class Store:
         """Return what the store says about an object, or None if there is none."""
         try:
             with self._requesting(name):
-                answer = self._client.head_object(Bucket=self.bucket, Key=self.key(name))
+                return _stored_object(name, self._client.head_object(Bucket=self.bucket, Key=self.key(name)))
         except MissingError:
             self._check_bucket()  # the answer to HEAD does not tell a missing bucket
             return None
-        return _stored_object(name, answer)
 
     def _check_bucket(self) -> None:
         try:
@@ -111,15 +117,15 @@ class Store:
         except MissingError:
             raise _no_bucket(self.place) from None
 
-    def read(self, name: str, limit: int | None = None) -> bytes:
+    def read(self, name: str, limit: int = _MAX_READ_BYTES) -> bytes:
         """Return an object. Raises MissingError, RequestError if it has more than `limit` bytes."""
         return self.read_described(name, limit)[0]
 
-    def read_described(self, name: str, limit: int | None = None) -> tuple[bytes, StoredObject]:
+    def read_described(self, name: str, limit: int = _MAX_READ_BYTES) -> tuple[bytes, StoredObject]:
         """Return an object, and what the store says about it. Raises as `read` does."""
         return self._get(name, limit)
 
-    def _get(self, name: str, limit: int | None = None, **conditions: str) -> tuple[bytes, StoredObject]:
+    def _get(self, name: str, limit: int, **conditions: str) -> tuple[bytes, StoredObject]:
         from botocore.exceptions import BotoCoreError
         from urllib3.exceptions import HTTPError
 
@@ -130,7 +136,7 @@ class Store:
                 status, size = answer["ResponseMetadata"]["HTTPStatusCode"], answer["ContentLength"]
                 if "Range" in conditions and status != 206:
                     raise RequestError(f"{self.place} answers a ranged read with {status}, not 206: use another store")
-                if limit is not None and size > limit:
+                if size > limit:
                     answer["Body"].close()
                     raise RequestError(f"{self.place}/{name} has {size:,} bytes, more than the {limit:,} allowed")
                 try:
@@ -143,12 +149,19 @@ class Store:
 
     def read_to(self, name: str, path: Path) -> None:
         """Write an object to the file `path`. Raises MissingError, OSError."""
-        try:
-            with self._requesting(name):
-                self._client.download_file(self.bucket, self.key(name), str(path), Config=_transfer_config())
-        except MissingError:
-            self._check_bucket()  # boto3 asks with HEAD, too
-            raise
+        from s3transfer.exceptions import S3DownloadFailedError
+
+        for _ in range(_ATTEMPTS):
+            try:
+                with self._requesting(name):
+                    self._client.download_file(self.bucket, self.key(name), str(path), Config=_transfer_config())
+                return
+            except MissingError:
+                self._check_bucket()  # boto3 asks with HEAD, too
+                raise
+            except (S3DownloadFailedError, ConflictError):  # it was replaced between two of its parts
+                continue
+        raise TemporaryError(f"{self.place}/{name} changes while it is read: give the same command again")
 
     def stream(self, name: str) -> Iterator[bytes]:
         """Yield the bytes of an object in order, a few MiB at a time.
@@ -160,7 +173,7 @@ class Store:
             raise _missing(f"{self.place}/{name}")
         for start in range(0, found.size, _PIECE_BYTES):
             end = min(start + _PIECE_BYTES, found.size)
-            yield self._get(name, Range=f"bytes={start}-{end - 1}", IfMatch=found.etag)[0]
+            yield self._get(name, end - start, Range=f"bytes={start}-{end - 1}", IfMatch=found.etag)[0]
 
     def write(self, name: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> str:
         """Write an object and return its etag. It is there completely or not at all.
@@ -173,6 +186,7 @@ class Store:
         try:
             with self._requesting(name):
                 answer = self._client.put_object(Bucket=self.bucket, Key=self.key(name), Body=data, **condition)
+                return str(answer["ETag"])
         except ConflictError as conflict:
             if conflict.is_repeated:
                 with suppress(MissingError):
@@ -180,7 +194,6 @@ class Store:
                     if contents == data:
                         return found.etag
             raise
-        return str(answer["ETag"])
 
     def upload(self, path: Path, name: str, on_progress: Callable[[int], None] | None = None) -> None:
         """Write a file as an object, a large one in parts. It is visible only once it is complete.
@@ -217,7 +230,8 @@ class Store:
     def presign(self, name: str, seconds: int) -> str:
         """Return a URL that reads this object without credentials for so many seconds: a secret."""
         parameters = {"Bucket": self.bucket, "Key": self.key(name)}
-        return str(self._client.generate_presigned_url("get_object", Params=parameters, ExpiresIn=seconds))
+        with self._requesting(name):
+            return str(self._client.generate_presigned_url("get_object", Params=parameters, ExpiresIn=seconds))
 
     @contextmanager
     def _requesting(self, name: str) -> Iterator[None]:
@@ -243,6 +257,10 @@ class Store:
             raise _outage(place, str(error)) from None
         except (BotoCoreError, HTTPClientError, HTTPError) as error:
             raise _outage(place, str(error)) from None
+        except KeyError as error:  # a web page, such as that of the store's console
+            raise RequestError(
+                f"{place}: the answer lacks {error}, so it is not that of a store: check AWS_ENDPOINT_URL"
+            ) from None
 
 
 def _connect(place: str) -> Any:
@@ -266,9 +284,25 @@ def _connect(place: str) -> Any:
     try:
         session = boto3.session.Session()
         region = os.environ.get("AWS_REGION") or session.region_name  # boto3 itself knows AWS_DEFAULT_REGION only
-        return session.client("s3", config=options, region_name=region or "us-east-1")
+        client = session.client("s3", config=options, region_name=region or "us-east-1")
     except (BotoCoreError, ValueError) as error:  # a profile that does not exist, an endpoint that is no URL
         raise RequestError(f"{place} cannot be reached with this environment: {error}") from None
+    client.meta.events.register_first("needs-retry.s3", _end_at_redirect)
+    return client
+
+
+def _end_at_redirect(response: Any, operation: Any, **_: object) -> None:
+    """Raise ClientError for a redirect that names no region of S3.
+
+    boto3 asks for the region with another request, which is redirected, too, and so on without end.
+    """
+    from botocore.exceptions import ClientError
+
+    if response is None or response[0].status_code not in _REDIRECTS:
+        return
+    answer = response[1]
+    if "x-amz-bucket-region" not in answer["ResponseMetadata"]["HTTPHeaders"] and "Region" not in answer["Error"]:
+        raise ClientError(answer, operation.name)
 
 
 def _transfer_config(**options: Any) -> Any:
@@ -288,20 +322,32 @@ def _stored_object(name: str, answer: Any) -> StoredObject:
 
 def _refusal(place: str, error: Any) -> Exception:
     """Return what an answer other than success means."""
-    code, status = error.response.get("Error", {}).get("Code", ""), error.response["ResponseMetadata"]["HTTPStatusCode"]
-    message = error.response.get("Error", {}).get("Message", "")
+    status, answer = error.response["ResponseMetadata"]["HTTPStatusCode"], error.response.get("Error", {})
+    code, message = _one_line(answer.get("Code", "")), _one_line(answer.get("Message", ""))
     if status in (409, 412):
         return ConflictError(place, is_repeated=error.response["ResponseMetadata"].get("RetryAttempts", 0) > 0)
     if code == "NoSuchBucket":
         return _no_bucket(place)
     if status == 404:
         return _missing(place)
+    if status in _REDIRECTS:
+        location = error.response["ResponseMetadata"]["HTTPHeaders"].get("location", "")
+        target = re.match(r"https?://[\w.:[\]-]{1,200}", location)
+        return RequestError(
+            f"{place}: the store redirects ({status}) to {target[0] if target else 'another address'}, which is not"
+            " followed: set AWS_ENDPOINT_URL and AWS_REGION to those of the store"
+        )
     if status in (403, 405, 501) or code in _REQUEST_ERRORS:
         return RequestError(
             f"{place} is refused by the store ({status} {code}: {message}): check the credentials in the environment"
             " (AWS_ACCESS_KEY_ID, AWS_PROFILE), their rights, and AWS_ENDPOINT_URL"
         )
     return _outage(place, f"{status} {code} {message}")
+
+
+def _one_line(text: str) -> str:
+    """Return what a store says as a short printable line."""
+    return printable_name(" ".join(text.split())[:200].encode())
 
 
 def _missing(place: str) -> MissingError:
@@ -313,5 +359,6 @@ def _no_bucket(place: str) -> RequestError:
 
 
 def _outage(place: str, reason: str) -> OutageError:
-    reason = " ".join(reason.split())[:200]
-    return OutageError(f"the store is out of reach ({place}: {reason}): give the same command again once it is back")
+    return OutageError(
+        f"the store is out of reach ({place}: {_one_line(reason)}): give the same command again once it is back"
+    )

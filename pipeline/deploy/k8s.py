@@ -21,6 +21,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pipeline import __version__
 from pipeline.config.load import from_yaml, load, recipe_text
 from pipeline.config.schema import Config
+from pipeline.config.trust import is_function
 from pipeline.data.sources import known_size
 from pipeline.deploy import node
 from pipeline.errors import RequestError
@@ -142,11 +143,20 @@ def render_example(request: RenderOptions, name: str) -> dict[str, str]:
     """Return the text of an example for the request, by file name. name: one of `EXAMPLES`."""
     if request.store and name in _NEED_CLAIMS:
         raise RequestError(f"--example {name} mounts the claim data, and --store has none: leave one of the two out")
+    if request.mlflow_auth and name == "mlflow-shared":
+        # MLflow keeps its users in a file beside it: this server has no disk, and may have replicas
+        raise RequestError(
+            "--example mlflow-shared starts a server without a password: leave --mlflow-auth out, and add --app-name"
+            " basic-auth, the Secret mlflow-auth and an MLFLOW_AUTH_CONFIG_PATH with your database_uri yourself"
+        )
     return {f"{name}.yaml": _fill(f"examples/{name}.yaml", _values(_require_gpus(request)))}
 
 
 def render_sync(request: RenderOptions, run: str) -> dict[str, str]:
-    """Return the text of a Job that sends the run in /runs/`run` to MLflow, by file name."""
+    """Return the text of a Job that sends the run in /runs/`run` to MLflow, by file name.
+
+    It may call the function that makes the recipe's model.
+    """
     if request.store:
         mirror = f"{request.store.rstrip('/')}/runs/{run}"
         raise RequestError(
@@ -154,7 +164,9 @@ def render_sync(request: RenderOptions, run: str) -> dict[str, str]:
             " sync FOLDER'"
         )
     job = re.sub("[^a-z0-9]+", "-", f"sync-{run.lower()}").strip("-")[:63].rstrip("-")
-    return {f"{job}.yaml": _fill("sync.yaml", {**vars(request), "sync": run, "sync_job": job})}
+    arch = load(request.recipe, [*request.overrides]).model.arch
+    trusted = arch if is_function(arch) else ""
+    return {f"{job}.yaml": _fill("sync.yaml", {**vars(request), "sync": run, "sync_job": job, "trusted": trusted})}
 
 
 def _fill(template: str, values: dict[str, object]) -> str:

@@ -15,6 +15,8 @@ from pipeline.plan import divisors
 JOB = "trainer"
 """Name of the job and of the service that gives its nodes their host names."""
 PORT = 29500
+BACKEND = "pipeline"
+"""The rendezvous of deploy/rendezvous.py. torchrun's own, c10d, unpickles what others send."""
 COMMAND = ("torchrun", "-m", "pipeline", "train")
 SHUTDOWN_TIMEOUT_S = 90
 """Longer than a step and a save, shorter than the grace period of a container."""
@@ -40,9 +42,9 @@ def host_name(node: int) -> str:
 
 
 def check_resume_is_auto(config: Config) -> None:
-    """Raise RequestError for a `run.resume` that would apply again to every replaced node."""
+    """Raise RequestError for a `run.resume` that is for one start, and not for all of a job."""
     if config.run.resume != "auto":
-        problem = f"run.resume={config.run.resume} would apply again to each node that replaces a lost one"
+        problem = f"run.resume={config.run.resume} is for one start, and each node that replaces a lost one gets it"
         remedy = "leave it out; for a new run, give another run.dir (RUN_DIR in 10-config.yaml)"
         raise RequestError(f"{problem}, but that node must resume the run itself: {remedy}")
 
@@ -71,14 +73,14 @@ def environment(
         "OMP_NUM_THREADS": "1",
     }
     if nodes == 1:
-        return {"PET_STANDALONE": "1", **shared}
+        return {"PET_RDZV_BACKEND": BACKEND, "PET_RDZV_ENDPOINT": "localhost", **shared}
     is_elastic = min_nodes is not None and min_nodes < nodes
     options = ["join_timeout=1800"]  # longer than a node takes to pull an image of many GB
     if is_elastic:
         options.append(f"allowed_nodes={'+'.join(map(str, allowed))}")
     return {
         "PET_NNODES": f"{min_nodes}:{nodes}" if is_elastic else str(nodes),
-        "PET_RDZV_BACKEND": "pipeline",  # deploy/rendezvous.py
+        "PET_RDZV_BACKEND": BACKEND,
         "PET_RDZV_ENDPOINT": f"{host_name(0)}:{PORT}",
         "PET_RDZV_ID": JOB,
         "PET_RDZV_CONF": ",".join(options),

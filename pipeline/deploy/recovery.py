@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pipeline.errors import OK, RequestError
+from pipeline.files import parse_json
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """The folder in which Kubernetes gives a pod its token, namespace and the API server's CA."""
@@ -106,7 +107,7 @@ class ApiServer:
         except (OSError, HTTPException) as error:
             raise ApiError(f"{verb} {url}: {_one_line(error) or type(error).__name__}; trying again") from None
         try:
-            answer, date = json.loads(text), parsedate_to_datetime(response.headers["Date"])
+            answer, date = parse_json(text), parsedate_to_datetime(response.headers["Date"])
         except (ValueError, TypeError):
             raise ApiError(
                 f"{verb} {url}: answer {response.status} is not JSON, or longer than 8 MiB; trying again"

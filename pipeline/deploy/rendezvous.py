@@ -15,7 +15,8 @@ forms a world of any size between --nnodes MIN:MAX. Here
 - only numbers of nodes in `allowed_nodes` form a round, the others wait.
 
 Options in --rdzv-conf: join_timeout (seconds to wait for a round, default 600) and allowed_nodes
-(such as 1+2+4, default all from MIN to MAX). torch finds this module by an entry point of the group
+(such as 1+2+4, default all from MIN to MAX). On a single machine (--nnodes 1, the default) there is
+no other agent, see `LocalRendezvous`. torch finds this module by an entry point of the group
 `torchrun.handlers`.
 """
 
@@ -47,6 +48,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 from pipeline.deploy.membership import LOST_S, STOPPING_S, Membership, Node, alive
 from pipeline.errors import OK, RequestError, TemporaryError
+from pipeline.operate.local_rendezvous import LocalRendezvous
 
 _BEAT_S = 1.0
 _CONNECT_S = 10.0
@@ -351,7 +353,7 @@ class Rendezvous(RendezvousHandler):
 
 def make_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
     """Return the factory that torchrun calls (entry point)."""
-    return Rendezvous
+    return lambda parameters: LocalRendezvous(parameters) if parameters.max_nodes == 1 else Rendezvous(parameters)
 
 
 def _allowed_nodes(parameters: RendezvousParameters) -> list[int]:

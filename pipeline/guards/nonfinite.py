@@ -5,8 +5,8 @@ ends with a line that names the step and the rank. On a CPU the loss is checked 
 in the exchange in which the processes agree on everything else. On a GPU that check would wait for
 the device, so the device checks: the flag is summed over the processes on its stream, a fused
 optimizer skips the update where `found_inf` is 1 (torch made that for its GradScaler), and the host
-reads the flag one step later. An optimizer that is not fused (SGD on sharded
-weights) makes the update. Nothing leaves the process before `sync` has asked about the last step,
+reads the flag one step later. An optimizer that is not fused (SGD on sharded weights, LAMB, Muon)
+makes the update. Nothing leaves the process before `sync` has asked about the last step,
 so no result of a skipped or a bad update is ever seen.
 """
 
@@ -39,8 +39,9 @@ class LossGuard:
     None: the host has checked already.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
+    def __init__(self, strategy: Strategy, start_again: str) -> None:
+        """start_again: how to start the run again, for the error."""
+        self._strategy, self._start_again = strategy, start_again
         self._last: _Checked | None = None
 
     def check(self, step: int, loss: Tensor, batches: list[Batch]) -> bool:
@@ -71,21 +72,21 @@ class LossGuard:
         if not bad_by_rank:
             return NotFiniteError(
                 f"a gradient at step {last.step} is not finite, or larger than exact mode can sum: the step is not"
-                " saved; lower optimizer.lr, lengthen schedule.warmup, or lower exact.fraction_bits, and start again"
-                " with run.resume=never"
+                " saved; lower optimizer.lr, lengthen schedule.warmup, or lower exact.fraction_bits, and"
+                f" {self._start_again}"
             )
         rank, (value, ids) = min(bad_by_rank.items())
         return NotFiniteError(
             f"the loss is {value} at step {last.step} on rank {rank} ({format_sample_ids(ids)}): the step is not saved;"
-            " lower optimizer.lr, lengthen schedule.warmup or set train.clip, and start again with run.resume=never"
+            f" lower optimizer.lr, lengthen schedule.warmup or set train.clip, and {self._start_again}"
         )
 
 
 class DeviceLossGuard(LossGuard):
     """Checks each loss on the device; the host reads the result one step later."""
 
-    def __init__(self, strategy: Strategy, timer: StepTimer) -> None:
-        super().__init__(strategy)
+    def __init__(self, strategy: Strategy, timer: StepTimer, start_again: str) -> None:
+        super().__init__(strategy, start_again)
         device = strategy.group.device
         is_cuda = device.type == "cuda"
         self._timer = timer
@@ -121,8 +122,8 @@ class DeviceLossGuard(LossGuard):
         return bool(self._flag)
 
 
-def make_loss_guard(strategy: Strategy, timer: StepTimer) -> LossGuard:
+def make_loss_guard(strategy: Strategy, timer: StepTimer, start_again: str) -> LossGuard:
     """Return the guard that never makes the host wait for the device."""
     if strategy.group.device.type == "cuda":
-        return DeviceLossGuard(strategy, timer)
-    return LossGuard(strategy)
+        return DeviceLossGuard(strategy, timer, start_again)
+    return LossGuard(strategy, start_again)

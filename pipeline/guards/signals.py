@@ -52,6 +52,11 @@ class StopRequest:
         timeout_s = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_TIMEOUT_S))
         return max(0.0, timeout_s - _MARGIN_S - (time.monotonic() - (self._asked_at or time.monotonic())))
 
+    def check(self) -> None:
+        """Raise TemporaryError if a signal has arrived before the first step."""
+        if self.is_set():
+            raise TemporaryError(_TOO_EARLY)
+
     @contextmanager
     def exit_on_signal(self) -> Iterator[None]:
         """End the process at a signal: native code that waits for peers reads no flag.
@@ -94,8 +99,7 @@ class StopRequest:
 
     @contextmanager
     def _handled_by(self, handler: Any) -> Iterator[None]:
-        if self.is_set():
-            raise TemporaryError(_TOO_EARLY)
+        self.check()
         previous = [signal.signal(number, handler) for number in _SIGNALS]
         try:
             yield

@@ -55,18 +55,20 @@ class Watchdog:
         self._extra_s = 0
         self._stopped = threading.Event()
         self._record_exit: Callable[[RunError], None] | None = None
+        self._same_command = "the same command"
 
     def start(self) -> None:
         """Start to watch."""
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
-    def begin_training(self, record_exit: Callable[[RunError], None]) -> None:
+    def begin_training(self, record_exit: Callable[[RunError], None], same_command: str) -> None:
         """Report progress, and forget how long the start took.
 
         record_exit: records why the process exits. It has a few seconds, in a thread of its own.
+        same_command: see `Config.same_command`.
         """
         self.beat()
-        self._longest_s, self._record_exit = 0.0, record_exit
+        self._longest_s, self._record_exit, self._same_command = 0.0, record_exit, same_command
 
     def beat(self) -> None:
         """Report progress."""
@@ -115,8 +117,8 @@ class Watchdog:
                 self._end_process(
                     TemporaryError(
                         f"rank {self._rank} was asked to stop, made no progress for {self._idle_s} s and exits without"
-                        " a save: the same command resumes from the newest checkpoint; the stacks of its threads are"
-                        f" in {self._stacks}"
+                        f" a save: {self._same_command} resumes from the newest checkpoint; the stacks of its threads"
+                        f" are in {self._stacks}"
                     )
                 )
 

@@ -6,7 +6,7 @@ import shutil
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -14,13 +14,14 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from pipeline.data import checksums, manifest, pack, sources
+from pipeline.data import checksums, cifar10, manifest, pack, sources
 from pipeline.data.access import UnreadableError, check_folder
 from pipeline.data.index import Index, Split
 from pipeline.data.store import ConflictError, MissingError, Store
 from pipeline.errors import RequestError, StorageError, TemporaryError
 from pipeline.files import atomic_write
 
+_CIFAR10_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"  # as its page gives it
 _TASKS_AT_ONCE = 10_000  # each task in the queue of a pool takes 1 KB
 
 
@@ -92,7 +93,7 @@ def _parts(count: int) -> Iterator[range]:
 
 
 def get(kind: str, out: str | None) -> str:
-    """Fetch imagenette with torchvision's downloader. Return a line that describes it."""
+    """Fetch a data set with torchvision's downloader. Return a line that describes it."""
     root = Path(out or f"data/{kind}")
     sources.check_absent(root)
     download = root.parent / f".{root.name}.download"
@@ -100,20 +101,44 @@ def get(kind: str, out: str | None) -> str:
         download.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RequestError(f"{root} cannot be made: {error.strerror}") from None
-
-    from torchvision.datasets import Imagenette
-
-    tarfile.TarFile.extraction_filter = staticmethod(tarfile.data_filter)  # the default from Python 3.14 on
     try:
-        Imagenette(str(download), split="train", size="full", download=not (download / "imagenette2").is_dir())
-        os.rename(download / "imagenette2", root)
-    except tarfile.FilterError as error:
+        os.rename(_DATA_SETS[kind](download), root)
+    except (tarfile.FilterError, ValueError) as error:
         shutil.rmtree(download, ignore_errors=True)
-        raise StorageError(f"the archive of {kind} is not safe to unpack ({error}): nothing of it is used") from None
+        problem = f"the archive of {kind} is damaged or not safe to unpack ({error})"
+        raise StorageError(f"{problem}: nothing of it is used") from None
     except (OSError, RuntimeError) as error:
         raise TemporaryError(f"{kind} cannot be fetched: {error}: give the same command again") from None
     shutil.rmtree(download, ignore_errors=True)
     return f"fetched {root}: {manifest.scan(root, 0.1).size.describe()}"
+
+
+def _get_imagenette(download: Path) -> Path:
+    """Fetch and unpack Imagenette. Return the folder of its images."""
+    from torchvision.datasets import Imagenette
+
+    tarfile.TarFile.extraction_filter = staticmethod(tarfile.data_filter)  # the default from Python 3.14 on
+    folder = download / "imagenette2"
+    Imagenette(str(download), split="train", size="full", download=not folder.is_dir())
+    return folder
+
+
+def _get_cifar10(download: Path) -> Path:
+    """Fetch CIFAR-10 in its binary form, which needs no pickle, and write its images as PNG files.
+
+    Return their folder. Raises ValueError if the archive is not CIFAR-10.
+    """
+    from torchvision.datasets.utils import download_url
+
+    archive = download / "cifar-10-binary.tar.gz"
+    download_url(f"https://www.cs.toronto.edu/~kriz/{archive.name}", str(download), archive.name, _CIFAR10_MD5)
+    folder = download / "images"
+    shutil.rmtree(folder, ignore_errors=True)
+    cifar10.unpack(archive, folder)
+    return folder
+
+
+_DATA_SETS: dict[str, Callable[[Path], Path]] = {"imagenette": _get_imagenette, "cifar10": _get_cifar10}
 
 
 def check(root: Path | Store, val_split: float, *, write_sums: bool) -> str:
@@ -139,7 +164,7 @@ def check(root: Path | Store, val_split: float, *, write_sums: bool) -> str:
     _log_defects(defects)
     if defects:
         total = len(index.train) + len(index.val)
-        raise StorageError(f"{len(defects)} of {total:,} images in {root} are corrupt: fix or remove them")
+        raise StorageError(f"{len(defects)} defects in the {total:,} images of {root}: fix or remove the files")
     written = ""
     if write_sums:
         checksums.write_sums(root, index)
@@ -160,7 +185,7 @@ def _check_pack(root: Path | Store, *, write_sums: bool) -> str:
         defects = changed | dict(_undecodable(sources.source_from_index(root, index)))
     _log_defects(defects)
     if defects:
-        remedy = "copy it again, or fix the source and pack it again"
+        remedy = "copy it again, or remove it, fix the source and pack it again"
         raise StorageError(f"{len(defects)} defects in the pack {root}: {remedy}")
     return f"{root} is good: a {summary['level']} pack of {index.size.describe()}, digest {index.digest[:16]}"
 
@@ -189,7 +214,7 @@ def _stored_defects(store: Store, index: Index, shards: list[dict[str, Any]]) ->
         problem = f"the shards of {store} cannot be written to {tempfile.gettempdir()} ({error})"
         raise StorageError(f"{problem}: make room for two, or set TMPDIR to a folder on a larger disk") from None
     if done < total:
-        raise StorageError(f"{total - done:,} images of {store} are in no shard of {pack.SUMMARY}: pack it again")
+        raise StorageError(f"{total - done:,} images of {store} are in no shard of {pack.SUMMARY}: {pack.REPACK}")
     return changed | undecodable
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import RequestError, StorageError
+from pipeline.errors import NotFiniteError, RequestError, StorageError
 from pipeline.files import replacing
 from pipeline.operate.inputs import check_output, check_target
 
@@ -33,7 +33,8 @@ Predictor = Callable[["Tensor"], "Tensor"]
 def export(target: Path, kind: str, out: Path | None, overrides: list[str]) -> str:
     """Run `pipeline export`; return the file's path and its largest difference from the model.
 
-    Raises RequestError if a library of the format is not installed.
+    Raises RequestError if a library of the format is not installed, NotFiniteError if the logits
+    are not finite.
     """
     check_target(target)
     check_output("--out", out)
@@ -42,18 +43,18 @@ def export(target: Path, kind: str, out: Path | None, overrides: list[str]) -> s
         problem = f"--to {kind} needs {' and '.join(missing)}, not part of the lock file"
         raise RequestError(f"{problem}: pip install {' '.join(missing)}")
 
-    from pipeline.config.load import from_yaml, refuse_another_model
+    from pipeline.config.load import for_evaluation
     from pipeline.model.architectures import ExportedModel
     from pipeline.record import checkpoint, checkpoint_files
 
     source = checkpoint_files.find(target)
     contents = checkpoint.read_model(source)
-    trained = from_yaml(contents["config"], str(source))
-    config = from_yaml(contents["config"], str(source), overrides)
-    refuse_another_model(trained, config, str(source))
+    trained, config = for_evaluation(contents["config"], str(source), overrides)
     model = checkpoint.eval_model(contents, config.model)
     pixels, description = _comparison_images(config, contents, trained, overrides)
     served = ExportedModel(model).eval()
+    if not checkpoint.all_finite([_probabilities(served, pixels)]):
+        raise NotFiniteError(f"the logits of {source} are not finite on {description}: use another checkpoint")
 
     folder = source.absolute().parent
     run = folder.parent if folder.name == "checkpoints" else folder
@@ -84,23 +85,32 @@ def _comparison_images(
     """
     import torch
 
+    from pipeline.data.access import OutageError
     from pipeline.data.augment import evaluation_geometry
     from pipeline.data.loader import EvalBatches
     from pipeline.data.sources import open_validation
 
+    evaluate = config.evaluate.model_copy(update={"batch": _IMAGES})
     try:
         images = open_validation(config, contents, trained, overrides)[0].val
-    except RequestError:
+        batch = EvalBatches(images, config.model_copy(update={"evaluate": evaluate}))[0]
+        if batch.outage:
+            raise batch.outage
+    except (RequestError, OutageError):
         if any(override.startswith("data.") for override in overrides):
             raise
         size, _ = evaluation_geometry(config.evaluate, config.augment)
         noise = torch.randint(256, (_IMAGES, 3, size, size), generator=torch.Generator().manual_seed(0))
         return noise.float(), f"{_IMAGES} images of noise (validation images not found; give data.root=FOLDER)"
-    evaluate = config.evaluate.model_copy(update={"batch": _IMAGES})
-    batch = EvalBatches(images, config.model_copy(update={"evaluate": evaluate}))[0]
-    if batch.outage:
-        raise batch.outage
     return batch.images.contiguous().float(), f"{len(batch.images)} validation images"
+
+
+def _probabilities(served: "nn.Module", pixels: "Tensor") -> "Tensor":
+    import torch
+
+    with torch.inference_mode():
+        probabilities: Tensor = served(pixels)
+        return probabilities
 
 
 def _largest_difference(served: "nn.Module", loaded: Predictor, pixels: "Tensor") -> float:
@@ -139,15 +149,19 @@ def _write_onnx(served: "nn.Module", pixels: "Tensor", path: Path) -> Predictor:
 
 
 def _write_safetensors(model: "nn.Module", config: "Config", contents: dict[str, Any], path: Path) -> Predictor:
+    import torch
     from safetensors.torch import load_file, save_file
 
     from pipeline.model.architectures import ExportedModel, build
 
     metadata = {
-        "arch": config.model.arch, "classes": json.dumps(contents["classes"]), "step": str(contents["step"]),
+        "arch": config.model.arch, "args": json.dumps(config.model.args), "step": str(contents["step"]),
+        "classes": json.dumps(contents["classes"]),
         "pixels": "RGB of 0 to 255, minus the mean and divided by the deviation of ImageNet",
     }  # fmt: skip
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path, metadata)
+    # safetensors refuses tensors that share memory, such as tied weights
+    weights = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in model.state_dict().items()}
+    save_file(weights, path, metadata)
     loaded = build(config.model, len(contents["classes"]))
     loaded.load_state_dict(load_file(path))
     return ExportedModel(loaded).eval()

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from pipeline.config.schema import MODEL_URI_PREFIX
-from pipeline.data.access import raise_if_outage
+from pipeline.data.access import storage_outage
 from pipeline.errors import RequestError
 
 _MODEL_URI = re.escape(MODEL_URI_PREFIX) + r"[^/@]+([@/][^/@]+)?"
@@ -51,8 +51,7 @@ def _check_exists(path: str | Path, if_missing: str) -> None:
     except (FileNotFoundError, NotADirectoryError):
         raise RequestError(if_missing) from None
     except OSError as error:
-        raise_if_outage(Path(path), error)
-        raise RequestError(f"{path} cannot be read: {error.strerror}") from None
+        raise storage_outage(path, error) or RequestError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def check_output(flag: str, file: Path | None) -> None:

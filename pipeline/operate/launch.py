@@ -10,15 +10,14 @@ import logging
 import shutil
 import signal
 import sys
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline import errors, machine, supervision, world
-from pipeline.config.load import from_yaml, load, refuse_another_model
+from pipeline.config.load import for_evaluation, load
 from pipeline.config.schema import Config
 from pipeline.data import sources
 from pipeline.data.sources import Source
@@ -54,22 +53,25 @@ def train(
         _check_numa_binding(numa_binding, nproc, here)
     folder = RunFolder(config.run_dir)
     if nproc and nproc > 1:
-        check_request(config, here.resized(nproc), folder)
+        if not config.checkpoint.mirror:  # with one, rank 0 checks, once it has restored what the run has there
+            check_request(config, here.resized(nproc), folder)
         folder.hold()  # if another process holds the folder, fail now and name it
         folder.release()  # rank 0 takes the lock
-        return start_processes(nproc, ["train", recipe, *overrides], numa_binding)
+        advice = f"{config.same_command} resumes the run"
+        return start_processes(nproc, ["train", recipe, *overrides], numa_binding, advice)
     prepare, mirror = None, None
     if here.is_main:
+        _check_launch_has_id(config)
         mirror = stop.run(partial(_open_mirror, config, folder)) if config.checkpoint.mirror else None
         try:
-            config = _config_after_restart(config)
-            source, plan = check_request(config, here, folder)
+            resumed = _config_after_restart(config)
+            source, plan = check_request(resumed, here, folder)
             if not mirror:
                 folder.hold()
         except RunError:
             _release(folder, mirror)
             raise
-        prepare = partial(_prepare, config, here, folder, source, plan, mirror)
+        prepare = partial(_prepare, resumed, here, folder, source, plan, mirror)
     elif here.local_rank == 0 and config.data.source == "digits":
         sources.open_source(config)  # makes the digits on each machine, unless they share a disk
 
@@ -107,8 +109,8 @@ def _open_mirror(config: Config, folder: RunFolder) -> Mirror:
     check_mirror(store)
     folder.hold()
     try:
-        mirror = Mirror(store, folder, make_terminal(is_main=True).log)
-        mirror.open("auto" if supervision.restart_count() else config.run.resume)
+        mirror = Mirror(store, folder, make_terminal(is_main=True).log, config.same_command)
+        mirror.open(config.run.resume, partial(_has_applied_resume, config))
     except OSError as error:
         folder.release()
         raise folder.write_error(error) from None
@@ -141,26 +143,61 @@ def _prepare(
     except RunError:
         _release(folder, mirror)
         raise
-    return Prepared(source, plan, found, weights, mirror)
+    return Prepared(source, plan, found, weights, mirror, config.run.resume)
+
+
+def _applies_once(config: Config) -> bool:
+    """Return True if run.resume would discard steps when it is applied again to the same run."""
+    return config.run.resume != "auto" and Path(config.run.resume).absolute() != config.run_dir.absolute()
+
+
+def _check_launch_has_id(config: Config) -> None:
+    """Raise RequestError if a restart of this job could not be told from a later job."""
+    if _applies_once(config) and supervision.launch_id() == supervision.NO_LAUNCH_ID:
+        raise RequestError(
+            f"run.resume={config.run.resume} would apply again whenever torchrun restarts the ranks of a job without"
+            " an id: name this job with torchrun's --rdzv-id NAME, or leave run.resume out"
+        )
+
+
+def _last_start(journal: Path) -> dict[str, Any]:
+    """Return the last row of a start in a journal, or {} if there is none."""
+    start: dict[str, Any] = {}
+    for row, _ in read(journal):
+        start = row if row.get("event") == "started" else start
+    return start
+
+
+def _has_applied_resume(config: Config, journal: Path) -> bool:
+    """Return True if this job has applied its run.resume, by the last start in a run's journal.
+
+    torchrun's count of restarts says less: it leaves out nodes that come and go, and a node that
+    replaces a lost one counts from 0.
+    """
+    job = supervision.launch_id()
+    if job is None or not _applies_once(config):
+        return False
+    start = _last_start(journal)
+    return (start.get("launch"), start.get("resume")) == (job, config.run.resume)
 
 
 def _config_after_restart(config: Config) -> Config:
-    """Return the configuration, with run.resume changed if the launcher has restarted the run.
+    """Return the configuration, with run.resume changed if it was applied earlier in this job.
 
-    run.resume applies to the launcher's first start. A restart resumes from what the run has saved
-    since.
+    A restart resumes from what the run has saved since.
     """
-    if not supervision.restart_count():
-        return config
     folder = RunFolder(config.run_dir)
-    starts = [row for row, _ in read(folder.journal) if row.get("event") == "started"]
-    if not starts or starts[-1].get("launch") != supervision.launch_id():
+    if not _has_applied_resume(config, folder.journal):
         return config
-    resume, used = "auto", starts[-1].get("checkpoint")
-    if config.run.resume not in ("auto", "never") and used:
+    resume, used = "auto", _last_start(folder.journal)["checkpoint"]
+    if config.run.resume != "never" and used:
         from pipeline.train.resume import resume_value_at_restart
 
         resume = resume_value_at_restart(config.run.resume, used, folder)
+    make_terminal(is_main=True).log(
+        f"an earlier start of job {supervision.launch_id()} applied run.resume={config.run.resume}: continuing with"
+        f" run.resume={resume} (another torchrun --rdzv-id applies it again)"
+    )
     return config.model_copy(update={"run": config.run.model_copy(update={"resume": resume})})
 
 
@@ -177,9 +214,7 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
 
     path = checkpoint_files.find(Path(target))
     contents = checkpoint.read_model(path)
-    trained = from_yaml(contents["config"], str(path))
-    config = from_yaml(contents["config"], str(path), overrides)
-    refuse_another_model(trained, config, str(path))
+    trained, config = for_evaluation(contents["config"], str(path), overrides)
     source = None
     if here.is_main:
         if config.run.device == "cuda" and not machine.has_gpu():
@@ -225,36 +260,40 @@ def _check_numa_binding(mode: str, nproc: int | None, here: World) -> None:
     raise RequestError(f"--numa-binding {mode} {problem}: {remedy}")
 
 
-def start_processes(nproc: int, arguments: list[str], numa_binding: str | None = None) -> int:
+def start_processes(
+    nproc: int, arguments: list[str], numa_binding: str | None = None, advice: str = "give the same command again"
+) -> int:
     """Start `nproc` processes on this machine; return the exit code of the first failure, or 0.
 
     numa_binding: torch's AffinityMode by which a process is bound to CPUs next to its GPU. If torch
-    cannot bind it, it logs why, and the process starts unbound.
+    cannot bind it, it logs why, and the process starts unbound. advice: what to do after a crash.
     """
     with _freeze_imports():
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
         from torch.numa.binding import AffinityMode, NumaOptions
 
+        from pipeline.operate.local_rendezvous import LocalRendezvous
+
     # one line says why a run ended; the agent's own report would bury it
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    rendezvous_handler_registry.register("local", LocalRendezvous)
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id=uuid.uuid4().hex, max_restarts=0, rdzv_backend="c10d",
-        # not the host name, which may not resolve, for example in a container without a network
-        rdzv_endpoint="localhost:0", local_addr="localhost",
+        min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id="local", max_restarts=0, rdzv_backend="local",
         numa_options=NumaOptions(AffinityMode(numa_binding), True) if numa_binding else None,
     )  # fmt: skip
     try:
         elastic_launch(config, sys.executable)("-m", "pipeline", *arguments)
     except ChildFailedError as failure:
-        return _exit_code(failure)
+        return _exit_code(failure, advice)
     except SignalException:
         return TemporaryError.code
     return errors.OK
 
 
-def _exit_code(failure: "ChildFailedError") -> int:
+def _exit_code(failure: "ChildFailedError", advice: str) -> int:
     """Return the exit code of the first rank that failed if it is one of ours, otherwise CRASH."""
     rank, first = failure.get_first_failure()
     if first.exitcode in (*errors.PERMANENT, TemporaryError.code):
@@ -268,5 +307,5 @@ def _exit_code(failure: "ChildFailedError") -> int:
         return TemporaryError.code
     end = f"was killed by signal {-first.exitcode}" if first.exitcode < 0 else f"exited with code {first.exitcode}"
     reason = f"rank {rank} {end}" if reported is None else reported
-    print(f"pipeline: {reason}; the other ranks were stopped, the same command resumes the run", file=sys.stderr)
+    print(f"pipeline: {reason}; the other ranks were stopped, {advice}", file=sys.stderr)
     return errors.CRASH

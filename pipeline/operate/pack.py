@@ -34,11 +34,24 @@ from pipeline.data import jpeg_restarts, manifest, sources
 from pipeline.data.access import UnreadableError, check_folder
 from pipeline.data.augment import resize_image
 from pipeline.data.images import BadImageError, Picture, decode
-from pipeline.data.index import MISSING, Index, Split
-from pipeline.data.pack import FORMAT, INDEX, REQUEST, SUMMARY, Level, open_index, read_summary, shard_name
+from pipeline.data.index import MISSING, Index, Split, list_first
+from pipeline.data.pack import (
+    FORMAT,
+    INDEX,
+    NPY_MAGIC,
+    REPACK,
+    REQUEST,
+    SUMMARY,
+    Level,
+    changed_shards,
+    open_index,
+    read_summary,
+    shard_name,
+)
 from pipeline.data.sources import Source
 from pipeline.data.store import MissingError, Store
 from pipeline.errors import RequestError, StorageError
+from pipeline.files import parse_json
 from pipeline.machine import available_cpus
 from pipeline.operate.pack_target import Target, open_target
 from pipeline.supervision import die_with_parent
@@ -100,13 +113,30 @@ def pack_source(source: Source, out: Path | Store, level: Level) -> str:
     with target.hold():
         _claim(target, out, request)
         if target.exists(SUMMARY):
-            open_index(out)
+            _check_complete(out)
         else:
             shards = list(_shards(source.index))
             _make_shards(source, level, target, out, shards)
-            _write_index_and_summary(target, request, source.index, shards)
+            _write_index_and_summary(target, out, request, source.index, shards)
         target.clean()
     return _describe(out, read_summary(out))
+
+
+def _check_complete(out: Path | Store) -> None:
+    """Check a pack that was complete before: its shards in a folder, in a bucket only their sizes.
+
+    Raises RequestError or StorageError if it is damaged, OutageError if it cannot be read.
+    """
+    open_index(out)
+    if isinstance(out, Store):
+        compared = f"sizes of its shards compared; 'pipeline data check {out}' compares their contents"
+    else:
+        print(f"{out} was packed before: comparing its shards with {SUMMARY}", file=sys.stderr, flush=True)
+        if changed := [name for name, _ in changed_shards(out, read_summary(out))]:
+            problem = f"{list_first(changed, 3)} changed since it was packed"
+            raise StorageError(f"the pack {out} is damaged: {problem}: {REPACK}")
+        compared = "its shards are unchanged"
+    print(f"{out} was packed before: {compared}", file=sys.stderr, flush=True)
 
 
 def _claim(target: Target, out: Path | Store, request: dict[str, Any]) -> None:
@@ -125,13 +155,15 @@ def _claim(target: Target, out: Path | Store, request: dict[str, Any]) -> None:
             if len(previous) == 2:  # another pack was completed before our request was written
                 target.clean()
             held = f"{out} holds a pack of another source or level ({found.get('level')})"
+            if not found:
+                held = f"{out} holds a damaged pack"
             raise RequestError(f"{held}: remove it, or name another folder")
 
 
 def _parse(data: bytes) -> dict[str, Any]:
     """Return the contents of a JSON file, or nothing if it is damaged."""
     try:
-        return dict(json.loads(data))
+        return dict(parse_json(data))
     except (ValueError, TypeError):
         return {}
 
@@ -213,12 +245,14 @@ def _make_shard(shard: Shard) -> int:
         for i in range(shard.first, shard.last):
             try:
                 data = images.read(i)
+                assert isinstance(data, bytes)
+                if data.startswith(NPY_MAGIC):  # the folder's is a bad image, and the pack's would be pixels
+                    raise UnreadableError("not an image in a known format")
             except UnreadableError as error:
                 bad.append([images.name(i), str(error)])
                 sizes.append(MISSING)
                 places.append((shard.number, 0, 0))
                 continue
-            assert isinstance(data, bytes)
             try:
                 data, is_unchanged, image_difference = encode(data, level)
                 difference += image_difference
@@ -241,12 +275,20 @@ def _make_shard(shard: Shard) -> int:
     return len(shard)
 
 
-def _write_index_and_summary(target: Target, request: dict[str, Any], source: Index, shards: list[Shard]) -> None:
+def _write_index_and_summary(
+    target: Target, out: Path | Store, request: dict[str, Any], source: Index, shards: list[Shard]
+) -> None:
     """Write the index and the summary of the pack from the metadata of all shards."""
-    found = [target.read(shard.metadata_name) for shard in shards]
-    made = [json.loads(data) for data in found if data is not None]
-    if len(made) < len(shards):  # another start has completed the pack and removed them
-        return
+    made = []
+    for shard in shards:
+        data = target.read(shard.metadata_name)
+        if data is None:  # another start has completed the pack and removed them
+            return
+        try:
+            made.append(parse_json(data))
+        except ValueError as error:
+            place = f"{out}/{shard.metadata_name}"
+            raise StorageError(f"{place} is damaged ({error}): remove it and give the same command again") from None
 
     def packed(name: str, split: Split) -> Split:
         own = [metadata for shard, metadata in zip(shards, made, strict=True) if shard.split == name]

@@ -20,10 +20,10 @@ import torch
 from pipeline import world
 from pipeline.config.load import from_yaml
 from pipeline.config.schema import MODEL_URI_PREFIX
+from pipeline.data.access import EXTENSIONS, printable_name
 from pipeline.data.batch import NO_LABEL, Batch
 from pipeline.data.index import MISSING, Split
 from pipeline.data.loader import EvalBatches, batches
-from pipeline.data.manifest import EXTENSIONS
 from pipeline.data.sources import FolderImages
 from pipeline.device import choose_device
 from pipeline.errors import NotFiniteError, RequestError, StorageError
@@ -87,7 +87,9 @@ def predict(target: str, paths: list[str], *, as_json: bool, sheet: Path | None)
 def _classify(contents: dict[str, Any], target: str, images: FolderImages) -> Iterator[tuple[Batch, list[TopClasses]]]:
     """Yield each batch with the most probable classes of its images, by the model `contents`."""
     config, here = from_yaml(contents["config"], target, _MACHINE_OVERRIDES), world.from_environment()
-    device, classes = choose_device(config, here), contents["classes"]
+    device = choose_device(config, here)
+    # a name in a foreign model could write a second line, or control the terminal
+    classes = [printable_name(name.encode(errors="backslashreplace")) for name in contents["classes"]]
     model = ExportedModel(checkpoint.eval_model(contents, config.model)).eval().to(device)
     data = EvalBatches(images, config)
     resources = divide_resources(config, here)

@@ -3,9 +3,9 @@
 Promise: "identical" means that the repetition, from the initial weights on, had the same weights at
 every step for which both runs have a digest or a checkpoint. It uses the receipt's configuration,
 number of processes and threads, and kind of device. It is an ordinary `pipeline train` in a
-temporary folder; nothing is written to RUN_DIR. It always starts from the beginning: from a
-checkpoint, the steps before it would be trusted and not verified. With --steps it ends at the last
-step up to there that can be compared.
+temporary folder; nothing is written to RUN_DIR. A run that MLflow has gets the result as a tag. It
+always starts from the beginning: from a checkpoint, the steps before it would be trusted and not
+verified. With --steps it ends at the last step up to there that can be compared.
 
 A run that certainly cannot repeat is refused (exit 2): not deterministic, parts trained by
 different numbers of processes, changed data, no GPU here. Differences that may or may not change
@@ -14,7 +14,6 @@ Different bits are exit 1, as with `cmp`. A repetition that fails ends with its 
 with 75.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -29,8 +28,10 @@ import yaml
 from pipeline import errors, machine, supervision, world
 from pipeline.config.load import from_yaml
 from pipeline.config.schema import Config
+from pipeline.config.trust import check_is_trusted
 from pipeline.data import sources
 from pipeline.errors import RequestError, TemporaryError
+from pipeline.files import parse_json
 from pipeline.operate.inputs import check_run_folder
 from pipeline.record.folder import RunFolder
 from pipeline.record.receipt import FORMAT
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _COMPARED = ("weights", "top1", "top5", "loss", "images")
-_NOT_A_CAUSE = ("step", "recipe", "world", "epochs")
+_NOT_A_CAUSE = ("step", "recipe", "changes", "world", "epochs")
 """Fields of a start that do not describe its software, threads or device."""
 
 
@@ -60,12 +61,20 @@ def verify(run_dir: Path, steps: int | None) -> str | int:
         config = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": last})})
         print(f"repeating {run_dir} up to step {last:,} in {repeated.path}", file=sys.stderr, flush=True)
         _repeat(config, receipt["starts"][-1]["world"], Path(scratch) / "recipe.yaml")
-        return _compare(receipt, _read_receipt(repeated), folder, repeated)
+        result = _compare(receipt, _read_receipt(repeated), folder, repeated)
+    if folder.delivered.exists():
+        from pipeline.record.mlflow.parts import note_verification
+
+        print(note_verification(folder, result), file=sys.stderr, flush=True)
+    if result.startswith("identical"):
+        return result
+    print(result, flush=True)
+    return errors.CRASH
 
 
 def _read_receipt(folder: RunFolder) -> dict[str, Any]:
     try:
-        receipt = json.loads(folder.receipt.read_text())
+        receipt = parse_json(folder.receipt.read_text())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         remedy = "give a run's folder; the run's own 'pipeline train' command writes its receipt"
@@ -97,7 +106,9 @@ def _repetition_config(receipt: dict[str, Any], run_dir: Path, repeated: RunFold
         "track.uri=none", "track.report=false", "track.required=false",
     ]  # fmt: skip
     text = yaml.safe_dump(receipt["config"], allow_unicode=True)
-    return from_yaml(text, f"the receipt of {run_dir}", changes)
+    config = from_yaml(text, f"the receipt of {run_dir}", changes)
+    check_is_trusted(config.model.arch)  # to repeat the run, `pipeline train` gets this configuration as a recipe
+    return config
 
 
 def _refuse_what_cannot_repeat(receipt: dict[str, Any], config: Config, run_dir: Path) -> None:
@@ -156,8 +167,8 @@ def _repeat(config: Config, processes: int, recipe: Path) -> None:
         raise kind(f"the repetition failed (exit {code}) and nothing was compared: its own error is printed above")
 
 
-def _compare(receipt: dict[str, Any], new_receipt: dict[str, Any], folder: RunFolder, repeated: RunFolder) -> str | int:
-    """Compare both runs; return "identical: …", or exit code 1 after printing "differs: …"."""
+def _compare(receipt: dict[str, Any], new_receipt: dict[str, Any], folder: RunFolder, repeated: RunFolder) -> str:
+    """Compare both runs; return "identical: …" or "differs: …"."""
     new_rows = {row["step"]: row for row in new_receipt["evaluations"]}
     compared = [row for row in receipt["evaluations"] if row["step"] in new_rows]
     row_differences = [
@@ -182,8 +193,7 @@ def _compare(receipt: dict[str, Any], new_receipt: dict[str, Any], folder: RunFo
     elif tensor_difference is None:
         tensor_difference = "no step has a checkpoint in both runs, so no tensor can be named"
     parts = [*row_differences[:1], tensor_difference, _causes(receipt, new_receipt)]
-    print(f"differs: {'; '.join(parts)}", flush=True)
-    return errors.CRASH
+    return f"differs: {'; '.join(parts)}"
 
 
 def _checkpoints(folder: RunFolder) -> dict[int, Path]:

@@ -12,6 +12,7 @@ parameters, which is off here already.
 """
 
 import inspect
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -38,8 +39,7 @@ class DDPStrategy(Strategy):
         super().__init__(config, plan, model, group)
         self._averages_buffers = config.model.batchnorm == "average"
         if config.model.batchnorm == "sync":
-            # in place: the layers keep their tensors
-            nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+            synchronise_batch_norm(model)
         self._ddp = DistributedDataParallel(
             model,
             device_ids=[group.device] if group.device.type == "cuda" else None,
@@ -63,3 +63,12 @@ class DDPStrategy(Strategy):
     def broadcast_buffers(self, model: nn.Module) -> None:
         self.average_buffers(model)
         self.group.broadcast(list(model.buffers()))
+
+
+def synchronise_batch_norm(model: nn.Module) -> None:
+    """Synchronise the batch norm of `model`, in place: the layers keep their tensors.
+
+    timm's BatchNormAct2d includes an activation, which only timm's own conversion keeps.
+    """
+    # a model with such a layer has imported timm.layers
+    sys.modules.get("timm.layers", nn.SyncBatchNorm).convert_sync_batchnorm(model)

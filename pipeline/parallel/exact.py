@@ -8,7 +8,9 @@ any grouping: gradients in units of 2^-fraction_bits, running statistics in unit
 
 - Batch norm sees its shard, as under DDP it sees its process's pass. Each shard starts from the
   running statistics at the start of the step; the new ones are the mean over all shards. A counter
-  (`num_batches_tracked`) counts one shard a step.
+  (`num_batches_tracked`) counts one shard a step. Values that no shard changes stay bit-identical:
+  a mask or a table of positions is not a statistic. A value that only some shards change must be
+  in range before and after, or `has_overflow` says so: its mean includes both.
 - Range: a shard's gradient must stay below 2^(62 - fraction_bits) / shards, so that no sum can
   overflow. A larger gradient, or one that is not finite, is noticed before the update
   (`has_overflow`).
@@ -74,8 +76,9 @@ class ExactStrategy(Strategy):
         # step
         self._averaged = [buffer for buffer in self._buffers if buffer.is_floating_point()]
         self._buffers_before: list[Tensor] = []
-        size = sum(buffer.numel() for buffer in self._averaged)
-        self._statistics = torch.zeros(size, dtype=torch.int64, device=group.device)
+        self._statistics_before = _flatten(self._averaged)
+        self._sums = torch.zeros((2, self._statistics_before.numel()), dtype=torch.int64, device=group.device)
+        self._statistics, self._changes = self._sums  # the units, and in how many shards each value changed
         self._pending: list[Work] = []
         self._is_last_pass = False
         self._overflow = torch.zeros((), dtype=torch.bool, device=group.device)
@@ -92,9 +95,12 @@ class ExactStrategy(Strategy):
         for bucket in self._buckets:
             if bucket.arrived or (self._is_last_pass and not bucket.is_complete):  # a layer took no part in this pass
                 self._add_shard(bucket)
-        if self._averaged:
-            statistics = torch.cat([buffer.reshape(-1) for buffer in self._averaged])
-            self._overflow |= ~_within(statistics, self._max_buffer)
+        if self._statistics.numel():
+            statistics = _flatten(self._averaged)
+            is_changed = statistics != self._statistics_before
+            is_changed &= ~(statistics.isnan() & self._statistics_before.isnan())
+            self._changes += is_changed
+            self._overflow |= ~_within(torch.where(is_changed, statistics, 0.0), self._max_buffer)
             self._statistics += _to_units(statistics, _BUFFER_BITS)
         if self._is_last_pass:
             self._end_step()
@@ -120,7 +126,8 @@ class ExactStrategy(Strategy):
             bucket.units.zero_()
             bucket.is_complete = False
         self._buffers_before = [buffer.clone() for buffer in self._buffers]
-        self._statistics.zero_()
+        self._statistics_before = _flatten(self._averaged)
+        self._sums.zero_()
 
     def _on_gradient(self, parameter: Tensor) -> None:
         bucket = self._bucket_of[id(parameter)]
@@ -133,7 +140,7 @@ class ExactStrategy(Strategy):
         parts = [
             torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in bucket.parameters
         ]
-        gradient = torch.cat([part.reshape(-1) for part in parts])
+        gradient = _flatten(parts)
         self._overflow |= ~_within(gradient, self._max_gradient)
         bucket.units += _to_units(gradient, self._bits)
         for parameter in bucket.parameters:
@@ -144,28 +151,39 @@ class ExactStrategy(Strategy):
 
     def _end_step(self) -> None:
         """Wait for all sums, then set the mean gradients and the mean running statistics."""
-        if self._averaged:
-            self._pending.append(self.group.all_reduce_async(self._statistics))
+        if self._statistics.numel():
+            self._pending.append(self.group.all_reduce_async(self._sums))
         for pending in self._pending:
             pending.wait()
         self._pending = []
         for bucket in self._buckets:
-            means = self._means(bucket.units, self._bits, bucket.parameters)
-            for parameter, mean in zip(bucket.parameters, means, strict=True):
+            gradients = _split(self._mean(bucket.units, self._bits), bucket.parameters)
+            for parameter, mean in zip(bucket.parameters, gradients, strict=True):
                 parameter.grad = torch.empty_like(parameter).copy_(mean)  # in the parameter's memory format
-        for buffer, mean in zip(
-            self._averaged, self._means(self._statistics, _BUFFER_BITS, self._averaged), strict=True
-        ):
-            buffer.copy_(mean)
+        if self._statistics.numel():
+            is_mixed = (self._changes > 0) & (self._changes < self._shards)
+            self._overflow |= ~_within(torch.where(is_mixed, self._statistics_before, 0.0), self._max_buffer)
+            means = self._mean(self._statistics, _BUFFER_BITS)
+            statistics = torch.where(self._changes > 0, means, self._statistics_before.double())
+            for buffer, statistic in zip(self._averaged, _split(statistics, self._averaged), strict=True):
+                buffer.copy_(statistic)
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         largest = torch.stack([torch.linalg.vector_norm(gradient, torch.inf) for gradient in gradients])
         self._smallest = torch.minimum(self._smallest, torch.where(largest > 0, largest, torch.inf).min())
 
-    def _means(self, units: Tensor, bits: int, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return a flat sum over all shards as float64 means, in the shapes of `like`."""
-        mean = units.double().div_(self._shards * 2.0**bits)
-        parts = torch.split(mean, [tensor.numel() for tensor in like])
-        return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+    def _mean(self, units: Tensor, bits: int) -> Tensor:
+        """Return a sum over all shards as a float64 mean."""
+        return units.double().div_(self._shards * 2.0**bits)
+
+
+def _flatten(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else torch.zeros(0)
+
+
+def _split(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parts of `flat` in the shapes of `like`."""
+    parts = torch.split(flat, [tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
 def _within(values: Tensor, limit: float) -> Tensor:

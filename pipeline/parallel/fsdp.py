@@ -190,13 +190,24 @@ def units(model: nn.Module, *, is_bf16: bool) -> list[tuple[list[nn.Module], tor
     return found
 
 
+def check_can_shard(model: nn.Module) -> None:
+    """Raise RequestError if the model has a parameter that is a single number (torch 2.14)."""
+    scalars = [name for name, param in model.named_parameters() if param.ndim == 0]
+    if scalars:
+        raise RequestError(
+            f"parallel=fsdp cannot cut {scalars[0]}, a parameter without dimensions (the model has {len(scalars)}): use"
+            " parallel=ddp, or another model.arch"
+        )
+
+
 def gathered_bytes(model: nn.Module, slices: int, *, is_bf16: bool) -> int:
     """Return the bytes of weights that a process gathers in a pass, its own slices included.
 
     A unit is gathered before its forward pass, and again before its backward pass. The rest is kept
     between the two (torch 2.14: reshard_after_forward is False for the root). All slices have the
-    same number of rows, so the last ones are padded.
+    same number of rows, so the last ones are padded. Raises what `check_can_shard` does.
     """
+    check_can_shard(model)
     counted: set[nn.Parameter] = set()
     total = 0
     gathers = [(modules, 2 * dtype.itemsize) for modules, dtype in units(model, is_bf16=is_bf16)]

@@ -105,7 +105,9 @@ def examine(
         run = _folder_to_resume(report, config, folder, Path(scratch.name))
         report.run("last start", lambda: request.check_previous_start_did_not_fail(config, here, run))
         report.run("device", lambda: request.check_device(config, here))
-        source = report.run("data", lambda: request.open_data(config, run), lambda source: source.size.describe())
+        # without the cache: by reading, a check would write there
+        uncached = config.model_copy(update={"data": config.data.model_copy(update={"cache": None})})
+        source = report.run("data", lambda: request.open_data(uncached, run), lambda source: source.size.describe())
         _check_stores(report, config, source)
         plan, resume = None, None
         if source:
@@ -118,7 +120,7 @@ def examine(
             report.run("model", build, lambda _: config.model.arch)
         report.run("GPUs", lambda: request.check_gpus_are_supported(config, here))
         done_line = request.finished_line(plan, run) if is_node and plan and report.error is None else None
-        if (endpoint := os.environ.get("PET_RDZV_ENDPOINT")) and not done_line:  # set if the job has several nodes
+        if nodes > 1 and (endpoint := os.environ.get("PET_RDZV_ENDPOINT")) and not done_line:
             report.run("names", lambda: request.check_names_resolve(endpoint))
         answer = report.run("MLflow", lambda: _check_tracker(config, folder, is_node), fatal=config.track.required)
         if is_node and report.error is None:
@@ -215,15 +217,18 @@ class _Resume(NamedTuple):
 
 
 def _folder_to_resume(report: _Report, config: Config, folder: RunFolder, scratch: Path) -> RunFolder:
-    """Return the run's folder, or `scratch` with the records of its mirror if that is ahead."""
+    """Return the run's folder, or `scratch` with what a start would take from its mirror."""
     place = config.checkpoint.mirror
     if not place:
         return folder
 
+    def look() -> RunFolder:
+        return mirror.view(Store(place), folder, config.run.resume, scratch / "run", report.log)
+
     def describe(run: RunFolder) -> str:
         return f"{place} has nothing newer than {folder.path}" if run is folder else f"{place} has the newest state"
 
-    return report.run("mirrored run", lambda: mirror.view(Store(place), folder, scratch / "run"), describe) or folder
+    return report.run("mirrored run", look, describe) or folder
 
 
 def _check_resume(
@@ -231,19 +236,21 @@ def _check_resume(
 ) -> _Resume:
     """Return what a start here resumes from, after checking that it can.
 
-    run: `folder`, or the records of its mirror.
+    run: `folder`, or what a start would take from its mirror.
     """
     request.check_config_is_compatible(config, run)
-    if run is not folder and run.has_checkpoints():
-        return _Resume(f"config is compatible with the run in {config.checkpoint.mirror}", is_resumed=True)
-    if folder.is_held():
+    if run is folder and folder.is_held():
         return _Resume("config is compatible with the run in training now", is_resumed=True)
     from pipeline.train.resume import find  # imports torch
 
-    found = find(config, folder, source, log)
+    if run is not folder:  # a start restores it, and then resumes from `folder`
+        config = config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
+    found = find(config, run, source, log)
     if found is None:
         return _Resume("a fresh start", is_resumed=False)
-    return _Resume(f"config is compatible with the existing run; resumes from {found.path}", is_resumed=True)
+    place = "existing run" if run is folder else f"run in {config.checkpoint.mirror}"
+    origin = found.path if run is folder else found.path.name
+    return _Resume(f"config is compatible with the {place}; resumes from {origin}", is_resumed=True)
 
 
 def _check_tracker(config: Config, folder: RunFolder, is_node: bool) -> str:

@@ -165,8 +165,8 @@ def _raise_if(slow: list[str]) -> None:
 
 
 _NETWORK = (
-    "look at these nodes and the network between them (all ports must be open; GLOO_SOCKET_IFNAME or"
-    " NCCL_SOCKET_IFNAME selects the interface), then try again on all nodes"
+    "look at these nodes and the network between them (all ports must be open to each other, and to no other"
+    " machine; GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME selects the interface), then try again on all nodes"
 )
 
 

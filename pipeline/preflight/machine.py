@@ -187,6 +187,7 @@ def _all_reduce(rank: int, count: int, folder: str, backend: str) -> None:
     from torch import distributed as dist
 
     device = torch.device("cuda", rank) if backend == "NCCL" else torch.device("cpu")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(backend.lower(), init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count)
     tensor = torch.ones(_ALL_REDUCE_FLOATS, device=device)
     dist.all_reduce(tensor)  # the first call opens the connections

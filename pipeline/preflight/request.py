@@ -17,14 +17,17 @@ from pipeline import errors, machine
 from pipeline.config.load import from_yaml, refuse_changes
 from pipeline.config.schema import Config
 from pipeline.data import sources
-from pipeline.data.access import is_non_empty_folder
+from pipeline.data.access import is_non_empty_folder, printable_name
+from pipeline.data.index import Index
+from pipeline.data.manifest import SPLITS, find_cached_index, find_missing_folder
 from pipeline.data.sources import Source
 from pipeline.data.store import is_store
 from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.plan import Plan, request_digest
+from pipeline.preflight.tracker import check_database_is_writable
 from pipeline.randomness import FIXED_ORDER_ALGORITHM
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import last_event
+from pipeline.record.journal import last_event, read
 from pipeline.record.sender import tracking_uri
 from pipeline.world import World
 
@@ -37,9 +40,12 @@ _NAMES_TIMEOUT_S = 60
 def check_run_folder_is_writable(config: Config, folder: RunFolder) -> str:
     """Check that the run's folder, and the tracker's database next to it, can be written."""
     folder.check_writable()
-    if config.data.source != "synthetic" and sources.data_root(config).absolute() == config.run_dir.absolute():
+    is_data = os.path.realpath(sources.data_root(config)) == os.path.realpath(config.run_dir)
+    if config.data.source != "synthetic" and is_data:
         raise RequestError(f"run.dir={config.run_dir} is data.root, the folder of the images: give a folder of its own")
-    tracking_uri(config, folder)
+    uri = tracking_uri(config, folder)
+    if config.track.required:
+        check_database_is_writable(uri)
     return f"{folder.path} can be written"
 
 
@@ -47,7 +53,7 @@ def check_previous_start_did_not_fail(config: Config, here: World, folder: RunFo
     """Raise the error of the previous start of this request if it failed permanently."""
     failure = errors.load_failure(folder.path, request_digest(config, here))
     if failure and config.run.resume == "auto":
-        advice = folder.advice_after_failure()
+        advice = folder.advice_after_failure(failure, config)
         print(f"the previous start of this request failed with the error below: {advice}", file=sys.stderr)
         raise failure
     return "previous start did not fail"
@@ -73,17 +79,49 @@ def check_device(config: Config, here: World) -> str:
 def open_data(config: Config, folder: RunFolder) -> Source:
     """Open the data and return it; make the digits if they are missing.
 
-    Raises TemporaryError if data.root is missing, or empty like a volume that is not mounted, but
-    an earlier start of this run had it; OutageError, a TemporaryError, if a bucket does not answer.
+    Raises TemporaryError if data.root or a folder of images in it is missing, or empty like a
+    volume that is not mounted, but an earlier start of this run had it; OutageError, a
+    TemporaryError, if a bucket does not answer.
     """
-    root = config.data.root
-    is_absent = root is not None and not is_store(root) and not is_non_empty_folder(Path(root))
-    if is_absent and folder.has_checkpoints():
-        before = _previous_config(folder)
-        if before and before.data.source == config.data.source != "digits" and before.data.root == root:
-            problem = f"data.root={root} is missing or empty, and the run in {folder.path} was trained on it"
-            raise TemporaryError(f"{problem}: restore it, or give its new location with data.root=FOLDER")
-    return sources.open_source(config, check_sizes=folder.has_checkpoints())
+    rows = read(folder.journal) if os.path.exists(folder.journal) else ()  # a path may be too long to look up
+    starts = [row for row, _ in rows if row.get("event") == "started"]
+    was_started = bool(starts) or folder.has_checkpoints()
+    if was_started:
+        _check_data_is_present(config, folder, starts[-1].get("tags", {}).get("data") if starts else None)
+    source = sources.open_source(config, check_sizes=was_started)
+    if source.index and source.index.folders:
+        _check_run_folder_is_outside(config, source.index)
+    return source
+
+
+def _check_data_is_present(config: Config, folder: RunFolder, digest: str | None) -> None:
+    """Raise TemporaryError if data.root, or a folder of the data with this digest, is away."""
+    root, before = config.data.root, _previous_config(folder)
+    is_same = before and before.data.source == config.data.source != "digits" and before.data.root == root
+    if root is None or is_store(root) or not is_same:
+        return
+    if not is_non_empty_folder(Path(root)):
+        problem = f"data.root={root} is missing or empty, and the run in {config.run_dir} was trained on it"
+        raise TemporaryError(f"{problem}: restore it, or give its new location with data.root=FOLDER")
+    index = find_cached_index(Path(root), config.run_dir / "index", digest) if digest else None
+    missing = find_missing_folder(index, Path(root)) if index and config.run.resume != "never" else None
+    if missing:
+        name = printable_name(os.fsencode(missing))
+        problem = f"data.root={root}: {name}/ is missing or empty, and the run in {config.run_dir} was trained on it"
+        raise TemporaryError(f"{problem}: restore it, or {config.start_again}")
+
+
+def _check_run_folder_is_outside(config: Config, index: Index) -> None:
+    """Raise RequestError if run.dir is among the images: the next scan would find a class there."""
+    root, place = sources.data_root(config), Path(os.path.realpath(config.run_dir))
+    folders = [root / name for name in index.folders]
+    if SPLITS[0] not in index.folders:  # then the classes are in the root
+        folders.append(root)
+    above = {str(path) for path in (place, *place.parents)}
+    if any(os.path.realpath(path) in above for path in folders):
+        raise RequestError(
+            f"run.dir={config.run_dir} is among the images of data.root={root}: give a folder outside of them"
+        )
 
 
 def check_config_is_compatible(config: Config, folder: RunFolder) -> None:
@@ -106,14 +144,24 @@ def check_model_builds(config: Config, plan: Plan, here: World, *, is_resumed: b
     Returns the initial weights if model.init names some. A resumed run does not need them: its
     weights are in the checkpoint.
     """
-    from pipeline.model.architectures import check_gradients_are_deterministic, check_shapes
+    from pipeline.model.architectures import parameter_groups
     from pipeline.model.partition import check_stages
+    from pipeline.preflight.model import check_gradients_are_deterministic, check_shapes, check_weights_have_gradients
     from pipeline.train import pretrained
+    from pipeline.train.optimizer import check_optimizer_exists
 
-    check_shapes(config.model, plan.num_classes, plan.bn_batch, plan.first_size, plan.eval_size)
+    check_optimizer_exists(config)
+    check_shapes(config.model, plan.num_classes, plan.bn_batch, plan.image_sizes, plan.eval_size)
     model = check_model_exists(config, plan.num_classes)
+    parameter_groups(model, config.optimizer.weight_decay)
+    if config.parallel == "ddp" and here.size > 1 and not config.run.exact:
+        check_weights_have_gradients(config.model, plan.num_classes, model, plan.bn_batch, plan.first_size)
     if config.is_deterministic and here.uses_gpu(config.run.device):
         check_gradients_are_deterministic(model, config.model.arch, plan.bn_batch, plan.first_size)
+    if config.parallel == "fsdp":
+        from pipeline.parallel.fsdp import check_can_shard
+
+        check_can_shard(model)
     if plan.stages > 1:
         check_stages(config.model, plan.num_classes, plan.stages, plan.image_size)
     if config.model.init and not is_resumed:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config.schema import Model
-from pipeline.errors import StorageError
+from pipeline.errors import RequestError, StorageError
 from pipeline.files import sync_folder, temporary_sibling
 from pipeline.model.architectures import build
 from pipeline.record.checkpoint_files import list_checkpoints, read_verified, step_of
@@ -31,6 +31,10 @@ from pipeline.record.checkpoint_files import list_checkpoints, read_verified, st
 FORMAT = 1
 MAX_FAILURES = 5
 _MODEL_PARTS = {"model": dict, "average": dict | None, "config": str, "classes": list}
+_STATE_PARTS = _MODEL_PARTS | {
+    "step": int, "optimizer": dict, "scaler": dict, "totals": Tensor, "evaluation": dict | None, "best": dict | None,
+    "bad_images": dict, "data": str, "world": int,
+}  # fmt: skip
 
 
 def weights_digest(weights: dict[str, Tensor]) -> str:
@@ -51,6 +55,7 @@ def weights_digest(weights: dict[str, Tensor]) -> str:
 def decode(data: bytes, origin: Path | str) -> dict[str, Any]:
     """Return the contents of verified bytes. Raises StorageError for any other format."""
     try:
+        _check_unpacked_size(data)
         contents = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises half a dozen kinds for what is not its own
         raise StorageError(f"{origin} is not a checkpoint: {' '.join(str(error).split())[:200]}") from None
@@ -60,13 +65,69 @@ def decode(data: bytes, origin: Path | str) -> dict[str, Any]:
     return dict(contents)
 
 
+def _check_unpacked_size(data: bytes) -> None:
+    """Raise ValueError if an archive states more bytes than it has, as only a hostile one does.
+
+    torch.save compresses nothing. Without this check, 6 MB could fill the memory.
+    """
+    # torch's own reader: Python's zipfile could find another table of contents in the same file
+    archive = torch._C.PyTorchFileReader(io.BytesIO(data))
+    unpacked = sum(archive.get_record_size(name) for name in archive.get_all_records())
+    if unpacked > len(data):
+        raise ValueError(f"its parts would unpack to {unpacked:,} bytes, but it has {len(data):,}")
+
+
 def read_model(path: Path) -> dict[str, Any]:
     """Return the contents of a checkpoint. Raises StorageError if it is damaged or has no model."""
-    contents = decode(read_verified(path), path)
-    for part, kinds in _MODEL_PARTS.items():
+    return _decode_parts(read_verified(path), path, _MODEL_PARTS)
+
+
+def decode_state(data: bytes, path: Path) -> dict[str, Any]:
+    """Return the contents of verified bytes. Raises StorageError if a part to resume is missing."""
+    return _decode_parts(data, path, _STATE_PARTS)
+
+
+def _decode_parts(data: bytes, path: Path, parts: dict[str, Any]) -> dict[str, Any]:
+    contents = decode(data, path)
+    for part, kinds in parts.items():
         if part not in contents or not isinstance(contents[part], kinds):
-            raise StorageError(f"{path} is not a checkpoint of this pipeline: its part '{part}' is missing or damaged")
+            raise _damaged_part(path, part)
+    if not all(isinstance(name, str) for name in contents["classes"]):
+        raise _damaged_part(path, "classes")
     return contents
+
+
+def read_state_dict(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file that safetensors or torch.save wrote, by name.
+
+    A training program's dict around them (`state_dict`, `model`, `model_state_dict`) and DDP's
+    prefix are removed. Raises StorageError if the file holds no state dict.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            found: Any = load_file(path)
+        else:
+            data = path.read_bytes()
+            if data.startswith(b"PK"):  # torch's format before 1.6 is no archive
+                _check_unpacked_size(data)
+            found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        for name in ("state_dict", "model", "model_state_dict"):
+            if isinstance(found.get(name), dict):
+                found = found[name]
+        weights = {name.removeprefix("module."): value for name, value in found.items() if isinstance(value, Tensor)}
+        if not weights:
+            raise ValueError("it holds no tensors")
+    except ImportError:
+        raise RequestError(f"{path} needs safetensors: pip install safetensors") from None
+    except Exception as error:  # torch and safetensors raise half a dozen kinds for what is not their own
+        raise StorageError(f"{path} is not a state dict: {' '.join(str(error).split())[:200]}") from None
+    return weights
+
+
+def _damaged_part(path: Path, part: str) -> StorageError:
+    return StorageError(f"{path} is not a checkpoint of this pipeline: its part '{part}' is missing or damaged")
 
 
 def eval_weights(contents: dict[str, Any]) -> dict[str, Tensor]:
@@ -122,6 +183,7 @@ class CheckpointWriter:
         self._check_ours, self._on_saved = check_ours, on_saved
         self._thread: threading.Thread | None = None
         self._failures = 0
+        self._saved: Path | None = None
 
     def save(self, contents: dict[str, Any], step: int, best_step: int | None) -> None:
         """Copy the state and start writing it, after the previous write has ended."""
@@ -135,6 +197,11 @@ class CheckpointWriter:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def pop_saved(self) -> Path | None:
+        """Return the last file that was completed since the last call, or None."""
+        saved, self._saved = self._saved, None
+        return saved
 
     def path_of_step(self, step: int) -> Path | None:
         """Return the checkpoint of that step, or None."""
@@ -160,9 +227,10 @@ class CheckpointWriter:
             with open(temporary, "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             self._check_ours()
-            os.rename(temporary, self._folder / f"step-{step:08d}.{digest[:16]}.pt")
+            saved = self._folder / f"step-{step:08d}.{digest[:16]}.pt"
+            os.rename(temporary, saved)
             sync_folder(self._folder)
-            self._failures = 0
+            self._failures, self._saved = 0, saved
             self._prune(best_step)
             self._on_saved()
         except (OSError, RuntimeError) as error:

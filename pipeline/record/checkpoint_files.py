@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from pipeline.data.access import storage_outage
 from pipeline.errors import StorageError
 
 NAME = re.compile(r"step-(\d{8,})\.([0-9a-f]{16})\.pt")
@@ -26,18 +27,27 @@ def step_of(path: Path) -> int:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return all paths in `folder` that are named like a checkpoint, newest first, unverified."""
-    found = [path for path in folder.iterdir() if NAME.fullmatch(path.name)] if folder.is_dir() else []
+    """Return all paths in `folder` that are named like a checkpoint, newest first, unverified.
+
+    Raises OSError if the folder exists and cannot be listed.
+    """
+    try:
+        found = [path for path in folder.iterdir() if NAME.fullmatch(path.name)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
     return sorted(found, key=lambda path: (step_of(path), path.stat().st_mtime_ns), reverse=True)
 
 
 def read_verified(path: Path) -> bytes:
-    """Return the file's bytes. Raises StorageError if they do not have the digest in its name."""
+    """Return the file's bytes. Raises StorageError if they do not have the digest in its name.
+
+    Raises TemporaryError if the storage is out of reach.
+    """
     step_of(path)
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror}") from None
+        raise storage_outage(path, error) or StorageError(f"{path} cannot be read: {error.strerror}") from None
     if not data:
         raise StorageError(f"{path} is empty")
     digest, stated = hashlib.sha256(data).hexdigest(), path.name.split(".")[1]
@@ -46,11 +56,14 @@ def read_verified(path: Path) -> bytes:
     return data
 
 
-def newest_verified(folder: Path, log: Callable[[str], None]) -> tuple[Path, bytes] | None:
+def newest_verified(
+    folder: Path, log: Callable[[str], None], start_again: str = "start again with run.resume=never"
+) -> tuple[Path, bytes] | None:
     """Return the newest checkpoint that verifies and its bytes, or None if there is no checkpoint.
 
     Damaged checkpoints are logged. Raises StorageError if there are checkpoints and none verifies:
-    a silent fresh start could discard a month of training.
+    a silent fresh start could discard a month of training. Raises TemporaryError, and looks at no
+    older checkpoint, if the storage is out of reach.
     """
     paths = list_checkpoints(folder)
     for path in paths:
@@ -60,8 +73,8 @@ def newest_verified(folder: Path, log: Callable[[str], None]) -> tuple[Path, byt
             log(f"{error}; the checkpoint before it is used")
     if paths:
         raise StorageError(
-            f"none of the {len(paths)} checkpoints in {folder} verifies: restore one from a copy, or start again with"
-            " run.resume=never (which sets aside what is there)"
+            f"none of the {len(paths)} checkpoints in {folder} verifies: restore one from a copy, or {start_again}"
+            " (which sets aside what is there)"
         )
     return None
 
@@ -69,7 +82,7 @@ def newest_verified(folder: Path, log: Callable[[str], None]) -> tuple[Path, byt
 def find(path: Path) -> Path:
     """Return the path of a checkpoint: `path` itself, or the newest in a run's folder.
 
-    Raises StorageError if there is none.
+    Raises StorageError if there is none, TemporaryError if the storage is out of reach.
     """
     try:
         path.stat()
@@ -79,7 +92,7 @@ def find(path: Path) -> Path:
     except (FileNotFoundError, NotADirectoryError):
         raise StorageError(f"{path} does not exist: give a run's folder or a file step-….pt") from None
     except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror}") from None
+        raise storage_outage(path, error) or StorageError(f"{path} cannot be read: {error.strerror}") from None
     if not paths:
         raise StorageError(f"{path} holds no checkpoint: give a run's folder or a file step-….pt")
     return paths[0]

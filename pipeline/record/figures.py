@@ -66,8 +66,8 @@ def draw_report(folder: RunFolder, log: Callable[[str], None]) -> list[Path]:
                 data = drawn.read_bytes() if drawn.exists() else b""
             if data:
                 atomic_write(path, data, check=folder.check_ours)
-        except (OSError, ValueError, KeyError) as error:
-            log(f"{path.name} cannot be drawn: {error}")
+        except Exception as error:  # whatever is damaged: the rest is drawn
+            log(f"{path.name} cannot be drawn: {' '.join(str(error).split())[:300] or type(error).__name__}")
         else:
             paths += [path] if path.exists() else []  # without mistakes there is no figure of them
     return paths
@@ -159,23 +159,47 @@ def draw_confusion(path: Path, evaluation: SavedEvaluation, title: str) -> None:
 
 def draw_classes(path: Path, evaluation: SavedEvaluation, title: str) -> None:
     """Draw the accuracy of each class that has images; of many classes the worst ones."""
-    correct, images = evaluation.predictions.count_correct(len(evaluation.classes))
-    classes = np.flatnonzero(images)
-    accuracy = correct / np.maximum(1, images)
-    order = classes[np.argsort(accuracy[classes], kind="stable")][:_MAX_BARS][::-1]
-    figure = _figure(6.5, 0.9 + 0.2 * len(order))
+    num_classes = len(evaluation.classes)
+    recalls = evaluation.predictions.lowest_recalls(num_classes, num_classes)
+    shown = recalls[:_MAX_BARS][::-1]
+    figure = _figure(6.5, 0.9 + 0.2 * len(shown))
     axes = figure.subplots()
-    bars = axes.barh(range(len(order)), accuracy[order])
-    counts = [f"{correct[label]:,}/{images[label]:,}" for label in order]
-    axes.bar_label(bars, counts, padding=3, fontsize=7)
-    names = [shorten(evaluation.classes[label], _MAX_NAME) for label in order]
-    axes.set_yticks(range(len(order)), names, **_NAME_STYLE)
-    axes.set_ylim(-0.6, len(order) - 0.4)
+    bars = axes.barh(range(len(shown)), [correct / images for _, correct, images in shown])
+    axes.bar_label(bars, [f"{correct:,}/{images:,}" for _, correct, images in shown], padding=3, fontsize=7)
+    names = [shorten(evaluation.classes[label], _MAX_NAME) for label, _, _ in shown]
+    axes.set_yticks(range(len(shown)), names, **_NAME_STYLE)
+    axes.set_ylim(-0.6, len(shown) - 0.4)
     axes.set_xlim(0, 1.15)
     axes.set_xticks(np.linspace(0, 1, 6))
     axes.set_xlabel("correct images / images of the class", fontsize=8)
-    part = f"the worst {len(order)} of {len(classes):,} classes" if len(order) < len(classes) else "each class"
+    part = f"the worst {len(shown)} of {len(recalls):,} classes" if len(shown) < len(recalls) else "each class"
     axes.set_title(f"top-1 accuracy of {part}, {title}", fontsize=10)
+    figure.savefig(path, dpi=120)
+
+
+def draw_reliability(path: Path, evaluation: SavedEvaluation, title: str) -> None:
+    """Draw the accuracy of each bin of confidences beside its mean confidence, and its images."""
+    images, correct, confidence = evaluation.predictions.calibration()
+    used = np.flatnonzero(images)
+    bins = len(images)
+    accuracy = correct[used] / images[used]
+    mean_confidence = confidence[used] / predictions.CONFIDENCE_UNIT / images[used]
+    figure = _figure(5, 5)
+    above, below = figure.subplots(2, 1, height_ratios=(3, 1), sharex=True)
+    above.plot((0, 1), (0, 1), color="gray", linestyle="--", linewidth=0.8, label="calibrated")
+    above.bar((used + 0.5) / bins, accuracy, width=0.9 / bins, label="accuracy")
+    above.plot(mean_confidence, accuracy, "o", color="tab:orange", markersize=4, label="at its mean confidence")
+    above.set_ylabel("correct images / images", fontsize=8)
+    above.set_ylim(0, 1.02)
+    above.legend(fontsize=8, loc="upper left")
+    error = evaluation.predictions.calibration_error()
+    number = "" if error is None else f"\nexpected calibration error {error:.4f}, {bins} bins"
+    above.set_title(f"reliability diagram, {title}{number}", fontsize=10)
+    below.bar((used + 0.5) / bins, images[used], width=0.9 / bins, color="gray")
+    below.set_yscale("log")
+    below.set_ylabel("images (log)", fontsize=8)
+    below.set_xlabel("confidence: the probability of the predicted class", fontsize=8)
+    below.set_xlim(0, 1)
     figure.savefig(path, dpi=120)
 
 
@@ -216,7 +240,9 @@ def draw_contact_sheet(path: Path, tiles: list[Tile], title: str = "") -> None:
 
 
 EVALUATION_FIGURES: dict[str, Callable[[Path, SavedEvaluation, str], None]]
-EVALUATION_FIGURES = {"confusion": draw_confusion, "classes": draw_classes, "mistakes": draw_mistakes}
+EVALUATION_FIGURES = {
+    "confusion": draw_confusion, "classes": draw_classes, "reliability": draw_reliability, "mistakes": draw_mistakes,
+}  # fmt: skip
 """The figures of one evaluation: name -> function of (file to write, evaluation, end of title)."""
 
 

@@ -12,6 +12,8 @@ import shutil
 import time
 from pathlib import Path
 
+from pipeline.config.schema import Config
+from pipeline.data.access import storage_outage
 from pipeline.errors import RequestError, RunError, StorageError
 from pipeline.files import replacing
 from pipeline.record.lock import HeldLock
@@ -55,14 +57,20 @@ class RunFolder:
         """Return True if there is a file named like a checkpoint, verified or not."""
         return os.path.isdir(self.checkpoints) and any(self.checkpoints.glob("step-*.pt"))
 
-    def advice_after_failure(self) -> str:
-        """Return what the user can do after a start that failed permanently."""
-        resume = f"resume with run.resume={self.path}"
-        remedy = resume if self.has_checkpoints() else "start again with run.resume=never"
+    def advice_after_failure(self, error: RunError, config: Config) -> str:
+        """Return what the user can do after a start of `config` that failed permanently."""
+        remedy = config.start_again
+        if self.has_checkpoints():
+            remedy = f"resume with run.resume={config.run_dir}"
+            if error.code == StorageError.code:  # a checkpoint is of images of the same sizes
+                remedy += f"; if that changed the size of an image, {config.start_again}"
         return f"change the request or, once the cause is removed, {remedy}"
 
     def check_writable(self) -> None:
-        """Raise RequestError if nothing can be written here. Creates nothing."""
+        """Raise RequestError if nothing can be written here. Creates nothing.
+
+        Raises TemporaryError if the storage is out of reach.
+        """
         try:
             self.path.stat()
         except (FileNotFoundError, NotADirectoryError):
@@ -78,8 +86,8 @@ class RunFolder:
     def hold(self) -> None:
         """Take the lock, for as long as this process lives, also from a holder that is frozen.
 
-        Raises TemporaryError, which names the holder, if another process holds it; RequestError or
-        StorageError if the folder cannot be written.
+        Raises TemporaryError, which names the holder, if another process holds it; what
+        `write_error` returns if the folder cannot be written.
         """
         try:
             is_new = not self.path.exists()
@@ -152,13 +160,17 @@ class RunFolder:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
     def write_error(self, error: OSError) -> RunError:
-        """Return the error of a failed write: StorageError for a full disk, else RequestError."""
+        """Return the error of a failed read or write.
+
+        StorageError for a full disk, TemporaryError if the storage is out of reach, else
+        RequestError.
+        """
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return StorageError(
                 f"run.dir={self.path} cannot be written: {error.strerror}: make room, or give another folder with"
                 " run.dir=FOLDER"
             )
-        return self._not_writable(error.strerror or "unknown error")
+        return storage_outage(f"run.dir={self.path}", error) or self._not_writable(error.strerror or "unknown error")
 
     def _not_writable(self, why: str) -> RequestError:
         return RequestError(

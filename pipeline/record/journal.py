@@ -19,19 +19,55 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pipeline.files import parse_json
+
 
 def read(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield (row, offset after it) for each complete line from byte `start` on."""
-    with suppress(FileNotFoundError), open(path, "rb") as file:
+    with suppress(FileNotFoundError, NotADirectoryError), open(path, "rb") as file:
         file.seek(start)
         for line in file:
             if not line.endswith(b"\n"):
                 return
             start += len(line)
             with suppress(ValueError):
-                row = json.loads(line)
+                row = parse_json(line)
                 if isinstance(row, dict):
                     yield row, start
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield each event, and of the metrics between two events, or after the last, the last row.
+
+    The other rows are not parsed. Raises OSError, and ValueError if a line is not a row.
+    """
+    metrics: tuple[tuple[int, bytes], ...] = ()
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                break
+            if not (line.startswith(b"{") and line.endswith(b"}\n")):
+                raise ValueError(f"line {number} is not a row")
+            if b'"event"' not in line:
+                metrics = ((number, line),)
+                continue
+            for row in (*metrics, (number, line)):
+                yield _parse_row(*row)
+            metrics = ()
+    for row in metrics:
+        yield _parse_row(*row)
+
+
+def _parse_row(number: int, line: bytes) -> dict[str, Any]:
+    try:
+        return dict(parse_json(line))
+    except ValueError:
+        raise ValueError(f"line {number} is not a row") from None
+
+
+def run_id(path: Path) -> str | None:
+    """Return the id of the run in a journal, or None if it has none."""
+    return next((row["run"] for row, _ in read(path) if "run" in row), None)
 
 
 def last_event(path: Path) -> dict[str, Any]:
@@ -45,6 +81,24 @@ def last_event(path: Path) -> dict[str, Any]:
 def final_status(path: Path) -> str | None:
     """Return the status with which the run ended, or None if the last event is not its end."""
     return last_event(path).get("status")  # no other event has one
+
+
+def known_checkpoints(path: Path) -> list[str]:
+    """Return the names of the checkpoints that a run has saved or resumed from, in that order.
+
+    Those before a restore without a checkpoint do not count.
+    """
+    names: list[str] = []
+    for row, _ in read(path):
+        if row.get("event") == "restored":
+            names.clear()
+        names += filter(None, [row.get("checkpoint"), (row.get("best") or {}).get("file")])
+    return names
+
+
+def mirrored_checkpoints(path: Path) -> list[str]:
+    """Return the names of the checkpoints that were uploaded to a mirror, in that order."""
+    return [row["checkpoint"] for row, _ in read(path) if row.get("event") == "mirrored"]
 
 
 class JsonLines:

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 
 from pipeline.data.store import ConflictError, MissingError, Store, StoredObject
 from pipeline.errors import RunError, TemporaryError
+from pipeline.files import parse_json
 
 RENEW_S = 10
 LEASE_S = 45
@@ -47,8 +48,10 @@ class _Contents:
     @classmethod
     def parse(cls, data: bytes) -> "_Contents":
         """Parse the object. Contents of another kind count as a holder without a name."""
-        with suppress(ValueError, TypeError):
-            return cls(**json.loads(data))
+        with suppress(ValueError, TypeError, AttributeError):
+            contents = cls(**parse_json(data))
+            if contents.holder.isprintable():
+                return contents
         return cls("another process")
 
 
@@ -62,7 +65,7 @@ class Lease:
         holder = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}"
         self._contents = _Contents(holder, owner, secrets.token_hex(8))
         self._etag = ""
-        self._renewed = 0.0  # on the monotonic clock
+        self._renewed = 0.0  # by `_now`
         self._lock = threading.Lock()
         self._dropped = threading.Event()
         self.is_from_another_folder = False
@@ -74,19 +77,22 @@ class Lease:
         Waits up to `LEASE_S` for a holder that may be dead. Raises TemporaryError, which names the
         holder, if it is alive.
         """
-        seen = ""
+        seen, seen_at = "", 0.0
         while not self._etag:
             found, contents = self._read()
             is_own = contents.owner == self._contents.owner
+            idle_s = 0.0
+            if found:  # a store may leave out its clock
+                idle_s = max(found.age_s, _now() - seen_at if found.etag == seen else 0)
             if found is None:
                 self._write(if_absent=True)
             elif contents.process == self._contents.process:  # an answer of the store was lost
                 self._etag = found.etag
-            elif is_own or contents.is_released or found.age_s > LEASE_S:
+            elif is_own or contents.is_released or idle_s > LEASE_S:
                 self.is_from_another_folder = not is_own
                 self._write(if_match=found.etag)
                 if self._etag and not (is_own or contents.is_released):
-                    before = f"{contents.holder}, last renewed {found.age_s:.0f} s ago"
+                    before = f"{contents.holder}, last renewed {idle_s:.0f} s ago"
                     print(f"took over {self._place} from {before}", file=sys.stderr, flush=True)
             elif seen and seen != found.etag:
                 raise TemporaryError(
@@ -94,9 +100,9 @@ class Lease:
                     " another checkpoint.mirror"
                 )
             elif not seen:
-                wait = f"waiting up to {max(1, LEASE_S - found.age_s):.0f} s to see if it renews its lease"
+                wait = f"waiting up to {max(1, LEASE_S - idle_s):.0f} s to see if it renews its lease"
                 print(f"{self._place} is held by {contents.holder}: {wait}", file=sys.stderr, flush=True)
-                seen = found.etag
+                seen, seen_at = found.etag, _now()
             if not self._etag:
                 time.sleep(_POLL_S)
         threading.Thread(target=self._renew_regularly, name="lease", daemon=True).start()
@@ -109,7 +115,7 @@ class Lease:
         """
         if self._dropped.is_set() or not self._etag:
             raise TemporaryError(f"{self._place} is no longer held by this process")
-        if time.monotonic() - self._renewed > _FRESH_S:
+        if _now() - self._renewed > _FRESH_S:
             self._renew()
 
     def drop(self, *, is_released: bool) -> None:
@@ -131,7 +137,7 @@ class Lease:
         with self._lock:
             if self._dropped.is_set():
                 return
-            now = time.monotonic()
+            now = _now()
             try:
                 self._etag = self._store.write(NAME, self._encode(), if_match=self._etag)
             except (ConflictError, MissingError):
@@ -155,7 +161,7 @@ class Lease:
     def _write(self, *, if_absent: bool = False, if_match: str | None = None) -> None:
         with suppress(ConflictError, MissingError):  # another process was faster: the caller looks again
             self._etag = self._store.write(NAME, self._encode(), if_absent=if_absent, if_match=if_match)
-            self._renewed = time.monotonic()
+            self._renewed = _now()
 
     def _encode(self, *, is_released: bool = False) -> bytes:
         contents = replace(self._contents, is_released=is_released, renewed=time.time())
@@ -165,3 +171,8 @@ class Lease:
         while not self._dropped.wait(RENEW_S):
             with suppress(RunError):  # the store is away: `confirm` finds out before the next write
                 self._renew()
+
+
+def _now() -> float:
+    """Return the seconds since the boot, those of a suspended machine included."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from pipeline.config.credentials import without_password
 from pipeline.config.load import from_yaml
-from pipeline.files import atomic_write
+from pipeline.files import atomic_write, parse_json
 from pipeline.plan import Plan
 from pipeline.record import predictions
 from pipeline.record.folder import RunFolder
@@ -58,8 +58,9 @@ def render_page(folder: RunFolder) -> str:
 
     parts: dict[str, Callable[[RunFolder], Any]] = {
         "summary": _summary, "curves": _drawn("curves"), "confusion matrix": _drawn("confusion"),
-        "frequent confusions": _confusions, "accuracy of each class": _drawn("classes"), "mistakes": _mistakes,
-        "augmentation": _augmented, "time budget": _time_budget, "evaluations": _evaluations, "plan": _plan,
+        "frequent confusions": _confusions, "accuracy of each class": _drawn("classes"),
+        "reliability diagram": _drawn("reliability"), "mistakes": _mistakes, "augmentation": _augmented,
+        "time budget": _time_budget, "evaluations": _evaluations, "plan": _plan,
         "receipt": _facts, "commands": _commands, "configuration": _configuration,
     }  # fmt: skip
     shown: dict[str, Any] = {}
@@ -208,7 +209,7 @@ def _evaluations(folder: RunFolder) -> list[list[str]]:
     evaluations = _receipt(folder)["evaluations"]
     if not evaluations:
         raise ValueError("no evaluation yet")
-    keys = ("top1", "top5", "loss", "train_loss")
+    keys = ("top1", "top5", "balanced_accuracy", "loss", "train_loss", "ece")
     return [
         [f"{row['step']:,}", *(_number(row.get(key)) for key in keys), row["images"], row["weights"]]
         for row in evaluations
@@ -216,7 +217,7 @@ def _evaluations(folder: RunFolder) -> list[list[str]]:
 
 
 def _plan(folder: RunFolder) -> dict[str, str]:
-    return Plan(**json.loads(folder.plan.read_text())).rows()
+    return Plan(**parse_json(folder.plan.read_text())).rows()
 
 
 def _facts(folder: RunFolder) -> dict[str, Any]:
@@ -239,7 +240,7 @@ def _facts(folder: RunFolder) -> dict[str, Any]:
 def _commands(folder: RunFolder) -> dict[str, str | None]:
     """Return the commands that repeat, verify and use the run."""
     config = from_yaml(folder.config.read_text(), str(folder.config))
-    plan = json.loads(folder.plan.read_text())
+    plan = parse_json(folder.plan.read_text())
     nodes, run_dir = plan["world"] // plan["local_world"], shlex.quote(str(folder.path))
     words = f"train {shlex.quote(str(folder.config))} run.dir={shlex.quote(f'{folder.path}-again')}"
     start = f"pipeline {words}" + (f" --nproc {plan['world']}" if plan["world"] > 1 else "")

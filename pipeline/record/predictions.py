@@ -6,12 +6,14 @@ complete or absent.
 """
 
 import io
-import zlib
-from collections.abc import Callable
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
+from zipfile import ZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +21,17 @@ from numpy.typing import NDArray
 from pipeline.files import atomic_write
 
 AUGMENTED_FILE = "augmented.npz"
+CONFIDENCE_UNIT = 2**30
+"""Confidences are multiples of 2^-30, so that they are summed as integers."""
+_CALIBRATION_BINS = 15
+_MAX_RECALLS = 100
+"""Classes up to which each has a metric of its own; more would bury the others in MLflow."""
 NO_PREDICTION = -1
 """The predicted class of an image whose logits are not finite."""
+_MAX_BYTES = 256 << 20
+"""Limit of a file's unpacked size: a validation image takes 16 bytes, so 16 million have room."""
+_MAX_CLASSES = 1_000_000
+_MAX_PICTURES = 64
 
 
 @dataclass(frozen=True)
@@ -31,8 +42,8 @@ class Predictions:
     """[N]; -1 for an image that cannot be decoded."""
     predicted: NDArray[np.int32]
     """[N]: the most probable class, or NO_PREDICTION."""
-    confidence: NDArray[np.float32]
-    """[N]: its probability."""
+    confidence: NDArray[np.float64]
+    """[N]: its probability, or 0; before version 0.2, as float32."""
 
     @property
     def _is_mistake(self) -> NDArray[np.bool_]:
@@ -50,6 +61,57 @@ class Predictions:
         decoded = self.labels >= 0
         correct = self.labels[decoded & (self.labels == self.predicted)]
         return np.bincount(correct, minlength=num_classes), np.bincount(self.labels[decoded], minlength=num_classes)
+
+    def balanced_accuracy(self) -> float | None:
+        """Return the mean recall of the classes that have images, or None without any."""
+        correct, images = self.count_correct(int(self.labels.max(initial=0)) + 1)
+        recalls = correct[images > 0] / images[images > 0]
+        return math.fsum(recalls) / len(recalls) if len(recalls) else None
+
+    def lowest_recalls(self, num_classes: int, count: int) -> list[tuple[int, int, int]]:
+        """Return (class, correct, images) of the `count` classes with the lowest recall."""
+        correct, images = self.count_correct(num_classes)
+        known = np.flatnonzero(images)
+        lowest = known[np.argsort(correct[known] / images[known], kind="stable")][:count]
+        return [(int(label), int(correct[label]), int(images[label])) for label in lowest]
+
+    def recalls(self, classes: Sequence[str]) -> dict[str, float]:
+        """Return the recall of each class that has images, by a name that MLflow takes.
+
+        Empty if there are more than `_MAX_RECALLS` classes.
+        """
+        if len(classes) > _MAX_RECALLS:
+            return {}
+        correct, images = self.count_correct(len(classes))
+        names = [re.sub(r"[^\w .-]", "_", name)[:100] for name in classes]
+        names = _make_unique(names)
+        return {names[label]: float(correct[label] / images[label]) for label in np.flatnonzero(images)}
+
+    def calibration(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return the images, the correct ones and the sum of confidences of 15 bins, [15] each.
+
+        The bins divide the confidences 0..1 equally; each includes its lower end. The sums are in
+        units of `CONFIDENCE_UNIT`. Images without a label are left out.
+        """
+        known = self.labels >= 0
+        units = np.rint(self.confidence[known].astype(np.float64) * CONFIDENCE_UNIT).astype(np.int64)
+        bins = np.minimum(units * _CALIBRATION_BINS // CONFIDENCE_UNIT, _CALIBRATION_BINS - 1)
+        is_correct = self.labels[known] == self.predicted[known]
+        images, correct, confidence = np.zeros((3, _CALIBRATION_BINS), np.int64)
+        for sums, values in ((images, 1), (correct, is_correct), (confidence, units)):
+            np.add.at(sums, bins, values)
+        return images, correct, confidence
+
+    def calibration_error(self) -> float | None:
+        """Return the expected calibration error, or None without images.
+
+        It is the mean distance of accuracy and confidence over 15 bins, weighted by their images
+        (Guo et al., "On calibration of modern neural networks", 2017; their bins include the upper
+        end, torchmetrics' the lower).
+        """
+        images, correct, confidence = self.calibration()
+        distance = sum(np.abs(correct * CONFIDENCE_UNIT - confidence).tolist())
+        return distance / CONFIDENCE_UNIT / int(images.sum()) if images.any() else None
 
     def most_confused_classes(self, num_classes: int, count: int) -> NDArray[np.int64]:
         """Return the `count` classes most often mistaken for or predicted for others, ascending."""
@@ -86,6 +148,21 @@ class SavedEvaluation:
     """[K, 3, H, W]: those images."""
 
 
+def _make_unique(names: list[str]) -> list[str]:
+    """Return the names, each different: one that several classes have gets the class's number.
+
+    So do "", "." and "..", which MLflow refuses as a part of a path.
+    """
+    counts, taken, unique = Counter(names), {*names}, []
+    for label, name in enumerate(names):
+        new = name
+        while (counts[name] > 1 or not name.strip(".")) and new in taken:
+            new += f"_{label}"
+        taken.add(new)
+        unique.append(new)
+    return unique
+
+
 def evaluation_file(report: Path, step: int) -> Path:
     return report / "data" / f"step-{step:08d}.npz"
 
@@ -110,12 +187,19 @@ def save_evaluation(
 
 def load_evaluation(path: Path) -> SavedEvaluation:
     """Return a saved evaluation. Raises ValueError if it cannot be read."""
-    try:
-        with np.load(path, allow_pickle=False) as saved:
-            predictions = Predictions(saved["labels"], saved["predicted"], saved["confidence"])
-            return SavedEvaluation(predictions, saved["classes"].tolist(), saved["shown"], saved["pixels"])
-    except (OSError, KeyError, EOFError, BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path.name} is damaged ({error}): remove it, the next evaluation saves another") from None
+    saved = _load(path, "labels", "predicted", "confidence", "classes", "shown", "pixels")
+    labels, predicted, confidence, classes, mistakes, pixels = saved
+    same_length = len({array.shape for array in (labels, predicted, confidence)}) == 1 == labels.ndim
+    kinds = "".join(array.dtype.kind for array in saved)
+    if kinds != "iifUiu" or not same_length or classes.ndim != 1 or len(classes) > _MAX_CLASSES:
+        raise _damaged(path, "its arrays are not those of an evaluation")
+    if len(labels) and not 0 <= confidence.min() <= confidence.max() <= 1:
+        raise _damaged(path, "it has confidences outside 0..1")
+    if any(len(labels) and not -1 <= array.min() <= array.max() < len(classes) for array in (labels, predicted)):
+        raise _damaged(path, f"it has labels beyond its {len(classes):,} classes")
+    if len(mistakes) > _MAX_PICTURES or pixels.shape[:2] != (len(mistakes), 3):
+        raise _damaged(path, f"it has {len(mistakes):,} mistakes and pixels of shape {pixels.shape}")
+    return SavedEvaluation(Predictions(labels, predicted, confidence), classes.tolist(), mistakes, pixels)
 
 
 def save_augmented(
@@ -129,8 +213,37 @@ def save_augmented(
 
 
 def load_augmented(report: Path) -> tuple[NDArray[np.uint8], list[str]]:
-    with np.load(report / "data" / AUGMENTED_FILE, allow_pickle=False) as saved:
-        return saved["pixels"], saved["captions"].tolist()
+    """Return what `save_augmented` saved. Raises ValueError if it cannot be read."""
+    path = report / "data" / AUGMENTED_FILE
+    pixels, captions = _load(path, "pixels", "captions")
+    if captions.shape != pixels.shape[:1] or len(captions) > _MAX_PICTURES:
+        raise _damaged(path, f"it has {captions.size:,} captions and pixels of shape {pixels.shape}")
+    return pixels, captions.tolist()
+
+
+def _load(path: Path, *names: str) -> list[NDArray[Any]]:
+    """Return the named arrays of a file.
+
+    Raises ValueError if it is damaged or too large, FileNotFoundError if there is none.
+    """
+    try:
+        with ZipFile(path) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+        if unpacked > _MAX_BYTES:
+            raise ValueError(f"it would unpack to {unpacked:,} bytes, more than {_MAX_BYTES:,}")
+        with np.load(path, allow_pickle=False) as saved:
+            arrays = [saved[name] for name in names]
+        if any(array.size > array.nbytes for array in arrays):
+            raise ValueError("an array has elements of no size")
+        return arrays
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # zipfile, zlib and numpy raise many kinds of errors for damaged files
+        raise _damaged(path, f"{error}") from None
+
+
+def _damaged(path: Path, why: str) -> ValueError:
+    return ValueError(f"{path.name} is damaged ({why}): remove it, the next evaluation saves another")
 
 
 def _save(path: Path, check: Callable[[], None], **arrays: Any) -> None:

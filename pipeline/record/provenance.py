@@ -4,6 +4,7 @@ import getpass
 import os
 import platform
 import subprocess
+import sys
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -12,9 +13,10 @@ import torch
 
 from pipeline import __version__
 from pipeline.device import driver_version
+from pipeline.model.functions import model_provenance
 
 
-def provenance(recipe: str, device: torch.device) -> dict[str, str]:
+def provenance(recipe: str, arch: str, device: torch.device) -> dict[str, str]:
     """Return the facts that are known, by the names that MLflow's UI uses where it has one."""
     facts = {
         "mlflow.source.name": f"pipeline train {recipe}",
@@ -27,6 +29,9 @@ def provenance(recipe: str, device: torch.device) -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         **{name: metadata.version(name) for name in ("torchvision", "numpy", "pillow")},
+        "simplejpeg": getattr(sys.modules.get("simplejpeg"), "__version__", None),
+        "timm": getattr(sys.modules.get("timm"), "__version__", None),
+        **model_provenance(arch),
         "device_type": device.type,
         **(_gpu(device) if device.type == "cuda" else {"device": _cpu_model()}),
     }

@@ -18,7 +18,7 @@ from typing import Any
 
 from pipeline.config.load import from_yaml
 from pipeline.errors import RequestError, RunError
-from pipeline.files import atomic_write
+from pipeline.files import atomic_write, parse_json
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
 
@@ -38,7 +38,7 @@ def best_checkpoint(target: str) -> Path:
     if not folder.path.is_dir():
         raise RequestError(f"--best needs a run's folder, but {target} is not a folder: leave --best out")
     try:
-        rows = json.loads(folder.receipt.read_text())["evaluations"]
+        rows = parse_json(folder.receipt.read_text())["evaluations"]
         evaluated = sorted((-row["top1"], row["step"]) for row in rows if not row.get("not_finite"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is damaged"
@@ -81,7 +81,7 @@ class Receipt:
         config = from_yaml(self._folder.config.read_text(), str(self._folder.config))
         contents = {
             "format": FORMAT, "run": self._run, "config": config.model_dump(mode="json", by_alias=True),
-            "plan": json.loads(self._folder.plan.read_text()), "data": self._data, "starts": self._starts,
+            "plan": parse_json(self._folder.plan.read_text()), "data": self._data, "starts": self._starts,
             "evaluations": [self._evaluations[step] for step in sorted(self._evaluations)], "done": self._done,
         }  # fmt: skip
         return json.dumps(contents, indent=1) + "\n"

@@ -9,15 +9,14 @@ sender writes one line: whether it reached the server.
 
 import contextlib
 import os
-import re
 import select
 import subprocess
 import sys
 from collections.abc import Callable
 
 from pipeline.config.credentials import without_password
-from pipeline.config.load import check_tracking_uri
-from pipeline.config.schema import Config
+from pipeline.config.load import check_tracking_uri, mlflow_changes
+from pipeline.config.schema import Config, expand_home
 from pipeline.errors import RequestError
 from pipeline.record.folder import RunFolder
 from pipeline.supervision import cpu_seconds
@@ -54,7 +53,8 @@ class Sender:
             answer = self._process.stdout.readline().decode(errors="replace").strip()
         if answer == READY:
             return
-        self.close(lambda line: None)
+        self._process.kill()  # nothing was recorded yet, and a first attempt may take minutes
+        self._process.wait()
         raise RequestError(
             f"track.required=true and MLflow at {without_password(self._uri)} cannot be reached"
             f" ({answer or f'no answer, see {self._folder.sync_log}'}): start it, correct track.uri, or train without"
@@ -65,18 +65,23 @@ class Sender:
         """Return the CPU time that the process has used."""
         return cpu_seconds(self._process.pid)
 
-    def close(self, log: Callable[[str], None]) -> bool:
-        """Let the process deliver the rest and end; return True if everything was delivered."""
+    def close(self, log: Callable[[str], None], seconds_left: Callable[[], float | None] = lambda: None) -> bool:
+        """Let the process deliver the rest and end; return True if everything was delivered.
+
+        seconds_left: the time until this process must end, or None.
+        """
         log("sending what the tracking server does not have yet ...")  # a model's export takes seconds
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already: its exit code says how
             os.write(self._process.stdin.fileno(), TRAINING_DONE)
+        left = seconds_left()
         try:
-            return self._process.wait(_FINISH_TIMEOUT_S) == 0
+            return self._process.wait(_FINISH_TIMEOUT_S if left is None else min(_FINISH_TIMEOUT_S, left)) == 0
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-            return False
+            if left is None:
+                self._process.kill()
+                self._process.wait()
+            return False  # its process may outlive this one and deliver the rest
 
 
 class NullSender(Sender):
@@ -91,7 +96,7 @@ class NullSender(Sender):
     def cpu_seconds(self) -> float:
         return 0
 
-    def close(self, log: Callable[[str], None]) -> bool:
+    def close(self, log: Callable[[str], None], seconds_left: Callable[[], float | None] = lambda: None) -> bool:
         return True
 
 
@@ -108,7 +113,7 @@ def tracking_uri(config: Config, folder: RunFolder) -> str | None:
     if uri := uri_in_environment():
         return uri
     database = str(folder.path.absolute().parent / "mlflow.db")
-    if re.search(r"\?|%[0-9a-fA-F]{2}", database):  # MLflow decodes the URI, and SQLAlchemy cuts it at the ?
+    if mlflow_changes(database):
         raise RequestError(
             f"MLflow cannot open {database}, because of a ? or % in the path: give another run.dir, name a server with"
             " track.uri, or set track.uri=none"
@@ -118,7 +123,7 @@ def tracking_uri(config: Config, folder: RunFolder) -> str | None:
 
 def uri_in_environment() -> str | None:
     """Return MLFLOW_TRACKING_URI, or None. Raises RequestError if MLflow cannot open it."""
-    uri = os.environ.get("MLFLOW_TRACKING_URI")
+    uri = expand_home(os.environ.get("MLFLOW_TRACKING_URI", ""))
     if uri:
         check_tracking_uri("MLFLOW_TRACKING_URI", uri)
     return uri or None

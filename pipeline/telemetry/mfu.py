@@ -30,8 +30,11 @@ class MfuMeter:
     def metrics(self, images_per_s: float, size: int) -> dict[str, float]:
         """Return the metrics of a job at `images_per_s` images of `size` × `size` px."""
         if size not in self._flops:
-            self._flops[size] = flops_per_image(self._options, self._num_classes, size)
-        return {"time/mfu": images_per_s * self._flops[size] / self._peak}
+            try:
+                self._flops[size] = flops_per_image(self._options, self._num_classes, size)
+            except Exception:  # a model of the user's that needs values, not only shapes
+                self._flops[size] = 0
+        return {"time/mfu": images_per_s * self._flops[size] / self._peak} if self._flops[size] else {}
 
 
 class NullMfuMeter(MfuMeter):

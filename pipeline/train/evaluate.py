@@ -1,9 +1,9 @@
 """Exact validation: every image once, with any number of processes.
 
 Why it is exact: batches are cut from the whole set in index order, so their contents do not depend
-on which process evaluates them. Process r evaluates batches r, r + world, …. The results are
-integers (correct per_image, losses in 2^-20), whose sum is the same in any order. Nothing is
-padded.
+on which process evaluates them. Process r evaluates batches r, r + world, …. Each image gives
+integers (is it right, its confidence in 2^-30, its loss in 2^-40). Every figure is a function of
+their sums, which are the same in any order. Nothing is padded.
 
 On GPUs this holds with one GPU model and version of the software. cuDNN then chooses its kernels by
 the shapes of a batch. Benchmarking them, as training does, could choose others in each process.
@@ -32,11 +32,11 @@ from pipeline.group import Group
 from pipeline.model.architectures import Normalise
 from pipeline.parallel.strategy import autocast
 from pipeline.plan import Resources
-from pipeline.record.predictions import NO_PREDICTION, Predictions
+from pipeline.record.predictions import CONFIDENCE_UNIT, NO_PREDICTION, Predictions
 from pipeline.record.terminal import Terminal
 from pipeline.train.state import LOSS_UNIT, MAX_LOSS, Evaluation
 
-_CONFIDENCE_UNIT = 2**30
+_IMAGE_LOSS_UNIT = 2**40
 
 
 @contextmanager
@@ -87,6 +87,7 @@ class Evaluator:
         self._terminal = terminal
         self._normalise = Normalise(group.device, channels_last=config.model.channels_last)
         self._size = evaluation_geometry(config.evaluate, config.augment)[0]
+        self._flips = config.evaluate.flip
 
     def evaluate(self, step: int, asked_to_stop: Callable[[], bool]) -> EvalResult | None:
         """Return the model's result, or None in all processes if one is asked to stop.
@@ -98,9 +99,9 @@ class Evaluator:
         loader = batches(self._data, mine, self._resources, pin=device.type == "cuda")
         loaded = to_device(loader, device)
         counts = torch.zeros(5, dtype=torch.int64, device=device)
-        # each image's label + 1, predicted class and confidence: one process sets them, so their
-        # sum is what it set
-        per_image = torch.zeros((3, len(self.images)), dtype=torch.int64, device=device)
+        # each image's label + 1, predicted class, confidence and loss: one process sets them, so
+        # their sum is what it set
+        per_image = torch.zeros((4, len(self.images)), dtype=torch.int64, device=device)
         defects: list[tuple[int, str]] = []
         failed_reads: list[Sequence[int]] = []
         in_training = [module for module in self._model.modules() if module.training]  # frozen modules are not
@@ -115,7 +116,7 @@ class Evaluator:
                         defects += batch.defects
                         failed_reads.append(batch.failed_reads)
                     elif self._predict:  # the other processes need this one's part of the model
-                        self._predict(torch.empty((0, 3, self._size, self._size), device=device))
+                        self._logits_of_views(torch.empty((0, 3, self._size, self._size), device=device))
                     outage = batch.outage if batch else None
                     is_stopping, has_outage = group.any_rank(asked_to_stop(), outage is not None)
                     if has_outage:
@@ -127,36 +128,56 @@ class Evaluator:
             loader.close()
             for module in in_training:
                 module.training = True
-        images, correct1, correct5, loss_sum, not_finite = group.all_reduce(counts).tolist()
+        images, correct1, correct5, not_finite, correct1_plain = group.all_reduce(counts).tolist()
         all_defects = sorted(defect for part in group.all_gather(defects) for defect in part)
-        evaluation = Evaluation(step, images, len(self.images), correct1, correct5, loss_sum, not_finite)
-        labels, predicted, confidence = group.all_reduce(per_image).numpy()
+        labels, predicted, confidence, losses = group.all_reduce(per_image).numpy()
         predictions = Predictions(
-            (labels - 1).astype(np.int32),
-            predicted.astype(np.int32),
-            (confidence / _CONFIDENCE_UNIT).astype(np.float32),
+            (labels - 1).astype(np.int32), predicted.astype(np.int32), confidence / CONFIDENCE_UNIT
         )
+        loss_sum = sum(losses.tolist())  # Python's integers: it may exceed 2^63
+        evaluation = Evaluation(
+            step, images, len(self.images), correct1, correct5, loss_sum * LOSS_UNIT // _IMAGE_LOSS_UNIT, not_finite,
+            nll=loss_sum / _IMAGE_LOSS_UNIT / max(1, int((labels > 0).sum())),
+            ece=predictions.calibration_error(), balanced_accuracy=predictions.balanced_accuracy(),
+            correct1_plain=correct1_plain if self._flips else None,
+        )  # fmt: skip
         return EvalResult(evaluation, predictions, all_defects, failed_reads)
 
     def _count(self, batch: Batch, per_image: Tensor) -> Tensor:
-        """Evaluate a batch, and set its columns of `per_image`, [3, images].
+        """Evaluate a batch, and set its columns of `per_image`, [4, images].
 
-        Return [images, correct, correct within five, loss in 2^-20, images with logits not finite]
-        int64 on the device.
+        Return [images, correct, correct within five, images with logits not finite, correct without
+        mirror images] int64 on the device.
         """
         labels = batch.labels
-        logits: Tensor = (self._predict or self._model)(self._normalise(batch.images)).float()
+        views = self._logits_of_views(self._normalise(batch.images))
+        logits = torch.stack(views).mean(0)
         finite = logits.isfinite().all(1)
         top5 = logits.topk(min(5, logits.shape[1]), 1).indices
         correct = (top5 == labels[:, None]) & finite[:, None]
         predicted = top5[:, 0].where(finite, NO_PREDICTION)
-        confidence = logits.softmax(1).amax(1).where(finite, 0).double().mul(_CONFIDENCE_UNIT).to(torch.int64)
+        log_probabilities = logits.double().log_softmax(1)
+        confidence = log_probabilities.amax(1).exp().where(finite, 0)
+        losses = functional.nll_loss(log_probabilities, labels, ignore_index=NO_LABEL, reduction="none")
+        losses = losses.where(finite, 0).clamp(max=MAX_LOSS)
         first = int(batch.ids[0])
-        per_image[:, first : first + len(labels)] = torch.stack([labels + 1, predicted, confidence])
-        losses = functional.cross_entropy(logits, labels, ignore_index=NO_LABEL, reduction="none")
-        too_large = finite & ~(losses <= MAX_LOSS)
-        summed = labels.where(finite & ~too_large, NO_LABEL)
-        loss = functional.cross_entropy(logits, summed, ignore_index=NO_LABEL, reduction="sum")
-        loss_sum = (loss.double() * LOSS_UNIT).round().to(torch.int64) + too_large.sum() * (MAX_LOSS * LOSS_UNIT)
+        per_image[:, first : first + len(labels)] = torch.stack([
+            labels + 1, predicted, _count_units(confidence, CONFIDENCE_UNIT), _count_units(losses, _IMAGE_LOSS_UNIT),
+        ])  # fmt: skip
         images = torch.full((), len(labels), dtype=torch.int64, device=labels.device)
-        return torch.stack([images, correct[:, 0].sum(), correct.sum(), loss_sum, (~finite).sum()])
+        correct_plain = ((views[0].argmax(1) == labels) & views[0].isfinite().all(1)).sum()
+        return torch.stack([images, correct[:, 0].sum(), correct.sum(), (~finite).sum(), correct_plain])
+
+    def _logits_of_views(self, images: Tensor) -> list[Tensor]:
+        """Return the logits, [B, classes] float32, and with evaluate.flip those of mirror images.
+
+        images: [B, 3, H, W], normalised.
+        """
+        predict = self._predict or self._model
+        views = [images, images.flip(-1)] if self._flips else [images]
+        return [predict(view).float() for view in views]
+
+
+def _count_units(values: Tensor, per_one: int) -> Tensor:
+    """Return the values, [B] float64, as integers in units of 1 / per_one."""
+    return values.mul(per_one).round().to(torch.int64)

@@ -130,16 +130,15 @@ class Metrics:
         evaluation, row = state.evaluation, state.receipt_row()
         assert evaluation is not None
         self._terminal.log(
-            f"validation at step {evaluation.step:,}: top-1 {evaluation.top1:.4f}, top-5 {evaluation.top5:.4f}, loss"
-            f" {evaluation.loss:.4f}, {evaluation.images} of {evaluation.total} images" + (" (best)" if is_best else "")
+            f"validation at step {evaluation.step:,}: {evaluation.line}" + (" (best)" if is_best else "")
         )
         if evaluation.warning:
             self._terminal.log(evaluation.warning)
         metrics = {
             "val/top1": evaluation.top1,
             "val/top5": evaluation.top5,
-            "val/loss": evaluation.loss,
             "val/images": float(evaluation.images),
+            **{f"val/{name}": value for name, value in evaluation.figures.items()},
         }
         self._records.log_metrics(evaluation.step, metrics)
         self._records.log_evaluation(row)

@@ -1,4 +1,4 @@
-"""First weights from torchvision, another run or MLflow, with a head for the data's classes.
+"""First weights from torchvision, a file, a run or MLflow, with a head for the data's classes.
 
 Rank 0 reads them and sends them to all processes, so no other process needs the file or the
 network. The tensors whose shape does not fit are those of the head: it keeps its random weights,
@@ -59,8 +59,12 @@ def freeze(model: nn.Module, names: str) -> str:
     Raises RequestError for a module that the model does not have, or if nothing is left to train.
     """
     children = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
+    heads = _heads(model, children)
     modules = dict(model.named_modules())
-    chosen = children[:-1] if names == "backbone" else [name.strip() for name in names.split(",")]  # the head is last
+    if names == "backbone":
+        chosen = [name for name in children if name not in heads]
+    else:
+        chosen = [name.strip() for name in names.split(",")]
     own = dict(model.named_parameters(recurse=False)) if names == "backbone" else {}  # a transformer's class token
     for parameter in own.values():
         parameter.requires_grad_(False)
@@ -73,9 +77,21 @@ def freeze(model: nn.Module, names: str) -> str:
         modules[name].eval().requires_grad_(False)
     left = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     if not left:
-        raise RequestError(f"model.freeze={names} leaves nothing to train: do not freeze the head, {children[-1]}")
+        raise RequestError(f"model.freeze={names} leaves nothing to train: do not freeze the head, {', '.join(heads)}")
     total = sum(parameter.numel() for parameter in model.parameters())
     return f"{', '.join([*own, *chosen])} frozen: {left:,} of {total:,} weights are trained"
+
+
+def _heads(model: nn.Module, children: list[str]) -> list[str]:
+    """Return the names of the children with a classifier.
+
+    They are those that timm's `get_classifier` names, or the last child.
+    """
+    is_timm = type(model).__module__.startswith("timm.")
+    named = model.get_classifier() if is_timm else ()  # type: ignore[operator]
+    classifiers = [*named] if isinstance(named, (tuple, list)) else [named]
+    heads = [name for name in children if any(module in classifiers for module in model.get_submodule(name).modules())]
+    return heads or children[-1:]
 
 
 def _read(arch: str, init: str) -> dict[str, Tensor]:
@@ -83,6 +99,8 @@ def _read(arch: str, init: str) -> dict[str, Tensor]:
         from pipeline.record.mlflow.registry import fetch_model
 
         return checkpoint.eval_weights(fetch_model(init))
+    if os.path.isfile(init) and not checkpoint_files.NAME.fullmatch(Path(init).name):
+        return checkpoint.read_state_dict(Path(init))
     if os.path.exists(init):
         try:
             path = checkpoint_files.find(Path(init))

@@ -4,6 +4,7 @@ The other processes have `NullRecords`, so the code that trains asks nowhere who
 """
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from pipeline import errors
 from pipeline.config.credentials import without_password
 from pipeline.config.schema import Config
+from pipeline.data.index import Index
 from pipeline.data.sources import Source
 from pipeline.errors import RunError
 from pipeline.files import atomic_write
@@ -18,7 +20,7 @@ from pipeline.plan import Plan
 from pipeline.record import page, sender
 from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import Journal, read
+from pipeline.record.journal import Journal, read, run_id
 from pipeline.record.mirror import Mirror
 from pipeline.record.provenance import provenance
 from pipeline.record.receipt import Receipt
@@ -41,17 +43,23 @@ class Records:
     ) -> None:  # fmt: skip
         """Open everything and record the start. Raises OSError if the folder cannot be written.
 
+        Raises RunError if the mirror cannot record a rollback.
+
         resumed_from: the checkpoint. evaluated: its receipt row, if its model is evaluated.
         """
         log = terminal.log
+        if mirror:
+            mirror.abandon_after(resumed_from)  # first: a restart must not restore what is set aside here
         prepare_folder(resumed_from, state.best_step, folder, log)
         errors.clear_failure(folder.path)
         atomic_write(folder.config, config.to_yaml().encode(), check=folder.check_ours)
         atomic_write(folder.plan, json.dumps(plan.to_dict(), indent=1).encode(), check=folder.check_ours)
         self._config, self._folder, self._mirror, self._terminal = config, folder, mirror, terminal
+        self._classes = source.classes
         # what a checkpoint contains in addition to the state
         self._identity = {
-            "config": config.to_yaml(), "data": source.digest, "classes": list(source.classes), "world": plan.world,
+            "config": config.to_yaml(), "data": source.digest, "split": _hash_split(source.index),
+            "classes": list(source.classes), "world": plan.world,
         }  # fmt: skip
         worlds = [row["tags"]["world"] for row, _ in read(folder.journal) if row.get("event") == "started"]
         self._journal = Journal(folder.journal, log)
@@ -62,12 +70,14 @@ class Records:
         self._trace = Trace(folder.trace, state.step) if config.run.trace else None
         facts = {
             "recipe": config.recipe,
+            **({"changes": config.changes} if config.changes else {}),
+            **_continued_run(resumed_from, folder),
             "world": plan.world,
             "processes_a_node": plan.local_world,
             "threads": plan.threads,
             "epochs": config.train.epochs,
             "data": source.digest,
-            **provenance(config.recipe, state.strategy.group.device),
+            **provenance(config.recipe, config.model.arch, state.strategy.group.device),
         }
         if worlds and worlds[-1] != plan.world:
             self._journal.log_event("resized", step=state.step, processes=plan.world, before=worlds[-1])
@@ -77,6 +87,7 @@ class Records:
             resumed=resumed_from is not None,
             checkpoint=resumed_from.name if resumed_from else None,
             launch=launch_id(),
+            resume=config.run.resume,
             tags=facts,
         )
         if evaluated:  # a checkpoint is synced and the journal is not: a machine may have lost this row
@@ -125,18 +136,22 @@ class Records:
             self._trace.append(step, epoch, ids, batch_sha256)
 
     def keep_predictions(self, result: EvalResult) -> None:
-        """Keep the predictions of an evaluation for the report."""
+        """Record the recall of each class, and keep the predictions for the report."""
+        recalls = result.predictions.recalls(self._classes)
+        self.log_metrics(result.evaluation.step, {f"val/recall/{name}": value for name, value in recalls.items()})
         if self._samples:
             self._samples.save_evaluation(result)
 
     def save(self, state: dict[str, Any], epoch: int, step: int, best_step: int | None) -> None:
         """Start to write a checkpoint, in a thread."""
-        self._log_mirror_failures()
+        self._log_mirror_events()
         self._checkpoints.save({**state, **self._identity, "epoch": epoch}, step, best_step)
 
     def wait_for_save(self) -> None:
-        """Return when no checkpoint is being written."""
+        """Return when no checkpoint is being written, and record the last that was completed."""
         self._checkpoints.wait()
+        if saved := self._checkpoints.pop_saved():
+            self.log_event("saved", checkpoint=saved.name)
 
     @property
     def gave_up_saving(self) -> bool:
@@ -168,29 +183,40 @@ class Records:
         process must end, or None.
         """
         log = self._terminal.log
-        self._checkpoints.wait()
+        self.wait_for_save()
         self._folder.check_ours()
-        self._log_mirror_failures()
+        self._log_mirror_events()
         self._journal.log_event("ended", status=status, step=state.step, line=line, best=self._best_file(state))
         self._receipt.write(log)
         if self._samples:
             self._samples.write_page()
         if self._mirror:
             self._mirror.upload()  # meanwhile
-        if not self._sender.close(log):
+        if not self._sender.close(log, seconds_left):
             log(f"MLflow did not take everything: the journal keeps it, 'pipeline sync {self._folder.path}' sends it")
         if self._mirror:
             self._mirror.close(seconds_left)
 
     def crash(self, step: int, status: str, line: str) -> None:
         """Record a crash at `step`, once a checkpoint that is being written is complete."""
-        self._checkpoints.wait()
+        self.wait_for_save()
         self._folder.check_ours()
         self._journal.log_event("ended", status=status, step=step, line=line)
 
-    def _log_mirror_failures(self) -> None:
+    def flush_mirror(self, seconds: float) -> None:
+        """Upload what the mirror lacks, for at most `seconds`.
+
+        The disk may be gone after this process.
+        """
+        if self._mirror:
+            end = time.monotonic() + seconds
+            self._mirror.close(lambda: end - time.monotonic())
+
+    def _log_mirror_events(self) -> None:
         while self._mirror and self._mirror.failures:
             self._journal.log_event("mirror failed", reason=self._mirror.failures.pop(0))
+        while self._mirror and self._mirror.uploaded:
+            self._journal.log_event("mirrored", checkpoint=self._mirror.uploaded.pop(0))
 
     def _summary(self, state: TrainState) -> dict[str, str]:
         best, file = state.best, self._best_file(state)
@@ -262,6 +288,9 @@ class NullRecords(Records):
     def crash(self, step: int, status: str, line: str) -> None:
         pass
 
+    def flush_mirror(self, seconds: float) -> None:
+        pass
+
 
 def open_records(
     config: Config, plan: Plan, state: TrainState, folder: RunFolder, source: Source, resumed_from: Path | None,
@@ -281,7 +310,25 @@ def open_records(
             records = Records(config, plan, state, folder, source, resumed_from, evaluated, mirror, terminal)
         except OSError as reason:
             error = folder.write_error(reason)
+        except RunError as reason:
+            error = reason
     group.raise_together(error)
     if config.track.required:
         group.raise_together(group.run_long_task(records.wait_for_tracker))
     return records
+
+
+def _continued_run(resumed_from: Path | None, folder: RunFolder) -> dict[str, str]:
+    """Return the id of the run whose checkpoint this one continues, if that is another run."""
+    if resumed_from is None or resumed_from.parent.resolve() == folder.checkpoints.resolve():
+        return {}
+    other = RunFolder(resumed_from.parent.parent)
+    origin = run_id(other.journal) if resumed_from.parent == other.checkpoints else None
+    return {"continues": origin} if origin else {}
+
+
+def _hash_split(index: Index | None) -> dict[str, Any] | None:
+    """Return the names of all images, as a digest, and the share held out, or None if val/ is."""
+    if index is None or not index.is_split_by_hash:
+        return None
+    return {"names": index.names_digest, "val_split": index.val_split}

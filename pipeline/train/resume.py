@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from pipeline.config.load import from_yaml, refuse_changes
 from pipeline.config.schema import Config
 from pipeline.data.manifest import find_cached_index
@@ -17,10 +19,13 @@ from pipeline.data.sources import Source, data_root
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import atomic_write
 from pipeline.group import Group
-from pipeline.record.checkpoint import decode
+from pipeline.model.architectures import meta_model
+from pipeline.model.functions import model_provenance
+from pipeline.record.checkpoint import decode, decode_state
 from pipeline.record.checkpoint_files import find as find_checkpoint
 from pipeline.record.checkpoint_files import list_checkpoints, newest_verified, read_verified, step_of
 from pipeline.record.folder import RunFolder
+from pipeline.record.journal import known_checkpoints, read
 from pipeline.train.state import TrainState
 
 
@@ -41,45 +46,55 @@ def find(config: Config, folder: RunFolder, source: Source, log: Callable[[str],
        else.
     3. run.resume=auto: the newest checkpoint here that verifies; if there are some and none does,
        exit 4.
-    4. No checkpoint at all: a fresh start.
+    4. No checkpoint at all: a fresh start; if the journal names one, exit 4.
 
-    Raises RequestError for a checkpoint of another configuration or of other data, or a PATH that
-    holds none.
+    Raises RequestError for a checkpoint of another configuration, of other data, of another model
+    or of another run than that in the folder, or a PATH that holds none; TemporaryError if the
+    storage is out of reach.
     """
     if config.run.resume == "never":
         return None
     try:
         if config.run.resume == "auto":
-            verified = newest_verified(folder.checkpoints, log)
+            verified = newest_verified(folder.checkpoints, log, config.start_again)
+            if verified is None and (known := known_checkpoints(folder.journal)):
+                raise StorageError(
+                    f"{config.run_dir} holds no checkpoint, and its journal names {known[-1]}: restore one from a"
+                    f" copy, or {config.start_again}"
+                )
         else:
             verified = _named(config.run.resume, log)
+            _refuse_another_run(verified[0], config, folder)
     except OSError as error:
         raise folder.write_error(error) from None
     if verified is None:
         return None
     path, data = verified
-    contents = decode(data, path)
+    contents = decode_state(data, path)
     _refuse_others(contents, config, source)
+    _refuse_another_model(contents, config, path)
+    _log_changed_code(config, path, log)
     return VerifiedCheckpoint(path, data, contents)
 
 
 def resume_value_at_restart(named: str, used: str, folder: RunFolder) -> str:
     """Return run.resume for the restart of a run that resumed from file `used` of path `named`.
 
-    That is auto once the run has saved a checkpoint itself, and the same file until then: a folder
-    may have newer ones.
+    That is auto: the start has put the file into the run's folder. It is the same file, and no
+    newer one of its folder, if it could not be put there.
     """
     own = list_checkpoints(folder.checkpoints)
-    if own and own[0].name != used and step_of(own[0]) >= step_of(Path(used)):
+    if own and step_of(own[0]) >= step_of(Path(used)):
         return "auto"
     places = (Path(named) / used, Path(named) / "checkpoints" / used)
     return next((str(path) for path in places if path.exists()), named)
 
 
 def prepare_folder(used: Path | None, best_step: int | None, folder: RunFolder, log: Callable[[str], None]) -> None:
-    """Prepare the folder to continue from `used`: set newer checkpoints aside, copy the best.
+    """Prepare the folder to continue from `used`: set newer checkpoints aside.
 
-    Raises OSError if the folder cannot be written.
+    If `used` is in another folder, copy it and the best, so that this folder can be resumed at
+    once. Raises OSError if the folder cannot be written.
     """
     folder.remove_temporary_files()
     if used is None:
@@ -90,15 +105,14 @@ def prepare_folder(used: Path | None, best_step: int | None, folder: RunFolder, 
         plural = "s" if len(newer) > 1 else ""
         log(f"{len(newer)} newer checkpoint{plural} set aside in {folder.set_aside_checkpoints(newer)}")
     log(f"resuming from {used}")
-    best = next(
-        (path for path in (used, *list_checkpoints(used.parent)) if step_of(path) == best_step),
-        None,
-    )
-    if best and not (folder.checkpoints / best.name).exists():
-        try:
-            atomic_write(folder.checkpoints / best.name, read_verified(best), check=folder.check_ours)
-        except StorageError as defect:
-            log(f"the best model is not copied: {defect}")
+    if used.parent.resolve() == folder.checkpoints.resolve():
+        return
+    best = [path for path in (used, *list_checkpoints(used.parent)) if step_of(path) == best_step]
+    try:
+        for path in dict.fromkeys((used, *best[:1])):  # the best alone would be taken for the newest
+            atomic_write(folder.checkpoints / path.name, read_verified(path), check=folder.check_ours)
+    except StorageError as defect:
+        log(f"a checkpoint is not copied: {defect}")
 
 
 def broadcast_contents(found: VerifiedCheckpoint | None, group: Group) -> dict[str, Any] | None:
@@ -119,8 +133,8 @@ def resume(
         if not config.run.exact:
             weights = "the weights will differ from those of an unchanged run (run.exact=true makes them equal)"
         log(
-            f"resuming with {group.size} {processes} instead of {contents['world']}: each sample is still used once an"
-            f" epoch, and {weights}"
+            f"resuming with {group.size} {processes} instead of {contents['world']}: the samples and their order stay"
+            f" the same, and {weights}"
         )
     state.load_dict(contents, is_main=group.is_main)
 
@@ -142,8 +156,40 @@ def _refuse_others(contents: dict[str, Any], config: Config, source: Source) -> 
     if contents["data"] != source.digest:
         changed = describe_data_change(config, source, contents["data"], config.run_dir / "index")
         raise RequestError(
-            f"the data is not that of the checkpoint at step {contents['step']}: {changed}; restore it, or start again"
-            " with run.resume=never"
+            f"the data is not that of the checkpoint at step {contents['step']}: {changed}; restore it, or"
+            f" {config.start_again}"
+        )
+
+
+def _refuse_another_model(contents: dict[str, Any], config: Config, path: Path) -> None:
+    """Raise RequestError if the weights do not fit the model that this start builds."""
+    before = _shapes(contents["model"])
+    now = _shapes(meta_model(config.model, len(contents["classes"])).state_dict())
+    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    if changed:
+        name = changed[0]
+        others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        raise RequestError(
+            f"model.arch={config.model.arch} is not the model in {path}: {name} {before.get(name, 'missing')} ->"
+            f" {now.get(name, 'missing')}{others}: restore the code that made it, or {config.start_again}"
+        )
+
+
+def _shapes(weights: dict[str, Any]) -> dict[str, list[int]]:
+    """Return the shape of each tensor of a state dict, by name."""
+    return {name: list(value.shape) for name, value in weights.items() if isinstance(value, Tensor)}
+
+
+def _log_changed_code(config: Config, path: Path, log: Callable[[str], None]) -> None:
+    """Log a line if the file of the model's function has changed since a start saved `path`."""
+    digest = model_provenance(config.model.arch).get("model_sha256")
+    rows = read(RunFolder(path.absolute().parent.parent).journal) if digest else ()
+    starts = [row for row, _ in rows if row.get("event") == "started" and row["step"] < step_of(path)]
+    before = starts[-1]["tags"].get("model_sha256") if starts else None
+    if before and before != digest:
+        log(
+            f"the file of model.arch={config.model.arch} has changed since {path.name} was saved: its SHA-256 began"
+            f" {before[:16]}; training continues with the new code"
         )
 
 
@@ -158,6 +204,19 @@ def _named(text: str, log: Callable[[str], None]) -> tuple[Path, bytes]:
         assert newest is not None
         return newest
     return path, read_verified(path)
+
+
+def _refuse_another_run(used: Path, config: Config, folder: RunFolder) -> None:
+    """Raise RequestError if the folder holds a run that never had the checkpoint `used`.
+
+    Its journal would be continued, and its best model taken for that of `used`.
+    """
+    known = known_checkpoints(folder.journal)
+    if known and used.name not in known and used.parent.resolve() != folder.checkpoints.resolve():
+        raise RequestError(
+            f"run.resume={config.run.resume} is of another run than that in {config.run_dir}: give another run.dir"
+            " with it, or leave run.resume out to continue the run there"
+        )
 
 
 def _is_newer(path: Path, other: Path) -> bool:

@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -36,6 +36,7 @@ from pipeline.model.architectures import Normalise, build
 from pipeline.parallel import Strategy, choose_strategy
 from pipeline.plan import Plan, divide_resources, make_plan, request_digest
 from pipeline.record.checkpoint import copy_to_host, eval_model, eval_weights, weights_digest
+from pipeline.record.figures import shorten
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import final_status
 from pipeline.record.mirror import Mirror
@@ -54,7 +55,10 @@ from pipeline.train.step import warm_up
 from pipeline.train.trainer import Trainer
 from pipeline.world import World
 
+_SHOWN_RECALLS = 10
 _MARGIN_S = 10
+_CRASH_MIRROR_S = 10
+"""Seconds that a process that crashes may upload to the mirror."""
 _GPU_MARGIN_S = 120  # the watchdog's margin and the part of a step between a collective and its last progress
 
 
@@ -70,6 +74,8 @@ class Prepared:
     """First weights, if model.init names some and no checkpoint replaces them."""
     mirror: Mirror | None = None
     """Holds the lease of `checkpoint.mirror`."""
+    resume: str = "auto"
+    """`run.resume`, or its replacement at a restart."""
 
 
 def run_training(
@@ -85,10 +91,10 @@ def run_training(
     request = request_digest(config, world)
     trainer, is_saved = _set_up(config, world, folder, prepare, stop, terminal)
     plan, state, group, watchdog = trainer.plan, trainer.state, trainer.group, trainer.watchdog
-    data = TrainBatches(trainer.train_images, config, plan, group.rank)
-    positions = range(state.step * plan.accumulate, max(state.step, plan.last_step) * plan.accumulate)
-    watchdog.begin_training(partial(_record_hang, trainer))
     try:
+        data = TrainBatches(trainer.train_images, config, plan, group.rank)
+        positions = range(state.step * plan.accumulate, max(state.step, plan.last_step) * plan.accumulate)
+        watchdog.begin_training(partial(_record_hang, trainer), config.same_command)
         with closing(batches(data, positions, plan, pin=group.device.type == "cuda")) as loaded:
             evaluation = train(trainer, to_device(loaded, group.device), is_saved=is_saved)
     except LoaderError as error:
@@ -97,7 +103,9 @@ def run_training(
         _crash(trainer, str(error), error.code)
     except RunError as error:
         watchdog.stop()
-        with _saving_failure(folder, request, terminal):
+        # the modules that raise it do not know the configuration
+        error.args = (str(error).replace("the same command", config.same_command),)
+        with _saving_failure(config, folder, request, terminal):
             errors.save_failure(folder.path, error, request)  # the mirror gets it, too
             group.run_long_task(partial(_end, trainer, error))
             group.shutdown()
@@ -127,6 +135,12 @@ def run_evaluation(config: Config, world: World, contents: dict[str, Any], sourc
     result = evaluator.evaluate(contents["step"], lambda: False)
     assert result is not None
     terminal.log_bad_images(source.val, result.defects)
+    terminal.log(f"validation: {result.evaluation.line}")
+    recalls = result.predictions.lowest_recalls(len(source.classes), _SHOWN_RECALLS)
+    shown = [f"{shorten(source.classes[label], 24)} {correct}/{images}" for label, correct, images in recalls]
+    part = f"the lowest of {len(source.classes):,} classes" if len(shown) < len(source.classes) else "each class"
+    mean_recall = result.evaluation.balanced_accuracy or 0
+    terminal.log(f"balanced accuracy {mean_recall:.4f}, recall of {part}: {', '.join(shown)}")
     if result.evaluation.warning:
         terminal.log(result.evaluation.warning)
     group.shutdown()
@@ -157,52 +171,59 @@ def _set_up(
     if prepare:
         watchdog = new_watchdog()
         watchdog.start()
-        with stop.raise_on_signal():
-            prepared = prepare()
-        watchdog.stop()
-        _announce(config, folder, prepared.plan, terminal)
+        try:
+            with stop.raise_on_signal():
+                prepared = prepare()
+        finally:
+            watchdog.stop()
+        _announce(config, folder, prepared, terminal)
     found = prepared.found if prepared else None
     weights = prepared.weights if prepared else None
     mirror = prepared.mirror if prepared else None
-    with _saving_failure(folder, request_digest(config, world), terminal):
-        with stop.exit_on_signal():
-            group = _join(config, world)
-        if not group.is_main:
-            folder.join_holder()  # rank 0, which has the lock by now
-        watchdog = new_watchdog()
-        watchdog.start()
-        group.set_device_timeout(config.run.timeout + COMPILATION_S + _GPU_MARGIN_S)
-        source = _broadcast_source(config, group, prepared.source if prepared else None)
-        plan = _agree_on_plan(config, group, source)
-        contents = broadcast_contents(found, group)
-        timer = make_timer(group.device)
-        plan, state = _build(config, plan, group, weights, timer, watchdog, terminal, is_resumed=contents is not None)
-        watchdog.beat()
-        profiler = make_profiler(config, folder.report, group, terminal.log)
-        if contents:
-            resume(state, contents, config, group, terminal.log)
-        resumed_from = found.path if found else None
-        (is_moved,) = group.any_rank(
-            resumed_from is not None and resumed_from.parent.resolve() != folder.checkpoints.resolve()
-        )
-    if _is_finished(plan, state, folder, terminal):
-        records: Records = NullRecords()
-        group.run_long_task(partial(_update_mirror, mirror, stop))
-    else:
-        records = open_records(config, plan, state, folder, source, resumed_from, mirror, terminal)
-    trainer = Trainer.build(
-        config, plan, state, source, records, terminal,
-        timer=timer, watchdog=watchdog, stop=stop, profiler=profiler,
-    )  # fmt: skip
+    with ExitStack() as setting_up:
+        with _saving_failure(config, folder, request_digest(config, world), terminal):
+            with stop.exit_on_signal():
+                group = _join(config, world)
+            if not group.is_main:
+                folder.join_holder()  # rank 0, which has the lock by now
+            watchdog = new_watchdog()
+            setting_up.callback(watchdog.stop)
+            watchdog.start()
+            group.set_device_timeout(config.run.timeout + COMPILATION_S + _GPU_MARGIN_S)
+            source = _broadcast_source(config, group, prepared.source if prepared else None)
+            plan = _agree_on_plan(config, group, source)
+            contents = broadcast_contents(found, group)
+            timer = make_timer(group.device)
+            plan, state = _build(
+                config, plan, group, weights, timer, watchdog, stop, terminal, is_resumed=contents is not None
+            )
+            watchdog.beat()
+            profiler = make_profiler(config, folder.report, group, terminal.log)
+            if contents:
+                resume(state, contents, config, group, terminal.log)
+            resumed_from = found.path if found else None
+            (is_moved,) = group.any_rank(
+                resumed_from is not None and resumed_from.parent.resolve() != folder.checkpoints.resolve()
+            )
+        if _is_finished(plan, state, folder, terminal):
+            records: Records = NullRecords()
+            group.run_long_task(partial(_update_mirror, mirror, stop))
+        else:
+            records = open_records(config, plan, state, folder, source, resumed_from, mirror, terminal)
+        trainer = Trainer.build(
+            config, plan, state, source, records, terminal,
+            timer=timer, watchdog=watchdog, stop=stop, profiler=profiler,
+        )  # fmt: skip
+        setting_up.pop_all()  # the watchdog also watches the training
     return trainer, not is_moved
 
 
-def _announce(config: Config, folder: RunFolder, plan: Plan, terminal: Terminal) -> None:
+def _announce(config: Config, folder: RunFolder, prepared: Prepared, terminal: Terminal) -> None:
     """Show the plan, now that the request has passed all checks. Set an earlier run aside first."""
-    if config.run.resume == "never":
+    if prepared.resume == "never":
         aside = folder.set_aside()
         print(f"moved the contents of {folder.path} to {aside}" if aside else "a fresh start", file=sys.stderr)
-    terminal.show(f"{config.recipe} in {folder.path}\n{plan.table()}")
+    terminal.show(f"{config.recipe} in {folder.path}\n{prepared.plan.table()}")
 
 
 def _is_finished(plan: Plan, state: TrainState, folder: RunFolder, terminal: Terminal) -> bool:
@@ -218,7 +239,7 @@ def _is_finished(plan: Plan, state: TrainState, folder: RunFolder, terminal: Ter
 
 
 @contextmanager
-def _saving_failure(folder: RunFolder, request: str, terminal: Terminal) -> Iterator[None]:
+def _saving_failure(config: Config, folder: RunFolder, request: str, terminal: Terminal) -> Iterator[None]:
     """Save a permanent failure for the next start of this request, and log what to do then."""
     try:
         yield
@@ -226,7 +247,8 @@ def _saving_failure(folder: RunFolder, request: str, terminal: Terminal) -> Iter
         folder.check_ours()
         errors.save_failure(folder.path, error, request)
         if error.code in errors.PERMANENT:
-            terminal.log(f"with run.resume=auto this request now fails at once: {folder.advice_after_failure()}")
+            advice = folder.advice_after_failure(error, config)
+            terminal.log(f"with run.resume=auto this request now fails at once: {advice}")
         raise
 
 
@@ -271,6 +293,7 @@ def _build(
     weights: dict[str, Tensor] | None,
     timer: StepTimer,
     watchdog: Watchdog,
+    stop: StopRequest,
     terminal: Terminal,
     *,
     is_resumed: bool,
@@ -301,19 +324,19 @@ def _build(
         log(strategy.notice)
     if group.size > 1:
         strategy.on_gradients_computed(partial(timer.switch_to, "communication"))
-    state = TrainState.build(strategy, make_loss_guard(strategy, timer), config)
+    state = TrainState.build(strategy, make_loss_guard(strategy, timer, config.start_again), config)
     first_weights = copy_to_host(model.state_dict())  # the warm-up pass changes the running statistics
     watchdog.beat()
     with watchdog.allow_compilation(group) if plan.compiles else nullcontext():
-        _warm_up(config, plan, strategy, timer)
+        _warm_up(config, plan, strategy, timer, stop)
     model.load_state_dict(first_weights)
     return plan, state
 
 
-def _warm_up(config: Config, plan: Plan, strategy: Strategy, timer: StepTimer) -> None:
+def _warm_up(config: Config, plan: Plan, strategy: Strategy, timer: StepTimer, stop: StopRequest) -> None:
     """Run the discarded pass, in which a model is compiled.
 
-    Raises RequestError if it cannot be compiled.
+    Raises RequestError if it cannot be compiled, TemporaryError if a signal ended the compiler.
     """
     normalise = Normalise(strategy.group.device, channels_last=config.model.channels_last)
     if not plan.compiles:
@@ -323,6 +346,7 @@ def _warm_up(config: Config, plan: Plan, strategy: Strategy, timer: StepTimer) -
     try:
         warm_up(strategy, normalise, timer, plan)
     except TorchDynamoException as error:
+        stop.check()
         reason = " ".join(str(error).split())[:200]
         raise RequestError(
             f"{config.model.arch} cannot be compiled: train with train.compile=off ({reason})"
@@ -369,6 +393,7 @@ def _crash(trainer: Trainer, traceback_text: str, code: int, *, is_secondary: bo
     trainer.records.crash(step, "FAILED", "crashed")
     if code in errors.PERMANENT:
         stop_restarts()
+    trainer.records.flush_mirror(_CRASH_MIRROR_S)
     os._exit(code)
 
 

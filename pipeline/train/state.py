@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from pipeline.config.schema import Config
 from pipeline.guards.nonfinite import LossGuard
-from pipeline.model.architectures import parameter_groups
 from pipeline.parallel import Strategy
 from pipeline.record.checkpoint import weights_digest
+from pipeline.train.optimizer import make_optimizer
 
 LOSS_UNIT = 2**20
 """Losses are summed as integers in units of 2^-20: the sum is the same in any order."""
@@ -27,7 +26,7 @@ MAX_LOSS = 2**16
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The validation result of one step's model, in integers: the same at any world size."""
+    """The validation result of one step's model: sums of integers, the same at any world size."""
 
     step: int
     images: int
@@ -39,8 +38,16 @@ class Evaluation:
     not_finite: int = 0
     """Images whose logits are not finite: wrong predictions, and in no sum.
 
-    Absent in checkpoints of version 0.1.
+    Absent in checkpoints of version 0.1, like the figures below.
     """
+    nll: float | None = None
+    """The mean negative log likelihood of the images that have a label."""
+    ece: float | None = None
+    """The expected calibration error, see `Predictions.calibration_error`."""
+    balanced_accuracy: float | None = None
+    """The mean over the classes of their recall."""
+    correct1_plain: int | None = None
+    """With evaluate.flip: correct predictions without the mirror images."""
 
     @property
     def top1(self) -> float:
@@ -54,6 +61,24 @@ class Evaluation:
     def loss(self) -> float:
         """The mean loss; NaN if the logits of any image are not finite."""
         return math.nan if self.not_finite else self.loss_sum / LOSS_UNIT / self.images
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The figures beside top-1 and top-5, by name: those that are finite."""
+        named = {
+            "loss": self.loss, "nll": math.nan if self.not_finite else self.nll, "ece": self.ece,
+            "balanced_accuracy": self.balanced_accuracy,
+            "top1_plain": None if self.correct1_plain is None else self.correct1_plain / self.images,
+        }  # fmt: skip
+        return {name: value for name, value in named.items() if value is not None and math.isfinite(value)}
+
+    @property
+    def line(self) -> str:
+        """The figures, for the terminal."""
+        names = {"loss": "loss", "ece": "ECE", "top1_plain": "top-1 without mirror images"}
+        figures = {"loss": math.nan} | self.figures
+        parts = [f"{word} {figures[name]:.4f}" for name, word in names.items() if name in figures]
+        return f"top-1 {self.top1:.4f}, top-5 {self.top5:.4f}, {', '.join(parts)}, {self.images} of {self.total} images"
 
     @property
     def warning(self) -> str | None:
@@ -177,6 +202,9 @@ class TrainState:
         # The saved settings say which kernels updated (fused, foreach). With another number of
         # processes these may be unable to.
         groups = self.optimizer.state_dict()["param_groups"]
+        for group, saved in zip(groups, states["optimizer"]["param_groups"], strict=True):
+            if "step" in saved:  # LAMB counts its updates here
+                group["step"] = saved["step"]
         self.optimizer.load_state_dict({**states["optimizer"], "param_groups": groups})
         self.strategy.scaler.load_state_dict(contents["scaler"])
         self.step = contents["step"]
@@ -199,7 +227,8 @@ class TrainState:
             "weights": f"sha256:{self.weights_digest()}",
             "top1": evaluation.top1,
             "top5": evaluation.top5,
-            "loss": None if evaluation.not_finite else evaluation.loss,  # JSON has no NaN
+            "loss": None,  # JSON has no NaN
+            **evaluation.figures,
             "images": f"{evaluation.images}/{evaluation.total}",
             **({"not_finite": evaluation.not_finite} if evaluation.not_finite else {}),
         }
@@ -210,26 +239,3 @@ class TrainState:
         All processes call this together.
         """
         return weights_digest(self.strategy.full_state({"model": self.eval_model.state_dict()})["model"])
-
-
-def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """Return the optimizer. The learning rate is set before each update, from the plan."""
-    options = config.optimizer
-    groups = parameter_groups(model, options.weight_decay)
-    if options.name == "adamw":
-        return torch.optim.AdamW(groups, lr=options.lr, betas=options.betas, fused=True)
-    # torch 2.14's fused SGD does not take sharded parameters, and chooses foreach by itself only if
-    # neither option is given
-    is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    optimizer = torch.optim.SGD(
-        groups, lr=options.lr, momentum=options.momentum, nesterov=options.nesterov,
-        fused=not is_sharded, foreach=is_sharded,
-    )  # fmt: skip
-    if options.momentum:
-        # Zeros have the same effect as no buffer at the first step. If that step is skipped because
-        # of an overflow (fp16), torch 2.14's fused SGD leaves new buffers uninitialised, with other
-        # values in each process.
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    return optimizer

@@ -91,7 +91,7 @@ def apply_gradients(trainer: Trainer) -> None:
     if skip is not None and scaler.is_enabled():  # the scaler skips the update for a gradient that is NaN
         first = next(parameter.grad for parameter in state.model.parameters() if parameter.grad is not None)
         first.masked_fill_(skip > 0, torch.nan)
-    elif skip is not None and state.optimizer.defaults["fused"]:  # a fused optimizer skips it for this flag
+    elif skip is not None and state.optimizer.defaults.get("fused"):  # a fused optimizer skips it for this flag
         state.optimizer.found_inf = skip  # type: ignore[attr-defined]
     if config.train.clip is not None:
         scaler.unscale_(state.optimizer)
@@ -170,5 +170,5 @@ def _check_defects(config: Config, plan: Plan, count: int) -> None:
         raise StorageError(
             f"{count} of {plan.train_images:,} training images cannot be decoded, more than"
             f" data.max_bad={config.data.max_bad:g} allows ({limit:.0f}): raise data.max_bad to train without them, or"
-            " fix the files that 'pipeline data check' names and start again with run.resume=never"
+            f" fix the files that 'pipeline data check' names and {config.start_again}"
         )

@@ -46,6 +46,11 @@ class Cluster(ABC):
     def wait(self) -> str:
         """Wait for a successful end; return the `done` line."""
 
+    def run_undisturbed(self) -> str:
+        """Train from the start to the end; return the `done` line."""
+        self.start()
+        return self.wait()
+
     @abstractmethod
     def close(self) -> None:
         """Remove all processes and namespaces."""
@@ -140,6 +145,11 @@ class Processes(Cluster):
 
     def wait(self) -> str:
         result = self.run.wait()
+        assert result.code == 0, result.err
+        return result.out.splitlines()[-1]
+
+    def run_undisturbed(self) -> str:
+        result = self.run.run_in_forks()
         assert result.code == 0, result.err
         return result.out.splitlines()[-1]
 

@@ -137,7 +137,7 @@ def _report(results: list[dict[str, Any]]) -> str:
     failed = [f"- `{result['test']}`" for result in results if not result["passed"]]
     dates = [time.strftime("%F", time.gmtime(result["time"])) for result in results]
     days = f"{min(dates)} to {max(dates)}" if dates else "never"
-    commands = {"once": "`make test`", "ci": "`make faults-ci` (two tests at a time)", "long": "`make faults`"}
+    commands = {"once": "`make test`", "ci": "`make faults-ci` (three tests at a time)", "long": "`make faults`"}
     modes = ", ".join(dict.fromkeys(commands[result["mode"]] for result in results))
     commits = ", ".join(dict.fromkeys(result["commit"] for result in results))
     return "\n".join(

@@ -58,7 +58,7 @@ ROWS = {
     "I2": Row("a clock that jumps by an hour, either way", "no negative duration; timeouts unaffected; identical"),
     "I3": Row("the same run twice", "identical"),
     "J1": Row("SIGKILL before the first save of a run started with run.resume=PATH", f"resumes from PATH; {_SAME}"),
-    "J2": Row("fsdp, stages: SIGKILL and SIGTERM in validation, in a save, in the first step of a start", _SAME),
+    "J2": Row("fsdp, stages: SIGKILL and SIGTERM in validation, in a save, in the first step after a resume", _SAME),
     "J3": Row("the data folder unreachable for a while · for good", "waits, identical, no image called bad · exit 75"),
     "J4": Row("non-finite logits in validation", "reported; never the best checkpoint; no integer overflow"),
     "J5": Row("a registry's model with a pickle, code, an import path; names with `..`", "no code runs; exit 2 or 4"),

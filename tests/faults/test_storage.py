@@ -15,7 +15,7 @@ import pytest
 from harness import SHARING, SMALL, Job, pipeline, read_rows
 
 from faults.ledger import Notes
-from pipeline.errors import RequestError
+from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
 from pipeline.record.checkpoint_files import read_verified, step_of
 from pipeline.record.folder import RunFolder
 from pipeline.record.mlflow.sync import _lock_sending
@@ -117,6 +117,19 @@ def test_a_start_on_a_full_disk_prints_one_line_and_exits_4(small_disk: Path, di
         " with run.dir=FOLDER"
     )
     assert result.code == 4
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [(errno.EIO, TemporaryError), (errno.ESTALE, TemporaryError), (errno.ENOSPC, StorageError),
+     (errno.EDQUOT, StorageError), (errno.EROFS, RequestError), (errno.EACCES, RequestError),
+     (errno.EEXIST, RequestError)],
+)  # fmt: skip
+def test_the_error_of_a_run_folder_says_if_a_retry_can_help(tmp_path: Path, code: int, kind: type[RunError]) -> None:
+    error = RunFolder(tmp_path).write_error(OSError(code, os.strerror(code)))
+    assert type(error) is kind
+    assert f"run.dir={tmp_path} " in str(error)
+    assert os.strerror(code) in str(error)
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS])

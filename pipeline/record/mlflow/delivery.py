@@ -10,27 +10,33 @@ it is asked for the last step of each metric, and gets only later ones.
 
 import contextlib
 import json
-import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.credentials import without_password
 from pipeline.config.schema import Config
-from pipeline.files import atomic_write
-from pipeline.record.description import describe_run
+from pipeline.errors import RequestError, TemporaryError
+from pipeline.files import atomic_write, parse_json
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
-from pipeline.record.mlflow import connection
+from pipeline.record.mlflow import connection, parts
 from pipeline.record.mlflow.figures import send_figures
 from pipeline.record.mlflow.model import register_model, send_model
 from pipeline.record.mlflow.run import MlflowRun, open_run
-from pipeline.record.page import FILE_NAME, render_page
-from pipeline.record.receipt import Receipt
 
 _MAX_METRICS = 1000  # MLflow's limit for one request
-_DESCRIPTION = "mlflow.note.content"
+_DUE = {
+    "started": ("description", "links", "inputs", "files"),
+    "evaluated": ("figures",),
+    "ended": ("description", "files", "figures"),
+}
+"""The parts that are due after an event, in the order in which they are sent.
+
+After the end of a finished run, also its model and that model's registration.
+"""
 
 
 class Delivery:
@@ -38,23 +44,19 @@ class Delivery:
 
     def __init__(self, folder: RunFolder, config: Config, uri: str, timeout_s: int) -> None:
         self._folder, self._config = folder, config
-        self._uri, credentials = connection.split_uri(uri)
+        self._uri = connection.configure(uri, timeout_s)
         self._server = without_password(self._uri)  # the URI of a database still has its password
         self._run: MlflowRun | None = None
         self._offset = 0
+        self._due: list[str] = []
         self._before: dict[str, int] = {}
         """The last step of each metric that the server had before this folder sent anything."""
+        self._failed: dict[str, Exception] = {}
+        """The parts that the last attempt could not send."""
         self.is_reachable = not uri.startswith("http")  # a local database is, even while its slow creation runs
         """The server accepted the last request."""
         self.imported = threading.Event()
         """Set once mlflow is imported, which takes seconds."""
-        os.environ |= credentials | {
-            connection.TIMEOUT_VARIABLE: str(timeout_s),
-            "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # our own loop retries; mlflow's would block for minutes
-            "MLFLOW_DISABLE_TELEMETRY": "true",
-            "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-            "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-        }
 
     def import_mlflow(self) -> None:
         """Import mlflow, which takes seconds. Raises RequestError if it is not installed."""
@@ -66,8 +68,12 @@ class Delivery:
         mlflow.set_tracking_uri(self._uri)
         self.imported.set()
 
-    def deliver(self) -> None:
-        """Send what the journal holds and the server lacks. Raises whatever mlflow raises."""
+    def deliver(self, *, is_last: bool) -> None:
+        """Send what the journal holds and the server lacks. Raises whatever mlflow raises.
+
+        A part that fails holds back nothing else. It is tried again after the next event, and by
+        the last attempt: see `check_complete`.
+        """
         self.check_ours()
         try:
             if self._run is None:
@@ -75,19 +81,35 @@ class Delivery:
                 saved = self._progress().get(self._server, {})
                 is_noted = saved.get("run_id") == self._run.run_id
                 self._offset = saved["offset"] if is_noted else 0
+                self._due = saved.get("due", []) if is_noted else []
                 self._before = saved.get("before", {}) if is_noted else self._run.last_steps
             self.is_reachable = True
+            has_event = False
             for metrics, event, end in _split_journal(self._folder.journal, self._offset, self._before):
                 self.check_ours()
                 self._run.client.log_batch(self._run.run_id, metrics=metrics)
                 if event:
-                    self._send_event(self._run, event)
+                    self._send_status(self._run, event)
+                    self._add_due(event)
+                    has_event = True
                 self._offset = end
                 self._save_progress(self._run)
         except Exception:
             self.is_reachable = False
             self._run = None  # searched for again: the server may come back without the run
             raise
+        if has_event or is_last:
+            with connection.request_timeout(connection.FILE_TIMEOUT_S) if is_last else contextlib.nullcontext():
+                self._send_parts(self._run)
+
+    def check_complete(self) -> None:
+        """Raise RequestError or TemporaryError if the last attempt could not send a part."""
+        for error in self._failed.values():
+            if isinstance(error, RequestError):
+                raise error
+        if self._failed:
+            reasons = "; ".join(f"{name}: {connection.root_cause(error)}" for name, error in self._failed.items())
+            raise TemporaryError(f"MLflow at {self._server} did not take everything: {reasons}")
 
     def check_ours(self) -> None:
         """End this process with exit code 75 if another one sends the run now."""
@@ -104,80 +126,86 @@ class Delivery:
         self._run.client.set_terminated(self._run.run_id, "FAILED", last)
 
     def _progress(self) -> dict[str, dict[str, Any]]:
-        """Return the contents of `mlflow.json`: for each server its run, and the bytes it has."""
-        with contextlib.suppress(OSError, ValueError):
-            return dict(json.loads(self._folder.delivered.read_text()))
+        """Return the contents of `mlflow.json`: for each server its run, and what it has."""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return dict(parse_json(self._folder.delivered.read_text()))
         return {}
 
     def _save_progress(self, run: MlflowRun) -> None:
         entry = {"run_id": run.run_id, "experiment_id": run.experiment_id, "offset": self._offset}
         if self._before:
             entry["before"] = self._before
+        if self._due:
+            entry["due"] = self._due
         progress = json.dumps({**self._progress(), self._server: entry}, indent=1)
         atomic_write(self._folder.delivered, progress.encode(), check=self.check_ours)
 
-    def _send_event(self, run: MlflowRun, event: dict[str, Any]) -> None:
+    def _send_status(self, run: MlflowRun, event: dict[str, Any]) -> None:
         from mlflow.entities import RunTag
 
         match event["event"]:
             case "started":
                 run.client.update_run(run.run_id, status="RUNNING")
-                tags = event["tags"] | {_DESCRIPTION: describe_run(self._folder, self._config)}
-                run.client.log_batch(run.run_id, tags=[RunTag(key, str(value)) for key, value in tags.items()])
-                self._send_dataset(run, event["tags"]["data"])
-                with _postponed_if_it_fails():
-                    self._send_files(run)
-            case "evaluated":
-                with _postponed_if_it_fails():
-                    send_figures(run, self._folder.report)
+                run.client.log_batch(run.run_id, tags=[RunTag(key, str(tag)) for key, tag in event["tags"].items()])
             case "ended":
                 run.client.set_terminated(run.run_id, event["status"], event["time"])
-                run.client.set_tag(run.run_id, _DESCRIPTION, describe_run(self._folder, self._config))
-                with connection.request_timeout(connection.FILE_TIMEOUT_S):
-                    self._send_files(run)
-                    if event["status"] == "FINISHED" and (best := event["best"]):
-                        file, name = self._folder.checkpoints / best["file"], self._config.track.register_
-                        model_id = send_model(run, self._folder, self._config, file, best["step"])
-                        if model_id and name:
-                            register_model(run, name, model_id)
-                    send_figures(run, self._folder.report)
 
-    def _send_dataset(self, run: MlflowRun, digest: str) -> None:
-        """Log the data as an input of the run."""
-        from mlflow.entities import Dataset, DatasetInput, InputTag
-        from mlflow.exceptions import MlflowException
+    def _add_due(self, event: dict[str, Any]) -> None:
+        has_result = event.get("status") == "FINISHED" and event["best"]
+        if event["event"] == "started":  # what ended the training before is no longer its result
+            self._due = [name for name in self._due if name not in ("model", "registration")]
+        due = _DUE.get(event["event"], ()) + (("model", "registration") if has_result else ())
+        self._due += [name for name in due if name not in self._due]
 
-        options = self._config.data
-        source = json.dumps({"source": options.source, "root": options.root})
-        plan = json.loads(self._folder.plan.read_text())
-        profile = json.dumps({key: plan[key] for key in ("train_images", "val_images", "num_classes")})
-        name = Path(options.root or options.source).name or options.source
-        dataset = Dataset(name, digest[:36], options.source, source, profile=profile)  # MLflow takes 36 characters
-        inputs = [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])]
-        try:
-            run.client.log_inputs(run.run_id, inputs)
-        except MlflowException:  # another run may have added the same data at the same moment
-            run.client.log_inputs(run.run_id, inputs)
+    def _send_parts(self, run: MlflowRun) -> None:
+        """Send each part that is due. One that fails stays due, and its reason is logged."""
+        senders: dict[str, Callable[[], object]] = {
+            "description": partial(parts.send_description, run, self._folder, self._config),
+            "links": partial(parts.send_links, run, self._folder),
+            "inputs": partial(parts.send_inputs, run, self._folder, self._config),
+            "files": partial(parts.send_files, run, self._folder),
+            "figures": partial(send_figures, run, self._folder.report),
+            "model": partial(self._send_model, run),
+            "registration": partial(self._register_model, run),
+        }
+        self._failed = {}
+        missing = connection.missing_package(run.artifact_uri)
+        for name in list(self._due):
+            if name not in self._due or (name == "registration" and "model" in self._failed):
+                continue
+            self.check_ours()
+            try:
+                if missing and name in ("files", "figures", "model"):
+                    raise TemporaryError(f"the server keeps files at {run.artifact_uri}: {missing}")
+                senders[name]()
+            except Exception as error:
+                reason = connection.root_cause(error)
+                if getattr(error, "error_code", "") != "ENDPOINT_NOT_FOUND":
+                    connection.log(f"{name} not sent, and tried again later: {reason}")
+                    self._failed[name] = error
+                    if connection.is_unreachable(error):
+                        self.is_reachable = False
+                        break
+                    continue
+                connection.log(f"{name} left out, because this server lacks what it needs: {reason}")
+            self._due.remove(name)
+            self._save_progress(run)
 
-    def _send_files(self, run: MlflowRun) -> None:
-        for path in (self._folder.config, self._folder.plan, self._folder.journal):
-            if path.exists():
-                run.client.log_artifact(run.run_id, str(path))
-        for path in sorted(self._folder.report.glob("*.png")):
-            run.client.log_artifact(run.run_id, str(path), self._folder.report.name)
-        # made here: rank 0 may not have written these files yet, or may never do so
-        run.client.log_text(run.run_id, Receipt(self._folder).text(), self._folder.receipt.name)
-        if self._folder.report.exists():
-            run.client.log_text(run.run_id, render_page(self._folder), f"{self._folder.report.name}/{FILE_NAME}")
+    def _send_model(self, run: MlflowRun) -> None:
+        best = self._best()
+        file = self._folder.checkpoints / best["file"]
+        if not send_model(run, self._folder, self._config, file, best["step"]):
+            self._due.remove("registration")
 
+    def _register_model(self, run: MlflowRun) -> None:
+        if self._config.track.register_:
+            register_model(run, self._config.track.register_, self._best()["step"])
 
-@contextlib.contextmanager
-def _postponed_if_it_fails() -> Iterator[None]:
-    """Log an error instead of raising it: files that fail now must not hold back the metrics."""
-    try:
-        yield
-    except Exception as error:
-        connection.log(f"files will be sent when the run has ended: {connection.root_cause(error)}")
+    def _best(self) -> dict[str, Any]:
+        """Return step and file of the checkpoint that is a finished run's result."""
+        ends = [row for row, _ in read(self._folder.journal) if row.get("event") == "ended"]
+        best: dict[str, Any] = ends[-1]["best"]
+        return best
 
 
 def _split_journal(

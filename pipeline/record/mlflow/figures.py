@@ -5,13 +5,13 @@ from pathlib import Path
 
 from pipeline.record.figures import EVALUATION_FIGURES, draw_evaluation
 from pipeline.record.mlflow.connection import log, root_cause
-from pipeline.record.mlflow.run import MlflowRun
+from pipeline.record.mlflow.run import MlflowRun, file_sizes
 from pipeline.record.predictions import saved_evaluations, step_of_evaluation
 
 
 def send_figures(run: MlflowRun, report: Path) -> None:
     """Draw and send the figures of the evaluations in `report`, unless the server has them."""
-    sent = [Path(image.path).name for image in run.client.list_artifacts(run.run_id, "images")]
+    sent = file_sizes(run.artifact_uri, "images")
     for evaluation in saved_evaluations(report):
         step = step_of_evaluation(evaluation)
         for name in EVALUATION_FIGURES:

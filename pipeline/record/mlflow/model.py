@@ -1,43 +1,94 @@
 """The best model of a finished run: exported from its checkpoint, logged and registered."""
 
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.schema import Config
+from pipeline.config.trust import check_is_trusted
+from pipeline.errors import TemporaryError
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
-from pipeline.record.mlflow.connection import log, root_cause
-from pipeline.record.mlflow.run import MlflowRun
+from pipeline.record.mlflow.connection import FILE_TIMEOUT_S, log, request_timeout, root_cause
+from pipeline.record.mlflow.run import MlflowRun, file_sizes
 
+_SLOWEST_BYTES_PER_S = 1 << 20
+"""The time limit of a file grows with its size: a second for each MiB."""
 _STEP_TAG = "pipeline.step"
+_FILES_TAG = "pipeline.model"
+_HISTORY_TAG = "mlflow.log-model.history"
+"""The tag from which the UI of MLflow 2 knows a run's models."""
 
 
-def send_model(run: MlflowRun, folder: RunFolder, config: Config, checkpoint: Path, step: int) -> str | None:
-    """Send the model of a checkpoint, unless the server has it, and return its id.
+def send_model(run: MlflowRun, folder: RunFolder, config: Config, checkpoint: Path, step: int) -> bool:
+    """Send the model of a checkpoint, unless the server has it, and return True.
 
-    Returns None and logs the reason if it cannot be exported: the run is complete without it.
+    Returns False and logs the reason if it cannot be exported: the run is complete without it.
+    Raises RequestError if its function is not trusted. Files that the server has are not sent
+    again, so that a break costs one file.
     """
-    from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric
-
-    client = run.client
-    for model in client.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'"):
-        if model.status != LoggedModelStatus.READY:  # a killed sender left it incomplete
-            client.delete_logged_model(model.model_id)
-        elif model.tags.get(_STEP_TAG) == str(step):
-            return str(model.model_id)
+    if run.has_logged_models:
+        for model in _unfinished(run):
+            if model.tags.get(_STEP_TAG) != str(step):
+                run.client.delete_logged_model(model.model_id)
+    if find_model(run, step):
+        return True
+    check_is_trusted(config.model.arch)
     with tempfile.TemporaryDirectory() as scratch:
         exported = Path(scratch) / "model"
         try:
             description = export_model(checkpoint, config, exported)
         except Exception as error:
             log(f"{checkpoint.name} is not logged as a model: {root_cause(error)}")
-            return None
-        model = client.create_logged_model(run.experiment_id, "model", run.run_id, {_STEP_TAG: str(step)})
-        description.model_id, description.run_id = model.model_id, run.run_id
-        description.artifact_path = model.artifact_location
-        description.save(exported / "MLmodel")
-        client.log_model_artifacts(model.model_id, str(exported))
+            return False
+        description.run_id = run.run_id
+        if run.has_logged_models:
+            _send_logged_model(run, folder, step, description, exported)
+        else:
+            _send_files_of_model(run, step, description, exported)
+    return True
+
+
+def find_model(run: MlflowRun, step: int) -> tuple[str, str | None] | None:
+    """Return the URI and the id of the model of a step, or None if the server lacks it.
+
+    A server of MLflow 2 gives its models no id.
+    """
+    from mlflow.entities import LoggedModelStatus
+
+    if not run.has_logged_models:
+        is_there = run.client.get_run(run.run_id).data.tags.get(_FILES_TAG) == str(step)
+        return (_files_uri(run, step), None) if is_there else None
+    for model in _models(run):
+        if model.status == LoggedModelStatus.READY and model.tags.get(_STEP_TAG) == str(step):
+            return f"models:/{model.model_id}", model.model_id
+    return None
+
+
+def _models(run: MlflowRun) -> Any:
+    return run.client.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'")
+
+
+def _unfinished(run: MlflowRun) -> list[Any]:
+    from mlflow.entities import LoggedModelStatus
+
+    return [model for model in _models(run) if model.status != LoggedModelStatus.READY]
+
+
+def _files_uri(run: MlflowRun, step: int) -> str:
+    return f"{run.artifact_uri}/models/step-{step}"
+
+
+def _send_logged_model(run: MlflowRun, folder: RunFolder, step: int, description: Any, exported: Path) -> None:
+    from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric
+
+    client = run.client
+    model = next(iter(_unfinished(run)), None)  # a sender was killed while it sent this model
+    model = model or client.create_logged_model(run.experiment_id, "model", run.run_id, {_STEP_TAG: str(step)})
+    description.model_id, description.artifact_path = model.model_id, model.artifact_location
+    description.save(exported / "MLmodel")
+    _upload(exported, model.artifact_location)
     metrics = [
         Metric(key, value, row["time"], step, model_id=model.model_id)
         for row, _ in read(folder.journal)
@@ -46,9 +97,33 @@ def send_model(run: MlflowRun, folder: RunFolder, config: Config, checkpoint: Pa
         if key.startswith("val/")
     ]
     client.log_batch(run.run_id, metrics=metrics)  # the run has them already: these name the model
-    client.log_outputs(run.run_id, [LoggedModelOutput(model.model_id, step)])
+    outputs = client.get_run(run.run_id).outputs
+    if model.model_id not in [output.model_id for output in (outputs.model_outputs if outputs else [])]:
+        client.log_outputs(run.run_id, [LoggedModelOutput(model.model_id, step)])
     client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
-    return str(model.model_id)
+
+
+def _send_files_of_model(run: MlflowRun, step: int, description: Any, exported: Path) -> None:
+    description.artifact_path = f"models/step-{step}"
+    description.save(exported / "MLmodel")
+    _upload(exported, _files_uri(run, step))
+    run.client.set_tag(run.run_id, _HISTORY_TAG, json.dumps([description.get_tags_dict()]))
+    run.client.set_tag(run.run_id, _FILES_TAG, str(step))
+
+
+def _upload(folder: Path, uri: str) -> None:
+    """Send the files of a folder that the artifact store lacks; last, the one about all others."""
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    repository = get_artifact_repository(uri)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    for path in sorted(files, key=lambda path: (path.name == "MLmodel", path)):
+        parent = path.parent.relative_to(folder)
+        place = None if parent == Path() else str(parent)
+        size = path.stat().st_size
+        if path.name == "MLmodel" or file_sizes(uri, place).get(path.name) != size:
+            with request_timeout(FILE_TIMEOUT_S + size // _SLOWEST_BYTES_PER_S):
+                repository.log_artifact(str(path), place)
 
 
 def export_model(checkpoint: Path, config: Config, destination: Path) -> Any:
@@ -85,17 +160,23 @@ def export_model(checkpoint: Path, config: Config, destination: Path) -> Any:
     return description
 
 
-def register_model(run: MlflowRun, target: str, model_id: str) -> None:
-    """Register a logged model, unless it is, and set its alias. target: NAME or NAME@ALIAS."""
+def register_model(run: MlflowRun, target: str, step: int) -> None:
+    """Register the model of a step, unless it is, and set its alias. target: NAME or NAME@ALIAS.
+
+    Raises TemporaryError if the server lacks the model.
+    """
     from mlflow.exceptions import MlflowException
 
+    model = find_model(run, step)
+    if model is None:
+        raise TemporaryError(f"the server lacks the model of step {step}")
+    source, model_id = model
     name, _, alias = target.partition("@")
     try:
         run.client.create_registered_model(name)
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-    source = f"models:/{model_id}"
     versions = run.client.search_model_versions(f"name = '{name}'")
     version = next((version for version in versions if version.source == source), None)
     version = version or run.client.create_model_version(name, source, run.run_id, model_id=model_id)

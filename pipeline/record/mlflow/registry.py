@@ -5,7 +5,9 @@ model contains. The configuration and the classes come from the MLmodel file, an
 the exported program as plain bytes.
 """
 
+import errno
 import os
+import resource
 import stat
 import tempfile
 from pathlib import Path
@@ -15,16 +17,12 @@ from urllib.parse import urlsplit
 import yaml
 
 from pipeline.config.credentials import without_password
-from pipeline.config.load import from_yaml
+from pipeline.config.load import NoAliases, from_yaml
 from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
+from pipeline.machine import resource_limit
 from pipeline.record.mlflow import connection
 from pipeline.record.sender import uri_in_environment
 
-_SCHEMES = (*connection.LOCAL_SCHEMES, "mlflow-artifacts", "s3", "gs", "wasbs", "abfss")
-"""Places of a model's files that are allowed.
-
-With other schemes mlflow connects to hosts that the registry names, or uses other keys.
-"""
 _MAX_MLMODEL_BYTES = 4 << 20
 _SERVER_ERRORS = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "IO_ERROR")
 
@@ -41,7 +39,7 @@ def fetch_model(uri: str) -> dict[str, Any]:
     if not named and not database.exists():
         raise RequestError(f"{uri} names a model in MLflow, and there is no {database} here: set MLFLOW_TRACKING_URI")
     tracking_uri, credentials = connection.split_uri(named or f"sqlite:///{database}")
-    os.environ |= credentials | {"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}
+    os.environ |= credentials | connection.NO_REDIRECTS | {"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # mlflow's default of 7 takes minutes
     os.environ.setdefault(connection.TIMEOUT_VARIABLE, str(connection.FILE_TIMEOUT_S))
     try:
@@ -52,10 +50,11 @@ def fetch_model(uri: str) -> dict[str, Any]:
         artifacts = ModelsArtifactRepository.get_underlying_uri(uri)
         if not artifacts:
             raise ValueError("it answers, but not as MLflow does")
-        connection.check_artifact_host(artifacts, tracking_uri)
-        if urlsplit(artifacts).scheme not in (_SCHEMES if named else connection.LOCAL_SCHEMES):
-            allowed = ", ".join(filter(None, _SCHEMES)) if named else f"files on this machine (with {database})"
+        schemes = connection.SCHEMES if named else connection.LOCAL_SCHEMES
+        if urlsplit(artifacts).scheme not in schemes:
+            allowed = ", ".join(filter(None, schemes)) if named else f"files on this machine (with {database})"
             raise RequestError(f"{uri} is at {without_password(artifacts)}: models are read only from {allowed}")
+        connection.check_artifact_host(artifacts, tracking_uri)
         with tempfile.TemporaryDirectory() as scratch:
             mlmodel = _fetch_file(artifacts, "MLmodel", _MAX_MLMODEL_BYTES, Path(scratch))
             contents = _parse_mlmodel(uri, mlmodel.read_text())
@@ -75,11 +74,12 @@ def fetch_model(uri: str) -> dict[str, Any]:
 def _fetch_file(artifacts: str, name: str, limit: int, scratch: Path) -> Path:
     """Return the path of a model's file of at most `limit` bytes; a remote one is downloaded."""
     import mlflow
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
     from mlflow.utils.file_utils import local_file_uri_to_path
 
     missing = RequestError(
         f"the model at {without_password(artifacts)} has no {name} that this pipeline wrote (a file of at most"
-        f" {limit:,} bytes): log it again with 'pipeline sync RUN_DIR'"
+        f" {limit:,} bytes): give its run's folder, or a checkpoint, instead"
     )
     if urlsplit(artifacts).scheme in connection.LOCAL_SCHEMES:
         path = Path(local_file_uri_to_path(artifacts)) / name
@@ -89,7 +89,15 @@ def _fetch_file(artifacts: str, name: str, limit: int, scratch: Path) -> Path:
         sizes = {Path(entry.path).name: entry.file_size for entry in entries if not entry.is_dir}
         if filename not in sizes or (sizes[filename] or 0) > limit:
             raise missing
-        path = Path(mlflow.artifacts.download_artifacts(artifact_uri=f"{folder}/{filename}", dst_path=str(scratch)))
+        path = scratch / filename
+        try:
+            # a server may send more than it lists, and `download_artifacts` takes all that it lists
+            with resource_limit(resource.RLIMIT_FSIZE, limit + 1):
+                get_artifact_repository(folder)._download_file(filename, str(path))
+        except OSError as error:
+            if error.errno != errno.EFBIG:
+                raise
+            raise missing from None
     try:
         status = path.lstat()
     except OSError:
@@ -99,10 +107,14 @@ def _fetch_file(artifacts: str, name: str, limit: int, scratch: Path) -> Path:
     return path
 
 
+class _Loader(NoAliases, yaml.SafeLoader):
+    """The loader of an MLmodel file, in which mlflow writes no aliases."""
+
+
 def _parse_mlmodel(uri: str, text: str) -> dict[str, Any]:
     """Return the configuration and the classes that an MLmodel file states."""
     try:
-        mlmodel = yaml.safe_load(text)
+        mlmodel = yaml.load(text, _Loader)
         flavors, metadata = mlmodel["flavors"], mlmodel["metadata"]
         code = ", ".join(name for name, flavor in flavors.items() if flavor.get("code"))
         config, classes = metadata["config"], metadata["classes"]
@@ -110,7 +122,9 @@ def _parse_mlmodel(uri: str, text: str) -> dict[str, Any]:
         if not is_valid or not all(isinstance(name, str) for name in classes):
             raise TypeError("no configuration, or no classes")
     except (yaml.YAMLError, RecursionError, ValueError, KeyError, TypeError, AttributeError):
-        raise RequestError(f"{uri} is not a model that this pipeline logged: its MLmodel names no classes") from None
+        raise RequestError(
+            f"{uri} is not a model that this pipeline logged: its MLmodel is damaged or names no classes"
+        ) from None
     if code:
         raise RequestError(f"{uri} brings code of its own ({code}), which is never run: log the model without code")
     return {"config": config, "classes": classes}
@@ -122,8 +136,6 @@ def _read_weights(uri: str, contents: dict[str, Any], artifacts: str, scratch: P
     from pipeline.record.mlflow.exported_program import MAX_BYTES, read_weights
 
     options = from_yaml(contents["config"], uri).model
-    if not options.arch.isidentifier():
-        raise RequestError(f"{uri} has model.arch={options.arch}: models from MLflow must be torchvision models")
     expected = meta_model(options, len(contents["classes"])).state_dict()
     program = _fetch_file(artifacts, "data/model.pt2", MAX_BYTES, scratch)
     return {

@@ -19,12 +19,13 @@ from pipeline.config.schema import Config
 from pipeline.errors import RequestError, TemporaryError
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
-from pipeline.record.mlflow.connection import check_artifact_host
+from pipeline.record.mlflow.connection import check_artifact_host, log, root_cause
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 _RUN_TAG = "pipeline.run"
+_PARENT, _PARENT_TAG = "mlflow.parentRunId", "pipeline.parent"
 # the UI then opens the experiment on its view of training runs, not of traces
 _EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 
@@ -36,8 +37,11 @@ class MlflowRun:
     client: "MlflowClient"
     run_id: str
     experiment_id: str
+    artifact_uri: str
     last_steps: dict[str, int]
     """The last step of each metric that the server has."""
+    has_logged_models: bool
+    """The server keeps models by themselves. Those of MLflow 2 keep them as files of a run."""
 
 
 def open_run(folder: RunFolder, config: Config, uri: str) -> MlflowRun:
@@ -66,14 +70,49 @@ def open_run(folder: RunFolder, config: Config, uri: str) -> MlflowRun:
         raise TemporaryError(f"{without_password(uri)} answers, but not as MLflow does")
     check_artifact_host(run.info.artifact_uri, uri)
     _send_config(client, run, config)
+    if config.track.parent and _PARENT not in run.data.tags:
+        client.set_tag(run.info.run_id, _PARENT, _parent_id(client, experiment_id, config.track.parent))
     last_steps = {metric.key: metric.step for metric in run.data.to_proto().metrics}
-    return MlflowRun(client, run.info.run_id, experiment_id, last_steps)
+    return MlflowRun(
+        client, run.info.run_id, experiment_id, run.info.artifact_uri, last_steps,
+        _has_logged_models(client, experiment_id),
+    )  # fmt: skip
+
+
+def find_run(client: "MlflowClient", name: str) -> Any | None:
+    """Return the run whose journal has the id `name`, in any experiment, or None."""
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    return next(iter(client.search_runs(experiments, f"tags.`{_RUN_TAG}` = '{name}'", max_results=1)), None)
+
+
+def file_sizes(artifact_uri: str, folder: str | None) -> dict[str, int]:
+    """Return the sizes of the files in a folder of an artifact store, by name.
+
+    `MlflowClient.list_artifacts` also asks for logged models, which a server of MLflow 2 lacks.
+    """
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+    found = get_artifact_repository(artifact_uri).list_artifacts(folder)
+    return {Path(file.path).name: file.file_size or 0 for file in found if not file.is_dir}
+
+
+def _has_logged_models(client: "MlflowClient", experiment_id: str) -> bool:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.search_logged_models([experiment_id], max_results=1)
+    except MlflowException as error:
+        if error.error_code != "ENDPOINT_NOT_FOUND":
+            raise
+        log("this server has no logged models, which MLflow 3.0 added: the model is sent as files of the run")
+        return False
+    return True
 
 
 def _experiment_id(client: "MlflowClient", name: str, artifacts: str | None) -> str:
     from mlflow.exceptions import MlflowException
 
-    failure: Exception | None = None
+    failure: Exception = TemporaryError("no answer")
     for _ in range(2):
         experiment = client.get_experiment_by_name(name)
         if experiment is not None:
@@ -82,7 +121,24 @@ def _experiment_id(client: "MlflowClient", name: str, artifacts: str | None) -> 
             return str(client.create_experiment(name, artifacts, _EXPERIMENT_TAGS))
         except MlflowException as error:  # another run may just have created it, so look again
             failure = error
-    raise TemporaryError(f"experiment {name} can be neither found nor created: {failure}")
+    raise TemporaryError(f"experiment {name} can be neither found nor created: {root_cause(failure)}")
+
+
+def _parent_id(client: "MlflowClient", experiment_id: str, name: str) -> str:
+    """Return the id of the run that groups others under `name`: the oldest, or a new one."""
+
+    def oldest() -> Any | None:
+        query = f"tags.`{_PARENT_TAG}` = '{name}'"
+        return next(iter(client.search_runs([experiment_id], query, order_by=["attributes.start_time"])), None)
+
+    found = oldest()
+    if found is None:
+        created = client.create_run(experiment_id, tags={_PARENT_TAG: name}, run_name=name)
+        client.set_terminated(created.info.run_id)
+        found = oldest() or created
+        if found.info.run_id != created.info.run_id:  # another child has created it at the same moment
+            client.delete_run(created.info.run_id)
+    return str(found.info.run_id)
 
 
 def _send_config(client: "MlflowClient", run: Any, config: Config) -> None:

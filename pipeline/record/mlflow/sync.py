@@ -56,9 +56,10 @@ def _sync_once(folder: RunFolder, config: Config, uri: str) -> None:
     delivery = Delivery(folder, config, uri, FILE_TIMEOUT_S)
     delivery.import_mlflow()
     try:
-        delivery.deliver()
+        delivery.deliver(is_last=True)
         if not final_status(folder.journal) and not folder.is_held():
             delivery.mark_failed()
+        delivery.check_complete()
     except RunError:
         raise
     except Exception as error:
@@ -84,9 +85,11 @@ def _sync_beside_training(folder: RunFolder, config: Config, uri: str) -> None:
     while True:
         is_last = training_over.is_set()  # read before delivering, so that every row written until then is delivered
         try:
-            delivery.deliver()
+            delivery.deliver(is_last=is_last)
             if is_last and not final_status(folder.journal):
                 delivery.mark_failed()
+            if is_last:
+                delivery.check_complete()
             if failure is not None:
                 log("MLflow accepts requests again")
             failure, pause = None, _POLL_S

@@ -1,0 +1,96 @@
+"""Models that are not torchvision's: those of timm, and those that a function of the user returns.
+
+Promise: only code that the user named runs here (`config.trust`). timm is imported only for
+`timm/NAME`, and gets no argument that makes it fetch or open a file.
+"""
+
+import hashlib
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from pipeline.config.help import nearest
+from pipeline.config.trust import check_is_trusted, is_function
+from pipeline.errors import RequestError
+
+_TIMM = "timm/"
+_NOT_AN_ARGUMENT = (
+    "num_classes", "weights", "weights_backbone", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay",
+    "checkpoint_path", "cache_dir", "scriptable", "exportable", "no_jit", "features_only", "in_chans",
+)  # fmt: skip
+"""Arguments that would fetch or open weights, or make another kind of model."""
+
+
+def is_timm(arch: str) -> bool:
+    """Return True if `arch` is timm/NAME."""
+    return arch.startswith(_TIMM)
+
+
+def check_arguments(args: dict[str, Any]) -> None:
+    """Raise RequestError for an argument that a model of torchvision or timm must not get."""
+    for name in args:
+        if name in _NOT_AN_ARGUMENT:
+            raise RequestError(f"model.args.{name} cannot be set: weights come from model.init, classes from the data")
+
+
+def timm_builder(arch: str) -> Callable[..., nn.Module]:
+    """Return the function that makes timm's model with random weights.
+
+    Raises RequestError if timm is not installed or lacks the model.
+    """
+    try:
+        import timm
+    except ImportError:
+        raise RequestError(f"model.arch={arch} needs timm: pip install 'ddp-pipeline[timm]'") from None
+    name = arch.removeprefix(_TIMM)
+    if not timm.is_model(name):  # also for hf-hub:…, which would fetch a model
+        close = nearest(name, timm.list_models(), 0.7).replace("mean ", f"mean model.arch={_TIMM}")
+        raise RequestError(
+            f"model.arch={arch} is not a model of timm {timm.__version__}"
+            + (close or ": timm.list_models() names them, without the tag of their weights")
+        )
+    return partial(timm.create_model, name, pretrained=False)
+
+
+def own_builder(arch: str) -> Callable[..., nn.Module]:
+    """Return the function package.module:function of the user.
+
+    Packages are found as in `python -m`: installed, or in the current folder. Raises RequestError
+    if the user has not named it, or if it cannot be imported.
+    """
+    module_name, _, name = arch.partition(":")
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", arch):
+        raise RequestError(f"model.arch={arch} is not allowed: give package.module:function")
+    check_is_trusted(arch)
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.append(folder)  # last, so that no file in it replaces a library
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # it is the user's code
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise RequestError(
+            f"model.arch={arch} cannot be imported ({problem}): install the package, or start in the folder that holds"
+            " it"
+        ) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise RequestError(f"model.arch={arch}: {module_name} has no function {name}{nearest(name, functions)}")
+    return function  # type: ignore[no-any-return]
+
+
+def model_provenance(arch: str) -> dict[str, str]:
+    """Return what made the model, for the receipt: the digest of a function's module."""
+    module = importlib.import_module(arch.partition(":")[0]) if is_function(arch) else None
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return {}
+    with open(file, "rb") as code:
+        return {"model_file": os.path.basename(file), "model_sha256": hashlib.file_digest(code, "sha256").hexdigest()}

@@ -1,0 +1,54 @@
+"""The rendezvous of one machine: nothing that it starts can be reached from another one.
+
+torchrun's own, c10d (`--standalone`), is not used: its stores listen on every address, and its
+agent unpickles what it finds there, so whoever reaches the machine runs code in it (torch 2.14).
+"""
+
+import socket
+import uuid
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+
+_LOOPBACK = "127.0.0.1"
+
+
+class LocalRendezvous(RendezvousHandler):
+    """The rendezvous of an agent that needs no other. Each round has a store of its own."""
+
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self._backend = parameters.backend
+        self._run_id = uuid.uuid4().hex  # not that of --rdzv-id: a later launch must have another
+
+    def get_backend(self) -> str:
+        return self._backend
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True  # for the ranks: they open none of their own
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        listener = socket.create_server((_LOOPBACK, 0))  # TCPStore itself would listen on every address
+        port = listener.getsockname()[1]
+        store = TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(_LOOPBACK, port))
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def shutdown(self) -> bool:
+        return True

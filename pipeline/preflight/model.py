@@ -1,0 +1,136 @@
+"""Checks that a model can take the passes of a plan, by shapes alone."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.config.schema import Model
+from pipeline.config.trust import is_function
+from pipeline.errors import RequestError
+from pipeline.model.architectures import build, meta_model
+from pipeline.model.functions import is_timm
+
+# Layers for images whose gradient torch's deterministic mode refuses on CUDA: those that its
+# documentation lists and whose kernels call alertNotDeterministic (torch 2.14). Of torchvision's
+# classification models AlexNet and VGG have one.
+_NOT_DETERMINISTIC = (
+    "AdaptiveAvgPool2D", "AdaptiveMaxPool2D", "FractionalMaxPool2D", "GridSampler2D", "MaxUnpool2D",
+    "UpsampleBicubic2D",
+)  # fmt: skip
+
+
+def check_shapes(options: Model, num_classes: int, batch: int, sizes: Sequence[int], eval_size: int) -> None:
+    """Try an evaluation pass, and a training pass of each size, on the meta device: shapes alone.
+
+    sizes: the sides of the training images, in ascending order.
+
+    A model that needs values, as one of your own may, is tried with two images on the CPU. Raises
+    RequestError if there is no such model, if the images or the batch are too small for it, or if
+    it does not return logits, [B, classes].
+    """
+    hint = " or set model.args.img_size" if is_timm(options.arch) else ""
+    smallest = "augment.size" if len(sizes) == 1 else "augment.first_size"
+    passes = [(batch, sizes[0], True, f"raise {smallest}{hint}")]
+    passes += [(batch, side, True, f"set augment.size={sizes[0]}") for side in sizes[1:]]
+    passes.append((2, eval_size, False, f"raise evaluate.size{hint}"))
+    for images, side, is_training, remedy in passes:
+        try:
+            found, expected = _try_pass(options, num_classes, images, side, is_training=is_training)
+        except RequestError:
+            raise
+        except Exception as error:  # batch norm, for one, raises ValueError for one value per channel
+            raise RequestError(
+                f"{options.arch} cannot take passes of {images} images of {side} px"
+                f" ({' '.join(str(error).split())[:300]}): {remedy}, or have more images in a pass (batch.global,"
+                " batch.accumulate, exact.shards, number of processes)"
+            ) from None
+        if found != expected:
+            raise RequestError(
+                f"model.arch={options.arch} returns {found} for {expected[0]} images, not logits of shape {expected}:"
+                " give a model that returns one number per class"
+            )
+
+
+def _try_pass(
+    options: Model, num_classes: int, images: int, side: int, *, is_training: bool
+) -> tuple[tuple[int, ...] | str, tuple[int, ...]]:
+    """Run a pass; return the shape (or the type) of what it returns, and [B, classes]."""
+    model = meta_model(options, num_classes)
+    try:
+        logits = _forward(model, images, side, is_training=is_training)
+    except Exception:
+        if not is_function(options.arch):
+            raise
+        images = min(images, 2)
+        logits = _forward(build(options, num_classes), images, side, is_training=is_training)
+    found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    return found, (images, num_classes)
+
+
+def _forward(model: nn.Module, images: int, side: int, *, is_training: bool) -> object:
+    with next(model.parameters()).device, torch.no_grad():
+        logits: object = model.train(is_training)(torch.zeros(images, 3, side, side))
+    return logits
+
+
+def check_gradients_are_deterministic(model: nn.Module, arch: str, batch: int, size: int) -> None:
+    """Check that CUDA can compute the gradients of `model`, on the meta device, the same each time.
+
+    Raises RequestError if it cannot: in its deterministic mode torch refuses such a layer, but only
+    in the first backward pass. It refuses it also if the layer changes no size; in a frozen part of
+    the model there is no gradient.
+    """
+    try:
+        with torch.device("meta"):
+            nodes = [model.train()(torch.empty(batch, 3, size, size)).grad_fn]
+    except Exception:
+        if not is_function(arch):
+            raise
+        return  # a model that needs values: torch itself refuses the layer, in the first backward pass
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        layer = node.name().removesuffix("Backward0")
+        if layer in _NOT_DETERMINISTIC:
+            raise RequestError(
+                f"{arch} has the layer {layer.replace('2D', '2d')}, whose gradient on a GPU differs each time:"
+                " choose another model.arch, or train without run.deterministic and run.exact, or with run.device=cpu"
+            )
+        new = {before for before, _ in node.next_functions if before} - seen
+        seen |= new
+        nodes += new
+
+
+def check_weights_have_gradients(options: Model, num_classes: int, model: nn.Module, batch: int, size: int) -> None:
+    """Check that each trained weight of `model`, on the meta device, takes part in a training pass.
+
+    DDP waits for every gradient. Raises RequestError if the gradient of a weight never comes.
+    """
+    attempts: list[Callable[[], tuple[nn.Module, int]]] = [
+        lambda: (model, batch),
+        lambda: (build(options, num_classes), min(batch, 2)),  # a model that needs values
+    ]
+    for attempt in attempts:
+        try:
+            with_gradient = _weights_with_gradient(*attempt(), size)
+            break
+        except Exception:
+            continue
+    else:  # a model that needs values and more images: DDP itself reports a gradient that never comes
+        return
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    unused = [name for name in trained if name not in with_gradient]
+    if unused:
+        more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+        raise RequestError(
+            f"model.arch={options.arch} does not use {', '.join(unused[:3])}{more} for its logits, but with several"
+            " processes parallel=ddp needs a gradient of each weight: remove the unused layers, set requires_grad=False"
+            " on their weights, or train with run.exact=true"
+        )
+
+
+def _weights_with_gradient(model: nn.Module, batch: int, size: int) -> set[str]:
+    with next(model.parameters()).device:
+        model.train()(torch.zeros(batch, 3, size, size)).sum().backward()
+    return {name for name, parameter in model.named_parameters() if parameter.grad is not None}

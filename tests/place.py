@@ -1,0 +1,57 @@
+"""A folder with images and a finished run, for commands in forks."""
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness import quick, read_rows
+from object_store import Bucket
+
+SMALL = (
+    "model.arch=shufflenet_v2_x0_5", "augment.size=32", "batch.global=8", "train.epochs=2", "train.max_steps=1",
+    "schedule.warmup=0", "checkpoint.every=1 steps", "data.workers=0", "run.device=cpu", "run.threads=1",
+    "track.uri=none", "track.report=false", "data.source=folder", "data.root=images",
+)  # fmt: skip
+
+
+@dataclass
+class Place:
+    """A folder with `images` (4 classes, 16 training and 4 validation images) and `runs/done`."""
+
+    path: Path
+    holder: subprocess.Popen[bytes] | None = None
+    """Another process that trains in this folder and holds its lock."""
+    bucket: Bucket | None = None
+    """Holds the mirror of a run."""
+
+    @classmethod
+    def make(cls, path: Path) -> "Place":
+        place = cls(path)
+        place.run("data", "make", "synthetic", "images", "--images", "16", "--classes", "4", "--side", "32")
+        assert place.train("run.dir=runs/done")[0] == 0
+        return place
+
+    def train(self, *words: str, **env: str) -> tuple[int, str]:
+        """Run `train digits` with the small settings and `words`; return (exit code, stderr)."""
+        result = quick("train", "digits", *SMALL, *words, cwd=self.path, **env)
+        assert "Traceback" not in result.err, result.err
+        return result.code, result.err
+
+    def doctor(self, *words: str, **env: str) -> tuple[int, str]:
+        result = quick("doctor", "digits", *SMALL, *words, cwd=self.path, **env)
+        assert "Traceback" not in result.err, result.err
+        return result.code, result.err
+
+    def run(self, *words: str) -> str:
+        """Run a command that must succeed; return its standard output."""
+        result = quick(*words, cwd=self.path)
+        assert result.code == 0, result.err
+        return result.out
+
+    def checkpoints(self, run: str = "done") -> list[Path]:
+        return sorted((self.path / "runs" / run / "checkpoints").glob("step-*.pt"))
+
+    def events(self, run: str, name: str) -> list[dict[str, Any]]:
+        """Return the journal rows of a run that have this event."""
+        return [row for row in read_rows(self.path / "runs" / run / "journal.jsonl") if row.get("event") == name]

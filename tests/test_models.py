@@ -1,0 +1,479 @@
+"""Any model: timm's and one's own resume to the bit, and only code that the user named runs."""
+
+import hashlib
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from harness import Job, assert_resumes, pipeline, quick
+from mlflow import MlflowClient
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from pipeline.config.load import load
+from pipeline.config.schema import Model
+from pipeline.errors import RequestError
+from pipeline.model.architectures import build, parameter_groups
+from pipeline.plan import DataSize, make_plan
+from pipeline.preflight.model import check_shapes
+from pipeline.preflight.request import check_model_builds
+from pipeline.record.checkpoint import decode
+from pipeline.record.checkpoint_files import read_verified
+from pipeline.record.provenance import provenance
+from pipeline.train.optimizer import check_optimizer_exists
+from pipeline.train.pretrained import freeze
+from pipeline.world import World
+
+FAMILIES = {
+    "convnext_atto": {"drop_path_rate": 0.1}, "convnextv2_atto": {},
+    "deit_tiny_distilled_patch16_224": {"img_size": 32}, "dla46_c": {}, "edgenext_xx_small": {},
+    "efficientnet_lite0": {"drop_rate": 0.2}, "efficientvit_b0": {},
+    "eva02_tiny_patch14_224": {"img_size": 56}, "ghostnet_050": {}, "gmlp_ti16_224": {"img_size": 32}, "hgnetv2_b0": {},
+    "levit_128s": {"img_size": 64}, "mambaout_femto": {}, "mobilenetv3_small_050": {}, "mobilenetv4_conv_small": {},
+    "mobilevit_xxs": {"drop_path_rate": 0.1}, "pit_ti_224": {"img_size": 64}, "regnety_002": {}, "resnet10t": {},
+    "rexnet_100": {}, "starnet_s1": {}, "swin_tiny_patch4_window7_224": {"img_size": 32, "depths": [1, 1, 1, 1]},
+    "vit_tiny_patch16_224": {"img_size": 32, "drop_path_rate": 0.2, "proj_drop_rate": 0.1},
+    "xcit_nano_12_p16_224": {},
+}  # fmt: skip
+"""timm's architectures, a family each, with the arguments that fit them to small images."""
+EVERY_PUSH = ("convnext_atto", "vit_tiny_patch16_224")
+
+NET = """\
+import os
+from pathlib import Path
+
+from torch import nn
+
+if "RAN" in os.environ:
+    Path(os.environ["RAN"]).touch()
+
+
+class Net(nn.Module):
+    def __init__(self, num_classes, width, drop):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, 2, 1), nn.BatchNorm2d(width), nn.ReLU())
+        self.drop = nn.Dropout(drop)
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, images):
+        return self.head(self.drop(self.stem(images).mean((2, 3))))
+
+    def no_weight_decay(self):
+        return {"stem.0.weight"}
+
+
+def net(num_classes, width=8, drop=0.2):
+    return Net(num_classes, width, drop)
+
+
+def features(num_classes):
+    return nn.Conv2d(3, num_classes, 3)
+
+
+def idle(num_classes, needs_values=False):
+    net = Net(num_classes, 8, 0.2)
+    net.idle = nn.Linear(3, 3)
+    if needs_values:
+        net.stem.register_forward_hook(lambda module, args, output: print(float(output.detach().sum())))
+    return net
+
+
+def tied(num_classes):
+    net = Net(num_classes, 8, 0.2)
+    net.stem.append(nn.Conv2d(8, 8, 1, bias=False))
+    net.stem.append(nn.Conv2d(8, 8, 1, bias=False))
+    net.stem[4].weight = net.stem[3].weight
+    return net
+
+
+def undecided(num_classes, tensors=False):
+    net = Net(num_classes, 8, 0.2)
+    net.no_weight_decay = lambda: {net.head.weight} if tensors else None
+    return net
+
+
+def grouped(num_classes, detached=False):
+    net = idle(num_classes)
+
+    def forward(images):
+        assert not net.training or len(images) % 4 == 0, "batch norm over groups of four"
+        logits = Net.forward(net, images)
+        return logits.detach() if detached else logits
+
+    net.forward = forward
+    return net
+
+
+def classified(num_classes):
+    net = Net(num_classes, 8, 0.2)
+    net.get_classifier = lambda name: getattr(net, name)
+    return net
+
+
+def planned(num_classes):
+    raise NotImplementedError("not yet")
+
+
+LIMIT = 3
+"""
+TRAINING = (
+    "data.source=synthetic", "data.num_classes=4", "data.num_images=240", "data.workers=0", "batch.global=12",
+    "run.device=cpu", "run.deterministic=true", "run.trace=true", "track.uri=none", "track.report=false",
+    "checkpoint.every=8 steps", "evaluate.every=20 steps", "train.max_steps=20", "augment.size=32", "optimizer.lr=0.01",
+)  # fmt: skip
+
+
+def words(arch: str, args: dict[str, object]) -> list[str]:
+    size = str(args.get("img_size", 32 if "patch" in arch else 64))
+    given = [f"model.args.{name}={json.dumps(value)}" for name, value in args.items()]
+    return ["digits", *TRAINING, f"model.arch=timm/{arch}", *given, f"augment.size={size}", f"evaluate.size={size}"]
+
+
+@pytest.mark.parametrize(
+    "arch", [name if name in EVERY_PUSH else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
+)
+def test_a_model_of_timm_is_killed_resumed_exported_and_predicts(arch: str, tmp_path: Path, digits: Path) -> None:
+    uninterrupted = Job(tmp_path / "uninterrupted", words(arch, FAMILIES[arch]))
+    expected = uninterrupted.run().done
+    killed = Job(tmp_path / "killed", words(arch, FAMILIES[arch])).start()
+    killed.wait_for_step(11)
+    killed.process.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert killed.run().done == expected
+    assert killed.starts()[-1]["step"] == 8
+    exported = quick("export", str(killed.folder), "--to", "torch.export")
+    assert exported.code == 0, exported.err
+    image = next((digits / "val").rglob("*.png"))
+    predicted = quick("predict", str(killed.folder), str(image), "--json")
+    assert predicted.code == 0, predicted.err
+
+
+@pytest.mark.full
+def test_dropout_and_drop_path_are_drawn_by_address_in_exact_mode(tmp_path: Path) -> None:
+    arguments = [*words("vit_tiny_patch16_224", FAMILIES["vit_tiny_patch16_224"]), "run.exact=true", "exact.shards=4"]
+    runs = {nproc: Job(tmp_path / str(nproc), arguments, nproc=nproc) for nproc in (1, 2, 4)}
+    assert len({job.run_in_forks().done["weights"] for job in runs.values()}) == 1
+    without = Job(tmp_path / "without", [*arguments, "model.args.drop_path_rate=0", "model.args.proj_drop_rate=0"])
+    assert without.run().done["weights"] != runs[1].run().done["weights"], "drop path has an effect"
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """Return a folder with a module of the user's own."""
+    folder = tmp_path / "code"
+    folder.mkdir()
+    (folder / "mynet.py").write_text(NET)
+    return folder
+
+
+def test_a_function_of_the_user_makes_the_model_and_no_file_does(package: Path, tmp_path: Path, digits: Path) -> None:
+    own = ["digits", *TRAINING, "model.arch=mynet:net", "model.args.width=6"]
+    job = Job(tmp_path / "run", own, nproc=2, env={"PYTHONPATH": str(package)})
+    expected = job.run().done
+    weights = decode(read_verified(job.checkpoints()[-1]), job.folder)["model"]
+    assert weights["head.weight"].shape == (4, 6)
+    receipt = json.loads((job.folder / "receipt.json").read_text())
+    digest = hashlib.sha256((package / "mynet.py").read_bytes()).hexdigest()
+    assert receipt["starts"][0]["model_file"] == "mynet.py"
+    assert receipt["starts"][0]["model_sha256"] == digest
+
+    ran = tmp_path / "ran"
+    run, image = str(job.folder), str(next((digits / "val").rglob("*.png")))
+    commands = {
+        "evaluate": ["evaluate", run], "predict": ["predict", run, image], "verify": ["verify", run, "--steps", "16"],
+        "export": ["export", run, "--to", "safetensors"],
+    }  # fmt: skip
+    for command in commands.values():
+        refused = pipeline(*command, cwd=package, PYTHONPATH=str(package), RAN=str(ran))
+        assert refused.code == 2, refused.err
+        assert "runs only with --trust mynet:net" in refused.error
+        assert not ran.exists(), command
+    for name, command in commands.items():  # from the folder that holds it, without PYTHONPATH
+        allowed = pipeline(*command, "--trust", "mynet:net", cwd=package, RAN=str(ran))
+        assert allowed.code == 0, allowed.err
+        assert ran.exists()
+        ran.unlink()
+        if name == "evaluate":
+            assert allowed.done["weights"] == expected["weights"]
+    named = pipeline("evaluate", run, "model.arch=mynet:net", cwd=package)
+    assert named.done["weights"] == expected["weights"], named.err
+    assert pipeline("evaluate", run, "--trust", "mynet:other", cwd=package).code == 2
+
+
+def test_a_function_of_the_user_reaches_the_registry_and_predicts_from_there(
+    package: Path, tmp_path: Path, digits: Path
+) -> None:
+    first, second = (f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "second"))
+    words = ["digits", *TRAINING, "model.arch=mynet:net", "train.max_steps=1", "track.register=own@best"]
+    job = Job(tmp_path / "run", [*words, f"track.uri={first}"], env={"PYTHONPATH": str(package)})
+    assert "MLflow" not in job.run().err
+    job.arguments.append("train.max_steps=2")
+    assert job.run().code == 0
+    image = str(next((digits / "val").rglob("*.png")))
+    refused = pipeline("sync", str(job.folder), MLFLOW_TRACKING_URI=second, PYTHONPATH=str(package))
+    assert (refused.code, "runs only with --trust mynet:net" in refused.error) == (2, True), refused.err
+    (run,) = MlflowClient(second).search_runs(["1"])
+    steps = [point.step for point in MlflowClient(second).get_metric_history(run.info.run_id, "val/top1")]
+    assert (run.info.status, steps) == ("FINISHED", [1, 2]), "the rest is sent"
+    sent = pipeline("sync", str(job.folder), "--trust", "mynet:net", cwd=package, MLFLOW_TRACKING_URI=second)
+    assert sent.code == 0, sent.err
+    ran, registered = tmp_path / "ran", ("predict", "models:/own@best", image, "--json")
+    refused = pipeline(*registered, cwd=package, MLFLOW_TRACKING_URI=first, RAN=str(ran))
+    assert (refused.code, "runs only with --trust mynet:net" in refused.error, ran.exists()) == (2, True, False)
+    allowed = [
+        pipeline(*command, "--trust", "mynet:net", cwd=package, MLFLOW_TRACKING_URI=uri)
+        for command, uri in (
+            (("predict", str(job.folder), image, "--json", "--best"), first),
+            (registered, first),
+            (registered, second),
+        )
+    ]
+    tops = [json.loads(predicted.out)["predictions"][0]["top"] for predicted in allowed]
+    assert tops[0] == tops[1] == tops[2]
+
+
+def test_what_a_function_of_the_user_returns_is_checked_before_the_training(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(package)
+
+    def refused(arch: str, *more: str) -> str:
+        config = load("digits", ["data.root=x", f"model.arch={arch}", *more])
+        with pytest.raises(RequestError) as refusal:
+            check_shapes(config.model, 10, 4, [32], 32)
+        return str(refusal.value)
+
+    assert "mynet has no function nett; did you mean net?" in refused("mynet:nett")
+    assert "returns (4, 10, 30, 30) for 4 images, not logits of shape (4, 10)" in refused("mynet:features")
+    assert "unexpected keyword argument 'depth'" in refused("mynet:net", "model.args.depth=3")
+    assert "cannot be imported (ModuleNotFoundError" in refused("nothere:net")
+    assert "returns a int, not a torch.nn.Module" in refused("math:trunc") or "cannot be made" in refused("math:trunc")
+    assert "mynet has no function LIMIT" in refused("mynet:LIMIT")
+    assert "cannot be made (NotImplementedError: not yet)" in refused("mynet:planned")
+    assert "give package.module:function" in refused("../mynet:net")
+
+
+def check(arch: str, world: int, *more: str) -> None:
+    words = ["data.source=synthetic", f"model.arch={arch}", "augment.size=32", "batch.global=8", "run.device=cpu"]
+    config, here = load("digits", [*words, *more]), World(size=world, local_size=world)
+    plan = make_plan(config, here, DataSize(80, 8, 4))
+    check_model_builds(config, plan, here, is_resumed=True)
+
+
+@pytest.mark.parametrize("values", ["false", "true"])
+def test_a_weight_without_a_gradient_is_refused_where_ddp_would_wait_for_it(
+    values: str, package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(package)
+    words = ("mynet:idle", 2, f"model.args.needs_values={values}")
+    with pytest.raises(
+        RequestError, match=r"mynet:idle does not use idle\.weight, idle\.bias for its logits.*remove the"
+    ):
+        check(*words)
+    check("mynet:idle", 1)
+    check(*words, "model.freeze=idle", "model.init=weights.pth")
+    check(*words, "run.exact=true", "exact.shards=2")
+    check("mynet:net", 2)
+
+
+def test_weights_are_checked_with_as_many_images_as_a_pass_has(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(package)
+    with pytest.raises(RequestError, match=r"mynet:grouped does not use idle\.weight"):
+        check("mynet:grouped", 2)
+    check("mynet:grouped", 2, "model.args.detached=true")  # no gradient at all: DDP itself reports it
+
+
+def test_a_wrong_list_of_weights_that_do_not_decay_is_refused(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(package)
+    with pytest.raises(RequestError, match="no_weight_decay of Net gives a NoneType: give a set of parameters' names"):
+        check("mynet:undecided", 1)
+    with pytest.raises(RequestError, match="no_weight_decay of Net gives a set: give a set of parameters' names, as"):
+        check("mynet:undecided", 1, "model.args.tensors=true")
+
+
+def test_tied_weights_are_exported(package: Path, tmp_path: Path) -> None:
+    words = ["digits", *TRAINING, "model.arch=mynet:tied", "train.max_steps=1"]
+    job = Job(tmp_path / "run", words, env={"PYTHONPATH": str(package)})
+    assert job.run().code == 0
+    words = ["export", str(job.folder), "--to", "safetensors", "--trust", "mynet:tied"]
+    exported = pipeline(*words, PYTHONPATH=str(package))
+    assert exported.code == 0, exported.err
+    weights = load_file(job.folder / "export" / "step-00000001.safetensors")
+    assert torch.equal(weights["stem.3.weight"], weights["stem.4.weight"])
+
+
+@pytest.mark.parametrize(
+    ("arch", "args", "says"),
+    [("timm/resnet9000", {}, "is not a model of timm"),
+     ("timm/resnet18x", {}, "did you mean "),
+     ("timm/hf-hub:timm/resnet18", {}, "give package.module:function"),
+     ("timm/resnet18", {"pretrained": "true"}, "model.args.pretrained cannot be set"),
+     ("timm/resnet18", {"checkpoint_path": "/x"}, "model.args.checkpoint_path cannot be set"),
+     ("timm/resnet18", {"nonsense": "1"}, "correct its arguments"),
+     ("timm/vit_tiny_patch16_224", {}, "raise augment.size or set model.args.img_size"),
+     ("resnet18", {"weights": "DEFAULT"}, "model.args.weights cannot be set"),
+     ("resnet18", {"nonsense": "1"}, "correct its arguments")],
+)  # fmt: skip
+def test_wrong_models_are_refused_in_one_line(arch: str, args: dict[str, str], says: str) -> None:
+    given = [f"model.args.{name}={value}" for name, value in args.items()]
+    config = load("digits", ["data.root=x", f"model.arch={arch}", *given])
+    with pytest.raises(RequestError) as refusal:
+        check_shapes(config.model, 10, 4, [32], 32)
+    assert says in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "value"),
+    [
+        ("0.1", 0.1),
+        ("12", 12),
+        ("0" * 21 + "5", 5),
+        ("1e-3", 1e-3),
+        ("true", True),
+        ("none", None),
+        ("[2, 2]", [2, 2]),
+        ("avg", "avg"),
+    ],
+)
+def test_an_argument_has_the_type_that_its_text_means_also_after_a_round_trip(given: str, value: object) -> None:
+    config = load("digits", ["data.root=x", f"model.args.x={given}"])
+    assert config.model.args == {"x": value}
+    assert type(config.model.args["x"]) is type(value)
+    from pipeline.config.load import from_yaml
+
+    assert from_yaml(config.to_yaml(), "test").model == config.model
+
+
+@pytest.mark.parametrize("given", ["model.args=3", "model.args.x={a: 1}", "model.args.1x=3", "model.args.x=9999999999"])
+def test_arguments_that_no_function_takes_are_refused(given: str) -> None:
+    with pytest.raises(RequestError, match=r"^model\.args=.* is not allowed: give 'NAME: VALUE' pairs"):
+        load("digits", ["data.root=x", given])
+
+
+def test_a_model_names_the_weights_that_do_not_decay() -> None:
+    model = build(Model(arch="timm/vit_tiny_patch16_224", args={"img_size": 32}), 10)
+    decayed, exempt = parameter_groups(model, 0.1)
+    names = {id(param): name for name, param in model.named_parameters()}
+    assert {"pos_embed", "cls_token"} <= {names[id(param)] for param in exempt["params"]}
+    assert all(param.ndim >= 2 for param in decayed["params"])
+    assert len(decayed["params"]) + len(exempt["params"]) == len(names)
+
+
+def decayed_names(model: nn.Module) -> set[str]:
+    decayed = {id(param) for param in parameter_groups(model, 0.1)[0]["params"]}
+    return {name for name, param in model.named_parameters() if id(param) in decayed}
+
+
+def test_patterns_an_attribute_and_the_shape_of_a_bias_are_understood() -> None:
+    with torch.device("meta"):
+        xcit = build(Model(arch="timm/xcit_nano_12_p16_224"), 10)
+    assert not any(name.startswith("pos_embed.") for name in decayed_names(xcit))
+    model = nn.Bilinear(2, 3, 4)
+    model.bias = nn.Parameter(torch.zeros(4, 1, 1))
+    assert decayed_names(model) == {"weight"}
+    model.no_weight_decay = {"w*"}  # type: ignore[assignment]
+    assert decayed_names(model) == set()
+
+
+def test_with_a_frozen_backbone_every_classifier_of_timm_is_trained() -> None:
+    model = build(Model(arch="timm/deit_tiny_distilled_patch16_224", args={"img_size": 32}), 10)
+    freeze(model, "backbone")
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    assert trained == {"head.weight", "head.bias", "head_dist.weight", "head_dist.bias"}
+
+
+def test_with_a_frozen_backbone_the_last_child_of_ones_own_model_is_trained(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(package)
+    model = build(load("digits", ["data.root=x", "model.arch=mynet:classified"]).model, 10)
+    freeze(model, "backbone")
+    assert {name for name, param in model.named_parameters() if param.requires_grad} == {"head.weight", "head.bias"}
+
+
+def test_the_receipt_names_timm_and_a_module_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    import timm
+
+    monkeypatch.setattr(timm, "__version__", "from a folder on PYTHONPATH")
+    facts = provenance("digits", "itertools:chain", torch.device("cpu"))
+    assert facts["timm"] == "from a folder on PYTHONPATH"
+    assert "model_file" not in facts
+
+
+def test_an_optimizer_that_an_old_timm_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import timm.optim
+
+    monkeypatch.delattr(timm.optim, "Muon")
+    config = load("digits", ["data.root=x", "optimizer.name=muon"])
+    with pytest.raises(RequestError, match=r"optimizer\.name=muon needs timm 1\.0\.21 or later: pip install"):
+        check_optimizer_exists(config)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "pth", "state_dict", "legacy"])
+def test_first_weights_come_from_a_file_and_the_head_is_new(form: str, tmp_path: Path) -> None:
+    weights = build(Model(arch="timm/resnet10t"), 1000).state_dict()
+    file = tmp_path / f"weights.{'safetensors' if form == 'safetensors' else 'pth'}"
+    if form == "safetensors":
+        save_file(weights, file)
+    elif form == "state_dict":
+        torch.save({"epoch": 3, "state_dict": {f"module.{name}": value for name, value in weights.items()}}, file)
+    else:
+        torch.save(weights, file, _use_new_zipfile_serialization=form == "pth")
+    freeze = ["optimizer.lr=1e-12", "optimizer.weight_decay=0", "schedule.warmup=0", "train.max_steps=1"]
+    arguments = [*words("resnet10t", {}), *freeze, f"model.init={file}"]
+    job = Job(tmp_path / "run", arguments)
+    result = job.run()
+    assert result.code == 0, result.err
+    assert f"first weights from {file}; fc.weight, fc.bias start random" in result.err
+    after = decode(read_verified(job.checkpoints()[-1]), job.folder)["model"]
+    trained = [name for name in weights if not name.startswith("fc.") and "running" not in name and "num_" not in name]
+    assert all(torch.allclose(weights[name], after[name], atol=1e-6) for name in trained)
+
+
+def test_a_file_without_weights_is_refused_and_executes_nothing(tmp_path: Path) -> None:
+    class Payload:
+        def __reduce__(self) -> object:
+            return (Path.touch, (tmp_path / "ran",))
+
+    torch.save({"weights": Payload()}, tmp_path / "evil.pth")
+    (tmp_path / "text.safetensors").write_text("no weights")
+    for file in ("evil.pth", "text.safetensors"):
+        arguments = [*words("resnet10t", {}), f"model.init={tmp_path / file}", f"run.dir={tmp_path / 'run'}"]
+        result = quick("train", *arguments)
+        assert result.code == 4, result.err
+        assert f"{file} is not a state dict" in result.error
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["lamb", "muon"])
+def test_an_optimizer_of_timm_resumes_to_the_bit_and_is_exact(name: str, tmp_path: Path) -> None:
+    arguments = ["digits", *TRAINING, f"optimizer.name={name}", "model.arch=shufflenet_v2_x0_5", "run.exact=true"]
+    uninterrupted = assert_resumes(tmp_path, [*arguments, "exact.shards=2"], 11)
+    alone = Job(tmp_path / "alone", [*arguments, "exact.shards=2"])
+    assert alone.run().done["weights"] == uninterrupted.run().done["weights"]
+
+
+def test_a_step_of_lamb_counts_on_after_a_resume(tmp_path: Path) -> None:
+    arguments = ["digits", *TRAINING, "optimizer.name=lamb", "model.arch=shufflenet_v2_x0_5", "train.max_steps=2"]
+    job = Job(tmp_path / "run", arguments)
+    assert job.run().code == 0
+    job.arguments[-1] = "train.max_steps=3"
+    assert job.run().code == 0
+    groups = decode(read_verified(job.checkpoints()[-1]), job.folder)["optimizer"]["param_groups"]
+    assert [int(group["step"]) for group in groups] == [3, 3]
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", "stages"])
+def test_an_optimizer_that_needs_whole_weights_is_refused_with_parts(parallel: str) -> None:
+    with pytest.raises(RequestError, match=f"does not support parallel={parallel}: use adamw, or parallel=ddp"):
+        load("digits", ["data.root=x", "optimizer.name=muon", f"parallel={parallel}"])
+
+
+def test_a_model_that_fsdp_cannot_shard_is_refused(tmp_path: Path) -> None:
+    arguments = [*words("dm_nfnet_f0", {}), "parallel=fsdp", f"run.dir={tmp_path / 'run'}"]
+    assert "parallel=fsdp cannot cut stages.0.0.skipinit_gain" in quick("doctor", *arguments, "--world", "2").error
+    assert "parallel=fsdp cannot cut stages.0.0.skipinit_gain" in quick("plan", *arguments, "--world", "2").error

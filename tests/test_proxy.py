@@ -1,0 +1,226 @@
+"""MLflow behind a reverse proxy: a path prefix, TLS with a private authority, bearer tokens."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from harness import SMALL, Job, free_port, quick
+from server import Server
+
+from pipeline.config.load import load
+from pipeline.errors import TemporaryError
+from pipeline.preflight.tracker import check_server_answers, check_server_stores_files
+from pipeline.record.folder import RunFolder
+
+NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+CANARY = "CANARY"
+TOKEN, WRONG, EXPIRED, READER = (f"{CANARY}-{name}" for name in ("good", "wrong", "expired", "reader"))
+CERT, USER, PASSWORD = (f"MLFLOW_TRACKING_{name}" for name in ("SERVER_CERT_PATH", "USERNAME", "PASSWORD"))
+# nginx answers a wrong token with HTML, and an expired one as gateways do: JSON without error_code
+CONFIG = """
+daemon off; master_process off; pid {folder}/pid; error_log {folder}/error.log; events {{}}
+http {{
+  access_log off; default_type application/json; client_max_body_size 100m;
+  client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/fastcgi;
+  uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
+  ssl_certificate {folder}/server.pem; ssl_certificate_key {folder}/server.pem;
+  map $http_authorization $answer {{
+    default 401; "Bearer {TOKEN}" 200; "Basic bWU6Q0FOQVJZ" 200; "Bearer {EXPIRED}" expired; "Bearer {READER}" 403;
+  }}
+  server {{
+    listen 127.0.0.1:{port} ssl;
+    location /prefix/ {{
+      if ($answer = 401) {{ return 401; }}
+      if ($answer = 403) {{ return 403; }}
+      if ($answer = expired) {{ return 401 '{{"exp": "token expired"}}'; }}
+      proxy_pass {upstream}/;
+    }}
+  }}
+  server {{
+    listen 127.0.0.1:{mutual_port} ssl; ssl_client_certificate {folder}/authority.pem; ssl_verify_client on;
+    location /prefix/ {{ proxy_pass {upstream}/; }}
+  }}
+}}
+"""
+
+pytestmark = pytest.mark.skipif(
+    not (NGINX and shutil.which("openssl")), reason="needs nginx and openssl (apt-get install nginx-light openssl)"
+)
+
+
+@dataclass
+class Proxy:
+    server: Server
+    folder: Path
+    uri: str
+    mutual_uri: str
+    """The same server, for clients with a certificate."""
+
+    def variables(self, token: str = TOKEN) -> dict[str, str]:
+        authority = str(self.folder / "authority.pem")
+        return {"MLFLOW_TRACKING_URI": self.uri, "MLFLOW_TRACKING_TOKEN": token, CERT: authority}
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    """Start a server, and nginx in front of it."""
+    folder = tmp_path_factory.mktemp("proxy")
+    make_certificate(folder, "authority", "-addext", "keyUsage=critical,keyCertSign")
+    signed = ("-CA", "authority.pem", "-CAkey", "authority.pem", "-addext", "subjectAltName=IP:127.0.0.1")
+    make_certificate(folder, "server", *signed)
+    make_certificate(folder, "client", *signed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        patch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+        server = Server(folder).start()
+        port, mutual_port = free_port(), free_port()
+        names = {"TOKEN": TOKEN, "EXPIRED": EXPIRED, "READER": READER}
+        text = CONFIG.format(folder=folder, port=port, mutual_port=mutual_port, upstream=server.uri, **names)
+        (folder / "nginx.conf").write_text(text)
+        nginx = subprocess.Popen([str(NGINX), "-e", "stderr", "-c", str(folder / "nginx.conf")])
+        try:
+            server.wait_ready()
+            assert nginx.poll() is None
+            yield Proxy(server, folder, f"https://127.0.0.1:{port}/prefix", f"https://127.0.0.1:{mutual_port}/prefix")
+        finally:
+            nginx.kill()
+            nginx.wait()
+            server.kill()
+
+
+def make_certificate(folder: Path, name: str, *more: str) -> None:
+    """Write NAME.pem: a key, and a certificate that is signed by itself unless `more` says else."""
+    words = ["-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={name}", "-keyout", "key", "-out", "cert"]
+    subprocess.run(["openssl", "req", "-x509", *words, *more], cwd=folder, check=True, capture_output=True)
+    (folder / f"{name}.pem").write_text((folder / "key").read_text() + (folder / "cert").read_text())
+
+
+def make_job(folder: Path, digits: Path, env: dict[str, str]) -> Job:
+    small = [word for word in SMALL if not word.startswith("track.uri")]
+    words = ["digits", f"data.root={digits}", *small, "data.workers=0", "train.epochs=1", "train.max_steps=4"]
+    return Job(folder, words, env=env)
+
+
+def assert_nowhere(canary: str, job: Job, *texts: str) -> None:
+    assert canary not in " ".join([*texts, job.output(), job.log()])
+    for path in job.folder.rglob("*"):
+        assert path.is_dir() or canary.encode() not in path.read_bytes(), path
+
+
+def test_doctor_and_a_training_use_the_token_the_prefix_and_the_authority(
+    tmp_path: Path, digits: Path, proxy: Proxy
+) -> None:
+    run = make_job(tmp_path / "run", digits, proxy.variables())
+    doctor = quick("doctor", *run.arguments, f"run.dir={run.folder}", "--json", **run.env)
+    assert doctor.code == 0, doctor.err
+    lines = {row["check"]: row["line"] for row in json.loads(doctor.out)["findings"]}
+    assert lines["MLflow"] == f"{proxy.uri} answers"
+    assert lines["artifacts"] == "the server stores a file and returns it"
+    result = run.run()
+    assert result.code == 0, result.err
+    assert "MLflow" not in result.err
+    found = proxy.server.run_of(run)
+    assert found.info.status == "FINISHED"
+    assert proxy.server.client.list_artifacts(found.info.run_id)
+    assert found.outputs.model_outputs
+    assert_nowhere(CANARY, run, doctor.out, doctor.err)
+
+
+def test_the_sender_says_what_to_set_and_sends_the_run_then(tmp_path: Path, digits: Path, proxy: Proxy) -> None:
+    run = make_job(tmp_path / "run", digits, proxy.variables(WRONG))
+    result = run.run()
+    assert result.code == 0, result.err
+    refused = "failed with error code 401 != 200: set MLFLOW_TRACKING_TOKEN to another token, because this one is wrong"
+    assert refused in (run.folder / "sync.log").read_text()
+    untrusted = {name: value for name, value in proxy.variables().items() if name != CERT}
+    outputs = []
+    for variables, says in (
+        (proxy.variables(EXPIRED), "'token expired'}: set MLFLOW_TRACKING_TOKEN to another token"),
+        (proxy.variables(f"{TOKEN}\n"), "header value: …: set MLFLOW_TRACKING_TOKEN without spaces and line breaks"),
+        (untrusted, f"CERTIFICATE_VERIFY_FAILED] certificate verify failed: {{}}: set {CERT} to a PEM file"),
+    ):
+        result = quick("sync", str(run.folder), **variables)
+        assert result.code == 75
+        assert all(part in result.error for part in says.split("{}"))
+        outputs += [result.out, result.err]
+    sent = quick("sync", str(run.folder), **proxy.variables())
+    assert sent.code == 0, sent.err
+    assert proxy.server.run_of(run).info.status == "FINISHED"
+    assert_nowhere(CANARY, run, *outputs, sent.out, sent.err)
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({}, ""),
+        ({"MLFLOW_TRACKING_TOKEN": ""}, rf"answers 401: set {USER} and {PASSWORD}, or MLFLOW_TRACKING_TOKEN$"),
+        ({"MLFLOW_TRACKING_TOKEN": WRONG}, "answers 401: set MLFLOW_TRACKING_TOKEN to another token, because "),
+        ({"MLFLOW_TRACKING_TOKEN": EXPIRED}, "answers 401: set MLFLOW_TRACKING_TOKEN to another token, because "),
+        ({"MLFLOW_TRACKING_TOKEN": READER}, "answers 403: get the right to write to this experiment"),
+        ({"MLFLOW_TRACKING_TOKEN": f"{TOKEN}\n"}, "MLFLOW_TRACKING_TOKEN without spaces and line breaks"),
+        ({USER: "me", PASSWORD: WRONG}, "or unset them, because they are sent in place of MLFLOW_TRACKING_TOKEN"),
+        ({USER: "me", PASSWORD: CANARY, "MLFLOW_TRACKING_TOKEN": WRONG}, ""),
+        ({USER: "me"}, ""),
+        ({CERT: None}, rf"CERTIFICATE_VERIFY_FAILED\].*: set {CERT} to a PEM file"),
+        ({CERT: "/no/such"}, rf"invalid path.*: set {CERT} to a PEM file"),
+        ({CERT: None, "REQUESTS_CA_BUNDLE": "authority.pem"}, ""),
+        ({CERT: None, "MLFLOW_TRACKING_INSECURE_TLS": "True"}, ""),
+        ({"MLFLOW_TRACKING_INSECURE_TLS": "1"}, "unset MLFLOW_TRACKING_INSECURE_TLS"),
+        ({"MLFLOW_TRACKING_URI": "mutual"}, "answers 400: set MLFLOW_TRACKING_CLIENT_CERT_PATH"),
+        ({"MLFLOW_TRACKING_URI": "mutual", "MLFLOW_TRACKING_CLIENT_CERT_PATH": "client.pem"}, ""),
+    ],
+)
+def test_doctor_uses_the_variables_of_mlflow_and_names_the_one_to_set(
+    variables: dict[str, str | None], says: str, tmp_path: Path, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (proxy.variables() | variables).items():
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            path = str(proxy.folder / value) if value.endswith(".pem") else value
+            monkeypatch.setenv(name, proxy.mutual_uri if value == "mutual" else path)
+    config = load("digits", [])
+    if not says:
+        assert "answers" in check_server_answers(config, RunFolder(tmp_path))
+        return
+    with pytest.raises(TemporaryError, match=says) as refusal:
+        check_server_answers(config, RunFolder(tmp_path))
+    assert CANARY not in str(refusal.value)
+
+
+def test_doctor_uses_the_user_and_password_in_the_file_of_mlflow(
+    tmp_path: Path, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (proxy.variables("") | {"HOME": str(tmp_path)}).items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / ".mlflow").mkdir()
+    (tmp_path / ".mlflow/credentials").write_text(f"[mlflow]\n{USER.lower()} = me\n{PASSWORD.lower()} = {CANARY}\n")
+    assert "answers" in check_server_answers(load("digits", []), RunFolder(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("location", "says"),
+    [
+        ("s3://bucket/x", "boto3 is not installed: pip install 'ddp-pipeline[s3]'"),
+        ("gs://bucket/x", "google.cloud.storage is not installed: pip install google-cloud-storage"),
+        ("wasbs://files@account.blob.core.windows.net/x", "azure.storage.blob is not installed: pip install azure"),
+    ],
+)
+def test_doctor_names_the_missing_client_of_an_object_store(
+    location: str, says: str, tmp_path: Path, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in proxy.variables().items():
+        monkeypatch.setenv(name, value)
+    proxy.server.client.create_experiment(f"files & models in {location}", location)
+    config, folder = load("digits", [f"track.experiment=files & models in {location}"]), RunFolder(tmp_path)
+    if location.startswith("s3"):  # installed for these tests
+        assert f"the run writes its files to {location}" in check_server_stores_files(config, folder)
+        monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(TemporaryError) as problem:
+        check_server_stores_files(config, folder)
+    assert says in str(problem.value)
