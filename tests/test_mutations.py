@@ -78,6 +78,7 @@ def test_a_mutated_jpeg_is_decoded_or_named(seed: int) -> None:
     seeds = [encoded(image, **options) for image in images for options in kinds]
     seeds += [jpeg_restarts.with_restarts(data) or data for data in seeds]
     rng = np.random.default_rng(seed)
+    jpegtran = jpeg_restarts.find_jpegtran()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number, data in enumerate(bombs() + [mutated(seeds[i % len(seeds)], rng) for i in range(MUTATIONS)]):
         start = time.monotonic()
@@ -93,7 +94,7 @@ def test_a_mutated_jpeg_is_decoded_or_named(seed: int) -> None:
         converted = jpeg_restarts.with_restarts(data)
         if converted is not None and number % 5 == 0:  # packing keeps the pixels or names a defect
             try:
-                packed, _, _ = encode(data, Level.parse("lossless"))
+                packed, _, _ = encode(data, Level.parse("lossless"), jpegtran)
                 assert np.array_equal(
                     np.asarray(Image.open(io.BytesIO(packed))), np.asarray(Image.open(io.BytesIO(data)))
                 )

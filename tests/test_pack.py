@@ -1,18 +1,22 @@
 """A pack has the samples of its folder in the same order; a lossless pack has the same pixels."""
 
 import hashlib
+import heapq
 import io
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tarfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +26,7 @@ from harness import SMALL, environment, kill, quick
 from PIL import Image
 from streams import stream
 
+from pipeline.cli.main import main
 from pipeline.config.load import load
 from pipeline.data import jpeg, jpeg_restarts, pack
 from pipeline.data.access import UnreadableError
@@ -30,10 +35,14 @@ from pipeline.data.manifest import scan
 from pipeline.data.sources import open_source
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import temporary_sibling
+from pipeline.operate import pack as packing
 from pipeline.operate.data import check
 from pipeline.operate.pack import encode
 from pipeline.operate.pack import pack as make
+from pipeline.record import terminal
 
+JPEGTRAN = jpeg_restarts.find_jpegtran()
+needs_jpegtran = pytest.mark.skipif(not JPEGTRAN, reason="needs jpegtran (apt-get install libjpeg-turbo-progs)")
 LEVELS = ("lossless", "max-side=100,q=90", "raw=64")
 
 
@@ -182,8 +191,86 @@ def test_a_file_that_cannot_get_restart_markers_is_left_unchanged(data: bytes) -
 def test_an_image_is_stored_unchanged_if_its_verification_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     data = encoded(photo(64, 64))
     other = jpeg_restarts.with_restarts(encoded(photo(64, 64, seed=1)))
-    monkeypatch.setattr(jpeg_restarts, "with_restarts", lambda _: other)
+    monkeypatch.setattr(jpeg_restarts, "with_restarts", lambda *_: other)
     assert encode(data, pack.Level.parse("lossless")) == (data, True, 0.0)
+
+
+# --- jpegtran, which writes the bytes of the Python coder
+
+
+def jpegs() -> dict[str, bytes]:
+    """Return JPEGs of every kind that can get restart markers."""
+    options: dict[str, dict[str, Any]] = {
+        "4:4:4": {"subsampling": 0}, "4:2:2": {"subsampling": 1}, "4:2:0": {"subsampling": 2},
+        "optimal tables": {"optimize": True}, "no loss": {"quality": 100}, "mostly zeros": {"quality": 1},
+        "RGB": {"keep_rgb": True}, "comment": {"comment": b"of a photo"}, "profile": {"icc_profile": bytes(3000)},
+    }  # fmt: skip
+    grey = encoded(photo(70, 90).convert("L"))
+    at = grey.index(b"\xff\xc0") + 11
+    sizes = {f"{h} x {w}": encoded(photo(h, w)) for h, w in [*SHAPES, (1, 1), (1, 700), (700, 1), (90, 376)]}
+    return {
+        **{name: encoded(photo(120, 250), **words) for name, words in options.items()},
+        **{mode: encoded(photo(97, 61).convert(mode)) for mode in ("L", "CMYK")},
+        "grey 2x2": grey[:at] + b"\x22" + grey[at + 1 :],
+        "flat": encoded(Image.new("RGB", (640, 480), "teal")),
+        **sizes,
+    }
+
+
+@needs_jpegtran
+@pytest.mark.parametrize("kind", jpegs())
+def test_jpegtran_gives_the_bytes_of_the_python_coder(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = jpegs()[kind]
+    expected = jpeg_restarts.with_restarts(data)
+    assert expected
+    monkeypatch.setattr(jpeg_restarts, "_code", None)  # so that jpegtran's failure would be one
+    assert jpeg_restarts.with_restarts(data, JPEGTRAN) == expected
+
+
+@needs_jpegtran
+def test_a_file_that_jpegtran_codes_otherwise_is_coded_in_python() -> None:
+    data = encoded(photo(97, 61), subsampling=0)
+    for tables in (b"\x01", b"\x11"):  # the tables of chroma become number 2
+        at = data.index(b"\xff\xc4\x00" + (b"\x1f" if tables == b"\x01" else b"\xb5") + tables) + 4
+        data = data[:at] + bytes((data[at] + 1,)) + data[at + 1 :]
+    scan = data.index(b"\xff\xda")
+    data = data[:scan] + data[scan : scan + 12].replace(b"\x11", b"\x22") + data[scan + 12 :]
+    expected = jpeg_restarts.with_restarts(data)
+    assert expected
+    assert torch.equal(decode(expected), decode(data))
+    assert jpeg_restarts.with_restarts(data, JPEGTRAN) == expected
+
+
+@pytest.mark.parametrize(
+    "script", ["exit 1", "exit 0", "cat", "cat; exit 2", "echo no JPEG", "kill -9 $$", "exec sleep 60", "cat $0"]
+)
+def test_a_jpegtran_that_fails_changes_no_bytes(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "jpegtran"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(jpeg_restarts, "_JPEGTRAN_TIMEOUT_S", 0.5)
+    data = encoded(photo(97, 61))
+    assert jpeg_restarts.with_restarts(data, str(program)) == jpeg_restarts.with_restarts(data)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert jpeg_restarts.find_jpegtran() is None
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_a_pack_of_version_0_1_has_the_same_batches(
+    folder: Path, packs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def push(heap: list[Any], item: tuple[int, int, list[int]]) -> None:
+        heapq.heappush(heap, (item[0], -max(item[2]), item[2]))  # chose other tables of the same size
+
+    old = SimpleNamespace(heapify=heapq.heapify, heappop=heapq.heappop, heappush=push)
+    monkeypatch.setattr(jpeg_restarts, "heapq", old)
+    monkeypatch.setenv("PATH", "")
+    make(folder, tmp_path / "old", "lossless", 0.1)
+    assert (tmp_path / "old/train-0000.tar").read_bytes() != (packs["lossless"] / "train-0000.tar").read_bytes()
+    words = ("batch.global=16", "augment.size=48", "augment.scale=[0.08, 1]", "data.workers=0")
+    roots = ((tmp_path / "old", "pack"), (packs["lossless"], "pack"), (folder, "folder"))
+    found = [stream(root, range(8), f"data.source={kind}", *words)[0] for root, kind in roots]
+    assert found[0] == found[1] == found[2]
 
 
 # --- the same samples
@@ -324,13 +411,22 @@ def make_large_folder(root: Path) -> Path:
     return root
 
 
-def test_a_killed_pack_resumes_and_ends_with_the_same_bytes(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("coder", [pytest.param("jpegtran", marks=needs_jpegtran), "Python"])
+def test_a_killed_pack_resumes_and_ends_with_the_same_bytes(
+    coder: str, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = make_large_folder(tmp_path / "images")
-    start = time.monotonic()
-    make(source, tmp_path / "uninterrupted", "lossless", 0.1)
-    seconds = time.monotonic() - start
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", "")
+        make(source, tmp_path / "uninterrupted", "lossless", 0.1)
     expected = file_digests(tmp_path / "uninterrupted")
     assert len(expected) > 4  # shards, the index and the summary
+    if coder == "Python":
+        monkeypatch.setenv("PATH", "")
+    start = time.monotonic()
+    make(source, tmp_path / "timed", "lossless", 0.1)
+    seconds = time.monotonic() - start
+    assert file_digests(tmp_path / "timed") == expected, "whatever the coder"
     out = tmp_path / f"killed-{seed}"
     command = [sys.executable, "-m", "pipeline", "data", "pack", str(source), str(out)]
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -341,6 +437,48 @@ def test_a_killed_pack_resumes_and_ends_with_the_same_bytes(tmp_path: Path, seed
     process.wait()
     make(source, out, "lossless", 0.1)
     assert file_digests(out) == expected, f"seed {seed}"
+
+
+def test_any_number_of_workers_makes_the_same_pack(
+    folder: Path, packs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = []
+
+    def pool(workers: int, *arguments: Any) -> ProcessPoolExecutor:
+        numbers.append(workers)
+        return ProcessPoolExecutor(workers, *arguments)
+
+    monkeypatch.setattr(packing, "ProcessPoolExecutor", pool)
+    for workers in (1, 3):
+        command = ["data", "pack", str(folder), str(tmp_path / str(workers)), "--workers", str(workers)]
+        assert main(command) == 0
+        assert file_digests(tmp_path / str(workers)) == file_digests(packs["lossless"])
+    assert numbers == [1, 3]
+
+
+def test_packing_shows_its_rate_and_the_time_left(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "_PROGRESS_EVERY_S", 0.01)
+    monkeypatch.setattr(terminal, "_LOG_EVERY_S", 0)
+    make(folder, tmp_path / "pack", "lossless", 0.1)
+    lines = capsys.readouterr().err.splitlines()
+    found = [re.search(r" ([\d,]+) of 72 images packed  [\d,]+ images/s  \d+ s left$", line) for line in lines]
+    counts = [int(match[1]) for match in found if match]
+    assert counts == sorted(counts)
+    assert len(set(counts)) > 1
+    assert re.search(r" 72 images packed in \d+ s, [\d,]+ images/s$", lines[-4]), "before the three bad images"
+
+
+def test_packing_says_what_to_install_if_jpegtran_is_missing(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    for level, is_named in (("lossless", True), ("max-side=100,q=90", True), ("raw=64", False)):
+        make(folder, tmp_path / level, level, 0.1)
+        assert (
+            "without jpegtran of libjpeg-turbo, with the same result: install" in capsys.readouterr().err
+        ) == is_named
 
 
 def test_a_folder_with_other_contents_is_left_unchanged(folder: Path, packs: dict[str, Path], tmp_path: Path) -> None:

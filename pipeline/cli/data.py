@@ -63,21 +63,22 @@ def _add_import(actions: Commands) -> None:
     parser.add_argument("archives", type=path, metavar="ARCHIVES", help="folder with the three archives")
     parser.add_argument("out", type=path_or_uri, metavar="OUT", help="folder to make, or s3://bucket/prefix of a pack")
     parser.add_argument("--pack", metavar="LEVEL", help="make a pack of this level, see 'pipeline data pack --help'")
+    _add_workers(parser)
 
 
 def _import(options: argparse.Namespace) -> str:
     from pipeline.operate import data
 
-    return data.import_imagenet(options.archives, _place(options.out), options.pack)
+    return data.import_imagenet(options.archives, _place(options.out), options.pack, options.workers)
 
 
 def _add_pack(actions: Commands) -> None:
     parser = add_command(
         actions, "pack", _pack, "pack an image folder into a few indexed tar files, which load faster",
         "Pack the image folder SRC into OUT: a few tar files with an index, so that an image is one read and takes"
-        " less decoding. Uses all CPU cores; the same command continues an interrupted pack. Train from it with"
+        " less decoding. The same command continues an interrupted pack. Train from it with"
         " data.source=pack data.root=OUT: sample ids, order and labels are those of the folder. With s3://bucket/prefix"
-        " as OUT, each core keeps one tar file, of at most about 1 GiB, in TMPDIR until it is uploaded.",
+        " as OUT, each worker keeps one tar file, of at most about 1 GiB, in TMPDIR until it is uploaded.",
         "pipeline data pack photos packed --level max-side=500,q=90",
         "pipeline data pack photos s3://my-data/photos",
     )  # fmt: skip
@@ -88,13 +89,14 @@ def _add_pack(actions: Commands) -> None:
         help="lossless: JPEGs with restart markers, pixels unchanged; max-side=500,q=90: re-encoded, lossy; raw=256:"
         " uncompressed pixels, the shorter side scaled to 256 (default lossless)",
     )  # fmt: skip
+    _add_workers(parser)
     _add_val_split(parser)
 
 
 def _pack(options: argparse.Namespace) -> str:
     from pipeline.operate import pack
 
-    return pack.pack(options.src, _place(options.out), options.level, options.val_split)
+    return pack.pack(options.src, _place(options.out), options.level, options.val_split, options.workers)
 
 
 def _add_check(actions: Commands) -> None:
@@ -121,6 +123,11 @@ def _check(options: argparse.Namespace) -> str:
 def _add_val_split(parser: Parser) -> None:
     help = "share of the images to hold out if the folder has no val/, as data.val_split (default 0.1)"
     parser.add_argument("--val-split", type=share, default=0.1, metavar="SHARE", help=help)
+
+
+def _add_workers(parser: Parser) -> None:
+    help = "processes that pack (default one for each CPU core that this command may use)"
+    parser.add_argument("--workers", type=positive_int, metavar="N", help=help)
 
 
 def _folder(text: str) -> str:

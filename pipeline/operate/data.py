@@ -35,10 +35,11 @@ def make(kind: str, out: str | None, num_images: int, num_classes: int, side: in
     return f"made {root}: {manifest.scan(root, 0.1).size.describe()}"
 
 
-def import_imagenet(archives: Path, out: Path | Store, level: str | None) -> str:
+def import_imagenet(archives: Path, out: Path | Store, level: str | None, workers: int | None = None) -> str:
     """Write the archives of ILSVRC2012 as an image folder or a pack of `level`, or resume that.
 
-    Returns a line that describes the result.
+    workers: processes that pack, by default one for each CPU. Returns a line that describes the
+    result.
     """
     from pipeline.data import imagenet
 
@@ -52,7 +53,7 @@ def import_imagenet(archives: Path, out: Path | Store, level: str | None) -> str
     if pack_level:
         from pipeline.operate.pack import pack_source
 
-        return pack_source(source, out, pack_level)
+        return pack_source(source, out, pack_level, workers)
     assert isinstance(out, Path)
     total, done = source.size.train_images + source.size.val_images, 0
     try:

@@ -1,11 +1,11 @@
 """`pipeline data pack`: makes a pack of an image folder, on all cores, in a folder or a bucket.
 
-Promise: the same folder and level give the same bytes, in a folder and in a bucket, on any number
-of cores and after any number of kills. The images of a shard follow from the source's sizes only.
+Promise: the same folder and level give the same bytes, in a folder and in a bucket, with any number
+of workers and after any number of kills. The images of a shard follow from the source's sizes only.
 One process writes a shard to a temporary file, which is renamed (for a bucket, uploaded) when it is
-complete, then writes the shard's metadata; the pack's summary is written last. In a lossless pack
-each recoded file was decoded, whole and in part, and compared with its original; a file that
-differs is stored unchanged.
+complete, then writes the shard's metadata; the pack's summary is written last. Each file that gets
+restart markers is decoded, whole and in part, and compared with the file without them; if a pixel
+differs, the file is stored without them.
 """
 
 import hashlib
@@ -15,9 +15,10 @@ import os
 import random
 import sys
 import tarfile
+import time
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -54,11 +55,13 @@ from pipeline.errors import RequestError, StorageError
 from pipeline.files import parse_json
 from pipeline.machine import available_cpus
 from pipeline.operate.pack_target import Target, open_target
+from pipeline.record.terminal import Terminal, format_duration
 from pipeline.supervision import die_with_parent
 
 _MIN_SHARD, _MAX_SHARD = 1 << 20, 1 << 30  # bytes
 _MAX_SHARDS = 256  # each is a file that a loader worker holds open
 _BLOCK = 512  # bytes, of a tar file
+_PROGRESS_EVERY_S = 1
 _COMPARED = 224  # pixels: the side at which a lossy image is compared with its source
 
 
@@ -94,18 +97,21 @@ class Encoded(NamedTuple):
     """Mean absolute difference of the pixels to the source, of 255."""
 
 
-def pack(root: Path, out: Path | Store, level_text: str, val_split: float) -> str:
-    """Pack the image folder `root` into `out`, or resume that. Return a line about the pack."""
+def pack(root: Path, out: Path | Store, level_text: str, val_split: float, workers: int | None = None) -> str:
+    """Pack the image folder `root` into `out`, or resume that. Return a line about the pack.
+
+    workers: processes that pack, by default one for each CPU.
+    """
     level = Level.parse(level_text)  # refuse a wrong level before a long scan
     check_folder(root, str(root), "name an image folder")
     if (root / SUMMARY).exists():
         raise RequestError(f"{root} is a pack already: name the image folder that it was made of")
     if isinstance(out, Path) and out.resolve().is_relative_to(root.resolve()):
         raise RequestError(f"{out} is inside the image folder {root}: name a folder outside it")
-    return pack_source(sources.source_from_index(root, manifest.scan(root, val_split)), out, level)
+    return pack_source(sources.source_from_index(root, manifest.scan(root, val_split)), out, level, workers)
 
 
-def pack_source(source: Source, out: Path | Store, level: Level) -> str:
+def pack_source(source: Source, out: Path | Store, level: Level, workers: int | None) -> str:
     """Pack any source that has an index, as `pack` does."""
     assert source.index
     request = {"format": FORMAT, "level": level.text, "source": source.digest}
@@ -116,7 +122,7 @@ def pack_source(source: Source, out: Path | Store, level: Level) -> str:
             _check_complete(out)
         else:
             shards = list(_shards(source.index))
-            _make_shards(source, level, target, out, shards)
+            _make_shards(source, level, target, out, shards, workers or available_cpus())
             _write_index_and_summary(target, out, request, source.index, shards)
         target.clean()
     return _describe(out, read_summary(out))
@@ -179,31 +185,54 @@ def _shards(index: Index) -> Iterator[Shard]:
             yield Shard(name, number, first, last)
 
 
-def _make_shards(source: Source, level: Level, target: Target, out: Path | Store, shards: list[Shard]) -> None:
+def _make_shards(
+    source: Source, level: Level, target: Target, out: Path | Store, shards: list[Shard], workers: int
+) -> None:
     """Make the shards that an earlier start has not completed."""
     complete = set(target.hidden())
     missing = [shard for shard in shards if shard.metadata_name not in complete]
     random.shuffle(missing)  # so that two starts that pack into one bucket make different shards
-    workers = available_cpus()
     target.check_room(sum(sorted(_estimate(source, level, shard) for shard in missing)[-workers:]))
-    total = sum(map(len, shards))
-    done = total - sum(map(len, missing))
-    if done:
-        print(f"{done:,} of {total:,} images were packed before", file=sys.stderr, flush=True)
-    # forked, so that the index is shared
-    pool = ProcessPoolExecutor(workers, get_context("fork"), _start_worker, (os.getpid(), source, level, out))
+    terminal = Terminal()
+    total, left = sum(map(len, shards)), sum(map(len, missing))
+    if left < total:
+        terminal.show(f"{total - left:,} of {total:,} images were packed before")
+    jpegtran = _find_jpegtran(terminal) if missing and not level.raw else None
+    context = get_context("fork")  # so that the index is shared
+    counts = context.RawArray("q", len(missing))  # of images; without a lock, which a killed worker would keep
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (os.getpid(), source, level, out, jpegtran, counts))
+    start = time.monotonic()
     try:
-        for future in as_completed([pool.submit(_make_shard, shard) for shard in missing]):
-            done += future.result()
-            print(f"{done:,} of {total:,} images packed", file=sys.stderr, flush=True)
+        pending = {pool.submit(_make_shard, shard, slot) for slot, shard in enumerate(missing)}
+        while pending:
+            ended, pending = wait(pending, _PROGRESS_EVERY_S, FIRST_COMPLETED)
+            for future in ended:
+                future.result()
+            if done := sum(counts):
+                rate = done / (time.monotonic() - start)
+                terminal.progress(
+                    f"{total - left + done:,} of {total:,} images packed", f"{rate:,.0f} images/s",
+                    f"{format_duration((left - done) / rate)} left",
+                )  # fmt: skip
     except BrokenProcessPool:
-        remedy = "check the free memory, then give the same command again"
+        remedy = "check the free memory, or give fewer --workers, then give the command again"
         raise StorageError(f"{out}: a packing process was killed: {remedy}") from None
     except MissingError:
         if not target.exists(SUMMARY):  # else another start has completed the pack and aborted our uploads
             raise
     finally:
+        seconds, done = time.monotonic() - start, sum(counts)
+        terminal.log(f"{done:,} images packed in {format_duration(seconds)}, {done / seconds:,.0f} images/s")
         pool.shutdown(cancel_futures=True)
+
+
+def _find_jpegtran(terminal: Terminal) -> str | None:
+    """Return the path of jpegtran if it can be used, else log what to install."""
+    found = jpeg_restarts.find_jpegtran()
+    if not found:
+        remedy = "install libjpeg-turbo-progs (Fedora: libjpeg-turbo-utils)"
+        terminal.show(f"packing is ten times slower without jpegtran of libjpeg-turbo, with the same result: {remedy}")
+    return found
 
 
 def _estimate(source: Source, level: Level, shard: Shard) -> int:
@@ -216,23 +245,27 @@ def _estimate(source: Source, level: Level, shard: Shard) -> int:
     return int(sizes.sum()) + 3 * _BLOCK * len(shard)
 
 
-_job: tuple[Source, Level, Target]
-"""The arguments that all tasks of a worker process share."""
+_job: tuple[Source, Level, Target, str | None, Any]
+"""The arguments that all tasks of a worker process share, see `_start_worker`."""
 
 
-def _start_worker(parent: int, source: Source, level: Level, out: Path | Store) -> None:
+def _start_worker(
+    parent: int, source: Source, level: Level, out: Path | Store, jpegtran: str | None, counts: Any
+) -> None:
+    """Prepare a worker process. counts: of packed images, for each task."""
     global _job  # noqa: PLW0603 — the way to give a pool's workers arguments once
-    _job = source, level, open_target(out)
+    _job = source, level, open_target(out), jpegtran, counts
     die_with_parent(parent)  # a worker of a killed command must not write while the next command does
     torch.set_num_threads(1)
 
 
-def _make_shard(shard: Shard) -> int:
-    """Write the shard and its metadata. Return the number of its images."""
-    source, level, target = _job
+def _make_shard(shard: Shard, slot: int) -> None:
+    """Write the shard and its metadata. slot: the place of its count of images."""
+    source, level, target, jpegtran, counts = _job
     assert source.index
     if target.exists(shard.metadata_name) or target.exists(SUMMARY):  # another start has made it by now
-        return len(shard)
+        counts[slot] = len(shard)
+        return
     images, split = (source.train, source.index.train) if shard.split == "train" else (source.val, source.index.val)
     sizes, places, bad, unchanged, difference, sha256 = [], [], [], 0, 0.0, hashlib.sha256()
     with target.create(shard.name) as file:
@@ -243,6 +276,7 @@ def _make_shard(shard: Shard) -> int:
 
         # a bad image keeps its place in the index, so that sample ids are those of the folder
         for i in range(shard.first, shard.last):
+            counts[slot] += 1
             try:
                 data = images.read(i)
                 assert isinstance(data, bytes)
@@ -254,7 +288,7 @@ def _make_shard(shard: Shard) -> int:
                 places.append((shard.number, 0, 0))
                 continue
             try:
-                data, is_unchanged, image_difference = encode(data, level)
+                data, is_unchanged, image_difference = encode(data, level, jpegtran)
                 difference += image_difference
                 unchanged += int(is_unchanged)
             except BadImageError as error:
@@ -272,7 +306,6 @@ def _make_shard(shard: Shard) -> int:
         "unchanged": unchanged, "difference": difference, "sizes": sizes, "places": places,
     }  # fmt: skip
     target.write(shard.metadata_name, json.dumps(metadata).encode())
-    return len(shard)
 
 
 def _write_index_and_summary(
@@ -324,8 +357,11 @@ def _describe(out: Path | Store, summary: dict[str, Any]) -> str:
     return f"packed {out}: {count:,} images in {len(summary['shards'])} shards, {size}; {change}; {bad} bad"
 
 
-def encode(data: bytes, level: Level) -> Encoded:
-    """Return a file as it is packed at this level. Raises BadImageError if it cannot be decoded."""
+def encode(data: bytes, level: Level, jpegtran: str | None = None) -> Encoded:
+    """Return a file as it is packed at this level. Raises BadImageError if it cannot be decoded.
+
+    jpegtran: see `jpeg_restarts.with_restarts`.
+    """
     pixels = decode(data)
     buffer = io.BytesIO()
     if level.raw:
@@ -337,15 +373,15 @@ def encode(data: bytes, level: Level) -> Encoded:
         Image.fromarray(small.permute(1, 2, 0).numpy()).save(buffer, "JPEG", quality=level.quality)
         jpeg = buffer.getvalue()
         if len(jpeg) < len(data) or small is not pixels:  # else a loss of quality would save nothing
-            made = _with_restarts(jpeg, decode(jpeg))
+            made = _with_restarts(jpeg, decode(jpeg), jpegtran)
             return Encoded(made, False, _mean_difference(pixels, decode(made)))
-    made = _with_restarts(data, pixels)
+    made = _with_restarts(data, pixels, jpegtran)
     return Encoded(made, made is data, 0.0)
 
 
-def _with_restarts(data: bytes, pixels: Tensor) -> bytes:
+def _with_restarts(data: bytes, pixels: Tensor, jpegtran: str | None) -> bytes:
     """Return the file with restart markers, or unchanged if its pixels may differ."""
-    made = jpeg_restarts.with_restarts(data)
+    made = jpeg_restarts.with_restarts(data, jpegtran)
     if made is None:
         return data
     try:
