@@ -467,7 +467,9 @@ def test_packing_shows_its_rate_and_the_time_left(
     counts = [int(match[1]) for match in found if match]
     assert counts == sorted(counts)
     assert len(set(counts)) > 1
-    assert re.search(r" 72 images packed in \d+ s, [\d,]+ images/s$", lines[-4]), "before the three bad images"
+    assert re.search(r" 72 images packed in \d+ s: [\d,]+ images/s, [\d.]+ ms per image and worker$", lines[-4]), (
+        "before the three bad images"
+    )
 
 
 def test_packing_says_what_to_install_if_jpegtran_is_missing(

@@ -19,6 +19,7 @@ import heapq
 import io
 import os
 import re
+import select
 import shutil
 import struct
 import subprocess
@@ -26,7 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice, pairwise
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -153,20 +154,18 @@ def _code_with_jpegtran(program: str, data: bytes, layout: Layout, interval: int
     """Return what `_code` does, made by jpegtran; None if it fails, or warns of a damaged file."""
     command = [program, "-copy", "none", "-optimize", "-restart", f"{interval}B", "-maxmemory", _JPEGTRAN_MEMORY]
     try:
-        # files in memory: through pipes it would be 4 KB at a time; standard error ends the wait
+        # files in memory, because a pipe would take 4 KB at a time
         with open(os.memfd_create("in"), "w+b") as source, open(os.memfd_create("out"), "w+b") as target:
             source.write(data)
             source.seek(0)
-            ended = subprocess.run(
-                command, stdin=source, stdout=target, stderr=subprocess.PIPE, timeout=_JPEGTRAN_TIMEOUT_S, check=False
-            )
+            is_good = _run(command, source, target)
             target.seek(0)
             made = target.read()
-    except (OSError, subprocess.SubprocessError):
+    except OSError:
         return None
     found = _layout(made)
     expected = layout._replace(interval=interval, scan=0, segments=())
-    if ended.returncode or not found or found._replace(scan=0, segments=()) != expected:
+    if not is_good or not found or found._replace(scan=0, segments=()) != expected:
         return None  # the tables' numbers are other ones if the file's are unusual
     tables, names = _tables(made, found), _names(layout)
     segments = re.split(rb"\xff[\xd0-\xd7]", made[found.scan : -len(b"\xff\xd9")])
@@ -174,6 +173,16 @@ def _code_with_jpegtran(program: str, data: bytes, layout: Layout, interval: int
     if len(segments) != down * across // interval or not tables.keys() >= set(names):
         return None
     return [tables[name] for name in names], segments
+
+
+def _run(command: list[str], source: BinaryIO, target: BinaryIO) -> bool:
+    """Run a program in at most a minute. Return True if it ended with exit code 0."""
+    with subprocess.Popen(command, stdin=source, stdout=target, stderr=subprocess.DEVNULL) as process:
+        # Popen.wait(timeout) would sleep for 1 ms
+        with open(os.pidfd_open(process.pid), "rb", 0) as ended:
+            if not select.select([ended], [], [], _JPEGTRAN_TIMEOUT_S)[0]:
+                process.kill()
+        return process.wait() == 0
 
 
 def _code(data: bytes, layout: Layout, interval: int) -> Coded:

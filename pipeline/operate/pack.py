@@ -221,8 +221,10 @@ def _make_shards(
         if not target.exists(SUMMARY):  # else another start has completed the pack and aborted our uploads
             raise
     finally:
-        seconds, done = time.monotonic() - start, sum(counts)
-        terminal.log(f"{done:,} images packed in {format_duration(seconds)}, {done / seconds:,.0f} images/s")
+        if done := sum(counts):
+            seconds = time.monotonic() - start
+            speed = f"{done / seconds:,.0f} images/s, {1000 * workers * seconds / done:.1f} ms per image and worker"
+            terminal.log(f"{done:,} images packed in {format_duration(seconds)}: {speed}")
         pool.shutdown(cancel_futures=True)
 
 
@@ -388,8 +390,10 @@ def _with_restarts(data: bytes, pixels: Tensor, jpegtran: str | None) -> bytes:
         picture = Picture.open(made)
         top, left = picture.height // 3, picture.width // 3
         height, width = -(-picture.height // 3), -(-picture.width // 3)
-        region = pixels[:, top : top + height, left : left + width]
-        if torch.equal(decode(made), pixels) and torch.equal(picture.region(top, left, height, width), region):
+        expected = pixels[:, top : top + height, left : left + width]
+        region = picture.region(top, left, height, width)
+        # NumPy compares five times as fast as torch
+        if np.array_equal(decode(made).numpy(), pixels.numpy()) and np.array_equal(region.numpy(), expected.numpy()):
             return made
     except BadImageError:
         pass
