@@ -66,7 +66,7 @@ build/mlflow-3.17/ready: requirements-mlflow.lock
 build/mlflow-%/ready: tests/mlflow-%.txt
 	$(SERVER)
 
-# what each of them takes of a run; needs PostgreSQL's programs
+# what each of them takes of a run; needs PostgreSQL's programs, and 15 minutes
 servers-table: setup servers
 	$(BIN)/python tests/mlflow_servers.py docs/mlflow-servers.md
 

@@ -99,7 +99,7 @@ def postgres() -> Iterator[str]:
                 with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
                     break
                 time.sleep(0.1)
-            yield f"postgresql://mlflow@127.0.0.1:{port}/postgres"
+            yield f"postgresql+psycopg2://mlflow@127.0.0.1:{port}/postgres"
         finally:
             server.terminate()
             server.wait()

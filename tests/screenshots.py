@@ -2,7 +2,7 @@
 
 The first run is that of `make train`: its terminal, and its web page. The second run trains the
 same recipe on two "nodes", which are two torchrun agents with different host names, and sends its
-data to a real MLflow server, whose pages are shown.
+data to a real MLflow server, whose pages are shown. The others are ten runs of a search, compared.
 """
 
 import argparse
@@ -62,6 +62,8 @@ PAGES = (
     Page("dataset", "runs/{run}", ("val images",), 700, clicks=("{data}",)),
     Page("system", "runs/{run}/system-metrics", tuple(f"system/{host}/rss_mib" for host in HOSTS), 1100),
 )
+SEARCH = tuple(f"optimizer.lr={rate} run.seed={seed}" for rate in (0.02, 0.05, 0.1, 0.2, 0.4) for seed in (0, 1))
+"""What the runs of the search change in the recipe."""
 
 
 def train(folder: Path, server: Server) -> Job:
@@ -72,6 +74,19 @@ def train(folder: Path, server: Server) -> Job:
     sent = pipeline("sync", str(job.folder))  # the rest that the sender has not sent yet
     assert sent.code == 0, sent.err
     return job
+
+
+def search(folder: Path, server: Server) -> list[Job]:
+    """Train the runs of a search below one parent."""
+    data = f"data.root={folder / 'data' / 'digits'}"
+    words = ["digits", data, f"track.uri={server.uri}", "track.parent=search", "train.epochs=2", "run.threads=1"]
+    jobs = [Job(folder / "search" / str(number), [*words, *changes.split()]) for number, changes in enumerate(SEARCH)]
+    for job in jobs:
+        result = job.run()
+        assert result.code == 0, result.err
+        sent = pipeline("sync", str(job.folder))
+        assert sent.code == 0, sent.err
+    return jobs
 
 
 def newcomer(browser: Browser, scratch: Path, out: Path) -> None:

@@ -329,7 +329,7 @@ time.sleep(60)
 SENDING = """\
 from pipeline.config.load import load
 from pipeline.record.mlflow.delivery import Delivery
-Delivery(folder, load("digits", []), "http://127.0.0.1:9", 1).deliver(is_last=True)
+Delivery(folder, load("digits", []), "http://127.0.0.1:9", 1).deliver()
 """
 REPORT = """\
 import sys

@@ -74,8 +74,8 @@ def logged(tmp_path_factory: pytest.TempPathFactory, run_dir: Path) -> Path:  # 
     """Return a model as the sender logs it: MLmodel, data/model.pt2 and the files MLflow adds."""
     folder = tmp_path_factory.mktemp("logged")
     path = checkpoint_files.find(run_dir)
-    config = from_yaml(checkpoint.decode(path.read_bytes(), path)["config"], "test")
-    description = export_model(path, config, folder / "model")
+    contents = checkpoint.decode(path.read_bytes(), path)
+    description = export_model(contents, from_yaml(contents["config"], "test"), folder / "model")
     description.save(folder / "model" / "MLmodel")
     return folder / "model"
 

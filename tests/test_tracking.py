@@ -161,7 +161,7 @@ def test_sending_twice_duplicates_nothing(
     job = trained["500"].job
     before = good.run_of(job)
     # as if sending had been interrupted
-    good.client.create_logged_model(before.info.experiment_id, "model", before.info.run_id)
+    good.client.create_logged_model(before.info.experiment_id, "model", before.info.run_id, {"pipeline.step": "0"})
     assert sync(job, MLFLOW_TRACKING_URI=good.uri).code == 0
     (job.folder / "mlflow.json").unlink()  # as if the record of what was sent had been lost
     assert sync(job, MLFLOW_TRACKING_URI=good.uri).code == 0

@@ -253,7 +253,7 @@ def _add_verify(commands: Commands) -> None:
     add_trust(parser)
 
 
-def _verify(options: argparse.Namespace) -> str | int:
+def _verify(options: argparse.Namespace) -> int:
     # SIGTERM then ends the repeated training and removes its folder, as Ctrl-C does
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 

@@ -10,7 +10,7 @@ _CREDENTIALS = re.compile(r"://(?!/)(\S*)@")
 def without_password(text: str) -> str:
     """Return `text` without the credentials of its URLs, also those in their query strings."""
     text = re.sub(r"(?<!models)(:/{1,2})(?!/)\S*@", r"\1", text)  # a Path has one slash where the URL has two
-    return re.sub(r"(?i)(?<=[?&])[^=&\s]*(?:password|passwd|secret|token)[^=&\s]*=[^&\s]*&?", "", text)
+    return re.sub(r"(?i)(?<=[?&])[^=&\s]*(?:password|passwd|pwd|passphrase|secret|token)[^=&\s]*=[^&\s]*&?", "", text)
 
 
 def hide_credentials(value: str) -> str:

@@ -129,6 +129,13 @@ def _parse_argument(value: object) -> Argument:
     return value  # type: ignore[return-value]
 
 
+def _check_model_name(name: str) -> str:
+    """Return NAME or NAME@ALIAS; raise ValueError if MLflow does not take it."""
+    if len(name) > 250 or re.search(r"@(latest|v\d+)$", name, re.IGNORECASE):
+        raise ValueError("not a name for MLflow")
+    return name
+
+
 Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f\x7f]+$")]
 """A string without control characters: a NUL in a path raises ValueError in any function that uses
 the path, and a line break would split an error message."""
@@ -136,8 +143,15 @@ the path, and a line break would split an error message."""
 Place = Annotated[Text, AfterValidator(_normalise_path)]
 """A path, or a keyword or URI in its place. The shell does not expand `~` after `=`."""
 
-_MODEL_NAME = "NAME or NAME@ALIAS (letters, digits, _ . -)"
-ModelName = Annotated[str, Field(pattern=r"^[\w.-]+(@[\w.-]+)?$", json_schema_extra={"allowed": _MODEL_NAME})]
+_MODEL_NAME = "NAME or NAME@ALIAS (letters, digits, _ . -; MLflow keeps the aliases latest and v1, v2, … for itself)"
+ModelName = Annotated[
+    str,
+    Field(pattern=r"^[\w.-]+(@[\w.-]+)?$", json_schema_extra={"allowed": _MODEL_NAME}),
+    AfterValidator(_check_model_name),
+]
+
+_EXPERIMENT_NAME = "up to 500 characters"
+ExperimentName = Annotated[Text, Field(max_length=500, json_schema_extra={"allowed": _EXPERIMENT_NAME})]
 
 _RUN_NAME = "a name of letters, digits, blanks and _ . -"
 RunName = Annotated[str, Field(pattern=r"^[\w. -]+$", json_schema_extra={"allowed": _RUN_NAME})]
@@ -489,8 +503,8 @@ class Track(Section):
     parent of run.dir; none: write the journal only. Give the user and the password in
     MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, because other users of the machine can
     see a command line. A user and a password in the URI are used, too, but never written down."""
-    experiment: Annotated[Text | None, Absent] = None
-    """MLflow experiment. auto: the recipe's name."""
+    experiment: Annotated[ExperimentName | None, Absent] = None
+    """MLflow experiment of a new run. auto: the recipe's name."""
     parent: Annotated[RunName | None, Absent] = None
     """Name of an MLflow run that groups runs, such as the seeds or the values of a search: MLflow
     shows this run below it. It is created if the experiment has none of that name."""

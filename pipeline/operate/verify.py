@@ -44,8 +44,8 @@ _NOT_A_CAUSE = ("step", "recipe", "changes", "world", "epochs")
 """Fields of a start that do not describe its software, threads or device."""
 
 
-def verify(run_dir: Path, steps: int | None) -> str | int:
-    """Run `pipeline verify`; return "identical: …", or exit code 1 after printing "differs: …"."""
+def verify(run_dir: Path, steps: int | None) -> int:
+    """Run `pipeline verify`; print "identical: …" and return 0, or "differs: …" and 1."""
     if world.is_launched():
         raise RequestError("verify starts the run's processes by itself: call it without torchrun")
     check_run_folder(run_dir)
@@ -62,14 +62,12 @@ def verify(run_dir: Path, steps: int | None) -> str | int:
         print(f"repeating {run_dir} up to step {last:,} in {repeated.path}", file=sys.stderr, flush=True)
         _repeat(config, receipt["starts"][-1]["world"], Path(scratch) / "recipe.yaml")
         result = _compare(receipt, _read_receipt(repeated), folder, repeated)
+    print(result, flush=True)
     if folder.delivered.exists():
         from pipeline.record.mlflow.parts import note_verification
 
         print(note_verification(folder, result), file=sys.stderr, flush=True)
-    if result.startswith("identical"):
-        return result
-    print(result, flush=True)
-    return errors.CRASH
+    return errors.OK if result.startswith("identical") else errors.CRASH
 
 
 def _read_receipt(folder: RunFolder) -> dict[str, Any]:

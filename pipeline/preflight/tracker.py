@@ -97,7 +97,7 @@ def check_server_stores_files(config: Config, folder: RunFolder) -> str:
             return f"the run writes its files to {location} itself"
         for method, body in (("PUT", content), ("GET", None), ("DELETE", None)):
             answer = _request(uri, path, method, body)
-            if answer.status in (404, 503):
+            if method == "PUT" and answer.status in (404, 503):
                 without = "the server does not store files (--no-serve-artifacts)"
                 return f"{without}: the run writes to the artifact store directly"
             if not answer.is_ok:
@@ -152,7 +152,7 @@ def _request(uri: str, path: str, method: str = "GET", body: bytes | None = None
         headers["Authorization"] = f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"
     elif token := sent.get("MLFLOW_TRACKING_TOKEN"):
         headers["Authorization"] = f"Bearer {token}"
-    authority = sent.get("MLFLOW_TRACKING_SERVER_CERT_PATH")
+    authority = sent.get("MLFLOW_TRACKING_SERVER_CERT_PATH") or None  # empty, requests would accept any certificate
     is_insecure = sent.get("MLFLOW_TRACKING_INSECURE_TLS", "").lower() in ("true", "1")
     if authority is not None and is_insecure:
         raise ValueError("MLFLOW_TRACKING_INSECURE_TLS and MLFLOW_TRACKING_SERVER_CERT_PATH are both set")

@@ -16,10 +16,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipeline.files import parse_json
+
+_MAX_ROW_BYTES = 1 << 24
 
 
 def read(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
@@ -36,6 +39,16 @@ def read(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
                     yield row, start
 
 
+def is_row_start(path: Path, offset: int) -> bool:
+    """Return True if a row starts at this byte of the journal, or the last row ends there."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, offset - 1))
+            return offset == 0 or file.read(1) == b"\n"
+    except OSError:
+        return False
+
+
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """Yield each event, and of the metrics between two events, or after the last, the last row.
 
@@ -43,8 +56,8 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """
     metrics: tuple[tuple[int, bytes], ...] = ()
     with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
+        for number, line in enumerate(iter(partial(file.readline, _MAX_ROW_BYTES), b""), 1):
+            if not line.endswith(b"\n") and len(line) < _MAX_ROW_BYTES:
                 break
             if not (line.startswith(b"{") and line.endswith(b"}\n")):
                 raise ValueError(f"line {number} is not a row")

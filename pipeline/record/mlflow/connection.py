@@ -20,7 +20,6 @@ REQUEST_TIMEOUT_S = 5  # while training runs: the end of a run has time for two 
 FILE_TIMEOUT_S = 60  # a server may pass a file on to slower storage before it answers
 TIMEOUT_VARIABLE = "MLFLOW_HTTP_REQUEST_TIMEOUT"  # mlflow reads it at each request
 CERTIFICATE_VARIABLE = "MLFLOW_TRACKING_SERVER_CERT_PATH"
-NO_REDIRECTS = {"MLFLOW_ALLOW_HTTP_REDIRECTS": "false"}  # mlflow's default repeats a request at any other host
 LOCAL_SCHEMES = ("", "file")
 SCHEMES = (*LOCAL_SCHEMES, "mlflow-artifacts", "s3", "gs", "wasbs", "abfss")
 """Places of files that are allowed.
@@ -65,22 +64,25 @@ def split_uri(uri: str) -> tuple[str, dict[str, str]]:
     return address, {"MLFLOW_TRACKING_USERNAME": user, "MLFLOW_TRACKING_PASSWORD": password}
 
 
+def protect_credentials() -> None:
+    """Have mlflow send no credentials to a host that is not the one that the user has named."""
+    os.environ["MLFLOW_ALLOW_HTTP_REDIRECTS"] = "false"  # mlflow's default repeats a request at any other host
+    if not os.environ.get(CERTIFICATE_VARIABLE):  # if empty, mlflow would accept any certificate
+        os.environ.pop(CERTIFICATE_VARIABLE, None)
+
+
 def configure(uri: str, timeout_s: int) -> str:
     """Set the variables that mlflow reads, and return the URI without user and password."""
     address, credentials = split_uri(uri)
-    if not os.environ.get(CERTIFICATE_VARIABLE):  # if empty, mlflow would accept any certificate
-        os.environ.pop(CERTIFICATE_VARIABLE, None)
-    os.environ |= (
-        credentials
-        | NO_REDIRECTS
-        | {
-            TIMEOUT_VARIABLE: str(timeout_s),
-            "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # our own loop retries; mlflow's would block for minutes
-            "MLFLOW_DISABLE_TELEMETRY": "true",
-            "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-            "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-        }
-    )
+    protect_credentials()
+    os.environ |= credentials | {
+        TIMEOUT_VARIABLE: str(timeout_s),
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # our own loop retries; mlflow's would block for minutes
+        "MLFLOW_ENABLE_ASYNC_LOGGING": "false",  # an error of a thread of mlflow's would be lost
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    }
     return address
 
 

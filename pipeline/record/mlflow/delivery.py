@@ -21,7 +21,7 @@ from pipeline.config.schema import Config
 from pipeline.errors import RequestError, TemporaryError
 from pipeline.files import atomic_write, parse_json
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import read
+from pipeline.record.journal import is_row_start, read
 from pipeline.record.mlflow import connection, parts
 from pipeline.record.mlflow.figures import send_figures
 from pipeline.record.mlflow.model import register_model, send_model
@@ -29,7 +29,7 @@ from pipeline.record.mlflow.run import MlflowRun, open_run
 
 _MAX_METRICS = 1000  # MLflow's limit for one request
 _DUE = {
-    "started": ("description", "links", "inputs", "files"),
+    "started": ("parameters", "tags", "parent", "description", "links", "inputs", "files"),
     "evaluated": ("figures",),
     "ended": ("description", "files", "figures"),
 }
@@ -40,7 +40,11 @@ After the end of a finished run, also its model and that model's registration.
 
 
 class Delivery:
-    """Sends what the journal holds and the server lacks."""
+    """Sends what the journal holds and the server lacks.
+
+    Metrics and status are sent by `deliver`, all else by `send_parts`. These may run in two
+    threads, so that an artifact store that does not answer holds back no metric.
+    """
 
     def __init__(self, folder: RunFolder, config: Config, uri: str, timeout_s: int) -> None:
         self._folder, self._config = folder, config
@@ -49,8 +53,11 @@ class Delivery:
         self._run: MlflowRun | None = None
         self._offset = 0
         self._due: list[str] = []
+        self._progress_lock = threading.Lock()
         self._before: dict[str, int] = {}
         """The last step of each metric that the server had before this folder sent anything."""
+        self.has_new_parts = False
+        """A part became due since the last attempt."""
         self._failed: dict[str, Exception] = {}
         """The parts that the last attempt could not send."""
         self.is_reachable = not uri.startswith("http")  # a local database is, even while its slow creation runs
@@ -68,39 +75,36 @@ class Delivery:
         mlflow.set_tracking_uri(self._uri)
         self.imported.set()
 
-    def deliver(self, *, is_last: bool) -> None:
-        """Send what the journal holds and the server lacks. Raises whatever mlflow raises.
-
-        A part that fails holds back nothing else. It is tried again after the next event, and by
-        the last attempt: see `check_complete`.
-        """
+    def deliver(self) -> None:
+        """Send the metrics and the status that the server lacks. Raises whatever mlflow raises."""
         self.check_ours()
         try:
             if self._run is None:
-                self._run = open_run(self._folder, self._config, self._uri)
-                saved = self._progress().get(self._server, {})
-                is_noted = saved.get("run_id") == self._run.run_id
-                self._offset = saved["offset"] if is_noted else 0
-                self._due = saved.get("due", []) if is_noted else []
-                self._before = saved.get("before", {}) if is_noted else self._run.last_steps
+                self._open()
+            assert self._run is not None
             self.is_reachable = True
-            has_event = False
             for metrics, event, end in _split_journal(self._folder.journal, self._offset, self._before):
                 self.check_ours()
                 self._run.client.log_batch(self._run.run_id, metrics=metrics)
                 if event:
                     self._send_status(self._run, event)
                     self._add_due(event)
-                    has_event = True
                 self._offset = end
                 self._save_progress(self._run)
         except Exception:
             self.is_reachable = False
             self._run = None  # searched for again: the server may come back without the run
             raise
-        if has_event or is_last:
-            with connection.request_timeout(connection.FILE_TIMEOUT_S) if is_last else contextlib.nullcontext():
-                self._send_parts(self._run)
+
+    def _open(self) -> None:
+        """Find or create the run, and read how much of the journal it has."""
+        self._run = open_run(self._folder, self._config, self._uri)
+        saved = self._progress().get(self._server, {})
+        # a journal that lost its last rows with the power may be shorter than what was sent of it
+        is_noted = saved.get("run_id") == self._run.run_id and is_row_start(self._folder.journal, saved["offset"])
+        self._offset = saved["offset"] if is_noted else 0
+        self._due = saved.get("due", []) if is_noted else []
+        self._before = saved.get("before", {}) if is_noted else self._run.last_steps
 
     def check_complete(self) -> None:
         """Raise RequestError or TemporaryError if the last attempt could not send a part."""
@@ -118,7 +122,7 @@ class Delivery:
 
     def mark_failed(self) -> None:
         """Set the run's status to FAILED: training was killed. Its last journal row says when."""
-        assert self._run is not None
+        assert self._run is not None, "after deliver"
         self.check_ours()
         if self._run.client.get_run(self._run.run_id).info.status != "RUNNING":  # another start has ended it
             return
@@ -137,16 +141,14 @@ class Delivery:
             entry["before"] = self._before
         if self._due:
             entry["due"] = self._due
-        progress = json.dumps({**self._progress(), self._server: entry}, indent=1)
-        atomic_write(self._folder.delivered, progress.encode(), check=self.check_ours)
+        with self._progress_lock:
+            progress = json.dumps({**self._progress(), self._server: entry}, indent=1)
+            atomic_write(self._folder.delivered, progress.encode(), check=self.check_ours)
 
     def _send_status(self, run: MlflowRun, event: dict[str, Any]) -> None:
-        from mlflow.entities import RunTag
-
         match event["event"]:
             case "started":
                 run.client.update_run(run.run_id, status="RUNNING")
-                run.client.log_batch(run.run_id, tags=[RunTag(key, str(tag)) for key, tag in event["tags"].items()])
             case "ended":
                 run.client.set_terminated(run.run_id, event["status"], event["time"])
 
@@ -156,10 +158,20 @@ class Delivery:
             self._due = [name for name in self._due if name not in ("model", "registration")]
         due = _DUE.get(event["event"], ()) + (("model", "registration") if has_result else ())
         self._due += [name for name in due if name not in self._due]
+        self.has_new_parts = self.has_new_parts or bool(due)
 
-    def _send_parts(self, run: MlflowRun) -> None:
-        """Send each part that is due. One that fails stays due, and its reason is logged."""
+    def send_parts(self) -> None:
+        """Send each part that is due. Raises nothing: see `check_complete`.
+
+        A part that fails holds back nothing else. It stays due, and its reason is logged.
+        """
+        run = self._run
+        if run is None:
+            return
         senders: dict[str, Callable[[], object]] = {
+            "parameters": partial(parts.send_parameters, run, self._config),
+            "tags": partial(parts.send_tags, run, self._folder),
+            "parent": partial(parts.send_parent, run, self._config),
             "description": partial(parts.send_description, run, self._folder, self._config),
             "links": partial(parts.send_links, run, self._folder),
             "inputs": partial(parts.send_inputs, run, self._folder, self._config),
@@ -168,7 +180,7 @@ class Delivery:
             "model": partial(self._send_model, run),
             "registration": partial(self._register_model, run),
         }
-        self._failed = {}
+        self.has_new_parts, self._failed = False, {}
         missing = connection.missing_package(run.artifact_uri)
         for name in list(self._due):
             if name not in self._due or (name == "registration" and "model" in self._failed):
@@ -177,18 +189,18 @@ class Delivery:
             try:
                 if missing and name in ("files", "figures", "model"):
                     raise TemporaryError(f"the server keeps files at {run.artifact_uri}: {missing}")
-                senders[name]()
+                is_sent = senders[name]() is not False
             except Exception as error:
-                reason = connection.root_cause(error)
-                if getattr(error, "error_code", "") != "ENDPOINT_NOT_FOUND":
-                    connection.log(f"{name} not sent, and tried again later: {reason}")
-                    self._failed[name] = error
-                    if connection.is_unreachable(error):
-                        self.is_reachable = False
-                        break
-                    continue
-                connection.log(f"{name} left out, because this server lacks what it needs: {reason}")
-            self._due.remove(name)
+                connection.log(f"{name} not sent, and tried again later: {connection.root_cause(error)}")
+                self._failed[name] = error
+                if connection.is_unreachable(error) and not _answers(run):
+                    self.is_reachable = False
+                    break
+                continue
+            if not is_sent:  # it names a run that may come to the server later
+                continue
+            with contextlib.suppress(ValueError):  # a start has made it due no longer
+                self._due.remove(name)
             self._save_progress(run)
 
     def _send_model(self, run: MlflowRun) -> None:
@@ -206,6 +218,15 @@ class Delivery:
         ends = [row for row, _ in read(self._folder.journal) if row.get("event") == "ended"]
         best: dict[str, Any] = ends[-1]["best"]
         return best
+
+
+def _answers(run: MlflowRun) -> bool:
+    """Return True if the server answers, though it may have broken off the request before."""
+    try:
+        run.client.get_run(run.run_id)
+    except Exception:
+        return False
+    return True
 
 
 def _split_journal(

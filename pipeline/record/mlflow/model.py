@@ -10,7 +10,7 @@ from pipeline.config.trust import check_is_trusted
 from pipeline.errors import TemporaryError
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
-from pipeline.record.mlflow.connection import FILE_TIMEOUT_S, log, request_timeout, root_cause
+from pipeline.record.mlflow.connection import FILE_TIMEOUT_S, check_artifact_host, log, request_timeout, root_cause
 from pipeline.record.mlflow.run import MlflowRun, file_sizes
 
 _SLOWEST_BYTES_PER_S = 1 << 20
@@ -30,15 +30,22 @@ def send_model(run: MlflowRun, folder: RunFolder, config: Config, checkpoint: Pa
     """
     if run.has_logged_models:
         for model in _unfinished(run):
-            if model.tags.get(_STEP_TAG) != str(step):
+            if model.tags[_STEP_TAG] != str(step):
                 run.client.delete_logged_model(model.model_id)
     if find_model(run, step):
         return True
     check_is_trusted(config.model.arch)
+
+    from pipeline.record.checkpoint import decode
+    from pipeline.record.checkpoint_files import read_verified
+
+    contents = decode(read_verified(checkpoint), checkpoint)
     with tempfile.TemporaryDirectory() as scratch:
         exported = Path(scratch) / "model"
         try:
-            description = export_model(checkpoint, config, exported)
+            description = export_model(contents, config, exported)
+        except (OSError, MemoryError):
+            raise  # what is full now may have room later
         except Exception as error:
             log(f"{checkpoint.name} is not logged as a model: {root_cause(error)}")
             return False
@@ -73,7 +80,8 @@ def _models(run: MlflowRun) -> Any:
 def _unfinished(run: MlflowRun) -> list[Any]:
     from mlflow.entities import LoggedModelStatus
 
-    return [model for model in _models(run) if model.status != LoggedModelStatus.READY]
+    models = [model for model in _models(run) if _STEP_TAG in model.tags]  # another program may log models, too
+    return [model for model in models if model.status != LoggedModelStatus.READY]
 
 
 def _files_uri(run: MlflowRun, step: int) -> str:
@@ -113,8 +121,10 @@ def _send_files_of_model(run: MlflowRun, step: int, description: Any, exported: 
 
 def _upload(folder: Path, uri: str) -> None:
     """Send the files of a folder that the artifact store lacks; last, the one about all others."""
+    import mlflow
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
+    check_artifact_host(uri, mlflow.get_tracking_uri())
     repository = get_artifact_repository(uri)
     files = [path for path in folder.rglob("*") if path.is_file()]
     for path in sorted(files, key=lambda path: (path.name == "MLmodel", path)):
@@ -126,7 +136,7 @@ def _upload(folder: Path, uri: str) -> None:
                 repository.log_artifact(str(path), place)
 
 
-def export_model(checkpoint: Path, config: Config, destination: Path) -> Any:
+def export_model(contents: dict[str, Any], config: Config, destination: Path) -> Any:
     """Export a checkpoint's model to the folder `destination`, and return its MLmodel.
 
     The exported model takes pixels, [B, 3, H, W] float32 of 0..255, and returns probabilities, [B,
@@ -139,10 +149,8 @@ def export_model(checkpoint: Path, config: Config, destination: Path) -> Any:
 
     from pipeline.data.augment import evaluation_geometry
     from pipeline.model.architectures import ExportedModel
-    from pipeline.record.checkpoint import decode, eval_model
-    from pipeline.record.checkpoint_files import read_verified
+    from pipeline.record.checkpoint import eval_model
 
-    contents = decode(read_verified(checkpoint), checkpoint)
     # in train mode the export would keep dropout and update batch norm's statistics
     served = ExportedModel(eval_model(contents, config.model)).eval()
     size, _ = evaluation_geometry(config.evaluate, config.augment)
@@ -177,7 +185,7 @@ def register_model(run: MlflowRun, target: str, step: int) -> None:
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-    versions = run.client.search_model_versions(f"name = '{name}'")
+    versions = run.client.search_model_versions(f"name = '{name}' and run_id = '{run.run_id}'")
     version = next((version for version in versions if version.source == source), None)
     version = version or run.client.create_model_version(name, source, run.run_id, model_id=model_id)
     if alias:

@@ -1,4 +1,4 @@
-"""The parts of a run other than its metrics and status: description, links, inputs and files.
+"""The parts of a run other than its metrics, status, figures and model.
 
 Promise: each may be sent any number of times, and is there once.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.credentials import without_password
-from pipeline.config.load import from_yaml
+from pipeline.config.load import flatten, from_yaml
 from pipeline.config.schema import Config
 from pipeline.files import parse_json
 from pipeline.record.description import describe_run
@@ -22,7 +22,57 @@ from pipeline.record.page import FILE_NAME, render_page
 from pipeline.record.receipt import Receipt
 from pipeline.record.sender import tracking_uri, uri_in_environment
 
-_DESCRIPTION = "mlflow.note.content"
+_DESCRIPTION, _CONTINUED = "mlflow.note.content", "continued by"
+_PARENT, _PARENT_TAG = "mlflow.parentRunId", "pipeline.parent"
+
+
+def send_parameters(run: MlflowRun, config: Config) -> None:
+    """Send each key as a parameter, and as a tag of the same name if its value has changed since.
+
+    MLflow's parameters are immutable: they keep the values of the first start.
+    """
+    from mlflow.entities import Param, RunTag
+
+    data = run.client.get_run(run.run_id).data
+    values = {key: str(value) for key, value in flatten(config).items()}
+    missing = [Param(key, value) for key, value in values.items() if key not in data.params]
+    known = values | data.params | {key: data.tags[key] for key in values if key in data.tags}
+    changed = [RunTag(key, value) for key, value in values.items() if known[key] != value]
+    run.client.log_batch(run.run_id, params=missing, tags=changed)
+
+
+def send_tags(run: MlflowRun, folder: RunFolder) -> None:
+    """Send the tags of the starts; where they differ, those of the last."""
+    from mlflow.entities import RunTag
+
+    tags: dict[str, Any] = {}
+    for row, _ in read(folder.journal):
+        if row.get("event") == "started":
+            tags |= row["tags"]
+    run.client.log_batch(run.run_id, tags=[RunTag(key, str(tag)) for key, tag in tags.items()])
+
+
+def send_parent(run: MlflowRun, config: Config) -> None:
+    """Put the run below the one that groups the runs with the same `track.parent`."""
+    if config.track.parent and _PARENT not in run.client.get_run(run.run_id).data.tags:
+        run.client.set_tag(run.run_id, _PARENT, _parent_id(run, config.track.parent))
+
+
+def _parent_id(run: MlflowRun, name: str) -> str:
+    """Return the id of the run that groups others under `name`: the oldest, or a new one."""
+
+    def oldest() -> Any | None:
+        query = f"tags.`{_PARENT_TAG}` = '{name}'"
+        return next(iter(run.client.search_runs([run.experiment_id], query, order_by=["attributes.start_time"])), None)
+
+    found = oldest()
+    if found is None:
+        created = run.client.create_run(run.experiment_id, tags={_PARENT_TAG: name}, run_name=name)
+        run.client.set_terminated(created.info.run_id)
+        found = oldest() or created
+        if found.info.run_id != created.info.run_id:  # another child has created it at the same moment
+            run.client.delete_run(created.info.run_id)
+    return str(found.info.run_id)
 
 
 def send_description(run: MlflowRun, folder: RunFolder, config: Config) -> None:
@@ -30,15 +80,20 @@ def send_description(run: MlflowRun, folder: RunFolder, config: Config) -> None:
     run.client.set_tag(run.run_id, _DESCRIPTION, describe_run(folder, config))
 
 
-def send_links(run: MlflowRun, folder: RunFolder) -> None:
-    """Name the run that this one continues, and this one there, if both are on the server."""
+def send_links(run: MlflowRun, folder: RunFolder) -> bool:
+    """Name the run that this one continues, and this one there; return False if it is not there."""
     tags = (row["tags"] for row, _ in read(folder.journal) if row.get("event") == "started")
     origin = next((start["continues"] for start in tags if "continues" in start), None)
-    before = find_run(run.client, origin) if origin else None
-    if before:
-        ours = run.client.get_run(run.run_id)
-        run.client.set_tag(run.run_id, "continues", _name(before))
-        run.client.set_tag(before.info.run_id, "continued by", _name(ours))
+    if origin is None:
+        return True
+    before = find_run(run.client, origin)
+    if before is None:
+        return False
+    run.client.set_tag(run.run_id, "continues", _name(before))
+    ours, others = _name(run.client.get_run(run.run_id)), before.data.tags.get(_CONTINUED, "")
+    if ours not in others:
+        run.client.set_tag(before.info.run_id, _CONTINUED, f"{others}, {ours}".removeprefix(", "))
+    return True
 
 
 def _name(run: Any) -> str:
@@ -84,7 +139,10 @@ def note_verification(folder: RunFolder, result: str) -> str:
         uri = uri_in_environment() or tracking_uri(config, folder)
         if uri is None:
             return "not noted in MLflow: track.uri=none"
-        address = connection.configure(uri, connection.FILE_TIMEOUT_S)
+        address = connection.configure(uri, connection.REQUEST_TIMEOUT_S)
+
+        if address.startswith("sqlite:///") and not Path(address.removeprefix("sqlite:///")).exists():
+            return f"not noted in MLflow: {address} is not there"
 
         from mlflow import MlflowClient
 

@@ -39,7 +39,8 @@ def fetch_model(uri: str) -> dict[str, Any]:
     if not named and not database.exists():
         raise RequestError(f"{uri} names a model in MLflow, and there is no {database} here: set MLFLOW_TRACKING_URI")
     tracking_uri, credentials = connection.split_uri(named or f"sqlite:///{database}")
-    os.environ |= credentials | connection.NO_REDIRECTS | {"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}
+    connection.protect_credentials()
+    os.environ |= credentials | {"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # mlflow's default of 7 takes minutes
     os.environ.setdefault(connection.TIMEOUT_VARIABLE, str(connection.FILE_TIMEOUT_S))
     try:

@@ -18,14 +18,14 @@ from pipeline.config.schema import Config
 from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import final_status
-from pipeline.record.mlflow.connection import FILE_TIMEOUT_S, REQUEST_TIMEOUT_S, log, root_cause
+from pipeline.record.mlflow.connection import FILE_TIMEOUT_S, REQUEST_TIMEOUT_S, log, request_timeout, root_cause
 from pipeline.record.mlflow.delivery import Delivery
 from pipeline.record.sender import READY, TRAINING_DONE, tracking_uri, uri_in_environment
 
 _POLL_S = 0.5
 _MAX_PAUSE_S = 30
 _RANK_0_KILLED_S = 4  # FAILED is sent by then, or at the next train or sync
-_RANK_0_DONE_S = 7  # rank 0 waits no longer than this for a server that does not answer
+_RANK_0_DONE_S = 7  # rank 0 waits no longer than this for a server to which no connection can be made
 
 
 def sync(path: Path, *, follow: bool) -> None:
@@ -56,9 +56,10 @@ def _sync_once(folder: RunFolder, config: Config, uri: str) -> None:
     delivery = Delivery(folder, config, uri, FILE_TIMEOUT_S)
     delivery.import_mlflow()
     try:
-        delivery.deliver(is_last=True)
+        delivery.deliver()
         if not final_status(folder.journal) and not folder.is_held():
             delivery.mark_failed()
+        delivery.send_parts()
         delivery.check_complete()
     except RunError:
         raise
@@ -82,14 +83,18 @@ def _sync_beside_training(folder: RunFolder, config: Config, uri: str) -> None:
     delivery.import_mlflow()
     failure: Exception | None = None
     has_answered, pause = False, _POLL_S
+    parts = threading.Thread(target=delivery.send_parts, daemon=True)
     while True:
         is_last = training_over.is_set()  # read before delivering, so that every row written until then is delivered
         try:
-            delivery.deliver(is_last=is_last)
+            delivery.deliver()
             if is_last and not final_status(folder.journal):
                 delivery.mark_failed()
             if is_last:
-                delivery.check_complete()
+                _finish(delivery, parts)
+            elif delivery.has_new_parts and not parts.is_alive():
+                parts = threading.Thread(target=delivery.send_parts, daemon=True)
+                parts.start()
             if failure is not None:
                 log("MLflow accepts requests again")
             failure, pause = None, _POLL_S
@@ -106,6 +111,15 @@ def _sync_beside_training(folder: RunFolder, config: Config, uri: str) -> None:
         training_over.wait(pause)
     if failure is not None:
         raise TemporaryError(f"MLflow did not take everything: {root_cause(failure)}; the journal keeps it")
+
+
+def _finish(delivery: Delivery, parts: threading.Thread) -> None:
+    """Send what is still due, after the attempt that runs. Raises an error if not all was sent."""
+    if parts.ident:
+        parts.join()
+    with request_timeout(FILE_TIMEOUT_S):
+        delivery.send_parts()
+    delivery.check_complete()
 
 
 def _watch_rank_0(delivery: Delivery) -> threading.Event:
