@@ -129,7 +129,8 @@ def test_an_unknown_section_names_the_key_in_it(recipe: Callable[[str], Path]) -
      ("optimizer.name=lion", "sgd | adamw | lamb | muon"),
      ("run.device=tpu", "auto | cpu | cuda"),
      ("run.dir=", "a one-line string"),
-     ("track.register=my model", "NAME or NAME@ALIAS (letters, digits, _ . -), or auto | none"),
+     ("track.register=my model", "NAME or NAME@ALIAS (letters, digits, _ . -; MLflow"
+     " keeps the aliases latest and v1, v2, … for itself), or auto | none"),
      ("run.seed=9223372036854775808", "an integer from 0 to 2^63−1")],
 )  # fmt: skip
 def test_a_wrong_value_is_one_line_with_key_value_and_what_is_allowed(given: str, allowed: str) -> None:
