@@ -259,6 +259,12 @@ def test_the_image_has_the_prerequisites_of_torch_compile(project: Project) -> N
     assert "compiled" in project.compose(*run)
 
 
+def test_the_image_has_jpegtran(project: Project) -> None:
+    code = "from pipeline.data import jpeg_restarts; print(jpeg_restarts.find_jpegtran())"
+    found = project.compose("run", "--rm", "--no-deps", "--entrypoint", "python", "trainer", "-c", code)
+    assert "/usr/bin/jpegtran" in found
+
+
 @pytest.mark.fault("H3")
 def test_a_secret_in_the_environment_is_in_no_log_file_or_layer(
     project: Project, expected: dict[str, str], layers: tuple[Popen, Popen]
