@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import html
 import io
+import json
 import math
 import os
 import pty
@@ -62,8 +63,10 @@ PAGES = (
     Page("dataset", "runs/{run}", ("val images",), 700, clicks=("{data}",)),
     Page("system", "runs/{run}/system-metrics", tuple(f"system/{host}/rss_mib" for host in HOSTS), 1100),
 )
+SHOWN = ("newcomer", "mlflow", "search")
+"""The groups: a terminal and the page of its run, one run in MLflow, ten runs compared there."""
 SEARCH = tuple(f"optimizer.lr={rate} run.seed={seed}" for rate in (0.02, 0.05, 0.1, 0.2, 0.4) for seed in (0, 1))
-"""What the runs of the search change in the recipe."""
+"""The changes of the recipe in each run of the search."""
 
 
 def train(folder: Path, server: Server) -> Job:
@@ -162,6 +165,15 @@ def capture_all(browser: Browser, server: Server, job: Job, out: Path) -> None:
         save(page.name, screenshot, out)
 
 
+def capture_comparison(browser: Browser, server: Server, jobs: list[Job], out: Path) -> None:
+    runs = [server.run_of(job).info for job in jobs]
+    query = f"runs={json.dumps([run.run_id for run in runs])}&experiments={json.dumps([runs[0].experiment_id])}"
+    shows = (f"Comparing {len(jobs)} Runs", "run.seed")
+    clicks = (ASSISTANT, "Show diff only")
+    screenshot = browser.capture(f"{server.uri}/#/compare-runs?{query}&workflowType=machine_learning", WIDTH, 1250, clicks, shows)
+    save("comparison", screenshot, out)
+
+
 def save(name: str, screenshot: bytes, out: Path) -> None:
     """Write the screenshot with 256 colours, which is enough for these pages."""
     path = out / f"{name}.png"
@@ -178,7 +190,7 @@ def main() -> int:
         description="Train the digits, and take screenshots of the terminal, of the run's page and of MLflow."
     )
     parser.add_argument("out", type=Path)
-    parser.add_argument("--only", choices=("newcomer", "mlflow"), help="the terminal and the page, or MLflow")
+    parser.add_argument("--only", choices=SHOWN, help="one group of screenshots (default: all)")
     options = parser.parse_args()
     program = find_program()
     if program is None:
@@ -189,15 +201,19 @@ def main() -> int:
         scratch = Path(folder)
         browser = Browser(program, scratch / "profile")
         running.callback(browser.close)
-        if options.only != "mlflow":
+        shown = (options.only,) if options.only else SHOWN
+        if "newcomer" in shown:
             newcomer(browser, scratch, options.out)
-        if options.only != "newcomer":
+        if "mlflow" in shown or "search" in shown:
+            server = Server(scratch).start().wait_ready()
+            running.callback(server.kill)
+        if "search" in shown:
+            capture_comparison(browser, server, search(scratch, server), options.out)
+        if "mlflow" in shown:
             if subprocess.run([*on_host(HOSTS[0]), "true"], capture_output=True, check=False).returncode:
                 print("two host names need unprivileged user namespaces, which are not available here", file=sys.stderr)
                 return 2
-            server = Server(scratch).start()
-            running.callback(server.kill)
-            capture_all(browser, server, train(scratch / "two-nodes", server.wait_ready()), options.out)
+            capture_all(browser, server, train(scratch / "two-nodes", server), options.out)
     return 0
 
 
