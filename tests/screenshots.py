@@ -170,7 +170,8 @@ def capture_comparison(browser: Browser, server: Server, jobs: list[Job], out: P
     query = f"runs={json.dumps([run.run_id for run in runs])}&experiments={json.dumps([runs[0].experiment_id])}"
     shows = (f"Comparing {len(jobs)} Runs", "run.seed")
     clicks = (ASSISTANT, "Show diff only")
-    screenshot = browser.capture(f"{server.uri}/#/compare-runs?{query}&workflowType=machine_learning", WIDTH, 1250, clicks, shows)
+    url = f"{server.uri}/#/compare-runs?{query}&workflowType=machine_learning"
+    screenshot = browser.capture(url, WIDTH, 1250, clicks, shows)
     save("comparison", screenshot, out)
 
 
