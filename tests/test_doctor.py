@@ -21,6 +21,7 @@ from torch import nn
 
 from pipeline import errors, machine
 from pipeline.config.load import load
+from pipeline.data import images
 from pipeline.data.sources import open_source
 from pipeline.data.store import Store
 from pipeline.deploy import node
@@ -235,6 +236,13 @@ def test_images_that_cannot_be_decoded_are_named(tmp_path: Path, digits: Path) -
         errors.StorageError, match=f"1 of 16 sampled images .*{first.name}.*: list all with 'pipeline data check'"
     ):
         checks.check_images_decode(inputs.source)
+
+
+def test_the_decoder_of_jpegs_is_named(tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = CheckInputs(digits, tmp_path / "run").source
+    assert checks.check_images_decode(source).endswith("JPEG by simplejpeg")
+    monkeypatch.setattr(images, "simplejpeg", None)
+    assert checks.check_images_decode(source).endswith("JPEG by Pillow, which is slower ('pip install simplejpeg')")
 
 
 def test_a_docker_engine_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,8 +57,10 @@ _MAX_IMAGES = 2000
 _COMPARED_IMAGES = 64
 WARM_UP = 4  # batches: those that the workers had ready, or had started, when the first one arrived
 _PEERS = {
-    "timm": "timm", "dali": "nvidia-dali-cuda130", "dali-linear": "nvidia-dali-cuda130", "webdataset": "webdataset",
-    "streaming": "mosaicml-streaming", "ffcv": "ffcv",
+    "torchvision": "torchvision", "torchcodec": "torchcodec", "simplejpeg": "simplejpeg", "spdl": "spdl-io",
+    "timm": "timm", "dali": "nvidia-dali-cuda130", "dali-linear": "nvidia-dali-cuda130",
+    "dali-dynamic": "nvidia-dali-cuda130", "webdataset": "webdataset", "streaming": "mosaicml-streaming",
+    "litdata": "litdata", "ffcv": "ffcv",
 }  # fmt: skip
 """Loader in peers.py -> its package. dali-linear does not antialias: faster, but other pixels."""
 

@@ -89,16 +89,108 @@ def dali(antialias: bool, files: list[Path], folder: Path, batch: int, size: int
     return fetch, resize
 
 
-def _torchvision(size: int) -> tuple[Callable[[bytes], Any], Resize]:
-    """Return functions that decode with torchvision: to an augmented crop, to a resized image."""
+def dali_dynamic(files: list[Path], folder: Path, batch: int, size: int, workers: int) -> tuple[Fetch, Resize]:
+    from nvidia.dali.experimental import dynamic as ndd
+    from nvidia.dali.types import INTERP_LINEAR
+
+    ndd.set_num_threads(workers)
+    options = {"size": [size, size], "interp_type": INTERP_LINEAR, "antialias": True}
+
+    def resize(data: bytes) -> Any:
+        return np.asarray(ndd.resize(ndd.decoders.image(np.frombuffer(data, np.uint8)), **options))
+
+    def fetch() -> Iterator[Any]:
+        reader = ndd.readers.File(files=[str(file) for file in files] * _EPOCH_BATCHES, random_shuffle=True)
+        while True:
+            for data, _ in reader.next_epoch(batch_size=batch):
+                pixels = ndd.decoders.image_random_crop(data, random_aspect_ratio=[3 / 4, 4 / 3], random_area=[0.08, 1])
+                pixels = ndd.resize(pixels, **options)
+                yield ndd.flip(pixels, horizontal=ndd.random.coin_flip(batch_size=data.batch_size)).torch()
+
+    return fetch, resize
+
+
+def spdl(files: list[Path], folder: Path, batch: int, size: int, workers: int) -> tuple[Fetch, Resize]:
+    """Return functions that use threads, and FFmpeg's filters to crop, resize and flip."""
+    import spdl.io
+    from spdl.pipeline import PipelineBuilder
+
+    scale = f"scale={size}:{size}:flags=bilinear,format=pix_fmts=rgb24"
+    generator = np.random.default_rng()
+
+    def paths() -> Iterator[str]:
+        while True:
+            for number in generator.permutation(len(files)):
+                yield str(files[number])
+
+    def crop(path: str) -> Any:
+        area, (left, top, mirror) = generator.uniform(0.08, 1), generator.random(3)
+        ratio = np.exp(generator.uniform(np.log(3 / 4), np.log(4 / 3)))
+        sides = (f"min({side}\\,sqrt(iw*ih*{share}))" for side, share in (("iw", area * ratio), ("ih", area / ratio)))
+        cut = f"crop={':'.join(sides)}:(iw-ow)*{left}:(ih-oh)*{top},{scale}{',hflip' if mirror < 0.5 else ''}"
+        packets = spdl.io.demux_image(path)
+        return spdl.io.decode_packets(packets, filter_desc=cut)
+
+    def resize(data: bytes) -> Any:
+        return spdl.io.to_numpy(spdl.io.load_image(data, filter_desc=scale))
+
+    def fetch() -> Iterator[Any]:
+        loader = (
+            PipelineBuilder().add_source(paths()).pipe(crop, concurrency=workers).aggregate(batch)
+            .pipe(spdl.io.convert_frames).pipe(spdl.io.to_torch).add_sink(workers).build(num_threads=workers)
+        )  # fmt: skip
+        with loader.auto_stop():
+            yield from loader.get_iterator()
+
+    return fetch, resize
+
+
+def plain_loader(
+    package: str, files: list[Path], folder: Path, batch: int, size: int, workers: int
+) -> tuple[Fetch, Resize]:
+    """Return the functions of a plain DataLoader with the decoder of that package."""
+    from torch.utils.data import DataLoader, Dataset, RandomSampler
+
+    crop, resize = _crops(package, size)
+
+    class Crops(Dataset[Any]):
+        def __len__(self) -> int:
+            return len(files)
+
+        def __getitem__(self, index: int) -> Any:
+            return crop(files[index].read_bytes())
+
+    def fetch() -> Iterator[Any]:
+        endless = RandomSampler(Crops(), num_samples=10**12)
+        return iter(DataLoader(Crops(), batch, sampler=endless, num_workers=workers))
+
+    return fetch, resize
+
+
+def _decoder(package: str) -> Callable[[bytes], Any]:
+    """Return the function of that package which decodes a file to a tensor [3, H, W]."""
     import torch
+
+    if package == "simplejpeg":
+        import simplejpeg
+
+        return lambda data: torch.from_numpy(simplejpeg.decode_jpeg(data)).permute(2, 0, 1)
+    if package == "torchcodec":
+        from torchcodec.decoders import decode_image as decode_with_torchcodec
+
+        return partial(decode_with_torchcodec, mode="RGB")
+
     from torchvision.io import ImageReadMode, decode_image
+
+    return lambda data: decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
+
+
+def _crops(package: str, size: int) -> tuple[Callable[[bytes], Any], Resize]:
+    """Return functions that decode with that package: to an augmented crop, to a resized image."""
     from torchvision.transforms import v2
 
+    decode = _decoder(package)
     augment = v2.Compose([v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()])
-
-    def decode(data: bytes) -> Any:
-        return decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
 
     def resize(data: bytes) -> Any:
         return v2.functional.resize(decode(data), [size, size], antialias=True).permute(1, 2, 0).numpy()
@@ -111,7 +203,7 @@ def webdataset(
 ) -> tuple[Fetch, Resize]:
     import webdataset
 
-    crop, resize = _torchvision(size)
+    crop, resize = _crops("torchvision", size)
     shards = [str(folder / f"{shard}.tar") for shard in range(2 * workers)]
     for number, shard in enumerate(shards):
         with webdataset.TarWriter(shard) as writer:
@@ -157,7 +249,7 @@ def streaming(
         for file in files:
             writer.write({"jpg": file.read_bytes()})
 
-    crop, resize = _torchvision(size)
+    crop, resize = _crops("torchvision", size)
 
     class Crops(StreamingDataset):  # type: ignore[misc]
         def __getitem__(self, index: int) -> Any:
@@ -173,6 +265,32 @@ def streaming(
             yield from DataLoader(dataset, batch, num_workers=workers, drop_last=True)
 
     return fetch, resize
+
+
+def litdata(files: list[Path], folder: Path, batch: int, size: int, workers: int) -> tuple[Fetch, Resize]:
+    from litdata import StreamingDataLoader, StreamingDataset, optimize
+
+    out = str(folder / "chunks")
+    repeated = [str(file) for file in files * -(-_EPOCH_BATCHES * batch // len(files))]  # workers start in each epoch
+    optimize(_read_bytes, repeated, out, chunk_bytes="64MB", num_workers=workers, verbose=False)
+    crop, resize = _crops("torchvision", size)
+
+    class Crops(StreamingDataset):  # type: ignore[misc]
+        def __getitem__(self, index: Any) -> Any:
+            return crop(super().__getitem__(index))
+
+    def fetch() -> Iterator[Any]:
+        while True:
+            dataset = Crops(out, shuffle=True, drop_last=True)
+            yield from StreamingDataLoader(
+                dataset, batch_size=batch, num_workers=workers, multiprocessing_context="fork"
+            )  # forked, because a class in a function cannot be pickled
+
+    return fetch, resize
+
+
+def _read_bytes(path: str) -> bytes:
+    return Path(path).read_bytes()
 
 
 def ffcv(files: list[Path], folder: Path, batch: int, size: int, workers: int) -> tuple[Fetch, Resize]:
@@ -209,8 +327,10 @@ def _pillow_resize(data: bytes, size: int) -> Any:
 
 
 PEERS: dict[str, Callable[..., tuple[Fetch, Resize]]] = {
-    "timm": timm, "dali": partial(dali, True), "dali-linear": partial(dali, False), "webdataset": webdataset,
-    "streaming": streaming, "ffcv": ffcv,
+    "torchvision": partial(plain_loader, "torchvision"), "torchcodec": partial(plain_loader, "torchcodec"),
+    "simplejpeg": partial(plain_loader, "simplejpeg"), "spdl": spdl, "timm": timm, "dali": partial(dali, True),
+    "dali-linear": partial(dali, False), "dali-dynamic": dali_dynamic, "webdataset": webdataset,
+    "streaming": streaming, "litdata": litdata, "ffcv": ffcv,
 }  # fmt: skip
 
 

@@ -96,6 +96,11 @@ class Picture:
         return pixels[:, top : top + height, left : left + width]
 
 
+def jpeg_decoder() -> str:
+    """Return the name of the package that decodes JPEG here, with the way to a faster one."""
+    return "simplejpeg" if simplejpeg else "Pillow, which is slower ('pip install simplejpeg')"
+
+
 def decode(data: bytes | NDArray[np.uint8]) -> Tensor:
     """Return all pixels, [3, H, W] uint8, on the CPU. Raises BadImageError."""
     picture = Picture.open(data)

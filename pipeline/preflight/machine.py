@@ -141,7 +141,7 @@ def check_disk_space(config: Config, plan: Plan, folder: RunFolder) -> str:
 def check_images_decode(source: Source) -> str:
     """Check that a few images from all parts of each split can be decoded."""
     from pipeline.data.access import UnreadableError
-    from pipeline.data.images import BadImageError, decode
+    from pipeline.data.images import BadImageError, decode, jpeg_decoder
 
     defects: list[str] = []
     start = time.perf_counter()
@@ -155,7 +155,8 @@ def check_images_decode(source: Source) -> str:
     if defects:
         problem = f"{len(defects)} of {2 * _SAMPLES} sampled images cannot be decoded, the first is {defects[0]}"
         raise StorageError(f"{problem}: list all with 'pipeline data check'")
-    return f"{_SAMPLES} images of each split, {1000 * (time.perf_counter() - start) / 2 / _SAMPLES:.1f} ms each"
+    each_ms = 1000 * (time.perf_counter() - start) / 2 / _SAMPLES
+    return f"{_SAMPLES} images of each split, {each_ms:.1f} ms each, JPEG by {jpeg_decoder()}"
 
 
 def check_all_reduce(config: Config, here: World) -> str:
