@@ -1,29 +1,108 @@
 """Each part of a run arrives though another is refused, and nothing that failed is forgotten."""
 
+import contextlib
+import http.client
 import json
 import shutil
+import socket
 import sqlite3
+import ssl
+import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import mlflow
 import pytest
-from harness import Job, environment, pipeline, read_rows
+from harness import Job, Result, environment, quick, read_rows
+from mlflow.entities import Run
 from mlflow_servers import train
 from object_store import FaultProxy
 from server import Server
+from test_proxy import CERT, make_certificate
 
 from pipeline.config.credentials import without_password
 from pipeline.config.load import load
-from pipeline.errors import RequestError
+from pipeline.errors import RequestError, TemporaryError
+from pipeline.preflight.tracker import check_server_answers
+from pipeline.record.folder import RunFolder
 from pipeline.record.journal import is_row_start, read_events
+from pipeline.record.mlflow.registry import fetch_model
 from pipeline.record.mlflow.run import find_run
 from pipeline.record.sender import TRAINING_DONE
 
 UPLOADS = "^PUT /api/2.0/mlflow-artifacts/"
+PARTS = {"description", "inputs", "files", "figures", "model"}
+"""The parts that `parts_at` looks for."""
+
+
+class Gateway:
+    """An HTTP or HTTPS proxy in front of a server, which refuses some requests.
+
+    A context manager: it listens inside.
+    """
+
+    def __init__(self, upstream: str, fault: Callable[[str, int], str], certificate: Path | None = None) -> None:
+        """fault: of `METHOD /path` and the size of the body, returns "", "reset", or a status.
+
+        The answer with a status is a page in HTML.
+        """
+        self.fault = fault
+        self.requests: list[str] = []
+        gateway = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                asked, size = f"{self.command} {self.path}", int(self.headers.get("Content-Length", 0))
+                gateway.requests.append(asked)
+                fault = gateway.fault(asked, size)
+                if fault == "reset":
+                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    self.close_connection = True
+                    return
+                body = self.rfile.read(size)
+                if fault:
+                    self.answer(int(fault), {"Content-Type": "text/html"}, b"<html><h1>Refused</h1></html>")
+                    return
+                connection = http.client.HTTPConnection(upstream.removeprefix("http://"), timeout=60)
+                with contextlib.closing(connection):
+                    connection.request(self.command, self.path, body, dict(self.headers))
+                    answer = connection.getresponse()
+                    left_out = ("transfer-encoding", "content-length", "connection")
+                    headers = {name: value for name, value in answer.getheaders() if name.lower() not in left_out}
+                    self.answer(answer.status, headers, answer.read())
+
+            do_POST = do_PUT = do_PATCH = do_DELETE = do_GET
+
+            def answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
+                self.send_response_only(status)
+                for name, value in (headers | {"Content-Length": str(len(body))}).items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.uri = f"http://127.0.0.1:{self._server.server_port}"
+        if certificate:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+            self.uri = self.uri.replace("http", "https")
+
+    def __enter__(self) -> "Gateway":
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +134,35 @@ def change_rows(job: Job, change) -> None:  # type: ignore[no-untyped-def]
     journal.write_text("".join(json.dumps(row) + "\n" for row in rows if row))
 
 
-def follow(job: Job, uri: str) -> "subprocess.Popen[bytes]":
+def follow(job: Job, uri: str, log: Path) -> "subprocess.Popen[bytes]":
     """Start the sender beside a training, as rank 0 does."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "pipeline", "sync", str(job.folder), "--follow"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        env=environment(PIPELINE_TRACK_URI=uri),
-    )  # fmt: skip
+    with open(log, "wb") as errors:
+        return subprocess.Popen(
+            [sys.executable, "-m", "pipeline", "sync", str(job.folder), "--follow"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment(PIPELINE_TRACK_URI=uri),
+        )  # fmt: skip
+
+
+def sync(job: Job, uri: str, **env: str) -> Result:
+    return quick("sync", str(job.folder), MLFLOW_TRACKING_URI=uri, **env)
+
+
+def forget_end(job: Job) -> None:
+    """Make the run one that was killed: it has no model, whose export takes seconds."""
+    change_rows(job, lambda row: row if row.get("event") != "ended" else None)
+
+
+def parts_at(server: Server, run: Run) -> set[str]:
+    """Return which of PARTS the server has of a run."""
+    files = {file.path for file in server.client.list_artifacts(run.info.run_id)}
+    found = {
+        "description": "mlflow.note.content" in run.data.tags,
+        "inputs": run.inputs.dataset_inputs,
+        "files": {"config.yaml", "plan.json", "journal.jsonl", "receipt.json"} <= files,
+        "figures": any(file.path.endswith(".png") for file in server.client.list_artifacts(run.info.run_id, "images")),
+        "model": run.outputs and run.outputs.model_outputs,
+    }
+    return {name for name, is_there in found.items() if is_there}
 
 
 def wait_until(condition: Callable[[], object], what: str, timeout: float = 30) -> None:
@@ -78,62 +179,84 @@ def points(job: Job) -> int:
 @pytest.mark.full
 @pytest.mark.parametrize(("is_killed", "status"), [(False, "FINISHED"), (True, "FAILED")])
 def test_uploads_that_are_not_answered_hold_back_no_metric_and_no_status(
-    server: Server, run: Job, is_killed: bool, status: str
+    server: Server, run: Job, tmp_path: Path, is_killed: bool, status: str
 ) -> None:
+    """The rows of the training are written while the first upload waits for its answer."""
     if is_killed:
-        change_rows(run, lambda row: row if row.get("event") != "ended" else None)
+        forget_end(run)
+    journal, log = run.folder / "journal.jsonl", tmp_path / "log"
+    lines = journal.read_text().splitlines(keepends=True)
+    started = next(number for number, line in enumerate(lines) if '"started"' in line)
+    journal.write_text("".join(lines[: started + 1]))
     with FaultProxy(server.uri, only=UPLOADS, rates={"stall": 1}) as proxy:
-        sender = follow(run, proxy.endpoint)
-        assert sender.stdin
-        assert sender.stdout
-        assert sender.stdout.readline() == b"ready\n"
-        wait_until(lambda: proxy.counts["stall"], "an upload")
-        if not is_killed:
-            sender.stdin.write(TRAINING_DONE)
-        sender.stdin.close()
-        wait_until(lambda: server.run_of(run).info.status == status, f"the status {status}", 10)
-        sender.kill()
-        sender.wait()
-    assert len(server.points(server.run_of(run))) == points(run)
+        sender = follow(run, proxy.endpoint, log)
+        try:
+            assert sender.stdin
+            assert sender.stdout
+            assert sender.stdout.readline() == b"ready\n"
+            wait_until(lambda: proxy.counts["stall"], "an upload")
+            with open(journal, "a") as file:
+                file.write("".join(lines[started + 1 :]))
+            if not is_killed:
+                sender.stdin.write(TRAINING_DONE)
+            sender.stdin.close()
+            wait_until(lambda: server.run_of(run).info.status == status, f"the status {status}", 15)
+            assert len(server.points(server.run_of(run))) == points(run)
+            if is_killed:
+                assert sender.wait(30) == 75
+                assert server.run_of(run).info.status == status
+            else:
+                assert "files not sent" not in log.read_text(), "the status came after the upload was given up"
+        finally:
+            sender.kill()
+            sender.wait()
 
 
-REFUSED = {
-    "models": ("logged-models/search", "403", {"model"}, {"description", "inputs", "files", "figures"}),
-    "tags": ("runs/set-tag", "503", {"description", "figures"}, {"inputs", "files"}),
-    "uploads": (UPLOADS, "truncate", {"files", "figures", "model"}, {"description", "inputs"}),
+REFUSED: dict[str, tuple[Callable[[str, int], str], set[str], set[str]]] = {
+    "models": (lambda asked, size: "403" if "logged-models/search" in asked else "", {"model"}, PARTS - {"model"}),
+    "tags": (
+        lambda asked, size: "404" if "runs/set-tag" in asked else "",
+        {"description", "figures"},
+        {"inputs", "files", "model"},
+    ),
+    "large uploads": (
+        lambda asked, size: "reset" if size > 100_000 else "",
+        {"files", "model"},
+        {"description", "inputs", "figures"},
+    ),
 }
-"""The requests that fail, how, the parts that lack them, and others that arrive."""
+"""The fault of a gateway, the parts that are refused, and the others, which arrive."""
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refused_call_holds_back_its_part_alone_until_the_next_sync(server: Server, run: Job, name: str) -> None:
-    only, fault, held, arrived = REFUSED[name]
-    with FaultProxy(server.uri, only=only, rates={fault: 1}) as proxy:
-        refused = pipeline("sync", str(run.folder), MLFLOW_TRACKING_URI=proxy.endpoint)
-    found = server.run_of(run)
+    fault, held, arrived = REFUSED[name]
+    change_rows(run, lambda row: row | {"padding": "x" * 150_000} if "run" in row else row)  # a long run's journal
+    with Gateway(server.uri, fault) as gateway:
+        refused = sync(run, gateway.uri)
+        found = server.run_of(run)
+        points_before, parts_before = server.points(found), parts_at(server, found)
+        gateway.fault = lambda asked, size: ""
+        later = sync(run, gateway.uri)
     assert refused.code == 75
-    named = {part for part in held | arrived if f" {part}: " in refused.error}
-    assert named == held, refused.error
+    assert {part for part in PARTS if f" {part}: " in refused.error} == held, refused.error
     assert found.info.status == "FINISHED"
-    assert len(server.points(found)) == points(run)
-    entry = json.loads((run.folder / "mlflow.json").read_text())
-    (run.folder / "mlflow.json").write_text(json.dumps({server.uri: entry[proxy.endpoint]}))
-    later = pipeline("sync", str(run.folder), MLFLOW_TRACKING_URI=server.uri)
+    assert len(points_before) == points(run)
+    assert arrived <= parts_before
     assert later.code == 0, later.err
     found = server.run_of(run)
-    assert "mlflow.note.content" in found.data.tags
-    assert found.outputs.model_outputs
-    assert {"config.yaml", "receipt.json"} <= {file.path for file in server.client.list_artifacts(found.info.run_id)}
+    assert parts_at(server, found) == PARTS
+    assert server.points(found) == points_before
 
 
 @pytest.mark.full
 def test_a_model_whose_checkpoint_was_away_is_sent_later(server: Server, run: Job) -> None:
     checkpoints = run.folder / "checkpoints"
     moved = checkpoints.rename(run.folder / "moved")
-    refused = pipeline("sync", str(run.folder), MLFLOW_TRACKING_URI=server.uri)
+    refused = sync(run, server.uri)
     moved.rename(checkpoints)
-    later = pipeline("sync", str(run.folder), MLFLOW_TRACKING_URI=server.uri)
+    later = sync(run, server.uri)
     assert (refused.code, later.code) == (75, 0), refused.err + later.err
     assert "model: " in refused.error
     assert server.run_of(run).outputs.model_outputs
@@ -142,22 +265,23 @@ def test_a_model_whose_checkpoint_was_away_is_sent_later(server: Server, run: Jo
 @pytest.mark.full
 def test_metrics_that_mlflow_would_log_in_a_thread_are_not_lost(server: Server, run: Job) -> None:
     with FaultProxy(server.uri, only="runs/log-batch", rates={"503": 1}) as proxy:
-        asynchronous = {"MLFLOW_TRACKING_URI": proxy.endpoint, "MLFLOW_ENABLE_ASYNC_LOGGING": "true"}
-        assert pipeline("sync", str(run.folder), **asynchronous).code == 75
+        assert sync(run, proxy.endpoint, MLFLOW_ENABLE_ASYNC_LOGGING="true").code == 75
 
 
 @pytest.mark.full
 def test_a_run_stays_one_when_its_experiment_changes(server: Server, run: Job) -> None:
-    assert pipeline("sync", str(run.folder), MLFLOW_TRACKING_URI=server.uri).code == 0
+    forget_end(run)
+    assert sync(run, server.uri).code == 0
     config = run.folder / "config.yaml"
     config.write_text(config.read_text().replace("experiment: null", "experiment: another"))
     assert "another" in config.read_text()
-    assert pipeline("sync", str(run.folder), MLFLOW_TRACKING_URI=server.uri).code == 0
+    assert sync(run, server.uri).code == 0
     server.run_of(run)
 
 
 @pytest.mark.full
 def test_a_run_names_all_that_continue_it_also_if_it_comes_last(server: Server, run: Job, tmp_path: Path) -> None:
+    forget_end(run)
     (origin,) = [row["run"] for row in read_rows(run.folder / "journal.jsonl") if "run" in row]
     others = []
     for name in ("before", "after"):
@@ -169,7 +293,7 @@ def test_a_run_names_all_that_continue_it_also_if_it_comes_last(server: Server, 
         )
         others.append(job)
     for job in (others[0], run, others[1], others[0]):
-        assert pipeline("sync", str(job.folder), MLFLOW_TRACKING_URI=server.uri).code == 0
+        assert sync(job, server.uri).code == 0
     found = server.run_of(run)
     for job in others:
         other = server.run_of(job)
@@ -206,7 +330,7 @@ def test_a_name_that_mlflow_refuses_after_the_training_is_refused_before(word: s
 
 
 def test_a_password_with_a_blank_is_refused_and_not_shown(tmp_path: Path) -> None:
-    refused = pipeline("train", "digits", f"run.dir={tmp_path}/run", "track.uri=postgresql://u:CANARY b@h/db")
+    refused = quick("train", "digits", f"run.dir={tmp_path}/run", "track.uri=postgresql://u:CANARY b@h/db")
     assert refused.code == 2
     assert "%20" in refused.error
     assert "CANARY" not in refused.err
@@ -222,6 +346,24 @@ def test_the_position_in_a_journal_that_lost_rows_is_noticed(tmp_path: Path) -> 
 def test_a_journal_of_one_endless_line_is_damaged(tmp_path: Path) -> None:
     journal = tmp_path / "journal.jsonl"
     with open(journal, "wb") as file:
-        file.truncate(1 << 33)
+        file.truncate((1 << 24) + 1)  # sparse: 16 MiB is the limit of a row
     with pytest.raises(ValueError, match="line 1 is not a row"):
         list(read_events(journal))
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="needs openssl (apt-get install openssl)")
+def test_an_empty_path_of_certificates_does_not_mean_any_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_certificate(tmp_path, "server", "-addext", "subjectAltName=IP:127.0.0.1")
+    with Gateway("", lambda asked, size: "404", tmp_path / "server.pem") as gateway:
+        for name, value in {"MLFLOW_TRACKING_URI": gateway.uri, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}.items():
+            monkeypatch.setenv(name, value)
+        for use in (
+            lambda: check_server_answers(load("digits", []), RunFolder(tmp_path)),
+            lambda: fetch_model("models:/digits@best"),
+        ):
+            monkeypatch.setenv(CERT, "")
+            with pytest.raises(TemporaryError, match=r"CERTIFICATE_VERIFY_FAILED"):
+                use()
+    assert not gateway.requests
