@@ -352,18 +352,22 @@ def test_a_journal_of_one_endless_line_is_damaged(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("openssl"), reason="needs openssl (apt-get install openssl)")
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda folder: check_server_answers(load("digits", []), RunFolder(folder)),
+        lambda folder: fetch_model("models:/digits@best"),
+    ],
+    ids=["doctor", "predict"],
+)
 def test_an_empty_path_of_certificates_does_not_mean_any_certificate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    use: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_certificate(tmp_path, "server", "-addext", "subjectAltName=IP:127.0.0.1")
     with Gateway("", lambda asked, size: "404", tmp_path / "server.pem") as gateway:
-        for name, value in {"MLFLOW_TRACKING_URI": gateway.uri, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}.items():
+        variables = {"MLFLOW_TRACKING_URI": gateway.uri, "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", CERT: ""}
+        for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        for use in (
-            lambda: check_server_answers(load("digits", []), RunFolder(tmp_path)),
-            lambda: fetch_model("models:/digits@best"),
-        ):
-            monkeypatch.setenv(CERT, "")
-            with pytest.raises(TemporaryError, match=r"CERTIFICATE_VERIFY_FAILED"):
-                use()
+        with pytest.raises(TemporaryError, match="CERTIFICATE_VERIFY_FAILED"):
+            use(tmp_path)
     assert not gateway.requests
