@@ -98,10 +98,16 @@ class Pod:
             kill(pid, signal.SIGKILL)
 
     def stop_processes(self) -> None:
-        """Send SIGSTOP to all processes, process 1 first, until none runs."""
-        while running := [pid for pid in self.processes() if _state(pid) not in ("T", "Z", "")]:
+        """Send SIGSTOP to all processes, process 1 first, until none runs.
+
+        One in an uninterruptible wait runs nothing, and stops at its end. A process that has just
+        forked waits so for its child, which may be stopped already.
+        """
+        told: set[int] = set()
+        while running := [pid for pid in self.processes() if _runs(pid, is_told=pid in told)]:
             for pid in sorted(running):
                 kill(pid, signal.SIGSTOP)
+            told.update(running)
 
     def continue_processes(self) -> None:
         for pid in self.processes():
@@ -551,6 +557,12 @@ def _address(number: int) -> tuple[str, str]:
     """Return the IP and the MAC address of the pod with this number."""
     number %= _ADDRESSES
     return f"10.231.7.{10 + number}", f"02:00:00:00:07:{10 + number:02x}"
+
+
+def _runs(pid: int, *, is_told: bool) -> bool:
+    """Return True unless a process has stopped or ended. is_told: SIGSTOP was sent to it."""
+    state = _state(pid)
+    return state not in ("T", "Z", "") and not (is_told and state == "D")
 
 
 def _state(pid: int) -> str:
