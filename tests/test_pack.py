@@ -478,9 +478,7 @@ def test_packing_says_what_to_install_if_jpegtran_is_missing(
     monkeypatch.setenv("PATH", "")
     for level, is_named in (("lossless", True), ("max-side=100,q=90", True), ("raw=64", False)):
         make(folder, tmp_path / level, level, 0.1)
-        assert (
-            "without jpegtran of libjpeg-turbo, with the same result: install" in capsys.readouterr().err
-        ) == is_named
+        assert ("without jpegtran of libjpeg-turbo, for the same pack: install" in capsys.readouterr().err) == is_named
 
 
 def test_a_folder_with_other_contents_is_left_unchanged(folder: Path, packs: dict[str, Path], tmp_path: Path) -> None:

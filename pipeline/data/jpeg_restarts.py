@@ -4,11 +4,12 @@ Promise: no coefficient changes, so any decoder makes the same pixels, and `jpeg
 file. Only the first DC coefficient of each restart interval is coded differently, because a decoder
 resets its prediction at a marker.
 
-There are two coders. jpegtran, a program of libjpeg-turbo, takes 6 ms for a photo of ImageNet. The
-coder in this file takes 80 ms. It is the reference, and codes the files that jpegtran cannot or
-when there is no jpegtran. Both give the same bytes: they take Huffman tables from the same counts
-by the same rules, and the rest of the file is written here. Exceptions are files that no usual
-encoder writes: they end a block with zeros, or their bits are damaged but still decode.
+There are two coders. jpegtran, a program of libjpeg-turbo, is much faster (docs/benchmarks.md). The
+coder in this file is the reference. It codes the files that jpegtran cannot, and all files if there
+is no jpegtran. Both give the same bytes: they take Huffman tables from the same
+counts by the same rules, and the rest of the file is written here. The bytes may differ only for a
+file that no usual encoder writes, whose blocks end with coded zeros, and for a damaged file that
+can still be decoded. Both coders keep the pixels of these, too.
 
 The reference reads the file's bits as Huffman symbols, and writes these again. It reads in plain
 Python, so that a hostile file does no harm; the rest is NumPy, a row of MCUs at a time. Figures and
