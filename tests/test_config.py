@@ -129,7 +129,7 @@ def test_an_unknown_section_names_the_key_in_it(recipe: Callable[[str], Path]) -
      ("optimizer.name=lion", "sgd | adamw | lamb | muon"),
      ("run.device=tpu", "auto | cpu | cuda"),
      ("run.dir=", "a one-line string"),
-     ("track.register=my model", "NAME or NAME@ALIAS (letters, digits, _ . -; MLflow"
+     ("track.register=my model", "NAME or NAME@ALIAS (up to 250 letters, digits, _ . -; MLflow"
      " keeps the aliases latest and v1, v2, … for itself), or auto | none"),
      ("run.seed=9223372036854775808", "an integer from 0 to 2^63−1")],
 )  # fmt: skip

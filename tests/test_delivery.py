@@ -212,6 +212,37 @@ def test_uploads_that_are_not_answered_hold_back_no_metric_and_no_status(
             sender.wait()
 
 
+@pytest.mark.full
+def test_a_file_that_changes_while_it_is_sent_is_sent_again(server: Server, run: Job, tmp_path: Path) -> None:
+    """The last rows of the training are written while the journal without them is sent."""
+    journal = run.folder / "journal.jsonl"
+    whole = journal.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    started = next(number for number, line in enumerate(lines) if b'"started"' in line)
+    journal.write_bytes(b"".join(lines[: started + 1]))
+
+    def end_training(asked: str, _: int) -> str:
+        if asked.startswith("PUT ") and asked.endswith("/journal.jsonl") and journal.stat().st_size < len(whole):
+            with open(journal, "ab") as file:
+                file.write(b"".join(lines[started + 1 :]))
+            wait_until(lambda: server.run_of(run).info.status == "FINISHED", "status FINISHED", 4)
+        return ""
+
+    with Gateway(server.uri, end_training) as gateway:
+        sender = follow(run, gateway.uri, tmp_path / "log")
+        try:
+            assert sender.stdin
+            wait_until(lambda: journal.stat().st_size == len(whole), "end of the training")
+            sender.stdin.write(TRAINING_DONE)
+            sender.stdin.close()
+            assert sender.wait(60) == 0, (tmp_path / "log").read_text()
+        finally:
+            sender.kill()
+            sender.wait()
+    copy = server.client.download_artifacts(server.run_of(run).info.run_id, "journal.jsonl", str(tmp_path))
+    assert Path(copy).read_bytes() == whole
+
+
 REFUSED: dict[str, tuple[Callable[[str, int], str], set[str], set[str]]] = {
     "models": (lambda asked, size: "403" if "logged-models/search" in asked else "", {"model"}, PARTS - {"model"}),
     "tags": (

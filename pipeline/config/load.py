@@ -104,7 +104,7 @@ def check_tracking_uri(name: str, uri: str) -> None:
         is_valid = re.match(r"/+[^/?]", rest) is not None
     else:
         is_valid = uri == "databricks" or (kind in _TRACKING_SCHEMES and bool(rest.strip("/")))
-    if kind != "sqlite" and re.search(r"\s", uri):
+    if is_valid and kind != "sqlite" and re.search(r"\s", uri):
         raise RequestError(f"{name}={show(uri)} is not allowed, because it has a blank: write it as %20")
     if is_valid and kind == "sqlite" and mlflow_changes(rest):
         raise RequestError(f"{name}={show(uri)}: MLflow cannot open a file with ? or % in its path: name another file")

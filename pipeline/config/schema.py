@@ -143,7 +143,9 @@ the path, and a line break would split an error message."""
 Place = Annotated[Text, AfterValidator(_normalise_path)]
 """A path, or a keyword or URI in its place. The shell does not expand `~` after `=`."""
 
-_MODEL_NAME = "NAME or NAME@ALIAS (letters, digits, _ . -; MLflow keeps the aliases latest and v1, v2, … for itself)"
+_MODEL_NAME = (
+    "NAME or NAME@ALIAS (up to 250 letters, digits, _ . -; MLflow keeps the aliases latest and v1, v2, … for itself)"
+)
 ModelName = Annotated[
     str,
     Field(pattern=r"^[\w.-]+(@[\w.-]+)?$", json_schema_extra={"allowed": _MODEL_NAME}),

@@ -52,8 +52,10 @@ class Delivery:
         self._server = without_password(self._uri)  # the URI of a database still has its password
         self._run: MlflowRun | None = None
         self._offset = 0
-        self._due: list[str] = []
-        self._progress_lock = threading.Lock()
+        self._due: dict[str, int] = {}
+        """The parts that are due, each with the end of the last event that made it so."""
+        self._lock = threading.Lock()
+        """Held to change `_due`, and to write `mlflow.json`."""
         self._before: dict[str, int] = {}
         """The last step of each metric that the server had before this folder sent anything."""
         self.has_new_parts = False
@@ -88,7 +90,7 @@ class Delivery:
                 self._run.client.log_batch(self._run.run_id, metrics=metrics)
                 if event:
                     self._send_status(self._run, event)
-                    self._add_due(event)
+                    self._add_due(event, end)
                 self._offset = end
                 self._save_progress(self._run)
         except Exception:
@@ -103,7 +105,7 @@ class Delivery:
         # a journal that lost its last rows with the power may be shorter than what was sent of it
         is_noted = saved.get("run_id") == self._run.run_id and is_row_start(self._folder.journal, saved["offset"])
         self._offset = saved["offset"] if is_noted else 0
-        self._due = saved.get("due", []) if is_noted else []
+        self._due = dict.fromkeys(saved.get("due", []), 0) if is_noted else {}
         self._before = saved.get("before", {}) if is_noted else self._run.last_steps
 
     def check_complete(self) -> None:
@@ -136,12 +138,12 @@ class Delivery:
         return {}
 
     def _save_progress(self, run: MlflowRun) -> None:
-        entry = {"run_id": run.run_id, "experiment_id": run.experiment_id, "offset": self._offset}
-        if self._before:
-            entry["before"] = self._before
-        if self._due:
-            entry["due"] = self._due
-        with self._progress_lock:
+        with self._lock:
+            entry = {"run_id": run.run_id, "experiment_id": run.experiment_id, "offset": self._offset}
+            if self._before:
+                entry["before"] = self._before
+            if self._due:
+                entry["due"] = list(self._due)
             progress = json.dumps({**self._progress(), self._server: entry}, indent=1)
             atomic_write(self._folder.delivered, progress.encode(), check=self.check_ours)
 
@@ -152,18 +154,20 @@ class Delivery:
             case "ended":
                 run.client.set_terminated(run.run_id, event["status"], event["time"])
 
-    def _add_due(self, event: dict[str, Any]) -> None:
+    def _add_due(self, event: dict[str, Any], end: int) -> None:
         has_result = event.get("status") == "FINISHED" and event["best"]
-        if event["event"] == "started":  # what ended the training before is no longer its result
-            self._due = [name for name in self._due if name not in ("model", "registration")]
         due = _DUE.get(event["event"], ()) + (("model", "registration") if has_result else ())
-        self._due += [name for name in due if name not in self._due]
+        with self._lock:
+            if event["event"] == "started":  # what ended the training before is no longer its result
+                self._due = {name: end for name, end in self._due.items() if name not in ("model", "registration")}
+            self._due |= dict.fromkeys(due, end)
         self.has_new_parts = self.has_new_parts or bool(due)
 
     def send_parts(self) -> None:
         """Send each part that is due. Raises nothing: see `check_complete`.
 
-        A part that fails holds back nothing else. It stays due, and its reason is logged.
+        A part that fails holds back nothing else. It stays due, and its reason is logged. A part
+        that an event makes due again while it is sent stays due, too.
         """
         run = self._run
         if run is None:
@@ -182,32 +186,32 @@ class Delivery:
         }
         self.has_new_parts, self._failed = False, {}
         missing = connection.missing_package(run.artifact_uri)
-        for name in list(self._due):
+        for name, end in list(self._due.items()):
             if name not in self._due or (name == "registration" and "model" in self._failed):
                 continue
             self.check_ours()
             try:
                 if missing and name in ("files", "figures", "model"):
                     raise TemporaryError(f"the server keeps files at {run.artifact_uri}: {missing}")
-                is_sent = senders[name]() is not False
+                if senders[name]() is False:  # it names a run that may come to the server later
+                    continue
+                with self._lock:
+                    if self._due.get(name) == end:
+                        del self._due[name]
+                self._save_progress(run)
             except Exception as error:
                 connection.log(f"{name} not sent, and tried again later: {connection.root_cause(error)}")
                 self._failed[name] = error
                 if connection.is_unreachable(error) and not _answers(run):
                     self.is_reachable = False
                     break
-                continue
-            if not is_sent:  # it names a run that may come to the server later
-                continue
-            with contextlib.suppress(ValueError):  # a start has made it due no longer
-                self._due.remove(name)
-            self._save_progress(run)
 
     def _send_model(self, run: MlflowRun) -> None:
         best = self._best()
         file = self._folder.checkpoints / best["file"]
         if not send_model(run, self._folder, self._config, file, best["step"]):
-            self._due.remove("registration")
+            with self._lock:
+                self._due.pop("registration", None)
 
     def _register_model(self, run: MlflowRun) -> None:
         if self._config.track.register_:
