@@ -9,8 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -451,30 +451,60 @@ def test_a_read_of_an_image_follows_no_redirect(bucket: Bucket, monkeypatch: pyt
     assert seen == []
 
 
-def test_a_connection_that_trickles_is_abandoned(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranges, "_SLOW_S", 2)
+@contextmanager
+def answering(pieces: Iterable[bytes]) -> Iterator[str]:
+    """Start a server that answers each request with these pieces; yield its endpoint."""
 
-    def trickle(connection: socket.socket) -> None:
-        connection.recv(1 << 16)
-        with suppress(OSError):
-            connection.sendall(b"HTTP/1.1 206 Partial Content\r\nContent-Length: 1000\r\n\r\n")
-            for _ in range(1000):
-                time.sleep(0.5)
-                connection.sendall(b"x")
+    def answer(connection: socket.socket) -> None:
+        with suppress(OSError), connection:
+            connection.recv(1 << 16)
+            for piece in pieces:
+                connection.sendall(piece)
 
     def serve() -> None:
         with suppress(OSError):
             while True:
-                threading.Thread(target=trickle, args=(listener.accept()[0],), daemon=True).start()
+                threading.Thread(target=answer, args=(listener.accept()[0],), daemon=True).start()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=serve, daemon=True).start()
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+class Slowly(list[bytes]):
+    """Pieces that follow each other after half a second."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        for piece in super().__iter__():
+            yield piece
+            time.sleep(0.5)
+
+
+def test_a_connection_that_trickles_is_abandoned(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranges, "_SLOW_S", 2)
+    head = b"HTTP/1.1 206 Partial Content\r\nContent-Length: 1000\r\n\r\n"
+    with answering(Slowly([head, *[b"x"] * 1000])) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         reader = RangeReader(bucket.place, lambda _: Range("large", 0, 1000, 0))
         with pytest.raises(OutageError, match="the connection has stalled"):
             reader.take(0)
         assert dict(zip(READ_FAILURES, reader.pop_failures(), strict=True))["stalled"] >= 3
         reader.close()
+
+
+@pytest.mark.parametrize("length", ["", "Content-Length: 100000000\r\n"], ids=["no length", "length"])
+def test_of_an_answer_with_more_bytes_than_asked_little_is_kept(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, length: str
+) -> None:
+    head = f"HTTP/1.1 206 Partial Content\r\n{length}\r\n".encode()
+    with answering([head, *[bytes(1_000_000)] * 100]) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        reader = RangeReader(bucket.place, lambda _: Range("large", 0, 10_000, 0))
+        before = resident_kib()
+        with pytest.raises(OutageError, match="more bytes than asked"):
+            reader.take(0)
+        reader.close()
+    assert resident_kib() - before < 16 << 10
 
 
 def test_credentials_that_are_away_for_a_moment_are_an_outage(
@@ -558,6 +588,6 @@ def test_bench_store_compares_both_epochs_and_leaves_nothing_behind(tmp_path: Pa
     result = pipeline("bench", "store", f"{bucket.place}/scratch", *words)
     assert result.code == 0, result.err
     rows = json.loads(result.out)["rows"]
-    assert [row["name"] for row in rows] == ["local pack", "bucket, epoch 1", "bucket, epoch 2"]
+    assert [row["name"] for row in rows] == ["local pack", "bucket, no cache", "bucket, epoch 1", "bucket, epoch 2"]
     assert all(re.fullmatch(r"CPU [\d.]+ ms an image", row["remark"]) for row in rows)
     assert not bucket.names()

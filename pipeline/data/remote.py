@@ -120,12 +120,11 @@ class StoreImages(SplitImages):
             raise UnreadableError(NOT_PACKED)
         if not size:
             return b""
-        part = self.part(i)
-        data = self.cache.read(i, part) if self.cache else None
+        data = self.cache.read(i, self.part(i)) if self.cache and self.cache.has(i) else None
         if data is None:
             data = self._reader().take(i)
             if self.cache:
-                self.cache.write(i, part, data)
+                self.cache.write(i, self.part(i), data)
         return file_or_pixels(data)
 
     def expect(self, samples: Iterable[int]) -> None:
