@@ -245,6 +245,29 @@ def test_the_decoder_of_jpegs_is_named(tmp_path: Path, digits: Path, monkeypatch
     assert checks.check_images_decode(source).endswith("JPEG by Pillow, which is slower ('pip install simplejpeg')")
 
 
+@pytest.mark.parametrize(
+    ("speed", "says", "warning", "remedy"),
+    [
+        ("1", r"2 × 1 images/s take 1 of \d+ cores", "", ""),
+        ("1000000000", r"2 × 1,000,000,000 images/s need [\d,]+ cores, and here are \d+", "too few cores: ",
+         "use more cores for each GPU, or a pack ('pipeline data pack')"),
+    ],
+)  # fmt: skip
+def test_doctor_and_plan_tell_how_many_cores_feed_the_gpus(
+    tmp_path: Path, digits: Path, speed: str, says: str, warning: str, remedy: str
+) -> None:
+    row = rf"a core makes [\d,]+ images/s of 32 px, so {says}"
+    words = ("--world", "2", "--gpu-images-per-s", speed)
+    result = run_doctor(tmp_path, digits, "--json", *words)
+    assert result.code == 0, result.err
+    found = findings(result)["loader"]
+    assert re.fullmatch(row, found["line"])
+    assert (found["ok"], found["remedy"]) == (not warning, remedy)
+    plan = quick("plan", "digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}", *words)
+    assert re.search(rf"\n  loader         {warning}{row}", plan.out), plan.out
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_docker_engine_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     docker = tmp_path / "docker"
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")

@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import venv
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 from torchvision import transforms
 
 from pipeline.bench.peers import time_batches
-from pipeline.bench.rounds import Row, TurnError, figures, interleave, table
+from pipeline.bench.rounds import Row, Turn, TurnError, figures, interleave, table
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.data.access import EXTENSIONS, check_folder
@@ -74,9 +74,13 @@ _LEGEND = """\
 """
 
 
-def bench_data(images: Path, rounds: int, steps: int, *, peers: Path | None, write: Path | None, as_json: bool) -> str:
+def bench_data(
+    images: Path, rounds: int, steps: int, *,
+    peers: Path | None, write: Path | None, as_json: bool, gpu_images_per_s: int | None = None,
+) -> str:  # fmt: skip
     """Return images/s of each loader, as a table or as JSON.
 
+    gpu_images_per_s: images/s that a GPU trains; the table then says how many cores feed it.
     peers: virtual environment of the other loaders, which is made if needed; None: without them.
     write: folder for loaders.md and a plot.
     """
@@ -93,7 +97,7 @@ def bench_data(images: Path, rounds: int, steps: int, *, peers: Path | None, wri
                 words = (name, root / "train", Path(scratch) / name, batch, SIZE, WORKERS)
                 try:
                     turn, row.pixel_diff = start_peer(peers, package, words, steps, stack)
-                    row.turn = partial(_speed, turn, batch * steps)
+                    row.turn = partial(per_image, turn, batch * steps)
                 except TurnError as error:
                     row.failure = str(error)
         interleave([*rows, limit], rounds, show_progress=True)
@@ -101,6 +105,8 @@ def bench_data(images: Path, rounds: int, steps: int, *, peers: Path | None, wri
         row.remark = "" if row.pixel_diff is None else f"pixels {row.pixel_diff:.2f}"
     title = f"{num_images:,} images, {WORKERS} workers, batch {batch}, {SIZE} px"
     text = table(f"{title}; {rounds} interleaved rounds of {steps} batches", [*rows, limit])
+    if gpu_images_per_s:
+        text += f"\n{_cores(rows, gpu_images_per_s)}"
     if write:
         command = f"pipeline bench data --images {images.name} --rounds {rounds} --steps {steps}"
         _write_page(write, f"{command} --peers" if peers else command, text, [*rows, limit])
@@ -167,28 +173,27 @@ class _DecodedImages(Dataset[Any]):
         return position
 
 
-def _our_turn(dataset: Dataset[Any], plan: Plan, steps: int) -> Callable[[], float]:
-    def turn() -> float:
-        stream = batches(dataset, range(10**9), plan, pin=False)
-        seconds, _ = time_batches(stream, WARM_UP, steps)
-        stream.close()
-        return plan.global_batch * steps / seconds
+def _our_turn(dataset: Dataset[Any], plan: Plan, steps: int) -> Turn:
+    def turn() -> tuple[float, float]:
+        with closing(batches(dataset, range(10**9), plan, pin=False)) as stream:
+            return per_image(partial(time_batches, stream, WARM_UP, steps), plan.global_batch * steps)
 
     return turn
 
 
-def _reference_turn(root: Path, batch: int, steps: int) -> Callable[[], float]:
+def _reference_turn(root: Path, batch: int, steps: int) -> Turn:
     crop, flip = transforms.RandomResizedCrop(SIZE), transforms.RandomHorizontalFlip()
     augment = transforms.Compose([crop, flip, transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
     dataset = torchvision.datasets.ImageFolder(str(root / "train"), augment)
     endless = RandomSampler(dataset, num_samples=10**12)
     loader = DataLoader(dataset, batch, sampler=endless, num_workers=WORKERS)
-    return lambda: batch * steps / time_batches(iter(loader), WARM_UP, steps)[0]
+    return lambda: per_image(partial(time_batches, iter(loader), WARM_UP, steps), batch * steps)
 
 
-def _speed(turn: Callable[[], tuple[float, float]], num_images: int) -> float:
-    seconds, _ = turn()
-    return num_images / seconds
+def per_image(turn: Callable[[], tuple[float, float]], num_images: int) -> tuple[float, float]:
+    """Run a turn that returns seconds and CPU seconds; return images/s, CPU seconds an image."""
+    seconds, cpu_seconds = turn()
+    return num_images / seconds, cpu_seconds / num_images
 
 
 def start_peer(
@@ -259,6 +264,11 @@ def _pixel_diff(root: Path, dataset: TrainBatches, config: Config) -> float:
             expected = expected[:, ::-1]
         differences.append(np.abs(pixels.permute(1, 2, 0).numpy().astype(int) - expected).mean())
     return round(float(np.mean(differences)), 3)
+
+
+def _cores(rows: list[Row], gpu_images_per_s: int) -> str:
+    needed = ", ".join(f"{gpu_images_per_s * median(row.cpu_s):.1f} with {row.name}" for row in rows if row.cpu_s)
+    return f"cores that feed a GPU which trains {gpu_images_per_s:,} images/s: {needed}"
 
 
 def _write_page(folder: Path, command: str, text: str, rows: list[Row]) -> None:

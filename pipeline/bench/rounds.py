@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+Turn = Callable[[], float | tuple[float, float]]
+"""Runs one turn; returns its images/s, or (images/s, CPU seconds of an image)."""
+
 
 class TurnError(Exception):
     """A row cannot run, for the reason in the message. The other rows continue."""
@@ -25,8 +28,8 @@ class Row:
     """Something that is compared, such as a training loop or a data loader, and its speeds."""
 
     name: str
-    turn: Callable[[], float] | None
-    """Runs one turn and returns its images/s. May raise TurnError. None: it cannot run here."""
+    turn: Turn | None
+    """May raise TurnError. None: it cannot run here."""
     reference: "Row | None" = None
     """Row that the ratio refers to; None: this row itself."""
     pixel_diff: float | None = 0.0
@@ -37,6 +40,16 @@ class Row:
     """Text after the figures in the table."""
     speeds: list[float] = field(default_factory=list)
     """Images/s of each round."""
+    cpu_s: list[float] = field(default_factory=list)
+    """CPU seconds of an image in each round, where they are measured."""
+
+    @property
+    def cost(self) -> str:
+        """Return what an image costs, or "" where it is not measured."""
+        if not self.cpu_s:
+            return ""
+        seconds = median(self.cpu_s)
+        return f"CPU {1e3 * seconds:.2f} ms an image, {1 / seconds:,.0f} images/s a core"
 
     @property
     def ratios(self) -> list[float]:
@@ -88,12 +101,14 @@ def interleave(rows: list[Row], rounds: int, *, show_progress: bool = False) -> 
             if row.turn is None:
                 continue
             try:
-                speed = row.turn()
+                result = row.turn()
             except TurnError as error:
                 row.turn, row.failure = None, str(error)
                 continue
+            speed, *cpu_s = result if isinstance(result, tuple) else (result,)
             if number:
                 row.speeds.append(speed)
+                row.cpu_s += cpu_s
             if show_progress:
                 turn = f"round {number} of {rounds}" if number else "warm-up"
                 print(f"{turn}: {row.name} {speed:,.1f} images/s", file=sys.stderr, flush=True)
@@ -111,7 +126,7 @@ def figures(row: Row) -> dict[str, object]:
 def table(title: str, rows: list[Row]) -> str:
     lines = [f"{title}, medians"]
     for row in rows:
-        parts = [row.remark, row.failure]
+        parts = [row.cost, row.remark, row.failure]
         if row.speeds:
             span = f"{min(row.ratios):.3f} to {max(row.ratios):.3f}"
             parts.insert(0, f"{median(row.speeds):>10,.1f} images/s   ratio {median(row.ratios):.3f} ({span})")

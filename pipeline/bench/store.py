@@ -9,15 +9,12 @@ store on the same machine takes the loaders' cores, and slows down those most th
 import json
 import secrets
 import shutil
-from collections import defaultdict
-from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 
-from pipeline.bench.data import SIZE, WORKERS, link_images, open_loader, start_peer
+from pipeline.bench.data import SIZE, WORKERS, link_images, open_loader, per_image, start_peer
 from pipeline.bench.peers import time_batches
 from pipeline.bench.rounds import Row, TurnError, figures, interleave, table
 from pipeline.data.access import check_folder
@@ -49,37 +46,31 @@ def bench_store(images: Path, place: str, rounds: int, steps: int, *, peers: Pat
         pack.pack(folder / "images", folder / "pack", "lossless", 0.1)
         for file in sorted((folder / "pack").iterdir()):
             store.upload(file, f"pack/{file.name}")
-        cpu_s = defaultdict[str, list[float]](list)
-        local = Row("local pack", partial(_turn, folder / "pack", None, "", steps, cpu_s["local pack"]))
-        bare = partial(_turn, f"{store}/pack", None, "", steps, cpu_s["bucket, no cache"])
-        rows = [local, Row("bucket, no cache", bare, local)]
+        local = Row("local pack", partial(_turn, folder / "pack", None, "", steps))
+        rows = [local, Row("bucket, no cache", partial(_turn, f"{store}/pack", None, "", steps), local)]
         for name in ("bucket", *(_PEERS if peers else ())):
             for epoch in ("1", "2"):
                 row = Row(f"{name}, epoch {epoch}", None, local)
                 rows.append(row)
-                seconds = cpu_s[row.name]
                 cache = folder / f"{name}-{epoch}"
                 if not peers or name == "bucket":
-                    row.turn = partial(_turn, f"{store}/pack", cache, epoch, steps, seconds)
+                    row.turn = partial(_turn, f"{store}/pack", cache, epoch, steps)
                     continue
                 words = (name, folder / "images/train", cache, _BATCH, SIZE, WORKERS, f"{store}/{cache.name}", epoch)
                 try:
                     turn, _ = start_peer(peers, _PEERS[name], words, steps, stack, _WARM_UP)
-                    row.turn = partial(_peer_turn, turn, steps, seconds)
+                    row.turn = partial(per_image, turn, _BATCH * steps)
                 except TurnError as error:
                     row.failure = str(error)
         interleave(rows, rounds, show_progress=True)
-    for row in rows:
-        if row.speeds:
-            row.remark = f"CPU {1e3 * median(cpu_s[row.name]) / (_BATCH * steps):.2f} ms an image"
     title = f"{num_images:,} images, {WORKERS} workers, batch {_BATCH}, {SIZE} px"
     if as_json:
-        return json.dumps({"rows": [figures(row) | {"remark": row.remark} for row in rows]})
+        return json.dumps({"rows": [figures(row) | {"remark": row.cost} for row in rows]})
     return table(f"{title}; {rounds} interleaved rounds of {steps} batches", rows)
 
 
-def _turn(root: Path | str, cache: Path | None, epoch: str, steps: int, cpu_s: list[float]) -> float:
-    """Run a turn of our loader, append its CPU seconds to `cpu_s`, and return its images/s."""
+def _turn(root: Path | str, cache: Path | None, epoch: str, steps: int) -> tuple[float, float]:
+    """Run a turn of our loader; return its images/s, and the CPU seconds of an image."""
     if cache and epoch == "1":
         shutil.rmtree(cache, ignore_errors=True)
     is_filled = cache is None or epoch == "1" or cache.exists()
@@ -90,16 +81,8 @@ def _turn(root: Path | str, cache: Path | None, epoch: str, steps: int, cpu_s: l
         for i in everything:
             source.train.read(i)
     stream = batches(TrainBatches(source.train, config, plan, 0), range(10**9), plan, pin=False)
-    seconds, cpu_seconds = time_batches(stream, _WARM_UP, steps)
-    stream.close()
-    cpu_s.append(cpu_seconds)
-    return _BATCH * steps / seconds
-
-
-def _peer_turn(turn: Callable[[], tuple[float, float]], steps: int, cpu_s: list[float]) -> float:
-    seconds, cpu_seconds = turn()
-    cpu_s.append(cpu_seconds)
-    return _BATCH * steps / seconds
+    with closing(stream):
+        return per_image(partial(time_batches, stream, _WARM_UP, steps), _BATCH * steps)
 
 
 def _empty(store: Store) -> None:

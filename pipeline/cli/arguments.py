@@ -111,6 +111,11 @@ def add_numa_binding(parser: Parser, when: str = "") -> None:
     parser.add_argument("--numa-binding", choices=choices, metavar="MODE", help=help)
 
 
+def add_gpu_speed(parser: Parser) -> None:
+    help = "images/s that one GPU trains, such as a run's time/images_per_s: also say how many cores feed the GPUs"
+    parser.add_argument("--gpu-images-per-s", type=positive_int, metavar="N", help=help)
+
+
 def add_overrides(parser: Parser, keys: str = _KEYS_HELP) -> None:
     help = f"set a key of the recipe, for example train.epochs=10; {keys}"
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help)

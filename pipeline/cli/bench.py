@@ -3,7 +3,16 @@
 import argparse
 from pathlib import Path
 
-from pipeline.cli.arguments import Commands, Parser, add_command, add_overrides, add_recipe, path, positive_int
+from pipeline.cli.arguments import (
+    Commands,
+    Parser,
+    add_command,
+    add_gpu_speed,
+    add_overrides,
+    add_recipe,
+    path,
+    positive_int,
+)
 
 # the rows of `bench.train` and the parts of `bench.gpu`, which import torch
 LOOPS = ("reference", "torchvision", "timm", "plain", "loaded")
@@ -56,6 +65,7 @@ def _add_data(subjects: Commands) -> None:
         "pipeline bench data --images data/imagenette/train",
     )  # fmt: skip
     _add_loader_arguments(parser)
+    add_gpu_speed(parser)
     help = "also write loaders.md and a plot to FOLDER, as in docs/"
     parser.add_argument("--write", type=path, metavar="FOLDER", help=help)
 
@@ -74,7 +84,9 @@ def _data(options: argparse.Namespace) -> str:
     from pipeline.bench import data
 
     size = options.images, options.rounds, options.steps
-    return data.bench_data(*size, peers=options.peers, write=options.write, as_json=options.json)
+    return data.bench_data(
+        *size, peers=options.peers, write=options.write, as_json=options.json, gpu_images_per_s=options.gpu_images_per_s
+    )
 
 
 def _add_store(subjects: Commands) -> None:

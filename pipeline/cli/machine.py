@@ -12,6 +12,7 @@ from pipeline.cli.arguments import (
     Commands,
     Parser,
     add_command,
+    add_gpu_speed,
     add_numa_binding,
     add_recipe,
     count_or_range,
@@ -79,6 +80,7 @@ def _add_doctor(commands: Commands) -> None:
     help = "processes in the whole job (default: PET_NNODES × PET_NPROC_PER_NODE from the environment, or 1)"
     add("--world", type=positive_int, metavar="N", help=help)
     add("--nodes", type=positive_int, metavar="M", help="machines in the whole job (default: PET_NNODES, or 1)")
+    add_gpu_speed(parser)
     add("--json", action="store_true", help="print JSON")
     checks = (
         "the initial loss is about ln(classes), that one batch overfits, and that shuffled labels give chance accuracy"
@@ -92,11 +94,14 @@ def _doctor(options: argparse.Namespace) -> str | int:
     from pipeline.preflight import doctor
 
     if options.gang:
-        if options.world or options.nodes or options.sanity:
-            raise RequestError("--gang only compares the nodes that run it: leave out --world, --nodes and --sanity")
+        if options.world or options.nodes or options.sanity or options.gpu_images_per_s:
+            raise RequestError("--gang only compares the nodes that run it: leave out the other options")
         return doctor.examine_gang(options.recipe, options.overrides, as_json=options.json)
     sizes = options.world, options.nodes
-    return doctor.examine(options.recipe, options.overrides, *sizes, as_json=options.json, sanity=options.sanity)
+    return doctor.examine(
+        options.recipe, options.overrides, *sizes,
+        as_json=options.json, sanity=options.sanity, gpu_images_per_s=options.gpu_images_per_s,
+    )  # fmt: skip
 
 
 def _add_rehearse(commands: Commands) -> None:

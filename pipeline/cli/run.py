@@ -7,6 +7,7 @@ import os
 import signal
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline import machine, supervision, world
 from pipeline.cli import arguments
@@ -14,6 +15,7 @@ from pipeline.cli.arguments import (
     Commands,
     Parser,
     add_command,
+    add_gpu_speed,
     add_overrides,
     add_recipe,
     add_trust,
@@ -23,6 +25,10 @@ from pipeline.cli.arguments import (
 )
 from pipeline.errors import RequestError
 from pipeline.guards.signals import StopRequest
+
+if TYPE_CHECKING:
+    from pipeline.config.schema import Config
+    from pipeline.plan import Plan
 
 _TARGET_HELP = "a run's folder (its last checkpoint) or a checkpoint file"
 
@@ -175,6 +181,7 @@ def _add_plan(commands: Commands) -> None:
     help = "processes in the whole job (default 1); MIN:MAX: say which numbers divide the batch, and plan the largest"
     add("--world", type=count_or_range, default="1", metavar="N", help=help)
     add("--nodes", type=positive_int, default=1, metavar="M", help="machines in the whole job (default 1)")
+    add_gpu_speed(parser)
     add("--json", action="store_true", help="print JSON: the contents of a run's plan.json, and the rows below them")
 
 
@@ -193,7 +200,8 @@ def _plan(options: argparse.Namespace) -> str:
         allowed = divisors(config, range(low, size + 1, options.nodes))
         title += f"\n  divides among   {', '.join(map(str, allowed))} processes, of {low} to {size}"
         size = allowed[-1]
-    plan = make_plan(config, this_machine.resized(size, options.nodes), data_size(config))
+    here = this_machine.resized(size, options.nodes)
+    plan = make_plan(config, here, data_size(config))
     counts = class_counts(config) if plan.balance != "none" else {}
 
     from pipeline.model.architectures import meta_model  # imports torch: last, so that errors come at once
@@ -201,6 +209,8 @@ def _plan(options: argparse.Namespace) -> str:
     model = meta_model(config.model, plan.num_classes)
     parameters = sum(param.numel() for param in model.parameters())
     rows = [memory_row(config, parameters, plan)]
+    if options.gpu_images_per_s:
+        rows.append(_loader_row(config, plan, here, options.gpu_images_per_s))
     if config.parallel == "fsdp" and plan.world > 1:
         from pipeline.parallel.fsdp import gathered_bytes
 
@@ -216,6 +226,21 @@ def _plan(options: argparse.Namespace) -> str:
     elif counts:
         rows += ["  classes        by their number of images", *balance_rows(plan, counts)]
     return "\n".join([title, plan.table(), *rows])
+
+
+def _loader_row(config: "Config", plan: "Plan", here: world.World, gpu_images_per_s: int) -> str:
+    """Return the table's row about the cores that feed the GPUs, which it measures here."""
+    from pipeline.preflight import machine, request
+    from pipeline.record.folder import RunFolder
+
+    # without the cache: reading would write there
+    config = config.model_copy(update={"data": config.data.model_copy(update={"cache": None})})
+    source = request.open_data(config, RunFolder(config.run_dir))
+    try:
+        line = machine.check_loader_feeds_gpus(config, plan, source, here, gpu_images_per_s)
+    except RequestError as error:
+        line = f"too few cores: {error}"
+    return f"  loader         {line}"
 
 
 def _add_runs(commands: Commands) -> None:

@@ -84,13 +84,14 @@ class _Report:
 
 
 def examine(
-    recipe: str, overrides: list[str], num_processes: int | None, num_nodes: int | None, *, as_json: bool, sanity: bool
-) -> str | int:
+    recipe: str, overrides: list[str], num_processes: int | None, num_nodes: int | None, *,
+    as_json: bool, sanity: bool, gpu_images_per_s: int | None = None,
+) -> str | int:  # fmt: skip
     """Run all checks, print a line after each; raise the error that a start here would end with.
 
     Changes nothing, except that it makes the digits if they are missing. It takes no lock, so it
     can run during training. Sizes not given come from the node's environment (`deploy.node`); the
-    default is one process on one node.
+    default is one process on one node. gpu_images_per_s: see `machine.check_loader_feeds_gpus`.
     """
     nodes = num_nodes or _nodes_from_environment()
     processes = num_processes or nodes * _size_from_environment("PET_NPROC_PER_NODE")
@@ -129,13 +130,7 @@ def examine(
             report.run("CPUs", lambda: machine.check_cpu_per_process(here), fatal=False)
             report.run("docker", machine.check_docker, fatal=False)
         if not is_node and report.error is None and source and plan:  # errors in the request come first
-            report.run("memory", lambda: machine.check_memory(plan), fatal=False)
-            report.run("/dev/shm", lambda: machine.check_shared_memory_exists(plan, here))
-            report.run("disk speed", lambda: machine.check_disk_speed(folder), fatal=False)
-            report.run("shared disk", lambda: machine.check_run_folder_is_shared(config, folder, here), fatal=False)
-            report.run("disk space", lambda: machine.check_disk_space(config, plan, folder))
-            report.run("decoding", lambda: machine.check_images_decode(source), fatal=False)
-            report.run("all-reduce", lambda: machine.check_all_reduce(config, here), fatal=False)
+            _check_machine(report, config, plan, source, folder, here, gpu_images_per_s)
             if answer is not None:
                 report.run("artifacts", lambda: tracker.check_server_stores_files(config, folder), fatal=False)
         if sanity and report.error is None and source and plan:
@@ -145,6 +140,22 @@ def examine(
     if report.error:
         raise report.error
     return errors.OK if as_json else f"{recipe} can run here"
+
+
+def _check_machine(
+    report: _Report, config: Config, plan: Plan, source: Source, folder: RunFolder, here: world.World,
+    gpu_images_per_s: int | None,
+) -> None:  # fmt: skip
+    report.run("memory", lambda: machine.check_memory(plan), fatal=False)
+    report.run("/dev/shm", lambda: machine.check_shared_memory_exists(plan, here))
+    report.run("disk speed", lambda: machine.check_disk_speed(folder), fatal=False)
+    report.run("shared disk", lambda: machine.check_run_folder_is_shared(config, folder, here), fatal=False)
+    report.run("disk space", lambda: machine.check_disk_space(config, plan, folder))
+    report.run("decoding", lambda: machine.check_images_decode(source), fatal=False)
+    if gpu_images_per_s or here.uses_gpu(config.run.device):
+        feeds = partial(machine.check_loader_feeds_gpus, config, plan, source, here, gpu_images_per_s)
+        report.run("loader", feeds, fatal=False)
+    report.run("all-reduce", lambda: machine.check_all_reduce(config, here), fatal=False)
 
 
 def _check_stores(report: _Report, config: Config, source: Source | None) -> None:

@@ -1,4 +1,4 @@
-"""Checks of this machine: CPUs, memory, /dev/shm, disk, Docker, image decoding, all-reduce.
+"""Checks of this machine: CPUs, memory, /dev/shm, disk, Docker, image decoding, loader, all-reduce.
 
 Each returns a line for the user, or raises a RunError whose message ends with what to do. A check
 takes a second or two, and removes what it writes. Some import torch. None communicates with ranks
@@ -6,12 +6,14 @@ on other machines.
 """
 
 import errno
+import math
 import os
 import shutil
 import socket
 import subprocess
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from pipeline import machine
@@ -28,6 +30,7 @@ _PROCESS_BYTES, _WORKER_BYTES = _GIB, _GIB // 4
 _WRITE_BYTES = 8 * _MIB
 _SLOW_MIB_S = 5
 _SAMPLES = 8
+_TIMED_IMAGES = 32
 _ALL_REDUCE_FLOATS = 4 * _MIB
 _DOCKER_SOCKET = "/var/run/docker.sock"
 _LOCAL_FILE_SYSTEMS = ("ext4", "ext3", "xfs", "btrfs", "zfs", "overlay", "tmpfs", "f2fs")
@@ -157,6 +160,36 @@ def check_images_decode(source: Source) -> str:
         raise StorageError(f"{problem}: list all with 'pipeline data check'")
     each_ms = 1000 * (time.perf_counter() - start) / 2 / _SAMPLES
     return f"{_SAMPLES} images of each split, {each_ms:.1f} ms each, JPEG by {jpeg_decoder()}"
+
+
+def check_loader_feeds_gpus(
+    config: Config, plan: Plan, source: Source, here: World, gpu_images_per_s: int | None
+) -> str:
+    """Check that these cores make as many training images as the GPUs of this machine train.
+
+    gpu_images_per_s: images/s that one GPU trains; None: only say what the cores make. The images
+    are those of the last step, read for the second time: what a slow disk costs is not in it.
+    """
+    from pipeline.data.loader import TrainBatches
+
+    small = replace(plan, micro_batch=min(_TIMED_IMAGES, plan.global_batch), accumulate=1)
+    batches = TrainBatches(source.train, config, small, 0)
+    for _ in range(2):
+        start = time.process_time()
+        batch = batches[plan.total_steps - 1]
+        speed = len(batch.labels) / (time.process_time() - start)
+        if batch.outage:
+            raise batch.outage
+    made = f"a core makes {speed:,.0f} images/s of {plan.image_size} px"
+    if not gpu_images_per_s:
+        return f"{made}; --gpu-images-per-s N tells how many cores N images/s of a GPU need"
+    gpus = here.local_size
+    needed = math.ceil(gpu_images_per_s * gpus / speed)
+    wanted = f"{gpus} × {gpu_images_per_s:,} images/s"
+    if needed > here.cpus:
+        remedy = "use more cores for each GPU, or a pack ('pipeline data pack')"
+        raise RequestError(f"{made}, so {wanted} need {needed:,} cores, and here are {here.cpus}: {remedy}")
+    return f"{made}, so {wanted} take {needed} of {here.cpus} cores"
 
 
 def check_all_reduce(config: Config, here: World) -> str:
