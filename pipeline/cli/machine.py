@@ -95,7 +95,8 @@ def _doctor(options: argparse.Namespace) -> str | int:
 
     if options.gang:
         if options.world or options.nodes or options.sanity or options.gpu_images_per_s:
-            raise RequestError("--gang only compares the nodes that run it: leave out --world, --nodes, --sanity and --gpu-images-per-s")
+            left_out = "--world, --nodes, --sanity and --gpu-images-per-s"
+            raise RequestError(f"--gang only compares the nodes that run it: leave out {left_out}")
         return doctor.examine_gang(options.recipe, options.overrides, as_json=options.json)
     sizes = options.world, options.nodes
     return doctor.examine(
