@@ -256,13 +256,15 @@ def test_bench_data_prints_its_rows_and_pixel_differences(tmp_path: Path) -> Non
         path = tmp_path / "images" / "ab"[number % 2] / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(encoded(photo(120, 160, number), subsampling=0, quality=90))
-    words = ("--images", str(tmp_path / "images"), "--rounds", "1", "--steps", "1", "--write", str(tmp_path / "docs"))
-    result = pipeline("bench", "data", *words, "--gpu-images-per-s", "2500")
+    words = ("--images", str(tmp_path / "images"), "--rounds", "1", "--write", str(tmp_path / "docs"))
+    result = pipeline("bench", "data", *words, "--steps", "40", "--gpu-images-per-s", "2500")
     assert result.code == 0, result.err
     assert len(re.findall(r"CPU [\d.]+ ms an image, [\d,]+ images/s a core", result.out)) == 5
     numbers = ", ".join(rf"[\d.]+ with {name}" for name in ("reference", "plain", "lossless", "lossy"))
     assert re.search(rf"\ncores that feed a GPU which trains 2,500 images/s: {numbers}\n", result.out)
-    result = pipeline("bench", "data", *words, "--json")
+    stages = ", ".join(rf"{stage} [\d.]+" for stage in ("read", "header", "draw", "decode", "resize", "copy"))
+    assert len(re.findall(rf"\nprofile of \w+, ms of CPU time an image: {stages}, rest -?[\d.]+", result.out)) == 3
+    result = pipeline("bench", "data", *words, "--steps", "1", "--json")
     assert result.code == 0, result.err
     rows = json.loads(result.out)["rows"]
     assert [row["name"] for row in rows] == ["reference", "plain", "lossless", "lossy"]

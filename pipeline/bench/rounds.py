@@ -49,7 +49,8 @@ class Row:
         if not self.cpu_s:
             return ""
         seconds = median(self.cpu_s)
-        return f"CPU {1e3 * seconds:.2f} ms an image, {1 / seconds:,.0f} images/s a core"
+        rate = f", {1 / seconds:,.0f} images/s a core" if seconds else ""  # the kernel counts ticks of 10 ms
+        return f"CPU {1e3 * seconds:.2f} ms an image{rate}"
 
     @property
     def ratios(self) -> list[float]:
