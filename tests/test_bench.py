@@ -262,8 +262,6 @@ def test_bench_data_prints_its_rows_and_pixel_differences(tmp_path: Path) -> Non
     assert len(re.findall(r"CPU [\d.]+ ms an image, [\d,]+ images/s a core", result.out)) == 5
     numbers = ", ".join(rf"[\d.]+ with {name}" for name in ("reference", "plain", "lossless", "lossy"))
     assert re.search(rf"\ncores that feed a GPU which trains 2,500 images/s: {numbers}\n", result.out)
-    stages = ", ".join(rf"{stage} [\d.]+" for stage in ("read", "header", "draw", "decode", "resize", "copy"))
-    assert len(re.findall(rf"\nprofile of \w+, ms of CPU time an image: {stages}, rest -?[\d.]+", result.out)) == 3
     result = pipeline("bench", "data", *words, "--steps", "1", "--json")
     assert result.code == 0, result.err
     rows = json.loads(result.out)["rows"]

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from pathlib import Path
@@ -452,7 +452,7 @@ def test_a_read_of_an_image_follows_no_redirect(bucket: Bucket, monkeypatch: pyt
 
 
 @contextmanager
-def answering(pieces: Iterable[bytes]) -> Iterator[str]:
+def answering(pieces: list[bytes], pause_s: float = 0) -> Iterator[str]:
     """Start a server that answers each request with these pieces; yield its endpoint."""
 
     def answer(connection: socket.socket) -> None:
@@ -460,6 +460,7 @@ def answering(pieces: Iterable[bytes]) -> Iterator[str]:
             connection.recv(1 << 16)
             for piece in pieces:
                 connection.sendall(piece)
+                time.sleep(pause_s)
 
     def serve() -> None:
         with suppress(OSError):
@@ -471,19 +472,10 @@ def answering(pieces: Iterable[bytes]) -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-class Slowly(list[bytes]):
-    """Pieces that follow each other after half a second."""
-
-    def __iter__(self) -> Iterator[bytes]:
-        for piece in super().__iter__():
-            yield piece
-            time.sleep(0.5)
-
-
 def test_a_connection_that_trickles_is_abandoned(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranges, "_SLOW_S", 2)
     head = b"HTTP/1.1 206 Partial Content\r\nContent-Length: 1000\r\n\r\n"
-    with answering(Slowly([head, *[b"x"] * 1000])) as endpoint:
+    with answering([head, *[b"x"] * 1000], pause_s=0.5) as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         reader = RangeReader(bucket.place, lambda _: Range("large", 0, 1000, 0))
         with pytest.raises(OutageError, match="the connection has stalled"):

@@ -10,13 +10,10 @@ to 255, to the reference's crop of the same image.
 
 import importlib.metadata
 import json
-import math
-import mmap
 import os
 import subprocess
 import sys
 import sysconfig
-import time
 import venv
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -30,20 +27,17 @@ from typing import Any
 
 import numpy as np
 import torchvision
-from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, RandomSampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 from torchvision import transforms
 
 from pipeline.bench.peers import time_batches
 from pipeline.bench.rounds import Row, Turn, TurnError, figures, interleave, table
 from pipeline.config.load import load
 from pipeline.config.schema import Config
-from pipeline.data.access import EXTENSIONS, UnreadableError, check_folder
-from pipeline.data.augment import SampleKey, draw_crop, resize_image
-from pipeline.data.batch import Defect
-from pipeline.data.images import BadImageError, Picture, decode
+from pipeline.data.access import EXTENSIONS, check_folder
+from pipeline.data.augment import draw_crop
+from pipeline.data.images import decode
 from pipeline.data.loader import TrainBatches, batches
 from pipeline.data.manifest import SPLITS
 from pipeline.data.order import Order
@@ -75,8 +69,6 @@ _LEGEND = """\
 - `plain`, `lossless`, `lossy`: our loader, from image files, a lossless pack and a pack of the
   level `max-side=500,q=90`, which holds smaller images.
 - `decoding alone`: each image decoded completely, and nothing else.
-- `profile`: what an image costs in a worker, stage by stage, measured in turns of their own. `read`
-  checks the CRC of a pack; `rest` is what the whole loader takes beside: order, labels, hand-over.
 - `pixels`: mean absolute difference to the reference's crop, on the scale of 0 to 255. The other
   loaders are compared on whole images.
 """
@@ -84,7 +76,7 @@ _LEGEND = """\
 
 def bench_data(
     images: Path, rounds: int, steps: int, *,
-    peers: Path | None, write: Path | None, as_json: bool, gpu_images_per_s: int | None = None,
+    peers: Path | None, write: Path | None, as_json: bool, gpu_images_per_s: int | None,
 ) -> str:  # fmt: skip
     """Return images/s of each loader, as a table or as JSON.
 
@@ -97,7 +89,7 @@ def bench_data(
         root = Path(scratch) / "images"
         num_images = link_images(images, root)
         batch = min(_BATCH, num_images)
-        rows, limit, profiles = _our_rows(Path(scratch), root, batch, steps)
+        rows, limit = _our_rows(Path(scratch), root, batch, steps)
         if peers:
             for name, package in _PEERS.items():
                 row = Row(name, None, rows[0], pixel_diff=None)
@@ -108,12 +100,11 @@ def bench_data(
                     row.turn = partial(per_image, turn, batch * steps)
                 except TurnError as error:
                     row.failure = str(error)
-        interleave([*rows, limit, *(profile.row for profile in profiles)], rounds, show_progress=True)
+        interleave([*rows, limit], rounds, show_progress=True)
     for row in rows:
         row.remark = "" if row.pixel_diff is None else f"pixels {row.pixel_diff:.2f}"
     title = f"{num_images:,} images, {WORKERS} workers, batch {batch}, {SIZE} px"
     text = table(f"{title}; {rounds} interleaved rounds of {steps} batches", [*rows, limit])
-    text += "".join(f"\n{profile.line()}" for profile in profiles)
     if gpu_images_per_s:
         text += f"\n{_cores(rows, gpu_images_per_s)}"
     if write:
@@ -143,13 +134,10 @@ def link_images(images: Path, root: Path, at_least: int = 1) -> int:
     return len(chosen)
 
 
-def _our_rows(folder: Path, root: Path, batch: int, steps: int) -> tuple[list[Row], Row, list["_Profile"]]:
-    """Return the reference and our loader on files and packs, their limit, and our profiles.
-
-    The limit is decoding alone.
-    """
+def _our_rows(folder: Path, root: Path, batch: int, steps: int) -> tuple[list[Row], Row]:
+    """Return the reference and our loader on files and packs, and their limit: decoding alone."""
     reference = Row("reference", _reference_turn(root, batch, steps))
-    rows, profiles = [reference], []
+    rows = [reference]
     for level, name in (("lossless", "lossless"), (_LOSSY, "lossy")):
         pack.pack(root, folder / name, level, 0.1)
     for name, kind in (("plain", "folder"), ("lossless", "pack"), ("lossy", "pack")):
@@ -157,10 +145,9 @@ def _our_rows(folder: Path, root: Path, batch: int, steps: int) -> tuple[list[Ro
         dataset = TrainBatches(source.train, config, plan, 0)
         turn = _our_turn(dataset, plan, steps)
         rows.append(Row(name, turn, reference, _pixel_diff(root, dataset, config)))
-        profiles.append(_Profile(name, _ProfiledBatches(source.train, config, plan, 0), steps))
     _, plan, source = open_loader("folder", root, batch)
     turn = _our_turn(_DecodedImages(source.train, Order(plan, 0, source.train.labels)), plan, steps)
-    return rows, Row("decoding alone", turn, reference, pixel_diff=None), profiles
+    return rows, Row("decoding alone", turn, reference, pixel_diff=None)
 
 
 def open_loader(kind: str, root: Path | str, batch: int, *more: str) -> tuple[Config, Plan, Source]:
@@ -184,64 +171,6 @@ class _DecodedImages(Dataset[Any]):
         for sample in self.order.ids(position).tolist():
             decode(self.images.read(sample))
         return position
-
-
-_STAGES = ("read", "header", "draw", "decode", "resize", "copy")
-
-
-@dataclass
-class _ProfiledBatches(TrainBatches):
-    """Training batches whose workers time what they do for an image."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        size = WORKERS, len(_STAGES) + 1
-        self.seconds = np.frombuffer(mmap.mmap(-1, 8 * math.prod(size))).reshape(size)  # shared with the workers
-        """[worker, stage] CPU seconds, and the number of images in the last column."""
-
-    def _load(self, key: SampleKey, out: Tensor, defects: list[Defect]) -> int:
-        times = [time.process_time()]
-
-        def timed(result: Any) -> Any:
-            times.append(time.process_time())
-            return result
-
-        options, seed = self.config.augment, self.config.run.seed
-        try:
-            picture = timed(Picture.open(timed(self.images.read(key.sample))))
-            box, is_flipped = timed(draw_crop(picture.height, picture.width, options, seed, key))
-            crop = timed(resize_image(timed(picture.region(*box)), SIZE, SIZE))
-        except (BadImageError, UnreadableError):
-            return super()._load(key, out, defects)
-        timed(out.copy_(crop.flip(-1) if is_flipped else crop))
-        worker = get_worker_info()
-        assert worker
-        self.seconds[worker.id] += [*np.diff(times), 1]
-        return key.sample
-
-
-class _Profile:
-    """Where the CPU time of our loader goes, measured in its workers, in turns of its own."""
-
-    def __init__(self, name: str, dataset: _ProfiledBatches, steps: int) -> None:
-        self._seconds = dataset.seconds
-        self._turn = _our_turn(dataset, dataset.plan, steps)
-        self.row = Row(f"profile of {name}", self._run)
-        self._rounds: list[NDArray[np.float64]] = []
-
-    def _run(self) -> float | tuple[float, float]:
-        self._seconds[:] = 0
-        result = self._turn()
-        *seconds, images = self._seconds.sum(0)
-        self._rounds.append(np.array(seconds) / images)
-        return result
-
-    def line(self) -> str:
-        """Return the stages of an image, and what is left of the whole loader's CPU time."""
-        stages = np.median(self._rounds[1:], axis=0)  # as in `interleave`, the first round is a warm-up
-        rest = median(self.row.cpu_s) - stages.sum()
-        spent = [f"{name} {1e3 * value:.2f}" for name, value in zip((*_STAGES, "rest"), [*stages, rest], strict=True)]
-        return f"{self.row.name}, ms of CPU time an image: {', '.join(spent)}"
 
 
 def _our_turn(dataset: Dataset[Any], plan: Plan, steps: int) -> Turn:

@@ -112,7 +112,7 @@ def add_numa_binding(parser: Parser, when: str = "") -> None:
 
 
 def add_gpu_speed(parser: Parser) -> None:
-    help = "images/s that one GPU trains, such as a run's time/images_per_s: also say how many cores feed the GPUs"
+    help = "images/s that one GPU trains (a run's time/images_per_s by its GPUs): also say how many cores feed the GPUs"
     parser.add_argument("--gpu-images-per-s", type=positive_int, metavar="N", help=help)
 
 

@@ -230,14 +230,13 @@ def _plan(options: argparse.Namespace) -> str:
 
 def _loader_row(config: "Config", plan: "Plan", here: world.World, gpu_images_per_s: int) -> str:
     """Return the table's row about the cores that feed the GPUs, which it measures here."""
-    from pipeline.preflight import machine, request
+    from pipeline.preflight.machine import check_loader_feeds_gpus
+    from pipeline.preflight.request import open_data, without_cache
     from pipeline.record.folder import RunFolder
 
-    # without the cache: reading would write there
-    config = config.model_copy(update={"data": config.data.model_copy(update={"cache": None})})
-    source = request.open_data(config, RunFolder(config.run_dir))
+    source = open_data(without_cache(config), RunFolder(config.run_dir))
     try:
-        line = machine.check_loader_feeds_gpus(config, plan, source, here, gpu_images_per_s)
+        line = check_loader_feeds_gpus(config, plan, source, here, gpu_images_per_s)
     except RequestError as error:
         line = f"too few cores: {error}"
     return f"  loader         {line}"

@@ -47,8 +47,8 @@ _PATIENCE_S, _PATIENCE = 3, 3
 _SLOW_S, _SLOWEST = 30, 20_000
 """Time, and bytes a second of all reads beyond it, after which an attempt is abandoned."""
 _REFUSED_S = 1.0  # after which the source of the credentials is asked again
-_REST_S = 0.01
-"""Time between two looks at what has arrived, unless it is waited for: a look costs CPU time."""
+_POLL_S = 0.01
+"""Time between two polls of the sockets while no read is waited for: a poll costs CPU time."""
 _CHECK_S = 0.5  # between checks for stalled connections
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 4.0
 _MAX_WRONG = 4
@@ -156,7 +156,7 @@ class RangeReader:
         if number not in self._reads:
             self._begin(number, self._locate(number))
         read = self._reads[number]
-        if start > self._last_pump + _REST_S:
+        if start > self._last_pump + _POLL_S:
             self._pump(0)
         while read.data is None:
             if read.wrong_attempts >= _MAX_WRONG:

@@ -71,9 +71,7 @@ class Cache:
         return self._kept is not None and self._kept[i] == 1
 
     def read(self, i: int, part: Range) -> bytes | None:
-        """Return the bytes of image i, or None if they are not kept or have changed."""
-        if not self.has(i):
-            return None
+        """Return the bytes of image i, which is kept, or None if they have changed."""
         data = b""
         with suppress(OSError):
             data = os.pread(self._descriptor(part.name), part.size, part.offset)

@@ -106,8 +106,7 @@ def examine(
         run = _folder_to_resume(report, config, folder, Path(scratch.name))
         report.run("last start", lambda: request.check_previous_start_did_not_fail(config, here, run))
         report.run("device", lambda: request.check_device(config, here))
-        # without the cache: by reading, a check would write there
-        uncached = config.model_copy(update={"data": config.data.model_copy(update={"cache": None})})
+        uncached = request.without_cache(config)
         source = report.run("data", lambda: request.open_data(uncached, run), lambda source: source.size.describe())
         _check_stores(report, config, source)
         plan, resume = None, None

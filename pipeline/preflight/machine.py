@@ -167,19 +167,25 @@ def check_loader_feeds_gpus(
 ) -> str:
     """Check that these cores make as many training images as the GPUs of this machine train.
 
-    gpu_images_per_s: images/s that one GPU trains; None: only say what the cores make. The images
-    are those of the last step, read for the second time: what a slow disk costs is not in it.
+    gpu_images_per_s: images/s that one GPU trains; None: only say what a core makes. The images are
+    those of the last step, and are read twice: the second time, which counts, without the disk.
+    Raises OutageError if the storage fails.
     """
+    import torch
+
     from pipeline.data.loader import TrainBatches
 
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a loader worker
     small = replace(plan, micro_batch=min(_TIMED_IMAGES, plan.global_batch), accumulate=1)
     batches = TrainBatches(source.train, config, small, 0)
     for _ in range(2):
         start = time.process_time()
         batch = batches[plan.total_steps - 1]
         speed = len(batch.labels) / (time.process_time() - start)
-        if batch.outage:
-            raise batch.outage
+    torch.set_num_threads(threads)
+    if batch.outage:
+        raise batch.outage
     made = f"a core makes {speed:,.0f} images/s of {plan.image_size} px"
     if not gpu_images_per_s:
         return f"{made}; --gpu-images-per-s N tells how many cores N images/s of a GPU need"
@@ -187,7 +193,8 @@ def check_loader_feeds_gpus(
     needed = math.ceil(gpu_images_per_s * gpus / speed)
     wanted = f"{gpus} × {gpu_images_per_s:,} images/s"
     if needed > here.cpus:
-        remedy = "use more cores for each GPU, or a pack ('pipeline data pack')"
+        pack = "a pack of smaller images" if config.data.source == "pack" else "a pack"
+        remedy = f"use more cores for each GPU, or {pack} ('pipeline data pack')"
         raise RequestError(f"{made}, so {wanted} need {needed:,} cores, and here are {here.cpus}: {remedy}")
     return f"{made}, so {wanted} take {needed} of {here.cpus} cores"
 
