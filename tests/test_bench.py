@@ -262,6 +262,14 @@ def test_bench_data_prints_its_rows_and_pixel_differences(tmp_path: Path) -> Non
     assert len(re.findall(r"CPU [\d.]+ ms an image, [\d,]+ images/s a core", result.out)) == 5
     numbers = ", ".join(rf"[\d.]+ with {name}" for name in ("reference", "plain", "lossless", "lossy"))
     assert re.search(rf"\ncores that feed a GPU which trains 2,500 images/s: {numbers}\n", result.out)
+    stages = ["read", "open", "cut", "decode", "resize", "draw", "augment", "collate", "hand over", "sum"]
+    assert re.search(r"\n  one worker, ms an image +" + " +".join(stages) + r"\n", result.out), result.out
+    profiled = re.findall(r"\n  (plain|lossless|lossy) ((?: +[\d.]+){10})(?=\n)", result.out)
+    assert [name for name, _ in profiled] == ["plain", "lossless", "lossy"]
+    for _, line in profiled:
+        *parts, total = map(float, line.split())
+        assert min(parts) > 0
+        assert total == pytest.approx(sum(parts), abs=0.01)
     result = pipeline("bench", "data", *words, "--steps", "1", "--json")
     assert result.code == 0, result.err
     rows = json.loads(result.out)["rows"]

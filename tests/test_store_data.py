@@ -24,7 +24,7 @@ from test_security import foreign_server
 
 from pipeline.data import pack, ranges
 from pipeline.data.access import READ_FAILURES, OutageError, UnreadableError
-from pipeline.data.loader import _RetryingReader
+from pipeline.data.loader import RetryingReader
 from pipeline.data.ranges import Range, RangeReader, RangesIgnoredError
 from pipeline.data.remote import StoreImages
 from pipeline.data.sources import Images, open_source
@@ -515,7 +515,7 @@ def test_credentials_that_are_away_for_a_moment_are_an_outage(
     with pytest.raises(OutageError, match="the store is out of reach"):
         source.read(0)
     (tmp_path / "answer").write_text(json.dumps(answer))
-    assert _RetryingReader(source, 20).read(0) == expected.read(0)
+    assert RetryingReader(source, 20).read(0) == expected.read(0)
 
 
 def read_ranged(reader: RangeReader) -> bytes:

@@ -33,6 +33,7 @@ from torchvision import transforms
 
 from pipeline.bench.peers import time_batches
 from pipeline.bench.rounds import Row, Turn, TurnError, figures, interleave, table
+from pipeline.bench.stages import HAND_OVER, EmptyBatches, StageTurn, stage_table
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.data.access import EXTENSIONS, check_folder
@@ -55,6 +56,8 @@ SIZE = 224
 _LOSSY = "max-side=500,q=90"
 _MAX_IMAGES = 2000
 _COMPARED_IMAGES = 64
+_EMPTY_STEPS = 50
+"""Empty batches for each batch of a turn: the kernel counts CPU time in ticks of 10 ms."""
 WARM_UP = 4  # batches: those that the workers had ready, or had started, when the first one arrived
 _PEERS = {
     "torchvision": "torchvision", "torchcodec": "torchcodec", "simplejpeg": "simplejpeg", "spdl": "spdl-io",
@@ -69,6 +72,9 @@ _LEGEND = """\
 - `plain`, `lossless`, `lossy`: our loader, from image files, a lossless pack and a pack of the
   level `max-side=500,q=90`, which holds smaller images.
 - `decoding alone`: each image decoded completely, and nothing else.
+- `one worker`: CPU time of an image by stage, from Python's profiler on the code of the workers. `cut`
+  finds the part of a JPEG that a crop needs, `collate` is the rest of making a batch, and `hand over`
+  is the CPU time of passing an empty batch to the training process.
 - `pixels`: mean absolute difference to the reference's crop, on the scale of 0 to 255. The other
   loaders are compared on whole images.
 """
@@ -89,7 +95,11 @@ def bench_data(
         root = Path(scratch) / "images"
         num_images = link_images(images, root)
         batch = min(_BATCH, num_images)
-        rows, limit = _our_rows(Path(scratch), root, batch, steps)
+        rows, limit, datasets = _our_rows(Path(scratch), root, batch, steps)
+        stages = {name: StageTurn(dataset, steps) for name, dataset in datasets.items()}
+        nothing = EmptyBatches(datasets["plain"])
+        hand_over = Row(HAND_OVER, _our_turn(nothing, datasets["plain"].plan, _EMPTY_STEPS * steps))
+        profiled = [*(Row(f"{name}, profiled", turn) for name, turn in stages.items()), hand_over]
         if peers:
             for name, package in _PEERS.items():
                 row = Row(name, None, rows[0], pixel_diff=None)
@@ -100,11 +110,12 @@ def bench_data(
                     row.turn = partial(per_image, turn, batch * steps)
                 except TurnError as error:
                     row.failure = str(error)
-        interleave([*rows, limit], rounds, show_progress=True)
+        interleave([*rows, limit, *profiled], rounds, show_progress=True)
     for row in rows:
         row.remark = "" if row.pixel_diff is None else f"pixels {row.pixel_diff:.2f}"
     title = f"{num_images:,} images, {WORKERS} workers, batch {batch}, {SIZE} px"
     text = table(f"{title}; {rounds} interleaved rounds of {steps} batches", [*rows, limit])
+    text += f"\n{stage_table(stages, 1e3 * median(hand_over.cpu_s))}"
     if gpu_images_per_s:
         text += f"\n{_cores(rows, gpu_images_per_s)}"
     if write:
@@ -134,20 +145,24 @@ def link_images(images: Path, root: Path, at_least: int = 1) -> int:
     return len(chosen)
 
 
-def _our_rows(folder: Path, root: Path, batch: int, steps: int) -> tuple[list[Row], Row]:
-    """Return the reference and our loader on files and packs, and their limit: decoding alone."""
+def _our_rows(folder: Path, root: Path, batch: int, steps: int) -> tuple[list[Row], Row, dict[str, TrainBatches]]:
+    """Return the reference, our loader on files and packs, their limit, and our loader's datasets.
+
+    The limit is decoding alone. A dataset has the name of its row.
+    """
+    datasets = {}
     reference = Row("reference", _reference_turn(root, batch, steps))
     rows = [reference]
     for level, name in (("lossless", "lossless"), (_LOSSY, "lossy")):
         pack.pack(root, folder / name, level, 0.1)
     for name, kind in (("plain", "folder"), ("lossless", "pack"), ("lossy", "pack")):
         config, plan, source = open_loader(kind, folder / name if kind == "pack" else root, batch)
-        dataset = TrainBatches(source.train, config, plan, 0)
+        dataset = datasets[name] = TrainBatches(source.train, config, plan, 0)
         turn = _our_turn(dataset, plan, steps)
         rows.append(Row(name, turn, reference, _pixel_diff(root, dataset, config)))
     _, plan, source = open_loader("folder", root, batch)
     turn = _our_turn(_DecodedImages(source.train, Order(plan, 0, source.train.labels)), plan, steps)
-    return rows, Row("decoding alone", turn, reference, pixel_diff=None)
+    return rows, Row("decoding alone", turn, reference, pixel_diff=None), datasets
 
 
 def open_loader(kind: str, root: Path | str, batch: int, *more: str) -> tuple[Config, Plan, Source]:

@@ -85,12 +85,12 @@ class Picture:
                 part = jpeg.part(self.data, self.frame, top, left, height, width)
                 if part:
                     data, top, left = part
-                    pixels = _decode_jpeg(data, self.frame)
+                    pixels = decode_jpeg(data, self.frame)
                 elif self.frame.is_sequential and top + height < self.frame.height:
                     upper = jpeg.upper(self.data, self.frame, top + height)
-                    pixels = _decode_jpeg(self.data, self.frame, upper)
+                    pixels = decode_jpeg(self.data, self.frame, upper)
                 else:
-                    pixels = _decode_jpeg(self.data, self.frame)
+                    pixels = decode_jpeg(self.data, self.frame)
         if top + height > pixels.shape[1] or left + width > pixels.shape[2]:
             raise BadImageError("the size in its header is not that of its data")
         return pixels[:, top : top + height, left : left + width]
@@ -123,7 +123,7 @@ def _as_bad_image() -> Iterator[None]:
         raise BadImageError(" ".join(str(error).split())[:200] or type(error).__name__) from None
 
 
-def _decode_jpeg(data: bytes | bytearray, frame: jpeg.Frame, upper: bytearray | None = None) -> Tensor:
+def decode_jpeg(data: bytes | bytearray, frame: jpeg.Frame, upper: bytearray | None = None) -> Tensor:
     """Return the pixels of a JPEG, [3, H, W] uint8.
 
     upper: see `jpeg.upper`; if given, lower rows may be missing. Pillow gets the whole file, so

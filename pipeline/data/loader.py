@@ -58,7 +58,7 @@ class LoaderError(StorageError):
     """A loader that gave up. Only its own process knows: the ranks cannot agree to stop."""
 
 
-class _RetryingReader:
+class RetryingReader:
     """Reads images, and retries while their storage fails.
 
     Only the first of a process and its loader workers to meet an outage logs it.
@@ -109,7 +109,7 @@ class TrainBatches(SlotDataset):
     def __post_init__(self) -> None:
         labels = None if self.plan.balance == "none" else self.images.labels
         self._order = Order(self.plan, self.config.run.seed, labels)
-        self._reader = _RetryingReader(self.images, _RETRY_FRACTION * self.config.run.timeout)
+        self._reader = RetryingReader(self.images, _RETRY_FRACTION * self.config.run.timeout)
 
     @property
     def max_image_bytes(self) -> int:
@@ -165,7 +165,7 @@ class EvalBatches(SlotDataset):
     config: Config
 
     def __post_init__(self) -> None:
-        self._reader = _RetryingReader(self.images, _RETRY_FRACTION * self.config.run.timeout)
+        self._reader = RetryingReader(self.images, _RETRY_FRACTION * self.config.run.timeout)
 
     def __len__(self) -> int:
         return math.ceil(len(self.images) / self.config.evaluate.batch)
