@@ -30,7 +30,7 @@ from pipeline.cli.main import main
 from pipeline.config.load import load
 from pipeline.data import jpeg, jpeg_restarts, pack
 from pipeline.data.access import UnreadableError
-from pipeline.data.images import Picture, decode
+from pipeline.data.images import BadImageError, Picture, decode
 from pipeline.data.manifest import scan
 from pipeline.data.sources import open_source
 from pipeline.errors import RequestError, StorageError
@@ -239,6 +239,25 @@ def test_a_file_that_jpegtran_codes_otherwise_is_coded_in_python() -> None:
     assert expected
     assert torch.equal(decode(expected), decode(data))
     assert jpeg_restarts.with_restarts(data, JPEGTRAN) == expected
+
+
+@needs_jpegtran
+@pytest.mark.parametrize("options", [("-progressive",), ("-arithmetic",), ("-arithmetic", "-progressive")])
+def test_a_jpeg_of_another_coding_is_decoded_and_packed_as_it_is(options: tuple[str, ...]) -> None:
+    sequential = encoded(photo(97, 131))
+    command = [str(JPEGTRAN), *options]
+    data = subprocess.run(command, input=sequential, capture_output=True, check=True).stdout
+    assert torch.equal(decode(data), decode(sequential))
+    assert encode(data, pack.Level.parse("lossless"), JPEGTRAN) == packing.Encoded(data, True, 0.0)
+
+
+@pytest.mark.parametrize(("at", "value"), [(1, 0xC3), (1, 0xC5), (1, 0xCB), (4, 12)], ids=["lossless", "differential",
+                         "lossless arithmetic", "12 bits"])  # fmt: skip
+def test_a_jpeg_that_no_decoder_here_knows_is_a_named_defect(at: int, value: int) -> None:
+    data = bytearray(encoded(photo(97, 131)))
+    data[data.index(b"\xff\xc0") + at] = value  # in the header of the frame
+    with pytest.raises(BadImageError, match=r"\w"):
+        decode(bytes(data))
 
 
 @pytest.mark.parametrize(
