@@ -72,9 +72,9 @@ _LEGEND = """\
 - `plain`, `lossless`, `lossy`: our loader, from image files, a lossless pack and a pack of the
   level `max-side=500,q=90`, which holds smaller images.
 - `decoding alone`: each image decoded completely, and nothing else.
-- `one worker`: CPU time of an image by stage, from Python's profiler on the code of the workers. `cut`
-  finds the part of a JPEG that a crop needs, `collate` is the rest of making a batch, and `hand over`
-  is the CPU time of passing an empty batch to the training process.
+- `one worker`: time of an image by stage on one core, by Python's profiler on the workers' code.
+  `cut` finds the part of a JPEG that a crop needs, `collate` is the rest of making a batch, and
+  `hand over` is the CPU time of passing an empty batch to the training process.
 - `pixels`: mean absolute difference to the reference's crop, on the scale of 0 to 255. The other
   loaders are compared on whole images.
 """
