@@ -127,8 +127,8 @@ def test_rows_of_a_model_that_is_not_compiled_are_refused(monkeypatch: pytest.Mo
 
 @pytest.mark.full
 def test_the_plain_loop_trains_the_network_of_the_recipe(digits: Path) -> None:
-    words = ("digits", f"data.root={digits}", "--same-network", "--seeds", "1", "train.epochs=1", "run.device=cpu")
-    result = pipeline("bench", "top1", *words, "model.arch=shufflenet_v2_x0_5")
+    words = ("digits", f"data.root={digits}", "--same-network", "--seeds", "1", "train.max_steps=3", "run.device=cpu")
+    result = pipeline("bench", "top1", *words, *SETTINGS[4:], "track.every=1 steps", "track.report=false")
     assert result.code == 0, result.err
     name, top1, speed = "plain shufflenet_v2_x0_5", r"[01]\.\d{4}", r"\d+ images/s"
     seed, means, cost = result.out.splitlines()
