@@ -48,7 +48,7 @@ from pipeline.train.records import NullRecords
 from pipeline.train.trainer import Trainer
 from pipeline.world import World
 
-UPDATES = 3
+UPDATES = 2
 GPUS = 8
 IMAGENET = DataSize(1_281_167, 50_000, 1000)
 COMMON = (
