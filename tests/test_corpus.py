@@ -32,7 +32,7 @@ def corpus(pytestconfig: pytest.Config, tmp_path: Path) -> Path:
     if not found:
         pytest.skip("needs a folder of odd images: --corpus FOLDER, for example Tests/images of Pillow's sources")
     files = sorted(path for path in Path(found).resolve().rglob("*") if path.is_file())
-    assert files
+    assert files, f"--corpus {found} holds no file"
     for folder, linked in {"train/a": files, "train/b": files[:1], "val/a": files[:1], "val/b": files[:1]}.items():
         (tmp_path / "images" / folder).mkdir(parents=True)
         for number, file in enumerate(linked):

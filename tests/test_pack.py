@@ -251,8 +251,10 @@ def test_a_jpeg_of_another_coding_is_decoded_and_packed_as_it_is(options: tuple[
     assert encode(data, pack.Level.parse("lossless"), JPEGTRAN) == packing.Encoded(data, True, 0.0)
 
 
-@pytest.mark.parametrize(("at", "value"), [(1, 0xC3), (1, 0xC5), (1, 0xCB), (4, 12)], ids=["lossless", "differential",
-                         "lossless arithmetic", "12 bits"])  # fmt: skip
+FRAMES = {"lossless": (1, 0xC3), "differential": (1, 0xC5), "lossless arithmetic": (1, 0xCB), "12 bits": (4, 12)}
+
+
+@pytest.mark.parametrize(("at", "value"), FRAMES.values(), ids=FRAMES)
 def test_a_jpeg_that_no_decoder_here_knows_is_a_named_defect(at: int, value: int) -> None:
     data = bytearray(encoded(photo(97, 131)))
     data[data.index(b"\xff\xc0") + at] = value  # in the header of the frame
