@@ -103,9 +103,12 @@ def _in_forks(
 
 def torchrun(nproc: int, *options: str) -> list[str]:
     """Return a torchrun command up to the pipeline's own arguments."""
+    return [sys.executable, "-m", *_torchrun(nproc, *options)]
+
+
+def _torchrun(nproc: int, *options: str) -> list[str]:
     rendezvous = options or ("--rdzv-backend=pipeline", "--rdzv-endpoint=localhost")
-    agent = [sys.executable, "-m", "torch.distributed.run", *rendezvous]
-    return [*agent, "--nproc-per-node", str(nproc), "-m", "pipeline"]
+    return ["torch.distributed.run", *rendezvous, "--nproc-per-node", str(nproc), "-m", "pipeline"]
 
 
 def free_port() -> int:
@@ -141,31 +144,41 @@ class Job:
     by_torchrun: bool = False
     env: dict[str, str] = field(default_factory=dict)
     prelude: str = ""
-    """Python statements that its process executes first; only with one process."""
-    process: subprocess.Popen[str] | None = None
+    """Python statements that its first process executes first."""
+    prefix: list[str] = field(default_factory=list)
+    """Words before its command, such as those of `on_host`."""
+    process: "subprocess.Popen[str] | forked.Process | None" = None
     started: float = 0
 
     def train_words(self) -> list[str]:
         return ["train", *self.arguments, f"run.dir={self.folder}"]
 
     def command(self) -> list[str]:
+        """Return the module and its arguments."""
         if self.by_torchrun:
-            return [*torchrun(self.nproc), *self.train_words()]
-        if self.prelude:
-            program = f"{self.prelude}\nfrom pipeline.cli.main import command\ncommand()"
-            return [sys.executable, "-c", program, *self.train_words()]
+            return [*_torchrun(self.nproc), *self.train_words()]
         processes = ["--nproc", str(self.nproc)] if self.nproc > 1 else []
-        return [sys.executable, "-m", "pipeline", *self.train_words(), *processes]
+        return ["pipeline", *self.train_words(), *processes]
 
     def start(self) -> "Job":
-        """Start the training; its output goes to FOLDER.out and FOLDER.err."""
+        """Start the training; its output goes to FOLDER.out and FOLDER.err.
+
+        Its first process, the launcher or the only rank, is a fork, unless a variable needs a new
+        interpreter or there is a prefix. All others are started by it, as ever.
+        """
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         self.started = time.monotonic()
         self.starts_before = len(self.starts())
-        with open(self.folder.with_suffix(".out"), "w") as out, open(self.folder.with_suffix(".err"), "w") as err:
+        out, err = self.folder.with_suffix(".out"), self.folder.with_suffix(".err")
+        if not (self.prefix or _needs_interpreter(self.env)):
+            self.process = forked.server().start(self.command(), environment(**self.env), self.prelude, out, err)
+            return self
+        assert not self.prelude
+        with open(out, "w") as out_file, open(err, "w") as err_file:
             self.process = subprocess.Popen(
-                self.command(), stdout=out, stderr=err, text=True, env=environment(**self.env), start_new_session=True
-            )
+                [*self.prefix, sys.executable, "-m", *self.command()], stdout=out_file, stderr=err_file, text=True,
+                env=environment(**self.env), start_new_session=True,
+            )  # fmt: skip
         return self
 
     def wait(self, timeout: float = 240) -> Result:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import Job, assert_resumes, pipeline, quick
+from harness import Job, assert_resumes, kill, pipeline, quick
 from mlflow import MlflowClient
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -139,7 +139,7 @@ def test_a_model_of_timm_is_killed_resumed_exported_and_predicts(arch: str, tmp_
     expected = uninterrupted.run().done
     killed = Job(tmp_path / "killed", words(arch, FAMILIES[arch])).start()
     killed.wait_for_step(11)
-    killed.process.send_signal(signal.SIGKILL)
+    kill(killed.process.pid, signal.SIGKILL)
     killed.wait()
     assert killed.run().done == expected
     assert killed.starts()[-1]["step"] == 8

@@ -650,15 +650,14 @@ def test_a_password_follows_no_redirect(
 
 @pytest.mark.parametrize("by_torchrun", [False, True], ids=["--nproc", "torchrun"])
 def test_a_training_on_one_machine_cannot_be_reached_from_another(
-    by_torchrun: bool, tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
+    by_torchrun: bool, tmp_path: Path, digits: Path
 ) -> None:
     words = ["digits", f"data.root={digits}", *SMALL, "train.epochs=1000"]
     run = Job(tmp_path / "run", words, nproc=2, by_torchrun=by_torchrun)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # sends nothing
         # by default gloo listens at the address of the host name, which is a container's network
-        command = [*on_host(probe.getsockname()[0]), *run.command()]
-    monkeypatch.setattr(run, "command", lambda: command)
+        run.prefix = on_host(probe.getsockname()[0])
     try:
         run.start().wait_for_step(1)
         assert run.process
