@@ -23,6 +23,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+_COMMAND_BYTES = 8192
+"""Bytes of the server's command line, over which a fork writes its own."""
+
 
 @dataclass
 class Output:
@@ -111,8 +114,6 @@ class Forked:
         return path.read_text()
 
 
-_COMMAND_BYTES = 8192
-"""Bytes of the server's command line, over which a fork writes its own."""
 _MAKING = threading.Lock()
 _ENVIRONMENT = dict(os.environ)  # before a test changes it
 
@@ -203,7 +204,8 @@ def _run(request: dict[str, Any], number: int) -> NoReturn:
         os.chdir(request["cwd"])
         command = request["commands"][number]
         _show(command)
-        _write(Path(request["folder"], "pid"), str(os.getpid()))
+        if len(request["commands"]) == 1:
+            _write(Path(request["folder"], "pid"), str(os.getpid()))
         exec(request["prelude"], {})
 
         if command[0] == "torch.distributed.run":
