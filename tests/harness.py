@@ -362,7 +362,7 @@ def assert_resumes(folder: Path, words: list[str], stop_at: int, nproc: int = 2)
     resumed = Job(folder / "resumed", [*words, f"train.max_steps={stop_at}"], nproc=nproc)
     assert resumed.run_in_forks().done["step"] == str(stop_at)
     resumed.arguments.pop()
-    assert resumed.run().done == expected
+    assert resumed.run_in_forks().done == expected
     assert resumed.trace() == uninterrupted.trace()
     return uninterrupted
 

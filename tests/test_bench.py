@@ -218,11 +218,8 @@ PARTS_OUTPUT = {
 @pytest.mark.full
 @pytest.mark.parametrize(
     "part",
-    # `bf16` runs the code of the two other comparisons
-    [
-        pytest.param(part, marks=[pytest.mark.long] if part in ("headline", "fp16", "memory") else [])
-        for part in PARTS_OUTPUT
-    ],
+    # `jpeg` runs the code of the three other comparisons
+    [pytest.param(part, marks=[] if part in ("jpeg", "checks") else [pytest.mark.long]) for part in PARTS_OUTPUT],
 )
 def test_a_part_of_bench_gpu_runs_on_a_cpu_without_mlflow(part: str, tmp_path: Path) -> None:
     """Run the part in miniature, where mlflow and docker cannot be imported."""

@@ -449,7 +449,7 @@ def test_a_file_without_weights_is_refused_and_executes_nothing(tmp_path: Path) 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["lamb", "muon"])
+@pytest.mark.parametrize("name", [pytest.param("lamb", marks=pytest.mark.long), "muon"])
 def test_an_optimizer_of_timm_resumes_to_the_bit_and_is_exact(name: str, tmp_path: Path) -> None:
     arguments = ["digits", *TRAINING, f"optimizer.name={name}", "model.arch=shufflenet_v2_x0_5", "run.exact=true"]
     uninterrupted = assert_resumes(tmp_path, [*arguments, "exact.shards=2"], 11)

@@ -60,7 +60,7 @@ def plan_stages(size: int, *words: str) -> Plan:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("words", [FSDP, STAGES], ids=["fsdp", "stages"])
+@pytest.mark.parametrize("words", [FSDP, pytest.param(STAGES, marks=pytest.mark.long)], ids=["fsdp", "stages"])
 def test_a_killed_run_resumes_with_the_same_weights(tmp_path: Path, digits: Path, words: tuple[str, ...]) -> None:
     expected = job(tmp_path / "uninterrupted", digits, 2, *words).run_in_forks().done
     killed = job(tmp_path / "killed", digits, 2, *words).start()

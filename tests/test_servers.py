@@ -10,7 +10,7 @@ from harness import Job, pipeline
 from mlflow_servers import NAME, check, look, python_of, send, server_of, train
 
 ROWS = (
-    ("2.22", "SQLite", "the server"),
+    pytest.param("2.22", "SQLite", "the server", marks=pytest.mark.long),
     ("2.22", "PostgreSQL", "the server, with a password"),
     ("3.1", "SQLite", "S3"),
     ("3.17", "SQLite", "S3"),
@@ -29,7 +29,7 @@ def run(original: Job, tmp_path: Path) -> Job:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("version", "database", "store"), ROWS, ids=[" ".join(row) for row in ROWS])
+@pytest.mark.parametrize(("version", "database", "store"), ROWS)
 def test_a_server_gets_all_of_a_run_once(
     version: str, database: str, store: str, run: Job, tmp_path: Path, digits: Path
 ) -> None:
