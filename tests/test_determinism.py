@@ -28,14 +28,14 @@ def test_torchrun_gives_the_same_weights_and_another_seed_does_not(
     same = job(tmp_path / "torchrun", digits, nproc=2, by_torchrun=True, OMP_NUM_THREADS="2")
     assert same.run().done["weights"] == weights_of_two
     other = job(tmp_path / "other", digits, "run.seed=1", nproc=2)
-    assert other.run().done["weights"] != weights_of_two
+    assert other.run_in_forks().done["weights"] != weights_of_two
 
 
 @pytest.mark.fault("I3")
 @pytest.mark.full
 @pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_the_same_command_gives_the_same_weights(tmp_path: Path, digits: Path, nproc: int) -> None:
-    assert len({job(tmp_path / str(i), digits, nproc=nproc).run().done["weights"] for i in range(2)}) == 1
+    assert len({job(tmp_path / str(i), digits, nproc=nproc).run_in_forks().done["weights"] for i in range(2)}) == 1
 
 
 @pytest.mark.fault("F3")

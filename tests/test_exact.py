@@ -80,7 +80,7 @@ def test_a_killed_run_with_balanced_classes_resumes_exactly_with_another_number_
         kill(rank, signal.SIGKILL)
     killed.wait_gone(5)
     killed.nproc = 4
-    assert killed.run().out == alone.output()
+    assert killed.run_in_forks().out == alone.output()
     assert killed.trace() == alone.trace()
 
 

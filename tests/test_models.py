@@ -156,7 +156,7 @@ def test_dropout_and_drop_path_are_drawn_by_address_in_exact_mode(tmp_path: Path
     runs = {nproc: Job(tmp_path / str(nproc), arguments, nproc=nproc) for nproc in (1, 2, 4)}
     assert len({job.run_in_forks().done["weights"] for job in runs.values()}) == 1
     without = Job(tmp_path / "without", [*arguments, "model.args.drop_path_rate=0", "model.args.proj_drop_rate=0"])
-    assert without.run().done["weights"] != runs[1].run().done["weights"], "drop path has an effect"
+    assert without.run_in_forks().done["weights"] != runs[1].run_in_forks().done["weights"], "drop path has an effect"
 
 
 @pytest.fixture
@@ -454,7 +454,7 @@ def test_an_optimizer_of_timm_resumes_to_the_bit_and_is_exact(name: str, tmp_pat
     arguments = ["digits", *TRAINING, f"optimizer.name={name}", "model.arch=shufflenet_v2_x0_5", "run.exact=true"]
     uninterrupted = assert_resumes(tmp_path, [*arguments, "exact.shards=2"], 11)
     alone = Job(tmp_path / "alone", [*arguments, "exact.shards=2"])
-    assert alone.run().done["weights"] == uninterrupted.run().done["weights"]
+    assert alone.run_in_forks().done["weights"] == uninterrupted.run_in_forks().done["weights"]
 
 
 def test_a_step_of_lamb_counts_on_after_a_resume(tmp_path: Path) -> None:

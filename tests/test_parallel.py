@@ -68,7 +68,7 @@ def test_a_killed_run_resumes_with_the_same_weights(tmp_path: Path, digits: Path
     for pid in killed.ranks():
         kill(pid, signal.SIGKILL)
     assert killed.wait().code == 1
-    assert killed.run().done == expected
+    assert killed.run_in_forks().done == expected
     evaluated = quick("evaluate", str(killed.folder))  # in one process, which has the whole model
     assert evaluated.done["weights"] == expected["weights"], "a checkpoint has the whole model under its own names"
     assert abs(float(evaluated.done["top1"]) - float(expected["top1"])) <= 1 / 360
@@ -96,10 +96,10 @@ def test_digits_are_learned_while_two_processes_become_four(tmp_path: Path, digi
     words = ["digits", f"data.root={digits}", f"parallel={parallel}", "run.device=cpu", "track.uri=none",
              "data.workers=2", "evaluate.every=6 epochs", "run.trace=true"]  # fmt: skip
     run = Job(tmp_path / "run", [*words, "train.max_steps=84"], nproc=2)
-    assert run.run().done["step"] == "84"
+    assert run.run_in_forks().done["step"] == "84"
     run.arguments.pop()
     run.nproc = 4
-    done = run.run().done
+    done = run.run_in_forks().done
     assert float(done["top1"]) >= 0.97
     rows = read_rows(run.folder / "trace.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 169))
@@ -115,7 +115,7 @@ def test_slices_within_a_machine_resume_with_the_same_bits_and_at_other_sizes(tm
     assert two_nodes(run).done == expected, "a resume has the same bits"
     for step, run.nproc in ((15, 2), (18, 1), (21, 2)):  # a checkpoint has all weights
         run.arguments.append(f"train.max_steps={step}")
-        assert run.run().done["step"] == str(step)
+        assert run.run_in_forks().done["step"] == str(step)
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_lost_containers_are_replaced_and_end_with_the_same_bits(
 def test_a_run_resumed_with_other_numbers_of_processes_has_the_same_samples(tmp_path: Path, digits: Path) -> None:
     words = ["digits", f"data.root={digits}", *SMALL]
     first = Job(tmp_path / "first", [*words, "train.epochs=1"])
-    assert first.run().code == 0
+    assert first.run_in_forks().code == 0
     # Fine-tuning with frozen batch norm: otherwise each process has the statistics of its own part
     # of the batch, which changes the loss by up to 7 %.
     words += [f"model.init={first.folder}", "model.freeze=backbone"]
@@ -166,10 +166,10 @@ def test_a_run_killed_before_its_first_save_resumes_from_the_given_checkpoint(
 ) -> None:
     words = ["digits", f"data.root={digits}", *SMALL, "evaluate.every=1000 epochs", "train.max_steps=40"]
     first = Job(tmp_path / "first", [*words[:-1], "train.max_steps=10"])
-    assert first.run().code == 0
+    assert first.run_in_forks().code == 0
     words += [f"run.resume={first.folder}", "checkpoint.every=1000 epochs"]
     expected = Job(tmp_path / "uninterrupted", words)
-    assert expected.run().code == 0
+    assert expected.run_in_forks().code == 0
     draw = random.Random(seed)
     run = Job(tmp_path / "run", words, by_torchrun=True, env={"PET_MAX_RESTARTS": "3"}).start()
     for kind in draw.sample(("one rank", "one rank", "launcher"), 3):

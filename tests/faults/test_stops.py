@@ -54,7 +54,7 @@ def test_sigterm_to_one_rank_saves_that_step_and_exits_75(
         assert f"step {saved} is saved" in result.error
     if full:
         uninterrupted = job(tmp_path / "uninterrupted", digits, nproc=ranks)
-        assert run.run().done == uninterrupted.run_in_forks().done
+        assert run.run_in_forks().done == uninterrupted.run_in_forks().done
         assert run.trace() == uninterrupted.trace()
         assert run.journal("train/", "val/") == uninterrupted.journal("train/", "val/")
 

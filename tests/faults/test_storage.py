@@ -81,7 +81,7 @@ def test_a_run_survives_a_full_disk_if_space_is_freed_and_otherwise_exits_4(
     notes.note("C1")
     resize(4)
     run.arguments.append(f"run.resume={run.folder}")
-    assert run.run().out == uninterrupted.output()
+    assert run.run_in_forks().out == uninterrupted.output()
 
     resize(2.5)
     second = job(small_disk / "second", digits)
@@ -227,7 +227,7 @@ def test_data_that_stays_unreachable_ends_the_run_and_the_same_command_resumes_i
     second = run.run()
     assert (second.code, f"data.root={root} is missing or empty" in second.error) == (75, True)
     (tmp_path / "away").rename(root)
-    assert run.run().out == uninterrupted_folder.output()
+    assert run.run_in_forks().out == uninterrupted_folder.output()
     assert run.trace() == uninterrupted_folder.trace()
     assert not bad_images(run)
 
