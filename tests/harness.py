@@ -163,14 +163,14 @@ class Job:
     def start(self) -> "Job":
         """Start the training; its output goes to FOLDER.out and FOLDER.err.
 
-        Its first process, the launcher or the only rank, is a fork, unless a variable needs a new
-        interpreter or there is a prefix. All others are started by it, as ever.
+        Its first process, the launcher or the only rank, is a fork, unless a variable or a prefix
+        needs a new interpreter. It starts all others as for a user.
         """
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         self.started = time.monotonic()
         self.starts_before = len(self.starts())
         out, err = self.folder.with_suffix(".out"), self.folder.with_suffix(".err")
-        if not (self.prefix or _needs_interpreter(self.env)):
+        if not self._needs_interpreter():
             self.process = forked.server().start(self.command(), environment(**self.env), self.prelude, out, err)
             return self
         assert not self.prelude
@@ -201,9 +201,12 @@ class Job:
                     kill(pid, signal.SIGUSR1)
         time.sleep(1)
 
+    def _needs_interpreter(self) -> bool:
+        return bool(self.prefix) or _needs_interpreter(self.env)
+
     def run(self) -> Result:
-        """Train to the end: one process in a fork, unless a variable needs a new interpreter."""
-        if self.nproc > 1 or self.by_torchrun or _needs_interpreter(self.env):
+        """Train to the end: without a launcher in a fork, unless that needs a new interpreter."""
+        if self.nproc > 1 or self.by_torchrun or self._needs_interpreter():
             return self.start().wait()
         return self.run_in_forks()
 
