@@ -37,7 +37,7 @@ class Output:
 
 
 class Process:
-    """A command in a fork, with the part of `subprocess.Popen` that tests need."""
+    """A started command, with the part of `subprocess.Popen` that tests need."""
 
     def __init__(self, folder: "tempfile.TemporaryDirectory[str]", pid: int) -> None:
         self.pid = pid
@@ -94,6 +94,7 @@ class Forked:
 
         It leads a session of its own, and its command line shows the command.
         """
+        assert len(" ".join(command).encode()) < _COMMAND_BYTES, command
         folder = tempfile.TemporaryDirectory()
         self._request(
             commands=[command], environments=[environment], cwd=os.getcwd(), prelude=prelude,
@@ -196,6 +197,9 @@ def _run(request: dict[str, Any], number: int) -> NoReturn:
     code = 1
     try:
         os.setsid()
+        if request["timeout"] is None:
+            _show(request["commands"][number])
+            _write(Path(request["folder"], "pid"), str(os.getpid()))
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for descriptor, path in zip((1, 2), request["outputs"][number], strict=True):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC), descriptor)
@@ -203,9 +207,6 @@ def _run(request: dict[str, Any], number: int) -> NoReturn:
         os.environ.update(request["environments"][number])
         os.chdir(request["cwd"])
         command = request["commands"][number]
-        _show(command)
-        if len(request["commands"]) == 1:
-            _write(Path(request["folder"], "pid"), str(os.getpid()))
         exec(request["prelude"], {})
 
         if command[0] == "torch.distributed.run":
@@ -218,10 +219,12 @@ def _run(request: dict[str, Any], number: int) -> NoReturn:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:
         traceback.print_exc()
-    threading._shutdown()  # as the interpreter does, which also frees all modules: that takes a second
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    os._exit(code)
+    try:
+        threading._shutdown()  # as the interpreter does, which also frees all modules: that takes a second
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+    finally:
+        os._exit(code)
 
 
 def _show(command: list[str]) -> None:
@@ -229,7 +232,6 @@ def _show(command: list[str]) -> None:
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
     words = "\0".join([sys.executable, "-m", *command]).encode()
-    assert len(words) < end - start, "a command of more bytes than _COMMAND_BYTES"
     ctypes.memmove(start, words.ljust(end - start, b"\0"), end - start)
 
 

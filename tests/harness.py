@@ -205,7 +205,7 @@ class Job:
         return bool(self.prefix) or _needs_interpreter(self.env)
 
     def run(self) -> Result:
-        """Train to the end: without a launcher in a fork, unless that needs a new interpreter."""
+        """Train to the end; a run without a launcher is a fork, unless it needs an interpreter."""
         if self.nproc > 1 or self.by_torchrun or self._needs_interpreter():
             return self.start().wait()
         return self.run_in_forks()

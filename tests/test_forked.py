@@ -1,0 +1,30 @@
+"""A fork that a test starts can be found, waited for and killed like any process."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from harness import SMALL, Job, kill
+
+
+def test_a_started_fork_is_found_by_its_command_line_and_its_signal_is_its_exit_code(
+    tmp_path: Path, digits: Path
+) -> None:
+    run = Job(tmp_path / "run", ["digits", f"data.root={digits}", *SMALL]).start()
+    assert run.process
+    assert run.process.pid in run.processes()
+    assert os.getsid(run.process.pid) == run.process.pid
+    with pytest.raises(subprocess.TimeoutExpired):
+        run.process.wait(0.1)
+    kill(run.process.pid, signal.SIGKILL)
+    assert run.process.wait(30) == -signal.SIGKILL
+    run.wait_gone(5)
+
+
+def test_a_started_fork_has_the_exit_code_and_the_output_of_its_command(tmp_path: Path) -> None:
+    result = Job(tmp_path / "run", ["digits", "train.epochs=none of these"]).start().wait()
+    assert result.code == 2
+    assert result.error.startswith("train.epochs=")
+    assert not result.out
