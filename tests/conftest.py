@@ -51,6 +51,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in deselected]
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Show a failure at once: a run that is stopped before its end shows no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\n{report.nodeid}\n{report.longreprtext}", flush=True)
+
+
 def _is_full(config: pytest.Config) -> bool:
     return config.getoption("--full") or config.getoption("--faults") != "once"
 

@@ -497,7 +497,7 @@ def test_a_wrong_request_is_one_line_and_changes_nothing(
     while re.match(r"[A-Z_]+=", words[0]):
         monkeypatch.setenv(*words.pop(0).split("=", 1))
     words = [re.sub(r"_(epochs?)", r" \1", word) for word in words]
-    before = paths(folder)
+    before, running = paths(folder), set(threading.enumerate())
     assert main(words) == code
     captured = capsys.readouterr()
     *findings, line = captured.err.splitlines()
@@ -507,7 +507,7 @@ def test_a_wrong_request_is_one_line_and_changes_nothing(
     assert not [row for row in findings if not row.startswith(("ok ", "BAD ", " "))]
     assert not findings or words[0] == "doctor", "one line only"
     assert paths(folder) == before
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - running:
         if thread.name in ("watchdog", "lock"):
             thread.join(5)
             assert not thread.is_alive(), f"{thread.name} continues after the request"
