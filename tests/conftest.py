@@ -1,15 +1,21 @@
 """Options, the choice of tests, and the fixtures that all tests share."""
 
+import atexit
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # tests run at the same time: torch's threads would compete for cores
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    tempfile.gettempdir()  # pytest's own files stay there
+    os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="tests-")  # for what killed processes leave
+    atexit.register(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True)
 sys.path.insert(0, str(Path(__file__).parent))
 from engine import build_images
 from object_store import Bucket, FaultProxy, Rclone, S3Server, Weed

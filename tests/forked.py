@@ -1,6 +1,6 @@
 """Run commands in forks of a process that has imported torch: a start takes milliseconds.
 
-For tests that need no new interpreter.
+For tests that need no new interpreter. A launcher that is a fork starts its ranks as forks, too.
 """
 
 import atexit
@@ -8,6 +8,7 @@ import ctypes
 import gc
 import json
 import math
+import multiprocessing.util
 import os
 import select
 import signal
@@ -25,6 +26,8 @@ from typing import Any, NoReturn
 
 _COMMAND_BYTES = 8192
 """Bytes of the server's command line, over which a fork writes its own."""
+_ENVIRONMENT_BYTES = 32768
+"""Bytes of a variable of the server, over which a fork writes its environment."""
 
 
 @dataclass
@@ -68,7 +71,8 @@ class Forked:
     def __init__(self, environment: dict[str, str]) -> None:
         self.environment = environment
         command = [sys.executable, __file__, " " * _COMMAND_BYTES]
-        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+        room = {"ROOM": " " * _ENVIRONMENT_BYTES}
+        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment | room)
         self._lock = threading.Lock()
 
     def run(
@@ -172,6 +176,49 @@ def _write(path: Path, text: str) -> None:
     path.with_suffix(".part").rename(path)
 
 
+class _Rank(Process):
+    """A rank that a launcher, which is itself a fork, starts as a fork."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if not self.pid:
+            _leave_launcher()
+            _become(command, environment)
+            _execute(command)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+
+def _leave_launcher() -> None:
+    """Give up what a new interpreter has not: connections, handlers of signals and of the exit."""
+    os.setsid()
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    atexit._clear()
+    atexit.register(multiprocessing.util._exit_function)
+
+
+def _fork_ranks() -> None:
+    """Make torch's launcher start ranks of the pipeline as forks."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    def start(handler: SubprocessHandler, words: tuple[str, ...], environment: dict[str, str]) -> _Rank:
+        module = words.index("-m") + 1
+        assert words[module] == "pipeline", words
+        assert (handler._stdout, handler._stderr) == (None, None), "a fork writes to the launcher's output"
+        return _Rank(list(words[module:]), environment)
+
+    SubprocessHandler._popen = start  # type: ignore[assignment]
+
+
 def _serve() -> None:
     import torch.distributed.run  # noqa: F401 (import torch and ours once, before the forks)
 
@@ -179,6 +226,7 @@ def _serve() -> None:
     import pipeline.preflight.doctor
     import pipeline.train.session  # noqa: F401
 
+    _fork_ranks()
     gc.freeze()  # a fork that collects garbage would copy all pages
     sys.path.remove(str(Path(__file__).parent))
     received, running = b"", []
@@ -193,22 +241,28 @@ def _serve() -> None:
 
 
 def _run(request: dict[str, Any], number: int) -> NoReturn:
-    """Run a command in this fork, and exit."""
-    code = 1
+    """Run a command of a request in this fork, and exit."""
+    command = request["commands"][number]
     try:
         os.setsid()
+        _become(command, request["environments"][number])
         if request["timeout"] is None:
-            _show(request["commands"][number])
             _write(Path(request["folder"], "pid"), str(os.getpid()))
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for descriptor, path in zip((1, 2), request["outputs"][number], strict=True):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC), descriptor)
-        os.environ.clear()
-        os.environ.update(request["environments"][number])
         os.chdir(request["cwd"])
-        command = request["commands"][number]
         exec(request["prelude"], {})
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    _execute(command)
 
+
+def _execute(command: list[str]) -> NoReturn:
+    """Run a command, its module first, and exit."""
+    code = 1
+    try:
         if command[0] == "torch.distributed.run":
             from torch.distributed.run import main
         else:
@@ -227,12 +281,22 @@ def _run(request: dict[str, Any], number: int) -> NoReturn:
         os._exit(code)
 
 
-def _show(command: list[str]) -> None:
-    """Make /proc/PID/cmdline show the command: by it, tests find the processes of a run."""
+def _become(command: list[str], environment: dict[str, str]) -> None:
+    """Take the environment. Make /proc/PID/cmdline and environ show it and the command.
+
+    By them, tests find the processes of a run.
+    """
+    os.environ.clear()  # the C library's variables point to the bytes that are written over
+    os.environ.update(environment)
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
-    words = "\0".join([sys.executable, "-m", *command]).encode()
-    ctypes.memmove(start, words.ljust(end - start, b"\0"), end - start)
+    words = [sys.executable, "-m", *command]
+    variables = [f"{name}={value}" for name, value in environment.items()]
+    # arg_start, arg_end, env_start and env_end of proc(5)
+    for (start, end), strings in zip(((45, 46), (47, 48)), (words, variables), strict=True):
+        room = int(fields[end]) - int(fields[start])
+        text = "\0".join(strings).encode()
+        assert len(text) <= room, strings
+        ctypes.memmove(int(fields[start]), text.ljust(room, b"\0"), room)
 
 
 if __name__ == "__main__":

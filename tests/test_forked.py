@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, kill
+from harness import SMALL, Job, kill, variable
 
 
 def test_a_started_fork_is_found_by_its_command_line_and_its_signal_is_its_exit_code(
@@ -20,6 +20,20 @@ def test_a_started_fork_is_found_by_its_command_line_and_its_signal_is_its_exit_
         run.process.wait(0.1)
     kill(run.process.pid, signal.SIGKILL)
     assert run.process.wait(30) == -signal.SIGKILL
+    run.wait_gone(5)
+
+
+@pytest.mark.parametrize("by_torchrun", [False, True])
+def test_a_launcher_that_is_a_fork_forks_its_ranks(tmp_path: Path, digits: Path, by_torchrun: bool) -> None:
+    run = Job(tmp_path / "run", ["digits", f"data.root={digits}", *SMALL], nproc=2, by_torchrun=by_torchrun).start()
+    assert run.process
+    first, second = run.wait_until(lambda: len(run.ranks()) == 2 and run.ranks(), "ranks")
+    assert [variable(pid, "RANK") for pid in (first, second)] == ["0", "1"]
+    assert os.getsid(first) == first, "a launcher ends the process group of each rank"
+    run.wait_for_step(1)
+    kill(second, signal.SIGKILL)
+    result = run.wait(60)
+    assert result.code == 1
     run.wait_gone(5)
 
 
