@@ -103,7 +103,8 @@ def outcomes(rows: tuple[Row, ...], folder: Path, digits: Path) -> Iterator[Outc
 
 def _train(row: Row, folder: Path, digits: Path) -> dict[str, torch.Tensor]:
     words = ["digits", f"data.root={digits}", *JOB, *row.words.split()]
-    job = Job(folder, words, nproc=row.processes, by_torchrun=row.start == "torchrun")
+    is_launched = row.name in ("2 processes", "torchrun")
+    job = Job(folder, words, nproc=row.processes, by_torchrun=row.start == "torchrun", interpreter=is_launched)
     launchers = {"two nodes": two_nodes, "spawned": spawned, "by hand": by_hand}
     # Compilation can take minutes on a busy CPU.
     done = (launchers[row.start](job) if row.start in launchers else job.start().wait(900)).done

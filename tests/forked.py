@@ -5,10 +5,11 @@ For tests that need no new interpreter. A launcher that is a fork starts its ran
 
 import atexit
 import ctypes
+import faulthandler
 import gc
 import json
+import logging
 import math
-import multiprocessing.util
 import os
 import select
 import signal
@@ -23,6 +24,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
+
+import numpy as np
 
 _COMMAND_BYTES = 8192
 """Bytes of the server's command line, over which a fork writes its own."""
@@ -98,8 +101,7 @@ class Forked:
 
         It leads a session of its own, and its command line shows the command.
         """
-        assert len(" ".join(command).encode()) < _COMMAND_BYTES, command
-        folder = tempfile.TemporaryDirectory()
+        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # the server may still write there
         self._request(
             commands=[command], environments=[environment], cwd=os.getcwd(), prelude=prelude,
             outputs=[[str(out), str(err)]], timeout=None, folder=folder.name,
@@ -108,6 +110,7 @@ class Forked:
 
     def _request(self, **request: Any) -> None:
         assert self._server.stdin
+        assert all(len(os.fsencode(" ".join(command))) < _COMMAND_BYTES for command in request["commands"])
         with self._lock:
             self._server.stdin.write(json.dumps(request).encode() + b"\n")
             self._server.stdin.flush()
@@ -176,17 +179,30 @@ def _write(path: Path, text: str) -> None:
     path.with_suffix(".part").rename(path)
 
 
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+
+
 class _Rank(Process):
     """A rank that a launcher, which is itself a fork, starts as a fork."""
 
     def __init__(self, command: list[str], environment: dict[str, str]) -> None:
         self.returncode: int | None = None
-        sys.stdout.flush()
+        reading, writing = os.pipe()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)  # the launcher's handlers are not the rank's
         self.pid = os.fork()
         if not self.pid:
-            _leave_launcher()
-            _become(command, environment)
+            try:
+                _leave_launcher()
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                _become(command, environment)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
             _execute(command)
+        os.close(writing)
+        os.read(reading, 1)  # until the rank has a session, to which the launcher may send signals
+        os.close(reading)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -197,13 +213,16 @@ class _Rank(Process):
 
 
 def _leave_launcher() -> None:
-    """Give up what a new interpreter has not: connections, handlers of signals and of the exit."""
+    """Give up what a new interpreter has not: connections, and handlers of signals."""
     os.setsid()
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    for number in _HANDLED:
         signal.signal(number, signal.SIG_DFL)
-    atexit._clear()
-    atexit.register(multiprocessing.util._exit_function)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.unregister(signal.SIGUSR1)
+    faulthandler.disable()
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.NOTSET)
+    np.random.seed()  # as in a new interpreter, nothing may depend on numpy's global generator
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
 
 
 def _fork_ranks() -> None:
@@ -212,10 +231,12 @@ def _fork_ranks() -> None:
 
     def start(handler: SubprocessHandler, words: tuple[str, ...], environment: dict[str, str]) -> _Rank:
         module = words.index("-m") + 1
-        assert words[module] == "pipeline", words
+        assert (words[0], words[module]) == (sys.executable, "pipeline"), words
+        assert set(words[1 : module - 1]) <= {"-u"}, words
         assert (handler._stdout, handler._stderr) == (None, None), "a fork writes to the launcher's output"
         return _Rank(list(words[module:]), environment)
 
+    assert SubprocessHandler._popen
     SubprocessHandler._popen = start  # type: ignore[assignment]
 
 
@@ -248,9 +269,10 @@ def _run(request: dict[str, Any], number: int) -> NoReturn:
         _become(command, request["environments"][number])
         if request["timeout"] is None:
             _write(Path(request["folder"], "pid"), str(os.getpid()))
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for descriptor, path in zip((1, 2), request["outputs"][number], strict=True):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC), descriptor)
+        for descriptor, path in enumerate([os.devnull, *request["outputs"][number]]):
+            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC if descriptor else os.O_RDONLY)
+            os.dup2(opened, descriptor)
+            os.close(opened)
         os.chdir(request["cwd"])
         exec(request["prelude"], {})
     except BaseException:
@@ -273,6 +295,9 @@ def _execute(command: list[str]) -> NoReturn:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException:
         traceback.print_exc()
+    if command[0] == "pipeline" and "RANK" in os.environ:  # as pipeline.cli.main.command does
+        sys.stdout.flush()
+        os._exit(code)
     try:
         threading._shutdown()  # as the interpreter does, which also frees all modules: that takes a second
         atexit._run_exitfuncs()
@@ -294,7 +319,7 @@ def _become(command: list[str], environment: dict[str, str]) -> None:
     # arg_start, arg_end, env_start and env_end of proc(5)
     for (start, end), strings in zip(((45, 46), (47, 48)), (words, variables), strict=True):
         room = int(fields[end]) - int(fields[start])
-        text = "\0".join(strings).encode()
+        text = os.fsencode("\0".join(strings))
         assert len(text) <= room, strings
         ctypes.memmove(int(fields[start]), text.ljust(room, b"\0"), room)
 

@@ -144,7 +144,9 @@ class Job:
     by_torchrun: bool = False
     env: dict[str, str] = field(default_factory=dict)
     prelude: str = ""
-    """Python statements that its first process executes first."""
+    """Python statements that its first process executes first; forks of it keep what they did."""
+    interpreter: bool = False
+    """Start every process as a new interpreter, as for a user, and none as a fork."""
     prefix: list[str] = field(default_factory=list)
     """Words before its command, such as those of `on_host`."""
     process: "subprocess.Popen[str] | forked.Process | None" = None
@@ -163,8 +165,8 @@ class Job:
     def start(self) -> "Job":
         """Start the training; its output goes to FOLDER.out and FOLDER.err.
 
-        Its first process, the launcher or the only rank, is a fork, unless a variable or a prefix
-        needs a new interpreter. It starts all others as for a user.
+        Its launcher and its ranks are forks, unless `interpreter`, a variable or a prefix needs new
+        interpreters. They start all others as for a user.
         """
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         self.started = time.monotonic()
@@ -202,7 +204,7 @@ class Job:
         time.sleep(1)
 
     def _needs_interpreter(self) -> bool:
-        return bool(self.prefix) or _needs_interpreter(self.env)
+        return self.interpreter or bool(self.prefix) or _needs_interpreter(self.env)
 
     def run(self) -> Result:
         """Train to the end; a run without a launcher is a fork, unless it needs an interpreter."""

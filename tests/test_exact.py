@@ -29,8 +29,9 @@ def job(folder: Path, digits: Path, world: int, *more: str) -> Job:
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
-    """Run the job with one process."""
+    """Run the job with one process, a new interpreter: forks of one process share their hashes."""
     run = job(tmp_path_factory.mktemp("one-process") / "run", digits, 1)
+    run.interpreter = True
     assert run.run().code == 0
     return run
 

@@ -284,6 +284,7 @@ def test_under_torchrun_a_wrong_request_is_printed_once_and_all_ranks_exit(tmp_p
             ["digits", f"data.root={digits}", *words.split(), "track.uri=none"],
             nproc=2,
             by_torchrun=True,
+            interpreter=True,  # a fork has imported torch already
         )
         result = run.run()
         assert result.code == 1
