@@ -15,6 +15,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # tests run at the same time: torch's threa
 if "PYTEST_XDIST_WORKER" not in os.environ:
     tempfile.gettempdir()  # pytest's own files stay there
     os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="tests-")  # for what killed processes leave
+    os.chmod(os.environ["TMPDIR"], 0o711)  # PostgreSQL runs as another user
     atexit.register(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True)
 sys.path.insert(0, str(Path(__file__).parent))
 from engine import build_images
