@@ -74,7 +74,8 @@ def forward_backward(trainer: Trainer, batches: Iterator[Batch]) -> tuple[Tensor
     used = trainer.current_batches
     used.clear()
     for micro in range(passes):
-        batch = next(batches)
+        with trainer.timer.charge("data"):
+            batch = next(batches)
         used.append(batch)
         seed_network(trainer.config.run.seed, "network", state.step, strategy.group.rank * passes + micro)
         with trainer.timer.charge("forward_backward"):
