@@ -59,7 +59,8 @@ def update_once(trainer: Trainer, batches: Iterator[Batch]) -> bool:
             trainer.metrics.add_failed_reads(batch.failed_reads)
         trainer.metrics.after_update(state)
     trainer.profiler.at_step(state.step)
-    trainer.divergence.after_update(state.step)
+    if trainer.plan.watches_at(state.step):
+        trainer.divergence.compare(state.step)
     return is_stopping
 
 
