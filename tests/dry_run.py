@@ -179,7 +179,7 @@ def run(case: Case, result: Result, *words: str) -> str:
             config, plan, FakeGroup(world, device), None, timer, watchdog, StopRequest(), NullTerminal(),
             is_resumed=config.model.init is not None,
         )  # fmt: skip
-        trainer = Trainer.build(
+        trainer = Trainer(
             config, plan, state, source, NullRecords(), NullTerminal(), timer=timer, watchdog=watchdog,
             stop=StopRequest(), profiler=NullProfiler(),
         )  # fmt: skip

@@ -288,7 +288,7 @@ def _our_step(
     strategy = choose_strategy(config, plan, model, group)
     timer = timer or make_timer(group.device)
     state = TrainState.build(strategy, make_loss_guard(strategy, timer, config.start_again), config)
-    trainer = Trainer.build(
+    trainer = Trainer(
         config, plan, state, source, JournalOnly(journal) if journal else NullRecords(), NullTerminal(), timer=timer,
         watchdog=Watchdog(config.run.timeout, Path(os.devnull), group.rank, stop := StopRequest()), stop=stop,
         profiler=NullProfiler(),
