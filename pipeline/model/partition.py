@@ -18,9 +18,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision import models
 
-from pipeline.config.schema import Model
 from pipeline.errors import RequestError
-from pipeline.model.architectures import meta_model
 
 
 @dataclass(frozen=True)
@@ -81,11 +79,6 @@ class StageModule(nn.Module):
         for layer in self._layers:
             x = layer.run(self.model, x)
         return _contiguous(x)
-
-
-def check_stages(options: Model, num_classes: int, count: int, size: int) -> None:
-    """Raise RequestError if the model cannot be split into `count` stages; allocates no weights."""
-    split_into_stages(meta_model(options, num_classes), options.arch, count, size)
 
 
 def split_into_stages(model: nn.Module, arch: str, count: int, size: int) -> list[list[Layer]]:
