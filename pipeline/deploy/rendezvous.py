@@ -79,7 +79,7 @@ class _Link:
         self.changed = threading.Condition()
         self._wake = threading.Event()
         self._closed = False
-        self._started = self._progress = time.monotonic()
+        self._progress = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
         self._thread.start()
 
@@ -92,11 +92,6 @@ class _Link:
     def silence_s(self) -> float:
         """Seconds since the last new answer, or since the first attempt to connect."""
         return time.monotonic() - self._progress
-
-    @property
-    def age_s(self) -> float:
-        """Seconds since the first attempt to connect."""
-        return time.monotonic() - self._started
 
     def send_now(self) -> None:
         """Send the next heartbeat at once."""
@@ -313,10 +308,10 @@ class Rendezvous(RendezvousHandler):
         if _is_this_machine(host):
             print(Path(file).read_text(), flush=True)
         else:
-            link = self._connected()
+            link, deadline = self._connected(), time.monotonic() + _CONNECT_S
             link.state = replace(link.state, is_waiting=False, is_done=True)
             with link.changed:
-                while not link.answer.get("done") and not link.is_lost and link.age_s < _CONNECT_S:
+                while not link.answer.get("done") and not link.is_lost and time.monotonic() < deadline:
                     link.changed.wait(_BEAT_S)
         _log("the run is already finished")
         raise SystemExit(OK)
