@@ -42,7 +42,7 @@ from pipeline.parallel import ddp
 from pipeline.plan import DataSize, make_plan
 from pipeline.record.terminal import NullTerminal
 from pipeline.telemetry.profiler import NullProfiler
-from pipeline.telemetry.timing import TimedBatches, make_timer
+from pipeline.telemetry.timing import make_timer
 from pipeline.train import evaluate, loop, optimizer, session, state, step
 from pipeline.train.records import NullRecords
 from pipeline.train.trainer import Trainer
@@ -179,12 +179,12 @@ def run(case: Case, result: Result, *words: str) -> str:
             config, plan, FakeGroup(world, device), None, timer, watchdog, StopRequest(), NullTerminal(),
             is_resumed=config.model.init is not None,
         )  # fmt: skip
-        trainer = Trainer.build(
+        trainer = Trainer(
             config, plan, state, source, NullRecords(), NullTerminal(), timer=timer, watchdog=watchdog,
             stop=StopRequest(), profiler=NullProfiler(),
         )  # fmt: skip
         data = TrainBatches(source.train, config, plan, rank=0)
-        stream = TimedBatches(transfer.to_device(batches(data, range(100), plan, pin=False), device), timer)
+        stream = transfer.to_device(batches(data, range(100), plan, pin=False), device)
         with cuda.watch(result.evaluation):
             trainer.evaluator.evaluate(0, trainer.asked_to_stop)
         with cuda.watch(result.updates):

@@ -58,7 +58,7 @@ def make_trainer(root: Path, *overrides: str) -> Trainer:
     strategy = choose_strategy(config, plan, build(config.model, 10), Group(World(), torch.device("cpu")))
     timer = StepTimer()
     state = TrainState.build(strategy, make_loss_guard(strategy, timer, config.start_again), config)
-    return Trainer.build(
+    return Trainer(
         config, plan, state, source, NullRecords(), NullTerminal(), timer=timer, stop=StopRequest(),
         watchdog=Watchdog(300, Path(os.devnull), 0, StopRequest()), profiler=NullProfiler(),
     )  # fmt: skip

@@ -5,7 +5,6 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from functools import partial
 from itertools import islice, pairwise
 from multiprocessing import active_children
 from pathlib import Path
@@ -25,7 +24,6 @@ from pipeline.data.batch import Batch
 from pipeline.data.loader import TrainBatches
 from pipeline.data.shared_memory import Allocate
 from pipeline.errors import RequestError
-from pipeline.telemetry.timing import TimedBatches
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = ("--rounds", "1", "--steps", "1", "model.arch=shufflenet_v2_x0_5", "augment.size=32", "batch.global=32")
@@ -100,7 +98,11 @@ def test_the_loader_is_measured_in_its_steady_state(monkeypatch: pytest.MonkeyPa
         return make_batch(self, position, allocate)
 
     def make_step(config: Any, plan: Any, group: Any, source: Any, stream: Any, journal: Any, timer: Any) -> object:
-        return partial(next, TimedBatches(stream, timer))
+        def receive() -> None:
+            with timer.charge("data"):
+                next(stream)
+
+        return receive
 
     monkeypatch.setattr(TrainBatches, "make_batch", make_slowly)
     monkeypatch.setattr(bench_train, "_our_step", make_step)

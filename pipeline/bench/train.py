@@ -40,7 +40,7 @@ from pipeline.record.journal import Journal
 from pipeline.record.terminal import NullTerminal
 from pipeline.telemetry.mfu import MfuMeter, make_mfu_meter
 from pipeline.telemetry.profiler import NullProfiler
-from pipeline.telemetry.timing import StepTimer, TimedBatches, make_timer
+from pipeline.telemetry.timing import StepTimer, make_timer
 from pipeline.train.optimizer import make_optimizer
 from pipeline.train.records import NullRecords
 from pipeline.train.state import TrainState
@@ -288,12 +288,12 @@ def _our_step(
     strategy = choose_strategy(config, plan, model, group)
     timer = timer or make_timer(group.device)
     state = TrainState.build(strategy, make_loss_guard(strategy, timer, config.start_again), config)
-    trainer = Trainer.build(
+    trainer = Trainer(
         config, plan, state, source, JournalOnly(journal) if journal else NullRecords(), NullTerminal(), timer=timer,
         watchdog=Watchdog(config.run.timeout, Path(os.devnull), group.rank, stop := StopRequest()), stop=stop,
         profiler=NullProfiler(),
     )  # fmt: skip
-    return partial(update_once, trainer, TimedBatches(stream, timer))
+    return partial(update_once, trainer, stream)
 
 
 class _LoadedLoop(Loop):

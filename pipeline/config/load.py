@@ -28,7 +28,7 @@ from pipeline.config.help import (
     show,
     unknown_key,
 )
-from pipeline.config.recipes import RECIPES
+from pipeline.config.recipes import RECIPES, recipe_names
 from pipeline.config.schema import MAY_CHANGE_ON_RESUME, Config
 from pipeline.config.trust import trust
 from pipeline.errors import RequestError
@@ -167,7 +167,7 @@ def for_evaluation(text: str, path: str, overrides: list[str]) -> tuple[Config, 
 
 
 def _find(recipe: str) -> Path:
-    names = _names()
+    names = recipe_names()
     if recipe in names:
         return RECIPES / f"{recipe}.yaml"
     if "=" in recipe and recipe.partition("=")[0] in all_keys():
@@ -183,11 +183,6 @@ def _find(recipe: str) -> Path:
     )
 
 
-def _names() -> list[str]:
-    """Return the names of the recipes that come with this package."""
-    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
-
-
 def _read_text(path: Path) -> str:
     try:
         with open(path, "rb") as file:
@@ -201,8 +196,8 @@ def _read_text(path: Path) -> str:
         ) from None
     except OSError as error:
         raise RequestError(
-            f"recipe {path} cannot be read: {error.strerror}: give a YAML file, or one of {', '.join(_names())}"
-            + nearest(path.stem, _names(), cutoff=0.8)
+            f"recipe {path} cannot be read: {error.strerror}: give a YAML file, or one of {', '.join(recipe_names())}"
+            + nearest(path.stem, recipe_names(), cutoff=0.8)
         ) from None
     except UnicodeDecodeError:
         raise RequestError(f"recipe {path} is not UTF-8 text: give a YAML file") from None

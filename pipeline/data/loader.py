@@ -37,7 +37,7 @@ from pipeline.data.batch import NO_LABEL, Batch, Defect
 from pipeline.data.images import BadImageError, Picture, decode
 from pipeline.data.mix import MIX_COLUMNS, draw_mix
 from pipeline.data.order import Order
-from pipeline.data.shared_memory import Allocate, Dealing, SharedBatches, SlotDataset, exit_worker
+from pipeline.data.shared_memory import Allocate, SharedBatches, SlotDataset, exit_worker
 from pipeline.data.sources import Images
 from pipeline.errors import StorageError
 from pipeline.plan import Plan, Resources
@@ -219,7 +219,7 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
     while done < len(positions):
         started = mmap.mmap(-1, max(1, plan.workers))  # shared with the workers, one byte each
         if isinstance(dataset, SlotDataset):
-            dataset.dealing = Dealing(positions[done:], plan.workers, plan.prefetch)
+            dataset.dealing = positions[done:], plan
         shared = _make_shared(dataset, plan)
         loader = DataLoader(
             shared or dataset, batch_size=None, num_workers=plan.workers, pin_memory=pin,

@@ -26,6 +26,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from pipeline.data.batch import Batch
 from pipeline.errors import CRASH
+from pipeline.plan import Resources
 
 Allocate = Callable[[int, int], Tensor]
 """(count, size) -> [count, 3, size, size] uint8, channels last as in decoded images."""
@@ -35,31 +36,20 @@ SlotRequest = tuple[int, int | None]
 _FOLDER = "/dev/shm"
 
 
-@dataclass(frozen=True)
-class Dealing:
-    """Which worker makes which batch: DataLoader deals the positions to its workers in turn."""
-
-    positions: Sequence[int]
-    workers: int
-    """0: one process makes all batches."""
-    prefetch: int
-
-    def from_position(self, position: int) -> Sequence[int]:
-        """Return `position` and those that the same worker makes next: `prefetch` at most."""
-        stride = max(1, self.workers)
-        first = self.positions.index(position)
-        return self.positions[first : first + stride * self.prefetch + 1 : stride]
-
-
 class SlotDataset(Dataset[Batch]):
     """A dataset of batches that can write its images into memory that it is given."""
 
-    dealing: Dealing | None = None
-    """Set by the loader; None: no batch is read ahead."""
+    dealing: tuple[Sequence[int], Resources] | None = None
+    """The positions that the loader asks for, and its workers; None: no batch is read ahead."""
 
     def from_position(self, position: int) -> Sequence[int]:
-        """Return `position` and those of the batches that this process will make next."""
-        return self.dealing.from_position(position) if self.dealing else (position,)
+        """Return `position` and those that this process makes next: `prefetch` at most."""
+        if not self.dealing:
+            return (position,)
+        positions, plan = self.dealing
+        stride = max(1, plan.workers)  # DataLoader deals the positions to its workers in turn
+        first = positions.index(position)
+        return positions[first : first + stride * plan.prefetch + 1 : stride]
 
     @property
     def max_image_bytes(self) -> int:

@@ -57,13 +57,11 @@ def allowed_nodes(config: Config, min_nodes: int, max_nodes: int, nproc: int) ->
     return tuple(size // nproc for size in divisors(config, range(min_nodes * nproc, max_nodes * nproc + 1, nproc)))
 
 
-def environment(
-    nodes: int, nproc: int | str, min_nodes: int | None = None, allowed: Sequence[int] = ()
-) -> dict[str, str]:
+def environment(nodes: int, nproc: int, min_nodes: int | None = None, allowed: Sequence[int] = ()) -> dict[str, str]:
     """Return the variables of a node, the same for every node of the job.
 
-    nproc: processes of a node, a number or `gpu` (one per GPU). min_nodes: the job also trains with
-    fewer than `nodes`, if their number is in `allowed` (`allowed_nodes`). The rendezvous orders
+    nproc: processes of a node. min_nodes: the job also trains with fewer than `nodes`, if their
+    number is in `allowed` (`allowed_nodes`). The rendezvous orders
     ranks by host name, so rank 0 stays on node 0.
     """
     shared = {

@@ -63,6 +63,7 @@ class RehearsalOptions:
     min_nodes: int | None = None
     """The job also trains with fewer nodes, down to this number. None: `num_nodes`."""
     nproc: int = 1
+    """Processes of a node: one for each GPU, if it has any."""
     gpus: int = 0
     """GPUs of a node; 0: the nodes train on the CPU."""
     image: str = "ddp-pipeline"
@@ -83,7 +84,7 @@ def rehearse(request: RehearsalOptions) -> str | int:
     config = load(request.recipe, [f"run.dir=/runs/{Path(request.recipe).stem}", *request.overrides])
     node_settings.check_resume_is_auto(config)
     allowed = node_settings.allowed_nodes(
-        config, request.min_nodes or request.num_nodes, request.num_nodes, request.gpus or request.nproc
+        config, request.min_nodes or request.num_nodes, request.num_nodes, request.nproc
     )
     for fault in request.faults:
         if fault.node >= request.num_nodes:

@@ -31,7 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -60,22 +60,13 @@ _PORT = 29400  # torchrun's default
 _EXIT_BARRIER = "torchelastic/agent/terminal_state/last_member"
 
 
-@dataclass(frozen=True)
-class _AgentState:
-    """The state of this agent, sent with each heartbeat."""
-
-    is_waiting: bool = True
-    round: int = 0
-    has_left: bool = False
-    is_done: bool = False
-
-
 class _Link:
     """A connection of this agent to the leader, or the leader itself. It lives until it is lost."""
 
     def __init__(self, host: str, port: int, local_address: str | None, allowed: Sequence[int]) -> None:
         self._host, self._port, self._local_address, self._allowed = host, port, local_address, allowed
-        self.state = _AgentState()
+        self.state = Node(socket.gethostname())
+        """The state of this agent, sent with each heartbeat. The leader sets the two times."""
         self._store: TCPStore | None = None
         self.agent_store: TCPStore | None = None
         """A connection for torchrun: one that waits for a key blocks other threads."""
@@ -88,7 +79,7 @@ class _Link:
         self.changed = threading.Condition()
         self._wake = threading.Event()
         self._closed = False
-        self._started = self._progress = time.monotonic()
+        self._progress = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)
         self._thread.start()
 
@@ -101,11 +92,6 @@ class _Link:
     def silence_s(self) -> float:
         """Seconds since the last new answer, or since the first attempt to connect."""
         return time.monotonic() - self._progress
-
-    @property
-    def age_s(self) -> float:
-        """Seconds since the first attempt to connect."""
-        return time.monotonic() - self._started
 
     def send_now(self) -> None:
         """Send the next heartbeat at once."""
@@ -154,8 +140,7 @@ class _Link:
     def _beat(self) -> None:
         assert self._store is not None
         self._sent += 1
-        node = {"host": socket.gethostname(), "beat": self._sent, **asdict(self.state)}
-        self._store.set(f"node/{self.key}", json.dumps(node))
+        self._store.set(f"node/{self.key}", json.dumps(asdict(self.state) | {"beat": self._sent}))
         if self.is_leader:
             self._store.set("round", json.dumps(self._lead()))
         answer = json.loads(self._store.get("round"))
@@ -323,10 +308,10 @@ class Rendezvous(RendezvousHandler):
         if _is_this_machine(host):
             print(Path(file).read_text(), flush=True)
         else:
-            link = self._connected()
+            link, deadline = self._connected(), time.monotonic() + _CONNECT_S
             link.state = replace(link.state, is_waiting=False, is_done=True)
             with link.changed:
-                while not link.answer.get("done") and not link.is_lost and link.age_s < _CONNECT_S:
+                while not link.answer.get("done") and not link.is_lost and time.monotonic() < deadline:
                     link.changed.wait(_BEAT_S)
         _log("the run is already finished")
         raise SystemExit(OK)

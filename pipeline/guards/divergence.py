@@ -21,14 +21,9 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DivergenceWatch:
-    def __init__(self, strategy: Strategy, plan: Plan) -> None:
-        self._strategy, self._plan = strategy, plan
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
         self._equal_at: int | None = None
-
-    def after_update(self, step: int) -> None:
-        """Compare the weights if it is due at `step`. Raises DivergedError, as `compare` does."""
-        if self._plan.watches_at(step):
-            self.compare(step)
 
     def compare(self, step: int) -> None:
         """Raise DivergedError in all processes if their weights differ."""
@@ -47,9 +42,6 @@ class NullDivergenceWatch(DivergenceWatch):
     def __init__(self) -> None:
         pass
 
-    def after_update(self, step: int) -> None:
-        pass
-
     def compare(self, step: int) -> None:
         pass
 
@@ -57,7 +49,7 @@ class NullDivergenceWatch(DivergenceWatch):
 def make_divergence_watch(strategy: Strategy, plan: Plan) -> DivergenceWatch:
     """Return the watch of this run."""
     if plan.world > 1 and plan.watch_every and strategy.is_replicated:
-        return DivergenceWatch(strategy, plan)
+        return DivergenceWatch(strategy)
     return NullDivergenceWatch()
 
 

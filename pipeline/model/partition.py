@@ -8,6 +8,7 @@ would silently train another model.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, chain, pairwise
@@ -18,9 +19,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision import models
 
-from pipeline.config.schema import Model
 from pipeline.errors import RequestError
-from pipeline.model.architectures import meta_model
 
 
 @dataclass(frozen=True)
@@ -71,21 +70,20 @@ _LAYERS: dict[type[nn.Module], tuple[str | Layer, ...]] = {
 class StageModule(nn.Module):
     """A stage: some layers of a model, with their inputs and outputs contiguous."""
 
+    autocast: Callable[[], AbstractContextManager[None]] = nullcontext
+    """The context of a forward pass, which sets its precision."""
+
     def __init__(self, model: nn.Module, layers: list[Layer]) -> None:
         super().__init__()
         self.model = model
         self._layers = layers
 
     def forward(self, x: Tensor) -> Tensor:
-        x = _contiguous(x)
-        for layer in self._layers:
-            x = layer.run(self.model, x)
-        return _contiguous(x)
-
-
-def check_stages(options: Model, num_classes: int, count: int, size: int) -> None:
-    """Raise RequestError if the model cannot be split into `count` stages; allocates no weights."""
-    split_into_stages(meta_model(options, num_classes), options.arch, count, size)
+        with self.autocast():
+            x = _contiguous(x)
+            for layer in self._layers:
+                x = layer.run(self.model, x)
+            return _contiguous(x)
 
 
 def split_into_stages(model: nn.Module, arch: str, count: int, size: int) -> list[list[Layer]]:

@@ -43,6 +43,8 @@ def export(target: Path, kind: str, out: Path | None, overrides: list[str]) -> s
         problem = f"--to {kind} needs {' and '.join(missing)}, not part of the lock file"
         raise RequestError(f"{problem}: pip install {' '.join(missing)}")
 
+    import torch
+
     from pipeline.config.load import for_evaluation
     from pipeline.model.architectures import ExportedModel
     from pipeline.record import checkpoint, checkpoint_files
@@ -53,7 +55,9 @@ def export(target: Path, kind: str, out: Path | None, overrides: list[str]) -> s
     model = checkpoint.eval_model(contents, config.model)
     pixels, description = _comparison_images(config, contents, trained, overrides)
     served = ExportedModel(model).eval()
-    if not checkpoint.all_finite([_probabilities(served, pixels)]):
+    with torch.inference_mode():
+        expected: Tensor = served(pixels)
+    if not checkpoint.all_finite([expected]):
         raise NotFiniteError(f"the logits of {source} are not finite on {description}: use another checkpoint")
 
     folder = source.absolute().parent
@@ -66,7 +70,7 @@ def export(target: Path, kind: str, out: Path | None, overrides: list[str]) -> s
                 loaded = _write_safetensors(model, config, contents, temporary)
             else:
                 loaded = (_write_onnx if kind == "onnx" else _write_torch_export)(served, pixels, temporary)
-            difference = _largest_difference(served, loaded, pixels)
+            difference = _largest_difference(expected, loaded, pixels)
             if not difference <= _TOLERANCE:  # also true for NaN
                 problem = f"probabilities of the {kind} model differ from the original's by up to {difference:.1e}"
                 raise StorageError(f"{problem}: nothing was written; try another format")
@@ -105,19 +109,10 @@ def _comparison_images(
     return batch.images.contiguous().float(), f"{len(batch.images)} validation images"
 
 
-def _probabilities(served: "nn.Module", pixels: "Tensor") -> "Tensor":
+def _largest_difference(expected: "Tensor", loaded: Predictor, pixels: "Tensor") -> float:
     import torch
 
     with torch.inference_mode():
-        probabilities: Tensor = served(pixels)
-        return probabilities
-
-
-def _largest_difference(served: "nn.Module", loaded: Predictor, pixels: "Tensor") -> float:
-    import torch
-
-    with torch.inference_mode():
-        expected = served(pixels)
         batched = loaded(pixels)
         single = torch.cat([loaded(pixels[i : i + 1]) for i in range(len(pixels))])
         return float(torch.maximum((batched - expected).abs(), (single - expected).abs()).max())

@@ -136,9 +136,7 @@ def _refuse_what_cannot_repeat(receipt: dict[str, Any], config: Config, run_dir:
 
 def _last_comparable_step(receipt: dict[str, Any], folder: RunFolder, steps: int | None) -> int:
     """Return the last step, up to `steps`, that has an evaluation or a checkpoint."""
-    known = {row["step"] for row in receipt["evaluations"]} | {
-        int(path.name.split(".")[0].removeprefix("step-")) for path in folder.checkpoints.glob("step-*.pt")
-    }
+    known = {row["step"] for row in receipt["evaluations"]} | _checkpoints(folder).keys()
     run = folder.path
     if not known:
         raise RequestError(f"the run in {run} has neither an evaluation nor a checkpoint: there is nothing to compare")

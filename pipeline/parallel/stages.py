@@ -19,7 +19,6 @@ accuracy are those of any other strategy, and no image is decoded twice.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -62,7 +61,7 @@ class StagesStrategy(Strategy):
             remove_layers(model, links)
         self._local_names = _optimizer_names(model)
         self._autocast = partial(autocast, group.device, config.train.precision)
-        part = _AutocastStage(model, self._links)
+        part = StageModule(model, self._links)
         part.autocast = self._autocast
         schedule = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[config.stages.schedule]
         # the loss is divided here, for all passes of a step; torch would also divide what earlier
@@ -183,16 +182,6 @@ class StagesStrategy(Strategy):
         means = torch.split(flat, [gradient.numel() for gradient in gradients])
         for gradient, mean in zip(gradients, means, strict=True):
             gradient.copy_(mean.view(gradient.shape))
-
-
-class _AutocastStage(StageModule):
-    """A stage whose forward pass runs in the precision of training."""
-
-    autocast: Callable[[], AbstractContextManager[None]] = nullcontext
-
-    def forward(self, x: Tensor) -> Tensor:
-        with self.autocast():
-            return super().forward(x)
 
 
 def _join_one_of(groups: list[range], timeout: timedelta | None) -> dist.ProcessGroup:

@@ -1,6 +1,6 @@
 """Checks that a model can take the passes of a plan, by shapes alone."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -107,18 +107,13 @@ def check_weights_have_gradients(options: Model, num_classes: int, model: nn.Mod
 
     DDP waits for every gradient. Raises RequestError if the gradient of a weight never comes.
     """
-    attempts: list[Callable[[], tuple[nn.Module, int]]] = [
-        lambda: (model, batch),
-        lambda: (build(options, num_classes), min(batch, 2)),  # a model that needs values
-    ]
-    for attempt in attempts:
-        try:
-            with_gradient = _weights_with_gradient(*attempt(), size)
-            break
-        except Exception:
-            continue
-    else:  # a model that needs values and more images: DDP itself reports a gradient that never comes
-        return
+    try:
+        with_gradient = _weights_with_gradient(model, batch, size)
+    except Exception:
+        try:  # a model that needs values
+            with_gradient = _weights_with_gradient(build(options, num_classes), min(batch, 2), size)
+        except Exception:  # a model that needs values and more images: DDP itself reports a gradient that never comes
+            return
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     unused = [name for name in trained if name not in with_gradient]
     if unused:

@@ -150,7 +150,7 @@ def check_model_builds(config: Config, plan: Plan, here: World, *, is_resumed: b
     weights are in the checkpoint.
     """
     from pipeline.model.architectures import parameter_groups
-    from pipeline.model.partition import check_stages
+    from pipeline.model.partition import split_into_stages
     from pipeline.preflight.model import check_gradients_are_deterministic, check_shapes, check_weights_have_gradients
     from pipeline.train import pretrained
     from pipeline.train.optimizer import check_optimizer_exists
@@ -168,7 +168,7 @@ def check_model_builds(config: Config, plan: Plan, here: World, *, is_resumed: b
 
         check_can_shard(model)
     if plan.stages > 1:
-        check_stages(config.model, plan.num_classes, plan.stages, plan.image_size)
+        split_into_stages(model, config.model.arch, plan.stages, plan.image_size)
     if config.model.init and not is_resumed:
         return pretrained.read(config.model, model)
     return None

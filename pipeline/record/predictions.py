@@ -83,8 +83,7 @@ class Predictions:
         if len(classes) > _MAX_RECALLS:
             return {}
         correct, images = self.count_correct(len(classes))
-        names = [re.sub(r"[^\w .-]", "_", name)[:100] for name in classes]
-        names = _make_unique(names)
+        names = _make_unique([re.sub(r"[^\w .-]", "_", name)[:100] for name in classes])
         return {names[label]: float(correct[label] / images[label]) for label in np.flatnonzero(images)}
 
     def calibration(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:

@@ -22,7 +22,6 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from pipeline.data.batch import Batch
 from pipeline.plan import Plan
 
 Entry = Literal[
@@ -123,21 +122,6 @@ class CudaStepTimer(StepTimer):
 def make_timer(device: torch.device) -> StepTimer:
     """Return the timer for steps on `device`."""
     return CudaStepTimer() if device.type == "cuda" else StepTimer()
-
-
-class TimedBatches:
-    """An iterator over batches; the time it takes is charged to `data`."""
-
-    def __init__(self, batches: Iterator[Batch], timer: StepTimer) -> None:
-        self._batches = batches
-        self._timer = timer
-
-    def __iter__(self) -> "TimedBatches":
-        return self
-
-    def __next__(self) -> Batch:
-        with self._timer.charge("data"):
-            return next(self._batches)
 
 
 def describe(spent: Seconds) -> str:

@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from pipeline.data.batch import Batch
 from pipeline.errors import NotFiniteError, StorageError, TemporaryError
 from pipeline.record.checkpoint import MAX_FAILURES, all_finite
-from pipeline.telemetry.timing import TimedBatches
 from pipeline.train.state import Evaluation
 from pipeline.train.step import update_once
 from pipeline.train.trainer import Trainer
@@ -27,7 +26,6 @@ def train(trainer: Trainer, batches: Iterator[Batch], *, is_saved: bool) -> Eval
     `save` raise: in all processes together.
     """
     state, plan, timer, metrics = trainer.state, trainer.plan, trainer.timer, trainer.metrics
-    batches = TimedBatches(batches, timer)
     first_step = state.step
     saved = (state.step, state.is_evaluated) if is_saved else None
     is_stopping = False

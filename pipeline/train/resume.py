@@ -222,7 +222,4 @@ def _refuse_another_run(used: Path, config: Config, folder: RunFolder) -> None:
 def _is_newer(path: Path, other: Path) -> bool:
     if path.name == other.name:  # a copy
         return False
-    return (step_of(path), path.stat().st_mtime_ns) > (
-        step_of(other),
-        other.stat().st_mtime_ns,
-    )
+    return (step_of(path), path.stat().st_mtime_ns) > (step_of(other), other.stat().st_mtime_ns)

@@ -210,7 +210,7 @@ def _set_up(
             group.run_long_task(partial(_update_mirror, mirror, stop))
         else:
             records = open_records(config, plan, state, folder, source, resumed_from, mirror, terminal)
-        trainer = Trainer.build(
+        trainer = Trainer(
             config, plan, state, source, records, terminal,
             timer=timer, watchdog=watchdog, stop=stop, profiler=profiler,
         )  # fmt: skip

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pipeline.config.schema import Config
 from pipeline.data.batch import Batch
 from pipeline.data.mix import MIX_COLUMNS, mix_images, own_label_weights, swap_partners
 from pipeline.errors import StorageError
@@ -59,7 +58,8 @@ def update_once(trainer: Trainer, batches: Iterator[Batch]) -> bool:
             trainer.metrics.add_failed_reads(batch.failed_reads)
         trainer.metrics.after_update(state)
     trainer.profiler.at_step(state.step)
-    trainer.divergence.after_update(state.step)
+    if trainer.plan.watches_at(state.step):
+        trainer.divergence.compare(state.step)
     return is_stopping
 
 
@@ -74,7 +74,8 @@ def forward_backward(trainer: Trainer, batches: Iterator[Batch]) -> tuple[Tensor
     used = trainer.current_batches
     used.clear()
     for micro in range(passes):
-        batch = next(batches)
+        with trainer.timer.charge("data"):
+            batch = next(batches)
         used.append(batch)
         seed_network(trainer.config.run.seed, "network", state.step, strategy.group.rank * passes + micro)
         with trainer.timer.charge("forward_backward"):
@@ -154,21 +155,17 @@ def _record_defects(trainer: Trainer, used: list[Batch]) -> None:
 
     Raises StorageError, in all processes, if there are more than data.max_bad allows.
     """
-    known, images = trainer.state.bad_images, trainer.train_images
+    known, images, config, plan = trainer.state.bad_images, trainer.train_images, trainer.config, trainer.plan
     for defects in trainer.group.all_gather([defect for batch in used for defect in batch.defects]):
         for sample, reason in defects:
             if sample not in known:
                 known[sample] = reason
                 trainer.terminal.log(f"bad image {images.name(sample)}: {reason}; another image takes its place")
                 trainer.records.log_event("bad image", id=sample, file=images.name(sample), defect=reason)
-    _check_defects(trainer.config, trainer.plan, len(known))
-
-
-def _check_defects(config: Config, plan: Plan, count: int) -> None:
     limit = config.data.max_bad * plan.train_images
-    if count > limit:
+    if len(known) > limit:
         raise StorageError(
-            f"{count} of {plan.train_images:,} training images cannot be decoded, more than"
+            f"{len(known)} of {plan.train_images:,} training images cannot be decoded, more than"
             f" data.max_bad={config.data.max_bad:g} allows ({limit:.0f}): raise data.max_bad to train without them, or"
             f" fix the files that 'pipeline data check' names and {config.start_again}"
         )

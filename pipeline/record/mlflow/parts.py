@@ -140,7 +140,6 @@ def note_verification(folder: RunFolder, result: str) -> str:
         if uri is None:
             return "not noted in MLflow: track.uri=none"
         address = connection.configure(uri, connection.REQUEST_TIMEOUT_S)
-
         if address.startswith("sqlite:///") and not Path(address.removeprefix("sqlite:///")).exists():
             return f"not noted in MLflow: {address} is not there"
 

@@ -139,7 +139,5 @@ def _read_weights(uri: str, contents: dict[str, Any], artifacts: str, scratch: P
     options = from_yaml(contents["config"], uri).model
     expected = meta_model(options, len(contents["classes"])).state_dict()
     program = _fetch_file(artifacts, "data/model.pt2", MAX_BYTES, scratch)
-    return {
-        "model": read_weights(program, "model.", expected),
-        "average": None,
-    }  # `ExportedModel` names its model `model`
+    weights = read_weights(program, "model.", expected)  # `ExportedModel` names its model `model`
+    return {"model": weights, "average": None}
