@@ -1,7 +1,6 @@
 """fsdp and stages: the checkpoints, weights and predictions of DDP, with a model in parts."""
 
 import copy
-import dataclasses
 import random
 import signal
 from collections.abc import Callable, Iterator
@@ -380,12 +379,12 @@ def test_sharded_weights_are_updated_together(group: ProcessGroup) -> None:
 def test_nothing_leaves_an_fsdp_step_whose_loss_is_nan(
     name: str, skips: bool, digits: Path, group: ProcessGroup
 ) -> None:
-    made = make_trainer(digits, "model.arch=shufflenet_v2_x0_5", "batch.global=24", f"optimizer.name={name}")
-    strategy = FSDPStrategy(made.config, made.plan, made.state.model, group)
-    guard = DeviceLossGuard(strategy, made.timer, made.config.start_again)  # as on a GPU
-    state = TrainState.build(strategy, guard, made.config)
-    trainer = dataclasses.replace(made, state=state)
-    batch = TrainBatches(made.train_images, made.config, made.plan, 0)[0]
+    trainer = make_trainer(digits, "model.arch=shufflenet_v2_x0_5", "batch.global=24", f"optimizer.name={name}")
+    strategy = FSDPStrategy(trainer.config, trainer.plan, trainer.state.model, group)
+    guard = DeviceLossGuard(strategy, trainer.timer, trainer.config.start_again)  # as on a GPU
+    state = TrainState.build(strategy, guard, trainer.config)
+    trainer.state, trainer.strategy, trainer.group = state, strategy, group
+    batch = TrainBatches(trainer.train_images, trainer.config, trainer.plan, 0)[0]
     for factor in (1, torch.nan):
         before = [param.full_tensor().clone() for param in state.model.parameters()]  # type: ignore[operator]
         assert state.confirmed_step == state.step
