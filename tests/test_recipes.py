@@ -1,13 +1,15 @@
 """Every recipe loads, has a plan for its number of processes, and names its source and target."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from torch.nn import functional
 
-from pipeline.config.load import RECIPES, load
+from pipeline.config.load import RECIPES, from_yaml, load
 from pipeline.model import zoo
 from pipeline.plan import DataSize, make_plan
 from pipeline.world import World
@@ -54,6 +56,17 @@ def test_a_recipe_has_a_plan_and_names_source_and_target(name: str) -> None:
     assert "Target" in comment
     assert re.search(r"[Rr]erun here", comment.replace("\n# ", " "))
     assert "Source:" in comment or name == "digits"
+
+
+def test_the_published_receipts_are_of_the_recipes_as_they_are_now() -> None:
+    receipts = sorted((Path(__file__).parents[1] / "docs" / "receipts").glob("*/receipt.json"))
+    assert receipts
+    for path in receipts:
+        receipt = json.loads(path.read_text())
+        start = receipt["starts"][-1]
+        expected = load(start["recipe"], [*start["changes"].split(), f"run.dir={receipt['config']['run']['dir']}"])
+        assert from_yaml(yaml.safe_dump(receipt["config"]), str(path)) == expected
+        assert receipt["done"].startswith(f"done step={receipt['plan']['total_steps']} ")
 
 
 def test_the_models_of_the_recipes_have_the_documented_parameter_counts() -> None:
