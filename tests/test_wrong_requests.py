@@ -212,6 +212,8 @@ bench gpu --only chekcs | did you mean checks?
 bench top1 nosuch | recipe 'nosuch' is unknown
 rehearse digits | required: --nodes
 rehearse digits --nodes=5 | the nearest batch.global that works is 95 or 100
+rehearse digits --nodes=5 --gpus=2 | does not divide by 10 processes
+rehearse digits --nodes=2 --gpus=2 --nproc=2 | --nproc 2 is for nodes without GPUs
 k8s rendr | unknown action 'rendr'; did you mean render?
 k8s render --nodes=7 | the nearest batch.global that works is 91 or 98
 k8s render --namespace=UPPER_case | 'UPPER_case' is not a Kubernetes name (RFC 1123)

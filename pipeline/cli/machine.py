@@ -118,7 +118,7 @@ def _add_rehearse(commands: Commands) -> None:
     add = parser.add_argument
     help = "number of containers; MIN:MAX: train with those that are there, if their number divides the batch"
     add("--nodes", type=count_or_range, required=True, metavar="N", help=help)
-    help = "processes per container (default 1; with --gpus one per GPU)"
+    help = "without --gpus: processes per container (default 1)"
     add("--nproc", type=positive_int, default=1, metavar="M", help=help)
     add("--gpus", type=positive_int, default=0, metavar="G", help="GPUs per container (default none: CPU)")
     add("--image", type=_image, default="ddp-pipeline", help="image to run (default ddp-pipeline)")
@@ -150,9 +150,8 @@ def _rehearse(options: argparse.Namespace) -> str | int:
         faults.append(Fault(int(node), int(step), *map(float, seconds)))
     low, high = options.nodes
     return rehearse(RehearsalOptions(
-        recipe=options.recipe, overrides=options.overrides, num_nodes=high, min_nodes=low,
-        nproc=options.gpus or options.nproc, gpus=options.gpus, image=options.image, data=options.data,
-        runs=options.runs, env=options.env, faults=faults,
+        recipe=options.recipe, overrides=options.overrides, num_nodes=high, min_nodes=low, nproc=options.nproc,
+        gpus=options.gpus, image=options.image, data=options.data, runs=options.runs, env=options.env, faults=faults,
     ))  # fmt: skip
 
 

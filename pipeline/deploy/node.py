@@ -61,8 +61,8 @@ def environment(nodes: int, nproc: int, min_nodes: int | None = None, allowed: S
     """Return the variables of a node, the same for every node of the job.
 
     nproc: processes of a node. min_nodes: the job also trains with fewer than `nodes`, if their
-    number is in `allowed` (`allowed_nodes`). The rendezvous orders
-    ranks by host name, so rank 0 stays on node 0.
+    number is in `allowed` (`allowed_nodes`). The rendezvous orders ranks by host name, so rank 0
+    stays on node 0.
     """
     shared = {
         "PET_NPROC_PER_NODE": str(nproc),

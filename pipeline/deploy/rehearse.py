@@ -63,7 +63,7 @@ class RehearsalOptions:
     min_nodes: int | None = None
     """The job also trains with fewer nodes, down to this number. None: `num_nodes`."""
     nproc: int = 1
-    """Processes of a node: one for each GPU, if it has any."""
+    """Processes of a node without GPUs; otherwise there is one for each GPU."""
     gpus: int = 0
     """GPUs of a node; 0: the nodes train on the CPU."""
     image: str = "ddp-pipeline"
@@ -75,16 +75,23 @@ class RehearsalOptions:
     env: Sequence[str] = ()
     """Additional variables of the nodes, as NAME=VALUE."""
 
+    @property
+    def processes(self) -> int:
+        """Processes of a node."""
+        return self.gpus or self.nproc
+
 
 def rehearse(request: RehearsalOptions) -> str | int:
     """Run a rehearsal; return the done line, or exit code 1 if a node failed for good.
 
     Raises the error of a preflight that fails permanently.
     """
+    if request.gpus and request.nproc != 1:
+        raise RequestError(f"--nproc {request.nproc} is for nodes without GPUs: leave --nproc or --gpus out")
     config = load(request.recipe, [f"run.dir=/runs/{Path(request.recipe).stem}", *request.overrides])
     node_settings.check_resume_is_auto(config)
     allowed = node_settings.allowed_nodes(
-        config, request.min_nodes or request.num_nodes, request.num_nodes, request.nproc
+        config, request.min_nodes or request.num_nodes, request.num_nodes, request.processes
     )
     for fault in request.faults:
         if fault.node >= request.num_nodes:
@@ -245,7 +252,7 @@ class Cluster:
         digests = self._image.attrs.get("RepoDigests") or []
         return {
             **node_settings.environment(
-                self._request.num_nodes, self._request.nproc, self._request.min_nodes, self._allowed
+                self._request.num_nodes, self._request.processes, self._request.min_nodes, self._allowed
             ),
             "PIPELINE_IMAGE": digests[0] if digests else self._request.image,
             "PIPELINE_IMAGE_ID": self._image.id,
