@@ -15,7 +15,6 @@ with jitter, while all other reads go on. No attempt lasts for good: one that ge
 seconds, or fewer than `_SLOWEST` allows, is abandoned with its connection.
 """
 
-import io
 import os
 import random
 import re
@@ -81,10 +80,10 @@ class _Read:
     """A read and its attempts so far."""
 
     range: Range
-    body: io.BytesIO = field(default_factory=io.BytesIO)
-    """The answer of the attempt in flight so far."""
+    body: list[bytes] = field(default_factory=list)
+    """The answer of the attempt in flight so far, as it came."""
     received: int = 0
-    """Bytes of it at the last check for stalled connections."""
+    """Pieces of it at the last check for stalled connections."""
     data: bytes | None = None
     handle: Any = None
     """The libcurl handle of the attempt in flight."""
@@ -224,7 +223,7 @@ class RangeReader:
     def _attempt(self, read: _Read) -> None:
         """Send a request for the read."""
         part = read.range
-        read.body, read.received = io.BytesIO(), 0
+        read.body, read.received = [], 0
         read.began = read.last_byte = time.monotonic()
         try:
             url = self._url(part.name)
@@ -236,7 +235,7 @@ class RangeReader:
         read.handle = handle = self._idle.pop() if self._idle else self._new_handle()
         handle.setopt(pycurl.URL, url)
         handle.setopt(pycurl.RANGE, f"{part.offset}-{part.offset + part.size - 1}")
-        handle.setopt(pycurl.WRITEFUNCTION, read.body.write)
+        handle.setopt(pycurl.WRITEFUNCTION, read.body.append)
         handle.setopt(pycurl.MAXFILESIZE_LARGE, max(part.size, _ERROR_BYTES))
         self._by_handle[handle] = read
         self._multi.add_handle(handle)
@@ -304,8 +303,8 @@ class RangeReader:
         """
         reads = len(self._by_handle)  # they share the link
         for read in list(self._by_handle.values()):
-            if read.body.tell() > read.received:
-                read.received, read.last_byte = read.body.tell(), now
+            if len(read.body) > read.received:
+                read.received, read.last_byte = len(read.body), now
             limit = min(_STALL_S, _FIRST_STALL_S << min(4, read.failed_attempts))
             is_silent = now > max(read.last_byte, self._pumping_since) + limit
             is_slow = now > max(read.began, self._pumping_since) + _SLOW_S + read.range.size * reads / _SLOWEST
@@ -343,8 +342,8 @@ class RangeReader:
         read = self._by_handle[handle]
         read.status = handle.getinfo(pycurl.RESPONSE_CODE)
         self._release(read)
-        data = read.body.getvalue()
-        read.body.close()  # its handle still refers to it
+        data = b"".join(read.body)
+        read.body.clear()  # its handle still refers to it
         kind, reason = _failure(read, code, message, data)
         if not kind:
             read.data = data

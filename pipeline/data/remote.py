@@ -9,9 +9,9 @@ its limit goes. It evicts nothing: in an epoch each image is used once, in rando
 of a size gives the same rate of hits, and the best possible one.
 
     DIR/<16 hex of the index's digest>/
-        pack.index            the verified index
-        train-0000.tar, …     the shards, sparse: the images that are kept, at their places
-        train.kept, val.kept  one byte for each image: 1 if it was written
+        pack.index                the verified index
+        train.images, val.images  the images in the order of the index, sparse
+        train.kept, val.kept      one byte for each image: 1 if it was written
 """
 
 import mmap
@@ -35,8 +35,6 @@ from pipeline.data.ranges import Range, RangeReader, RangesIgnoredError
 from pipeline.data.store import Store
 from pipeline.errors import RequestError
 
-_TAR_BYTES = 1024
-"""Upper bound of an image's header and padding in a tar file."""
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _INHERITED: list[RangeReader] = []
 """Readers of the process that forked this one: to close them would end its connections."""
@@ -48,15 +46,15 @@ class Cache:
     def __init__(self, folder: Path, split_name: str, split: Split, limit: int) -> None:
         """limit: bytes. A folder that cannot be written is reported, and nothing is kept."""
         self._folder = folder
-        self._descriptors: dict[str, int] = {}
         self._has_failed = mmap.mmap(-1, 1)  # shared with the workers
-        ends = np.cumsum(split.sizes.clip(0) + _TAR_BYTES)
-        self._num_kept = int(np.searchsorted(ends, limit, side="right"))
-        self.full_bytes = int(ends[-1])
+        self._ends = np.cumsum(split.sizes.clip(0))
+        self._num_kept = int(np.searchsorted(self._ends, limit, side="right"))
+        self.full_bytes = int(self._ends[-1])
         """Bytes that the whole split takes."""
         self._kept: mmap.mmap | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self._images = os.open(folder / f"{split_name}.images", _OPEN, 0o666)
             descriptor = os.open(folder / f"{split_name}.kept", _OPEN, 0o666)
             try:
                 # without this, a mark on a full disk ends in a bus error
@@ -74,7 +72,7 @@ class Cache:
         """Return the bytes of image i, which is kept, or None if they have changed."""
         data = b""
         with suppress(OSError):
-            data = os.pread(self._descriptor(part.name), part.size, part.offset)
+            data = os.pread(self._images, part.size, self._offset(i, part))
         if len(data) == part.size and zlib.crc32(data) == part.crc:
             return data
         assert self._kept
@@ -86,15 +84,13 @@ class Cache:
         if i >= self._num_kept or self._kept is None or self._has_failed[0]:
             return
         try:
-            if os.pwrite(self._descriptor(part.name), data, part.offset) == part.size:
+            if os.pwrite(self._images, data, self._offset(i, part)) == part.size:
                 self._kept[i] = 1
         except OSError as error:
             self._warn(error)
 
-    def _descriptor(self, name: str) -> int:
-        if name not in self._descriptors:
-            self._descriptors[name] = os.open(self._folder / name, _OPEN, 0o666)
-        return self._descriptors[name]
+    def _offset(self, i: int, part: Range) -> int:
+        return int(self._ends[i]) - part.size
 
     def _warn(self, error: OSError) -> None:
         if not self._has_failed[0]:
@@ -113,16 +109,16 @@ class StoreImages(SplitImages):
     _local: threading.local = field(default_factory=threading.local, compare=False)
 
     def read(self, i: int) -> bytes | NDArray[np.uint8]:
-        size = self.size(i)
-        if size < 0:
+        part = self.part(i)
+        if part.size < 0:
             raise UnreadableError(NOT_PACKED)
-        if not size:
+        if not part.size:
             return b""
-        data = self.cache.read(i, self.part(i)) if self.cache and self.cache.has(i) else None
+        data = self.cache.read(i, part) if self.cache and self.cache.has(i) else None
         if data is None:
             data = self._reader().take(i)
             if self.cache:
-                self.cache.write(i, self.part(i), data)
+                self.cache.write(i, part, data)
         return file_or_pixels(data)
 
     def expect(self, samples: Iterable[int]) -> None:
