@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeline import errors, machine, supervision, world
 from pipeline.config.load import for_evaluation, load
@@ -29,7 +29,7 @@ from pipeline.plan import Plan, make_plan
 from pipeline.preflight import request
 from pipeline.preflight.store import check_mirror
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import read
+from pipeline.record.journal import last_event
 from pipeline.record.mirror import Mirror
 from pipeline.record.terminal import make_terminal
 from pipeline.world import World
@@ -160,14 +160,6 @@ def _check_launch_has_id(config: Config) -> None:
         )
 
 
-def _last_start(journal: Path) -> dict[str, Any]:
-    """Return the last row of a start in a journal, or {} if there is none."""
-    start: dict[str, Any] = {}
-    for row, _ in read(journal):
-        start = row if row.get("event") == "started" else start
-    return start
-
-
 def _has_applied_resume(config: Config, journal: Path) -> bool:
     """Return True if this job has applied its run.resume, by the last start in a run's journal.
 
@@ -177,7 +169,7 @@ def _has_applied_resume(config: Config, journal: Path) -> bool:
     job = supervision.launch_id()
     if job is None or not _applies_once(config):
         return False
-    start = _last_start(journal)
+    start = last_event(journal, "started")
     return (start.get("launch"), start.get("resume")) == (job, config.run.resume)
 
 
@@ -189,7 +181,7 @@ def _config_after_restart(config: Config) -> Config:
     folder = RunFolder(config.run_dir)
     if not _has_applied_resume(config, folder.journal):
         return config
-    resume, used = "auto", _last_start(folder.journal)["checkpoint"]
+    resume, used = "auto", last_event(folder.journal, "started")["checkpoint"]
     if config.run.resume != "never" and used:
         from pipeline.train.resume import resume_value_at_restart
 

@@ -27,7 +27,7 @@ from pipeline.plan import Plan, request_digest
 from pipeline.preflight.tracker import check_database_is_writable
 from pipeline.randomness import FIXED_ORDER_ALGORITHM
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import last_event, read
+from pipeline.record.journal import last_event
 from pipeline.record.sender import tracking_uri
 from pipeline.world import World
 
@@ -88,11 +88,11 @@ def open_data(config: Config, folder: RunFolder) -> Source:
     volume that is not mounted, but an earlier start of this run had it; OutageError, a
     TemporaryError, if a bucket does not answer.
     """
-    rows = read(folder.journal) if os.path.exists(folder.journal) else ()  # a path may be too long to look up
-    starts = [row for row, _ in rows if row.get("event") == "started"]
-    was_started = bool(starts) or folder.has_checkpoints()
+    has_journal = os.path.exists(folder.journal)  # a path may be too long to look up
+    start = last_event(folder.journal, "started") if has_journal else {}
+    was_started = bool(start) or folder.has_checkpoints()
     if was_started:
-        _check_data_is_present(config, folder, starts[-1].get("tags", {}).get("data") if starts else None)
+        _check_data_is_present(config, folder, start.get("tags", {}).get("data"))
     source = sources.open_source(config, check_sizes=was_started)
     if source.index and source.index.folders:
         _check_run_folder_is_outside(config, source.index)

@@ -83,12 +83,14 @@ def run_id(path: Path) -> str | None:
     return next((row["run"] for row, _ in read(path) if "run" in row), None)
 
 
-def last_event(path: Path) -> dict[str, Any]:
-    """Return the last event, or {} if there is none."""
-    event: dict[str, Any] = {}
-    for row, _ in read(path):
-        event = row if "event" in row else event
-    return event
+def events(path: Path, name: str | None = None) -> list[dict[str, Any]]:
+    """Return the events with that name, or all of them, in the order of the journal."""
+    return [row for row, _ in read(path) if "event" in row and name in (None, row["event"])]
+
+
+def last_event(path: Path, name: str | None = None) -> dict[str, Any]:
+    """Return the last event with that name, or the last of all; {} if there is none."""
+    return (events(path, name) or [{}])[-1]
 
 
 def final_status(path: Path) -> str | None:
@@ -102,16 +104,11 @@ def known_checkpoints(path: Path) -> list[str]:
     Those before a restore without a checkpoint do not count.
     """
     names: list[str] = []
-    for row, _ in read(path):
-        if row.get("event") == "restored":
+    for event in events(path):
+        if event["event"] == "restored":
             names.clear()
-        names += filter(None, [row.get("checkpoint"), (row.get("best") or {}).get("file")])
+        names += filter(None, [event.get("checkpoint"), (event.get("best") or {}).get("file")])
     return names
-
-
-def mirrored_checkpoints(path: Path) -> list[str]:
-    """Return the names of the checkpoints that were uploaded to a mirror, in that order."""
-    return [row["checkpoint"] for row, _ in read(path) if row.get("event") == "mirrored"]
 
 
 class JsonLines:

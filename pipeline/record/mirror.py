@@ -30,7 +30,7 @@ from pipeline.errors import FAILURE, RequestError, RunError, StorageError, Tempo
 from pipeline.files import atomic_write, parse_json, replacing
 from pipeline.record.checkpoint_files import NAME, list_checkpoints, read_verified, step_of
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import Journal, mirrored_checkpoints, run_id
+from pipeline.record.journal import Journal, last_event, run_id
 from pipeline.record.lease import Lease
 
 FINISH_S = 120
@@ -373,11 +373,11 @@ def _newest_verified(
             return target / name
     if set(there) - set(_checkpoint_names(store)):
         raise TemporaryError(f"checkpoint.mirror={store} has changed meanwhile: give the same command again")
-    known = [] if here else mirrored_checkpoints(found.journal)
+    known = None if here else last_event(found.journal, "mirrored").get("checkpoint")
     if there:
         problem = f"no checkpoint in checkpoint.mirror={store} verifies"
     elif known:
-        problem = f"checkpoint.mirror={store} holds no checkpoint, and its journal names {known[-1]}"
+        problem = f"checkpoint.mirror={store} holds no checkpoint, and its journal names {known}"
     else:
         return None
     raise StorageError(

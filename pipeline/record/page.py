@@ -27,7 +27,7 @@ from pipeline.files import atomic_write, parse_json
 from pipeline.plan import Plan
 from pipeline.record import predictions
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import read
+from pipeline.record.journal import events, read
 from pipeline.record.receipt import Receipt
 
 FILE_NAME = "index.html"
@@ -91,8 +91,8 @@ def _summary(folder: RunFolder) -> dict[str, Any]:
     """Return what the run is, its status, and the figures of its last evaluated model."""
     receipt = _receipt(folder)
     config, plan, evaluations = receipt["config"], receipt["plan"], receipt["evaluations"]
-    events = [row for row, _ in read(folder.journal) if "event" in row]
-    last = events[-1] if events else {}
+    rows = events(folder.journal)
+    last = rows[-1] if rows else {}
     processes = "1 process" if plan["world"] == 1 else f"{plan['world']} processes"
     finite = [row for row in evaluations if not row.get("not_finite")]
     best = max(finite, key=lambda row: row["top1"], default=None)
@@ -105,7 +105,7 @@ def _summary(folder: RunFolder) -> dict[str, Any]:
         "line": last.get("line", ""),
         "figures": _done_figures(receipt["done"]) or _last_figures(evaluations, plan),
         "best": {"top1": _number(best["top1"]), "step": f"{best['step']:,}"} if best else None,
-        "began": _utc(events[0]["time"]) if events else None,
+        "began": _utc(rows[0]["time"]) if rows else None,
         "ended": _utc(last["time"]) if "status" in last else None,
     }
 

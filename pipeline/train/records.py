@@ -20,7 +20,7 @@ from pipeline.plan import Plan
 from pipeline.record import page, sender
 from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import Journal, read, run_id
+from pipeline.record.journal import Journal, events, run_id
 from pipeline.record.mirror import Mirror
 from pipeline.record.provenance import provenance
 from pipeline.record.receipt import Receipt
@@ -61,7 +61,7 @@ class Records:
             "config": config.to_yaml(), "data": source.digest, "split": _hash_split(source.index),
             "classes": list(source.classes), "world": plan.world,
         }  # fmt: skip
-        worlds = [row["tags"]["world"] for row, _ in read(folder.journal) if row.get("event") == "started"]
+        worlds = [start["tags"]["world"] for start in events(folder.journal, "started")]
         self._journal = Journal(folder.journal, log)
         on_saved = mirror.upload if mirror else lambda: None
         self._checkpoints = CheckpointWriter(

@@ -25,7 +25,7 @@ from pipeline.record.checkpoint import decode, decode_state
 from pipeline.record.checkpoint_files import find as find_checkpoint
 from pipeline.record.checkpoint_files import list_checkpoints, newest_verified, read_verified, step_of
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import known_checkpoints, read
+from pipeline.record.journal import events, known_checkpoints
 from pipeline.train.state import TrainState
 
 
@@ -183,8 +183,8 @@ def _shapes(weights: dict[str, Any]) -> dict[str, list[int]]:
 def _log_changed_code(config: Config, path: Path, log: Callable[[str], None]) -> None:
     """Log a line if the file of the model's function has changed since a start saved `path`."""
     digest = model_provenance(config.model.arch).get("model_sha256")
-    rows = read(RunFolder(path.absolute().parent.parent).journal) if digest else ()
-    starts = [row for row, _ in rows if row.get("event") == "started" and row["step"] < step_of(path)]
+    starts = events(RunFolder(path.absolute().parent.parent).journal, "started") if digest else []
+    starts = [start for start in starts if start["step"] < step_of(path)]
     before = starts[-1]["tags"].get("model_sha256") if starts else None
     if before and before != digest:
         log(

@@ -21,7 +21,7 @@ from pipeline.config.schema import Config
 from pipeline.errors import RequestError, TemporaryError
 from pipeline.files import atomic_write, parse_json
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import is_row_start, read
+from pipeline.record.journal import is_row_start, last_event, read
 from pipeline.record.mlflow import connection, parts
 from pipeline.record.mlflow.figures import send_figures
 from pipeline.record.mlflow.model import register_model, send_model
@@ -219,8 +219,7 @@ class Delivery:
 
     def _best(self) -> dict[str, Any]:
         """Return step and file of the checkpoint that is a finished run's result."""
-        ends = [row for row, _ in read(self._folder.journal) if row.get("event") == "ended"]
-        best: dict[str, Any] = ends[-1]["best"]
+        best: dict[str, Any] = last_event(self._folder.journal, "ended")["best"]
         return best
 
 

@@ -15,7 +15,7 @@ from pipeline.config.schema import Config
 from pipeline.files import parse_json
 from pipeline.record.description import describe_run
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import read, run_id
+from pipeline.record.journal import events, run_id
 from pipeline.record.mlflow import connection
 from pipeline.record.mlflow.run import MlflowRun, find_run
 from pipeline.record.page import FILE_NAME, render_page
@@ -46,9 +46,8 @@ def send_tags(run: MlflowRun, folder: RunFolder) -> None:
     from mlflow.entities import RunTag
 
     tags: dict[str, Any] = {}
-    for row, _ in read(folder.journal):
-        if row.get("event") == "started":
-            tags |= row["tags"]
+    for start in events(folder.journal, "started"):
+        tags |= start["tags"]
     run.client.log_batch(run.run_id, tags=[RunTag(key, str(tag)) for key, tag in tags.items()])
 
 
@@ -82,8 +81,8 @@ def send_description(run: MlflowRun, folder: RunFolder, config: Config) -> None:
 
 def send_links(run: MlflowRun, folder: RunFolder) -> bool:
     """Name the run that this one continues, and this one there; return False if it is not there."""
-    tags = (row["tags"] for row, _ in read(folder.journal) if row.get("event") == "started")
-    origin = next((start["continues"] for start in tags if "continues" in start), None)
+    starts = events(folder.journal, "started")
+    origin = next((start["tags"]["continues"] for start in starts if "continues" in start["tags"]), None)
     if origin is None:
         return True
     before = find_run(run.client, origin)
