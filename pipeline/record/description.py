@@ -1,7 +1,5 @@
 """The description of a run in Markdown: what it is, how it ended, how to repeat it."""
 
-import json
-
 from pipeline.config.schema import Config
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import last_event
@@ -12,7 +10,7 @@ _FACTS = ("commit", "image", "image_id", "torch", "device")
 
 def describe_run(folder: RunFolder, config: Config) -> str:
     """Return the description that MLflow shows above a run."""
-    receipt = json.loads(Receipt(folder).text())
+    receipt = Receipt(folder).contents()
     plan, starts, evaluations = receipt["plan"], receipt["starts"], receipt["evaluations"]
     world, end = plan["world"], last_event(folder.journal)
     processes = "1 process" if world == 1 else f"{world} processes"

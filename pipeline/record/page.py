@@ -9,7 +9,6 @@ has drawn; it draws none, so it is cheap enough for rank 0 and the sender.
 
 import base64
 import io
-import json
 import re
 import shlex
 import time
@@ -83,13 +82,9 @@ def _reason(error: Exception) -> str:
     return f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
-def _receipt(folder: RunFolder) -> dict[str, Any]:
-    return dict(json.loads(Receipt(folder).text()))
-
-
 def _summary(folder: RunFolder) -> dict[str, Any]:
     """Return what the run is, its status, and the figures of its last evaluated model."""
-    receipt = _receipt(folder)
+    receipt = Receipt(folder).contents()
     config, plan, evaluations = receipt["config"], receipt["plan"], receipt["evaluations"]
     rows = events(folder.journal)
     last = rows[-1] if rows else {}
@@ -206,7 +201,7 @@ def _words(name: str) -> str:
 
 
 def _evaluations(folder: RunFolder) -> list[list[str]]:
-    evaluations = _receipt(folder)["evaluations"]
+    evaluations = Receipt(folder).contents()["evaluations"]
     if not evaluations:
         raise ValueError("no evaluation yet")
     keys = ("top1", "top5", "balanced_accuracy", "loss", "train_loss", "ece")
@@ -222,7 +217,7 @@ def _plan(folder: RunFolder) -> dict[str, str]:
 
 def _facts(folder: RunFolder) -> dict[str, Any]:
     """Return the facts of the last start, the digest of the data, and every start."""
-    receipt = _receipt(folder)
+    receipt = Receipt(folder).contents()
     starts = receipt["starts"]
     facts = {"run": receipt["run"], "data": receipt["data"], **starts[-1]}
     del facts["step"]

@@ -74,17 +74,20 @@ class Receipt:
             log(f"receipt could not be written: {error}; the next evaluation or start tries again")
 
     def text(self) -> str:
+        """Return the text of an up-to-date file."""
+        return json.dumps(self.contents(), indent=1) + "\n"
+
+    def contents(self) -> dict[str, Any]:
         """Return the contents of an up-to-date file."""
         for row, after in read(self._folder.journal, self._offset):
             self._add(row)
             self._offset = after
         config = from_yaml(self._folder.config.read_text(), str(self._folder.config))
-        contents = {
+        return {
             "format": FORMAT, "run": self._run, "config": config.model_dump(mode="json", by_alias=True),
             "plan": parse_json(self._folder.plan.read_text()), "data": self._data, "starts": self._starts,
             "evaluations": [self._evaluations[step] for step in sorted(self._evaluations)], "done": self._done,
         }  # fmt: skip
-        return json.dumps(contents, indent=1) + "\n"
 
     def _add(self, journal_row: dict[str, Any]) -> None:
         if "train/loss" in journal_row.get("metrics", {}):  # in ascending order: the journal has each step once

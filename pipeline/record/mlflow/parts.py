@@ -104,7 +104,7 @@ def send_inputs(run: MlflowRun, folder: RunFolder, config: Config) -> None:
     from mlflow.entities import Dataset, DatasetInput, InputTag
     from mlflow.exceptions import MlflowException
 
-    digest = json.loads(Receipt(folder).text())["data"]
+    digest = Receipt(folder).contents()["data"]
     options = config.data
     source = json.dumps({"source": options.source, "root": options.root})
     plan = parse_json(folder.plan.read_text())
