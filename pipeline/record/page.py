@@ -98,24 +98,22 @@ def _summary(folder: RunFolder) -> dict[str, Any]:
         f" {config['train']['precision']}",
         "status": _STATUS.get(last.get("status", ""), "running or killed"),
         "line": last.get("line", ""),
-        "figures": _done_figures(receipt["done"]) or _last_figures(evaluations, plan),
+        "figures": _figures(receipt),
         "best": {"top1": _number(best["top1"]), "step": f"{best['step']:,}"} if best else None,
         "began": _utc(rows[0]["time"]) if rows else None,
         "ended": _utc(last["time"]) if "status" in last else None,
     }
 
 
-def _done_figures(done: str | None) -> dict[str, str]:
-    return dict(word.split("=", 1) for word in done.split()[1:]) if done else {}
-
-
-def _last_figures(evaluations: list[dict[str, Any]], plan: dict[str, Any]) -> dict[str, str]:
-    """Return the figures of a run that is not done, named like those of the done line."""
-    if not evaluations:
+def _figures(receipt: dict[str, Any]) -> dict[str, str]:
+    """Return the figures of the done line, or those of the last evaluation by the same names."""
+    if receipt["done"]:
+        return dict(word.split("=", 1) for word in receipt["done"].split()[1:])
+    if not receipt["evaluations"]:
         return {}
-    last = evaluations[-1]
+    last = receipt["evaluations"][-1]
     return {
-        "step": f"{last['step']}", "epoch": f"{last['step'] / plan['steps_per_epoch']:.4g}",
+        "step": f"{last['step']}", "epoch": f"{last['step'] / receipt['plan']['steps_per_epoch']:.4g}",
         "top1": _number(last["top1"]), "top5": _number(last["top5"]), "images": last["images"],
         "weights": last["weights"],
     }  # fmt: skip
