@@ -89,11 +89,12 @@ def decode_state(data: bytes, path: Path) -> dict[str, Any]:
 
 def _decode_parts(data: bytes, path: Path, parts: dict[str, Any]) -> dict[str, Any]:
     contents = decode(data, path)
-    for part, kinds in parts.items():
-        if part not in contents or not isinstance(contents[part], kinds):
-            raise _damaged_part(path, part)
-    if not all(isinstance(name, str) for name in contents["classes"]):
-        raise _damaged_part(path, "classes")
+    damaged = [part for part, kinds in parts.items() if part not in contents or not isinstance(contents[part], kinds)]
+    if not damaged and not all(isinstance(name, str) for name in contents["classes"]):
+        damaged = ["classes"]
+    if damaged:
+        problem = f"its part '{damaged[0]}' is missing or damaged"
+        raise StorageError(f"{path} is not a checkpoint of this pipeline: {problem}")
     return contents
 
 
@@ -124,10 +125,6 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
     except Exception as error:  # torch and safetensors raise half a dozen kinds for what is not their own
         raise StorageError(f"{path} is not a state dict: {' '.join(str(error).split())[:200]}") from None
     return weights
-
-
-def _damaged_part(path: Path, part: str) -> StorageError:
-    return StorageError(f"{path} is not a checkpoint of this pipeline: its part '{part}' is missing or damaged")
 
 
 def eval_weights(contents: dict[str, Any]) -> dict[str, Tensor]:
