@@ -58,7 +58,7 @@ class Mirror:
         self._abandoned: set[str] = set()
         """Checkpoints in the mirror that a rollback has discarded."""
         self._is_wanted = threading.Event()
-        self._is_over = self._has_given_up = self._is_closed = False
+        self._has_given_up = self._is_closed = False
         self._may_hold_failure = True
         """The mirror may hold the failure of an earlier start."""
         self._progress = 0.0
@@ -128,7 +128,7 @@ class Mirror:
         """
         if self._is_closed:
             return
-        self._is_closed = self._is_over = True
+        self._is_closed = True
         self._progress = time.monotonic()
         self._furthest.clear()
         self._is_wanted.set()
@@ -189,7 +189,7 @@ class Mirror:
     def _run(self) -> None:
         while not self._has_given_up:
             self._is_wanted.wait(_RETRY_S if self.error else None)
-            is_asked, is_last = self._is_wanted.is_set(), self._is_over
+            is_asked, is_last = self._is_wanted.is_set(), self._is_closed
             self._is_wanted.clear()
             try:
                 self._upload()
@@ -222,7 +222,7 @@ class Mirror:
                 self._send(Path(f"/proc/self/fd/{file.fileno()}"), _CHECKPOINTS + name)
                 self._there.add(name)
                 self.uploaded.append(name)
-        newest = max((step_of(Path(name)) for name in here), default=-1)
+        newest = _newest_step(here)
         replaced = [name for name in there if name not in here and step_of(Path(name)) <= newest]
         for name in {*replaced, *self._abandoned}:
             self._delete(_CHECKPOINTS + name)
@@ -341,7 +341,7 @@ def _compare(store: Store, folder: RunFolder, resume: str, is_restart: Callable[
     is_restarted_elsewhere = not is_restarted_here and is_restart(journal)
     is_resumed = is_restarted_here or is_restarted_elsewhere
     is_resumed = is_resumed or resume == "auto" or Path(resume).absolute() == folder.path.absolute()
-    is_newer = _is_newer(names, _names(folder))
+    is_newer = _newest_step(names) > _newest_step(_names(folder))
     here, there = run_id(folder.journal), run_id(journal)
     if journal.exists() and not (here == there or (is_resumed and not here)):
         problem = "holds another run" if here else f"holds a run, and run.resume={resume}"
@@ -439,9 +439,9 @@ def _reason(error: Exception) -> str:
     return str(error).partition(": give the same command")[0]
 
 
-def _is_newer(there: list[str], here: list[str]) -> bool:
-    """Return True if the first of `there` is of a later step than the first of `here`."""
-    return bool(there) and (not here or step_of(Path(there[0])) > step_of(Path(here[0])))
+def _newest_step(names: Iterable[str]) -> int:
+    """Return the latest step of these checkpoints, or -1 if there are none."""
+    return max((step_of(Path(name)) for name in names), default=-1)
 
 
 def _names(folder: RunFolder) -> list[str]:
