@@ -54,7 +54,7 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
 
     The other rows are not parsed. Raises OSError, and ValueError if a line is not a row.
     """
-    metrics: tuple[tuple[int, bytes], ...] = ()
+    metrics: tuple[int, bytes] | None = None
     with open(path, "rb") as file:
         for number, line in enumerate(iter(partial(file.readline, _MAX_ROW_BYTES), b""), 1):
             if not line.endswith(b"\n") and len(line) < _MAX_ROW_BYTES:
@@ -62,13 +62,14 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
             if not (line.startswith(b"{") and line.endswith(b"}\n")):
                 raise ValueError(f"line {number} is not a row")
             if b'"event"' not in line:
-                metrics = ((number, line),)
+                metrics = number, line
                 continue
-            for row in (*metrics, (number, line)):
-                yield _parse_row(*row)
-            metrics = ()
-    for row in metrics:
-        yield _parse_row(*row)
+            if metrics:
+                yield _parse_row(*metrics)
+            yield _parse_row(number, line)
+            metrics = None
+    if metrics:
+        yield _parse_row(*metrics)
 
 
 def _parse_row(number: int, line: bytes) -> dict[str, Any]:
