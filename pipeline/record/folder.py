@@ -193,14 +193,10 @@ class RunFolder:
         """
         for path in (self.journal, self.trace, self.sync_log):
             if path.exists():
-                with (
-                    replacing(path, check=self.check_ours) as temporary,
-                    open(path, "rb") as old,
-                    open(temporary, "wb") as new,
-                ):
-                    shutil.copyfileobj(old, new)
-                    new.flush()
-                    os.fsync(new.fileno())
+                with replacing(path, check=self.check_ours) as temporary:
+                    shutil.copyfile(path, temporary)
+                    with open(temporary, "rb") as copy:
+                        os.fsync(copy.fileno())
 
     def _new_aside(self) -> Path:
         stamp = time.strftime("before-%Y%m%d-%H%M%S")
