@@ -57,6 +57,10 @@ class RunFolder:
         """Return True if there is a file named like a checkpoint, verified or not."""
         return os.path.isdir(self.checkpoints) and any(self.checkpoints.glob("step-*.pt"))
 
+    def contains(self, checkpoint: Path) -> bool:
+        """Return True if the checkpoint is in this folder, by whatever path it is named."""
+        return checkpoint.parent.resolve() == self.checkpoints.resolve()
+
     def advice_after_failure(self, error: RunError, config: Config) -> str:
         """Return what the user can do after a start of `config` that failed permanently."""
         remedy = config.start_again

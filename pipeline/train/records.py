@@ -320,7 +320,7 @@ def open_records(
 
 def _continued_run(resumed_from: Path | None, folder: RunFolder) -> dict[str, str]:
     """Return the id of the run whose checkpoint this one continues, if that is another run."""
-    if resumed_from is None or resumed_from.parent.resolve() == folder.checkpoints.resolve():
+    if resumed_from is None or folder.contains(resumed_from):
         return {}
     other = RunFolder(resumed_from.parent.parent)
     origin = run_id(other.journal) if resumed_from.parent == other.checkpoints else None

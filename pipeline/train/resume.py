@@ -105,7 +105,7 @@ def prepare_folder(used: Path | None, best_step: int | None, folder: RunFolder, 
         plural = "s" if len(newer) > 1 else ""
         log(f"{len(newer)} newer checkpoint{plural} set aside in {folder.set_aside_checkpoints(newer)}")
     log(f"resuming from {used}")
-    if used.parent.resolve() == folder.checkpoints.resolve():
+    if folder.contains(used):
         return
     best = [path for path in (used, *list_checkpoints(used.parent)) if step_of(path) == best_step]
     try:
@@ -212,7 +212,7 @@ def _refuse_another_run(used: Path, config: Config, folder: RunFolder) -> None:
     Its journal would be continued, and its best model taken for that of `used`.
     """
     known = known_checkpoints(folder.journal)
-    if known and used.name not in known and used.parent.resolve() != folder.checkpoints.resolve():
+    if known and used.name not in known and not folder.contains(used):
         raise RequestError(
             f"run.resume={config.run.resume} is of another run than that in {config.run_dir}: give another run.dir"
             " with it, or leave run.resume out to continue the run there"

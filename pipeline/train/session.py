@@ -202,9 +202,7 @@ def _set_up(
             if contents:
                 resume(state, contents, config, group, terminal.log)
             resumed_from = found.path if found else None
-            (is_moved,) = group.any_rank(
-                resumed_from is not None and resumed_from.parent.resolve() != folder.checkpoints.resolve()
-            )
+            (is_moved,) = group.any_rank(resumed_from is not None and not folder.contains(resumed_from))
         if _is_finished(plan, state, folder, terminal):
             records: Records = NullRecords()
             group.run_long_task(partial(_update_mirror, mirror, stop))
