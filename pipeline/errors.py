@@ -28,6 +28,11 @@ OK = 0
 CRASH = 1
 
 
+def one_line(text: object, length: int = 200) -> str:
+    """Return a text, such as a library's error, as one line of at most `length` characters."""
+    return " ".join(str(text).split())[:length]
+
+
 class RunError(Exception):
     """An error that ends the run, with one line for people and an exit code for scripts."""
 

@@ -31,7 +31,7 @@ import numpy as np
 from pipeline.data.access import outage_error, printable_name
 from pipeline.data.index import Index, Split, SplitImages, list_first
 from pipeline.data.sources import Source
-from pipeline.errors import RequestError
+from pipeline.errors import RequestError, one_line
 from pipeline.machine import resource_limit
 
 TRAIN = "ILSVRC2012_img_train.tar"
@@ -135,7 +135,7 @@ def _read_devkit(path: Path) -> tuple[dict[str, int], list[str]]:
             counts = {str(synset["WNID"]): int(synset["num_train_images"]) for synset in leaves}
             return counts, [wnids[int(line)] for line in truth.read().split()]
     except Exception as error:  # scipy, zlib and tarfile raise many kinds of errors for damaged files
-        why = printable_name(" ".join(str(error).split())[:200].encode()) or type(error).__name__
+        why = printable_name(one_line(error).encode()) or type(error).__name__
         raise RequestError(f"{path} cannot be read as the development kit ({why}): download it again") from None
 
 

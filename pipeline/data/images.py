@@ -20,6 +20,7 @@ from PIL import EpsImagePlugin, Image, UnidentifiedImageError
 from torch import Tensor
 
 from pipeline.data import jpeg
+from pipeline.errors import one_line
 
 try:
     import simplejpeg
@@ -120,7 +121,7 @@ def _as_bad_image() -> Iterator[None]:
     except UnidentifiedImageError:
         raise BadImageError("not an image in a known format") from None
     except Exception as error:
-        raise BadImageError(" ".join(str(error).split())[:200] or type(error).__name__) from None
+        raise BadImageError(one_line(error) or type(error).__name__) from None
 
 
 def decode_jpeg(data: bytes | bytearray, frame: jpeg.Frame, upper: bytearray | None = None) -> Tensor:

@@ -20,7 +20,7 @@ from typing import Any
 
 from pipeline.config.credentials import hide_credentials
 from pipeline.data.access import OutageError, printable_name
-from pipeline.errors import RequestError, RunError, TemporaryError
+from pipeline.errors import RequestError, RunError, TemporaryError, one_line
 
 SCHEME = "s3://"
 _CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 5, 20
@@ -323,7 +323,7 @@ def _stored_object(name: str, answer: Any) -> StoredObject:
 def _refusal(place: str, error: Any) -> Exception:
     """Return what an answer other than success means."""
     status, answer = error.response["ResponseMetadata"]["HTTPStatusCode"], error.response.get("Error", {})
-    code, message = _one_line(answer.get("Code", "")), _one_line(answer.get("Message", ""))
+    code, message = _printable(answer.get("Code", "")), _printable(answer.get("Message", ""))
     if status in (409, 412):
         return ConflictError(place, is_repeated=error.response["ResponseMetadata"].get("RetryAttempts", 0) > 0)
     if code == "NoSuchBucket":
@@ -345,9 +345,9 @@ def _refusal(place: str, error: Any) -> Exception:
     return _outage(place, f"{status} {code} {message}")
 
 
-def _one_line(text: str) -> str:
+def _printable(text: str) -> str:
     """Return what a store says as a short printable line."""
-    return printable_name(" ".join(text.split())[:200].encode())
+    return printable_name(one_line(text).encode())
 
 
 def _missing(place: str) -> MissingError:
@@ -360,5 +360,5 @@ def _no_bucket(place: str) -> RequestError:
 
 def _outage(place: str, reason: str) -> OutageError:
     return OutageError(
-        f"the store is out of reach ({place}: {_one_line(reason)}): give the same command again once it is back"
+        f"the store is out of reach ({place}: {_printable(reason)}): give the same command again once it is back"
     )

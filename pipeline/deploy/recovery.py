@@ -32,7 +32,7 @@ from http.client import HTTPException, HTTPSConnection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pipeline.errors import OK, RequestError
+from pipeline.errors import OK, RequestError, one_line
 from pipeline.files import parse_json
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -105,7 +105,7 @@ class ApiServer:
                 response = connection.getresponse()
                 text = response.read(_MAX_ANSWER)
         except (OSError, HTTPException) as error:
-            raise ApiError(f"{verb} {url}: {_one_line(error) or type(error).__name__}; trying again") from None
+            raise ApiError(f"{verb} {url}: {one_line(error, 500) or type(error).__name__}; trying again") from None
         try:
             answer, date = parse_json(text), parsedate_to_datetime(response.headers["Date"])
         except (ValueError, TypeError):
@@ -113,7 +113,7 @@ class ApiServer:
                 f"{verb} {url}: answer {response.status} is not JSON, or longer than 8 MiB; trying again"
             ) from None
         if response.status >= 400:
-            reason = _one_line(answer.get("message", "") if isinstance(answer, dict) else "")
+            reason = one_line(answer.get("message", "") if isinstance(answer, dict) else "", 500)
             remedy = {
                 401: "; check the ServiceAccount of this pod",
                 403: f"; the Role of this pod's ServiceAccount needs {_RULES[verb]}",
@@ -182,7 +182,3 @@ def _end(api: ApiServer, pod: dict[str, Any], now: datetime) -> str:
     options = {"apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 0, "preconditions": {"uid": uid}}
     api.request("DELETE", f"pods/{name}", options)
     return f"pod {name} on node {node}: {message}; marked as Failed, so that the Job replaces it"
-
-
-def _one_line(text: object) -> str:
-    return " ".join(str(text).split())[:500]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config.schema import Model
-from pipeline.errors import RequestError, StorageError
+from pipeline.errors import RequestError, StorageError, one_line
 from pipeline.files import sync_folder, temporary_sibling
 from pipeline.model.architectures import build
 from pipeline.record.checkpoint_files import list_checkpoints, read_verified, step_of
@@ -58,7 +58,7 @@ def decode(data: bytes, origin: Path | str) -> dict[str, Any]:
         _check_unpacked_size(data)
         contents = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises half a dozen kinds for what is not its own
-        raise StorageError(f"{origin} is not a checkpoint: {' '.join(str(error).split())[:200]}") from None
+        raise StorageError(f"{origin} is not a checkpoint: {one_line(error)}") from None
     stated = contents.get("format") if isinstance(contents, dict) else None
     if stated != FORMAT:
         raise StorageError(f"{origin} has format {stated}; this version reads format {FORMAT}")
@@ -123,7 +123,7 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
     except ImportError:
         raise RequestError(f"{path} needs safetensors: pip install safetensors") from None
     except Exception as error:  # torch and safetensors raise half a dozen kinds for what is not their own
-        raise StorageError(f"{path} is not a state dict: {' '.join(str(error).split())[:200]}") from None
+        raise StorageError(f"{path} is not a state dict: {one_line(error)}") from None
     return weights
 
 
@@ -144,7 +144,7 @@ def eval_model(contents: dict[str, Any], options: Model) -> nn.Module:
     except RuntimeError as error:
         raise StorageError(
             f"the weights of the checkpoint are not those of a {options.arch} with {len(contents['classes'])} classes,"
-            f" as its configuration says ({' '.join(str(error).split())[:120]} …): use another checkpoint"
+            f" as its configuration says ({one_line(error, 120)} …): use another checkpoint"
         ) from None
     return model
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.errors import one_line
 from pipeline.files import atomic_write
 from pipeline.record import predictions
 from pipeline.record.folder import RunFolder
@@ -67,7 +68,7 @@ def draw_report(folder: RunFolder, log: Callable[[str], None]) -> list[Path]:
             if data:
                 atomic_write(path, data, check=folder.check_ours)
         except Exception as error:  # whatever is damaged: the rest is drawn
-            log(f"{path.name} cannot be drawn: {' '.join(str(error).split())[:300] or type(error).__name__}")
+            log(f"{path.name} cannot be drawn: {one_line(error, 300) or type(error).__name__}")
         else:
             paths += [path] if path.exists() else []  # without mistakes there is no figure of them
     return paths

@@ -26,7 +26,7 @@ from pipeline.data.loader import LoaderError, TrainBatches, batches
 from pipeline.data.sources import Source, open_source, sent_source
 from pipeline.data.transfer import to_device
 from pipeline.device import choose_device
-from pipeline.errors import RequestError, RunError, TemporaryError
+from pipeline.errors import RequestError, RunError, TemporaryError, one_line
 from pipeline.group import Group
 from pipeline.guards.memory import fit_passes, make_try_pass
 from pipeline.guards.nonfinite import make_loss_guard
@@ -345,9 +345,8 @@ def _warm_up(config: Config, plan: Plan, strategy: Strategy, timer: StepTimer, s
         warm_up(strategy, normalise, timer, plan)
     except TorchDynamoException as error:
         stop.check()
-        reason = " ".join(str(error).split())[:200]
         raise RequestError(
-            f"{config.model.arch} cannot be compiled: train with train.compile=off ({reason})"
+            f"{config.model.arch} cannot be compiled: train with train.compile=off ({one_line(error)})"
         ) from error
 
 

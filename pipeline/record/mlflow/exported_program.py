@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.errors import StorageError
+from pipeline.errors import StorageError, one_line
 
 MAX_BYTES = 4 << 30
 """More than torchvision's largest model needs: 645 million weights of 4 bytes, and the program."""
@@ -41,7 +41,7 @@ def read_weights(path: Path, prefix: str, expected: dict[str, Tensor]) -> dict[s
                 raise ValueError(f"{len(different)} tensors are missing or unexpected")
             return {name: _read_tensor(archive, folder, model_rows[name], like) for name, like in expected.items()}
     except Exception as error:  # zipfile, json and torch raise a dozen kinds for what is not an archive of a program
-        why = " ".join(str(error).split())[:200] or type(error).__name__
+        why = one_line(error) or type(error).__name__
         raise StorageError(
             f"{path.name} does not hold the weights of the model that its MLmodel describes ({why})"
         ) from None
