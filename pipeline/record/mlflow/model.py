@@ -80,8 +80,8 @@ def _models(run: MlflowRun) -> Any:
 def _unfinished(run: MlflowRun) -> list[Any]:
     from mlflow.entities import LoggedModelStatus
 
-    models = [model for model in _models(run) if _STEP_TAG in model.tags]  # another program may log models, too
-    return [model for model in models if model.status != LoggedModelStatus.READY]
+    # another program may log models, too
+    return [model for model in _models(run) if _STEP_TAG in model.tags and model.status != LoggedModelStatus.READY]
 
 
 def _files_uri(run: MlflowRun, step: int) -> str:
