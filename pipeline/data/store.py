@@ -31,7 +31,7 @@ _PIECE_BYTES = 8 << 20  # of a streamed read
 _MAX_READ_BYTES = 1 << 28
 """Size of an object that is read into memory, unless the caller gives another limit."""
 _REQUEST_ERRORS = (
-    "NoSuchBucket", "InvalidBucketName", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch",
+    "InvalidBucketName", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch",
     "ExpiredToken", "InvalidToken", "AuthorizationHeaderMalformed",
 )  # fmt: skip
 """Errors that the same request would end with again: a wrong name, or wrong credentials."""
@@ -121,11 +121,11 @@ class Store:
         """Return an object. Raises MissingError, RequestError if it has more than `limit` bytes."""
         return self.read_described(name, limit)[0]
 
-    def read_described(self, name: str, limit: int = _MAX_READ_BYTES) -> tuple[bytes, StoredObject]:
-        """Return an object, and what the store says about it. Raises as `read` does."""
-        return self._get(name, limit)
+    def read_described(self, name: str, limit: int = _MAX_READ_BYTES, **conditions: str) -> tuple[bytes, StoredObject]:
+        """Return an object, and what the store says about it. Raises as `read` does.
 
-    def _get(self, name: str, limit: int, **conditions: str) -> tuple[bytes, StoredObject]:
+        conditions: of S3's GetObject, such as a range of its bytes.
+        """
         from botocore.exceptions import BotoCoreError
         from urllib3.exceptions import HTTPError
 
@@ -173,7 +173,7 @@ class Store:
             raise _missing(f"{self.place}/{name}")
         for start in range(0, found.size, _PIECE_BYTES):
             end = min(start + _PIECE_BYTES, found.size)
-            yield self._get(name, end - start, Range=f"bytes={start}-{end - 1}", IfMatch=found.etag)[0]
+            yield self.read_described(name, end - start, Range=f"bytes={start}-{end - 1}", IfMatch=found.etag)[0]
 
     def write(self, name: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> str:
         """Write an object and return its etag. It is there completely or not at all.
