@@ -130,12 +130,12 @@ class PackImages(SplitImages):
 
 
 def file_or_pixels(data: bytes) -> bytes | NDArray[np.uint8]:
-    """Return the bytes of an image file of a pack; of a pack of pixels, its pixels [3, H, W]."""
-    return _pixels(data) if data.startswith(NPY_MAGIC) else data
+    """Return the bytes of an image file of a pack; of a pack of pixels, its pixels [3, H, W].
 
-
-def _pixels(data: bytes) -> NDArray[np.uint8]:
-    """Return the pixels [3, H, W] of a .npy file of [H, W, 3]."""
+    Those are a .npy file of [H, W, 3]. Raises UnreadableError if it is damaged.
+    """
+    if not data.startswith(NPY_MAGIC):
+        return data
     try:
         pixels: NDArray[np.uint8] = np.load(io.BytesIO(data), allow_pickle=False)
     except Exception as error:  # NumPy parses the header as Python: tokenize.TokenError, OverflowError and more
