@@ -19,7 +19,7 @@ _TASKS_AT_ONCE = 10_000  # each task in the queue of a pool takes 1 KB
 
 def write_sums(root: Path, index: Index) -> None:
     """Write SHA256SUMS over all images of the index. Raises RequestError if one cannot be read."""
-    names = _names(index)
+    names = list(index.names())
     lines = []
     for name, digest in zip(names, _digests(root, names), strict=True):
         if digest is None:
@@ -38,7 +38,7 @@ def check_sums(root: Path, index: Index) -> Iterator[tuple[str, str]]:
 
     Other names in SHA256SUMS are not opened: they may lead anywhere. Those of images are reported.
     """
-    expected, names = read_sums(root) or {}, _names(index)
+    expected, names = read_sums(root) or {}, list(index.names())
     listed = [name for name in names if name in expected]
     for name, digest in zip(listed, _digests(root, listed), strict=True):
         if digest is None:
@@ -52,10 +52,6 @@ def check_sums(root: Path, index: Index) -> Iterator[tuple[str, str]]:
     for name in expected:
         if name not in known and name.lower().endswith(EXTENSIONS):
             yield printable_name(name), f"has a sum in {SUMS}, but is not an image of this folder"
-
-
-def _names(index: Index) -> list[bytes]:
-    return [split.name(i) for split in (index.train, index.val) for i in range(len(split))]
 
 
 def read_sums(root: Path) -> dict[bytes, bytes] | None:

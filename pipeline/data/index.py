@@ -176,8 +176,11 @@ class Index:
     @property
     def names_digest(self) -> str:
         """SHA-256 over the names of all images, the same for any split and in a pack of them."""
-        names = [split.name(i) for split in (self.train, self.val) for i in range(len(split))]
-        return hashlib.sha256(b"\0".join(sorted(names))).hexdigest()
+        return hashlib.sha256(b"\0".join(sorted(self.names()))).hexdigest()
+
+    def names(self) -> Iterator[bytes]:
+        """Yield the names of all images, train before val."""
+        return (split.name(i) for split in (self.train, self.val) for i in range(len(split)))
 
     @property
     def size(self) -> DataSize:

@@ -91,13 +91,12 @@ def find_cached_index(root: Path, spare: Path, digest: str) -> Index | None:
 
 def find_missing_folder(index: Index, root: Path) -> str | None:
     """Return a folder with images of the index that is missing or empty now, or None."""
-
-    def holds_images(folder: str) -> bool:
-        start = os.fsencode(folder) + b"/"
-        return any(split.name(i).startswith(start) for split in (index.train, index.val) for i in range(len(split)))
-
-    missing = (folder for folder in index.folders if not is_non_empty_folder(root / folder))
-    return next(filter(holds_images, missing), None)
+    for folder in index.folders:
+        if not is_non_empty_folder(root / folder):
+            start = os.fsencode(folder) + b"/"
+            if any(name.startswith(start) for name in index.names()):
+                return folder
+    return None
 
 
 def _cached(root: Path, spare: Path) -> Iterator[Index]:

@@ -273,7 +273,7 @@ def _validation_of_pack(index: Index, contents: dict[str, Any]) -> tuple[Split, 
 def _join(index: Index, share: float) -> Split:
     """Return the images of both splits of a pack that a training would hold out with this share."""
     splits = index.train, index.val
-    names = [split.name(i) for split in splits for i in range(len(split))]
+    names = list(index.names())
     kept = [i for i, name in enumerate(names) if is_held_out(name, share)]
     places = np.concatenate([split.places.reshape(-1, 3) for split in splits])
     places[: len(index.train), 0] = pack.train_shard(places[: len(index.train), 0])
