@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeVar
 
 from pipeline.errors import TemporaryError
@@ -42,7 +42,7 @@ class StopRequest:
         """Return True if a signal has arrived, in any thread, whatever the main one waits for."""
         with suppress(BlockingIOError):
             if any(number in _SIGNALS for number in os.read(self._pipe, 512)):
-                self._note()
+                self._set_flag()
         return self._asked_at is not None
 
     def seconds_left(self) -> float | None:
@@ -57,25 +57,21 @@ class StopRequest:
         if self.is_set():
             raise TemporaryError(_TOO_EARLY)
 
-    @contextmanager
-    def exit_on_signal(self) -> Iterator[None]:
+    def exit_on_signal(self) -> AbstractContextManager[None]:
         """End the process at a signal: native code that waits for peers reads no flag.
 
         No step has been made, so nothing is lost. Raises TemporaryError if a signal arrived
         earlier.
         """
-        with self._handled_by(signal.SIG_DFL):
-            yield
+        return self._handled_by(signal.SIG_DFL)
 
-    @contextmanager
-    def raise_on_signal(self) -> Iterator[None]:
+    def raise_on_signal(self) -> AbstractContextManager[None]:
         """Raise TemporaryError at a signal, in code that changes nothing and may take long."""
 
         def stop(number: int, frame: object) -> None:
             raise TemporaryError(_TOO_EARLY)
 
-        with self._handled_by(stop):
-            yield
+        return self._handled_by(stop)
 
     def run(self, work: Callable[[], T]) -> T:
         """Return the result of `work`, done in a thread. Raises TemporaryError at a signal.
@@ -107,9 +103,6 @@ class StopRequest:
             for number, handler_before in zip(_SIGNALS, previous, strict=True):
                 signal.signal(number, handler_before)
 
-    def _set_flag(self, number: int, frame: object) -> None:
-        self._note()
-
-    def _note(self) -> None:
+    def _set_flag(self, *_: object) -> None:
         if self._asked_at is None:
             self._asked_at = time.monotonic()
