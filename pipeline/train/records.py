@@ -125,8 +125,7 @@ class Records:
 
     def log_evaluation(self, row: dict[str, Any]) -> None:
         """Record an evaluated model in journal and receipt."""
-        self._folder.check_ours()
-        self._journal.log_event("evaluated", **row)
+        self.log_event("evaluated", **row)
         self._receipt.write(self._terminal.log)
 
     def log_sample_ids(self, step: int, epoch: int, ids: list[int], batch_sha256: str) -> None:
@@ -200,8 +199,7 @@ class Records:
     def crash(self, step: int, status: str, line: str) -> None:
         """Record a crash at `step`, once a checkpoint that is being written is complete."""
         self.wait_for_save()
-        self._folder.check_ours()
-        self._journal.log_event("ended", status=status, step=step, line=line)
+        self.log_event("ended", status=status, step=step, line=line)
 
     def flush_mirror(self, seconds: float) -> None:
         """Upload what the mirror lacks, for at most `seconds`.
