@@ -62,8 +62,7 @@ def bit_sum(tensor: Tensor) -> Tensor:
 
 
 def _describe(names: list[str], sums: list[list[int]], hosts: list[str], step: int, equal_at: int | None) -> str:
-    counts = Counter(map(tuple, sums))
-    common, holders = counts.most_common(1)[0]
+    common, holders = Counter(map(tuple, sums)).most_common(1)[0]
     has_majority = 2 * holders > len(sums)
     reference = list(common) if has_majority else sums[0]
     odd = [rank for rank, own in enumerate(sums) if own != reference]
