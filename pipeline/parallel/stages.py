@@ -85,11 +85,10 @@ class StagesStrategy(Strategy):
         self._computed = callback
 
     def clip_gradients(self, max_norm: float) -> None:
-        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         square = torch.nn.utils.get_total_norm(gradients).square()
         dist.all_reduce(square, group=self._pp_group)
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, square.sqrt())
+        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, square.sqrt())
 
     def make_predictor(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
         # each process's batch is one micro-batch, and all have one size
