@@ -107,8 +107,7 @@ class TrainBatches(SlotDataset):
     rank: int
 
     def __post_init__(self) -> None:
-        labels = None if self.plan.balance == "none" else self.images.labels
-        self._order = Order(self.plan, self.config.run.seed, labels)
+        self._order = Order(self.plan, self.config.run.seed, self.images.labels)
         self._reader = RetryingReader(self.images, _RETRY_FRACTION * self.config.run.timeout)
 
     @property
