@@ -95,11 +95,10 @@ class SharedBatches(Dataset[Batch | SlotRef]):
 
     def __init__(self, dataset: SlotDataset, num_slots: int) -> None:
         self._dataset = dataset
-        self._slot_bytes = -(-dataset.max_image_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = self._slot_bytes = -(-dataset.max_image_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self._file = os.open(_FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC)
         finalize(self, os.close, self._file)
-        os.ftruncate(self._file, num_slots * self._slot_bytes)
-        size = self._slot_bytes
+        os.ftruncate(self._file, num_slots * size)
         self.memory = [mmap.mmap(self._file, size, offset=slot * size) for slot in range(num_slots)]
         self._references_if_free = sys.getrefcount(self.memory[0])
         self._in_flight: deque[int | None] = deque()
