@@ -98,7 +98,7 @@ def bench_data(
         rows, limit, datasets = _our_rows(Path(scratch), root, batch, steps)
         stages = {name: StageTurn(dataset, steps) for name, dataset in datasets.items()}
         nothing = EmptyBatches(datasets["plain"])
-        hand_over = Row(HAND_OVER, _our_turn(nothing, datasets["plain"].plan, _EMPTY_STEPS * steps))
+        hand_over = Row(HAND_OVER, partial(time_loader, nothing, datasets["plain"].plan, _EMPTY_STEPS * steps))
         profiled = [*(Row(f"{name}, profiled", turn) for name, turn in stages.items()), hand_over]
         if peers:
             for name, package in _PEERS.items():
@@ -158,10 +158,11 @@ def _our_rows(folder: Path, root: Path, batch: int, steps: int) -> tuple[list[Ro
     for name, kind in (("plain", "folder"), ("lossless", "pack"), ("lossy", "pack")):
         config, plan, source = open_loader(kind, folder / name if kind == "pack" else root, batch)
         dataset = datasets[name] = TrainBatches(source.train, config, plan, 0)
-        turn = _our_turn(dataset, plan, steps)
+        turn = partial(time_loader, dataset, plan, steps)
         rows.append(Row(name, turn, reference, _pixel_diff(root, dataset, config)))
     _, plan, source = open_loader("folder", root, batch)
-    turn = _our_turn(_DecodedImages(source.train, Order(plan, 0, source.train.labels)), plan, steps)
+    images = _DecodedImages(source.train, Order(plan, 0, source.train.labels))
+    turn = partial(time_loader, images, plan, steps)
     return rows, Row("decoding alone", turn, reference, pixel_diff=None), datasets
 
 
@@ -188,12 +189,10 @@ class _DecodedImages(Dataset[Any]):
         return position
 
 
-def _our_turn(dataset: Dataset[Any], plan: Plan, steps: int) -> Turn:
-    def turn() -> tuple[float, float]:
-        with closing(batches(dataset, range(10**9), plan, pin=False)) as stream:
-            return per_image(partial(time_batches, stream, WARM_UP, steps), plan.global_batch * steps)
-
-    return turn
+def time_loader(dataset: Dataset[Any], plan: Plan, steps: int, warm_up: int = WARM_UP) -> tuple[float, float]:
+    """Run a turn of our loader; return its images/s, and the CPU seconds of an image."""
+    with closing(batches(dataset, range(10**9), plan, pin=False)) as stream:
+        return per_image(partial(time_batches, stream, warm_up, steps), plan.global_batch * steps)
 
 
 def _reference_turn(root: Path, batch: int, steps: int) -> Turn:

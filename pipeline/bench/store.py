@@ -9,16 +9,15 @@ store on the same machine takes the loaders' cores, and slows down those most th
 import json
 import secrets
 import shutil
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from pipeline.bench.data import SIZE, WORKERS, link_images, open_loader, per_image, start_peer
-from pipeline.bench.peers import time_batches
+from pipeline.bench.data import SIZE, WORKERS, link_images, open_loader, per_image, start_peer, time_loader
 from pipeline.bench.rounds import Row, TurnError, figures, interleave, table
 from pipeline.data.access import check_folder
-from pipeline.data.loader import TrainBatches, batches
+from pipeline.data.loader import TrainBatches
 from pipeline.data.store import Store
 from pipeline.operate import pack
 
@@ -80,9 +79,7 @@ def _turn(root: Path | str, cache: Path | None, epoch: str, steps: int) -> tuple
         source.train.expect(everything)
         for i in everything:
             source.train.read(i)
-    stream = batches(TrainBatches(source.train, config, plan, 0), range(10**9), plan, pin=False)
-    with closing(stream):
-        return per_image(partial(time_batches, stream, _WARM_UP, steps), _BATCH * steps)
+    return time_loader(TrainBatches(source.train, config, plan, 0), plan, steps, _WARM_UP)
 
 
 def _empty(store: Store) -> None:
