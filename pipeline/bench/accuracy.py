@@ -117,8 +117,6 @@ def _same_network(config: Config, device: torch.device) -> _Plain:
     size = data_size(config)
     plan = make_plan(config, World(), size)
     model = build(config.model, size.num_classes).to(device)
-    if config.model.channels_last:
-        model = model.to(memory_format=torch.channels_last)
     return _Plain(
         model, make_optimizer(model, config), lambda progress: plan.learning_rate(int(progress * plan.total_steps)),
         config.batch.global_, config.augment.size, config.augment.pad or 4, config.train.label_smoothing,
