@@ -82,16 +82,14 @@ class Picture:
             pixels = self.data
         else:
             assert self.frame
+            data: bytes | bytearray = self.data
+            upper = None
             with _as_bad_image():
-                part = jpeg.part(self.data, self.frame, top, left, height, width)
-                if part:
+                if part := jpeg.part(self.data, self.frame, top, left, height, width):
                     data, top, left = part
-                    pixels = decode_jpeg(data, self.frame)
                 elif self.frame.is_sequential and top + height < self.frame.height:
                     upper = jpeg.upper(self.data, self.frame, top + height)
-                    pixels = decode_jpeg(self.data, self.frame, upper)
-                else:
-                    pixels = decode_jpeg(self.data, self.frame)
+                pixels = decode_jpeg(data, self.frame, upper)
         if top + height > pixels.shape[1] or left + width > pixels.shape[2]:
             raise BadImageError("the size in its header is not that of its data")
         return pixels[:, top : top + height, left : left + width]
