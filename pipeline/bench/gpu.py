@@ -29,7 +29,7 @@ from pipeline.config.load import load
 from pipeline.data.access import check_folder
 from pipeline.data.sources import make_synthetic, open_source
 from pipeline.errors import TemporaryError
-from pipeline.guards.memory import make_try_pass
+from pipeline.guards.memory import fits, make_try_pass
 from pipeline.model.architectures import build
 from pipeline.plan import make_plan
 from pipeline.world import from_environment
@@ -254,15 +254,8 @@ def _largest_pass(words: list[str], unit: int) -> int:
     config = load("digits", words)
     plan, group, _ = prepare(config, deterministic=False)
     try_pass = make_try_pass(build(config.model, plan.num_classes).to(group.device), config, plan, group.device)
-
-    def is_too_large(units: int) -> bool:
-        try:
-            try_pass(units * unit)
-        except torch.OutOfMemoryError:
-            return True
-        return False
-
-    return unit * bisect_left(range(1, plan.train_images // unit + 1), True, key=is_too_large)
+    units = range(1, plan.train_images // unit + 1)
+    return unit * bisect_left(units, True, key=lambda count: not fits(try_pass, count * unit))
 
 
 PARTS: dict[str, tuple[Callable[[_Suite], None], int]] = {

@@ -34,7 +34,7 @@ def fit_passes(
     for accumulate in range(plan.accumulate, images // unit + 1, plan.accumulate):
         if images % accumulate or images // accumulate % unit:
             continue
-        (too_large,) = group.any_rank(not _fits(try_pass, images // accumulate))
+        (too_large,) = group.any_rank(not fits(try_pass, images // accumulate))
         if too_large:
             continue
         if accumulate == plan.accumulate:
@@ -82,7 +82,8 @@ def make_try_pass(model: nn.Module, config: Config, plan: Plan, device: torch.de
     return try_pass
 
 
-def _fits(try_pass: Callable[[int], None], images: int) -> bool:
+def fits(try_pass: Callable[[int], None], images: int) -> bool:
+    """Return True if a pass of so many images fits into the memory."""
     try:
         try_pass(images)
     except torch.OutOfMemoryError:
