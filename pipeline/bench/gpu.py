@@ -18,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, CompletedProcess
+from subprocess import DEVNULL, CompletedProcess
 
 import torch
 
@@ -127,11 +127,10 @@ class _Suite:
         is_shown: let it print. setup: Python code that its process runs first.
         """
         start = ["-c", f"{setup}\nfrom pipeline.cli.main import command\ncommand()"] if setup else ["-m", "pipeline"]
-        pipe = None if is_shown else PIPE
         try:
             done = subprocess.run(
                 [sys.executable, *start, *arguments],
-                stdout=pipe, stderr=pipe, text=True, timeout=self._seconds_left(), check=False,
+                capture_output=not is_shown, text=True, timeout=self._seconds_left(), check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             raise TurnError("not finished: no time left") from None
