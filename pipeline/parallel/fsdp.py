@@ -100,9 +100,6 @@ class FSDPStrategy(Strategy):
     def broadcast_buffers(self, model: nn.Module) -> None:
         self.group.broadcast(list(model.buffers()))
 
-    def replicated_tensors(self) -> dict[str, Tensor]:
-        return {}
-
     def full_state(self, states: dict[str, Any]) -> dict[str, Any]:
         def gather(tensor: Tensor) -> Tensor | None:
             if isinstance(tensor, DTensor):

@@ -101,9 +101,6 @@ class StagesStrategy(Strategy):
 
         return predict
 
-    def replicated_tensors(self) -> dict[str, Tensor]:
-        return {}
-
     def broadcast_buffers(self, model: nn.Module) -> None:
         for buffer in model.buffers():
             dist.broadcast(buffer, group=self._dp_group, group_src=0)

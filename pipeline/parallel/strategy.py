@@ -107,7 +107,7 @@ class Strategy:
         """Give every process the same running statistics of `model`, before it is evaluated."""
 
     def replicated_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that must be bit-identical in all processes after an update."""
+        """Return what must be bit-identical in all processes after an update if `is_replicated`."""
         return dict(self.model.named_parameters())
 
     def full_state(self, states: dict[str, Any]) -> dict[str, Any]:
