@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from follow_page import FENCE, follow
 from follow_page import commands as shell_commands
-from harness import pipeline
+from harness import quick
 
 from pipeline.cli.main import parse
 from pipeline.config.load import RECIPES, load
@@ -121,7 +121,7 @@ def test_each_documented_command_that_can_run_here_succeeds(tmp_path: Path) -> N
             continue
         arguments = [PLACEHOLDERS.get(word, word).replace("root=/data", "root=data/digits") for word in words]
         overrides = {"train": SHORT, "doctor": ("digits", *SHORT)}.get(words[0], ())
-        result = pipeline(*arguments, *overrides, cwd=tmp_path, MLFLOW_TRACKING_URI="sqlite:///mlflow.db")
+        result = quick(*arguments, *overrides, cwd=tmp_path, MLFLOW_TRACKING_URI="sqlite:///mlflow.db")
         print(f"{result.seconds:5.1f} s  pipeline {' '.join(arguments)}")
         assert result.code == 0, (arguments, result.err)
         run.add(words[0])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import SMALL, Job, assert_each_sample_once, kill, pipeline
+from harness import SMALL, Job, assert_each_sample_once, kill, quick
 from torch import nn
 
 from pipeline.config.load import load
@@ -87,11 +87,11 @@ def test_a_killed_run_with_balanced_classes_resumes_exactly_with_another_number_
 
 def test_shards_that_do_not_divide_are_refused_with_the_values_that_work(tmp_path: Path, digits: Path) -> None:
     words = ("digits", f"data.root={digits}", "run.exact=true", f"run.dir={tmp_path / 'run'}")
-    five = pipeline("train", *words, "--nproc", "5")
+    five = quick("train", *words, "--nproc", "5")
     assert (five.code, "worlds that work are 1, 2, 3, 4, 6, 12" in five.error) == (2, True), five.error
-    odd = pipeline("train", *words, "exact.shards=7")
+    odd = quick("train", *words, "exact.shards=7")
     assert (odd.code, "batch.global=96 does not divide by exact.shards=7" in odd.error) == (2, True), odd.error
-    many = pipeline("train", *words, "batch.accumulate=13")
+    many = quick("train", *words, "batch.accumulate=13")
     assert (many.code, "raise exact.shards" in many.error) == (2, True), many.error
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import pipeline
+from harness import quick
 
 from pipeline import machine, world
 from pipeline.config.load import load
@@ -337,7 +337,7 @@ def test_a_process_reads_its_rank_or_names_what_is_wrong(monkeypatch: pytest.Mon
 
 
 def test_plan_prints_the_arithmetic_and_writes_nothing(tmp_path: Path) -> None:
-    result = pipeline(
+    result = quick(
         "plan", "digits", "data.workers=6", "batch.accumulate=2", "--world", "4", "--nodes", "2", cwd=tmp_path
     )
     assert result.code == 0, result.err

@@ -37,7 +37,6 @@ from harness import (
     free_port,
     kill,
     on_host,
-    pipeline,
     quick,
     read_rows,
     two_nodes,
@@ -213,7 +212,7 @@ def test_a_server_that_accepts_everything_is_not_trusted(trained: dict[str, Trai
 def test_without_a_tracker_a_run_has_no_files_of_one(trained: dict[str, Trained]) -> None:
     job = trained["none"].job
     assert not {path.name for path in job.folder.iterdir()} & {"mlflow.json", "mlflow.lock", "sync.log"}
-    result = pipeline("sync", str(job.folder))
+    result = quick("sync", str(job.folder))
     assert result.code == 2
     assert "track.uri=none" in result.error
 
@@ -672,7 +671,7 @@ def run_timed(job: Job) -> Trained:
 
 
 def sync(job: Job, **env: str) -> Result:
-    return pipeline("sync", str(job.folder), **env)
+    return quick("sync", str(job.folder), **env)
 
 
 def wait_for(condition: Callable[[], Any], description: str, job: Job) -> None:
@@ -746,7 +745,7 @@ def test_a_key_changed_by_a_resume_is_a_tag_next_to_the_first_parameter(tmp_path
         (folder / "journal.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         config = load("digits", [f"run.dir={folder}", f"train.epochs={epochs}"])
         (folder / "config.yaml").write_text(config.to_yaml())
-        pipeline("sync", str(folder))  # other parts lack what a real start writes
+        quick("sync", str(folder))  # other parts lack what a real start writes
         client = mlflow.MlflowClient(uri)
         (run,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
         assert run.data.params["train.epochs"] == "2"
