@@ -109,16 +109,12 @@ class Plan(Resources):
 
     def image_size_at(self, step: int) -> int:
         """Return the side of the images in the update after `step`, in pixels."""
-        return self._growth.size_at(self.epoch_at(step))
+        return _size_at(self.epoch_at(step), self.first_size, self.image_size, self.grows_from, self.grows_until)
 
     @property
     def image_sizes(self) -> list[int]:
         """Return every side that training images have, in pixels, in ascending order."""
-        return self._growth.sizes(self.total_steps // self.steps_per_epoch)
-
-    @property
-    def _growth(self) -> "_Growth":
-        return _Growth(self.first_size, self.image_size, self.grows_from, self.grows_until)
+        return sorted({self.image_size_at(step) for step in range(0, self.total_steps, self.steps_per_epoch)})
 
     def compiles_at(self, step: int, *, is_first: bool) -> bool:
         """Return True if the update after `step` may compile the model.
@@ -307,12 +303,12 @@ def balance_rows(plan: Plan, counts: dict[str, int]) -> list[str]:
 
 def make_plan(config: Config, world: World, data: DataSize) -> Plan:
     """Return the plan, or raise RequestError with the key, the numbers and what works instead."""
-    global_batch, size = config.batch.global_, config.augment.size
+    global_batch = config.batch.global_
     accumulate, micro_batch, stages, micro_batches = divide_batch(config, world.size)
     length = _length(config, data, passes=world.size * accumulate)
     warmup_steps, cooldown_steps = _warmup_and_cooldown(config, length)
-    growth = _growth(config, length)
-    num_sizes = len(growth.sizes(config.train.epochs))
+    growth = first_size, image_size, grows_from, grows_until = _growth(config, length)
+    num_sizes = len({_size_at(epoch, *growth) for epoch in range(config.train.epochs)})
     compiles, compile_reason = _compilation(config, world, length.total_steps, num_sizes)
     plan = Plan(
         **vars(divide_resources(config, world)), **vars(data),
@@ -327,9 +323,8 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
         evaluate_every=length.interval(config.evaluate.every),
         checkpoint_every=length.interval(config.checkpoint.every), log_every=length.interval(config.track.every),
         watch_every=length.interval(config.run.watch) if config.run.watch else 0,
-        image_size=size, first_size=growth.first_size,
-        grows_from=growth.grows_from, grows_until=growth.grows_until,
-        eval_size=config.evaluate.size or size, repeats=config.augment.repeats,
+        image_size=image_size, first_size=first_size, grows_from=grows_from, grows_until=grows_until,
+        eval_size=config.evaluate.size or image_size, repeats=config.augment.repeats,
         compiles=compiles, compile_reason=compile_reason, precision_note=_precision_note(config, world),
         balance=config.data.balance,
     )  # fmt: skip
@@ -503,35 +498,23 @@ def _warmup_and_cooldown(config: Config, length: _Length) -> tuple[int, int]:
     return warmup_steps, cooldown_steps
 
 
-@dataclass(frozen=True)
-class _Growth:
-    """The growth of the images, from epoch `grows_from` until epoch `grows_until`."""
+def _size_at(epoch: int, first_size: int, last_size: int, grows_from: float, grows_until: float) -> int:
+    """Return the side of the images in an epoch, in pixels.
 
-    first_size: int
-    last_size: int
-    grows_from: float
-    grows_until: float
-
-    def size_at(self, epoch: int) -> int:
-        """Return the side of the images in an epoch, in pixels.
-
-        This is the rule of FFCV (train_imagenet.py, get_resolution).
-        """
-        if epoch <= self.grows_from or self.first_size == self.last_size:
-            return self.first_size
-        if epoch >= self.grows_until:
-            return self.last_size
-        share = (epoch - self.grows_from) / (self.grows_until - self.grows_from)
-        nearest = round((self.first_size + share * (self.last_size - self.first_size)) / 32) * 32
-        return min(max(nearest, self.first_size), self.last_size)
-
-    def sizes(self, epochs: int) -> list[int]:
-        """Return every side in a training of `epochs` epochs, in ascending order."""
-        return sorted({self.size_at(epoch) for epoch in range(epochs)})
+    It grows from epoch `grows_from` until epoch `grows_until`, by the rule of FFCV
+    (train_imagenet.py, get_resolution).
+    """
+    if epoch <= grows_from or first_size == last_size:
+        return first_size
+    if epoch >= grows_until:
+        return last_size
+    share = (epoch - grows_from) / (grows_until - grows_from)
+    nearest = round((first_size + share * (last_size - first_size)) / 32) * 32
+    return min(max(nearest, first_size), last_size)
 
 
-def _growth(config: Config, length: _Length) -> _Growth:
-    """Return the growth of the images. Raises RequestError if it does not end in time."""
+def _growth(config: Config, length: _Length) -> tuple[int, int, float, float]:
+    """Return the arguments of `_size_at`. Raises RequestError if growth does not end in time."""
     options, first_size = config.augment, config.augment.first_size or config.augment.size
     grows_from, grows_until = (length.steps(when) / length.steps_per_epoch for when in options.growth)
     if first_size < options.size and not grows_from <= grows_until < config.train.epochs:
@@ -539,7 +522,7 @@ def _growth(config: Config, length: _Length) -> _Growth:
             f"augment.growth=[{options.growth[0]}, {options.growth[1]}] is from epoch {grows_from:g} to {grows_until:g}"
             f" of {config.train.epochs}: let the growth end no earlier than it starts, and before the training ends"
         )
-    return _Growth(first_size, options.size, grows_from, grows_until)
+    return first_size, options.size, grows_from, grows_until
 
 
 def _compilation(config: Config, world: World, total_steps: int, num_sizes: int) -> tuple[bool, str]:
