@@ -184,17 +184,16 @@ class Plan(Resources):
         left_out = self.train_images % self.global_batch
         epochs = self.last_step / self.steps_per_epoch
         total = f" of {self.total_steps:,}" if self.last_step < self.total_steps else ""
-        shared_memory = _mib(self.prefetch_bytes)
-        growth = f", {self.first_size} px up to epoch {self.grows_from:g}, growing until {self.grows_until:g}"
-        growth = growth if self.first_size < self.image_size else ""
+        growth = ""
+        if self.first_size < self.image_size:
+            growth = f", {self.first_size} px up to epoch {self.grows_from:g}, growing until {self.grows_until:g}"
         rest = f"{left_out:,} images left out, different ones each epoch"
         if self.balance != "none":
             rest = f"images drawn with replacement, data.balance={self.balance}"
         repeats = f", {self.repeats} views of each in a batch" if self.repeats > 1 else ""
         warmup = f", {self.warmup_steps:,} steps of warm-up" if self.warmup_steps else ""
         rows = {
-            "data": f"{self.train_images:,} images to train, {self.val_images:,} held out,"
-            f" {self.num_classes:,} classes",
+            "data": DataSize(self.train_images, self.val_images, self.num_classes).describe(),
             "world": f"{_count(self.world, 'process', 'es')} on {_count(nodes, 'node')},"
             f" {_count(self.threads, 'thread')} each",
             "batch": f"{self.global_batch} = {self.world} × {self.accumulate} × {self.micro_batch}"
@@ -203,7 +202,7 @@ class Plan(Resources):
             f" of {self.micro_batch * self.stages} images = {self.micro_batches} × {self.bn_batch}"
             " (micro-batches × images)",
             "workers": f"{self.workers} a process = ⌈{self.workers_per_node} a node / {self.local_world}⌉,"
-            f" {shared_memory} of /dev/shm a node",
+            f" {_mib(self.prefetch_bytes)} of /dev/shm a node",
             "epoch": f"{self.steps_per_epoch:,} steps = ⌊{self.train_images:,} / {self.global_batch}⌋ ({rest})",
             "steps": f"{self.last_step:,}{total} ({epochs:.4g} epochs)",
             "images": f"{self.image_size} px{growth}{repeats}; {self.eval_size} px in validation",
@@ -291,8 +290,7 @@ def balance_rows(plan: Plan, counts: dict[str, int]) -> list[str]:
     effective = effective_counts(plan, list(counts.values()))
     by_size = sorted(zip(counts.items(), effective, strict=True), key=lambda row: row[0][1])
     rows = [
-        f"    {name}: {count:,} {'image' if count == 1 else 'images'}, {drawn:,.1f} an epoch"
-        f" ({drawn / max(1, count):.2f} × each)"
+        f"    {name}: {_count(count, 'image')}, {drawn:,.1f} an epoch ({drawn / max(1, count):.2f} × each)"
         for (name, count), drawn in by_size
     ]
     if len(rows) > _MAX_BALANCE_ROWS:
