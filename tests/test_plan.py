@@ -269,7 +269,7 @@ def test_batches_that_do_not_fit_into_shared_memory_are_refused() -> None:
     assert shared(10_000).prefetch_bytes == 4 * 8 * 3 * 224 * 224 * 128
     with pytest.raises(RequestError, match=r"hold 588.0 MiB of batches ready and /dev/shm has 64.0 MiB: enlarge it"):
         shared(64)
-    config = config.model_copy(update={"data": config.data.model_copy(update={"workers": 0})})
+    config = config.replacing("data", workers=0)
     assert shared(64).prefetch_bytes == 0
 
 

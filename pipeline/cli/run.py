@@ -231,10 +231,11 @@ def _plan(options: argparse.Namespace) -> str:
 def _loader_row(config: "Config", plan: "Plan", here: world.World, gpu_images_per_s: int) -> str:
     """Return the table's row about the cores that feed the GPUs, which it measures here."""
     from pipeline.preflight.machine import check_loader_feeds_gpus
-    from pipeline.preflight.request import open_data, without_cache
+    from pipeline.preflight.request import open_data
     from pipeline.record.folder import RunFolder
 
-    source = open_data(without_cache(config), RunFolder(config.run_dir))
+    uncached = config.replacing("data", cache=None)  # a check must not write to it
+    source = open_data(uncached, RunFolder(config.run_dir))
     try:
         line = check_loader_feeds_gpus(config, plan, source, here, gpu_images_per_s)
     except RequestError as error:

@@ -558,6 +558,10 @@ class Config(Section):
         self.__dict__["changes"] = changes
         return self
 
+    def replacing(self, section: str, **values: object) -> Self:
+        """Return this configuration with other values in one of its sections, not validated."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
+
     @pydantic.model_validator(mode="after")
     def _check_combinations(self) -> Self:
         is_store = str(self.data.root).startswith("s3://")

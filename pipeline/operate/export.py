@@ -94,10 +94,9 @@ def _comparison_images(
     from pipeline.data.loader import EvalBatches
     from pipeline.data.sources import open_validation
 
-    evaluate = config.evaluate.model_copy(update={"batch": _IMAGES})
     try:
         images = open_validation(config, contents, trained, overrides)[0].val
-        batch = EvalBatches(images, config.model_copy(update={"evaluate": evaluate}))[0]
+        batch = EvalBatches(images, config.replacing("evaluate", batch=_IMAGES))[0]
         if batch.outage:
             raise batch.outage
     except (RequestError, OutageError):

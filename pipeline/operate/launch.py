@@ -190,7 +190,7 @@ def _config_after_restart(config: Config) -> Config:
         f"an earlier start of job {supervision.launch_id()} applied run.resume={config.run.resume}: continuing with"
         f" run.resume={resume} (another torchrun --rdzv-id applies it again)"
     )
-    return config.model_copy(update={"run": config.run.model_copy(update={"resume": resume})})
+    return config.replacing("run", resume=resume)
 
 
 def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:

@@ -58,7 +58,7 @@ def verify(run_dir: Path, steps: int | None) -> int:
         config = _repetition_config(receipt, run_dir, repeated)
         _refuse_what_cannot_repeat(receipt, config, run_dir)
         last = _last_comparable_step(receipt, folder, steps)
-        config = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": last})})
+        config = config.replacing("train", max_steps=last)
         print(f"repeating {run_dir} up to step {last:,} in {repeated.path}", file=sys.stderr, flush=True)
         _repeat(config, receipt["starts"][-1]["world"], Path(scratch) / "recipe.yaml")
         result = _compare(receipt, _read_receipt(repeated), folder, repeated)

@@ -106,7 +106,7 @@ def examine(
         run = _folder_to_resume(report, config, folder, Path(scratch.name))
         report.run("last start", lambda: request.check_previous_start_did_not_fail(config, here, run))
         report.run("device", lambda: request.check_device(config, here))
-        uncached = request.without_cache(config)
+        uncached = config.replacing("data", cache=None)  # a check must not write to it
         source = report.run("data", lambda: request.open_data(uncached, run), lambda source: source.size.describe())
         _check_stores(report, config, source)
         plan, resume = None, None
@@ -254,7 +254,7 @@ def _check_resume(
     from pipeline.train.resume import find  # imports torch
 
     if run is not folder:  # a start restores it, and then resumes from `folder`
-        config = config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
+        config = config.replacing("run", resume="auto")
     found = find(config, run, source, log)
     if found is None:
         return _Resume("a fresh start", is_resumed=False)

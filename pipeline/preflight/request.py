@@ -76,11 +76,6 @@ def check_device(config: Config, here: World) -> str:
     return f"run.device={config.run.device}"
 
 
-def without_cache(config: Config) -> Config:
-    """Return the configuration without `data.cache`, to which a check would write."""
-    return config.model_copy(update={"data": config.data.model_copy(update={"cache": None})})
-
-
 def open_data(config: Config, folder: RunFolder) -> Source:
     """Open the data and return it; make the digits if they are missing.
 
