@@ -42,11 +42,11 @@ class Finding:
 class _Report:
     """Findings so far, printed as they are made, and the most severe fatal error."""
 
-    def __init__(self, *, is_quiet: bool) -> None:
+    def __init__(self, *, as_json: bool) -> None:
         self.findings: list[Finding] = []
         self.error: RunError | None = None
-        self._is_quiet = is_quiet
-        self._is_live = sys.stderr.isatty() and not is_quiet
+        self._as_json = as_json
+        self._is_live = sys.stderr.isatty() and not as_json
         self._live_line = ""
 
     def run(
@@ -76,9 +76,17 @@ class _Report:
         self._live_line = ""
         print(f"{erase}{text}", file=sys.stderr, flush=True)
 
+    def finish(self, result: str) -> str | int:
+        """Return the result, or with --json print the findings. Raises the most severe error."""
+        if self._as_json:
+            print(json.dumps({"findings": [asdict(finding) for finding in self.findings]}))
+        if self.error:
+            raise self.error
+        return errors.OK if self._as_json else result
+
     def _add(self, finding: Finding) -> None:
         self.findings.append(finding)
-        if not self._is_quiet:
+        if not self._as_json:
             mark, remedy = "ok " if finding.ok else "BAD", f": {finding.remedy}" if finding.remedy else ""
             self.log(f"{mark} {finding.check:<12} {finding.line}{remedy}")
 
@@ -97,7 +105,7 @@ def examine(
     processes = num_processes or nodes * _size_from_environment("PET_NPROC_PER_NODE")
     here = world.from_environment().resized(processes, nodes)
     is_node = "PET_NPROC_PER_NODE" in os.environ  # set in every node of a job
-    report = _Report(is_quiet=as_json)
+    report = _Report(as_json=as_json)
     config = report.run("recipe", lambda: load(recipe, overrides), lambda config: config.recipe)
     if config:
         folder = RunFolder(config.run_dir)
@@ -134,11 +142,7 @@ def examine(
                 report.run("artifacts", lambda: tracker.check_server_stores_files(config, folder), fatal=False)
         if sanity and report.error is None and source and plan:
             _check_that_it_learns(report, config, plan, source, here)
-    if as_json:
-        print(json.dumps({"findings": [asdict(finding) for finding in report.findings]}))
-    if report.error:
-        raise report.error
-    return errors.OK if as_json else f"{recipe} can run here"
+    return report.finish(f"{recipe} can run here")
 
 
 def _check_machine(
@@ -179,16 +183,9 @@ def examine_gang(recipe: str, overrides: list[str], *, as_json: bool) -> str | i
 
     Every node runs this. Only node 0 prints the table, and all nodes end with the same exit code.
     """
-    report = _Report(is_quiet=as_json)
+    report = _Report(as_json=as_json)
     config = report.run("recipe", lambda: load(recipe, overrides), lambda config: config.recipe)
-    result = ""
-    if config:
-        result = _compare_nodes(config, report)
-    if as_json:
-        print(json.dumps({"findings": [asdict(finding) for finding in report.findings]}))
-    if report.error:
-        raise report.error
-    return errors.OK if as_json else result
+    return report.finish(_compare_nodes(config, report) if config else "")
 
 
 def _compare_nodes(config: Config, report: _Report) -> str:
