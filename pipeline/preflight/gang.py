@@ -57,6 +57,12 @@ _PINGS = 20
 _FIRST_BYTES, _LAST_BYTES = 64 * 2**10, 4 * _MIB
 _ALL_REDUCE_BYTES, _ALL_REDUCES, _ALL_REDUCE_S = (4 * 2**10, _MIB, 16 * _MIB), 3, 1.5
 
+_NETWORK = (
+    "look at these nodes and the network between them (all ports must be open to each other, and to no other"
+    " machine; GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME selects the interface), then try again on all nodes"
+)
+"""The remedy if nodes do not reach each other."""
+
 
 @dataclass
 class Node:
@@ -78,16 +84,6 @@ class Node:
     @property
     def round_trip(self) -> float:
         return statistics.median_low(trip for _, trip in self.links.values())
-
-
-@dataclass(frozen=True)
-class _Place:
-    """The rank of this node, the number of nodes, and the address of node 0's store."""
-
-    rank: int = 0
-    size: int = 1
-    host: str = ""
-    port: int = _PORT
 
 
 def rounds(size: int) -> Iterator[list[tuple[int, int]]]:
@@ -161,19 +157,10 @@ def check_disk(nodes: list[Node]) -> str:
 
 def _raise_if(slow: list[str]) -> None:
     if slow:
-        raise TemporaryError(f"{'; '.join(slow)}: {_remedy()}")
-
-
-_NETWORK = (
-    "look at these nodes and the network between them (all ports must be open to each other, and to no other"
-    " machine; GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME selects the interface), then try again on all nodes"
-)
-
-
-def _remedy() -> str:
-    if "JOB_COMPLETION_INDEX" in os.environ:
-        return "cordon it (kubectl cordon) or remove the cause, the Job tries again"
-    return "remove the cause or leave it out, then try again"
+        remedy = "remove the cause or leave it out, then try again"
+        if "JOB_COMPLETION_INDEX" in os.environ:
+            remedy = "cordon it (kubectl cordon) or remove the cause, the Job tries again"
+        raise TemporaryError(f"{'; '.join(slow)}: {remedy}")
 
 
 def table(nodes: list[Node]) -> str:
@@ -199,7 +186,8 @@ class GangCheck:
     """The measurements of all nodes of a job, made together."""
 
     def __init__(self, config: Config, log: Callable[[str], None]) -> None:
-        self._place, self._log = _find_place(), log
+        self.rank, self.size, self._host, self._port = _find_place()
+        self._log = log
         self._folder = RunFolder(config.run_dir)
         self._job = os.environ.get("JOB_UID", "")
         self._passed = self._folder.path / "gang-check"
@@ -209,7 +197,6 @@ class GangCheck:
         self._devices = [self._device]
         if self._device.type == "cuda" and here.local_size == 1:  # one process for the whole node
             self._devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-        self.rank, self.size = self._place.rank, self._place.size
         self.all_reduces: list[str] = []
         self._names: list[str] = []
         self._end = 0.0
@@ -229,16 +216,16 @@ class GangCheck:
         if self.size == 1:
             self._names, self._start = [name], time.monotonic()
             return "one node: there is nothing to compare it with"
-        start, limit = time.monotonic(), _join_timeout()
-        self._log(f"node {self.rank} of {self.size}: waiting for all nodes at {self._place.host}:{self._place.port}")
+        start, limit, place = time.monotonic(), _join_timeout(), f"{self._host}:{self._port}"
+        self._log(f"node {self.rank} of {self.size}: waiting for all nodes at {place}")
         waiting = _Waiting(start, limit, self._log)
-        while self.rank != 0 and not _answers(self._place):
+        while self.rank != 0 and not _answers(self._host, self._port):
             waiting.check([0])
         # A frozen node 0 keeps its connections open, and does not answer.
         timer = _abort_after(limit + _LOG_EVERY_S, "the wait for all nodes, at the store of node 0,")
         try:
             self._store = TCPStore(
-                self._place.host, self._place.port, is_master=self.rank == 0, wait_for_workers=False,
+                self._host, self._port, is_master=self.rank == 0, wait_for_workers=False,
                 timeout=timedelta(seconds=_GROUP_END_S),
             )  # fmt: skip
             self._store.set(f"name/{self.rank}", name)
@@ -246,10 +233,8 @@ class GangCheck:
                 waiting.check(missing)
             self._names = [self._store.get(f"name/{rank}").decode() for rank in range(self.size)]
         except dist.DistError as error:
-            at = f"{self._place.host}:{self._place.port}"
-            raise TemporaryError(
-                f"the store of node 0 at {at} is gone, or its port is in use ({error}): {_NETWORK}"
-            ) from None
+            problem = f"the store of node 0 at {place} is gone, or its port is in use ({error})"
+            raise TemporaryError(f"{problem}: {_NETWORK}") from None
         finally:
             timer.cancel()
         self._start = time.monotonic()
@@ -468,23 +453,27 @@ class _Waiting:
         time.sleep(0.2)
 
 
-def _find_place() -> _Place:
-    """Return this node's place, from the variables of a Job's pod or those of `world`."""
+def _find_place() -> tuple[int, int, str, int]:
+    """Return this node's rank, the number of nodes, and host and port of node 0's store.
+
+    They come from the variables of a Job's pod, or from those of `world`.
+    """
+    alone = 0, 1, "", _PORT
     if world.is_launched():
         here = world.from_environment()
         if here.size == 1:
-            return _Place()
+            return alone
         host = os.environ.get("MASTER_ADDR", "")
         port = os.environ.get("MASTER_PORT", "")
         if here.init_method:
             host, _, port = here.init_method.removeprefix("tcp://").rpartition(":")
-        return _Place(here.rank, here.size, host, int(port))
+        return here.rank, here.size, host, int(port)
     nodes, rank = os.environ.get("PET_NNODES", "1"), os.environ.get("JOB_COMPLETION_INDEX", "0")
     if not (nodes.isdecimal() and rank.isdecimal() and int(rank) < int(nodes)):
         given = f"PET_NNODES={nodes!r} and JOB_COMPLETION_INDEX={rank!r}"
         raise RequestError(f"{given} in the environment: --gang needs a fixed number of nodes, and a smaller index")
     if nodes == "1":
-        return _Place()
+        return alone
     host = os.environ.get("PET_RDZV_ENDPOINT", "").rpartition(":")[0]
     # Without JOB_UID, a pod that is replaced while the others train would wait for them.
     if not host or not {"JOB_COMPLETION_INDEX", "JOB_UID"} <= {*os.environ}:
@@ -492,7 +481,7 @@ def _find_place() -> _Place:
             f"PET_NNODES={nodes}, but this node does not know its index, node 0 or its Job: set JOB_COMPLETION_INDEX,"
             " PET_RDZV_ENDPOINT and JOB_UID, or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         )
-    return _Place(int(rank), int(nodes), host)
+    return int(rank), int(nodes), host, _PORT
 
 
 def _expected_name(rank: int) -> str:
@@ -507,10 +496,10 @@ def _join_timeout() -> float:
     return float(settings.get("join_timeout", _JOIN_TIMEOUT_S))
 
 
-def _answers(place: _Place) -> bool:
+def _answers(host: str, port: int) -> bool:
     """Return True if node 0's store accepts connections."""
     try:
-        socket.create_connection((place.host, place.port), 5).close()
+        socket.create_connection((host, port), 5).close()
     except OSError:
         return False
     return True
