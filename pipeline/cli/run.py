@@ -147,12 +147,8 @@ def _add_predict(commands: Commands) -> None:
     _add_best(parser)
     add_trust(parser)
     add("--json", action="store_true", help="print JSON")
-    add(
-        "--sheet",
-        type=arguments.path,
-        metavar="FILE.png",
-        help="also draw the first 64 images with their predicted classes",
-    )
+    help = "also draw the first 64 images with their predicted classes"
+    add("--sheet", type=arguments.path, metavar="FILE.png", help=help)
 
 
 def _predict(options: argparse.Namespace) -> str:
