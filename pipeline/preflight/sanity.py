@@ -62,13 +62,12 @@ class SanityChecks:
         """Check that the model learns a single batch by heart."""
         model, (images, labels) = self._build_model(), self._batch(0)
         first, last = self._train(model, lambda _: (images, labels))
+        losses = f"loss {first:.2f} -> {last:.2f}"
         if not last <= _OVERFIT_LOSS * self._chance_loss:  # also true for NaN
-            problem = (
-                f"the model does not overfit {len(labels)} images in {_STEPS} steps, loss {first:.2f} -> {last:.2f}"
-            )
+            problem = f"the model does not overfit {len(labels)} images in {_STEPS} steps, {losses}"
             remedy = "lower augment.* (report/augmentation.png of a run shows what is left of the images)"
             raise RequestError(f"{problem}: {remedy}, then look at the labels")
-        return f"the model overfits {len(labels)} images: loss {first:.2f} -> {last:.2f}"
+        return f"the model overfits {len(labels)} images: {losses}"
 
     def check_shuffled_labels_give_chance(self) -> str:
         """Check that training on shuffled labels gives chance accuracy on validation images."""
