@@ -22,6 +22,7 @@ from pipeline.cli.arguments import (
 )
 from pipeline.errors import RequestError
 
+EXAMPLES = ("mlflow-shared", "stage-imagenet", "trainjob")  # files in deploy/manifests/examples/
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _RULE = "use lower-case letters, digits and -, start and end with a letter or digit"
 _label = matching(_LABEL, f"a Kubernetes name (RFC 1123): {_RULE}, 63 characters at most")
@@ -206,9 +207,8 @@ def _add_render(actions: Commands) -> None:
     other = parser.add_mutually_exclusive_group()
     help = "print only a Job that sends the run in /runs/RUN to MLflow, for a run that ended while MLflow was away"
     other.add_argument("--sync", type=_run, metavar="RUN", help=help)
-    examples = ["mlflow-shared", "stage-imagenet", "trainjob"]
-    help = f"print only an example, with the given images and namespace: {', '.join(examples)}"
-    other.add_argument("--example", choices=examples, metavar="NAME", help=help)
+    help = f"print only an example, with the given images and namespace: {', '.join(EXAMPLES)}"
+    other.add_argument("--example", choices=EXAMPLES, metavar="NAME", help=help)
     add("--out", type=path, default=None, metavar="FOLDER", help="write one file per manifest to this folder")
 
 

@@ -30,7 +30,6 @@ from pipeline.preflight.request import check_model_builds, check_model_exists
 from pipeline.world import World
 
 _TEMPLATES = Path(__file__).parent / "manifests"
-EXAMPLES = ("mlflow-shared", "stage-imagenet", "trainjob")
 _NEED_CLAIMS = ("stage-imagenet", "trainjob")
 _PUBLIC_ADDRESSES: dict[str, tuple[str, ...]] = {
     "0.0.0.0/0": ("10.0.0.0/8", "100.64.0.0/10", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16"),
@@ -140,7 +139,7 @@ def render(request: RenderOptions) -> dict[str, str]:
 
 
 def render_example(request: RenderOptions, name: str) -> dict[str, str]:
-    """Return the text of an example for the request, by file name. name: one of `EXAMPLES`."""
+    """Return the text of an example, by file name. name: one of `cli.machine.EXAMPLES`."""
     if request.store and name in _NEED_CLAIMS:
         raise RequestError(f"--example {name} mounts the claim data, and --store has none: leave one of the two out")
     if request.mlflow_auth and name == "mlflow-shared":
