@@ -110,12 +110,8 @@ def check_links(nodes: list[Node]) -> str:
     limit = max(_ROUND_TRIP_ABOVE * trip, trip + _ROUND_TRIP_ABOVE_MS)
     slow = []
     for node in nodes:
-        share = node.bandwidth / bandwidth
-        if share < _LINK_BELOW:
-            slow.append(
-                f"node {node.name} is slow, its links reach {_number(node.bandwidth)} MiB/s, the median is"
-                f" {_number(bandwidth)} MiB/s ({share:.0%} of it)"
-            )
+        if node.bandwidth < _LINK_BELOW * bandwidth:
+            slow.append(_slow(node, "its links reach", node.bandwidth, bandwidth, "MiB/s"))
         if node.round_trip > limit:
             slow.append(
                 f"node {node.name} is slow, a message to it and back takes {_number(node.round_trip)} ms, the median"
@@ -129,11 +125,8 @@ def check_links(nodes: list[Node]) -> str:
 def check_compute(nodes: list[Node]) -> str:
     """Return a line on the compute. Raises TemporaryError if a node is slow."""
     median = statistics.median(node.gflops for node in nodes)
-    _raise_if([
-        f"node {node.name} is slow, it computes {_number(node.gflops)} GFLOP/s, the median is {_number(median)}"
-        f" GFLOP/s ({node.gflops / median:.0%} of it)"
-        for node in nodes if node.gflops < _COMPUTE_BELOW * median
-    ])  # fmt: skip
+    slow = [node for node in nodes if node.gflops < _COMPUTE_BELOW * median]
+    _raise_if([_slow(node, "it computes", node.gflops, median, "GFLOP/s") for node in slow])
     return f"median {_number(median)} GFLOP/s in float32"
 
 
@@ -147,12 +140,16 @@ def check_disk(nodes: list[Node]) -> str:
         median = statistics.median(rates)
         parts.append(f"{verb} {_number(median)} MiB/s")
         slow += [
-            f"node {node.name} is slow, it {verb} run.dir's disk at {_number(rate)} MiB/s, the median is"
-            f" {_number(median)} MiB/s ({rate / median:.0%} of it)"
+            _slow(node, f"it {verb} run.dir's disk at", rate, median, "MiB/s")
             for node, rate in zip(nodes, rates, strict=True) if rate < min(_DISK_BELOW * median, _DISK_BELOW_MIB_S)
         ]  # fmt: skip
     _raise_if(slow)
     return f"the median node {' and '.join(parts)}"
+
+
+def _slow(node: Node, what: str, rate: float, median: float, unit: str) -> str:
+    numbers = f"{_number(rate)} {unit}, the median is {_number(median)} {unit} ({rate / median:.0%} of it)"
+    return f"node {node.name} is slow, {what} {numbers}"
 
 
 def _raise_if(slow: list[str]) -> None:
