@@ -96,9 +96,7 @@ def _comparison_images(
 
     try:
         images = open_validation(config, contents, trained, overrides)[0].val
-        batch = EvalBatches(images, config.replacing("evaluate", batch=_IMAGES))[0]
-        if batch.outage:
-            raise batch.outage
+        batch = EvalBatches(images, config.replacing("evaluate", batch=_IMAGES))[0].readable()
     except (RequestError, OutageError):
         if any(override.startswith("data.") for override in overrides):
             raise

@@ -97,9 +97,7 @@ def _classify(contents: dict[str, Any], target: str, images: FolderImages) -> It
     resources = replace(resources, workers=min(resources.workers, len(data) - 1))
     with torch.inference_mode():
         for batch in batches(data, range(len(data)), resources, pin=device.type == "cuda"):
-            if batch.outage:
-                raise batch.outage
-            probabilities, labels = model(batch.images.to(device).float()).topk(min(_TOP_K, len(classes)))
+            probabilities, labels = model(batch.readable().images.to(device).float()).topk(min(_TOP_K, len(classes)))
             tops = [
                 [(classes[label], probability) for label, probability in zip(*row, strict=True)]
                 for row in zip(labels.tolist(), probabilities.tolist(), strict=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.config.schema import Config
-from pipeline.data.batch import NO_LABEL, Batch
+from pipeline.data.batch import NO_LABEL
 from pipeline.data.loader import EvalBatches, TrainBatches
 from pipeline.data.sources import Source
 from pipeline.device import choose_device
@@ -95,7 +95,7 @@ class SanityChecks:
         return build(self._config.model, self._classes).to(self._device).train()
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
-        batch = _readable(self._batches[step % self._batches.plan.total_steps])
+        batch = self._batches[step % self._batches.plan.total_steps].readable()
         return self._normalise(batch.images), batch.labels.to(self._device)
 
     def _train(self, model: nn.Module, batch: Callable[[int], tuple[Tensor, Tensor]]) -> tuple[float, float]:
@@ -118,18 +118,11 @@ class SanityChecks:
         model.eval()
         with torch.inference_mode():
             for position in range(0, len(data), max(1, len(data) // _EVAL_BATCHES)):
-                batch = _readable(data[position])
+                batch = data[position].readable()
                 predicted = model(self._normalise(batch.images)).argmax(1).cpu()
                 correct += int((predicted == batch.labels).sum())
                 labels.append(batch.labels[batch.labels != NO_LABEL])
         return correct, torch.cat(labels)
-
-
-def _readable(batch: Batch) -> Batch:
-    """Return the batch, or raise the storage error that the loader put into it."""
-    if batch.outage:
-        raise batch.outage
-    return batch
 
 
 def _shuffled(labels: Tensor, rng: torch.Generator) -> Tensor:
