@@ -197,7 +197,8 @@ class Rendezvous(RendezvousHandler):
         threading.Thread(target=self._guard, name="rendezvous-guard", daemon=True).start()
         atexit.register(self._leave)  # torchrun does not call `shutdown` after a signal
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, _exit_on_signal)  # until torchrun starts ranks, and handles it
+            # until torchrun starts ranks, and handles it
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(TemporaryError.code))
         self._exit_if_finished()
 
     def get_backend(self) -> str:
@@ -360,10 +361,6 @@ def _is_this_machine(host: str) -> bool:
         return _matches_machine_hostname(host)
     except OSError:  # this machine's own name does not resolve yet
         return False
-
-
-def _exit_on_signal(number: int, frame: object) -> NoReturn:
-    raise SystemExit(TemporaryError.code)
 
 
 def _log(line: str) -> None:
