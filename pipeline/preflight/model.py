@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from pipeline.config.schema import Model
 from pipeline.config.trust import is_function
+from pipeline.data.index import list_first
 from pipeline.errors import RequestError
 from pipeline.model.architectures import build, meta_model
 from pipeline.model.functions import is_timm
@@ -114,12 +115,10 @@ def check_weights_have_gradients(options: Model, num_classes: int, model: nn.Mod
             with_gradient = _weights_with_gradient(build(options, num_classes), min(batch, 2), size)
         except Exception:  # a model that needs values and more images: DDP itself reports a gradient that never comes
             return
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    unused = [name for name in trained if name not in with_gradient]
+    unused = [name for name, param in model.named_parameters() if param.requires_grad and name not in with_gradient]
     if unused:
-        more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
         raise RequestError(
-            f"model.arch={options.arch} does not use {', '.join(unused[:3])}{more} for its logits, but with several"
+            f"model.arch={options.arch} does not use {list_first(unused, 3)} for its logits, but with several"
             " processes parallel=ddp needs a gradient of each weight: remove the unused layers, set requires_grad=False"
             " on their weights, or train with run.exact=true"
         )
