@@ -162,10 +162,8 @@ def check(root: Path | Store, val_split: float, *, write_sums: bool) -> str:
     defects = dict(checksums.check_sums(root, index)) if has_sums else {}
     for name, defect in _undecodable(sources.source_from_index(root, index)):
         defects.setdefault(name, defect)
-    _log_defects(defects)
-    if defects:
-        total = len(index.train) + len(index.val)
-        raise StorageError(f"{len(defects)} defects in the {total:,} images of {root}: fix or remove the files")
+    total = len(index.train) + len(index.val)
+    _refuse_defects(defects, f"the {total:,} images of {root}", "fix or remove the files")
     written = ""
     if write_sums:
         checksums.write_sums(root, index)
@@ -184,10 +182,7 @@ def _check_pack(root: Path | Store, *, write_sums: bool) -> str:
     else:
         changed = dict(pack.changed_shards(root, summary))
         defects = changed | dict(_undecodable(sources.source_from_index(root, index)))
-    _log_defects(defects)
-    if defects:
-        remedy = "copy it again, or remove it, fix the source and pack it again"
-        raise StorageError(f"{len(defects)} defects in the pack {root}: {remedy}")
+    _refuse_defects(defects, f"the pack {root}", "copy it again, or remove it, fix the source and pack it again")
     return f"{root} is good: a {summary['level']} pack of {index.size.describe()}, digest {index.digest[:16]}"
 
 
@@ -243,9 +238,12 @@ def _read_shard(store: Store, name: str) -> tuple[BinaryIO, str]:
     return file, sha256.hexdigest()
 
 
-def _log_defects(defects: dict[str, str]) -> None:
+def _refuse_defects(defects: dict[str, str], place: str, remedy: str) -> None:
+    """Log each defect. Raises StorageError if there is one."""
     for name, defect in defects.items():
         print(f"{name}: {defect}", file=sys.stderr)
+    if defects:
+        raise StorageError(f"{len(defects)} defects in {place}: {remedy}")
 
 
 def _undecodable(source: sources.Source) -> Iterator[tuple[str, str]]:
