@@ -126,7 +126,8 @@ def render(request: RenderOptions) -> dict[str, str]:
     names = sorted(path.name for path in _TEMPLATES.glob("[0-9]*.yaml"))
     if not request.recovery:
         names.remove("60-recovery.yaml")
-    manifests = {name: _fill(name, _values(request)) for name in names}
+    values = _values(request)
+    manifests = {name: _fill(name, values) for name in names}
     config_map = "10-config.yaml"
     try:
         config_in_pod = from_yaml(yaml.safe_load(manifests[config_map])["data"]["recipe.yaml"], config_map, overrides)
