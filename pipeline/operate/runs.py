@@ -79,18 +79,14 @@ def table(runs: list[Run], root: Path, width: int) -> str:
         first = (row[0] if len(row[0]) <= name else "").ljust(name)
         lines.append("  ".join([first, *padded, row[-1] if is_beside else ""]).rstrip())
         if run:
-            lines += _wrap([] if is_beside else [row[-1]], width)
-            lines += _wrap([run.reason] if run.exit_code is None else [], width)
+            below = ["" if is_beside else row[-1], run.reason if run.exit_code is None else ""]
+            lines += [_wrap(text, width) for text in below if text]
             lines += [f"  {_shown(_link(entry))}" for entry in run.mlflow]
     return "\n".join(lines)
 
 
-def _wrap(texts: list[str], width: int) -> list[str]:
-    return [
-        textwrap.fill(_shown(text), width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
-        for text in texts
-        if text
-    ]
+def _wrap(text: str, width: int) -> str:
+    return textwrap.fill(_shown(text), width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _find(root: Path) -> Iterator[tuple[Path, set[str]]]:
