@@ -245,7 +245,12 @@ class GangCheck:
         own = Node(self._names[self.rank])
         if self.size > 1:
             with self._phase("the connection of all nodes to each other", _GROUP_END_S):
-                self._make_group()
+                is_gpu = self._device.type == "cuda"
+                dist.init_process_group(
+                    "nccl" if is_gpu else "gloo", store=PrefixStore("group", self._store), rank=self.rank,
+                    world_size=self.size, timeout=timedelta(seconds=self._end - time.monotonic()),
+                    device_id=self._device if is_gpu else None,  # one communicator for all pairs
+                )  # fmt: skip
         with self._phase(f"compute or disk of {own.name}", _NODE_END_S):
             own.gflops = min(_gflops(device, _COMPUTE_S / len(self._devices)) for device in self._devices)
             own.write_mib_s, own.read_mib_s = disk_speed(self._folder)
@@ -267,14 +272,6 @@ class GangCheck:
                 if self.rank == 0:
                     self._store.wait([f"left/{rank}" for rank in range(self.size)], timedelta(seconds=2))
         return f"all nodes have the result, {time.monotonic() - self._start:.0f} s after they met"
-
-    def _make_group(self) -> None:
-        is_gpu = self._device.type == "cuda"
-        dist.init_process_group(
-            "nccl" if is_gpu else "gloo", store=PrefixStore("group", self._store), rank=self.rank,
-            world_size=self.size, timeout=timedelta(seconds=self._end - time.monotonic()),
-            device_id=self._device if is_gpu else None,  # one communicator for all pairs
-        )  # fmt: skip
 
     def _measure_links(self, nodes: list[Node]) -> None:
         """Measure the link of each pair, and put the results of all nodes into `nodes`."""
