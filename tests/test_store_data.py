@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context
@@ -482,6 +483,18 @@ def test_a_connection_that_trickles_is_abandoned(bucket: Bucket, monkeypatch: py
         with pytest.raises(OutageError, match="the connection has stalled"):
             reader.take(0)
         assert dict(zip(READ_FAILURES, reader.pop_failures(), strict=True))["stalled"] >= 3
+        reader.close()
+
+
+def test_a_connection_that_is_slow_and_steady_is_waited_for(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = bytes(range(10))
+    head = b"HTTP/1.1 206 Partial Content\r\nContent-Length: 10\r\n\r\n"
+    pause_s = 2 * ranges._FIRST_STALL_S / len(data)  # all of it takes twice as long as a stall
+    with answering([head, *(data[i : i + 1] for i in range(len(data)))], pause_s=pause_s) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        reader = RangeReader(bucket.place, lambda _: Range("large", 0, len(data), zlib.crc32(data)))
+        assert reader.take(0) == data
+        assert not any(reader.pop_failures())
         reader.close()
 
 

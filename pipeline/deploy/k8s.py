@@ -140,7 +140,7 @@ def render(request: RenderOptions) -> dict[str, str]:
 
 
 def render_example(request: RenderOptions, name: str) -> dict[str, str]:
-    """Return the text of an example, by file name. name: one of `cli.machine.EXAMPLES`."""
+    """Return the text of an example, by file name. name: that of a file in manifests/examples/."""
     if request.store and name in _NEED_CLAIMS:
         raise RequestError(f"--example {name} mounts the claim data, and --store has none: leave one of the two out")
     if request.mlflow_auth and name == "mlflow-shared":
