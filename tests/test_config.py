@@ -8,7 +8,7 @@ import pytest
 import yaml
 from faults.ledger import Notes
 
-from pipeline.config.credentials import split_credentials, without_password
+from pipeline.config.credentials import hide_credentials, split_credentials, without_password
 from pipeline.config.help import all_keys, describe_keys
 from pipeline.config.load import RECIPES, from_yaml, load, refuse_changes
 from pipeline.config.schema import Config, Duration
@@ -311,6 +311,39 @@ def test_every_url_in_a_text_loses_only_its_password() -> None:
     text = "neither http://a:b/c@host:1 nor s3:/d:e#f@b/x nor file:///a@b, says me@host of models:/digits@best"
     hidden = "neither http://host:1 nor s3:/b/x nor file:///a@b, says me@host of models:/digits@best"
     assert without_password(text) == hidden
+
+
+@pytest.mark.parametrize(
+    "uri",
+    ["s3://bucket/team@corp/x", "s3://bucket/a:b@c", "gs://bucket/team@corp", "http://host/a@b", "http://host:5000/a@b?c=d@e#f@g",
+     "https://[::1]:5000/a@b", "http://[fe80::1%eth0]/a@b", "sqlite:///a@b.db", "sqlite:/a@b/mlflow.db",
+     "sqlite+pysqlite:////data/me@corp/mlflow.db", "sqlite:///c:d@e/mlflow.db", "postgresql://host/db?options=a@b",
+     "abfss://container@account.dfs.core.windows.net/x@y", "wasbs://container@account.blob.core.windows.net/x",
+     "dbfs:/Users/me@corp/x", "dbfs:/me@corp/x", "mlflow-artifacts:/1/me@corp", "mlflow-artifacts://host:1/a@b",
+     "file:///a@b", "models:/digits@best", "runs:/0a/me@x", "/data/me@corp/x", "me@corp/x", "host:5000/a@b"],
+)  # fmt: skip
+def test_an_at_sign_in_a_path_is_no_end_of_a_password(uri: str) -> None:
+    assert (
+        without_password(uri)
+        == without_password(f"{uri} says x").removesuffix(" says x")
+        == hide_credentials(uri)
+        == uri
+    )
+    assert split_credentials(uri) == (uri, "", "")
+
+
+@pytest.mark.parametrize(
+    ("uri", "hidden"),
+    [("s3://key:a b@bucket/team@corp", "s3://bucket/team@corp"), ("http://u:p@s@[::1]:1/a@b", "http://[::1]:1/a@b"),
+     ("http://me@host/a@b", "http://host/a@b"), ("http://u:1234567/x@host/y", "http://host/y"),
+     ("postgresql://u:5432/x@db/y", "postgresql://db/y"), ("mysql+pymysql://u:a@b/c@db/y", "mysql+pymysql://db/y"),
+     ("abfss://container:pw@account/x", "abfss://account/x"), ("sqlite://u:p@host/x", "sqlite://host/x"),
+     ("http://a:b@h,http://c:d@e", "http://h,http://e"), ("http://h/?to=http://u:p@x", "http://h/?to=http://x"),
+     ("https:/u:p@h/a@b", "https:/h/a@b")],
+)  # fmt: skip
+def test_a_password_ends_where_its_library_ends_it(uri: str, hidden: str) -> None:
+    assert hide_credentials(uri) == hidden
+    assert " " in uri or without_password(uri) == hidden
 
 
 def test_credentials_are_split_from_a_url_raw_and_percent_encoded() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,19 @@ def test_the_best_model_is_chosen_again_if_its_checkpoint_is_lost(place: Place) 
     best = place.events("slow", "ended")[-1]["best"]
     assert best["step"] > step_of(second)
     assert (place.path / "runs/slow/checkpoints" / best["file"]).exists()
+
+
+def test_a_run_resumes_after_its_recipe_was_renamed(place: Place) -> None:
+    recipe = place.path / "first.yaml"
+    recipe.write_text("run: {dir: runs/named}\n")
+    run = partial(quick, cwd=place.path)
+    assert run("train", "first.yaml", *SMALL).code == 0
+    recipe.rename(place.path / "second.yaml")
+    assert run("doctor", "second.yaml", *SMALL, "train.max_steps=2").code == 0
+    resumed = run("train", "second.yaml", *SMALL, "train.max_steps=2")
+    assert resumed.code == 0, resumed.err
+    assert [row["step"] for row in place.events("named", "started")] == [0, 1]
+    assert [row["tags"]["recipe"] for row in place.events("named", "started")] == ["first", "second"]
 
 
 def test_a_checkpoint_of_another_run_is_refused(place: Place) -> None:

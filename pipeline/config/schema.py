@@ -673,9 +673,9 @@ class Config(Section):
 
 
 MAY_CHANGE_ON_RESUME = (
-    "run.dir", "run.resume", "run.trace", "run.watch", "run.timeout", "data.root", "data.cache", "data.cache_gib",
-    "data.workers", "data.prefetch", "data.max_bad", "train.max_steps", "train.epochs", "checkpoint", "profile",
-    "track",
+    "recipe", "run.dir", "run.resume", "run.trace", "run.watch", "run.timeout", "data.root", "data.cache",
+    "data.cache_gib", "data.workers", "data.prefetch", "data.max_bad", "train.max_steps", "train.epochs", "checkpoint",
+    "profile", "track",
 )  # fmt: skip
 """Keys, and sections with all their keys, that may differ between a run and its resumption.
 
