@@ -22,7 +22,8 @@ from torch import Tensor
 
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, RunError, TemporaryError
-from pipeline.world import World
+from pipeline.supervision import launch_id
+from pipeline.world import ALONE, World
 
 T = TypeVar("T")
 
@@ -128,8 +129,8 @@ class ProcessGroup(Group):
             )  # fmt: skip
         except (dist.DistNetworkError, dist.DistStoreError, dist.DistBackendError, TimeoutError) as error:
             raise TemporaryError(
-                f"rank {world.rank} of {world.size} found no group within {timeout_s + restore_s:g} s: start all"
-                f" processes of the job ({error})"
+                f"rank {world.rank} of {world.size} found no group within {timeout_s + restore_s:g} s:"
+                f" {join_advice()} ({error})"
             ) from error
         _set_timeout("cpu", timedelta(seconds=timeout_s))
 
@@ -218,6 +219,11 @@ def _set_timeout(device: str, timeout: timedelta) -> None:
     """
     assert dist.group.WORLD is not None
     dist.group.WORLD._get_backend(torch.device(device))._set_default_timeout(timeout)
+
+
+def join_advice() -> str:
+    """Return what to do if a group does not form. RANK may be that of a pod whose shell is used."""
+    return "start all processes of the job" + (f", or {ALONE}" if launch_id() is None else "")
 
 
 def is_peer_failure(error: Exception) -> bool:

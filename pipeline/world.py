@@ -2,7 +2,8 @@
 
 A process started by torchrun (or by our own `--nproc`, which is the same agent) reads its rank from
 RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. They can also be set by hand. Without them the
-world is this one process.
+world is this one process. Only `train`, `evaluate` and `doctor --gang` read them: the shell of a
+job's pod may have them, too.
 """
 
 import os
@@ -11,6 +12,9 @@ from dataclasses import dataclass, replace
 
 from pipeline.errors import RequestError
 from pipeline.machine import available_cpus, has_gpu, missing_to_compile, shared_memory_bytes
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+ALONE = "unset RANK and WORLD_SIZE to train or evaluate alone"
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,19 @@ class World:
 
 def is_launched() -> bool:
     """Return True if a launcher has set this process's rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return "RANK" in os.environ or "WORLD_SIZE" in os.environ
+
+
+def is_first(variable: str = "RANK") -> bool:
+    """Return True unless the variable holds a rank above 0."""
+    value = os.environ.get(variable, "0")
+    return not (value.isdecimal() and int(value))
+
+
+def forget_launcher() -> None:
+    """Remove a launcher's variables from the environment of this process and of its children."""
+    for name in VARIABLES:
+        os.environ.pop(name, None)
 
 
 def from_environment() -> World:
@@ -63,15 +79,17 @@ def from_environment() -> World:
     if not is_launched():
         return alone
     values = {}
-    for name, default in (("RANK", ""), ("WORLD_SIZE", ""), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
+    for name, default in zip(VARIABLES, (None, None, "0", "1"), strict=True):
         text = os.environ.get(name, default)
-        if not text.isdecimal():
-            raise RequestError(f"{name}={text!r} in the environment is not an integer: start with torchrun or --nproc")
+        if text is None or not text.isdecimal():
+            problem = f"{name} is not set" if text is None else f"{name}={text!r} in the environment is not an integer"
+            raise RequestError(f"{problem}: {ALONE}, or start with torchrun or --nproc")
         values[name] = int(text)
     rank, size, local_rank, local_size = values.values()
     if not (rank < size and local_rank < local_size <= size):
         given = " ".join(f"{name}={value}" for name, value in values.items())
-        raise RequestError(f"{given} in the environment contradict each other: start with torchrun or --nproc")
+        problem = f"{given} in the environment contradict each other"
+        raise RequestError(f"{problem}: {ALONE}, or start with torchrun or --nproc")
     init_method = _init_method() if size > 1 else None
     return replace(alone, size=size, local_size=local_size, rank=rank, local_rank=local_rank, init_method=init_method)
 
@@ -84,7 +102,7 @@ def _init_method() -> str | None:
         if not _is_port(port):
             raise RequestError(
                 f"MASTER_PORT={port!r} in the environment is not a port: set it to a number from 1 to 65535 that is"
-                " free on rank 0's machine, or start with torchrun or --nproc"
+                f" free on rank 0's machine, or start with torchrun or --nproc, or {ALONE}"
             )
         return None
     if given is not None and re.fullmatch(r"tcp://[^/\s]+:\d+", given) and _is_port(given.rpartition(":")[2]):
@@ -94,7 +112,7 @@ def _init_method() -> str | None:
         problem = f"INIT_METHOD={given!r} is not tcp://HOST:PORT, with a port from 1 to 65535"
     raise RequestError(
         f"{problem}: set INIT_METHOD=tcp://HOST:PORT, with an address of rank 0's machine, or MASTER_ADDR and"
-        " MASTER_PORT, or start with torchrun or --nproc"
+        f" MASTER_PORT, or start with torchrun or --nproc, or {ALONE}"
     )
 
 

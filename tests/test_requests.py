@@ -2,12 +2,14 @@
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from harness import Job, Result, environment, pipeline, quick
+from harness import Job, Result, environment, free_port, pipeline, quick
+from place import Place
 
 from pipeline.cli.main import main
 from pipeline.config.schema import Model
@@ -185,13 +187,15 @@ def test_an_unreadable_path_is_one_line_for_every_command(
 def test_an_unexpected_file_error_in_a_rank_stays_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "0")
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # keep the handlers of the test process
+    monkeypatch.setattr("faulthandler.register", lambda *_: None)
 
     def fail(*_: object) -> None:
         raise FileNotFoundError(2, "No such file or directory", "weights.pt")
 
-    monkeypatch.setattr("pipeline.deploy.k8s.render", fail)
+    monkeypatch.setattr("pipeline.operate.launch.train", fail)
     with pytest.raises(FileNotFoundError, match="No such file"):
-        main(["k8s", "render"])
+        main(["train", "digits"])
 
 
 @pytest.mark.parametrize(
@@ -267,6 +271,39 @@ def test_a_launcher_inside_a_launcher_is_refused(tmp_path: Path, without_torch: 
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     result = pipeline("train", "digits", "--nproc", "2", cwd=tmp_path, PYTHONPATH=str(without_torch), **ranks)
     assert "give --nproc, or start with torchrun, not both" in refused(result)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["predict runs/done images", "plan digits", "data check images", "export runs/done --to safetensors", "recipes",
+     "runs", "report runs/done", "sync runs/done", "doctor digits --json data.source=synthetic", "verify runs/none",
+     "k8s render digits --nodes 2"],
+)  # fmt: skip
+def test_the_rank_of_the_pod_whose_shell_is_used_changes_no_command(place: Place, command: str) -> None:
+    expected = quick(*command.split(), cwd=place.path)
+    assert expected.out or expected.err
+    for ranks in ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, {"RANK": "", "WORLD_SIZE": ""}):
+        result = quick(*command.split(), cwd=place.path, **ranks)
+        assert result.code == expected.code, result.err
+        for before, after in ((expected.out, result.out), (expected.err, result.err)):
+            assert _without_figures(after) == _without_figures(before)
+
+
+def _without_figures(text: str) -> str:
+    return re.sub(r"\d+(\.\d+)?", "0", text)
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_a_rank_that_waits_for_the_others_says_so_and_how_to_do_without(place: Place, command: str) -> None:
+    ranks = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    if command == "train":
+        code, err = place.train("run.dir=runs/other", "run.timeout=4", **ranks)
+    else:
+        result = quick("evaluate", "runs/done", "run.timeout=4", "run.device=cpu", cwd=place.path, **ranks)
+        code, err = result.code, result.err
+    assert code == 75
+    (line,) = (line for line in err.splitlines() if "rank 1 of 2 waits for the other processes" in line)
+    assert "unset RANK and WORLD_SIZE to train or evaluate alone" in line
 
 
 def test_under_torchrun_a_wrong_request_is_printed_once_and_all_ranks_exit(tmp_path: Path, digits: Path) -> None:

@@ -419,6 +419,12 @@ MLFLOW_TRACKING_URI=localhost:5000 predict models:/x photos | did you mean http:
 MLFLOW_TRACKING_URI=htp://foo sync runs/done | MLFLOW_TRACKING_URI=htp://foo is not allowed
 RANK=1 WORLD_SIZE=x train digits | WORLD_SIZE='x' in the environment is not an integer
 RANK=0 WORLD_SIZE=2 train digits | no address of rank 0
+RANK= WORLD_SIZE= train digits | RANK='' in the environment is not an integer: unset RANK and WORLD_SIZE to train
+RANK=1 train digits | WORLD_SIZE is not set: unset RANK and WORLD_SIZE to train or evaluate alone
+WORLD_SIZE=2 LOCAL_RANK= evaluate runs/done | RANK is not set: unset RANK and WORLD_SIZE to train or evaluate alone
+RANK=1 WORLD_SIZE=2 predict runs/done nosuch.jpg | nosuch.jpg: file not found
+RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 verify runs/none | runs/none
+RANK= WORLD_SIZE= LOCAL_RANK= k8s render digits --nodes 7 | 91 or 98
 PET_NNODES=0 doctor digits | PET_NNODES='0' in the environment
 """
 

@@ -63,10 +63,12 @@ def command() -> NoReturn:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Only rank 0 prints the result."""
-    is_main = os.environ.get("RANK", "0") == "0"
-    is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words[:1] not in (["train"], ["evaluate"]) and not (words[:1] == ["doctor"] and "--gang" in words):
+        world.forget_launcher()
+    is_main, is_first_here = world.is_first("RANK"), world.is_first("LOCAL_RANK")
     try:
-        options = parse(arguments)
+        options = parse(words)
         result = options.run(options)
         if isinstance(result, int):
             return result
@@ -113,12 +115,11 @@ def make_parser() -> Parser:
     return parser
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(words: Sequence[str]) -> argparse.Namespace:
     """Return a command's options. Raises RequestError if they are wrong.
 
     key=value words may come before and after the flags, which argparse alone does not allow.
     """
-    words = sys.argv[1:] if arguments is None else list(arguments)
     parser = make_parser()
     if completion.is_asked():
         completion.complete(parser)

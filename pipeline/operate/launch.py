@@ -235,7 +235,10 @@ def _freeze_imports() -> Iterator[None]:
 def _read_world(nproc: int | None) -> World:
     """Return this process's place in the job. Raises RequestError for --nproc under a launcher."""
     if nproc is not None and world.is_launched():
-        raise RequestError(f"--nproc {nproc} under a launcher: give --nproc, or start with torchrun, not both")
+        raise RequestError(
+            f"--nproc {nproc} with RANK and WORLD_SIZE in the environment: unset them, or leave --nproc out: give"
+            " --nproc, or start with torchrun, not both"
+        )
     return world.from_environment()
 
 

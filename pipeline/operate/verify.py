@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from pipeline import errors, machine, supervision, world
+from pipeline import errors, machine, supervision
 from pipeline.config.load import from_yaml
 from pipeline.config.schema import Config
 from pipeline.config.trust import check_is_trusted
@@ -46,8 +46,6 @@ _NOT_A_CAUSE = ("step", "recipe", "changes", "world", "epochs")
 
 def verify(run_dir: Path, steps: int | None) -> int:
     """Run `pipeline verify`; print "identical: …" and return 0, or "differs: …" and 1."""
-    if world.is_launched():
-        raise RequestError("verify starts the run's processes by itself: call it without torchrun")
     check_run_folder(run_dir)
     folder = RunFolder(run_dir)
     receipt = _read_receipt(folder)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+from pipeline import world
 from pipeline.config.credentials import without_password
 from pipeline.config.load import check_tracking_uri, mlflow_changes
 from pipeline.config.schema import Config, expand_home
@@ -36,7 +37,7 @@ class Sender:
         self._folder, self._uri = folder, uri
         # the URI is not an argument, since ps shows those
         environment = {**os.environ, "PIPELINE_TRACK_URI": uri, "CUDA_VISIBLE_DEVICES": ""}
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        for name in world.VARIABLES:
             environment.pop(name, None)
         with open(folder.sync_log, "ab") as log:
             self._process = subprocess.Popen(

@@ -42,7 +42,7 @@ from pipeline.record.journal import final_status
 from pipeline.record.mirror import Mirror
 from pipeline.record.receipt import Receipt
 from pipeline.record.terminal import Terminal, make_terminal
-from pipeline.supervision import kill_stopped_peers, report_to_agent, stop_restarts
+from pipeline.supervision import kill_stopped_peers, launch_id, report_to_agent, stop_restarts
 from pipeline.telemetry.profiler import make_profiler
 from pipeline.telemetry.timing import StepTimer, make_timer
 from pipeline.train.evaluate import Evaluator
@@ -258,6 +258,9 @@ def _join(config: Config, world: World) -> Group:
         precision=config.train.precision,
         threads=divide_resources(config, world).threads,
     )
+    if world.size > 1 and launch_id() is None:
+        waiting = f"rank {world.rank} of {world.size} waits for the other processes"
+        make_terminal(is_main=True).log(f"{waiting}: {groups.join_advice()}")
     return groups.start(config, world, choose_device(config, world))
 
 
