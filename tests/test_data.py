@@ -19,7 +19,7 @@ import simplejpeg
 import torch
 from faults.ledger import Notes
 from harness import quick, read_rows
-from PIL import Image
+from PIL import Image, ImageOps
 from place import SMALL, Place
 from streams import joined, prepare, stream
 from test_pack import encoded, photo
@@ -490,7 +490,8 @@ KINDS = {
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_an_image_has_the_pixels_that_pillow_decodes(kind: str) -> None:
     pixels = decode(KINDS[kind])  # the format is detected from the content
-    expected = np.asarray(Image.open(io.BytesIO(KINDS[kind])).convert("RGB"))
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(KINDS[kind])))
+    expected = np.asarray(upright.convert("RGB"))
     assert (pixels.dtype, pixels.shape) == (torch.uint8, (3, *expected.shape[:2]))
     assert np.abs(pixels.permute(1, 2, 0).numpy().astype(int) - expected).max() <= 2
 

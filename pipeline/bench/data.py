@@ -185,7 +185,7 @@ class _DecodedImages(Dataset[Any]):
 
     def __getitem__(self, position: int) -> int:
         for sample in self.order.ids(position).tolist():
-            decode(self.images.read(sample))
+            decode(self.images.read(sample), upright=self.images.upright)
         return position
 
 

@@ -34,6 +34,8 @@ from pipeline.config.trust import trust
 from pipeline.errors import RequestError
 
 MAX_YAML_BYTES = 1 << 16
+_BEFORE_0_3 = {"data": {"split_by": "file", "orientation": "ignore"}}
+"""Values of the keys that a configuration of an earlier version lacks: how it trained."""
 _TRACKING_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 
 
@@ -56,6 +58,10 @@ def load(recipe: str, overrides: list[str]) -> Config:
     if isinstance(run, dict) and str(run.get("dir", "auto")).lower() in ("auto", "none", "null", "~"):
         run["dir"] = f"runs/{tree['recipe']}"
     config = _validate(tree)
+    if config.run.resume == "auto":
+        with suppress(OSError, RequestError):  # no earlier start, or a damaged file that its reader reports
+            saved = (config.run_dir / "config.yaml").read_text(encoding="utf-8", errors="replace")
+            config = _validate(_with_earlier_defaults(tree, _parse_yaml(saved, "")))
     config = config.with_changes(_changes(config, recipe_tree, overrides))
     trust(config.model.arch)
     if config.track.uri not in ("auto", "none"):
@@ -80,17 +86,30 @@ def recipe_text(recipe: str) -> tuple[str, str]:
     return name, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
-def from_yaml(text: str, origin: str, overrides: list[str] | None = None) -> Config:
+def from_yaml(text: str, origin: str, overrides: list[str] | None = None, *, is_saved: bool = True) -> Config:
     """Return the configuration that `to_yaml` wrote, with overrides on top.
 
-    origin: where the text comes from, for error messages.
+    origin: where the text comes from, for error messages. is_saved: False for a recipe, whose
+    missing keys have today's defaults.
     """
     tree = _parse_yaml(text, origin)
+    if is_saved:
+        tree = _with_earlier_defaults(tree, tree)
     _apply(tree, overrides or [])
     config = _validate(tree)
     if any(word.startswith("model.arch=") for word in overrides or []):
         trust(config.model.arch)
     return config
+
+
+def _with_earlier_defaults(tree: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """Return `tree` with the earlier default of each key that neither it nor `saved` has."""
+    made = copy.deepcopy(tree)
+    for section, defaults in _BEFORE_0_3.items():
+        for key, value in defaults.items():
+            if key not in (saved.get(section) or {}) and isinstance(made.setdefault(section, {}), dict):
+                made[section].setdefault(key, value)
+    return made
 
 
 def check_tracking_uri(name: str, uri: str) -> None:

@@ -228,6 +228,13 @@ class Data(Section):
     val_split: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """If data.root has no val/: share of the images for validation, chosen by a hash of each file's
     name."""
+    split_by: Literal["class", "file"] = "class"
+    """If data.root has no val/: class: data.val_split is the share of each class; one image of it
+    stays in training, and from three images on one goes to validation. file: the share of all
+    files, as version 0.2 chose them."""
+    orientation: Literal["apply", "ignore"] = "apply"
+    """apply: turn images upright as their EXIF orientation says. ignore: read images as version 0.2
+    did. A pack keeps the choice that it was made with."""
     balance: Literal["none", "uniform", "sqrt"] = "none"
     """none: each image once an epoch. The others draw with replacement, for classes of unequal
     size. uniform: each class equally often; sqrt: by the square root of its number of images."""

@@ -1,13 +1,18 @@
-"""Decoding image files to uint8 pixels [3, H, W], with a named error for each bad file.
+"""Decoding image files to upright uint8 pixels [3, H, W], with a named error for each bad file.
 
 No file crashes the process or takes more than a bounded amount of memory: the size is read from the
 header before anything is decoded, since 14 KB of PNG can decode to 1.3 GB. simplejpeg, which is
 libjpeg-turbo and no more, decodes JPEG; Pillow decodes the rest, and what simplejpeg finds odd.
 Both give the same pixels. As with Pillow, grey, palette and CMYK become RGB and alpha is dropped;
-but 16-bit images are scaled, where Pillow clips them.
+but images of more than 8 bits are scaled by the range that their file gives, where Pillow clips.
+
+Images are turned as their EXIF orientation says, after a crop is drawn on the upright size.
+`upright=False` reads them as version 0.2 did, for its runs and packs: Pillow turned TIFF files
+only, and no range was asked for.
 """
 
 import io
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -32,6 +37,17 @@ _MAX_SCANS = 64
 # not every format of Pillow: for EPS it would start Ghostscript
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM")
 _16_BIT_MODES = ("I;16", "I;16B", "I;16L", "I")
+_ORIENTATION = 0x0112
+_TURNS = {
+    1: (False, False, False), 2: (False, False, True), 3: (False, True, True), 4: (False, True, False),
+    5: (True, False, False), 6: (True, False, True), 7: (True, True, True), 8: (True, True, False),
+}  # fmt: skip
+"""For each EXIF orientation: whether to swap rows and columns, then to flip rows, and columns."""
+_XMP = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
+_BITS, _SAMPLE_FORMAT, _UNSIGNED, _FLOAT = 258, 339, 1, 3
+_LOWEST, _HIGHEST = (340, 280), (341, 281)
+"""TIFF tags of the range of the pixels: SMinSampleValue, MinSampleValue; SMaxSampleValue, …"""
+_FULL, _12_BIT = 65535, 4095
 _BAND = 256  # rows
 _WARNING = "Corrupt JPEG data"
 """Beginning of libjpeg's warnings, after which it goes on, for example about bytes below a crop."""
@@ -56,9 +72,11 @@ class Picture:
     """A JPEG with a well-formed header, or pixels [3, H, W]."""
     frame: jpeg.Frame | None = None
     """The header of that JPEG."""
+    orientation: int = 1
+    """The EXIF orientation that is applied; pixels are turned already."""
 
     @classmethod
-    def open(cls, data: bytes | NDArray[np.uint8]) -> "Picture":
+    def open(cls, data: bytes | NDArray[np.uint8], *, upright: bool = True) -> "Picture":
         """Read the header of a file, or take decoded pixels [3, H, W]. Raises BadImageError."""
         if isinstance(data, np.ndarray):
             return cls(data.shape[1], data.shape[2], torch.from_numpy(data))
@@ -69,12 +87,18 @@ class Picture:
             _check_size(frame.height, frame.width)
             if not frame.is_sequential:
                 _check_scans(data)
-            return cls(frame.height, frame.width, data, frame)
+            orientation = _orientation_of_jpeg(data, frame) if upright else 1
+            height, width = (frame.width, frame.height) if _TURNS[orientation][0] else (frame.height, frame.width)
+            return cls(height, width, data, frame, orientation)
         with _as_bad_image(), Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             _check_size(image.height, image.width)
             if image.format == "JPEG":
                 _check_scans(data)
-            return cls(image.height, image.width, _decode_pillow(image))
+            orientation = _orientation(image) if upright else 1
+            pixels = _decode_pillow(image, checks_range=upright)
+            if image.format != "TIFF":  # which Pillow turns by itself
+                pixels = _turn(pixels, orientation)
+            return cls(pixels.shape[1], pixels.shape[2], pixels, None, orientation)
 
     def region(self, top: int, left: int, height: int, width: int) -> Tensor:
         """Return a crop [3, height, width] uint8, maybe as a view. Raises BadImageError."""
@@ -82,6 +106,7 @@ class Picture:
             pixels = self.data
         else:
             assert self.frame
+            top, left, height, width = self._stored_box(top, left, height, width)
             data: bytes | bytearray = self.data
             upper = None
             with _as_bad_image():
@@ -92,7 +117,17 @@ class Picture:
                 pixels = decode_jpeg(data, self.frame, upper)
         if top + height > pixels.shape[1] or left + width > pixels.shape[2]:
             raise BadImageError("the size in its header is not that of its data")
-        return pixels[:, top : top + height, left : left + width]
+        pixels = pixels[:, top : top + height, left : left + width]
+        return pixels if isinstance(self.data, Tensor) else _turn(pixels, self.orientation)
+
+    def _stored_box(self, top: int, left: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """Return where a box of the upright image lies in the stored one."""
+        swaps, flips_rows, flips_columns = _TURNS[self.orientation]
+        if flips_rows:
+            top = self.height - top - height
+        if flips_columns:
+            left = self.width - left - width
+        return (left, top, width, height) if swaps else (top, left, height, width)
 
 
 def jpeg_decoder() -> str:
@@ -100,9 +135,9 @@ def jpeg_decoder() -> str:
     return "simplejpeg" if simplejpeg else "Pillow, which is slower ('pip install simplejpeg')"
 
 
-def decode(data: bytes | NDArray[np.uint8]) -> Tensor:
+def decode(data: bytes | NDArray[np.uint8], *, upright: bool = True) -> Tensor:
     """Return all pixels, [3, H, W] uint8, on the CPU. Raises BadImageError."""
-    picture = Picture.open(data)
+    picture = Picture.open(data, upright=upright)
     return picture.region(0, 0, picture.height, picture.width)
 
 
@@ -133,7 +168,7 @@ def decode_jpeg(data: bytes | bytearray, frame: jpeg.Frame, upper: bytearray | N
             return _decode_with_simplejpeg(upper or data, frame.scan)
     with Image.open(io.BytesIO(data), formats=("JPEG",)) as image:
         _check_size(image.height, image.width)
-        return _decode_pillow(image)
+        return _decode_pillow(image, checks_range=False)
 
 
 def _decode_with_simplejpeg(data: bytes | bytearray, scan: int) -> Tensor:
@@ -166,16 +201,104 @@ def _check_scans(data: bytes) -> None:
         raise BadImageError(f"more than the {_MAX_SCANS} scans allowed")
 
 
-def _decode_pillow(image: Image.Image) -> Tensor:
-    if image.mode in _16_BIT_MODES:
+def _orientation_of_jpeg(data: bytes, frame: jpeg.Frame) -> int:
+    """Return the EXIF orientation, or that of XMP, as Pillow does; 1 if there is none."""
+    segments = [data[start:end] for start, end in frame.metadata]
+    for segment in segments:
+        with suppress(Exception):  # damaged Exif data raise struct.error, SyntaxError and more
+            tags = Image.Exif()
+            tags.load(segment if segment.startswith(b"Exif\0\0") else b"")
+            if tags.get(_ORIENTATION) in _TURNS:
+                return int(tags[_ORIENTATION])
+    for segment in segments:
+        if found := _XMP.search(segment):
+            return int(found[1]) if int(found[1]) in _TURNS else 1
+    return 1
+
+
+def _orientation(image: Image.Image) -> int:
+    """Return the EXIF orientation; 1 if there is none, or if it is damaged."""
+    with suppress(Exception):
+        found = image.getexif().get(_ORIENTATION)
+        return int(found) if found in _TURNS else 1
+    return 1
+
+
+def _turn(pixels: Tensor, orientation: int) -> Tensor:
+    """Return the pixels [3, H, W] of a stored image upright."""
+    swaps, *flips = _TURNS[orientation]
+    pixels = pixels.transpose(1, 2) if swaps else pixels
+    dimensions = [dimension for dimension, is_flipped in zip((1, 2), flips, strict=True) if is_flipped]
+    return pixels.flip(dimensions) if dimensions else pixels
+
+
+def _decode_pillow(image: Image.Image, *, checks_range: bool) -> Tensor:
+    """Return the stored pixels of an image, [3, H, W] uint8, in RGB.
+
+    checks_range: raise BadImageError for an image of more than 8 bits whose range is not known.
+    """
+    tiles = getattr(image, "tile", [])
+    # of such an image in colour, Pillow takes the upper 8 bits
+    is_16_bit = image.format in ("PNG", "TIFF") and any(";16" in str(tile[3]) for tile in tiles)
+    image.load()
+    if image.mode in _16_BIT_MODES or (image.mode == "F" and checks_range):
+        low, high = _range(image) if checks_range else (0, _FULL)
+        if (low, high) != (0, _FULL):
+            return _grey(_scaled(np.array(image, np.float32), low, high))
         wide = np.array(image, np.int32)  # changed in place, because 80 million pixels take 320 MB
-        np.clip(wide, 0, 65535, out=wide)
+        if checks_range and 0 < wide.max() <= _12_BIT:
+            raise _unknown_range()
+        np.clip(wide, 0, _FULL, out=wide)
         wide += 128
         wide //= 257
-        return torch.from_numpy(wide.astype(np.uint8))[None].expand(3, -1, -1)
-    image.load()
+        return _grey(wide.astype(np.uint8))
     pixels = np.empty((image.height, image.width, 3), np.uint8)
     for top in range(0, image.height, _BAND):  # not all rows at once: 80 million pixels would take 240 MB twice more
         band = image.crop((0, top, image.width, min(image.height, top + _BAND)))
         pixels[top : top + _BAND] = np.asarray(band if band.mode == "RGB" else band.convert("RGB"))
+    if checks_range and is_16_bit and 0 < pixels.max() <= _12_BIT >> 8:
+        raise _unknown_range()
     return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
+def _grey(pixels: NDArray[np.uint8]) -> Tensor:
+    return torch.from_numpy(pixels)[None].expand(3, -1, -1)
+
+
+def _range(image: Image.Image) -> tuple[float, float]:
+    """Return the values of black and white. Raises BadImageError if the file does not give them."""
+    if image.format != "TIFF":  # PNG has 16 bits; Pillow scales the values of PPM to them
+        return 0, _FULL
+    tags = image.tag_v2  # type: ignore[attr-defined]
+    bits, kind, *bounds = (
+        np.ravel(next((tags[name] for name in names if name in tags), default))[0]
+        for names, default in (((_BITS,), 8), ((_SAMPLE_FORMAT,), _UNSIGNED), (_LOWEST, 0), (_HIGHEST, 0))
+    )
+    low, high = float(bounds[0]), float(bounds[1])
+    if kind == _FLOAT or bits > 16:
+        if low < high:
+            return low, high
+        kind_of_pixels = "float" if kind == _FLOAT else "integer"
+        raise BadImageError(
+            f"{bits}-bit {kind_of_pixels} pixels, and no TIFF tag SMaxSampleValue says which value is white: save it"
+            " with 8 or 16 bits"
+        )
+    # other values are statistics of the image: the highest one that occurs
+    return 0, high if high in (_12_BIT, 255, 1023, 16383) else 2 ** int(bits) - 1
+
+
+def _scaled(wide: NDArray[np.float32], low: float, high: float) -> NDArray[np.uint8]:
+    """Return pixels from `low` (black) to `high` (white) as uint8; changes `wide`."""
+    if not (low <= wide.min() and wide.max() <= high):  # also if one is not a number
+        raise BadImageError(f"it has pixels outside of the range {low:g} to {high:g} that its tags give")
+    wide -= low
+    wide *= 255 / (high - low)
+    wide += 0.5
+    return wide.astype(np.uint8)
+
+
+def _unknown_range() -> BadImageError:
+    return BadImageError(
+        f"16-bit pixels that are all below {_12_BIT + 1:,}, which is nearly black: if they are 12-bit values, multiply"
+        " them by 16"
+    )

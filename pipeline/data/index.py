@@ -115,6 +115,8 @@ class SplitImages:
     root: "Path | Store"
     """The folder, the archive, or the place in a bucket."""
     split: Split
+    upright: bool = field(default=True, kw_only=True)
+    """Images are turned as their EXIF orientation says."""
 
     def __len__(self) -> int:
         return len(self.split)
@@ -156,6 +158,10 @@ class Index:
     folders: dict[str, int] = field(default_factory=dict)
     """Modification time in ns of each folder: it changes if a file is added or removed."""
     val_split: float = 0.1
+    split_by: str = "class"
+    """The rule by which class folders are split, see `data.split_by`."""
+    upright: bool = True
+    """Images are turned as their EXIF orientation says, see `data.orientation`."""
 
     @property
     def digest(self) -> str:
@@ -194,6 +200,7 @@ class Index:
         arrays = [array for split in (self.train, self.val) for array in vars(split).values()]
         head = {
             "classes": self.classes, "sums": self.sums, "folders": self.folders, "val_split": self.val_split,
+            "split_by": self.split_by, "upright": self.upright,
             "arrays": [[array.dtype.str, len(array)] for array in arrays],
         }  # fmt: skip
         text = json.dumps(head).encode()
@@ -233,7 +240,9 @@ class Index:
             raise ValueError("the name of a class is not valid")
         if any(b"\0" in os.fsencode(folder) for folder in folders):
             raise ValueError("the name of a folder is not valid")
-        return cls(train, val, classes, head["sums"], folders, head["val_split"])
+        # version 0.2, which wrote no such entries, split by file and turned no image
+        split_by, upright = head.get("split_by", "file"), head.get("upright", False)
+        return cls(train, val, classes, head["sums"], folders, head["val_split"], split_by, upright)
 
     def differences(self, other: "Index") -> Iterator[str]:
         """Yield what changed from this index to `other`: one line for each class or file."""

@@ -15,6 +15,7 @@ import numpy as np
 EOI, SOS, DHT, DRI = 0xD9, 0xDA, 0xC4, 0xDD
 SEQUENTIAL = (0xC0, 0xC1)
 FRAMES = (*SEQUENTIAL, 0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF)
+APP1 = 0xE1
 BLOCK = 8
 CUTS, CUTS_NAME, CUTS_HEAD = 0xE7, b"restarts\0", struct.Struct(">HBB")
 """A segment of our own (APP7), so that a reader need not search for the markers.
@@ -40,19 +41,24 @@ class Frame(NamedTuple):
     """Offset of the first entropy-coded byte."""
     cuts: tuple[int, int] | None
     """Start and end of what follows `CUTS_NAME`, in a file that `with_restarts` made."""
+    metadata: tuple[tuple[int, int], ...]
+    """Start and end of each segment that may hold Exif or XMP data."""
 
 
 def frame(data: bytes) -> Frame | None:
     """Return the frame of a JPEG, or None if `data` is not a JPEG with a well-formed header."""
-    found, cuts = None, None
+    found, cuts, metadata = None, None, []
     for marker, start, end in header(data):
         if marker == CUTS and data.startswith(CUTS_NAME, start + 4):
             cuts = (start + 4 + len(CUTS_NAME), end)
+        elif marker == APP1:
+            metadata.append((start + 4, end))
         elif marker in FRAMES and end - start >= 10:
             height, width = struct.unpack_from(">HH", data, start + 5)
-            found = Frame(height, width, marker in SEQUENTIAL, start + 5, 0, None)
+            found = Frame(height, width, marker in SEQUENTIAL, start + 5, 0, None, ())
         elif marker == SOS:
-            return found._replace(scan=end, cuts=cuts) if found and found.height and found.width else None
+            is_valid = found and found.height and found.width
+            return found._replace(scan=end, cuts=cuts, metadata=tuple(metadata)) if found and is_valid else None
     return None
 
 

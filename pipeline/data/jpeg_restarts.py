@@ -105,10 +105,11 @@ class Row(NamedTuple):
     """[S]: the index of the first symbol of each restart interval."""
 
 
-def with_restarts(data: bytes, jpegtran: str | None = None) -> bytes | None:
-    """Return the same image, without metadata, for `jpeg.part` to crop; None if not possible.
+def with_restarts(data: bytes, jpegtran: str | None = None, orientation: int = 1) -> bytes | None:
+    """Return the same image for `jpeg.part` to crop; None if not possible.
 
     jpegtran: the program that `find_jpegtran` found. The bytes are the same without it.
+    orientation: the only metadata that is written, as Exif data, unless it is 1.
     """
     layout = _layout(data)
     if not layout or layout.interval or len(data) > _MAX_BYTES:
@@ -127,7 +128,7 @@ def with_restarts(data: bytes, jpegtran: str | None = None) -> bytes | None:
         for kinds in (_MARKS, _KEPT, (jpeg.SOS,))
     ]
     parts = [
-        b"\xff\xd8", kept[0], cuts, kept[1],
+        b"\xff\xd8", kept[0], _exif(orientation) if orientation != 1 else b"", cuts, kept[1],
         _segment(jpeg.DHT, b"".join(bytes((kind << 4 | number,)) + b"".join(table) for (kind, number), table in named)),
         _segment(jpeg.DRI, interval.to_bytes(2)), kept[2],
     ]  # fmt: skip
@@ -235,6 +236,12 @@ def _layout(data: bytes) -> Layout | None:
 
 def _segment(marker: int, body: bytes) -> bytes:
     return struct.pack(">BBH", 0xFF, marker, 2 + len(body)) + body
+
+
+def _exif(orientation: int) -> bytes:
+    """Return a segment of Exif data with one entry."""
+    entry = struct.pack(">HHIHH", 0x0112, 3, 1, orientation, 0)  # tag, SHORT, one value
+    return _segment(jpeg.APP1, b"Exif\0\0MM\0*" + struct.pack(">IH", 8, 1) + entry + bytes(4))
 
 
 def _interval(across: int, mcu_width: int) -> int:

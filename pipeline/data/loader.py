@@ -146,7 +146,7 @@ class TrainBatches(SlotDataset):
         used = key.sample
         for attempt in range(_MAX_REPLACEMENTS):
             try:
-                picture = Picture.open(self._reader.read(used))
+                picture = Picture.open(self._reader.read(used), upright=self.images.upright)
                 out.copy_(augment(picture, self.config.augment, out.shape[-1], self.config.run.seed, key))
                 return used
             except (BadImageError, UnreadableError) as error:
@@ -184,7 +184,8 @@ class EvalBatches(SlotDataset):
         outage = None
         for row, sample in enumerate(ids.tolist()):
             try:
-                pixels[row] = center_crop(decode(self._reader.read(sample)), size, resize)
+                image = decode(self._reader.read(sample), upright=self.images.upright)
+                pixels[row] = center_crop(image, size, resize)
                 labels[row] = self.images.label(sample)
             except (BadImageError, UnreadableError) as error:
                 pixels[row] = 0

@@ -22,6 +22,7 @@ import stat
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ from pipeline.data.store import MissingError, Store
 from pipeline.errors import RequestError
 from pipeline.files import atomic_write, parse_json
 
-FORMAT = 1
+FORMAT = 2
+"""The format of new packs. In format 1, of version 0.2, no image is turned upright."""
 SUMMARY = "pack.json"
 INDEX = "pack.index"
 REQUEST = ".packing.json"
@@ -107,7 +109,7 @@ class PackImages(SplitImages):
     """Shard number -> descriptor, of the shards read so far."""
 
     def __reduce__(self) -> tuple[Any, ...]:  # a process that is not forked has none of these descriptors
-        return PackImages, (self.root, self.split, self.split_name)
+        return partial(PackImages, upright=self.upright), (self.root, self.split, self.split_name)
 
     def read(self, i: int) -> bytes | NDArray[np.uint8]:
         size = self.size(i)
@@ -241,9 +243,9 @@ def read_summary(root: Path | Store) -> dict[str, Any]:
     """Return the contents of pack.json. Raises RequestError if it is missing or not valid."""
     try:
         summary = parse_json(bytes(_read(root, SUMMARY, _MAX_SUMMARY_BYTES)))
-        if summary["format"] != FORMAT:
+        if summary["format"] not in (1, FORMAT):
             found = json.dumps(summary["format"])[:20]  # it may be text of any length
-            raise RequestError(f"{root} is a pack of format {found}, and this program reads {FORMAT}")
+            raise RequestError(f"{root} is a pack of format {found}, and this program reads 1 and {FORMAT}")
         shards = [(shard["name"], shard["bytes"], shard["sha256"]) for shard in summary["shards"]]
         if not all(re.fullmatch(r"(train|val)-\d{4,}\.tar", name) for name, _, _ in shards):
             raise ValueError("the name of a shard is not valid")

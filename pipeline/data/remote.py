@@ -158,11 +158,11 @@ class StoreImages(SplitImages):
         return reader
 
     def __reduce__(self) -> tuple[Any, ...]:  # a process that is not forked has no client and no cache
-        return _without_cache, (str(self.root), self.split, self.split_name)
+        return _without_cache, (str(self.root), self.split, self.split_name, self.upright)
 
 
-def _without_cache(place: str, split: Split, split_name: str) -> StoreImages:
-    return StoreImages(Store(place), split, split_name)
+def _without_cache(place: str, split: Split, split_name: str, upright: bool) -> StoreImages:
+    return StoreImages(Store(place), split, split_name, upright=upright)
 
 
 def open_images(store: Store, index: Index, cache: Path | None, cache_bytes: int) -> tuple[StoreImages, StoreImages]:
@@ -170,12 +170,15 @@ def open_images(store: Store, index: Index, cache: Path | None, cache_bytes: int
 
     cache: see `data.cache`, with at most `cache_bytes`.
     """
-    if cache is None:
-        return StoreImages(store, index.train, "train"), StoreImages(store, index.val, "val")
-    folder = cache_folder(cache, index.digest)
-    train = Cache(folder, "train", index.train, cache_bytes)
-    val = Cache(folder, "val", index.val, cache_bytes - train.full_bytes)
-    return StoreImages(store, index.train, "train", train), StoreImages(store, index.val, "val", val)
+    train = val = None
+    if cache:
+        folder = cache_folder(cache, index.digest)
+        train = Cache(folder, "train", index.train, cache_bytes)
+        val = Cache(folder, "val", index.val, cache_bytes - train.full_bytes)
+    return (
+        StoreImages(store, index.train, "train", train, upright=index.upright),
+        StoreImages(store, index.val, "val", val, upright=index.upright),
+    )
 
 
 def check_ranges(store: Store, index: Index) -> None:

@@ -39,6 +39,10 @@ class Images(Protocol):
     def labels(self) -> NDArray[np.int32]:
         """The class of each image, [N]."""
 
+    @property
+    def upright(self) -> bool:
+        """Images are turned as their EXIF orientation says."""
+
     def __len__(self) -> int: ...
     def name(self, i: int) -> str: ...
     def label(self, i: int) -> int: ...
@@ -93,6 +97,7 @@ class SyntheticImages:
     count: int
     num_classes: int
     side: int
+    upright: bool = True
 
     def __len__(self) -> int:
         return self.count
@@ -172,6 +177,7 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
         if os.path.exists(root / pack.SUMMARY):
             raise RequestError(f"data.root={root} is a pack: set data.source=pack")
         index = open_index(root, config.data.val_split, config.run_dir / "index", check_sizes=check_sizes)
+        index = replace(index, upright=config.data.orientation == "apply")
     check_train_classes(index, root)  # an earlier version may have cached an index with such a class
     return _make_source(config, root, index)
 
@@ -253,7 +259,8 @@ def open_validation(
             " (it is not the data of the training; data.val_split=SHARE would hold a share out)"
         )
     validation = scan_validation(root, classes, held_out)
-    source = source_from_index(root, Index(Split.from_entries([]), validation, classes))
+    upright = config.data.orientation == "apply"
+    source = source_from_index(root, Index(Split.from_entries([]), validation, classes, upright=upright))
     return source, description.format(count=f"{len(validation):,}", root=root)
 
 
@@ -356,9 +363,10 @@ def source_from_index(root: Path | Store, index: Index, cache: Path | None = Non
 
         train, val = open_images(root, index, cache, cache_bytes)
     elif len(index.val.places):
-        train, val = pack.PackImages(root, index.train, "train"), pack.PackImages(root, index.val, "val")
+        train = pack.PackImages(root, index.train, "train", upright=index.upright)
+        val = pack.PackImages(root, index.val, "val", upright=index.upright)
     else:
-        train, val = FolderImages(root, index.train), FolderImages(root, index.val)
+        train, val = (FolderImages(root, split, upright=index.upright) for split in (index.train, index.val))
     return Source(index.size, index.digest, index.classes, train, val, index)
 
 

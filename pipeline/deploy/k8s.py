@@ -130,7 +130,8 @@ def render(request: RenderOptions) -> dict[str, str]:
     manifests = {name: _fill(name, values) for name in names}
     config_map = "10-config.yaml"
     try:
-        config_in_pod = from_yaml(yaml.safe_load(manifests[config_map])["data"]["recipe.yaml"], config_map, overrides)
+        recipe = yaml.safe_load(manifests[config_map])["data"]["recipe.yaml"]
+        config_in_pod = from_yaml(recipe, config_map, overrides, is_saved=False)
     except (yaml.YAMLError, RequestError):
         config_in_pod = None
     if config_in_pod != config:

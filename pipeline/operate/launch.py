@@ -63,6 +63,8 @@ def train(
     if here.is_main:
         _check_launch_has_id(config)
         mirror = stop.run(partial(_open_mirror, config, folder)) if config.checkpoint.mirror else None
+        if mirror:
+            config = load(recipe, overrides)  # the run that it restored may be of an earlier version
         try:
             resumed = _config_after_restart(config)
             source, plan = check_request(resumed, here, folder)

@@ -91,7 +91,7 @@ def _classify(contents: dict[str, Any], target: str, images: FolderImages) -> It
     # a name in a foreign model could write a second line, or control the terminal
     classes = [printable_name(name.encode(errors="backslashreplace")) for name in contents["classes"]]
     model = ExportedModel(checkpoint.eval_model(contents, config.model)).eval().to(device)
-    data = EvalBatches(images, config)
+    data = EvalBatches(replace(images, upright=config.data.orientation == "apply"), config)
     resources = divide_resources(config, here)
     # a single batch needs no worker: making it in this process is faster
     resources = replace(resources, workers=min(resources.workers, len(data) - 1))

@@ -152,7 +152,7 @@ def check_images_decode(source: Source) -> str:
         count = min(_SAMPLES, len(images))
         for sample in [i * len(images) // count for i in range(count)]:
             try:
-                decode(images.read(sample))
+                decode(images.read(sample), upright=images.upright)
             except (BadImageError, UnreadableError) as error:
                 defects.append(f"{images.name(sample)} ({error})")
     if defects:

@@ -66,13 +66,14 @@ class Samples:
     def save_evaluation(self, result: EvalResult) -> None:
         """Keep the predictions of an evaluation, and the images of its most confident mistakes."""
         size, resize = evaluation_geometry(self._config.evaluate, self._config.augment)
+        val = self._source.val
         mistakes = result.predictions.most_confident_mistakes(_COUNT)
         images = torch.zeros((len(mistakes), 3, size, size), dtype=torch.uint8)
         for row, image in enumerate(mistakes.tolist()):
             try:
-                images[row] = center_crop(decode(self._source.val.read(image)), size, resize)
+                images[row] = center_crop(decode(val.read(image), upright=val.upright), size, resize)
             except (BadImageError, UnreadableError) as error:  # changed since the evaluation
-                self._log(f"{self._source.val.name(image)} cannot be shown: {error}")
+                self._log(f"{val.name(image)} cannot be shown: {error}")
             except OutageError as outage:  # training notices by itself, and waits
                 self._log(f"the most confident mistakes cannot be shown: {outage}")
                 break

@@ -1,0 +1,224 @@
+"""Images are read upright, and as bright as their file says, in all formats and places."""
+
+import hashlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import SMALL, quick
+from PIL import Image, ImageOps
+from streams import stream
+from torch import Tensor
+
+from pipeline.config.load import from_yaml, load
+from pipeline.config.schema import Augment
+from pipeline.data import jpeg_restarts
+from pipeline.data.augment import SampleKey, augment
+from pipeline.data.images import BadImageError, Picture, decode
+from pipeline.data.sources import open_source
+from pipeline.operate.pack import pack as make
+
+PACK_0_2 = Path(__file__).parent / "pack-0.2"
+"""A lossless pack that version 0.2 made of turned images and one of floats."""
+ORIENTATIONS = list(range(1, 9))
+FORMATS: dict[str, dict[str, Any]] = {
+    "JPEG": {"quality": 90}, "progressive": {"format": "JPEG", "progressive": True}, "PNG": {},
+    "WEBP": {"lossless": True}, "TIFF": {},
+}  # fmt: skip
+
+
+def pattern(seed: int = 0) -> Image.Image:
+    """Return an image whose corners all differ, of 72 × 104 pixels."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (9, 13, 3), np.uint8)
+    return Image.fromarray(coarse).resize((104, 72), Image.Resampling.BICUBIC)
+
+
+def encoded(image: Image.Image, kind: str = "PNG", orientation: int | None = None, **options: Any) -> bytes:
+    buffer, exif = io.BytesIO(), Image.Exif()
+    if orientation:
+        exif[0x0112] = orientation
+    image.save(buffer, exif=exif, **{"format": kind} | FORMATS.get(kind, {}) | options)
+    return buffer.getvalue()
+
+
+def by_pillow(data: bytes, *, upright: bool = True) -> Tensor:
+    image = Image.open(io.BytesIO(data))
+    image = ImageOps.exif_transpose(image) if upright else image
+    return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+
+
+@pytest.mark.parametrize("orientation", ORIENTATIONS)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_images_are_turned_as_pillow_turns_them(kind: str, orientation: int) -> None:
+    data = encoded(pattern(), kind, orientation)
+    upright, picture = decode(data), Picture.open(data)
+    assert torch.equal(upright, by_pillow(data))
+    assert (picture.height, picture.width) == upright.shape[1:]
+    assert picture.orientation == orientation
+    # a crop is drawn on the upright size
+    top, left, height, width = 11, 5, 43, 29
+    assert torch.equal(picture.region(top, left, height, width), upright[:, top : top + height, left : left + width])
+    options, key = Augment(), SampleKey(1, 2, 0)
+    plain = Picture.open(encoded(Image.fromarray(upright.permute(1, 2, 0).numpy())))
+    assert torch.equal(augment(picture, options, 32, 7, key), augment(plain, options, 32, 7, key))
+    # as version 0.2: Pillow turns TIFF by itself, and nothing else is turned
+    assert torch.equal(decode(data, upright=False), by_pillow(data, upright=False))
+
+
+@pytest.mark.parametrize("orientation", ORIENTATIONS)
+def test_a_part_of_a_packed_jpeg_is_turned_too(orientation: int) -> None:
+    data = encoded(pattern(), "JPEG", orientation)
+    packed = jpeg_restarts.with_restarts(data, None, orientation)
+    assert packed
+    upright, picture = decode(data), Picture.open(packed)
+    assert picture.frame is not None
+    assert picture.frame.cuts
+    assert torch.equal(decode(packed), upright)
+    assert torch.equal(picture.region(20, 30, 31, 17), upright[:, 20:51, 30:47])
+
+
+def test_odd_orientations_are_read_as_upright() -> None:
+    plain = pattern()
+    for orientation in (0, 9, 65535):
+        assert torch.equal(decode(encoded(plain, "PNG", orientation)), decode(encoded(plain, "PNG")))
+        assert torch.equal(decode(encoded(plain, "JPEG", orientation)), decode(encoded(plain, "JPEG")))
+    damaged = encoded(plain, "JPEG", 6).replace(
+        b"Exif\0\0MM\0*\0\0\0\x08\0\x01", b"Exif\0\0MM\0*\xff\xff\xff\xff\xff\xff"
+    )
+    assert torch.equal(decode(damaged), decode(encoded(plain, "JPEG")))
+    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><a tiff:Orientation="6"/></x:xmpmeta>'
+    data = encoded(plain, "JPEG", xmp=xmp)
+    assert torch.equal(decode(data), by_pillow(data))
+    assert decode(data).shape == (3, 104, 72)
+
+
+@pytest.fixture
+def turned(tmp_path: Path) -> Path:
+    """Return a folder with turned images in all formats, and the same images upright in `plain`."""
+    for number in range(16):
+        kind, orientation = list(FORMATS)[number % 5], number % 8 + 1
+        data = encoded(pattern(number), kind, orientation)
+        upright = Image.fromarray(decode(data).permute(1, 2, 0).numpy())
+        for split in ("train", "val"):
+            for root, content, suffix in (
+                ("turned", data, FORMATS[kind].get("format", kind).lower()), ("plain", encoded(upright), "png")
+            ):  # fmt: skip
+                path = tmp_path / root / split / "ab"[number % 2] / f"{number:02}.{suffix}"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+    return tmp_path / "turned"
+
+
+def words(root: Path, source: str = "folder") -> list[str]:
+    return [f"data.source={source}", f"data.root={root}", "batch.global=8", "augment.size=32"]
+
+
+def pixels_of(root: Path, *more: str) -> list[str]:
+    """Return the digests of two global batches."""
+    made, defects = stream(root, range(2), *words(root), *more)
+    assert not defects
+    return [batch.pixels for batch in made]
+
+
+def test_batches_are_those_of_the_upright_images_from_a_folder_and_packs(turned: Path, tmp_path: Path) -> None:
+    expected = pixels_of(tmp_path / "plain")
+    assert pixels_of(turned) == expected
+    assert pixels_of(turned, "data.orientation=ignore") != expected
+    make(turned, tmp_path / "pack", "lossless", 0.1)
+    assert pixels_of(tmp_path / "pack", "data.source=pack") == expected
+    for level in ("max-side=200,q=95", "raw=72"):
+        make(turned, tmp_path / level, level, 0.1)
+        make(tmp_path / "plain", tmp_path / f"plain {level}", level, 0.1)
+        first, second = (
+            open_source(load("digits", words(tmp_path / name, "pack"))) for name in (level, f"plain {level}")
+        )
+        for i in range(len(first.train)):
+            assert decode(first.train.read(i)).shape == decode(second.train.read(i)).shape
+
+
+def test_a_pack_of_0_2_gives_its_pixels_of_0_2() -> None:
+    source, digest = open_source(load("digits", words(PACK_0_2, "pack"))), hashlib.sha256()
+    for images in (source.train, source.val):
+        assert not images.upright
+        for i in range(len(images)):
+            pixels = decode(images.read(i), upright=images.upright)
+            digest.update(pixels.numpy().tobytes() + str(tuple(pixels.shape)).encode())
+    assert (source.digest[:16], digest.hexdigest()[:16]) == ("f437f235afc28ef3", "4307afebc588325b")
+
+
+def test_a_configuration_of_0_2_keeps_its_orientation_and_split(tmp_path: Path) -> None:
+    new = load("digits", [f"run.dir={tmp_path}"])
+    assert (new.data.orientation, new.data.split_by) == ("apply", "class")
+    saved = new.to_yaml().replace("  orientation: apply\n", "").replace("  split_by: class\n", "")
+    assert saved.count("\n") == new.to_yaml().count("\n") - 2
+    old = from_yaml(saved, "config.yaml")
+    assert (old.data.orientation, old.data.split_by) == ("ignore", "file")
+    (tmp_path / "config.yaml").write_text(saved)
+    again = load("digits", [f"run.dir={tmp_path}", "data.orientation=apply"])
+    assert (again.data.orientation, again.data.split_by) == ("apply", "file")
+    assert load("digits", [f"run.dir={tmp_path}"]) == old
+    assert load("digits", [f"run.dir={tmp_path}", "run.resume=never"]).data.orientation == "apply"
+    (tmp_path / "config.yaml").write_text(new.to_yaml())
+    assert load("digits", [f"run.dir={tmp_path}"]).data == new.data
+
+
+def test_predict_and_evaluate_read_upright_images(turned: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trained = quick("train", "digits", *SMALL, *words(turned), f"run.dir={run}", "train.epochs=1")
+    assert trained.code == 0, trained.err
+    first, second = (quick("predict", str(run), str(root / "val"), "--json") for root in (turned, tmp_path / "plain"))
+    probabilities = [[row["top"] for row in json.loads(result.out)["predictions"]] for result in (first, second)]
+    assert probabilities[0] == probabilities[1]
+    figures = [quick("evaluate", str(run), f"data.root={root}").out for root in (turned, tmp_path / "plain")]
+    assert figures[0] == figures[1]
+    assert figures[0]
+
+
+# --- images of more than 8 bits
+
+RAMP = np.linspace(0, 1, 24 * 32).reshape(24, 32)
+
+
+def tiff(values: Any, **tags: float) -> bytes:
+    from PIL.TiffImagePlugin import ImageFileDirectory_v2
+
+    directory, buffer = ImageFileDirectory_v2(), io.BytesIO()
+    for name, (number, kind) in {"low": (340, 11), "high": (341, 11), "highest": (281, 3)}.items():
+        if name in tags:
+            directory[number], directory.tagtype[number] = tags[name], kind
+    Image.fromarray(values).save(buffer, "TIFF", tiffinfo=directory)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [tiff((RAMP * 65535).astype(np.uint16)), encoded(Image.fromarray((RAMP * 65535).astype(np.uint16)), "PNG"),
+     tiff((RAMP * 4095).astype(np.uint16), highest=4095), tiff(RAMP.astype(np.float32), low=0, high=1),
+     tiff((RAMP * 1000 - 500).astype(np.float32), low=-500, high=500),
+     tiff((RAMP * 100_000).astype(np.int32), low=0, high=100_000)],
+    ids=["16 bits", "16-bit PNG", "12 bits in 16", "float", "float around 0", "32 bits"],
+)  # fmt: skip
+def test_a_range_that_the_file_gives_is_scaled(data: bytes) -> None:
+    assert np.abs(decode(data)[0].numpy() - RAMP * 255).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [(tiff(RAMP.astype(np.float32)), "32-bit float"), (tiff((RAMP * 255).astype(np.int32)), "32-bit integer"),
+     (tiff((RAMP * 4095).astype(np.uint16)), "12-bit"), (tiff((RAMP * 2).astype(np.float32), low=0, high=1), "outside"),
+     (tiff(np.full((4, 4), np.nan, np.float32), low=0, high=1), "outside"),
+     (encoded(Image.fromarray((RAMP * 4095).astype(np.uint16)), "PNG"), "12-bit")],
+    ids=["float", "32 bits", "12 bits in 16", "above white", "not a number", "12 bits in 16, PNG"],
+)  # fmt: skip
+def test_an_unknown_range_is_a_named_defect(data: bytes, named: str) -> None:
+    with pytest.raises(BadImageError, match=named):
+        decode(data)
+    decode(data, upright=False)  # as version 0.2
+
+
+def test_a_black_image_of_16_bits_is_no_defect() -> None:
+    assert not decode(encoded(Image.fromarray(np.zeros((8, 8), np.uint16)), "PNG")).any()
