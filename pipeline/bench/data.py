@@ -36,7 +36,7 @@ from pipeline.bench.rounds import Row, Turn, TurnError, figures, interleave, tab
 from pipeline.bench.stages import HAND_OVER, EmptyBatches, StageTurn, stage_table
 from pipeline.config.load import load
 from pipeline.config.schema import Config
-from pipeline.data.access import EXTENSIONS, check_folder
+from pipeline.data.access import check_folder, is_image
 from pipeline.data.augment import draw_crop
 from pipeline.data.images import decode
 from pipeline.data.loader import TrainBatches, batches
@@ -132,7 +132,9 @@ def link_images(images: Path, root: Path, at_least: int = 1) -> int:
     They go to two classes in turn: no loader's speed depends on the class. Fewer images than
     `at_least` are linked several times.
     """
-    found = sorted(path for path in images.resolve().rglob("*") if os.fsencode(path).lower().endswith(EXTENSIONS))
+    root_of_images = images.resolve()
+    found = [path for path in root_of_images.rglob("*") if is_image(os.fsencode(path.relative_to(root_of_images)))]
+    found.sort()
     if not found:
         raise RequestError(f"--images {images} holds no image: name an image folder, preferably of photos")
     found *= -(-at_least // len(found))

@@ -2,13 +2,24 @@
 
 import errno
 import os
+import re
 import stat
 from contextlib import suppress
 from pathlib import Path
 
 from pipeline.errors import RequestError, TemporaryError
 
-EXTENSIONS = (b".jpg", b".jpeg", b".png", b".ppm", b".bmp", b".pgm", b".tif", b".tiff", b".webp")
+EXTENSIONS = (
+    b".jpg", b".jpeg", b".png", b".webp", b".bmp", b".gif", b".tif", b".tiff", b".jfif", b".jpe", b".jif", b".jfi",
+    b".mpo", b".apng", b".dib", b".pnm", b".ppm", b".pgm", b".pbm",
+)  # fmt: skip
+"""Extensions of the formats that `data.images` decodes."""
+_SYSTEM_NAMES = {
+    b"__macosx", b"icon\r", b"network trash folder", b"temporary items", b"lost+found", b"__pycache__",
+    b"thumbs.db", b"ehthumbs.db", b"desktop.ini", b"$recycle.bin", b"system volume information", b"found.000",
+    b"@eadir", b"#recycle", b"#snapshot", b"@recycle", b"@recently-snapshot", b"@__thumb", b"~snapshot",
+}  # fmt: skip
+"""Names in lower case that macOS, Linux, Windows and file servers add to a folder."""
 _FILE_ERRORS = (
     errno.ENOENT, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ENXIO,
 )  # fmt: skip
@@ -25,6 +36,9 @@ READ_FAILURES = (
     "denied", "missing", "slow_down", "server_error", "truncated", "wrong_bytes", "stalled", "unreachable", "ignored",
 )  # fmt: skip
 """The kinds of failed attempts to read an image from a bucket, each of which is made again."""
+
+HIDDEN = "hidden or system"
+"""The reason for leaving out a file or folder for which `is_hidden` is true."""
 
 
 class UnreadableError(Exception):
@@ -45,6 +59,24 @@ def open_regular(path: str | bytes, flags: int) -> int:
         os.close(descriptor)
         raise OSError(errno.ENXIO, "not a regular file", path)
     return descriptor
+
+
+def is_hidden(name: bytes) -> bool:
+    """Return True if a file or folder of this name is hidden, or if a system added it."""
+    return name.lower() in _SYSTEM_NAMES or (name.startswith(b".") and name not in (b".", b".."))
+
+
+def is_image(path: bytes) -> bool:
+    """Return True if a file has the name of an image, and no part of its path is hidden."""
+    return path.lower().endswith(EXTENSIONS) and not any(map(is_hidden, path.split(b"/")))
+
+
+def why_ignored(name: bytes) -> str:
+    """Return the reason for leaving out a file that has not the name of an image."""
+    if is_hidden(name):
+        return HIDDEN
+    extension = re.fullmatch(rb".+(\.\w{1,10})", name, re.DOTALL)
+    return f"extension {extension[1].lower().decode()}" if extension else "without an extension"
 
 
 def printable_name(name: bytes) -> str:

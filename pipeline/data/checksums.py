@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.data.access import EXTENSIONS, OutageError, open_regular, printable_name, read_error
+from pipeline.data.access import OutageError, is_image, open_regular, printable_name, read_error
 from pipeline.data.index import MAX_FILE_BYTES, Index
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import atomic_write
@@ -50,7 +50,7 @@ def check_sums(root: Path, index: Index) -> Iterator[tuple[str, str]]:
             yield printable_name(name), f"has no sum in {SUMS}"
     known = set(names)
     for name in expected:
-        if name not in known and name.lower().endswith(EXTENSIONS):
+        if name not in known and is_image(name):
             yield printable_name(name), f"has a sum in {SUMS}, but is not an image of this folder"
 
 

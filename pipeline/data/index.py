@@ -162,6 +162,8 @@ class Index:
     """The rule by which class folders are split, see `data.split_by`."""
     upright: bool = True
     """Images are turned as their EXIF orientation says, see `data.orientation`."""
+    ignored: dict[str, int] = field(default_factory=dict)
+    """Number of files and folders that are left out, by the reason."""
 
     @property
     def digest(self) -> str:
@@ -190,7 +192,7 @@ class Index:
 
     @property
     def size(self) -> DataSize:
-        return DataSize(len(self.train), len(self.val), len(self.classes))
+        return DataSize(len(self.train), len(self.val), len(self.classes), describe_ignored(self.ignored))
 
     def to_bytes(self) -> bytes:
         """Return one buffer, which `from_bytes` maps back without a copy.
@@ -200,7 +202,7 @@ class Index:
         arrays = [array for split in (self.train, self.val) for array in vars(split).values()]
         head = {
             "classes": self.classes, "sums": self.sums, "folders": self.folders, "val_split": self.val_split,
-            "split_by": self.split_by, "upright": self.upright,
+            "split_by": self.split_by, "upright": self.upright, "ignored": self.ignored,
             "arrays": [[array.dtype.str, len(array)] for array in arrays],
         }  # fmt: skip
         text = json.dumps(head).encode()
@@ -235,14 +237,16 @@ class Index:
             arrays.append(array)
             at += array.nbytes + (-array.nbytes % 8)
         train, val = Split(*arrays[:6]), Split(*arrays[6:])
-        classes, folders = tuple(head["classes"]), dict(head["folders"])
+        classes, folders, ignored = tuple(head["classes"]), dict(head["folders"]), dict(head.get("ignored", {}))
         if not all(isinstance(name, str) and name.isprintable() for name in classes):
             raise ValueError("the name of a class is not valid")
         if any(b"\0" in os.fsencode(folder) for folder in folders):
             raise ValueError("the name of a folder is not valid")
         # version 0.2, which wrote no such entries, split by file and turned no image
         split_by, upright = head.get("split_by", "file"), head.get("upright", False)
-        return cls(train, val, classes, head["sums"], folders, head["val_split"], split_by, upright)
+        if not all(reason.isprintable() and isinstance(count, int) for reason, count in ignored.items()):
+            raise ValueError("the number of ignored files is not valid")
+        return cls(train, val, classes, head["sums"], folders, head["val_split"], split_by, upright, ignored)
 
     def differences(self, other: "Index") -> Iterator[str]:
         """Yield what changed from this index to `other`: one line for each class or file."""
@@ -263,6 +267,12 @@ class Index:
                     yield f"{printable_name(name)} had {before:,} bytes and has {now:,}"
                 elif self.sums and other.sums and ours.checksum(old[name]) != theirs.checksum(new[name]):
                     yield f"{printable_name(name)} has another sum in SHA256SUMS"
+
+
+def describe_ignored(ignored: dict[str, int]) -> str:
+    """Return the number of files and folders that are left out by the reason, the largest first."""
+    by_number = sorted(ignored.items(), key=lambda item: (-item[1], item[0]))
+    return list_first([f"{count:,} {reason.removeprefix('extension ')}" for reason, count in by_number], 6)
 
 
 def list_first(items: list[str], limit: int) -> str:

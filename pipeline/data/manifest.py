@@ -9,6 +9,7 @@ first second.
 import hashlib
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,23 +18,29 @@ import numpy as np
 
 from pipeline.data.access import (
     EXTENSIONS,
+    HIDDEN,
     OutageError,
     check_folder,
+    is_hidden,
+    is_image,
     is_non_empty_folder,
     is_outage,
     open_regular,
     outage_error,
     printable_name,
     read_error,
+    why_ignored,
 )
 from pipeline.data.checksums import digest_of_sums, read_sums
-from pipeline.data.index import MISSING, Index, Split, list_first
+from pipeline.data.index import MISSING, Index, Split, describe_ignored, list_first
 from pipeline.data.store import Store
 from pipeline.errors import RequestError, RunError
 from pipeline.files import atomic_write
 
 SPLITS = ("train", "val")
 CACHE = ".pipeline-index"
+_CACHED = ".3.index"
+"""End of a cached index's name. Up to version 0.2 it was .index, and hidden files were images."""
 Entries = dict[str, list[tuple[bytes, int, int]]]
 """(name below the root, bytes, label) of the images of each split."""
 
@@ -48,7 +55,7 @@ def open_index(root: Path, val_split: float, spare: Path, *, check_sizes: bool) 
     """
     layout = "train/ and val/ in it, each with one folder per class"
     check_folder(root, f"data.root={root}", f"give a folder with {layout}{_how_to_make(root)}")
-    for cached in _cached(root, spare):
+    for cached in _cached(root, spare, _CACHED):
         if cached.val_split == val_split and _is_current(cached, root, check_sizes):
             return cached
     index = scan(root, val_split)
@@ -76,7 +83,7 @@ def save_index(index: Index, *folders: Path) -> None:
     for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            atomic_write(folder / f"{index.digest[:16]}.index", data, durable=False, shared=True)
+            atomic_write(folder / f"{index.digest[:16]}{_CACHED}", data, durable=False, shared=True)
             return
         except OSError as error:
             failures.append(f"{folder}: {error.strerror}")
@@ -86,7 +93,7 @@ def save_index(index: Index, *folders: Path) -> None:
 
 def find_cached_index(root: Path, spare: Path, digest: str) -> Index | None:
     """Return the index that had this digest if it is still cached, to say what changed since."""
-    return next((index for index in _cached(root, spare) if index.digest == digest), None)
+    return next((index for index in _cached(root, spare, ".index") if index.digest == digest), None)
 
 
 def find_missing_folder(index: Index, root: Path) -> str | None:
@@ -99,9 +106,9 @@ def find_missing_folder(index: Index, root: Path) -> str | None:
     return None
 
 
-def _cached(root: Path, spare: Path) -> Iterator[Index]:
-    """Yield the cached indices, newest first, without those that are damaged."""
-    paths = [path for folder in (root / CACHE, spare) if os.path.isdir(folder) for path in folder.glob("*.index")]
+def _cached(root: Path, spare: Path, suffix: str) -> Iterator[Index]:
+    """Yield the indices in files that end in `suffix`, newest first, without the damaged ones."""
+    paths = [path for folder in (root / CACHE, spare) if os.path.isdir(folder) for path in folder.glob(f"*{suffix}")]
     for path in sorted(paths, key=lambda path: path.lstat().st_mtime_ns, reverse=True):
         try:
             with open(path, "rb", opener=open_regular) as file:
@@ -109,7 +116,7 @@ def _cached(root: Path, spare: Path) -> Iterator[Index]:
             is_valid = all(split.is_valid(len(index.classes)) for split in (index.train, index.val))
         except (OSError, ValueError):
             continue
-        if is_valid and index.digest.startswith(path.stem):
+        if is_valid and index.digest.startswith(path.name.partition(".")[0]):
             yield index
 
 
@@ -120,7 +127,7 @@ def _is_current(index: Index, root: Path, check_sizes: bool) -> bool:
         # Without train/ and val/, classes are in the root: making the cache changes its time.
         base = os.fsencode(root)
         has_splits = SPLITS[0] in index.folders
-        if not has_splits and tuple(printable_name(name) for name in _subfolders(base)) != index.classes:
+        if not has_splits and tuple(printable_name(name) for name in _subfolders(base, Counter())) != index.classes:
             return False
         sizes_match = (_sizes_match(split, base, check_sizes) for split in (index.train, index.val))
         return digest_of_sums(root) == index.sums and all(sizes_match)
@@ -146,20 +153,21 @@ def scan(root: Path, val_split: float) -> Index:
     """
     base = os.fsencode(root)
     folders: dict[str, int] = {}
+    ignored: Counter[str] = Counter()
     try:
         present = [split for split in SPLITS if (root / split).is_dir()]
         if len(present) == 1:
-            _subfolders(base)  # raises OutageError if the other is a link to a place that is away
+            _subfolders(base, ignored)  # raises OutageError if the other is a link to a place that is away
             (missing,) = set(SPLITS) - set(present)
             raise RequestError(
                 f"data.root={root} has {present[0]}/ but no {missing}/: add {missing}/ with one folder per class"
             )
-        classes = _common_classes(base) if present else _subfolders(base)
+        classes = _common_classes(base, ignored) if present else _subfolders(base, ignored)
         if not classes:
             raise RequestError(
                 f"data.root={root} holds no folders: it needs train/ and val/, each with one folder per class"
             )
-        entries = _scan_classes(base, present or [""], classes, val_split, folders)
+        entries = _scan_classes(base, present or [""], classes, val_split, folders, ignored)
         sums, sums_digest = read_sums(root), digest_of_sums(root)
     except OSError as error:
         raise _unreadable(root, error) from None
@@ -168,7 +176,8 @@ def scan(root: Path, val_split: float) -> Index:
             f"data.root={root} holds one class folder, {printable_name(classes[0])}/: at least two are needed"
         )
     train, val = (Split.from_entries(entries[split], sums) for split in SPLITS)
-    index = Index(train, val, tuple(printable_name(name) for name in classes), sums_digest, folders, val_split)
+    names = tuple(printable_name(name) for name in classes)
+    index = Index(train, val, names, sums_digest, folders, val_split, ignored=dict(ignored))
     check_train_classes(index, root)
     return index
 
@@ -184,18 +193,21 @@ def check_train_classes(index: Index, root: Path | Store) -> None:
         )
 
 
-def scan_validation(root: Path, classes: tuple[str, ...], held_out: float) -> Split:
+def scan_validation(
+    root: Path, classes: tuple[str, ...], held_out: float, ignored: Counter[str] | None = None
+) -> Split:
     """Return the images to evaluate a model on, labelled as a model of `classes` counts.
 
     They are those of val/, or of class folders the fraction `held_out` (1: all). A class may be
-    missing or empty. Raises RequestError if a folder is not a class of the model, or if there is no
-    image.
+    missing or empty. `ignored` gets the number of what is left out. Raises RequestError if a folder
+    is not a class of the model, or if there is no image.
     """
-    base = os.fsencode(root)
+    base, ignored = os.fsencode(root), Counter() if ignored is None else ignored
     labels = {name: label for label, name in enumerate(classes)}
     try:
         has_val = (root / "val").is_dir()
-        folders = _class_folders(os.path.join(base, b"val"), "val") if has_val else _class_folders(base, str(root))
+        place, given = (os.path.join(base, b"val"), "val") if has_val else (base, str(root))
+        folders = _class_folders(place, given, ignored)
         unknown = [printable_name(name) for name in folders if printable_name(name) not in labels]
         if unknown:
             names = list_first(sorted(unknown), 5)
@@ -203,13 +215,13 @@ def scan_validation(root: Path, classes: tuple[str, ...], held_out: float) -> Sp
         entries = [
             (file, size, labels[printable_name(folder)])
             for folder in folders
-            for file, size in _images(base, os.path.join(b"val", folder) if has_val else folder, {})
+            for file, size in _images(base, os.path.join(b"val", folder) if has_val else folder, {}, ignored)
             if has_val or is_held_out(file, held_out)
         ]
     except OSError as error:
         raise _unreadable(root, error) from None
     if not entries:
-        raise RequestError(f"data.root={root} holds no image to evaluate the model on")
+        raise RequestError(f"data.root={root} holds no image to evaluate the model on{_left_out(ignored)}")
     return Split.from_entries(entries)
 
 
@@ -220,14 +232,27 @@ def _unreadable(root: Path, error: OSError) -> RunError:
     return RequestError(f"data.root={root} cannot be read: {printable_name(os.fsencode(path))}: {error.strerror}")
 
 
-def _subfolders(base: bytes) -> list[bytes]:
+def _left_out(ignored: dict[str, int]) -> str:
+    return f" (left out: {describe_ignored(ignored)})" if ignored else ""
+
+
+def _subfolders(base: bytes, ignored: Counter[str]) -> list[bytes]:
+    """Return the names of the class folders in `base`; count in `ignored` what is left out."""
+    names = []
     with os.scandir(base) as found:
-        return sorted(entry.name for entry in found if not entry.name.startswith(b".") and _is_folder(entry))
+        for entry in found:
+            if is_hidden(entry.name):
+                ignored[HIDDEN] += entry.name != CACHE.encode()
+            elif _is_folder(entry):
+                names.append(entry.name)
+            elif is_image(entry.name):
+                ignored["outside of the class folders"] += 1
+    return sorted(names)
 
 
-def _common_classes(base: bytes) -> list[bytes]:
+def _common_classes(base: bytes, ignored: Counter[str]) -> list[bytes]:
     """Return the classes of train/ and val/. Raises RequestError if they differ."""
-    train, val = (set(_class_folders(os.path.join(base, split.encode()), split)) for split in SPLITS)
+    train, val = (set(_class_folders(os.path.join(base, split.encode()), split, ignored)) for split in SPLITS)
     if train != val:
         differing = [f"{printable_name(name)} in train/ only" for name in sorted(train - val)]
         differing += [f"{printable_name(name)} in val/ only" for name in sorted(val - train)]
@@ -238,11 +263,12 @@ def _common_classes(base: bytes) -> list[bytes]:
 
 
 def _scan_classes(
-    base: bytes, parents: list[str], classes: list[bytes], val_split: float, folders: dict[str, int]
-) -> Entries:
+    base: bytes, parents: list[str], classes: list[bytes], val_split: float, folders: dict[str, int],
+    ignored: Counter[str],
+) -> Entries:  # fmt: skip
     """Return the images of the class folders in `parents`: train and val, or "" (the root).
 
-    `folders` gets the time of each folder.
+    `folders` gets the time of each folder, `ignored` the number of what is left out.
     """
     entries: Entries = {"train": [], "val": []}
     for parent in parents:
@@ -250,11 +276,14 @@ def _scan_classes(
             folders[parent] = os.stat(os.path.join(base, parent.encode())).st_mtime_ns
         for label, name in enumerate(classes):
             folder = os.path.join(parent.encode(), name)
-            images = list(_images(base, folder, folders))
+            ignored_here: Counter[str] = Counter()
+            images = list(_images(base, folder, folders, ignored_here))
+            ignored += ignored_here
             if not images:
                 kinds = " ".join(kind.decode() for kind in EXTENSIONS)
                 raise RequestError(
-                    f"class folder {printable_name(folder)}/ holds no image ({kinds}): add images or remove the folder"
+                    f"class folder {printable_name(folder)}/ holds no image ({kinds}){_left_out(ignored_here)}:"
+                    " add images or remove the folder"
                 )
             for file, size in images:
                 split = parent or ("val" if is_held_out(file, val_split) else "train")
@@ -270,11 +299,11 @@ def is_held_out(name: bytes, val_split: float) -> bool:
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") < val_split * 2**64
 
 
-def _class_folders(folder: bytes, split: str) -> list[bytes]:
-    names = _subfolders(folder)
+def _class_folders(folder: bytes, split: str, ignored: Counter[str]) -> list[bytes]:
+    names = _subfolders(folder, ignored)
     if names:
         return names
-    images = sum(name.lower().endswith(EXTENSIONS) for name in os.listdir(folder))
+    images = sum(map(is_image, os.listdir(folder)))
     if images:
         raise RequestError(
             f"{split}/ is flat: it holds images ({images:,}) but no class folders; sort them into {split}/<class>/,"
@@ -283,20 +312,24 @@ def _class_folders(folder: bytes, split: str) -> list[bytes]:
     raise RequestError(f"{split}/ holds no class folders: it needs one for each class, with images in it")
 
 
-def _images(base: bytes, folder: bytes, folders: dict[str, int]) -> Iterator[tuple[bytes, int]]:
+def _images(base: bytes, folder: bytes, folders: dict[str, int], ignored: Counter[str]) -> Iterator[tuple[bytes, int]]:
     """Yield (name below `base`, bytes) of each image in `folder` and the folders in it."""
     folders[os.fsdecode(folder)] = os.stat(os.path.join(base, folder)).st_mtime_ns
     with os.scandir(os.path.join(base, folder)) as found:
         for entry in found:
             name = os.path.join(folder, entry.name)
-            if entry.name.lower().endswith(EXTENSIONS):
+            if is_hidden(entry.name):
+                ignored[HIDDEN] += 1
+            elif is_image(entry.name):
                 size = _size(entry)
                 if size != MISSING and entry.is_dir():
                     path = printable_name(os.path.join(base, name))
                     raise RequestError(f"{path} is a folder that is named like an image: rename or remove it")
                 yield name, size
             elif _is_folder(entry):
-                yield from _images(base, name, folders)
+                yield from _images(base, name, folders, ignored)
+            else:
+                ignored[why_ignored(entry.name)] += 1
 
 
 def _is_folder(entry: os.DirEntry[bytes]) -> bool:

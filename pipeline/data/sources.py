@@ -7,6 +7,7 @@ same name, label and file contents. Opening a source needs no torch.
 import hashlib
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from pipeline.config.schema import Config
 from pipeline.data import pack
 from pipeline.data.access import UnreadableError, open_regular, raise_if_outage, read_error
-from pipeline.data.index import MISSING, Index, Split, SplitImages, list_first
+from pipeline.data.index import MISSING, Index, Split, SplitImages, describe_ignored, list_first
 from pipeline.data.manifest import check_train_classes, is_held_out, open_index, scan, scan_validation
 from pipeline.data.store import Store, is_store
 from pipeline.errors import RequestError, StorageError
@@ -258,7 +259,9 @@ def open_validation(
             "all {count} images of {root}"
             " (it is not the data of the training; data.val_split=SHARE would hold a share out)"
         )
-    validation = scan_validation(root, classes, held_out)
+    ignored: Counter[str] = Counter()
+    validation = scan_validation(root, classes, held_out, ignored)
+    description += f" (left out: {describe_ignored(ignored)})" if ignored else ""
     upright = config.data.orientation == "apply"
     source = source_from_index(root, Index(Split.from_entries([]), validation, classes, upright=upright))
     return source, description.format(count=f"{len(validation):,}", root=root)

@@ -35,7 +35,7 @@ from pipeline.data import jpeg_restarts, manifest, sources
 from pipeline.data.access import UnreadableError, check_folder
 from pipeline.data.augment import resize_image
 from pipeline.data.images import BadImageError, Picture, decode
-from pipeline.data.index import MISSING, Index, Split, list_first
+from pipeline.data.index import MISSING, Index, Split, describe_ignored, list_first
 from pipeline.data.pack import (
     FORMAT,
     INDEX,
@@ -108,7 +108,10 @@ def pack(root: Path, out: Path | Store, level_text: str, val_split: float, worke
         raise RequestError(f"{root} is a pack already: name the image folder that it was made of")
     if isinstance(out, Path) and out.resolve().is_relative_to(root.resolve()):
         raise RequestError(f"{out} is inside the image folder {root}: name a folder outside it")
-    return pack_source(sources.source_from_index(root, manifest.scan(root, val_split)), out, level, workers)
+    index = manifest.scan(root, val_split)
+    if index.ignored:
+        print(f"left out: {describe_ignored(index.ignored)}", file=sys.stderr)
+    return pack_source(sources.source_from_index(root, index), out, level, workers)
 
 
 def pack_source(source: Source, out: Path | Store, level: Level, workers: int | None) -> str:

@@ -10,6 +10,7 @@ named and skipped.
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +21,9 @@ import torch
 from pipeline import world
 from pipeline.config.load import from_yaml
 from pipeline.config.schema import MODEL_URI_PREFIX
-from pipeline.data.access import EXTENSIONS, printable_name
+from pipeline.data.access import HIDDEN, is_hidden, is_image, printable_name, why_ignored
 from pipeline.data.batch import NO_LABEL, Batch
-from pipeline.data.index import MISSING, Split
+from pipeline.data.index import MISSING, Split, describe_ignored
 from pipeline.data.loader import EvalBatches, batches
 from pipeline.data.sources import FolderImages
 from pipeline.device import choose_device
@@ -47,9 +48,9 @@ def predict(target: str, paths: list[str], *, as_json: bool, sheet: Path | None)
     Raises StorageError if no image can be decoded, NotFiniteError if all logits are NaN or
     infinite.
     """
-    images = FolderImages(Path(), _list_images(paths))
-    contents = _read_model(target)
     terminal = Terminal()
+    images = FolderImages(Path(), _list_images(paths, terminal))
+    contents = _read_model(target)
     predictions: list[tuple[str, TopClasses]] = []
     tiles: list[Tile] = []
     bad: dict[str, str] = {}
@@ -105,16 +106,28 @@ def _classify(contents: dict[str, Any], target: str, images: FolderImages) -> It
             yield batch, tops
 
 
-def _list_images(paths: list[str]) -> Split:
+def _list_images(paths: list[str], terminal: Terminal) -> Split:
     """Return the given files, and the images in the given folders, as a split with one class."""
     names: set[str] = set()
+    ignored: Counter[str] = Counter()
     for path in paths:
         if not os.path.isdir(path):
             names.add(path)
-        for folder, _, files in os.walk(path):
-            names |= {os.path.join(folder, name) for name in files if os.fsencode(name).lower().endswith(EXTENSIONS)}
+        for folder, folders, files in os.walk(path):
+            for name in files:
+                if is_image(os.fsencode(name)):
+                    names.add(os.path.join(folder, name))
+                else:
+                    ignored[why_ignored(os.fsencode(name))] += 1
+            for name in filter(lambda name: is_hidden(os.fsencode(name)), [*folders]):
+                folders.remove(name)
+                ignored[HIDDEN] += 1
+    left_out = f"left out: {describe_ignored(ignored)}"
     if not names:
-        raise RequestError(f"no image in {', '.join(paths)}: give image files, or folders with images")
+        given = ", ".join(paths) + (f" ({left_out})" if ignored else "")
+        raise RequestError(f"no image in {given}: give image files, or folders with images")
+    if ignored:
+        terminal.log(left_out)
     sizes = {name: os.path.getsize(name) if os.path.exists(name) else MISSING for name in names}
     return Split.from_entries([(os.fsencode(name), size, 0) for name, size in sizes.items()])
 
