@@ -3,6 +3,7 @@
 CPUs and memory are those that this process may use, by its affinity mask and its cgroup's limits.
 """
 
+import errno
 import os
 import re
 import resource
@@ -15,6 +16,7 @@ from pathlib import Path
 from pipeline.errors import RequestError
 
 _DEVICES = Path("/dev")
+ENLARGE_SHARED_MEMORY = "enlarge it (docker: --shm-size, k8s render: --shm)"
 _WSL_CUDA = Path("/usr/lib/wsl/lib/libcuda.so.1")
 
 
@@ -60,6 +62,24 @@ def shared_memory_bytes() -> int | None:
     with suppress(OSError):  # not its free part: a run that was killed a moment ago may still hold some
         return shutil.disk_usage("/dev/shm").total
     return None
+
+
+def describe_shared_memory() -> str:
+    """Return how full /dev/shm is, and what to do if it is too small."""
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+    except OSError as error:
+        return f"/dev/shm ({error.strerror}): mount a tmpfs on it"
+    room = f"{usage.free / 2**20:,.1f} of {usage.total / 2**20:,.1f} MiB free"
+    return f"/dev/shm ({room}): {ENLARGE_SHARED_MEMORY}"
+
+
+def start_failure(processes: str, error: OSError, otherwise: str) -> str:
+    """Return why processes cannot start, and what to do. otherwise: the option that needs fewer."""
+    remedy = "raise the limits on processes, memory and open files"
+    if error.errno in (errno.ENOSPC, errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSYS):
+        remedy = f"they keep semaphores in {describe_shared_memory()}"  # see sem_overview(7)
+    return f"{processes} cannot start: {error.strerror}: {remedy}, or {otherwise}"
 
 
 def missing_to_compile() -> str:

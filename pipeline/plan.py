@@ -17,6 +17,7 @@ from typing import Any
 
 from pipeline.config.schema import Config, Duration
 from pipeline.errors import RequestError
+from pipeline.machine import ENLARGE_SHARED_MEMORY
 from pipeline.world import World
 
 _STEPS_TO_REPAY_COMPILATION = 2_000
@@ -335,7 +336,7 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
     if world.shared_memory is not None and needed > world.shared_memory:
         raise RequestError(
             f"loader workers hold {_mib(needed)} of batches ready and /dev/shm has"
-            f" {_mib(world.shared_memory)}: enlarge it (docker: --shm-size, k8s render: --shm), or lower data.workers,"
+            f" {_mib(world.shared_memory)}: {ENLARGE_SHARED_MEMORY}, or lower data.workers,"
             " data.prefetch or evaluate.batch (data.workers=0 needs none)"
         )
     return plan

@@ -335,6 +335,13 @@ def test_shared_memory_is_reused_once_nothing_refers_to_it(digits: Path) -> None
     assert len({images.data_ptr() for _, images in held}) == len(held)
 
 
+def test_without_shared_memory_batches_are_the_same(
+    digits: Path, reference: list[GlobalBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.data.shared_memory._FOLDER", "/nonexistent")
+    assert stream(digits, STEPS, "data.workers=2")[0] == reference
+
+
 def test_the_dataloader_does_not_unpack_the_batch_of_a_worker(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, plan, source = prepare(digits, 1)
     data = TrainBatches(source.train, config, plan, 0)

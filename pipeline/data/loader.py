@@ -16,11 +16,10 @@ import sys
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.process import BaseProcess, active_children
 from multiprocessing.queues import Queue
 from typing import Any
 
@@ -29,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from pipeline.config.schema import Config
 from pipeline.data.access import OutageError, UnreadableError
@@ -40,6 +40,7 @@ from pipeline.data.order import Order
 from pipeline.data.shared_memory import Allocate, SharedBatches, SlotDataset, exit_worker
 from pipeline.data.sources import Images
 from pipeline.errors import StorageError
+from pipeline.machine import describe_shared_memory, start_failure
 from pipeline.plan import Plan, Resources
 from pipeline.supervision import die_with_parent
 
@@ -202,14 +203,21 @@ class EvalBatches(SlotDataset):
         return range(start, min(start + self.config.evaluate.batch, len(self.images)))
 
 
+class _Workers(_MultiProcessingDataLoaderIter):
+    """The iterator of a DataLoader with workers, which `batches` ends."""
+
+    def __del__(self) -> None:
+        """Do nothing: torch's would raise if an iterator could not start all of its workers."""
+
+
 def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, *, pin: bool) -> Generator[Batch]:
     """Yield the batches of `positions`, in order, from `plan.workers` processes (0: this one).
 
     Close it: its workers ignore SIGTERM, and Python waits for them when it exits.
 
     If a worker dies, it is noticed within 5 s and the loader is built again at the next position.
-    Raises LoaderError if workers die more than three times without a batch in between. Call this on
-    the main thread: workers die with the thread that made them.
+    Raises LoaderError if workers cannot start, or die more than three times without a batch in
+    between. Call this on the main thread: workers die with the thread that made them.
 
     A worker is forked from a process with native threads, and may hang forever in a lock that one
     of them held at the fork (Python before 3.11.10: cpython#112275, when gloo frees a tensor). So a
@@ -220,7 +228,10 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
         started = mmap.mmap(-1, max(1, plan.workers))  # shared with the workers, one byte each
         if isinstance(dataset, SlotDataset):
             dataset.dealing = positions[done:], plan
-        shared = _make_shared(dataset, plan)
+        shared = None
+        if plan.workers and isinstance(dataset, SlotDataset):
+            # two more than are prefetched: the batch in use and the one that has just arrived
+            shared = SharedBatches(dataset, plan.workers * plan.prefetch + 2)
         loader = DataLoader(
             shared or dataset, batch_size=None, num_workers=plan.workers, pin_memory=pin,
             sampler=shared.requests(positions[done:]) if shared else positions[done:],
@@ -230,7 +241,13 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
             worker_init_fn=partial(_init_worker, os.getpid(), started),
             generator=torch.Generator(),  # else the loader draws a seed from the network's generator
         )  # fmt: skip
-        iterator = iter(loader)
+        before = active_children()
+        try:
+            iterator: Iterator[Any] = _Workers(loader) if plan.workers else iter(loader)
+        except OSError as error:
+            for worker in {*active_children()} - {*before}:
+                worker.kill()
+            raise LoaderError(start_failure("loader workers", error, "set data.workers=0")) from None
         # torch's handler raises a worker's death at any line of the main thread, also in an update;
         # without it, only fetching a batch raises
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -248,8 +265,8 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
             failures += 1
             if failures > _MAX_REBUILDS:
                 raise LoaderError(
-                    f"loader workers died {failures} times at one batch: look at memory and /dev/shm, or set"
-                    f" data.workers=0 ({error})"
+                    f"loader workers died {failures} times at one batch: look at memory and"
+                    f" {describe_shared_memory()}, or set data.workers=0 ({error})"
                 ) from error
         finally:
             start_timer.cancel()
@@ -258,15 +275,6 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
                 for worker in iterator._workers:  # type: ignore[attr-defined]
                     worker.kill()
                 iterator._shutdown_workers()  # type: ignore[attr-defined]
-
-
-def _make_shared(dataset: Dataset[Batch], plan: Resources) -> SharedBatches | None:
-    if not plan.workers or not isinstance(dataset, SlotDataset):
-        return None
-    with suppress(OSError):
-        # two more than are prefetched: the batch in use and the one that has just arrived
-        return SharedBatches(dataset, plan.workers * plan.prefetch + 2)
-    return None
 
 
 def _init_worker(parent: int, started: mmap.mmap, worker: int) -> None:

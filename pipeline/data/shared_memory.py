@@ -5,7 +5,10 @@ tensor in it, views included, holds a reference to that object. So a slot withou
 is free. If none is free, a batch gets memory of its own.
 
 Slots are made once and used again, because the kernel clears new memory page by page and takes it
-back the same way: 3 % of a loader's time. Nothing is copied between processes.
+back the same way: 3 % of a loader's time. The images are not copied between processes. All else of
+a batch travels in a pipe, as arrays. Torch would send each tensor as an open file, over a socket in
+the folder for temporary files: that fails if its path is longer than 107 characters, and a worker
+that is killed leaves the folder.
 """
 
 import math
@@ -14,14 +17,16 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 from weakref import WeakValueDictionary, finalize
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from pipeline.data.batch import Batch
@@ -65,21 +70,35 @@ class SlotDataset(Dataset[Batch]):
 
 
 @dataclass(frozen=True, slots=True)
-class SlotRef:
-    """A batch on its way from a worker, with a reference to the slot that has its images.
+class SentBatch:
+    """A batch on its way from a worker.
 
     Not a tuple: DataLoader would unpack it, and torch 2.11 would pin its fields without calling
     `pin_memory` below.
     """
 
-    pool: int
-    slot: int
+    fields: dict[str, Any]
+    """Those of the batch, with arrays in place of tensors."""
+    slot: tuple[int, int] | None
+    """The pool and the slot of the images, or None if they travel in the pipe, too."""
     shape: tuple[int, ...]
-    rest: Batch
+    """(count, height, width, channels) of the images."""
+
+    @classmethod
+    def make(cls, batch: Batch, slot: tuple[int, int] | None) -> "SentBatch":
+        images = batch.images.permute(0, 2, 3, 1)  # as they are in memory
+        fields = batch._replace(images=images[:0] if slot else images)._asdict()
+        arrays = {name: value.numpy() if isinstance(value, Tensor) else value for name, value in fields.items()}
+        return cls(arrays, slot, tuple(images.shape))
 
     def to_batch(self) -> Batch:
-        memory = _POOLS[self.pool].memory[self.slot]
-        return self.rest._replace(images=_images_in(memory, self.shape))
+        arrays = {name: value for name, value in self.fields.items() if isinstance(value, np.ndarray)}
+        tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        memory: Any = arrays["images"]
+        if self.slot:
+            pool, slot = self.slot
+            memory = _POOLS[pool].memory[slot]
+        return Batch(**self.fields | tensors | {"images": _images_in(memory, self.shape)})
 
     def pin_memory(self) -> Batch:
         """Return the batch in pinned memory. DataLoader's pinning thread calls this."""
@@ -87,20 +106,22 @@ class SlotRef:
         return batch
 
 
-class SharedBatches(Dataset[Batch | SlotRef]):
+class SharedBatches(Dataset[SentBatch]):
     """The batches of a `SlotDataset`, made by workers in shared-memory slots.
 
-    Make it before the workers are forked. Raises OSError if there is no shared memory.
+    Make it before the workers are forked. Without shared memory there are no slots.
     """
 
     def __init__(self, dataset: SlotDataset, num_slots: int) -> None:
         self._dataset = dataset
         size = self._slot_bytes = -(-dataset.max_image_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._file = os.open(_FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC)
-        finalize(self, os.close, self._file)
-        os.ftruncate(self._file, num_slots * size)
-        self.memory = [mmap.mmap(self._file, size, offset=slot * size) for slot in range(num_slots)]
-        self._references_if_free = sys.getrefcount(self.memory[0])
+        self.memory: list[mmap.mmap] = []
+        with suppress(OSError):
+            self._file = os.open(_FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC)
+            finalize(self, os.close, self._file)
+            os.ftruncate(self._file, num_slots * size)
+            self.memory = [mmap.mmap(self._file, size, offset=slot * size) for slot in range(num_slots)]
+            self._references_if_free = sys.getrefcount(self.memory[0])
         self._in_flight: deque[int | None] = deque()
         """Slots of the batches that were requested and have not arrived, oldest first."""
         self._reserved: set[int] = set()
@@ -119,15 +140,13 @@ class SharedBatches(Dataset[Batch | SlotRef]):
                 return slot
         return None
 
-    def __getitem__(self, request: SlotRequest) -> Batch | SlotRef:
+    def __getitem__(self, request: SlotRequest) -> SentBatch:
         """Return the requested batch. Runs in a worker."""
         position, slot = request
         if slot is None:
-            return self._dataset[position]
+            return SentBatch.make(self._dataset[position], None)
         batch = self._dataset.make_batch(position, partial(self._allocate_in, slot))
-        count, channels, height, width = batch.images.shape
-        rest = batch._replace(images=torch.empty(0, dtype=torch.uint8))
-        return SlotRef(id(self), slot, (count, height, width, channels), rest)
+        return SentBatch.make(batch, (id(self), slot))
 
     def _allocate_in(self, slot: int, count: int, size: int) -> Tensor:
         if slot not in self._reserved:
@@ -139,31 +158,24 @@ class SharedBatches(Dataset[Batch | SlotRef]):
             self._reserved.add(slot)
         return _images_in(self.memory[slot], (count, size, size, 3))
 
-    def receive(self, made: Batch | SlotRef) -> Batch:
+    def receive(self, made: Batch | SentBatch) -> Batch:
         """Return the batch of the oldest request, for which DataLoader returned `made`."""
         self._in_flight.popleft()
-        return made.to_batch() if isinstance(made, SlotRef) else made
+        return made.to_batch() if isinstance(made, SentBatch) else made
 
 
 _POOLS: WeakValueDictionary[int, SharedBatches] = WeakValueDictionary()
-"""By `id`, because a SlotRef arrives pickled and cannot refer to the object itself."""
+"""By `id`, because a SentBatch arrives pickled and cannot refer to the object itself."""
 
 
-def _images_in(memory: mmap.mmap, shape: tuple[int, ...]) -> Tensor:
+def _images_in(memory: Any, shape: tuple[int, ...]) -> Tensor:
     """Return images [count, 3, height, width] in `memory`. shape: (count, height, width, 3)."""
     return torch.frombuffer(memory, dtype=torch.uint8, count=math.prod(shape)).view(shape).permute(0, 3, 1, 2)
 
 
 def _allocate(count: int, size: int) -> Tensor:
-    """Allocate memory that belongs to one batch only; in a worker it is shared."""
-    shape = (count, size, size, 3)
-    if get_worker_info() is None:
-        return torch.empty(shape, dtype=torch.uint8).permute(0, 3, 1, 2)
-    try:
-        storage: torch.UntypedStorage = torch.UntypedStorage._new_shared(math.prod(shape))  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        exit_worker(error, None)
-    return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape).permute(0, 3, 1, 2)
+    """Allocate memory that belongs to one batch only."""
+    return torch.empty((count, size, size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
 
 
 def exit_worker(error: Exception, _: object) -> NoReturn:

@@ -10,6 +10,7 @@ import logging
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -266,7 +267,7 @@ def start_processes(
     cannot bind it, it logs why, and the process starts unbound. advice: what to do after a crash.
     """
     with _freeze_imports():
-        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -277,16 +278,18 @@ def start_processes(
     # one line says why a run ended; the agent's own report would bury it
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     rendezvous_handler_registry.register("local", LocalRendezvous)
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id="local", max_restarts=0, rdzv_backend="local",
-        numa_options=NumaOptions(AffinityMode(numa_binding), True) if numa_binding else None,
-    )  # fmt: skip
-    try:
-        elastic_launch(config, sys.executable)("-m", "pipeline", *arguments)
-    except ChildFailedError as failure:
-        return _exit_code(failure, advice)
-    except SignalException:
-        return TemporaryError.code
+    with tempfile.TemporaryDirectory(prefix="pipeline-ranks-", ignore_cleanup_errors=True) as reports:
+        config = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id="local", max_restarts=0, rdzv_backend="local",
+            numa_options=NumaOptions(AffinityMode(numa_binding), True) if numa_binding else None,
+            logs_specs=DefaultLogsSpecs(reports),  # torch would not remove its own folder
+        )  # fmt: skip
+        try:
+            elastic_launch(config, sys.executable)("-m", "pipeline", *arguments)
+        except ChildFailedError as failure:
+            return _exit_code(failure, advice)
+        except SignalException:
+            return TemporaryError.code
     return errors.OK
 
 

@@ -53,7 +53,7 @@ from pipeline.data.sources import Source
 from pipeline.data.store import MissingError, Store
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import parse_json
-from pipeline.machine import available_cpus
+from pipeline.machine import available_cpus, start_failure
 from pipeline.operate.pack_target import Target, open_target
 from pipeline.record.terminal import Terminal, format_duration
 from pipeline.supervision import die_with_parent
@@ -203,7 +203,10 @@ def _make_shards(
     jpegtran = _find_jpegtran(terminal) if missing and not level.raw else None
     context = get_context("fork")  # so that the index is shared
     counts = context.RawArray("q", len(missing))  # of images; without a lock, which a killed worker would keep
-    pool = ProcessPoolExecutor(workers, context, _start_worker, (os.getpid(), source, level, out, jpegtran, counts))
+    try:
+        pool = ProcessPoolExecutor(workers, context, _start_worker, (os.getpid(), source, level, out, jpegtran, counts))
+    except OSError as error:
+        raise StorageError(start_failure("packing processes", error, "give fewer --workers")) from None
     start = time.monotonic()
     try:
         pending = {pool.submit(_make_shard, shard, slot) for slot, shard in enumerate(missing)}

@@ -5,6 +5,7 @@ import fcntl
 import os
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from harness import SHARING, SMALL, Job, pipeline, read_rows
+from harness import SHARING, SMALL, Job, environment, pipeline, read_rows
+from place import SMALL as PLACE
+from place import Place
 
 from faults.ledger import Notes
 from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
@@ -117,6 +120,38 @@ def test_a_start_on_a_full_disk_prints_one_line_and_exits_4(small_disk: Path, di
         " with run.dir=FOLDER"
     )
     assert result.code == 4
+
+
+@pytest.mark.parametrize(("command", "filled"), [("train", 2048), ("evaluate", 2032), ("pack", 2048)])
+def test_a_full_dev_shm_is_named_with_its_size(place: Place, command: str, filled: int) -> None:
+    words = {
+        "train": ["train", "digits", *PLACE, "data.workers=2", "run.dir=runs/new"],
+        "evaluate": ["evaluate", "runs/done", "data.workers=2"],
+        "pack": ["data", "pack", "images", "packed", "--workers", "2"],
+    }[command]
+    fill = f"head -c {filled}k /dev/zero >/dev/shm/full"
+    script = f'mount -t tmpfs -o size=2m tmpfs /dev/shm; {fill}; exec "$@"'
+    shell = ["unshare", "--mount", "sh", "-c", script, "sh", sys.executable, "-m", "pipeline", *words]
+    done = subprocess.run(shell, capture_output=True, text=True, cwd=place.path, env=environment(), check=False)
+    assert done.returncode == 4, done.stderr
+    assert "Traceback" not in done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert "cannot start: No space left on device" in line
+    assert "/dev/shm (0.0 of 2.0 MiB free): enlarge it (docker: --shm-size, k8s render: --shm)" in line
+
+
+def test_a_long_path_of_temporary_files_is_no_obstacle_and_nothing_stays_there(place: Place) -> None:
+    temporary = place.path / ("t" * 100)  # the path of a socket ends at 107 characters
+    temporary.mkdir()
+    words = [*PLACE, "data.workers=1", "batch.global=16", "batch.accumulate=4", "evaluate.every=1 steps"]
+    words += ["train.epochs=4", "train.max_steps=4"]
+    result = pipeline(
+        "train", "digits", *words, "run.dir=runs/new", "--nproc", "2", cwd=place.path, TMPDIR=str(temporary)
+    )
+    assert result.done["step"] == "4", result.err
+    result = pipeline("evaluate", "runs/new", "data.workers=1", cwd=place.path, TMPDIR=str(temporary))
+    assert result.done["step"] == "4", result.err
+    assert {name.partition("_")[0] for name in os.listdir(temporary)} <= {"torchinductor"}, "a cache of torch alone"
 
 
 @pytest.mark.parametrize(
