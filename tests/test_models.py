@@ -3,23 +3,29 @@
 import hashlib
 import json
 import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import timm
 import torch
 from harness import Job, assert_resumes, kill, pipeline, quick
 from mlflow import MlflowClient
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torchvision import models
+from torchvision.models.regnet import BlockParams
 
 from pipeline.config.load import load
 from pipeline.config.schema import Model
 from pipeline.errors import RequestError
 from pipeline.model.architectures import build, parameter_groups
+from pipeline.model.weights import load_weights
 from pipeline.plan import DataSize, make_plan
 from pipeline.preflight.model import check_shapes
 from pipeline.preflight.request import check_model_builds
-from pipeline.record.checkpoint import decode
+from pipeline.record.checkpoint import copy_to_host, decode
 from pipeline.record.checkpoint_files import read_verified
 from pipeline.record.provenance import provenance
 from pipeline.train.optimizer import check_optimizer_exists
@@ -148,6 +154,86 @@ def test_a_model_of_timm_is_killed_resumed_exported_and_predicts(arch: str, tmp_
     image = next((digits / "val").rglob("*.png"))
     predicted = quick("predict", str(killed.folder), str(image), "--json")
     assert predicted.code == 0, predicted.err
+
+
+LIBRARIES: dict[str, Callable[[], list[str]]] = {
+    "torchvision": lambda: models.list_models(module=models),
+    "timm": lambda: [
+        f"timm/{names[0]}" for family in timm.list_modules() if (names := timm.list_models(module=family))
+    ],
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_every_classifier_loads_its_own_weights_and_makes_a_pass(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of torchvision, and one of each family of timm, on the meta device."""
+
+    def widths(*args: Any, **options: Any) -> Any:  # a RegNet computes these with tensors
+        with torch.device("cpu"):
+            return regnet_widths(*args, **options)
+
+    regnet_widths = BlockParams.from_init_params
+    monkeypatch.setattr(BlockParams, "from_init_params", widths)
+    failures = {}
+    for arch in LIBRARIES[library]():
+        default = timm.get_pretrained_cfg(arch.removeprefix("timm/")) if library == "timm" else None
+        size = default.input_size[1] if default else 299 if arch.startswith("inception") else 224
+        try:
+            with torch.device("meta"), torch.no_grad():
+                model = build(Model(arch=arch), 7)
+                load_weights(model, dict(model.state_dict()))  # a plain dict has no versions
+                shape = model(torch.empty(2, 3, size, size)).shape
+            if shape != (2, 7):
+                failures[arch] = str(shape)
+        except Exception as error:
+            failures[arch] = repr(error)
+    assert not failures
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_model_that_needs_versions_is_trained_resumed_and_read(parallel: str, tmp_path: Path, digits: Path) -> None:
+    arguments = ["digits", *TRAINING, "model.arch=mnasnet0_5", "train.max_steps=3"]
+    run = assert_resumes(tmp_path, [*arguments, f"parallel={parallel}", "train.ema=0.9"], 2)
+    contents = decode(read_verified(run.checkpoints()[-1]), run.folder)
+    for part in ("model", "average"):
+        build(Model(arch="mnasnet0_5"), 4).load_state_dict(contents[part])  # by torch alone
+    if parallel == "fsdp":
+        return
+    folder, weights, image = (
+        str(run.folder),
+        str(tmp_path / "weights.safetensors"),
+        next((digits / "val").rglob("*.png")),
+    )
+    for command in (
+        ["evaluate", folder], ["predict", folder, str(image)],
+        ["export", folder, "--to", "safetensors", "--out", weights],
+        ["train", *arguments, f"model.init={folder}", f"run.dir={tmp_path / 'from-run'}"],
+        ["train", *arguments, f"model.init={weights}", f"run.dir={tmp_path / 'from-file'}"],
+    ):  # fmt: skip
+        result = quick(*command)
+        assert result.code == 0, result.err
+
+
+class Versioned(nn.Linear):
+    _version = 3
+    found: object = None
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: dict[str, Any], *more: Any) -> None:
+        self.found = metadata.get("version")
+        super()._load_from_state_dict(state, prefix, metadata, *more)
+
+
+def test_a_module_is_told_the_version_of_its_weights() -> None:
+    model = nn.Sequential(Versioned(1, 1))
+    assert isinstance(model[0], Versioned)
+    state = model.state_dict()
+    for stated, version in (({"0": {"version": 2}}, 2), (state._metadata, 3), (None, 3), ("x", 3), ({"0": "x"}, 3),
+                            ({"0": {"version": "x"}}, 3), ({"1": {"version": 2}}, 3)):  # fmt: skip
+        state._metadata = stated  # type: ignore[attr-defined]
+        load_weights(model, copy_to_host(state))
+        assert model[0].found == version, stated
+    load_weights(model, dict(state))
+    assert model[0].found == 3
 
 
 @pytest.mark.full
@@ -395,8 +481,6 @@ def test_with_a_frozen_backbone_the_last_child_of_ones_own_model_is_trained(
 
 
 def test_the_receipt_names_timm_and_a_module_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    import timm
-
     monkeypatch.setattr(timm, "__version__", "from a folder on PYTHONPATH")
     facts = provenance("digits", "itertools:chain", torch.device("cpu"))
     assert facts["timm"] == "from a folder on PYTHONPATH"

@@ -70,6 +70,11 @@ def test_a_killed_run_resumes_with_the_same_weights(tmp_path: Path, digits: Path
     assert killed.run_in_forks().done == expected
     evaluated = quick("evaluate", str(killed.folder))  # in one process, which has the whole model
     assert evaluated.done["weights"] == expected["weights"], "a checkpoint has the whole model under its own names"
+    contents = decode(read_verified(killed.checkpoints()[-1]), killed.folder)
+    whole = build(load("digits", list(SMALL)).model, 10).state_dict()
+    for part in ("model", "average"):
+        assert list(contents[part]) == list(whole)
+        assert contents[part]._metadata == whole._metadata, "and with the versions of its modules"
     assert abs(float(evaluated.done["top1"]) - float(expected["top1"])) <= 1 / 360
 
 

@@ -145,6 +145,7 @@ def _write_safetensors(model: "nn.Module", config: "Config", contents: dict[str,
     from safetensors.torch import load_file, save_file
 
     from pipeline.model.architectures import ExportedModel, build
+    from pipeline.model.weights import load_weights
 
     metadata = {
         "arch": config.model.arch, "args": json.dumps(config.model.args), "step": str(contents["step"]),
@@ -155,5 +156,5 @@ def _write_safetensors(model: "nn.Module", config: "Config", contents: dict[str,
     weights = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in model.state_dict().items()}
     save_file(weights, path, metadata)
     loaded = build(config.model, len(contents["classes"]))
-    loaded.load_state_dict(load_file(path))
+    load_weights(loaded, load_file(path))
     return ExportedModel(loaded).eval()

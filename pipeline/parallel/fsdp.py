@@ -37,7 +37,8 @@ from pipeline.errors import RequestError
 from pipeline.group import Group
 from pipeline.model.architectures import parameter_groups
 from pipeline.model.ema import make_ema
-from pipeline.parallel.strategy import Strategy, map_tensors
+from pipeline.model.weights import map_tensors, replace_tensors
+from pipeline.parallel.strategy import Strategy
 from pipeline.plan import Plan, fsdp_slices
 
 _CAST_BY_AUTOCAST = {kind.forward for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)}
@@ -118,7 +119,8 @@ class FSDPStrategy(Strategy):
         }
         local: dict[str, Any] = {"optimizer": {**states["optimizer"], "state": moments}}
         for key in ("model", "average"):
-            local[key] = states[key] and {name: _shard(full, weights[name]) for name, full in states[key].items()}
+            shards = {name: _shard(full, weights[name]) for name, full in (states[key] or {}).items()}
+            local[key] = states[key] and replace_tensors(states[key], shards)
         return local
 
 

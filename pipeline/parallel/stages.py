@@ -33,7 +33,8 @@ from pipeline.group import Group
 from pipeline.model.architectures import parameter_groups
 from pipeline.model.loss import Targets, classification_loss
 from pipeline.model.partition import StageModule, remove_layers, split_into_stages
-from pipeline.parallel.strategy import Strategy, autocast, map_tensors
+from pipeline.model.weights import map_tensors, replace_tensors
+from pipeline.parallel.strategy import Strategy, autocast
 from pipeline.plan import Plan
 
 
@@ -53,7 +54,8 @@ class StagesStrategy(Strategy):
         # a copy's stages are neighbours; the same stage of all copies averages its gradients
         self._pp_group = _join_one_of([ranks[first : first + plan.stages] for first in ranks[:: plan.stages]], timeout)
         self._dp_group = _join_one_of([ranks[stage :: plan.stages] for stage in range(plan.stages)], timeout)
-        self._state_names = list(model.state_dict())
+        state = model.state_dict()
+        self._whole_state = replace_tensors(state, dict.fromkeys(state))  # names and versions only
         self._names = _optimizer_names(model)
         parts = split_into_stages(model, config.model.arch, plan.stages, plan.image_size)
         self._links = parts.pop(self._stage)
@@ -122,7 +124,8 @@ class StagesStrategy(Strategy):
                 full[key] = _optimizer_state(moments, part[key]["param_groups"], self._names)
             else:
                 tensors = {name: tensor for part in parts for name, tensor in (part[key] or {}).items()}
-                full[key] = {name: tensors[name] for name in self._state_names} if tensors else None
+                whole = {name: tensors[name] for name in self._whole_state} if tensors else None
+                full[key] = whole and replace_tensors(self._whole_state, whole)
         return full
 
     def local_state(self, states: dict[str, Any]) -> dict[str, Any]:
@@ -133,7 +136,8 @@ class StagesStrategy(Strategy):
                 moments = _by_name(full["state"], self._names)
                 local[key] = _optimizer_state(moments, full["param_groups"], self._local_names)
             else:
-                local[key] = full and {name: tensor for name, tensor in full.items() if name in names}
+                part = {name: tensor for name, tensor in (full or {}).items() if name in names}
+                local[key] = full and replace_tensors(full, part)
         return local
 
     def _pipeline(self, part: StageModule) -> PipelineStage:

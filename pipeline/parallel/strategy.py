@@ -152,12 +152,3 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
     """Return the context in which forward passes run with train.precision."""
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return torch.autocast(device.type, dtypes.get(precision, torch.bfloat16), enabled=precision in dtypes)
-
-
-def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return a nested state dict with `change` applied to each tensor."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: map_tensors(inner, change) for key, inner in value.items()}
-    return value

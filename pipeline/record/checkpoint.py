@@ -26,6 +26,7 @@ from pipeline.config.schema import Model
 from pipeline.errors import RequestError, StorageError, one_line
 from pipeline.files import sync_folder, temporary_sibling
 from pipeline.model.architectures import build
+from pipeline.model.weights import load_weights, map_tensors
 from pipeline.record.checkpoint_files import list_checkpoints, read_verified, step_of
 
 FORMAT = 1
@@ -140,8 +141,8 @@ def eval_model(contents: dict[str, Any], options: Model) -> nn.Module:
     """
     model = build(options, len(contents["classes"])).eval()
     try:
-        model.load_state_dict(eval_weights(contents))
-    except RuntimeError as error:
+        load_weights(model, eval_weights(contents))
+    except (RuntimeError, ValueError) as error:
         raise StorageError(
             f"the weights of the checkpoint are not those of a {options.arch} with {len(contents['classes'])} classes,"
             f" as its configuration says ({one_line(error, 120)} …): use another checkpoint"
@@ -151,13 +152,7 @@ def eval_model(contents: dict[str, Any], options: Model) -> nn.Module:
 
 def copy_to_host(value: Any) -> Any:
     """Return a copy of a nested state whose tensors are in CPU memory and share no storage."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: copy_to_host(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(copy_to_host(inner) for inner in value)
-    return value
+    return map_tensors(value, lambda tensor: tensor.detach().to("cpu", copy=True))
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:

@@ -20,6 +20,7 @@ from pipeline.config.schema import MODEL_URI_PREFIX, Model
 from pipeline.errors import RequestError, StorageError, TemporaryError
 from pipeline.group import Group
 from pipeline.model.architectures import pretrained_weights
+from pipeline.model.weights import load_weights
 from pipeline.record import checkpoint, checkpoint_files
 
 
@@ -45,7 +46,7 @@ def load_pretrained(
 ) -> None:
     """Load the `weights` that `read` returned on rank 0 into `model`, in every process."""
     if weights is not None:
-        model.load_state_dict(weights, strict=False)
+        load_weights(model, weights, strict=False)
         random = [name for name in model.state_dict() if name not in weights]
         log(f"first weights from {options.init}" + (f"; {', '.join(random)} start random" if random else ""))
     group.broadcast(list(model.state_dict().values()))

@@ -33,6 +33,7 @@ from pipeline.guards.nonfinite import make_loss_guard
 from pipeline.guards.signals import StopRequest
 from pipeline.guards.watchdog import COMPILATION_S, Watchdog
 from pipeline.model.architectures import Normalise, build
+from pipeline.model.weights import load_weights
 from pipeline.parallel import Strategy, choose_strategy
 from pipeline.plan import Plan, divide_resources, make_plan, request_digest
 from pipeline.record.checkpoint import copy_to_host, eval_model, eval_weights, weights_digest
@@ -330,7 +331,7 @@ def _build(
     watchdog.beat()
     with watchdog.allow_compilation(group) if plan.compiles else nullcontext():
         _warm_up(config, plan, strategy, timer, stop)
-    model.load_state_dict(first_weights)
+    load_weights(model, first_weights)
     return plan, state
 
 

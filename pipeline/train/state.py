@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pipeline.config.schema import Config
 from pipeline.guards.nonfinite import LossGuard
+from pipeline.model.weights import load_weights
 from pipeline.parallel import Strategy
 from pipeline.record.checkpoint import weights_digest
 from pipeline.train.optimizer import make_optimizer
@@ -196,9 +197,9 @@ class TrainState:
         Rank 0 alone loads the totals, so that the next sum counts them once.
         """
         states = self.strategy.local_state({key: contents[key] for key in ("model", "average", "optimizer")})
-        self.model.load_state_dict(states["model"])
+        load_weights(self.model, states["model"])
         if self.ema is not None:
-            self.ema.load_state_dict(states["average"])
+            load_weights(self.ema, states["average"])
         # The saved settings say which kernels updated (fused, foreach). With another number of
         # processes these may be unable to.
         groups = self.optimizer.state_dict()["param_groups"]
