@@ -53,7 +53,8 @@ class Fake:
             self.start()
         for _ in range(ADVANCE // 2):
             if self.step() < STEPS:
-                self.rows.append({"step": self.step() + 2, "metrics": {"train/loss": 1.0}})
+                metrics = {"system/trainer-0/rss_mib": 900.0, "train/loss": 1.0}
+                self.rows.append({"step": self.step() + 2, "metrics": metrics})
         if self.quirks.get("fails") == self.job["run"] and self.step() > 100:
             self.job["end"] = ["Failed", "BackoffLimitExceeded"]
         elif self.step() >= STEPS:
@@ -162,6 +163,7 @@ class Fake:
                 return json.dumps([{"status": "RUNNING", "points": points[:5]}])
             points += points[:1] * self.quirks.get("twice", 0)
             points = points[self.quirks.get("lost", 0) :]
+            points += [["system/of_another_program", 0]] * 2
             status = self.quirks.get("status", "FINISHED")
             return json.dumps([{"status": status, "points": points}] * self.quirks.get("runs", 1))
         if target != "helper":

@@ -431,9 +431,11 @@ def check_mlflow(run: Run) -> str:
         run.wait("one FINISHED run in MLflow", has_one, MLFLOW_S)
     except Failure as failure:
         raise Failure(f"{failure}: it has {[mlflow_run['status'] for mlflow_run in found]}") from None
-    points = Counter((key, step) for key, step in found[0]["points"] if not key.startswith("system/"))
+    expected = {(key, row["step"]) for row in run.rows() for key in row.get("metrics", {})}
+    keys = {key for key, _ in expected}
+    points = Counter((key, step) for key, step in found[0]["points"] if key in keys)
     twice = sorted(point for point, count in points.items() if count > 1)
-    missing = sorted({(key, row["step"]) for row in run.rows() for key in row.get("metrics", {})} - points.keys())
+    missing = sorted(expected - points.keys())
     if twice or missing:
         raise Failure(f"MLflow has {len(twice)} points twice and lacks {len(missing)}: {[*twice, *missing][:3]}")
     return f"1 run, {len(points)} points"

@@ -118,7 +118,7 @@ def test_every_case_passes_on_a_cluster_that_keeps_the_promises(fake: Fake) -> N
     assert list(results) == list(on_cluster.CASES)
     assert {result["result"] for result in results.values()} == {"passed"}
     assert {result["weights"] for result in results.values()} == {"sha256:5a3e"}
-    assert {result["mlflow"] for result in results.values()} == {"1 run, 84 points"}
+    assert {result["mlflow"] for result in results.values()} == {"1 run, 168 points"}
     disturbed = {name for name, result in results.items() if result["continued_s"] is not None}
     assert disturbed == set(on_cluster.CASES) - {
         "no-fault", "evicted-while-waiting", "peer-lost-at-the-end", "mlflow-away-at-the-end", "gang-check",
@@ -291,8 +291,8 @@ def test_a_failed_job_is_noticed_at_once_and_its_evidence_is_kept(fake: Fake) ->
         ({"weights of suspended": "0bad"}, "the weights differ from those of no-fault: sha256:0bad and sha256:5a3e"),
         ({"runs": 2}, "too long for one FINISHED run in MLflow: it has ['FINISHED', 'FINISHED']"),
         ({"status": "RUNNING"}, "it has ['RUNNING']"),
-        ({"twice": 1}, "MLflow has 1 points twice and lacks 0: [('train/loss', 2)]"),
-        ({"lost": 2}, "MLflow has 0 points twice and lacks 2: [('train/loss', 2), ('train/loss', 4)]"),
+        ({"twice": 1}, "MLflow has 1 points twice and lacks 0: [('system/trainer-0/rss_mib', 2)]"),
+        ({"lost": 2}, "MLflow has 0 points twice and lacks 2: [('system/trainer-0/rss_mib', 2), ('train/loss', 2)]"),
     ],
 )
 def test_a_broken_promise_fails_its_case(fake: Fake, quirks: dict[str, object], why: str) -> None:
