@@ -39,8 +39,8 @@ def test_hidden_and_system_files_are_left_out_at_any_depth(tmp_path: Path, layou
     classes = ("val/cat/more", "val/dog") if layout == "train and val" else ("cat", "dog")
     root = fill(tmp_path / "photos", *(IMAGES if len(classes[0]) > 3 else (name[6:] for name in IMAGES[:8])))
     fill(root, f"{classes[0]}/9.png")
-    clean = scan(root, 0.5)
-    assert clean.ignored == {}
+    clean = open_index(root, 0.5, tmp_path, check_sizes=False)
+    assert (clean.ignored, scan(root, 0.5).ignored) == ({}, {}), "its own cache is no hidden file"
     count = add_hidden(root, "val" if layout == "train and val" else ".", *classes)
     index = scan(root, 0.5)
     assert (index.digest, index.ignored) == (clean.digest, {"hidden or system": count})
@@ -141,3 +141,72 @@ def test_what_is_left_out_is_counted_by_extension(tmp_path: Path) -> None:
     line = refused(lambda: scan(root, 0.1))
     assert "val/dog/" in line
     assert "4 .heic" in line
+
+
+@pytest.mark.parametrize(
+    ("folders", "says"),
+    [("Train Validation", "rename Train/ to train/ and Validation/ to val/"),
+     ("TRAIN VAL", "rename TRAIN/ to train/ and VAL/ to val/"),
+     ("training validation testing", "rename training/ to train/ and validation/ to val/"),
+     ("training_set test_set", "rename training_set/ to train/ and test_set/ to val/"),
+     ("train2017 val2017 test2017", "rename train2017/ to train/ and val2017/ to val/"),
+     ("images labels", "give a folder with train/ and val/"),
+     ("Test", "give a folder with train/ and val/"),
+     ("dev eval __MACOSX", "the folders dev, eval: give a folder with train/ and val/"),
+     ("train valid", "no val/: rename valid/ to val/"),
+     ("train Validation test", "no val/: rename Validation/ to val/"),
+     ("train Val", "no val/: rename Val/ to val/"),
+     ("train test", "no val/: add val/ with one folder per class, or rename test/ to val/"),
+     ("Train val", "no train/: rename Train/ to train/"),
+     ("training val", "no train/: rename training/ to train/"),
+     ("train/images train/labels val/images val/labels", "the folders images, labels: ")],
+)  # fmt: skip
+def test_splits_are_not_classes(tmp_path: Path, folders: str, says: str) -> None:
+    root = tmp_path / "photos"
+    fill(root, *(f"{folder}/{name}" for folder in folders.split() for name in ("cat/1.png", "dog/1.png", "dog/2.png")))
+    line = refused(lambda: scan(root, 0.5))
+    assert says in line
+    assert line.startswith(f"data.root={root} ")
+    assert len(line.splitlines()) == 1
+
+
+def test_a_class_may_have_the_name_of_a_split_beside_others(tmp_path: Path) -> None:
+    root = fill(tmp_path / "photos", *(f"{kind}/{i}.png" for kind in ("test", "Training", "bus") for i in range(9)))
+    assert scan(root, 0.5).classes == ("Training", "bus", "test")
+
+
+def test_an_evaluation_of_a_folder_of_splits_names_the_split_to_give(tmp_path: Path) -> None:
+    for split in ("valid", "Validation", "test"):
+        root = fill(tmp_path / split / "photos", "train/cat/1.png", f"{split}/cat/1.png", f"{split}/dog/1.png")
+        line = refused(lambda root=root: scan_validation(root, ("cat", "dog"), 1.0))
+        assert line.endswith(f"give data.root={root}/{split}")
+        assert len(scan_validation(root / split, ("cat", "dog"), 1.0)) == 2
+
+
+@pytest.mark.parametrize(
+    ("target", "link"),
+    [(".", "cat/loop"), ("..", "cat/loop"), ("../..", "cat/loop"), ("../../..", "cat/a/b/loop"), ("../dog", "cat/loop"),
+     (".", "loop")],
+)  # fmt: skip
+@pytest.mark.parametrize("split", ["", "train/"])
+def test_a_cycle_of_links_is_named_by_its_link(tmp_path: Path, split: str, target: str, link: str) -> None:
+    root = fill(tmp_path / "photos", *(IMAGES if split else (name[6:] for name in IMAGES[:8])))
+    place = root / split / link
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.symlink_to(target)
+    if target == "../dog":  # each class in the other
+        (root / split / "dog/loop").symlink_to("../cat")
+    if link == "loop" and split:
+        fill(root, "val/loop/1.png")
+    line = refused(lambda: scan(root, 0.5))
+    assert "/loop is a link to a folder that it is in: remove the link" in line
+    assert line.count("loop") <= 2
+    assert len(line) < len(str(root)) + 100
+
+
+def test_a_link_to_another_folder_is_followed(tmp_path: Path) -> None:
+    root = fill(tmp_path / "photos", *IMAGES)
+    fill(tmp_path / "more", "9.png")
+    (root / "train/cat/more").symlink_to("../../../more")
+    (root / "train/cat/again").symlink_to(tmp_path / "more")
+    assert len(scan(root, 0.5).train) == 10

@@ -37,6 +37,12 @@ READ_FAILURES = (
 )  # fmt: skip
 """The kinds of failed attempts to read an image from a bucket, each of which is made again."""
 
+_SPLIT_NAME = re.compile(
+    r"(?:(?P<train>train|training|trn)|(?P<val>val|valid|validation|validate|eval|evaluation|dev|hold[\W_]*out)|"
+    r"(?P<test>tests?|testing|tst)|(?P<other>images?|imgs?|jpegimages|labels?|annotations?|masks?|unlabell?ed))"
+    r"(?:[\W_]*(?:sets?|data|datasets?|split|images?|imgs?|\d+))*",
+    re.IGNORECASE,
+)  # fmt: skip
 HIDDEN = "hidden or system"
 """The reason for leaving out a file or folder for which `is_hidden` is true."""
 
@@ -77,6 +83,12 @@ def why_ignored(name: bytes) -> str:
         return HIDDEN
     extension = re.fullmatch(rb".+(\.\w{1,10})", name, re.DOTALL)
     return f"extension {extension[1].lower().decode()}" if extension else "without an extension"
+
+
+def split_of(folder: bytes) -> str | None:
+    """Return "train", "val", "test" or "other" for a name of a split or of its parts, else None."""
+    match = _SPLIT_NAME.fullmatch(folder.decode(errors="replace").strip())
+    return match and match.lastgroup
 
 
 def printable_name(name: bytes) -> str:

@@ -10,7 +10,7 @@ import hashlib
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from pipeline.data.access import (
     outage_error,
     printable_name,
     read_error,
+    split_of,
     why_ignored,
 )
 from pipeline.data.checksums import digest_of_sums, read_sums
@@ -157,16 +158,14 @@ def scan(root: Path, val_split: float) -> Index:
     try:
         present = [split for split in SPLITS if (root / split).is_dir()]
         if len(present) == 1:
-            _subfolders(base, ignored)  # raises OutageError if the other is a link to a place that is away
-            (missing,) = set(SPLITS) - set(present)
-            raise RequestError(
-                f"data.root={root} has {present[0]}/ but no {missing}/: add {missing}/ with one folder per class"
-            )
+            # raises OutageError if the other is a link to a place that is away
+            raise _missing_split(root, present[0], _subfolders(base, ignored))
         classes = _common_classes(base, ignored) if present else _subfolders(base, ignored)
         if not classes:
             raise RequestError(
                 f"data.root={root} holds no folders: it needs train/ and val/, each with one folder per class"
             )
+        _refuse_splits_as_classes(root, classes)
         entries = _scan_classes(base, present or [""], classes, val_split, folders, ignored)
         sums, sums_digest = read_sums(root), digest_of_sums(root)
     except OSError as error:
@@ -211,7 +210,10 @@ def scan_validation(
         unknown = [printable_name(name) for name in folders if printable_name(name) not in labels]
         if unknown:
             names = list_first(sorted(unknown), 5)
-            raise RequestError(f"{root} has class folders that the model does not know: {names}")
+            parts = {split_of(os.fsencode(name)): name for name in sorted(unknown, reverse=True)}
+            part = parts.get("val") or parts.get("test")
+            advice = f": to evaluate on {part}/, give data.root={root / part}" if part else ""
+            raise RequestError(f"{root} has class folders that the model does not know: {names}{advice}")
         entries = [
             (file, size, labels[printable_name(folder)])
             for folder in folders
@@ -232,6 +234,36 @@ def _unreadable(root: Path, error: OSError) -> RunError:
     return RequestError(f"data.root={root} cannot be read: {printable_name(os.fsencode(path))}: {error.strerror}")
 
 
+def _missing_split(root: Path, present: str, folders: list[bytes]) -> RequestError:
+    """Return the error of a folder with train/ or val/ alone. folders: all that are in it."""
+    missing = "val" if present == "train" else "train"
+    similar = [printable_name(name) for name in folders if split_of(name) == missing]
+    tests = [printable_name(name) for name in folders if split_of(name) == "test" and missing == "val"]
+    advice = f"add {missing}/ with one folder per class"
+    if similar:
+        advice = f"rename {similar[0]}/ to {missing}/"
+    elif tests:
+        advice += f", or rename {tests[0]}/ to {missing}/ to validate on it"
+    return RequestError(f"data.root={root} has {present}/ but no {missing}/: {advice}")
+
+
+def _refuse_splits_as_classes(root: Path, classes: list[bytes]) -> None:
+    """Raise RequestError if all class folders are named as splits, such as Train and Validation."""
+    parts = {name: split_of(name) for name in classes}
+    if not all(parts.values()):
+        return
+    advice = "give a folder with train/ and val/, each with one folder per class, or with class folders only"
+    names = [printable_name(name) for name in classes]
+    train, val = (
+        next((printable_name(name) for kind in kinds for name in classes if parts[name] == kind), None)
+        for kinds in (("train",), ("val", "test"))
+    )
+    if train and val:
+        advice = f"rename {train}/ to train/ and {val}/ to val/"
+    found = "the folders" if len(names) > 1 else "the folder"
+    raise RequestError(f"data.root={root} holds no classes, but {found} {list_first(names, 5)}: {advice}")
+
+
 def _left_out(ignored: dict[str, int]) -> str:
     return f" (left out: {describe_ignored(ignored)})" if ignored else ""
 
@@ -242,7 +274,8 @@ def _subfolders(base: bytes, ignored: Counter[str]) -> list[bytes]:
     with os.scandir(base) as found:
         for entry in found:
             if is_hidden(entry.name):
-                ignored[HIDDEN] += entry.name != CACHE.encode()
+                if entry.name != CACHE.encode():
+                    ignored[HIDDEN] += 1
             elif _is_folder(entry):
                 names.append(entry.name)
             elif is_image(entry.name):
@@ -312,10 +345,23 @@ def _class_folders(folder: bytes, split: str, ignored: Counter[str]) -> list[byt
     raise RequestError(f"{split}/ holds no class folders: it needs one for each class, with images in it")
 
 
-def _images(base: bytes, folder: bytes, folders: dict[str, int], ignored: Counter[str]) -> Iterator[tuple[bytes, int]]:
-    """Yield (name below `base`, bytes) of each image in `folder` and the folders in it."""
-    folders[os.fsdecode(folder)] = os.stat(os.path.join(base, folder)).st_mtime_ns
-    with os.scandir(os.path.join(base, folder)) as found:
+def _images(
+    base: bytes, folder: bytes, folders: dict[str, int], ignored: Counter[str], above: Sequence[tuple[int, int]] = ()
+) -> Iterator[tuple[bytes, int]]:
+    """Yield (name below `base`, bytes) of each image in `folder` and the folders in it.
+
+    above: the device and inode of each folder that holds `folder`. Raises RequestError that names a
+    link which leads back to one of them.
+    """
+    path = os.path.join(base, folder)
+    status = os.stat(path)
+    if not above:
+        above = [(place.st_dev, place.st_ino) for place in (os.stat(base), os.stat(os.path.dirname(path)))]
+    here = (status.st_dev, status.st_ino)
+    if here in above and (link := _last_link(base, folder)):
+        raise RequestError(f"{printable_name(link)} is a link to a folder that it is in: remove the link")
+    folders[os.fsdecode(folder)] = status.st_mtime_ns
+    with os.scandir(path) as found:
         for entry in found:
             name = os.path.join(folder, entry.name)
             if is_hidden(entry.name):
@@ -323,13 +369,24 @@ def _images(base: bytes, folder: bytes, folders: dict[str, int], ignored: Counte
             elif is_image(entry.name):
                 size = _size(entry)
                 if size != MISSING and entry.is_dir():
-                    path = printable_name(os.path.join(base, name))
-                    raise RequestError(f"{path} is a folder that is named like an image: rename or remove it")
+                    raise RequestError(
+                        f"{printable_name(entry.path)} is a folder that is named like an image: rename or remove it"
+                    )
                 yield name, size
             elif _is_folder(entry):
-                yield from _images(base, name, folders, ignored)
+                yield from _images(base, name, folders, ignored, [*above, here])
             else:
                 ignored[why_ignored(entry.name)] += 1
+
+
+def _last_link(base: bytes, folder: bytes) -> bytes | None:
+    """Return the last link in the path of `folder` below `base`, or None."""
+    while folder:
+        path = os.path.join(base, folder)
+        if os.path.islink(path):
+            return path
+        folder = os.path.dirname(folder)
+    return None
 
 
 def _is_folder(entry: os.DirEntry[bytes]) -> bool:
