@@ -89,16 +89,18 @@ def from_exit_code(code: int) -> type[RunError]:
     return kinds.get(code, RunError)
 
 
-def save_failure(folder: Path, error: RunError, request: str) -> None:
-    """Save the failure of `request` (its digest) for the next start.
+def save_failure(folder: Path, error: RunError, request: str) -> bool:
+    """Save a permanent failure of `request` (its digest) for the next start; return True if saved.
 
     Does not raise OSError, because the failure may be that of the disk.
     """
     if error.code not in PERMANENT:
-        return
+        return False
     data = json.dumps({"code": error.code, "line": str(error), "request": request}).encode()
     with contextlib.suppress(OSError):
         atomic_write(folder / FAILURE, data, durable=False, shared=True)  # several ranks may fail at once
+        return True
+    return False
 
 
 def load_failure(folder: Path, request: str | None = None) -> RunError | None:

@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from harness import SMALL, Job, kill, quick, read_rows
 
 from pipeline.config.load import load
 from pipeline.errors import RequestError, StorageError, TemporaryError
-from pipeline.record import checkpoint_files
+from pipeline.record import checkpoint, checkpoint_files
 from pipeline.record.checkpoint import CheckpointWriter, decode
 from pipeline.record.checkpoint_files import list_checkpoints, newest_verified, read_verified, step_of
 from pipeline.record.folder import RunFolder
@@ -184,20 +185,50 @@ def test_an_unreadable_checkpoint_is_one_error(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.fault("C1")
-def test_a_full_disk_costs_no_step_and_is_logged(tmp_path: Path) -> None:
+def test_a_full_disk_costs_no_step_and_is_logged(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
-    writer = CheckpointWriter(tmp_path / "gone", keep=2, log=lines.append)
-    for step in range(1, 6):
-        assert not writer.should_give_up
+    writer = CheckpointWriter(small_disk / "run", keep=2, log=lines.append)
+    (small_disk / "run").mkdir()
+    (small_disk / "filler").write_bytes(bytes(56 << 10))
+    for step in range(1, 8):
         writer.save(contents(step), step, None)
     writer.wait()
-    assert writer.should_give_up
-    assert len(lines) == 5
-    (tmp_path / "gone").mkdir()
-    writer.save(contents(6), 6, None)
+    assert not writer.should_give_up, "saves have failed for less than ten minutes"
+    assert len(lines) == 7
+    assert all("No space left on device: free disk space" in line and "10 min" in line for line in lines)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "MAX_FAILING_S", 0)
+        assert writer.should_give_up
+    (small_disk / "run").rename(small_disk / "gone")
+    assert writer.should_give_up, "it does not come back"
+    (small_disk / "gone").rename(small_disk / "run")
+    (small_disk / "filler").unlink()
+    writer.save(contents(8), 8, None)
     writer.wait()
     assert not writer.should_give_up
-    assert [step_of(path) for path in list_checkpoints(tmp_path / "gone")] == [6]
+    assert [step_of(path) for path in list_checkpoints(small_disk / "run")] == [8]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_make_a_save_fail(tmp_path: Path) -> None:
+    lines: list[str] = []
+    mirrored: list[int] = []
+    writer = CheckpointWriter(tmp_path, 1, lines.append, on_saved=lambda: mirrored.append(1))
+    writer.save(contents(1), 1, None)
+    writer.wait()
+    (old,) = list_checkpoints(tmp_path)
+    subprocess.run(["mount", "--bind", str(old), str(old)], check=True)  # a file that is mounted on is busy
+    try:
+        for step in (2, 3):
+            writer.save(contents(step), step, None)
+            writer.wait()
+            assert not writer.last_failed
+        assert [step_of(path) for path in list_checkpoints(tmp_path)] == [3, 1]
+    finally:
+        subprocess.run(["umount", str(old)], check=True)
+    assert len(mirrored) == 3
+    (line,) = lines
+    assert str(old) in line
+    assert "busy" in line
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,17 @@ tensors, numbers and strings, and are only ever read with `weights_only=True`.
 
 The training loop waits only while the state is copied; a thread writes the file. A save that fails
 (a full disk, say) costs no step: it is reported, earlier files stay, and the next save may succeed.
-After five failures in a row the run ends with exit code 4.
+After five failures in a row, and ten minutes, the run ends with exit code 4.
 """
 
+import errno
 import hashlib
 import io
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +31,13 @@ from pipeline.files import sync_folder, temporary_sibling
 from pipeline.model.architectures import build
 from pipeline.model.weights import load_weights, map_tensors
 from pipeline.record.checkpoint_files import list_checkpoints, read_verified, step_of
+from pipeline.record.terminal import format_duration
 
 FORMAT = 1
 MAX_FAILURES = 5
+MAX_FAILING_S = 600
+"""A run ends after both: whoever saves often has as long to free disk space as others."""
+_RETRY_S = 5
 _MODEL_PARTS = {"model": dict, "average": dict | None, "config": str, "classes": list}
 _STATE_PARTS = _MODEL_PARTS | {
     "step": int, "optimizer": dict, "scaler": dict, "totals": Tensor, "evaluation": dict | None, "best": dict | None,
@@ -174,14 +181,20 @@ class CheckpointWriter:
         self._folder, self._keep, self._log = folder, keep, log
         self._check_ours, self._on_saved = check_ours, on_saved
         self._thread: threading.Thread | None = None
-        self._failures = 0
+        self._failures, self._failing_since = 0, 0.0
+        self._kept_files: set[Path] = set()
+        """Old checkpoints that could not be removed: each is named once."""
         self._saved: Path | None = None
 
-    def save(self, contents: dict[str, Any], step: int, best_step: int | None) -> None:
-        """Copy the state and start writing it, after the previous write has ended."""
+    def save(self, contents: dict[str, Any], step: int, best_step: int | None, patience_s: float = 0) -> None:
+        """Copy the state and start writing it, after the previous write has ended.
+
+        patience_s: time for which a save that fails is tried again.
+        """
         self.wait()
         snapshot = copy_to_host({"format": FORMAT, **contents})
-        self._thread = threading.Thread(target=self._write, args=(snapshot, step, best_step), name="checkpoint-writer")
+        work = (snapshot, step, best_step, patience_s)
+        self._thread = threading.Thread(target=self._write_patiently, args=work, name="checkpoint-writer")
         self._thread.start()
 
     def wait(self) -> None:
@@ -201,14 +214,28 @@ class CheckpointWriter:
 
     @property
     def should_give_up(self) -> bool:
-        """True if MAX_FAILURES saves in a row have failed, so that the run should end."""
-        return self._failures >= MAX_FAILURES
+        """True if saves have failed MAX_FAILURES times and for MAX_FAILING_S."""
+        is_long = time.monotonic() - self._failing_since >= MAX_FAILING_S
+        return self._failures >= MAX_FAILURES and (is_long or not self._folder.is_dir())
 
     @property
     def last_failed(self) -> bool:
         return self._failures > 0
 
-    def _write(self, snapshot: dict[str, Any], step: int, best_step: int | None) -> None:
+    def _write_patiently(self, snapshot: dict[str, Any], step: int, best_step: int | None, patience_s: float) -> None:
+        end = time.monotonic() + patience_s
+        outlook = f"the run ends once saves have failed {MAX_FAILURES} times and for {format_duration(MAX_FAILING_S)}"
+        if patience_s:
+            outlook = f"trying again for {patience_s:g} s"
+        while not (saved := self._write(snapshot, step, outlook)) and time.monotonic() + _RETRY_S < end:
+            time.sleep(_RETRY_S)
+        if saved:
+            with suppress(OSError):  # of a listing: the next save tries again
+                self._prune(best_step)
+            self._on_saved()
+
+    def _write(self, snapshot: dict[str, Any], step: int, outlook: str) -> bool:
+        """Return True if the checkpoint is on the disk. outlook: what follows if it is not."""
         temporary = temporary_sibling(self._folder / f"step-{step:08d}", shared=True)
         self._check_ours()
         try:
@@ -223,18 +250,20 @@ class CheckpointWriter:
             os.rename(temporary, saved)
             sync_folder(self._folder)
             self._failures, self._saved = 0, saved
-            self._prune(best_step)
-            self._on_saved()
         except (OSError, RuntimeError) as error:
+            self._failing_since = self._failing_since if self._failures else time.monotonic()
             self._failures += 1
-            failures = f"{self._failures} of {MAX_FAILURES} in a row"
-            self._log(f"checkpoint of step {step} was not saved: {_reason(error)} ({failures}); training continues")
-            temporary.unlink(missing_ok=True)
+            failures = f"{self._failures} in a row, for {format_duration(time.monotonic() - self._failing_since)}"
+            self._log(f"checkpoint of step {step} was not saved ({failures}): {_reason(error)}; {outlook}")
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        return not self._failures
 
     def _prune(self, best_step: int | None) -> None:
         """Delete all but the newest `keep` and the best.
 
-        Of two with the same step the newer stays: it was saved after the evaluation.
+        Of two with the same step the newer stays: it was saved after the evaluation. A file that
+        cannot be deleted is named, and the others are deleted.
         """
         kept: list[int] = []
         for path in list_checkpoints(self._folder):
@@ -243,7 +272,12 @@ class CheckpointWriter:
                 continue
             if step in kept or (len(kept) >= self._keep and step != best_step):
                 self._check_ours()
-                path.unlink()
+                try:
+                    path.unlink(missing_ok=True)
+                except OSError as error:
+                    if path not in self._kept_files:
+                        self._log(f"{path} is old and could not be removed: {error.strerror}: remove it yourself")
+                    self._kept_files.add(path)
             else:
                 kept.append(step)
 
@@ -253,4 +287,6 @@ def _reason(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__context__
+    if cause and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{cause.strerror}: free disk space"
     return (cause and cause.strerror) or str(error)

@@ -7,6 +7,7 @@ decodes what these functions read.
 import hashlib
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from pipeline.data.access import storage_outage
@@ -31,11 +32,13 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
     Raises OSError if the folder exists and cannot be listed.
     """
-    try:
-        found = [path for path in folder.iterdir() if NAME.fullmatch(path.name)]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted(found, key=lambda path: (step_of(path), path.stat().st_mtime_ns), reverse=True)
+    found = []
+    with suppress(FileNotFoundError, NotADirectoryError):
+        for path in folder.iterdir():
+            if NAME.fullmatch(path.name):
+                with suppress(FileNotFoundError):  # a run that trains here deletes its old ones
+                    found.append((step_of(path), path.stat().st_mtime_ns, path))
+    return [path for _, _, path in sorted(found, reverse=True)]
 
 
 def read_verified(path: Path) -> bytes:

@@ -10,10 +10,12 @@ from contextlib import nullcontext
 
 from pipeline.data.batch import Batch
 from pipeline.errors import NotFiniteError, StorageError, TemporaryError
-from pipeline.record.checkpoint import MAX_FAILURES, all_finite
+from pipeline.record.checkpoint import MAX_FAILING_S, MAX_FAILURES, all_finite
 from pipeline.train.state import Evaluation
 from pipeline.train.step import update_once
 from pipeline.train.trainer import Trainer
+
+LAST_SAVE_S = 60
 
 
 def train(trainer: Trainer, batches: Iterator[Batch], *, is_saved: bool) -> Evaluation:
@@ -43,7 +45,7 @@ def train(trainer: Trainer, batches: Iterator[Batch], *, is_saved: bool) -> Eval
                     metrics.after_evaluation(state, is_best)
         if (is_stopping or is_best or plan.saves_at(state.step)) and saved != (state.step, state.is_evaluated):
             with timer.charge("checkpoint"), trainer.watchdog.allow_pause():  # a disk may be slow
-                save(trainer, is_last=is_stopping or state.step >= plan.last_step)
+                save(trainer, is_last=is_stopping or state.step >= plan.last_step, is_stopping=is_stopping)
             saved = (state.step, state.is_evaluated)
             metrics.restart_window()
         if is_stopping:
@@ -74,8 +76,11 @@ def evaluate(trainer: Trainer) -> Evaluation | None:
     return result.evaluation
 
 
-def save(trainer: Trainer, *, is_last: bool) -> None:
-    """Have rank 0 save the state. is_last: return only when it is on the disk.
+def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
+    """Have rank 0 save the state.
+
+    is_last: return only when it is on the disk. Unless the run is stopping, too, a save that fails
+    is then tried again, while the other ranks wait.
 
     Raises NotFiniteError if weights are not finite, StorageError if saves fail, DivergedError if
     weights differ.
@@ -96,7 +101,8 @@ def save(trainer: Trainer, *, is_last: bool) -> None:
     if not_finite:
         raise NotFiniteError(f"weights are not finite at step {step}: not saved; the earlier checkpoints are good")
     if gave_up:
-        raise StorageError(f"{MAX_FAILURES} saves in a row failed, step {step} is lost: free disk space")
+        limit = f"{MAX_FAILURES} times in a row and for {MAX_FAILING_S // 60} minutes"
+        raise StorageError(f"saves failed {limit}, step {step} is lost: free disk space")
     if best_is_lost:
         trainer.terminal.log(
             f"the checkpoint of the best model, step {best:,}, is not in the run's folder: the best is chosen again"
@@ -107,9 +113,14 @@ def save(trainer: Trainer, *, is_last: bool) -> None:
     if warning:
         trainer.terminal.log(warning)
     contents = state.to_dict(group.all_reduce(state.totals))
-    records.save(contents, trainer.plan.epoch_at(step), step, state.best_step)
+    patience_s = min(LAST_SAVE_S, trainer.config.run.timeout / 2) if is_last and not is_stopping else 0
+    records.save(contents, trainer.plan.epoch_at(step), step, state.best_step, patience_s)
     if is_last:
         records.wait_for_save()
     (failed,) = group.any_rank(is_last and records.last_save_failed)
+    if failed and is_stopping:
+        raise TemporaryError(
+            f"asked to stop: step {step} could not be saved, the same command resumes from the newest checkpoint"
+        )
     if failed:
         raise StorageError(f"the last checkpoint, of step {step}, could not be saved: free disk space")

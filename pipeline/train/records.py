@@ -141,10 +141,10 @@ class Records:
         if self._samples:
             self._samples.save_evaluation(result)
 
-    def save(self, state: dict[str, Any], epoch: int, step: int, best_step: int | None) -> None:
-        """Start to write a checkpoint, in a thread."""
+    def save(self, state: dict[str, Any], epoch: int, step: int, best_step: int | None, patience_s: float) -> None:
+        """Start to write a checkpoint, in a thread, which retries for `patience_s`."""
         self._log_mirror_events()
-        self._checkpoints.save({**state, **self._identity, "epoch": epoch}, step, best_step)
+        self._checkpoints.save({**state, **self._identity, "epoch": epoch}, step, best_step, patience_s)
 
     def wait_for_save(self) -> None:
         """Return when no checkpoint is being written, and record the last that was completed."""
@@ -154,7 +154,7 @@ class Records:
 
     @property
     def gave_up_saving(self) -> bool:
-        """True if MAX_FAILURES saves in a row have failed, so that the run must end."""
+        """True if saves have failed for so long that the run must end."""
         return self._checkpoints.should_give_up
 
     @property
@@ -268,7 +268,7 @@ class NullRecords(Records):
     def keep_predictions(self, result: EvalResult) -> None:
         pass
 
-    def save(self, state: dict[str, Any], epoch: int, step: int, best_step: int | None) -> None:
+    def save(self, state: dict[str, Any], epoch: int, step: int, best_step: int | None, patience_s: float) -> None:
         pass
 
     def wait_for_save(self) -> None:

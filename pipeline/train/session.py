@@ -244,10 +244,11 @@ def _saving_failure(config: Config, folder: RunFolder, request: str, terminal: T
         yield
     except RunError as error:
         folder.check_ours()
-        errors.save_failure(folder.path, error, request)
-        if error.code in errors.PERMANENT:
+        if errors.save_failure(folder.path, error, request):
             advice = folder.advice_after_failure(error, config)
             terminal.log(f"with run.resume=auto this request now fails at once: {advice}")
+        elif error.code in errors.PERMANENT:
+            terminal.log(f"{errors.FAILURE} could not be written: {config.same_command} tries again")
         raise
 
 
