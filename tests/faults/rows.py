@@ -28,7 +28,7 @@ ROWS = {
     "B3": Row("docker stop", "exit code never 137; that step saved"),
     "B4": Row("SIGKILL during the save after SIGTERM", f"resumes from the previous checkpoint; {_SAME}"),
     "C1": Row(
-        "disk full", "no step lost; a warning for each failed save, the next one retries; after 5 and 10 minutes, exit 4"
+        "disk full", "no step lost; a warning for each failed save; after 5 and 10 minutes, exit 4"
     ),
     "C2": Row("a checkpoint truncated, a bit flipped, a page zeroed, empty", "named; the one before, or exit 4"),
     "C3": Row("run folder read-only · data read-only · root file system read-only", "exit 2 · trains · trains"),
