@@ -3,6 +3,7 @@
 import re
 import shlex
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,6 +70,21 @@ def commands(page: Path) -> Iterator[list[str]]:
                 starts = [index for index, word in enumerate(words, 1) if word in ("pipeline", ".venv/bin/pipeline")]
                 if starts and re.fullmatch(r"[a-z0-9]+", words[starts[0]]):
                     yield words[starts[0] :]
+
+
+@pytest.mark.parametrize("end", ["2", "0 FailureTarget Failed", "1 SuccessCriteriaMet Complete"])
+def test_waiting_for_a_job_on_a_cluster_also_ends_when_it_fails(end: str, tmp_path: Path) -> None:
+    text = (DOCS / "kubernetes.md").read_text()
+    assert not re.search(r"kubectl wait.* job/", text), "it knows one end only"
+    loops = re.findall(r"^until kubectl get job .*$", text, re.MULTILINE)
+    assert len(loops) == 3
+    for loop in loops[:1] if end == "2" else loops:
+        (tmp_path / "answers").write_text(f"\n \n0 Suspended\n{end} \nnot asked\n")
+        program = "kubectl() { sed -n 1p answers; sed -i 1d answers; }; sleep() { :; }; "
+        command = ["bash", "-c", program + loop]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=20, check=False)
+        assert (done.returncode, done.stdout.strip()) == (0, end), loop
+        assert (tmp_path / "answers").read_text() == "not asked\n"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
