@@ -34,13 +34,13 @@ class DataSize:
     train_images: int
     val_images: int
     num_classes: int
-    left_out: str = ""
-    """Files of the folder that are no images, counted by the reason."""
+    notes: str = ""
+    """Text for a message: the rule that holds images out, and what else a reader should know."""
 
     def describe(self) -> str:
         """Return the sizes as text for a message."""
         sizes = f"{self.train_images:,} images to train, {self.val_images:,} held out, {self.num_classes:,} classes"
-        return sizes + (f" (left out: {self.left_out})" if self.left_out else "")
+        return sizes + (f" ({self.notes})" if self.notes else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class Plan(Resources):
     """A hint about the speed of the precision on a GPU, or ""."""
     balance: str = "none"
     """See data.balance."""
-    left_out: str = ""
+    notes: str = ""
     """See DataSize."""
 
     def epoch_at(self, step: int) -> int:
@@ -199,7 +199,7 @@ class Plan(Resources):
         repeats = f", {self.repeats} views of each in a batch" if self.repeats > 1 else ""
         warmup = f", {self.warmup_steps:,} steps of warm-up" if self.warmup_steps else ""
         rows = {
-            "data": DataSize(self.train_images, self.val_images, self.num_classes, self.left_out).describe(),
+            "data": DataSize(self.train_images, self.val_images, self.num_classes, self.notes).describe(),
             "world": f"{_count(self.world, 'process', 'es')} on {_count(nodes, 'node')},"
             f" {_count(self.threads, 'thread')} each",
             "batch": f"{self.global_batch} = {self.world} × {self.accumulate} × {self.micro_batch}"

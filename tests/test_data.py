@@ -1,9 +1,11 @@
 """Images: indexed, fingerprinted, split, checked, and decoded or reported as defects."""
 
+import hashlib
 import io
 import os
 import random
 import resource
+import shutil
 import struct
 import subprocess
 import threading
@@ -29,6 +31,7 @@ from pipeline.data import checksums, images, manifest
 from pipeline.data.access import OutageError, UnreadableError, printable_name
 from pipeline.data.augment import center_crop
 from pipeline.data.batch import NO_LABEL
+from pipeline.data.holdout import HoldOut
 from pipeline.data.images import BadImageError, Picture, decode
 from pipeline.data.index import MISSING, Index, Split
 from pipeline.data.loader import EvalBatches, TrainBatches, batches
@@ -36,6 +39,7 @@ from pipeline.data.manifest import open_index, scan, scan_validation
 from pipeline.data.sources import open_source, source_from_index
 from pipeline.errors import RequestError
 from pipeline.operate.pack import pack as make_pack
+from pipeline.plan import DataSize
 
 PIXELS = np.stack(np.broadcast_arrays(*np.ogrid[0:240:6, 0:240:5], np.uint16(90)), -1).astype(np.uint8)  # [40, 48, 3]
 
@@ -78,7 +82,7 @@ def refused(call: Callable[[], object]) -> str:
 
 def test_an_index_has_each_image_once_in_name_order(folder: Path) -> None:
     (folder / "train/cat/notes.txt").write_text("no image")
-    index = scan(folder, 0.1)
+    index = scan(folder, HoldOut())
     assert names(index.train) == [b"train/cat/1.png", b"train/cat/2.PNG", b"train/cat/more/3.jpeg", b"train/dog/1.png",
                                   b"train/dog/2.png"]  # fmt: skip
     assert names(index.val) == [b"val/cat/1.png", b"val/dog/1.png"]
@@ -88,8 +92,8 @@ def test_an_index_has_each_image_once_in_name_order(folder: Path) -> None:
 
 
 def test_an_index_round_trips_through_its_bytes(folder: Path) -> None:
-    checksums.write_sums(folder, scan(folder, 0.1))
-    index = scan(folder, 0.1)
+    checksums.write_sums(folder, scan(folder, HoldOut()))
+    index = scan(folder, HoldOut())
     restored = Index.from_bytes(index.to_bytes())
     assert restored.to_bytes() == index.to_bytes()
     assert restored.digest == index.digest
@@ -100,9 +104,9 @@ def test_an_index_round_trips_through_its_bytes(folder: Path) -> None:
 
 def test_each_change_of_the_data_changes_the_digest_and_is_named(folder: Path) -> None:
     def differences(change: Callable[[], object]) -> list[str]:
-        before = scan(folder, 0.1)
+        before = scan(folder, HoldOut())
         change()
-        after = scan(folder, 0.1)
+        after = scan(folder, HoldOut())
         assert before.digest != after.digest
         return list(before.differences(after))
 
@@ -115,21 +119,21 @@ def test_each_change_of_the_data_changes_the_digest_and_is_named(folder: Path) -
     assert differences(lambda: fill(folder, "train/eel/1.png", "val/eel/1.png")) == [
         "class eel is new", "train/eel/1.png is new", "val/eel/1.png is new"
     ]  # fmt: skip
-    assert differences(lambda: checksums.write_sums(folder, scan(folder, 0.1))) == ["SHA256SUMS is new"]
+    assert differences(lambda: checksums.write_sums(folder, scan(folder, HoldOut()))) == ["SHA256SUMS is new"]
     (folder / "val/dog/1.png").write_bytes(b"five")  # of the same size: only the checksum differs
-    assert differences(lambda: checksums.write_sums(folder, scan(folder, 0.1))) == [
+    assert differences(lambda: checksums.write_sums(folder, scan(folder, HoldOut()))) == [
         "val/dog/1.png has another sum in SHA256SUMS"
     ]
-    assert scan(folder, 0.1).digest == scan(folder, 0.1).digest
+    assert scan(folder, HoldOut()).digest == scan(folder, HoldOut()).digest
 
 
 @pytest.mark.parametrize("layout", ["two folders", "class folders"])
 def test_the_cache_is_used_until_a_folder_changes(
     tmp_path: Path, folder: Path, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root, split = (folder, 0.1) if layout == "two folders" else (folder / "train", 0.5)
+    root, split = (folder, HoldOut()) if layout == "two folders" else (folder / "train", HoldOut(0.5))
     scans: list[Path] = []
-    monkeypatch.setattr(manifest, "scan", lambda root, share: scans.append(root) or scan(root, share))
+    monkeypatch.setattr(manifest, "scan", lambda root, rule: scans.append(root) or scan(root, rule))
 
     def opened() -> Index:
         return open_index(root, split, tmp_path / "spare", check_sizes=False)
@@ -149,21 +153,21 @@ def test_the_cache_is_used_until_a_folder_changes(
 
 
 def test_a_changed_size_is_detected_if_sizes_are_checked(tmp_path: Path, folder: Path) -> None:
-    before = open_index(folder, 0.1, tmp_path, check_sizes=True)
+    before = open_index(folder, HoldOut(), tmp_path, check_sizes=True)
     (folder / "train/dog/2.png").write_bytes(b"x")  # in place, so that no folder's mtime changes
-    assert open_index(folder, 0.1, tmp_path, check_sizes=False).digest == before.digest
-    assert open_index(folder, 0.1, tmp_path, check_sizes=True).digest != before.digest
+    assert open_index(folder, HoldOut(), tmp_path, check_sizes=False).digest == before.digest
+    assert open_index(folder, HoldOut(), tmp_path, check_sizes=True).digest != before.digest
     found = manifest.find_cached_index(folder, tmp_path, before.digest)
     assert found is not None, "a resume can name what changed"
 
 
 def test_a_damaged_cache_is_ignored(tmp_path: Path, folder: Path) -> None:
-    expected = open_index(folder, 0.1, tmp_path, check_sizes=False).digest
+    expected = open_index(folder, HoldOut(), tmp_path, check_sizes=False).digest
     (path,) = (folder / manifest.CACHE).glob("*.index")
     content = path.read_bytes()
     for damaged in (b"", content[:100], content[:-20] + bytes(20), content.replace(b"dog", b"cow"), b"x" * 1000):
         path.write_bytes(damaged)
-        index = open_index(folder, 0.1, tmp_path, check_sizes=False)
+        index = open_index(folder, HoldOut(), tmp_path, check_sizes=False)
         assert (index.digest, index.classes) == (expected, ("cat", "dog"))
 
 
@@ -173,7 +177,7 @@ def test_the_index_of_read_only_data_is_saved_in_the_run_folder(
 ) -> None:
     (folder / manifest.CACHE).write_text("not even root can make a folder here")
     for _ in range(2):
-        assert len(open_index(folder, 0.1, tmp_path / "run/index", check_sizes=False).train) == 5
+        assert len(open_index(folder, HoldOut(), tmp_path / "run/index", check_sizes=False).train) == 5
     assert len(list((tmp_path / "run/index").glob("*.index"))) == 1
     assert capsys.readouterr().err == ""
 
@@ -189,14 +193,14 @@ def test_an_index_that_cannot_be_saved_is_logged_once_per_scan(
         f" {tmp_path / 'file/index'}: Not a directory): the next start will scan the data again\n"
     )
     for _ in range(2):
-        assert len(open_index(folder, 0.1, tmp_path / "file/index", check_sizes=False).train) == 5
+        assert len(open_index(folder, HoldOut(), tmp_path / "file/index", check_sizes=False).train) == 5
         assert capsys.readouterr().err == line
 
 
 def test_file_names_need_not_be_utf_8(tmp_path: Path) -> None:
     root = fill(tmp_path / "images", b"train/c\xff/\xfe.png", b"train/d/1 \n2.png", b"val/c\xff/1.png", b"val/d/1.png")
-    index = open_index(root, 0.1, tmp_path, check_sizes=True)
-    assert open_index(root, 0.1, tmp_path, check_sizes=True).digest == index.digest
+    index = open_index(root, HoldOut(), tmp_path, check_sizes=True)
+    assert open_index(root, HoldOut(), tmp_path, check_sizes=True).digest == index.digest
     assert names(index.train) == [b"train/c\xff/\xfe.png", b"train/d/1 \n2.png"]
     assert index.classes == ("c\\xff", "d")
     images = source_from_index(root, index).train
@@ -216,11 +220,28 @@ def test_an_index_of_200000_images_is_small() -> None:
 # --- layouts
 
 
-def test_a_new_file_moves_no_other_between_the_splits(tmp_path: Path) -> None:
+def test_the_share_of_each_class_is_held_out(tmp_path: Path) -> None:
+    counts = {"one": 1, "two": 2, "three": 3, "seven": 7, "twenty": 20, "hundred": 100}
+    root = fill(tmp_path / "images", *(f"{kind}/{i}.png" for kind, count in counts.items() for i in range(count)))
+    for share, expected in ((0.1, [0, 0, 1, 1, 2, 10]), (0.3, [0, 1, 1, 2, 6, 30]), (0.9, [0, 1, 2, 6, 18, 90])):
+        index = scan(root, HoldOut(share))
+        held_out = dict(zip(index.classes, np.bincount(index.val.labels, minlength=6).tolist(), strict=True))
+        assert list(map(held_out.get, counts)) == expected
+        assert index.size.train_images + index.size.val_images == sum(counts.values())
+    before = set(names(scan(root, HoldOut(0.3)).val))
+    assert before <= set(names(scan(root, HoldOut(0.9)).val))
+    moved = shutil.copytree(root, tmp_path / "moved")
+    assert set(names(scan(moved, HoldOut(0.3)).val)) == before
+    assert len(scan(root, HoldOut(0)).val) == 0
+
+
+def test_a_file_of_a_split_by_file_moves_no_other(tmp_path: Path) -> None:
     root = fill(tmp_path / "images", *(f"{kind}/{i}.png" for kind in ("cat", "dog") for i in range(200)))
-    before = scan(root, 0.2)
+    before = scan(root, HoldOut(0.2, "file"))
+    # as version 0.2 chose them
+    assert hashlib.sha256(b" ".join(names(before.val))).hexdigest()[:16] == "385c8be9c869d0ee"
     fill(root, *(f"{kind}/new-{i}.png" for kind in ("cat", "dog", "eel") for i in range(40)))
-    after = scan(root, 0.2)
+    after = scan(root, HoldOut(0.2, "file"))
     assert 50 < len(before.val) < 110
     assert set(names(before.val)) < set(names(after.val))
     assert set(names(before.train)) < set(names(after.train))
@@ -245,36 +266,40 @@ def test_a_new_file_moves_no_other_between_the_splits(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_wrong_layout_is_one_line_with_a_remedy(folder: Path, change: str, says: str) -> None:
     subprocess.run(change.replace("{}", str(folder)), shell=True, check=True)
-    line = refused(lambda: open_index(folder, 0.1, folder.parent / "spare", check_sizes=False))
+    line = refused(lambda: open_index(folder, HoldOut(), folder.parent / "spare", check_sizes=False))
     assert says.replace("{}", str(folder)) in line
     assert len(line.splitlines()) == 1
 
 
-def test_a_val_split_that_leaves_a_split_empty_is_refused(folder: Path) -> None:
-    assert "puts no image into val: give a larger one" in refused(lambda: scan(folder / "train", 1e-9))
-    assert "puts no image into train: give a smaller one" in refused(lambda: scan(folder / "train", 1 - 1e-9))
+def test_data_without_an_image_to_validate_on_is_packed_and_not_trained_on(tmp_path: Path) -> None:
+    root = fill(tmp_path / "images", *(f"class {i:02}/1.png" for i in range(40)))
+    assert scan(root, HoldOut(0.5)).size == DataSize(40, 0, 40, "50 % of each class held out")
+    assert quick("data", "check", str(root)).code == 0
+    for share in ("0.3", "0"):
+        assert quick("data", "pack", str(root), str(tmp_path / share), "--val-split", share).code == 0
+    assert quick("data", "check", str(tmp_path / "0")).code == 0
+    for source, place in (("folder", root), ("pack", tmp_path / "0")):
+        result = quick("train", "digits", *SMALL, f"data.source={source}", f"data.root={place}")
+        assert (result.code, "no image to validate on" in result.error) == (2, True), result.err
+    fill(root, "class 07/2.png", "class 07/3.png")
+    assert scan(root, HoldOut(0.1)).size.val_images == 1
 
 
 def test_a_class_without_a_training_image_is_refused_by_name(tmp_path: Path) -> None:
-    root = fill(tmp_path / "images", *(f"class {i:02}/1.png" for i in range(40)))
-    held_out = [f"class {i:02}" for i in range(40) if manifest.is_held_out(b"class %02d/1.png" % i, 0.1)]
+    root = fill(tmp_path / "images", *(f"class {i:02}/{j}.png" for i in range(40) for j in range(1 + 2 * (i == 7))))
+    by_file = HoldOut(0.1, "file")
+    held_out = [f"class {i:02}" for i in range(40) if i != 7 and by_file.chosen([(b"class %02d/0.png" % i, i)])]
     assert len(held_out) > 1
     says = f"has no image to train of class {', '.join(held_out[:5])}"
-    assert says in refused(lambda: scan(root, 0.1))
-    result = quick("data", "check", str(root))
+    assert says in refused(lambda: scan(root, by_file))
+    words = [*SMALL, "data.source=folder", f"data.root={root}", f"run.dir={tmp_path / 'run'}"]
+    result = quick("train", "digits", *words, "data.split_by=file")
     assert (result.code, says in result.error) == (2, True)
-    for name in held_out:  # add a training image
-        other = next(
-            f"{name}/{i}.png" for i in range(2, 99) if not manifest.is_held_out(f"{name}/{i}.png".encode(), 0.1)
-        )
-        fill(root, other)
-    assert scan(root, 0.1).size.num_classes == 40
     # such a folder, with an index written by an earlier version
-    config = load("digits", ["data.source=folder", f"data.root={root}", f"run.dir={tmp_path / 'run'}"])
-    index = scan(root, 0.1)
+    index = scan(root, HoldOut())
     lacking = Split.from_entries([entry for entry in entries(index.train) if entry[2] != 7])
     manifest.save_index(replace(index, train=lacking), root / manifest.CACHE)
-    assert "has no image to train of class class 07" in refused(lambda: open_source(config))
+    assert "has no image to train of class class 07" in refused(lambda: open_source(load("digits", words)))
 
 
 def entries(split: Split) -> list[tuple[bytes, int, int]]:
@@ -282,11 +307,12 @@ def entries(split: Split) -> list[tuple[bytes, int, int]]:
 
 
 def test_a_model_is_evaluated_on_its_own_classes(folder: Path) -> None:
-    split = scan_validation(folder, ("bee", "cat", "dog"), 0.1)
+    split = scan_validation(folder, ("bee", "cat", "dog"), HoldOut())
     assert split.labels.tolist() == [1, 2]
-    assert "class folders that the model does not know: dog" in refused(lambda: scan_validation(folder, ("cat",), 0.1))
-    index = scan(folder / "train", 0.5)
-    assert names(scan_validation(folder / "train", index.classes, 0.5)) == names(index.val)
+    unknown = refused(lambda: scan_validation(folder, ("cat",), None))
+    assert "class folders that the model does not know: dog" in unknown
+    index = scan(folder / "train", HoldOut(0.5))
+    assert names(scan_validation(folder / "train", index.classes, HoldOut(0.5))) == names(index.val)
 
 
 # --- generated data sets
@@ -318,7 +344,7 @@ def test_generated_data_is_complete_and_never_overwritten(tmp_path: Path) -> Non
     assert (first.code, first.out) == (0, f"made {out}: 13 images to train, 4 held out, 4 classes\n")
     second = quick("data", "make", "synthetic", str(out), "--images", "40")
     assert (second.code, second.error) == (2, f"{out} already exists: remove it, or name another folder")
-    assert scan(out, 0.1).size.train_images == 13
+    assert scan(out, HoldOut()).size.train_images == 13
     assert os.listdir(tmp_path) == ["made"]
 
 
@@ -328,7 +354,7 @@ def test_generated_data_is_complete_and_never_overwritten(tmp_path: Path) -> Non
 def test_data_check_reports_sizes_and_digest(folder: Path) -> None:
     result = quick("data", "check", str(folder))
     assert result.code == 0
-    digest = scan(folder, 0.1).digest[:16]
+    digest = scan(folder, HoldOut()).digest[:16]
     assert result.out == f"{folder} is good: 5 images to train, 2 held out, 2 classes, digest {digest}\n"
 
 
@@ -569,7 +595,7 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
     (folder / "train/cat/grew.png").write_bytes(small_png())
     (folder / "train/cat/large.png").touch()
     os.truncate(folder / "train/cat/large.png", 1 << 40)
-    index = scan(folder, 0.1)
+    index = scan(folder, HoldOut())
     images = source_from_index(folder, index).train
     (folder / "train/cat/grew.png").write_bytes(small_png() + b"x")
     ids = {name.rpartition(b"/")[2]: i for i, name in enumerate(names(index.train))}
@@ -598,7 +624,7 @@ def test_missing_data_is_an_outage_and_no_defect(tmp_path: Path, remove: Callabl
     root = fill(tmp_path / "images", "train/cat/1.png", "train/dog/1.png", "val/cat/1.png", "val/dog/1.png")
     (root / "train/cat/1.png").unlink()
     (root / "train/cat/1.png").symlink_to(store / "2.png")
-    images = source_from_index(root, scan(root, 0.1)).train
+    images = source_from_index(root, scan(root, HoldOut())).train
     assert images.read(0)
     remove(root)
     with pytest.raises(OutageError, match="No such file or directory"):
@@ -608,7 +634,7 @@ def test_missing_data_is_an_outage_and_no_defect(tmp_path: Path, remove: Callabl
 def test_an_input_output_error_is_an_outage_and_no_defect(folder: Path) -> None:
     (folder / "train/cat/1.png").unlink()
     (folder / "train/cat/1.png").symlink_to("/proc/self/mem")  # can be opened, but reading at 0 fails with EIO
-    images = source_from_index(folder, scan(folder, 0.1)).train
+    images = source_from_index(folder, scan(folder, HoldOut())).train
     with pytest.raises(
         OutageError, match=r"^the data is out of reach \(.*/train/cat/1.png: Input/output error\): give the same"
     ):
@@ -622,9 +648,9 @@ def test_links_whose_targets_come_back_are_indexed_again(folder: Path, tmp_path:
     (folder / "train/cat/1.png").unlink()
     (folder / "train/cat/1.png").symlink_to(store / "2.png")
     (store / "2.png").rename(tmp_path / "away.png")
-    assert open_index(folder, 0.1, tmp_path / "spare", check_sizes=False).train.sizes[0] == MISSING
+    assert open_index(folder, HoldOut(), tmp_path / "spare", check_sizes=False).train.sizes[0] == MISSING
     (tmp_path / "away.png").rename(store / "2.png")
-    assert open_index(folder, 0.1, tmp_path / "spare", check_sizes=False).train.sizes[0] > 0
+    assert open_index(folder, HoldOut(), tmp_path / "spare", check_sizes=False).train.sizes[0] > 0
 
 
 LINKED = ["train/cat/1.png", "train/cat", "train/cat/more", "train"]
@@ -644,14 +670,14 @@ def move_and_link(root: Path, name: str, store: Path) -> None:
 def test_links_to_a_place_that_is_away_are_an_outage_when_images_are_indexed(
     folder: Path, tmp_path: Path, name: str, state: str
 ) -> None:
-    before = scan(folder, 0.1)
+    before = scan(folder, HoldOut())
     move_and_link(folder, name, tmp_path / "store")
-    assert scan(folder, 0.1).digest == before.digest
+    assert scan(folder, HoldOut()).digest == before.digest
     (tmp_path / "store").rename(tmp_path / "away")
     if state == "empty":
         (tmp_path / "store").mkdir()
     with pytest.raises(OutageError, match=f"the data is out of reach .*{name}: No such file"):
-        scan(folder, 0.1)
+        scan(folder, HoldOut())
     unknown = replace(before.train, sizes=np.full_like(before.train.sizes, MISSING))  # an older version kept these
     with pytest.raises(OutageError if name == LINKED[0] else UnreadableError):
         source_from_index(folder, replace(before, train=unknown)).train.read(0)
@@ -673,7 +699,7 @@ def test_no_image_is_blamed_or_packed_as_bad_while_its_link_leads_nowhere(place:
 
 def test_a_stale_link_beside_train_and_val_is_no_outage(folder: Path) -> None:
     (folder / "archives").symlink_to("/nowhere/archives")
-    assert scan(folder, 0.1).size.num_classes == 2
+    assert scan(folder, HoldOut()).size.num_classes == 2
 
 
 @pytest.mark.fault("J3")

@@ -26,6 +26,7 @@ from torchvision.models import get_model
 from pipeline.cli.main import main
 from pipeline.config.load import load
 from pipeline.data.batch import NO_LABEL
+from pipeline.data.holdout import HoldOut
 from pipeline.data.loader import EvalBatches
 from pipeline.data.manifest import scan
 from pipeline.data.store import Store
@@ -319,7 +320,7 @@ def plain_run(tmp_path_factory: pytest.TempPathFactory, plain: Path) -> Path:
     config = load("digits", ["data.source=folder", f"data.root={plain}", *SMALL, "data.workers=0"])
     contents = {
         "model": get_model(config.model.arch, num_classes=10).state_dict(), "average": None, "config": config.to_yaml(),
-        "classes": [str(label) for label in range(10)], "step": 7, "epoch": 1, "data": scan(plain, 0.1).digest,
+        "classes": [str(label) for label in range(10)], "step": 7, "epoch": 1, "data": scan(plain, HoldOut()).digest,
     }  # fmt: skip
     writer = CheckpointWriter(folder / "checkpoints", 1, pytest.fail)
     writer.save(contents, 7, None)
@@ -339,7 +340,7 @@ def evaluate_here(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tup
 def test_the_held_out_images_are_evaluated_wherever_the_data_is(
     plain_run: Path, plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    size = len(scan(plain, 0.1).val)
+    size = len(scan(plain, HoldOut()).val)
     assert 20 < size < 60
     count = f"{size}/{size}"
     assert evaluate_here(capsys, plain_run) == (count, f"the {size} held-out images of {plain}")
@@ -389,7 +390,7 @@ def test_a_pack_of_the_training_data_is_evaluated_on_what_the_training_held_out(
         train = quick("train", "digits", f"data.source={source}", f"data.root={root}", *words, f"run.dir={run}")
         assert train.code == 0, train.err
 
-    held_out = {share: len(scan(plain, share).val) for share in (0.1, 0.5)}
+    held_out = {share: len(scan(plain, HoldOut(share)).val) for share in (0.1, 0.5)}
     expected = evaluate_here(capsys, by_folder)
     assert expected[0] == f"{held_out[0.1]}/{held_out[0.1]}"
     done = quick("evaluate", str(by_folder)).done

@@ -17,6 +17,7 @@ from test_pack import encoded, file_digests, photo
 from torchvision.datasets import Imagenette
 
 from pipeline.data import cifar10, imagenet
+from pipeline.data.holdout import HoldOut
 from pipeline.data.images import decode
 from pipeline.data.manifest import scan
 from pipeline.errors import RequestError, StorageError
@@ -78,7 +79,7 @@ def test_the_archives_become_an_image_folder(archives: Path, tmp_path: Path) -> 
     assert result.code == 0, result.err
     line = "12 images to train, 4 held out, 3 classes, as the development kit counts them"
     assert result.out == f"imported {out}: {line}\n"
-    index = scan(out, 0.1)
+    index = scan(out, HoldOut())
     assert index.classes == tuple(sorted(CLASSES))
     assert np.bincount(index.train.labels).tolist() == list(CLASSES.values())
     assert [index.val.name(i).decode().split("/")[1:] for i in range(4)] == sorted(
@@ -92,7 +93,7 @@ def test_the_archives_become_an_image_folder(archives: Path, tmp_path: Path) -> 
     after = {path: path.stat().st_mtime_ns for path in out.rglob("*.JPEG")}
     # only the missing and the truncated file are written
     assert sum(before[path] != after[path] for path in before) == 2
-    assert scan(out, 0.1).digest == index.digest
+    assert scan(out, HoldOut()).digest == index.digest
 
 
 def test_a_pack_of_the_archives_is_the_pack_of_their_folder(archives: Path, tmp_path: Path) -> None:
@@ -243,7 +244,7 @@ def test_cifar10_is_unpacked_without_loss(tmp_path: Path) -> None:
     assert len(files) == 60
     assert [decode(path.read_bytes()).numpy().tobytes() for path in files] == pixels
     assert [path.parent.name for path in files[:2]] == ["airplane", "automobile"]
-    index = scan(tmp_path / "images", 0.1)
+    index = scan(tmp_path / "images", HoldOut())
     assert (index.size.train_images, index.size.val_images, index.size.num_classes) == (50, 10, 10)
     assert not list(tmp_path.rglob("outside*"))
 

@@ -10,6 +10,7 @@ import pytest
 from harness import SMALL, pipeline
 
 from pipeline.data import manifest
+from pipeline.data.holdout import HoldOut
 from pipeline.data.index import Index, Split
 from pipeline.data.manifest import open_index
 
@@ -46,7 +47,7 @@ def entries(count: int) -> list[tuple[bytes, int, int]]:
 def test_the_memory_of_a_worker_does_not_grow(tmp_path: Path, count: int) -> None:
     path = tmp_path / "index"
     split = Split.from_entries(entries(count))
-    path.write_bytes(Index(split, Split.from_entries(entries(1000)), ("a", "b"), None, {}, 0.1).to_bytes())
+    path.write_bytes(Index(split, Split.from_entries(entries(1000)), ("a", "b")).to_bytes())
     done = subprocess.run(
         [sys.executable, "-c", EPOCHS, str(path), str(count)], capture_output=True, text=True, check=True
     )
@@ -66,14 +67,14 @@ def test_a_start_from_the_cache_takes_less_than_a_second(
         for i in range(images):
             os.close(os.open(root / split / f"n{i % classes:08d}" / f"{i}.JPEG", os.O_CREAT | os.O_WRONLY))
     start = time.monotonic()
-    built = open_index(root, 0.1, tmp_path, check_sizes=False)
+    built = open_index(root, HoldOut(), tmp_path, check_sizes=False)
     seconds = time.monotonic() - start
     assert len(built.train) == count
     monkeypatch.setattr(manifest, "scan", None)  # a call would fail
     starts = []
     for _ in range(3):
         start = time.monotonic()
-        index = open_index(root, 0.1, tmp_path, check_sizes=False)
+        index = open_index(root, HoldOut(), tmp_path, check_sizes=False)
         starts.append(time.monotonic() - start)
     print(f"{count:,} images: built in {seconds:.2f} s, from the cache in {min(starts):.2f} s")
     assert index.digest == built.digest

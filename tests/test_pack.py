@@ -30,6 +30,7 @@ from pipeline.cli.main import main
 from pipeline.config.load import load
 from pipeline.data import jpeg, jpeg_restarts, pack
 from pipeline.data.access import UnreadableError
+from pipeline.data.holdout import HoldOut
 from pipeline.data.images import BadImageError, Picture, decode
 from pipeline.data.manifest import scan
 from pipeline.data.sources import open_source
@@ -368,7 +369,7 @@ def test_the_tar_files_unpack_to_the_folder(folder: Path, packs: dict[str, Path]
     for shard in packs["lossless"].glob("*.tar"):
         with tarfile.open(shard) as file:
             file.extractall(tmp_path, filter="data")
-    index = scan(folder, 0.1)
+    index = scan(folder, HoldOut())
     for split in (index.train, index.val):
         for i in range(len(split)):
             name = split.name(i).decode()
@@ -616,7 +617,7 @@ def test_a_forged_summary_of_a_pack_is_one_line(
 
 
 def test_damaged_metadata_of_an_unfinished_pack_are_named(folder: Path, packs: dict[str, Path], tmp_path: Path) -> None:
-    request = {"format": pack.FORMAT, "level": "lossless", "source": scan(folder, 0.1).digest}
+    request = {"format": pack.FORMAT, "level": "lossless", "source": scan(folder, HoldOut()).digest}
     (tmp_path / ".packing.json").write_text(json.dumps(request))
     names = [f".{path.name}.json" for path in packs["lossless"].glob("*.tar")]
     for name in names:

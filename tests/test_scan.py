@@ -13,6 +13,7 @@ from test_predict import save_run
 
 from pipeline.data import images, manifest
 from pipeline.data.access import EXTENSIONS
+from pipeline.data.holdout import HoldOut
 from pipeline.data.images import decode
 from pipeline.data.index import Index
 from pipeline.data.manifest import open_index, scan, scan_validation
@@ -39,12 +40,12 @@ def test_hidden_and_system_files_are_left_out_at_any_depth(tmp_path: Path, layou
     classes = ("val/cat/more", "val/dog") if layout == "train and val" else ("cat", "dog")
     root = fill(tmp_path / "photos", *(IMAGES if len(classes[0]) > 3 else (name[6:] for name in IMAGES[:8])))
     fill(root, f"{classes[0]}/9.png")
-    clean = open_index(root, 0.5, tmp_path, check_sizes=False)
-    assert (clean.ignored, scan(root, 0.5).ignored) == ({}, {}), "its own cache is no hidden file"
+    clean = open_index(root, HoldOut(0.5), tmp_path, check_sizes=False)
+    assert (clean.ignored, scan(root, HoldOut(0.5)).ignored) == ({}, {}), "its own cache is no hidden file"
     count = add_hidden(root, "val" if layout == "train and val" else ".", *classes)
-    index = scan(root, 0.5)
+    index = scan(root, HoldOut(0.5))
     assert (index.digest, index.ignored) == (clean.digest, {"hidden or system": count})
-    validation = scan_validation(root, ("cat", "dog"), 0.5)
+    validation = scan_validation(root, ("cat", "dog"), HoldOut(0.5))
     assert names(validation) == names(clean.val)
     where = f"data.root={root}"
     for words in (["data", "check", str(root), "--val-split", "0.5"], ["plan", *PLAN, where, "data.val_split=0.5"]):
@@ -90,12 +91,12 @@ def test_predict_leaves_out_what_is_no_image(tmp_path: Path) -> None:
 
 def test_an_index_of_version_0_2_is_not_used_again(tmp_path: Path) -> None:
     root = fill(tmp_path / "photos", *IMAGES, "train/cat/.hidden.png")
-    index = open_index(root, 0.1, tmp_path, check_sizes=False)
+    index = open_index(root, HoldOut(), tmp_path, check_sizes=False)
     (path,) = (root / manifest.CACHE).iterdir()
     old = path.with_name(f"{index.digest[:16]}.index")
     path.rename(old)
     assert manifest.find_cached_index(root, tmp_path, index.digest), "to say what changed"
-    assert open_index(root, 0.1, tmp_path, check_sizes=False).ignored == {"hidden or system": 1}
+    assert open_index(root, HoldOut(), tmp_path, check_sizes=False).ignored == {"hidden or system": 1}
     assert path.exists()
     assert next(manifest._cached(root, tmp_path, manifest._CACHED)).ignored == {"hidden or system": 1}
     without = index.to_bytes().replace(b'"ignored"', b'"unknown"')
@@ -118,7 +119,7 @@ def test_images_are_the_files_that_the_decoder_reads(tmp_path: Path) -> None:
                 path = tmp_path / "photos" / split / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(buffer.getvalue())
-    index = scan(tmp_path / "photos", 0.1)
+    index = scan(tmp_path / "photos", HoldOut())
     assert (len(index.train), index.ignored) == (3 * len(allowed), {})
 
 
@@ -133,12 +134,12 @@ def test_what_is_left_out_is_counted_by_extension(tmp_path: Path) -> None:
         "train/1.jpg",
     ):
         (root / name).touch()
-    assert scan(root, 0.1).ignored == {
+    assert scan(root, HoldOut()).ignored == {
         "extension .heic": 2, "extension .avif": 1, "without an extension": 2, "outside of the class folders": 1,
     }  # fmt: skip
     for path in (root / "val/dog").glob("*.png"):
         path.rename(path.with_suffix(".heic"))
-    line = refused(lambda: scan(root, 0.1))
+    line = refused(lambda: scan(root, HoldOut()))
     assert "val/dog/" in line
     assert "4 .heic" in line
 
@@ -164,7 +165,7 @@ def test_what_is_left_out_is_counted_by_extension(tmp_path: Path) -> None:
 def test_splits_are_not_classes(tmp_path: Path, folders: str, says: str) -> None:
     root = tmp_path / "photos"
     fill(root, *(f"{folder}/{name}" for folder in folders.split() for name in ("cat/1.png", "dog/1.png", "dog/2.png")))
-    line = refused(lambda: scan(root, 0.5))
+    line = refused(lambda: scan(root, HoldOut(0.5)))
     assert says in line
     assert line.startswith(f"data.root={root} ")
     assert len(line.splitlines()) == 1
@@ -172,15 +173,15 @@ def test_splits_are_not_classes(tmp_path: Path, folders: str, says: str) -> None
 
 def test_a_class_may_have_the_name_of_a_split_beside_others(tmp_path: Path) -> None:
     root = fill(tmp_path / "photos", *(f"{kind}/{i}.png" for kind in ("test", "Training", "bus") for i in range(9)))
-    assert scan(root, 0.5).classes == ("Training", "bus", "test")
+    assert scan(root, HoldOut(0.5)).classes == ("Training", "bus", "test")
 
 
 def test_an_evaluation_of_a_folder_of_splits_names_the_split_to_give(tmp_path: Path) -> None:
     for split in ("valid", "Validation", "test"):
         root = fill(tmp_path / split / "photos", "train/cat/1.png", f"{split}/cat/1.png", f"{split}/dog/1.png")
-        line = refused(lambda root=root: scan_validation(root, ("cat", "dog"), 1.0))
+        line = refused(lambda root=root: scan_validation(root, ("cat", "dog"), None))
         assert line.endswith(f"give data.root={root}/{split}")
-        assert len(scan_validation(root / split, ("cat", "dog"), 1.0)) == 2
+        assert len(scan_validation(root / split, ("cat", "dog"), None)) == 2
 
 
 @pytest.mark.parametrize(
@@ -198,7 +199,7 @@ def test_a_cycle_of_links_is_named_by_its_link(tmp_path: Path, split: str, targe
         (root / split / "dog/loop").symlink_to("../cat")
     if link == "loop" and split:
         fill(root, "val/loop/1.png")
-    line = refused(lambda: scan(root, 0.5))
+    line = refused(lambda: scan(root, HoldOut(0.5)))
     assert "/loop is a link to a folder that it is in: remove the link" in line
     assert line.count("loop") <= 2
     assert len(line) < len(str(root)) + 100
@@ -209,4 +210,4 @@ def test_a_link_to_another_folder_is_followed(tmp_path: Path) -> None:
     fill(tmp_path / "more", "9.png")
     (root / "train/cat/more").symlink_to("../../../more")
     (root / "train/cat/again").symlink_to(tmp_path / "more")
-    assert len(scan(root, 0.5).train) == 10
+    assert len(scan(root, HoldOut(0.5)).train) == 10

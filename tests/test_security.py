@@ -38,6 +38,7 @@ from pipeline.cli.main import main
 from pipeline.config.load import from_yaml, load
 from pipeline.config.schema import Model
 from pipeline.data import manifest
+from pipeline.data.holdout import HoldOut
 from pipeline.data.index import Index
 from pipeline.deploy.k8s import RenderOptions, render
 from pipeline.errors import RequestError, StorageError, TemporaryError
@@ -531,17 +532,17 @@ def test_an_index_delivered_with_the_data_names_nothing_outside_it(name: str, di
     root = tmp_path / "digits"
     shutil.copytree(digits, root, copy_function=os.link)
     (tmp_path / "outside.png").write_bytes(b"outside")
-    real = manifest.scan(root, 0.1)
+    real = manifest.scan(root, HoldOut())
     names = [(real.val.name(i), int(real.val.sizes[i]), int(real.val.labels[i])) for i in range(len(real.val))]
     names[0] = (name.encode(), 7, 0)
     folders = {key: (root / key).stat().st_mtime_ns for key in real.folders}
     forged = dataclasses.replace(real, val=manifest.Split.from_entries(names), folders=folders)
     manifest.save_index(forged, root / manifest.CACHE)
-    opened = manifest.open_index(root, 0.1, tmp_path / "spare", check_sizes=False)
+    opened = manifest.open_index(root, HoldOut(), tmp_path / "spare", check_sizes=False)
     assert opened.digest == real.digest
     forged = dataclasses.replace(real, val=dataclasses.replace(real.val, labels=real.val.labels + 7), folders=folders)
     manifest.save_index(forged, root / manifest.CACHE)
-    assert manifest.open_index(root, 0.1, tmp_path / "spare", check_sizes=False).digest == real.digest
+    assert manifest.open_index(root, HoldOut(), tmp_path / "spare", check_sizes=False).digest == real.digest
 
 
 def forge_head(index: Index, change: Callable[[dict[str, Any]], Any]) -> bytes:
@@ -573,7 +574,7 @@ HEADS: dict[str, Callable[[dict[str, Any]], Any]] = {
 @pytest.mark.fault("J5")
 @pytest.mark.parametrize("change", HEADS.values(), ids=HEADS)
 def test_a_forged_header_of_an_index_is_refused(change: Callable[[dict[str, Any]], Any], digits: Path) -> None:
-    index = manifest.scan(digits, 0.1)
+    index = manifest.scan(digits, HoldOut())
     assert Index.from_bytes(forge_head(index, lambda head: head)).digest == index.digest
     with pytest.raises(ValueError, match=r"."):
         Index.from_bytes(forge_head(index, change))
@@ -583,7 +584,7 @@ def test_a_forged_header_of_an_index_is_refused(change: Callable[[dict[str, Any]
 def test_a_start_ignores_forged_indices_in_the_data(digits: Path, tmp_path: Path) -> None:
     root = tmp_path / "digits"
     shutil.copytree(digits, root, copy_function=os.link)
-    real = manifest.scan(root, 0.1)
+    real = manifest.scan(root, HoldOut())
     ends = real.train.ends.copy()
     ends[1:3] = (1 << 63) - 1, 1000 - (1 << 63)  # each difference wraps to a positive number
     wrapping = dataclasses.replace(real, train=dataclasses.replace(real.train, ends=ends))
@@ -591,7 +592,7 @@ def test_a_start_ignores_forged_indices_in_the_data(digits: Path, tmp_path: Path
     manifest.save_index(wrapping, root / manifest.CACHE)
     for number, change in enumerate(HEADS.values()):
         (root / manifest.CACHE / f"{number}.index").write_bytes(forge_head(real, change))
-    assert manifest.open_index(root, 0.1, tmp_path / "spare", check_sizes=False).digest == real.digest
+    assert manifest.open_index(root, HoldOut(), tmp_path / "spare", check_sizes=False).digest == real.digest
     assert manifest.find_cached_index(root, tmp_path / "spare", wrapping.digest) is None
 
 

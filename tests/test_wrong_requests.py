@@ -305,8 +305,8 @@ train digits data.source=folder data.root=one | at least two are needed
 train digits data.source=folder data.root=texts | holds no image
 train digits data.source=folder data.root=folder-image | 000.jpg is a folder that is named like an image
 train digits data.source=folder data.root=valflat | val/ is flat
-train digits data.source=folder data.root=single | data.val_split
-train digits data.source=folder data.root=few | data.val_split
+train digits data.source=folder data.root=single | at least two are needed
+train digits data.source=folder data.root=few | no image to validate on
 train digits data.source=folder data.root=loose | holds no folders
 train digits data.source=folder data.root=zip | holds no folders
 data check folder-image | 000.jpg is a folder that is named like an image

@@ -158,13 +158,13 @@ def count_or_range(text: str) -> tuple[int | None, int]:
 
 
 def share(text: str) -> float:
-    """Return a share between 0 and 1, both excluded."""
+    """Return a share of at least 0 and less than 1."""
     try:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not 0 < number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0 and 1, such as 0.1")
+    if not 0 <= number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1, such as 0.1")
     return number
 
 

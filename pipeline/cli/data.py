@@ -121,7 +121,7 @@ def _check(options: argparse.Namespace) -> str:
 
 
 def _add_val_split(parser: Parser) -> None:
-    help = "share of the images to hold out if the folder has no val/, as data.val_split (default 0.1)"
+    help = "share of each class to hold out if the folder has no val/, as data.val_split (default 0.1; 0: none)"
     parser.add_argument("--val-split", type=share, default=0.1, metavar="SHARE", help=help)
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.access import UnreadableError, printable_name
+from pipeline.data.holdout import HoldOut
 from pipeline.files import parse_json
 from pipeline.plan import DataSize
 
@@ -68,8 +69,10 @@ class Split:
         An index file may be hostile.
         """
         count = len(self)
+        if count == 0:
+            return not any(len(array) for array in vars(self).values())
         fits = (
-            len(self.sizes) == len(self.labels) == count > 0
+            len(self.sizes) == len(self.labels) == count
             and len(self.sums) in (0, 32 * count)
             and len(self.places) in (0, 3 * count)
             and int(self.ends[0]) > 0
@@ -157,9 +160,8 @@ class Index:
     """SHA-256 of the file SHA256SUMS, if there is one."""
     folders: dict[str, int] = field(default_factory=dict)
     """Modification time in ns of each folder: it changes if a file is added or removed."""
-    val_split: float = 0.1
-    split_by: str = "class"
-    """The rule by which class folders are split, see `data.split_by`."""
+    hold_out: HoldOut = field(default_factory=HoldOut)
+    """The rule by which class folders without val/ are split."""
     upright: bool = True
     """Images are turned as their EXIF orientation says, see `data.orientation`."""
     ignored: dict[str, int] = field(default_factory=dict)
@@ -179,7 +181,8 @@ class Index:
     @property
     def is_split_by_hash(self) -> bool:
         """Return True if the images come from class folders without train/ and val/."""
-        return not self.val.name(0).startswith(b"val/")
+        split = self.train if len(self.train) else self.val  # an evaluation has no training images
+        return not split.name(0).startswith((b"train/", b"val/"))
 
     @property
     def names_digest(self) -> str:
@@ -192,7 +195,10 @@ class Index:
 
     @property
     def size(self) -> DataSize:
-        return DataSize(len(self.train), len(self.val), len(self.classes), describe_ignored(self.ignored))
+        notes = [self.hold_out.describe()] if self.is_split_by_hash else []
+        notes += [] if self.upright else ["EXIF orientation ignored"]
+        notes += [f"left out: {describe_ignored(self.ignored)}"] if self.ignored else []
+        return DataSize(len(self.train), len(self.val), len(self.classes), "; ".join(notes))
 
     def to_bytes(self) -> bytes:
         """Return one buffer, which `from_bytes` maps back without a copy.
@@ -201,8 +207,8 @@ class Index:
         """
         arrays = [array for split in (self.train, self.val) for array in vars(split).values()]
         head = {
-            "classes": self.classes, "sums": self.sums, "folders": self.folders, "val_split": self.val_split,
-            "split_by": self.split_by, "upright": self.upright, "ignored": self.ignored,
+            "classes": self.classes, "sums": self.sums, "folders": self.folders, "upright": self.upright,
+            "val_split": self.hold_out.share, "split_by": self.hold_out.by, "ignored": self.ignored,
             "arrays": [[array.dtype.str, len(array)] for array in arrays],
         }  # fmt: skip
         text = json.dumps(head).encode()
@@ -243,10 +249,10 @@ class Index:
         if any(b"\0" in os.fsencode(folder) for folder in folders):
             raise ValueError("the name of a folder is not valid")
         # version 0.2, which wrote no such entries, split by file and turned no image
-        split_by, upright = head.get("split_by", "file"), head.get("upright", False)
         if not all(reason.isprintable() and isinstance(count, int) for reason, count in ignored.items()):
             raise ValueError("the number of ignored files is not valid")
-        return cls(train, val, classes, head["sums"], folders, head["val_split"], split_by, upright, ignored)
+        hold_out = HoldOut(head["val_split"], head.get("split_by", "file"))
+        return cls(train, val, classes, head["sums"], folders, hold_out, head.get("upright", False), ignored)
 
     def differences(self, other: "Index") -> Iterator[str]:
         """Yield what changed from this index to `other`: one line for each class or file."""

@@ -6,7 +6,6 @@ that is added moves no other file between the splits. No torch here: a wrong lay
 first second.
 """
 
-import hashlib
 import os
 import sys
 from collections import Counter
@@ -33,6 +32,7 @@ from pipeline.data.access import (
     why_ignored,
 )
 from pipeline.data.checksums import digest_of_sums, read_sums
+from pipeline.data.holdout import HoldOut
 from pipeline.data.index import MISSING, Index, Split, describe_ignored, list_first
 from pipeline.data.store import Store
 from pipeline.errors import RequestError, RunError
@@ -46,7 +46,7 @@ Entries = dict[str, list[tuple[bytes, int, int]]]
 """(name below the root, bytes, label) of the images of each split."""
 
 
-def open_index(root: Path, val_split: float, spare: Path, *, check_sizes: bool) -> Index:
+def open_index(root: Path, hold_out: HoldOut, spare: Path, *, check_sizes: bool) -> Index:
     """Return the index of `root` from its cache if that is still current; else scan and cache it.
 
     The cache is in `root`, or in the folder `spare` if `root` is read-only. A cached index is
@@ -57,9 +57,9 @@ def open_index(root: Path, val_split: float, spare: Path, *, check_sizes: bool) 
     layout = "train/ and val/ in it, each with one folder per class"
     check_folder(root, f"data.root={root}", f"give a folder with {layout}{_how_to_make(root)}")
     for cached in _cached(root, spare, _CACHED):
-        if cached.val_split == val_split and _is_current(cached, root, check_sizes):
+        if cached.hold_out == hold_out and _is_current(cached, root, check_sizes):
             return cached
-    index = scan(root, val_split)
+    index = scan(root, hold_out)
     save_index(index, root / CACHE, spare)
     return index
 
@@ -146,7 +146,7 @@ def _sizes_match(split: Split, base: bytes, check_all: bool) -> bool:
     return True
 
 
-def scan(root: Path, val_split: float) -> Index:
+def scan(root: Path, hold_out: HoldOut) -> Index:
     """Return the index of the image folder `root`, after looking at every file.
 
     Raises RequestError that names the folder if the layout is wrong, OutageError if the storage
@@ -166,7 +166,7 @@ def scan(root: Path, val_split: float) -> Index:
                 f"data.root={root} holds no folders: it needs train/ and val/, each with one folder per class"
             )
         _refuse_splits_as_classes(root, classes)
-        entries = _scan_classes(base, present or [""], classes, val_split, folders, ignored)
+        entries = _scan_classes(base, present or [""], classes, hold_out, folders, ignored)
         sums, sums_digest = read_sums(root), digest_of_sums(root)
     except OSError as error:
         raise _unreadable(root, error) from None
@@ -176,7 +176,7 @@ def scan(root: Path, val_split: float) -> Index:
         )
     train, val = (Split.from_entries(entries[split], sums) for split in SPLITS)
     names = tuple(printable_name(name) for name in classes)
-    index = Index(train, val, names, sums_digest, folders, val_split, ignored=dict(ignored))
+    index = Index(train, val, names, sums_digest, folders, hold_out, ignored=dict(ignored))
     check_train_classes(index, root)
     return index
 
@@ -187,19 +187,28 @@ def check_train_classes(index: Index, root: Path | Store) -> None:
     empty = [index.classes[label] for label in np.flatnonzero(counts == 0)]
     if empty:
         raise RequestError(
-            f"{root} has no image to train of class {list_first(empty, 5)}: data.val_split={index.val_split:g} holds"
-            " all of its images out; add images there, remove the folder, or give another data.val_split"
+            f"{root} has no image to train of class {list_first(empty, 5)}: data.split_by=file holds all of its images"
+            " out; add images there, remove the folder, or give data.split_by=class"
+        )
+
+
+def check_has_validation(index: Index, root: Path | Store) -> None:
+    """Raise RequestError if there is no image to validate on."""
+    if not len(index.val):
+        raise RequestError(
+            f"{root} has no image to validate on: data.val_split={index.hold_out.share:g} of each class is none; add"
+            " images, or give a larger data.val_split (for a pack: --val-split)"
         )
 
 
 def scan_validation(
-    root: Path, classes: tuple[str, ...], held_out: float, ignored: Counter[str] | None = None
+    root: Path, classes: tuple[str, ...], hold_out: HoldOut | None, ignored: Counter[str] | None = None
 ) -> Split:
     """Return the images to evaluate a model on, labelled as a model of `classes` counts.
 
-    They are those of val/, or of class folders the fraction `held_out` (1: all). A class may be
-    missing or empty. `ignored` gets the number of what is left out. Raises RequestError if a folder
-    is not a class of the model, or if there is no image.
+    They are those of val/, or of class folders those that `hold_out` chooses (None: all). A class
+    may be missing or empty. `ignored` gets the number of what is left out. Raises RequestError if a
+    folder is not a class of the model, or if there is no image.
     """
     base, ignored = os.fsencode(root), Counter() if ignored is None else ignored
     labels = {name: label for label, name in enumerate(classes)}
@@ -218,8 +227,10 @@ def scan_validation(
             (file, size, labels[printable_name(folder)])
             for folder in folders
             for file, size in _images(base, os.path.join(b"val", folder) if has_val else folder, {}, ignored)
-            if has_val or is_held_out(file, held_out)
         ]
+        if hold_out and not has_val:
+            chosen = hold_out.chosen((name, label) for name, _, label in entries)
+            entries = [entry for entry in entries if entry[0] in chosen]
     except OSError as error:
         raise _unreadable(root, error) from None
     if not entries:
@@ -296,7 +307,7 @@ def _common_classes(base: bytes, ignored: Counter[str]) -> list[bytes]:
 
 
 def _scan_classes(
-    base: bytes, parents: list[str], classes: list[bytes], val_split: float, folders: dict[str, int],
+    base: bytes, parents: list[str], classes: list[bytes], hold_out: HoldOut, folders: dict[str, int],
     ignored: Counter[str],
 ) -> Entries:  # fmt: skip
     """Return the images of the class folders in `parents`: train and val, or "" (the root).
@@ -318,18 +329,10 @@ def _scan_classes(
                     f"class folder {printable_name(folder)}/ holds no image ({kinds}){_left_out(ignored_here)}:"
                     " add images or remove the folder"
                 )
+            chosen = set() if parent else hold_out.chosen((file, label) for file, _ in images)
             for file, size in images:
-                split = parent or ("val" if is_held_out(file, val_split) else "train")
-                entries[split].append((file, size, label))
-    for split, advice in (("val", "larger"), ("train", "smaller")):
-        if not entries[split]:
-            raise RequestError(f"data.val_split={val_split:g} puts no image into {split}: give a {advice} one")
+                entries[parent or ("val" if file in chosen else "train")].append((file, size, label))
     return entries
-
-
-def is_held_out(name: bytes, val_split: float) -> bool:
-    """Return True if class folders without val/ hold this file out at this data.val_split."""
-    return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") < val_split * 2**64
 
 
 def _class_folders(folder: bytes, split: str, ignored: Counter[str]) -> list[bytes]:

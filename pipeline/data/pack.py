@@ -161,7 +161,7 @@ def open_index(root: Path | Store, cache: Path | None = None) -> Index:
             _keep_index(cache, index)
     for name, split in (("train", index.train), ("val", index.val)):
         # whoever wrote both files can make the digest match
-        if not len(split.places) or not split.is_valid(len(index.classes)):
+        if len(split.places) != 3 * len(split) or not split.is_valid(len(index.classes)):
             raise _damaged(root, f"the parts of {INDEX} contradict each other ({name})")
     sizes = _shard_sizes(root, summary)
     for shard in summary["shards"]:

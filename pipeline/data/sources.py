@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from pipeline.config.schema import Config
 from pipeline.data import pack
 from pipeline.data.access import UnreadableError, open_regular, raise_if_outage, read_error
+from pipeline.data.holdout import HoldOut
 from pipeline.data.index import MISSING, Index, Split, SplitImages, describe_ignored, list_first
-from pipeline.data.manifest import check_train_classes, is_held_out, open_index, scan, scan_validation
+from pipeline.data.manifest import check_has_validation, check_train_classes, open_index, scan, scan_validation
 from pipeline.data.store import Store, is_store
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import temporary_sibling
@@ -177,9 +178,10 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
         _ensure_digits(config, root)
         if os.path.exists(root / pack.SUMMARY):
             raise RequestError(f"data.root={root} is a pack: set data.source=pack")
-        index = open_index(root, config.data.val_split, config.run_dir / "index", check_sizes=check_sizes)
+        index = open_index(root, _hold_out(config), config.run_dir / "index", check_sizes=check_sizes)
         index = replace(index, upright=config.data.orientation == "apply")
     check_train_classes(index, root)  # an earlier version may have cached an index with such a class
+    check_has_validation(index, root)
     return _make_source(config, root, index)
 
 
@@ -193,6 +195,10 @@ def _open_pack(config: Config) -> tuple[Path | Store, Index]:
     index = pack.open_index(store, _cache(config))
     check_ranges(store, index)
     return store, index
+
+
+def _hold_out(config: Config) -> HoldOut:
+    return HoldOut(config.data.val_split, config.data.split_by)
 
 
 def _cache(config: Config) -> Path | None:
@@ -242,25 +248,25 @@ def open_validation(
         return source, description.format(count=f"{len(split):,}", pack=f"the pack {place}")
     root = data_root(config)
     _ensure_digits(config, root)
-    held_out = 1.0
+    hold_out = None
     if (root / "val").is_dir():
         description = "the {count} images of {root}/val"
-    elif trained_share := _share_held_out_of_folder(root, trained, contents):
-        held_out, description = trained_share, "the {count} held-out images of {root}"
-        if names_val_split and config.data.val_split != held_out:
+    elif hold_out := _hold_out_of_folder(root, trained, contents):
+        description = "the {count} held-out images of {root}"
+        if names_val_split and config.data.val_split != hold_out.share:
             raise RequestError(
                 f"data.val_split={config.data.val_split:g} would include images that the model was trained on:"
-                f" {held_out:g} of {root} was held out; leave data.val_split out"
+                f" {hold_out.share:g} of {root} was held out; leave data.val_split out"
             )
     elif names_val_split:
-        held_out, description = config.data.val_split, "the {count} held-out images of {root}"
+        hold_out, description = _hold_out(config), "the {count} held-out images of {root}"
     else:
         description = (
             "all {count} images of {root}"
             " (it is not the data of the training; data.val_split=SHARE would hold a share out)"
         )
     ignored: Counter[str] = Counter()
-    validation = scan_validation(root, classes, held_out, ignored)
+    validation = scan_validation(root, classes, hold_out, ignored)
     description += f" (left out: {describe_ignored(ignored)})" if ignored else ""
     upright = config.data.orientation == "apply"
     source = source_from_index(root, Index(Split.from_entries([]), validation, classes, upright=upright))
@@ -272,26 +278,27 @@ def _validation_of_pack(index: Index, contents: dict[str, Any]) -> tuple[Split, 
     # a checkpoint of an earlier version does not say which images its training held out
     if not index.is_split_by_hash or "split" not in contents:
         return index.val, "the {count} held-out images of {pack}"
-    share = _share_held_out(index, contents)
-    if share == index.val_split:
+    hold_out = _hold_out_of(index, contents)
+    if hold_out == index.hold_out:
         return index.val, "the {count} held-out images of {pack}"
-    if share:
-        return _join(index, share), "the {count} images of {pack} that the training held out"
-    return _join(index, 1), "all {count} images of {pack} (it is not the data of the training)"
+    if hold_out:
+        return _join(index, hold_out), "the {count} images of {pack} that the training held out"
+    return _join(index, None), "all {count} images of {pack} (it is not the data of the training)"
 
 
-def _join(index: Index, share: float) -> Split:
-    """Return the images of both splits of a pack that a training would hold out with this share."""
+def _join(index: Index, hold_out: HoldOut | None) -> Split:
+    """Return the images of both splits of a pack that `hold_out` chooses (None: all)."""
     splits = index.train, index.val
-    names = list(index.names())
-    kept = [i for i, name in enumerate(names) if is_held_out(name, share)]
+    names, labels = list(index.names()), np.concatenate([split.labels for split in splits])
+    chosen = hold_out.chosen(zip(names, labels.tolist(), strict=True)) if hold_out else set(names)
+    kept = [i for i, name in enumerate(names) if name in chosen]
     places = np.concatenate([split.places.reshape(-1, 3) for split in splits])
     places[: len(index.train), 0] = pack.train_shard(places[: len(index.train), 0])
     return Split(
         np.frombuffer(b"".join(names[i] for i in kept), np.uint8),
         np.cumsum([len(names[i]) for i in kept], dtype=np.int64),
         np.concatenate([split.sizes for split in splits])[kept],
-        np.concatenate([split.labels for split in splits])[kept],
+        labels[kept],
         np.empty(0, np.uint8),
         places[kept].ravel(),
     )
@@ -309,27 +316,27 @@ def _relabel_validation(index: Index, classes: tuple[str, ...]) -> Split:
     return replace(index.val, labels=labels[index.val.labels])
 
 
-def _share_held_out_of_folder(root: Path, trained: Config, contents: dict[str, Any]) -> float | None:
-    """Return the share of class folders that a training held out, or None if it had other data."""
+def _hold_out_of_folder(root: Path, trained: Config, contents: dict[str, Any]) -> HoldOut | None:
+    """Return what a training held out of these class folders, or None if it had other data."""
     if trained.data.source == "folder" and root.resolve() == data_root(trained).resolve():
-        return trained.data.val_split
+        return _hold_out(trained)
     with suppress(RequestError):  # a folder to evaluate on may be one that cannot be trained on
-        index = scan(root, trained.data.val_split)
+        index = scan(root, _hold_out(trained))
         if index.digest == contents.get("data"):
-            return trained.data.val_split
+            return _hold_out(trained)
         if trained.data.source == "pack":
-            return _share_held_out(index, contents)
+            return _hold_out_of(index, contents)
     return None
 
 
-def _share_held_out(index: Index, contents: dict[str, Any]) -> float | None:
-    """Return the share of these images that a training held out, or None if it had others.
+def _hold_out_of(index: Index, contents: dict[str, Any]) -> HoldOut | None:
+    """Return what a training held out of these images, or None if it had others.
 
     Images are known by all of their names, because packing changes sizes, and a split the order.
     """
     match contents.get("split"):
-        case {"names": names, "val_split": float(share)} if names == index.names_digest:
-            return share
+        case {"names": names, "val_split": float(share), **more} if names == index.names_digest:
+            return HoldOut(share, str(more.get("split_by", "file")))  # version 0.2 knew that rule only
     return None
 
 
@@ -365,7 +372,7 @@ def source_from_index(root: Path | Store, index: Index, cache: Path | None = Non
         from pipeline.data.remote import open_images
 
         train, val = open_images(root, index, cache, cache_bytes)
-    elif len(index.val.places):
+    elif len(index.train.places):
         train = pack.PackImages(root, index.train, "train", upright=index.upright)
         val = pack.PackImages(root, index.val, "val", upright=index.upright)
     else:

@@ -16,6 +16,7 @@ import numpy as np
 
 from pipeline.data import checksums, cifar10, manifest, pack, sources
 from pipeline.data.access import UnreadableError, check_folder
+from pipeline.data.holdout import HoldOut
 from pipeline.data.index import Index, Split
 from pipeline.data.store import ConflictError, MissingError, Store
 from pipeline.errors import RequestError, StorageError, TemporaryError
@@ -32,7 +33,7 @@ def make(kind: str, out: str | None, num_images: int, num_classes: int, side: in
         sources.make_digits(root)
     else:
         sources.make_synthetic(root, num_images, num_classes, side)
-    return f"made {root}: {manifest.scan(root, 0.1).size.describe()}"
+    return f"made {root}: {manifest.scan(root, HoldOut()).size.describe()}"
 
 
 def import_imagenet(archives: Path, out: Path | Store, level: str | None, workers: int | None = None) -> str:
@@ -111,7 +112,7 @@ def get(kind: str, out: str | None) -> str:
     except (OSError, RuntimeError) as error:
         raise TemporaryError(f"{kind} cannot be fetched: {error}: give the same command again") from None
     shutil.rmtree(download, ignore_errors=True)
-    return f"fetched {root}: {manifest.scan(root, 0.1).size.describe()}"
+    return f"fetched {root}: {manifest.scan(root, HoldOut()).size.describe()}"
 
 
 def _get_imagenette(download: Path) -> Path:
@@ -155,7 +156,7 @@ def check(root: Path | Store, val_split: float, *, write_sums: bool) -> str:
         return _check_pack(root, write_sums=write_sums)
     if write_sums and not os.access(root, os.W_OK | os.X_OK):
         raise RequestError(f"{root} is read-only: --write-sums needs to write {checksums.SUMS} there")
-    index = manifest.scan(root, val_split)
+    index = manifest.scan(root, HoldOut(val_split))
     # a file fixed in place changes no folder's time: training would use an older cached index
     manifest.save_index(index, root / manifest.CACHE)
     has_sums = (root / checksums.SUMS).exists() and not write_sums
@@ -167,7 +168,7 @@ def check(root: Path | Store, val_split: float, *, write_sums: bool) -> str:
     written = ""
     if write_sums:
         checksums.write_sums(root, index)
-        index = manifest.scan(root, val_split)  # its digest is over the sums, too
+        index = manifest.scan(root, HoldOut(val_split))  # its digest is over the sums, too
         written = f", sums written to {checksums.SUMS}"
     return f"{root} is good: {index.size.describe()}, digest {index.digest[:16]}{written}"
 

@@ -34,6 +34,7 @@ from torch import Tensor
 from pipeline.data import jpeg_restarts, manifest, sources
 from pipeline.data.access import UnreadableError, check_folder
 from pipeline.data.augment import resize_image
+from pipeline.data.holdout import HoldOut
 from pipeline.data.images import BadImageError, Picture, decode
 from pipeline.data.index import MISSING, Index, Split, describe_ignored, list_first
 from pipeline.data.pack import (
@@ -108,7 +109,7 @@ def pack(root: Path, out: Path | Store, level_text: str, val_split: float, worke
         raise RequestError(f"{root} is a pack already: name the image folder that it was made of")
     if isinstance(out, Path) and out.resolve().is_relative_to(root.resolve()):
         raise RequestError(f"{out} is inside the image folder {root}: name a folder outside it")
-    index = manifest.scan(root, val_split)
+    index = manifest.scan(root, HoldOut(val_split))
     if index.ignored:
         print(f"left out: {describe_ignored(index.ignored)}", file=sys.stderr)
     return pack_source(sources.source_from_index(root, index), out, level, workers)
@@ -182,6 +183,8 @@ def _shards(index: Index) -> Iterator[Shard]:
     total = sum(int(split.sizes.clip(0).sum()) for split in (index.train, index.val))
     target = min(_MAX_SHARD, max(_MIN_SHARD, total // _MAX_SHARDS))
     for name, split in (("train", index.train), ("val", index.val)):
+        if not len(split):
+            continue
         numbers = (np.cumsum(split.sizes.clip(0)) - split.sizes.clip(0)) // target
         bounds = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(split)]
         for number, (first, last) in enumerate(pairwise(bounds)):
@@ -337,8 +340,7 @@ def _write_index_and_summary(
         places = np.array([place for metadata in own for place in metadata["places"]], np.int64).ravel()
         return replace(split, sizes=sizes, sums=np.empty(0, np.uint8), places=places)
 
-    index = Index(packed("train", source.train), packed("val", source.val), source.classes)
-    index = replace(index, val_split=source.val_split, split_by=source.split_by)
+    index = Index(packed("train", source.train), packed("val", source.val), source.classes, hold_out=source.hold_out)
     target.write(INDEX, index.to_bytes())
     bad = [image for metadata in made for image in metadata["bad"]]
     compared = max(1, len(index.train) + len(index.val) - len(bad))

@@ -326,7 +326,7 @@ def _continued_run(resumed_from: Path | None, folder: RunFolder) -> dict[str, st
 
 
 def _hash_split(index: Index | None) -> dict[str, Any] | None:
-    """Return the names of all images, as a digest, and the share held out, or None if val/ is."""
+    """Return a digest of all names and the rule that holds some out; None if there is val/."""
     if index is None or not index.is_split_by_hash:
         return None
-    return {"names": index.names_digest, "val_split": index.val_split}
+    return {"names": index.names_digest, "val_split": index.hold_out.share, "split_by": index.hold_out.by}
