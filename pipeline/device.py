@@ -65,5 +65,5 @@ def _supports(arch: str, capability: tuple[int, int]) -> bool:
 def driver_version() -> str:
     """Return the version of NVIDIA's kernel module."""
     with suppress(OSError):
-        return Path("/sys/module/nvidia/version").read_text().strip()
+        return Path("/sys/module/nvidia/version").read_text(encoding="utf-8").strip()
     return "unknown"

@@ -110,7 +110,7 @@ def load_failure(folder: Path, request: str | None = None) -> RunError | None:
     """
     for name in (FAILURE, FAILURE_OF_0_1):
         try:
-            saved = parse_json((folder / name).read_text())
+            saved = parse_json((folder / name).read_text(encoding="utf-8"))
             if request in (saved["request"], None):
                 return from_exit_code(saved["code"])(saved["line"])
         except (OSError, ValueError, KeyError, TypeError):

@@ -6,13 +6,16 @@ import json
 import os
 import secrets
 import socket
+import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 _PROCESS_TOKEN = secrets.token_hex(4)  # containers may have equal host names and process ids
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a disk without room."""
 _MAX_JSON_DEPTH = 100  # several times that of any file of ours
 
 
@@ -56,6 +59,17 @@ def atomic_write(
         if durable:
             file.flush()
             os.fsync(file.fileno())
+
+
+def target_of(path: Path) -> Path:
+    """Return the file that replaces what a user named: `path`, or the target of a link there.
+
+    Raises OSError for a device, a named pipe and so on, which are there to be written to.
+    """
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return Path(os.path.realpath(path))
 
 
 def sync_folder(folder: Path) -> None:

@@ -50,9 +50,10 @@ def available_memory() -> int | None:
     with suppress(OSError, ValueError, StopIteration):
         files = [level / "memory.max" for level in _cgroup_levels(root, Path("/proc/self/cgroup"))]
         for file in (*files, root / "memory/memory.limit_in_bytes"):
-            if file.exists() and (text := file.read_text().strip()) != "max":
+            if file.exists() and (text := file.read_text(encoding="utf-8").strip()) != "max":
                 limits.append(int(text))
-        total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal:"))
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        total = next(line for line in lines if line.startswith("MemTotal:"))
         return min([*limits, 1024 * int(total.split()[1])])
     return None
 
@@ -126,19 +127,19 @@ def _cgroup_quota(root: Path, own: Path) -> float | None:
     with suppress(OSError, ValueError):
         for level in _cgroup_levels(root, own):
             if (level / "cpu.max").exists():
-                quota, period = (level / "cpu.max").read_text().split()
+                quota, period = (level / "cpu.max").read_text(encoding="utf-8").split()
                 if quota != "max":
                     limits.append(int(quota) / int(period))
         if limits:
             return min(limits)
-        quota_us = int((root / "cpu/cpu.cfs_quota_us").read_text())
-        return quota_us / int((root / "cpu/cpu.cfs_period_us").read_text()) if quota_us > 0 else None
+        quota_us = int((root / "cpu/cpu.cfs_quota_us").read_text(encoding="utf-8"))
+        return quota_us / int((root / "cpu/cpu.cfs_period_us").read_text(encoding="utf-8")) if quota_us > 0 else None
     return None
 
 
 def _cgroup_levels(root: Path, own: Path) -> list[Path]:
     """Return the folders of this process's cgroup and of those above it; each may have a limit."""
-    lines = own.read_text().splitlines()
+    lines = own.read_text(encoding="utf-8").splitlines()
     name = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/").strip("/")
     folder = root / name
     return [level for level in (folder, *folder.parents) if level.is_relative_to(root)]

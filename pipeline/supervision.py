@@ -54,7 +54,7 @@ def report_to_agent(line: str, *, is_secondary: bool) -> None:
         timestamp = int(time.time()) + (2 if is_secondary else 0)
         details = {"py_callstack": line, "timestamp": str(timestamp)}
         with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}))
+            Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": details}}), encoding="utf-8")
 
 
 def kill_stopped_peers(pids: list[int]) -> None:
@@ -70,7 +70,7 @@ def process_stat(pid: int) -> list[str]:
 
     The second is the name of the program, which may contain spaces.
     """
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
 
 
 def cpu_seconds(pid: int) -> float:

@@ -182,7 +182,7 @@ def test_the_file_of_a_database_is_expanded_and_must_be_one_that_mlflow_opens(mo
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///~/x.db")
     assert uri_in_environment() == "sqlite:////home/me/x.db"
     for path in ("a?b/ml.db", "a%41b.db"):
-        problem = f"sqlite:///{path}: MLflow cannot open a file with ? or % in its path: name another file"
+        problem = f"sqlite:///{path}: MLflow opens only files with a UTF-8 path without ? and %: name another file"
         assert refused("digits", f"track.uri=sqlite:///{path}") == f"track.uri={problem}"
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{path}")
         with pytest.raises(RequestError) as error:

@@ -1,7 +1,9 @@
 """An exported model predicts what the checkpoint predicts; anything else is refused in one line."""
 
 import math
+import os
 import re
+import stat
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,34 @@ def test_an_exported_model_makes_the_same_predictions(run: Path, form: str) -> N
     assert float(found[2]) <= 1e-4
     assert Path(found[1]).is_file()
     assert [path.name[:1] for path in (run / "export").iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("form", ["torch.export", "onnx", "safetensors"])
+def test_a_file_to_write_is_a_regular_file_with_the_permissions_of_the_umask(
+    run: Path, tmp_path: Path, form: str
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "null").symlink_to("/dev/null")
+    (tmp_path / "ordinary").touch()
+    result = quick("export", str(run), "--to", form, "--out", str(tmp_path / "link"))
+    assert result.code == 0, result.err
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target").stat().st_mode == (tmp_path / "ordinary").stat().st_mode
+    for name in ("pipe", "null"):
+        result = quick("export", str(run), "--to", form, "--out", str(tmp_path / name))
+        assert result.code == 2
+        assert f"--out {tmp_path / name} cannot be written: it is not a regular file" in result.error
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    assert stat.S_ISCHR(Path("/dev/null").stat().st_mode)
+
+
+@pytest.mark.parametrize("form", ["torch.export", "onnx", "safetensors"])
+def test_a_full_disk_is_one_line(run: Path, small_disk: Path, form: str) -> None:
+    result = quick("export", str(run), "--to", form, "--out", str(small_disk / "model"))
+    assert result.code == 4
+    assert result.error == f"{small_disk / 'model'} cannot be written: No space left on device"
+    assert list(small_disk.iterdir()) == []
 
 
 @pytest.mark.parametrize(("form", "library"), [("onnx", "onnxscript"), ("safetensors", "safetensors")])

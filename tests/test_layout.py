@@ -107,6 +107,19 @@ def test_nothing_is_unpickled() -> None:
         assert not importers(library)
 
 
+def test_text_is_read_and_written_as_utf_8_in_any_locale() -> None:
+    for module in FILES:
+        for node in ast.walk(tree(module)):
+            if not isinstance(node, ast.Call):
+                continue
+            arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            name = ast.unparse(node.func)
+            modes = [argument.value for argument in node.args[1:2] if isinstance(argument, ast.Constant)]
+            is_text = name.endswith((".read_text", ".write_text")) or arguments.get("text") == "True"
+            is_text |= name == "open" and not any("b" in str(mode) for mode in modes)
+            assert not is_text or arguments.get("encoding") == "'utf-8'", f"{module} line {node.lineno}"
+
+
 def test_modules_that_check_a_request_do_not_import_torch() -> None:
     modules = (
         "config.load", "plan", "world", "supervision", "machine", "errors", "files", "randomness", "data.manifest",

@@ -371,7 +371,7 @@ def test_a_run_whose_database_mlflow_cannot_open_is_refused(
     words = ["train", "digits", f"data.root={digits}", f"run.dir={tmp_path / name / 'run'}"]
     line = refused(pipeline(*words, PYTHONPATH=str(without_torch)))
     assert line == (
-        f"MLflow cannot open {tmp_path / name}/mlflow.db, because of a ? or % in the path: give another run.dir, name a"
-        " server with track.uri, or set track.uri=none"
+        f"MLflow cannot open {tmp_path / name}/mlflow.db, because of a ? or % in the path, or because it is not UTF-8:"
+        " give another run.dir, name a server with track.uri, or set track.uri=none"
     )
     assert pipeline(*words, "track.uri=none", PYTHONPATH=str(without_torch)).code == 99, "the next step imports torch"

@@ -145,7 +145,7 @@ train digits track.uri=ftp://host/runs | is not allowed: give http://HOST:PORT
 train digits track.uri=sqlite://x.db | sqlite:///FILE
 train digits track.uri=sqlite:x.db | sqlite:///FILE
 train digits track.uri=sqlite:///photos | names a folder: give the database file in it
-train digits track.uri=sqlite:///a?b/x.db | MLflow cannot open a file with ? or % in its path
+train digits track.uri=sqlite:///a?b/x.db | MLflow opens only files with a UTF-8 path without ? and %
 train digits track.uri=postgres://host/db | did you mean postgresql?
 train digits track.required=true track.uri=none | track.required=true needs a tracking server
 plan | required: RECIPE

@@ -97,7 +97,7 @@ def _train_recipe(recipe: str, overrides: list[str], seed: int) -> tuple[float, 
         words = [*overrides, f"run.seed={seed}", f"run.dir={folder.path}"]
         command = [sys.executable, "-m", "pipeline", "train", recipe, *words]
         start = time.monotonic()
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(command, stdout=subprocess.PIPE, encoding="utf-8", errors="replace", check=False)
         seconds = time.monotonic() - start
         if done.returncode:
             raise RequestError(f"training the recipe failed with exit code {done.returncode}: see its output above")

@@ -44,6 +44,7 @@ from pipeline.data.manifest import SPLITS
 from pipeline.data.order import Order
 from pipeline.data.sources import Images, Source, open_source
 from pipeline.errors import RequestError
+from pipeline.files import target_of
 from pipeline.machine import available_cpus
 from pipeline.model.architectures import MEAN, STD
 from pipeline.operate import pack
@@ -224,7 +225,7 @@ def start_peer(
     log = Path(f"{words[2]}.log")
     command = [str(python), "-P", str(Path(__file__).with_name("peers.py")), *map(str, words)]
     with open(log, "wb") as errors:
-        process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=errors, text=True, bufsize=1)
+        process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=errors, encoding="utf-8", bufsize=1)
     stack.callback(process.wait)
     stack.callback(process.kill)
     requests, replies = process.stdin, process.stdout
@@ -235,7 +236,7 @@ def start_peer(
         for line in replies:
             with suppress(ValueError):  # some loaders print other lines to standard output
                 return json.loads(line)
-        last = log.read_text(errors="replace").strip().splitlines()
+        last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         raise TurnError(f"does not run: {last[-1][:150] if last else f'exit code {process.wait()}'}")
 
     def turn() -> tuple[float, float]:
@@ -256,10 +257,11 @@ def _install(environment: Path, package: str) -> Path:
     if not python.exists():
         venv.create(environment, with_pip=True)
         ours = sysconfig.get_path("purelib")
-        (Path(sysconfig.get_path("purelib", vars={"base": str(environment)})) / "ours.pth").write_text(f"{ours}\n")
+        theirs = Path(sysconfig.get_path("purelib", vars={"base": str(environment)}))
+        (theirs / "ours.pth").write_text(f"{ours}\n", encoding="utf-8")
     print(f"installing {package} in {environment} ...", file=sys.stderr, flush=True)
     command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", package]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "ERROR" in line or "error" in line]
         raise TurnError(f"cannot be installed: {(errors or ['pip failed'])[-1][:150]}")
@@ -300,10 +302,11 @@ def _write_page(folder: Path, command: str, text: str, rows: list[Row]) -> None:
     axes.barh([row.name for row in rows], medians, xerr=[below, above])
     axes.set_xlabel("images/s, median and range of the rounds")
     folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / "loaders.svg")
+    figure.savefig(target_of(folder / "loaders.svg"))
     names = ("torch", "torchvision", "pillow", "simplejpeg")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
-    (folder / "loaders.md").write_text(
+    target_of(folder / "loaders.md").write_text(
         f"# Data loaders compared\n\n```\n{command}\n\n{text}\n```\n\n{versions}; {available_cpus()} CPU cores.\n\n"
-        f"{_LEGEND}\n![images/s](loaders.svg)\n"
+        f"{_LEGEND}\n![images/s](loaders.svg)\n",
+        encoding="utf-8",
     )

@@ -130,7 +130,8 @@ class _Suite:
         try:
             done = subprocess.run(
                 [sys.executable, *start, *arguments],
-                capture_output=not is_shown, text=True, timeout=self._seconds_left(), check=False,
+                capture_output=not is_shown, encoding="utf-8", errors="replace", timeout=self._seconds_left(),
+                check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             raise TurnError("not finished: no time left") from None

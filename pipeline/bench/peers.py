@@ -338,10 +338,10 @@ def cpu_s(process: int) -> float:
     """Return the CPU seconds of a process and its descendants, with those that were waited for."""
     seconds = 0.0
     with suppress(OSError):  # it has just ended
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         seconds = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
         for thread in Path(f"/proc/{process}/task").iterdir():
-            seconds += sum(map(cpu_s, map(int, (thread / "children").read_text().split())))
+            seconds += sum(map(cpu_s, map(int, (thread / "children").read_text(encoding="utf-8").split())))
     return seconds
 
 

@@ -1,6 +1,7 @@
 """The help text for the configuration's keys, and the error lines for invalid keys and values."""
 
 import difflib
+import sys
 import textwrap
 from functools import cache
 from typing import Any
@@ -62,6 +63,9 @@ def error_line(error: Any) -> str:
         return str(error["ctx"]["error"])
     if is_section(key):
         return not_a_section(key, given)
+    if error["type"] == "string_unicode" or isinstance(error.get("ctx", {}).get("error"), UnicodeEncodeError):
+        encoding = sys.getfilesystemencoding()
+        return f"{key}={show(given)} is not {encoding} text, as this locale needs: rename it, or set LC_ALL=C.UTF-8"
     schema, default = all_keys()[key]
     if error["type"] == "missing" and parts == location:  # otherwise a list has too few elements
         return f"{key} is missing: give {_allowed(schema)}"

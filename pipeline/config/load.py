@@ -126,7 +126,9 @@ def check_tracking_uri(name: str, uri: str) -> None:
     if is_valid and kind != "sqlite" and re.search(r"\s", uri):
         raise RequestError(f"{name}={show(uri)} is not allowed, because it has a blank: write it as %20")
     if is_valid and kind == "sqlite" and mlflow_changes(rest):
-        raise RequestError(f"{name}={show(uri)}: MLflow cannot open a file with ? or % in its path: name another file")
+        raise RequestError(
+            f"{name}={show(uri)}: MLflow opens only files with a UTF-8 path without ? and %: name another file"
+        )
     if is_valid and kind == "sqlite" and os.path.isdir(rest.removeprefix("/")):
         raise RequestError(f"{name}={show(uri)} names a folder: give the database file in it, {show(uri)}/mlflow.db")
     if is_valid:
@@ -145,8 +147,11 @@ def check_tracking_uri(name: str, uri: str) -> None:
 
 
 def mlflow_changes(path: str) -> bool:
-    """Return True if MLflow opens another SQLite file: it decodes %41, and a ? ends the path."""
-    return re.search(r"\?|%[0-9a-fA-F]{2}", path) is not None
+    """Return True if MLflow opens another SQLite file or none.
+
+    It decodes %41, a ? ends the path, and names must be UTF-8.
+    """
+    return re.search(r"\?|%[0-9a-fA-F]{2}|[\ud800-\udfff]", path) is not None
 
 
 def refuse_changes(before: Config, now: Config) -> None:

@@ -20,7 +20,7 @@ def describe(path: Path) -> dict[str, str]:
     """Return the facts in a recipe's first comment, by name in lower case."""
     facts: dict[str, str] = {}
     name = ""
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8").splitlines():
         text = line.removeprefix("#").strip()
         if not line.startswith("#") or not text:
             break

@@ -57,7 +57,11 @@ def _positive(duration: Duration) -> Duration:
 
 
 def _normalise_path(text: str) -> str:
-    """Expand `~` and remove redundant slashes; leave a URI (s3://, models:/) as it is."""
+    """Expand `~` and remove redundant slashes; leave a URI (s3://, models:/) as it is.
+
+    Raises UnicodeEncodeError, a ValueError, if no file can have this name in this locale.
+    """
+    os.fsencode(text)
     return text if ":/" in text else str(Path(os.path.expanduser(text)))
 
 

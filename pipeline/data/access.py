@@ -91,9 +91,9 @@ def split_of(folder: bytes) -> str | None:
     return match and match.lastgroup
 
 
-def printable_name(name: bytes) -> str:
+def printable_name(name: bytes | str) -> str:
     """Return a file name as one printable line: other bytes are escaped."""
-    text = name.decode("utf-8", "backslashreplace")
+    text = name if isinstance(name, str) else name.decode("utf-8", "backslashreplace")
     return text if text.isprintable() else text.encode("unicode_escape").decode()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from pipeline.data.access import OutageError, is_image, open_regular, printable_name, read_error
 from pipeline.data.index import MAX_FILE_BYTES, Index
 from pipeline.errors import RequestError, StorageError
-from pipeline.files import atomic_write
+from pipeline.files import atomic_write, target_of
 
 SUMS = "SHA256SUMS"
 _TASKS_AT_ONCE = 10_000  # each task in the queue of a pool takes 1 KB
@@ -28,7 +28,7 @@ def write_sums(root: Path, index: Index) -> None:
         prefix = b"\\" if escaped != name else b""
         lines.append(prefix + digest.hex().encode() + b"  " + escaped + b"\n")
     try:
-        atomic_write(root / SUMS, b"".join(lines))
+        atomic_write(target_of(root / SUMS), b"".join(lines))
     except OSError as error:
         raise StorageError(f"{root / SUMS} cannot be written: {error.strerror}") from None
 

@@ -114,13 +114,13 @@ def _read_devkit(path: Path) -> tuple[dict[str, int], list[str]]:
             unpacked = file.read(_MAX_DEVKIT_BYTES + 1)
         if len(unpacked) > _MAX_DEVKIT_BYTES:
             raise ValueError(f"more than {_MAX_DEVKIT_BYTES:,} bytes")
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        used = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
         memory_limit = resource_limit(resource.RLIMIT_AS, used + _MAX_MEMORY_BYTES)  # a few bytes can state any array
         with memory_limit, tarfile.open(fileobj=io.BytesIO(unpacked), mode="r:") as kit:
             files = {member.name.rpartition("/")[2]: member for member in kit if member.isreg()}
             sparse = [name for name, member in files.items() if member.issparse()]
             if sparse:
-                raise ValueError(f"{printable_name(sparse[0].encode())[:80]} is a sparse file")
+                raise ValueError(f"{printable_name(sparse[0])[:80]} is a sparse file")
             meta, truth = kit.extractfile(files["meta.mat"]), kit.extractfile(files[_TRUTH])
             assert meta
             assert truth
@@ -131,11 +131,11 @@ def _read_devkit(path: Path) -> tuple[dict[str, int], list[str]]:
             wnids = {int(synset["ILSVRC2012_ID"]): str(synset["WNID"]) for synset in leaves}
             wrong = [wnid for wnid in wnids.values() if not _WNID.fullmatch(wnid)]
             if wrong:
-                raise ValueError(f"{printable_name(wrong[0].encode())[:80]} is not a class: n and eight digits")
+                raise ValueError(f"{printable_name(wrong[0])[:80]} is not a class: n and eight digits")
             counts = {str(synset["WNID"]): int(synset["num_train_images"]) for synset in leaves}
             return counts, [wnids[int(line)] for line in truth.read().split()]
     except Exception as error:  # scipy, zlib and tarfile raise many kinds of errors for damaged files
-        why = printable_name(one_line(error).encode()) or type(error).__name__
+        why = printable_name(one_line(error)) or type(error).__name__
         raise RequestError(f"{path} cannot be read as the development kit ({why}): download it again") from None
 
 
@@ -157,7 +157,7 @@ def _train_members(path: Path, counts: dict[str, int]) -> Iterator[tuple[str, st
         for member in outer:
             wnid = member.name.removesuffix(".tar").rpartition("/")[2]
             if wnid not in counts or not member.isreg():
-                name = printable_name(member.name.encode())
+                name = printable_name(member.name)
                 raise RequestError(f"{path} holds {name}, which the development kit does not know")
             for name, size, offset in _members(path, member.offset_data, member.size):
                 yield wnid, name, size, offset
@@ -182,7 +182,7 @@ def _open_tar(path: Path, start: int) -> Iterator[tarfile.TarFile]:
     try:
         with open(path, "rb") as file:
             file.seek(start)
-            with tarfile.open(fileobj=file, mode="r:") as tar:
+            with tarfile.open(fileobj=file, mode="r:", encoding="utf-8") as tar:
                 yield tar
     except (OSError, tarfile.TarError) as error:
         raise _cut_short(path, error) from None
@@ -196,5 +196,6 @@ def _split(entries: list[tuple[str, int, int, int]]) -> Split:
     """Return the split of (name, bytes, label, offset) entries, in any order."""
     entries = sorted(entries)
     places = np.array([(0, offset, 0) for _, _, _, offset in entries], np.int64).ravel()
-    split = Split.from_entries([(name.encode(), size, label) for name, size, label, _ in entries])
+    names = [entry[0].encode("utf-8", "surrogateescape") for entry in entries]
+    split = Split.from_entries([(name, size, label) for name, (_, size, label, _) in zip(names, entries, strict=True)])
     return replace(split, places=places)

@@ -347,7 +347,7 @@ def _refusal(place: str, error: Any) -> Exception:
 
 def _printable(text: str) -> str:
     """Return what a store says as a short printable line."""
-    return printable_name(one_line(text).encode())
+    return printable_name(one_line(text))
 
 
 def _missing(place: str) -> MissingError:

@@ -24,7 +24,8 @@ from pipeline.config.schema import Config
 from pipeline.config.trust import is_function
 from pipeline.data.sources import known_size
 from pipeline.deploy import node
-from pipeline.errors import RequestError
+from pipeline.errors import RequestError, StorageError
+from pipeline.files import FULL, atomic_write, target_of
 from pipeline.plan import divide_batch, make_plan
 from pipeline.preflight.request import check_model_builds, check_model_exists
 from pipeline.world import World
@@ -320,9 +321,11 @@ def write(manifests: dict[str, str], folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in manifests.items():
-            (folder / name).write_text(text)
+            atomic_write(target_of(folder / name), text.encode())
     except OSError as error:
-        raise RequestError(f"{folder} cannot be written: {error.strerror}: give --out a folder that can") from None
+        kind = StorageError if error.errno in FULL else RequestError
+        path = error.filename or folder
+        raise kind(f"{path} cannot be written: {error.strerror}: give --out a folder that can") from None
 
 
 def _values(request: RenderOptions) -> dict[str, object]:

@@ -97,7 +97,7 @@ class ApiServer:
         try:
             context = ssl.create_default_context(cafile=self.account / "ca.crt")
             context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # Python 3.13 refuses the CAs of some clusters
-            headers = {"Authorization": f"Bearer {(self.account / 'token').read_text().strip()}"}
+            headers = {"Authorization": f"Bearer {(self.account / 'token').read_text(encoding='utf-8').strip()}"}
             if body is not None:
                 headers["Content-Type"] = content_type
             with closing(HTTPSConnection(self.host, self.port, timeout=_TIMEOUT_S, context=context)) as connection:
@@ -126,7 +126,7 @@ def connect(account: Path) -> ApiServer:
     """Return the API server of the cluster in which this pod runs."""
     try:
         host, port = os.environ["KUBERNETES_SERVICE_HOST"], int(os.environ["KUBERNETES_SERVICE_PORT"])
-        return ApiServer(host, port, account, (account / "namespace").read_text().strip())
+        return ApiServer(host, port, account, (account / "namespace").read_text(encoding="utf-8").strip())
     except (KeyError, ValueError, OSError):
         problem = f"this is not a pod with a service account: KUBERNETES_SERVICE_HOST or {account} is missing"
         raise RequestError(f"{problem}; apply 60-recovery.yaml of 'pipeline k8s render'") from None

@@ -307,7 +307,7 @@ class Rendezvous(RendezvousHandler):
         if not file or not os.path.exists(file):
             return
         if _is_this_machine(host):
-            print(Path(file).read_text(), flush=True)
+            print(Path(file).read_text(encoding="utf-8"), flush=True)
         else:
             link, deadline = self._connected(), time.monotonic() + _CONNECT_S
             link.state = replace(link.state, is_waiting=False, is_done=True)

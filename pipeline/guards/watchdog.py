@@ -133,7 +133,7 @@ class Watchdog:
         head = f"rank {self._rank}, {time.strftime('%F %T')}: no progress for {self._idle_s} s"
         self._check_ours()
         try:
-            with open(self._stacks, "w") as file:
+            with open(self._stacks, "w", encoding="utf-8") as file:
                 print(head, file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError:

@@ -7,13 +7,14 @@ holds only the weights, by name; its metadata describes their model.
 """
 
 import importlib.util
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import NotFiniteError, RequestError, StorageError
-from pipeline.files import replacing
+from pipeline.files import replacing, target_of
 from pipeline.operate.inputs import check_output, check_target
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def export(target: Path, kind: str, out: Path | None, overrides: list[str]) -> s
     path = out or run / "export" / f"{source.name.split('.')[0]}.{_SUFFIXES[kind]}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
+        with replacing(target_of(path)) as temporary:
             if kind == "safetensors":
                 loaded = _write_safetensors(model, config, contents, temporary)
             else:
@@ -119,9 +120,10 @@ def _write_torch_export(served: "nn.Module", pixels: "Tensor", path: Path) -> Pr
     import torch
 
     program = torch.export.export(served, (pixels[:2],), dynamic_shapes=({0: torch.export.Dim("images")},))
-    with open(path, "wb") as file:  # given a path, torch.export requires the suffix .pt2
-        torch.export.save(program, file)
-    with open(path, "rb") as file:
+    buffer = io.BytesIO()  # torch aborts the process if it cannot write to a file
+    torch.export.save(program, buffer)
+    path.write_bytes(buffer.getbuffer())
+    with open(path, "rb") as file:  # given a path, torch.export requires the suffix .pt2
         loaded: Predictor = torch.export.load(file).module()
     return loaded
 
@@ -136,13 +138,14 @@ def _write_onnx(served: "nn.Module", pixels: "Tensor", path: Path) -> Predictor:
     )  # fmt: skip
     assert program is not None
     program.save(path)
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    model = path if str(path).isprintable() else path.read_bytes()  # it opens no path that is not UTF-8
+    session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(None, {"pixels": images.numpy()})[0])
 
 
 def _write_safetensors(model: "nn.Module", config: "Config", contents: dict[str, Any], path: Path) -> Predictor:
     import torch
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load, save
 
     from pipeline.model.architectures import ExportedModel, build
     from pipeline.model.weights import load_weights
@@ -154,7 +157,7 @@ def _write_safetensors(model: "nn.Module", config: "Config", contents: dict[str,
     }  # fmt: skip
     # safetensors refuses tensors that share memory, such as tied weights
     weights = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in model.state_dict().items()}
-    save_file(weights, path, metadata)
+    path.write_bytes(save(weights, metadata))  # save_file makes a file that only its owner can read
     loaded = build(config.model, len(contents["classes"]))
-    load_weights(loaded, load_file(path))
+    load_weights(loaded, load(path.read_bytes()))
     return ExportedModel(loaded).eval()

@@ -7,6 +7,7 @@ from pathlib import Path
 from pipeline.config.schema import MODEL_URI_PREFIX
 from pipeline.data.access import storage_outage
 from pipeline.errors import RequestError
+from pipeline.files import target_of
 
 _MODEL_URI = re.escape(MODEL_URI_PREFIX) + r"[^/@]+([@/][^/@]+)?"
 
@@ -55,8 +56,14 @@ def _check_exists(path: str | Path, if_missing: str) -> None:
 
 
 def check_output(flag: str, file: Path | None) -> None:
-    """Check that a file to write can be made: its folder exists, and it is not a folder itself."""
+    """Check that a file can be written: its folder exists, and what is there is a regular file."""
     if file and file.is_dir():
         raise RequestError(f"{flag} {file} is a folder: give a file in it")
     if file and not os.path.isdir(file.parent):
         raise RequestError(f"{flag} {file} cannot be written: {file.parent} is not a folder: name one that exists")
+    try:
+        target = target_of(file) if file else None
+    except OSError as error:
+        raise RequestError(f"{flag} {file} cannot be written: {error.strerror}: give the name of a new file") from None
+    if target and not target.parent.is_dir():
+        raise RequestError(f"{flag} {file} is a link to {target}, whose folder does not exist: give another file")

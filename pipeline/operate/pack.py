@@ -304,7 +304,7 @@ def _make_shard(shard: Shard, slot: int) -> None:
                 unchanged += int(is_unchanged)
             except BadImageError as error:
                 bad.append([images.name(i), str(error)])
-            member = tarfile.TarInfo(os.fsdecode(split.name(i)) + (".npy" if level.raw else ""))
+            member = tarfile.TarInfo(split.name(i).decode("utf-8", "surrogateescape") + (".npy" if level.raw else ""))
             member.size = len(data)
             write(member.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
             sizes.append(len(data))

@@ -107,7 +107,7 @@ class _Folder:
     def hold(self) -> Iterator[None]:
         try:
             self._path.mkdir(parents=True, exist_ok=True)
-            with open(self._path / _LOCK, "w") as file:
+            with open(self._path / _LOCK, "w", encoding="utf-8") as file:
                 # the workers of a killed command hold its lock for another instant
                 if not lock(file.fileno(), _LOCK_TIMEOUT_S, inherited=True):
                     raise TemporaryError(f"{self._path} is being packed by another process: wait for it")
@@ -116,8 +116,10 @@ class _Folder:
         except RequestError:
             (self._path / _LOCK).unlink()
             raise
+        except (FileExistsError, NotADirectoryError):
+            raise RequestError(f"{self._path} is not a folder: name one, or a new one") from None
         except OSError as error:
-            raise StorageError(f"{self._path} cannot be written: {error}") from None
+            raise StorageError(f"{self._path} cannot be written: {error.strerror}") from None
 
 
 class _Bucket:

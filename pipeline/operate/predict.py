@@ -7,6 +7,7 @@ configuration, so predictions are those that `evaluate` counts. An image that ca
 named and skipped.
 """
 
+import io
 import json
 import math
 import os
@@ -28,6 +29,7 @@ from pipeline.data.loader import EvalBatches, batches
 from pipeline.data.sources import FolderImages
 from pipeline.device import choose_device
 from pipeline.errors import NotFiniteError, RequestError, StorageError
+from pipeline.files import atomic_write, target_of
 from pipeline.model.architectures import ExportedModel
 from pipeline.plan import divide_resources
 from pipeline.record import checkpoint, checkpoint_files
@@ -78,10 +80,12 @@ def predict(target: str, paths: list[str], *, as_json: bool, sheet: Path | None)
         others = f" (and none of the other {len(bad) - 1:,} images can be decoded)" if len(bad) > 1 else ""
         raise StorageError(f"{image}: {defect}{others}: give images that can be decoded")
     if sheet:
+        picture = io.BytesIO()
+        draw_contact_sheet(picture, tiles, target)
         try:
-            draw_contact_sheet(sheet, tiles, target)
-        except (OSError, ValueError) as error:
-            raise RequestError(f"--sheet {sheet} cannot be written ({error}): give a file that ends in .png") from None
+            atomic_write(target_of(sheet), picture.getvalue())
+        except OSError as error:
+            raise StorageError(f"--sheet {sheet} cannot be written: {error.strerror}") from None
     return _json(predictions, bad) if as_json else _table(predictions)
 
 
@@ -90,7 +94,7 @@ def _classify(contents: dict[str, Any], target: str, images: FolderImages) -> It
     config, here = from_yaml(contents["config"], target, _MACHINE_OVERRIDES), world.from_environment()
     device = choose_device(config, here)
     # a name in a foreign model could write a second line, or control the terminal
-    classes = [printable_name(name.encode(errors="backslashreplace")) for name in contents["classes"]]
+    classes = [printable_name(name) for name in contents["classes"]]
     model = ExportedModel(checkpoint.eval_model(contents, config.model)).eval().to(device)
     data = EvalBatches(replace(images, upright=config.data.orientation == "apply"), config)
     resources = divide_resources(config, here)

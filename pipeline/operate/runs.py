@@ -155,11 +155,11 @@ def _add_journal(run: Run, path: Path) -> None:
 
 
 def _add_plan(run: Run, path: Path) -> None:
-    run.last_step = int(parse_json(path.read_text())["last_step"])
+    run.last_step = int(parse_json(path.read_text(encoding="utf-8"))["last_step"])
 
 
 def _add_mlflow(run: Run, path: Path) -> None:
-    for server, entry in parse_json(path.read_text()).items():
+    for server, entry in parse_json(path.read_text(encoding="utf-8")).items():
         ids = {key: str(entry[key]) for key in ("experiment_id", "run_id")}
         run.mlflow.append({"server": without_password(server), **ids})
 
@@ -183,4 +183,4 @@ def _cells(run: Run) -> tuple[str, ...]:
 
 def _shown(text: str) -> str:
     """Return a text from a file as one printable line, without passwords."""
-    return printable_name(without_password(text).encode(errors="backslashreplace"))
+    return printable_name(without_password(text))

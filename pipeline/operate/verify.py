@@ -70,7 +70,7 @@ def verify(run_dir: Path, steps: int | None) -> int:
 
 def _read_receipt(folder: RunFolder) -> dict[str, Any]:
     try:
-        receipt = parse_json(folder.receipt.read_text())
+        receipt = parse_json(folder.receipt.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         remedy = "give a run's folder; the run's own 'pipeline train' command writes its receipt"
@@ -147,7 +147,7 @@ def _last_comparable_step(receipt: dict[str, Any], folder: RunFolder, steps: int
 
 def _repeat(config: Config, processes: int, recipe: Path) -> None:
     """Train the repetition with `pipeline train`. Raises RunError if it fails."""
-    recipe.write_text(config.to_yaml())
+    recipe.write_text(config.to_yaml(), encoding="utf-8")
     command = [sys.executable, "-m", "pipeline", "train", str(recipe)]
     code = subprocess.run(
         [*command, "--nproc", str(processes)] if processes > 1 else command,

@@ -215,7 +215,7 @@ def _tell_the_rendezvous(done_line: str | None) -> None:
     file = os.environ.get("PIPELINE_FINISHED")
     if file and done_line:
         print(f"the run is finished: {done_line}", file=sys.stderr, flush=True)
-        Path(file).write_text(done_line)
+        Path(file).write_text(done_line, encoding="utf-8")
 
 
 class _Resume(NamedTuple):

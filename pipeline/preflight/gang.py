@@ -202,7 +202,7 @@ class GangCheck:
     def passed_before(self) -> bool:
         """Return True if all nodes of this Job passed earlier: the others train, or wait to."""
         try:
-            return bool(self._job) and self._passed.read_text() == self._job
+            return bool(self._job) and self._passed.read_text(encoding="utf-8") == self._job
         except OSError:
             return False
 

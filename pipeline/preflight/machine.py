@@ -8,6 +8,7 @@ on other machines.
 import errno
 import math
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -214,7 +215,7 @@ def check_all_reduce(config: Config, here: World) -> str:
     try:
         with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
             spawn(_all_reduce, (count, folder, backend), nprocs=count)  # type: ignore[no-untyped-call]
-            seconds = float(Path(folder, "seconds").read_text())
+            seconds = float(Path(folder, "seconds").read_text(encoding="utf-8"))
     except Exception as error:
         problem = f"all-reduce of {count} processes failed over {backend} ({str(error).strip().splitlines()[-1]})"
         remedy = "look at the driver, at NCCL_DEBUG=INFO and at the loopback interface"
@@ -237,7 +238,7 @@ def _all_reduce(rank: int, count: int, folder: str, backend: str) -> None:
     if float(tensor[0]) != count * count:
         raise ValueError(f"the sum is {float(tensor[0])}, not {count * count}")
     if rank == 0:
-        Path(folder, "seconds").write_text(str(time.perf_counter() - start))
+        Path(folder, "seconds").write_text(str(time.perf_counter() - start), encoding="utf-8")
     dist.destroy_process_group()
 
 
@@ -263,7 +264,7 @@ def _has_listener(address: str) -> bool:
 def _output(command: list[str]) -> str | None:
     """Return the command's standard output, or None if it fails."""
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+        result = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return result.stdout.strip()
@@ -272,9 +273,10 @@ def _output(command: list[str]) -> str | None:
 def _file_system(place: Path) -> str:
     """Return the type of the file system that holds `place`, such as ext4 or nfs4."""
     kind, deepest = "unknown", -1
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    for line in Path("/proc/self/mountinfo").read_bytes().decode("latin-1").split("\n")[:-1]:  # one byte, one character
         mount, _, details = line.partition(" - ")
-        mount_point = Path(mount.split()[4].encode().decode("unicode_escape"))
+        name = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), mount.split(" ")[4])
+        mount_point = Path(os.fsdecode(name.encode("latin-1")))
         if place.resolve().is_relative_to(mount_point) and len(mount_point.parts) >= deepest:
             kind, deepest = details.split()[0], len(mount_point.parts)
     return kind

@@ -216,6 +216,6 @@ def check_gpus_are_supported(config: Config, here: World) -> str:
 def _previous_config(folder: RunFolder) -> Config | None:
     """Return the configuration that the last start saved, or None if it cannot be read."""
     try:
-        return from_yaml(folder.config.read_text(errors="replace"), str(folder.config))
+        return from_yaml(folder.config.read_text(encoding="utf-8", errors="replace"), str(folder.config))
     except (OSError, RunError):
         return None

@@ -168,7 +168,7 @@ def _request(uri: str, path: str, method: str = "GET", body: bytes | None = None
 def _variables(uri: str) -> dict[str, str]:
     """Return the environment variables as mlflow uses them: with the credentials of `uri`."""
     file = configparser.ConfigParser(interpolation=None)
-    file.read(Path("~/.mlflow/credentials").expanduser())
+    file.read(Path("~/.mlflow/credentials").expanduser(), encoding="utf-8")
     variables = dict(os.environ)
     for name in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"):
         variables[name] = variables.get(name) or file.get("mlflow", name.lower(), fallback="") or ""

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -223,7 +223,7 @@ class Tile(NamedTuple):
     caption: str
 
 
-def draw_contact_sheet(path: Path, tiles: list[Tile], title: str = "") -> None:
+def draw_contact_sheet(file: Path | BinaryIO, tiles: list[Tile], title: str = "") -> None:
     """Write images in a grid, each with its caption below, as a PNG file. Raises OSError."""
     columns = min(_SHEET_COLUMNS, max(4, len(tiles)))  # narrower ones have no room for the title
     rows = -(-len(tiles) // columns)
@@ -237,7 +237,7 @@ def draw_contact_sheet(path: Path, tiles: list[Tile], title: str = "") -> None:
         axes.imshow(tile.pixels.transpose(1, 2, 0))
         below = {"transform": axes.transAxes, "ha": "center", "va": "top"}
         axes.text(0.5, -0.04, tile.caption, fontsize=6, parse_math=False, **below)
-    figure.savefig(path, dpi=120)
+    figure.savefig(file, dpi=120)
 
 
 EVALUATION_FIGURES: dict[str, Callable[[Path, SavedEvaluation, str], None]]

@@ -5,7 +5,6 @@ here calls `check_ours` first. This module does not import torch.
 """
 
 import contextlib
-import errno
 import itertools
 import os
 import shutil
@@ -15,7 +14,7 @@ from pathlib import Path
 from pipeline.config.schema import Config
 from pipeline.data.access import storage_outage
 from pipeline.errors import RequestError, RunError, StorageError
-from pipeline.files import replacing
+from pipeline.files import FULL, replacing
 from pipeline.record.lock import HeldLock
 
 _LOCK, _SENDER_LOCK = "lock", "mlflow.lock"
@@ -169,7 +168,7 @@ class RunFolder:
         StorageError for a full disk, TemporaryError if the storage is out of reach, else
         RequestError.
         """
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in FULL:
             return StorageError(
                 f"run.dir={self.path} cannot be written: {error.strerror}: make room, or give another folder with"
                 " run.dir=FOLDER"

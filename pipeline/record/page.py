@@ -71,7 +71,7 @@ def render_page(folder: RunFolder) -> str:
             shown[name.replace(" ", "_")] = None
             left_out[name] = _reason(error)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(_TEMPLATE.read_text())
+    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     text: str = template.render(title=folder.path.absolute().name, left_out=left_out, **shown)
     return text.encode(errors="replace").decode()  # the name of a folder may not be valid Unicode
 
@@ -210,7 +210,7 @@ def _evaluations(folder: RunFolder) -> list[list[str]]:
 
 
 def _plan(folder: RunFolder) -> dict[str, str]:
-    return Plan(**parse_json(folder.plan.read_text())).rows()
+    return Plan(**parse_json(folder.plan.read_text(encoding="utf-8"))).rows()
 
 
 def _facts(folder: RunFolder) -> dict[str, Any]:
@@ -232,8 +232,8 @@ def _facts(folder: RunFolder) -> dict[str, Any]:
 
 def _commands(folder: RunFolder) -> dict[str, str | None]:
     """Return the commands that repeat, verify and use the run."""
-    config = from_yaml(folder.config.read_text(), str(folder.config))
-    plan = parse_json(folder.plan.read_text())
+    config = from_yaml(folder.config.read_text(encoding="utf-8"), str(folder.config))
+    plan = parse_json(folder.plan.read_text(encoding="utf-8"))
     nodes, run_dir = plan["world"] // plan["local_world"], shlex.quote(str(folder.path))
     words = f"train {shlex.quote(str(folder.config))} run.dir={shlex.quote(f'{folder.path}-again')}"
     start = f"pipeline {words}" + (f" --nproc {plan['world']}" if plan["world"] > 1 else "")
@@ -248,7 +248,7 @@ def _commands(folder: RunFolder) -> dict[str, str | None]:
 
 
 def _configuration(folder: RunFolder) -> str:
-    return without_password(folder.config.read_text())
+    return without_password(folder.config.read_text(encoding="utf-8"))
 
 
 def _number(value: float | None) -> str:

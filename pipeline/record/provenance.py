@@ -74,11 +74,12 @@ def _commit() -> str | None:
 
 def _git(folder: Path, *arguments: str) -> str:
     command = ["git", "-C", str(folder), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=5, check=True)
+    return done.stdout.strip()
 
 
 def _cpu_model() -> str:
     with suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return platform.machine()

@@ -38,7 +38,7 @@ def best_checkpoint(target: str) -> Path:
     if not folder.path.is_dir():
         raise RequestError(f"--best needs a run's folder, but {target} is not a folder: leave --best out")
     try:
-        rows = parse_json(folder.receipt.read_text())["evaluations"]
+        rows = parse_json(folder.receipt.read_text(encoding="utf-8"))["evaluations"]
         evaluated = sorted((-row["top1"], row["step"]) for row in rows if not row.get("not_finite"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is damaged"
@@ -82,10 +82,11 @@ class Receipt:
         for row, after in read(self._folder.journal, self._offset):
             self._add(row)
             self._offset = after
-        config = from_yaml(self._folder.config.read_text(), str(self._folder.config))
+        config = from_yaml(self._folder.config.read_text(encoding="utf-8"), str(self._folder.config))
+        plan = parse_json(self._folder.plan.read_text(encoding="utf-8"))
         return {
-            "format": FORMAT, "run": self._run, "config": config.model_dump(mode="json", by_alias=True),
-            "plan": parse_json(self._folder.plan.read_text()), "data": self._data, "starts": self._starts,
+            "format": FORMAT, "run": self._run, "config": config.model_dump(mode="json", by_alias=True), "plan": plan,
+            "data": self._data, "starts": self._starts,
             "evaluations": [self._evaluations[step] for step in sorted(self._evaluations)], "done": self._done,
         }  # fmt: skip
 

@@ -18,6 +18,7 @@ from pipeline import world
 from pipeline.config.credentials import without_password
 from pipeline.config.load import check_tracking_uri, mlflow_changes
 from pipeline.config.schema import Config, expand_home
+from pipeline.data.access import printable_name
 from pipeline.errors import RequestError
 from pipeline.record.folder import RunFolder
 from pipeline.supervision import cpu_seconds
@@ -116,8 +117,8 @@ def tracking_uri(config: Config, folder: RunFolder) -> str | None:
     database = str(folder.path.absolute().parent / "mlflow.db")
     if mlflow_changes(database):
         raise RequestError(
-            f"MLflow cannot open {database}, because of a ? or % in the path: give another run.dir, name a server with"
-            " track.uri, or set track.uri=none"
+            f"MLflow cannot open {printable_name(database)}, because of a ? or % in the path, or because it is not"
+            " UTF-8: give another run.dir, name a server with track.uri, or set track.uri=none"
         )
     return f"sqlite:///{database}"
 

@@ -89,7 +89,13 @@ class Samples:
         command = [sys.executable, "-m", "pipeline", "report", str(self._folder.path)]
         try:
             done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=_DRAWING_TIMEOUT_S, check=False
+                command,
+                env=environment,
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                timeout=_DRAWING_TIMEOUT_S,
+                check=False,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             self._log(f"{self._report} was not drawn: {error}")

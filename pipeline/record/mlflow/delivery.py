@@ -134,7 +134,7 @@ class Delivery:
     def _progress(self) -> dict[str, dict[str, Any]]:
         """Return the contents of `mlflow.json`: for each server its run, and what it has."""
         with contextlib.suppress(OSError, ValueError, TypeError):
-            return dict(parse_json(self._folder.delivered.read_text()))
+            return dict(parse_json(self._folder.delivered.read_text(encoding="utf-8")))
         return {}
 
     def _save_progress(self, run: MlflowRun) -> None:

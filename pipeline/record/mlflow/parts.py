@@ -107,7 +107,7 @@ def send_inputs(run: MlflowRun, folder: RunFolder, config: Config) -> None:
     digest = Receipt(folder).contents()["data"]
     options = config.data
     source = json.dumps({"source": options.source, "root": options.root})
-    plan = parse_json(folder.plan.read_text())
+    plan = parse_json(folder.plan.read_text(encoding="utf-8"))
     profile = json.dumps({key: plan[key] for key in ("train_images", "val_images", "num_classes")})
     name = Path(options.root or options.source).name or options.source
     dataset = Dataset(name, digest[:36], options.source, source, profile=profile)  # MLflow takes 36 characters
@@ -134,7 +134,7 @@ def send_files(run: MlflowRun, folder: RunFolder) -> None:
 def note_verification(folder: RunFolder, result: str) -> str:
     """Add the result of `pipeline verify` to the run as a tag, and return a line for the user."""
     try:
-        config = from_yaml(folder.config.read_text(), str(folder.config))
+        config = from_yaml(folder.config.read_text(encoding="utf-8"), str(folder.config))
         uri = uri_in_environment() or tracking_uri(config, folder)
         if uri is None:
             return "not noted in MLflow: track.uri=none"

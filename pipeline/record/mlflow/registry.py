@@ -58,7 +58,7 @@ def fetch_model(uri: str) -> dict[str, Any]:
         connection.check_artifact_host(artifacts, tracking_uri)
         with tempfile.TemporaryDirectory() as scratch:
             mlmodel = _fetch_file(artifacts, "MLmodel", _MAX_MLMODEL_BYTES, Path(scratch))
-            contents = _parse_mlmodel(uri, mlmodel.read_text())
+            contents = _parse_mlmodel(uri, mlmodel.read_text(encoding="utf-8"))
             return contents | _read_weights(uri, contents, artifacts, Path(scratch))
     except RunError:
         raise

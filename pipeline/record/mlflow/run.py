@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.credentials import without_password
 from pipeline.config.schema import Config
+from pipeline.data.access import printable_name
 from pipeline.errors import RequestError, TemporaryError
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
@@ -77,7 +78,7 @@ def open_run(folder: RunFolder, config: Config, uri: str) -> MlflowRun:
         # beside a local database; a server has a location of its own
         artifacts = (database.parent / "mlartifacts").as_uri() if database else None
         experiment_id = _experiment_id(client, config.track.experiment or config.recipe, artifacts)
-        tags, name = {_RUN_TAG: created["run"]}, folder.path.absolute().name
+        tags, name = {_RUN_TAG: created["run"]}, printable_name(folder.path.absolute().name)
         run = client.create_run(experiment_id, created["time"], tags, name)
     if not run.info.run_id:
         raise TemporaryError(f"{without_password(uri)} answers, but not as MLflow does")

@@ -37,7 +37,7 @@ def sync(path: Path, *, follow: bool) -> None:
     """
     folder = RunFolder(path)
     try:
-        config = from_yaml(folder.config.read_text(errors="replace"), str(folder.config))
+        config = from_yaml(folder.config.read_text(encoding="utf-8", errors="replace"), str(folder.config))
     except OSError as error:
         problem = f"{path} is not the folder of a run that has started ({folder.config.name}: {error.strerror})"
         raise RequestError(f"{problem}: give a run's folder, such as runs/digits") from None
@@ -104,8 +104,9 @@ def _sync_beside_training(folder: RunFolder, config: Config, uri: str) -> None:
             failure, pause = error, min(_MAX_PAUSE_S, pause * 2)
         if not has_answered:
             has_answered = True
+            line = READY if failure is None else root_cause(failure)
             with contextlib.suppress(OSError):  # rank 0 may be gone
-                os.write(answer, f"{READY if failure is None else root_cause(failure)}\n".encode())
+                os.write(answer, f"{line}\n".encode(errors="backslashreplace"))
         if is_last:
             break
         training_over.wait(pause)

@@ -1,0 +1,108 @@
+"""Names and locales that are not UTF-8, and files that commands write where a user says."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from harness import pipeline, quick
+from place import SMALL, Place
+
+ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+"""A locale whose encoding is ASCII: Python would else choose UTF-8."""
+
+
+def test_a_run_in_an_ascii_locale_is_sent_to_mlflow(place: Place) -> None:
+    (place.path / "recipe.yaml").write_text("recipe: größe\ntrack: {experiment: Größe – 日本}\n", encoding="utf-8")
+    words = [word for word in SMALL if not word.startswith("track.")]
+    done = pipeline("train", "recipe.yaml", *words, "run.dir=runs/ascii", cwd=place.path, **ASCII)
+    assert done.code == 0, done.err
+    assert done.done["step"] == "1"
+    log = (place.path / "runs/ascii/sync.log").read_text()
+    assert "everything in runs/ascii has been sent to MLflow" in log, log
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{place.path}/runs/mlflow.db")
+    experiment = client.get_experiment_by_name("Größe – 日本")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.status, run.data.params["recipe"]) == ("FINISHED", "größe")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_result_is_printed_in_an_encoding_that_lacks_its_characters(place: Place, encoding: str) -> None:
+    shutil.copytree(place.path / "images/val", place.path / "日本")
+    shown = pipeline("predict", "runs/done", "日本", cwd=place.path, PYTHONIOENCODING=encoding)
+    assert shown.code == 0, shown.err
+    assert len(shown.out.splitlines()) == 4
+    assert all(line.startswith(r"\u65e5\u672c/") for line in shown.out.splitlines())
+
+
+def test_names_that_are_not_utf_8(place: Place) -> None:
+    """Folders may have any name in a command; a configuration, which is text, refuses them."""
+    odd = place.path / os.fsdecode(b"\xdcber")
+    shutil.copytree(place.path / "images", odd)
+    os.rename(odd / "train/class-0000", os.fsencode(odd) + b"/train/Caf\xe9")
+    os.rename(odd / "val/class-0000", os.fsencode(odd) + b"/val/Caf\xe9")
+    refused = quick("train", "digits", *SMALL, f"data.root={odd}", cwd=place.path)
+    assert refused.code == 2
+    assert "data.root=" in refused.error
+    assert "LC_ALL=C.UTF-8" in refused.error
+    shutil.copytree(place.path / "runs", odd / "runs")
+    done = quick("train", "digits", *SMALL, "data.root=.", "run.dir=runs/new", cwd=odd)
+    assert done.code == 0, done.err
+    for command in (
+        ("export", f"{odd}/runs/new", "--to", "safetensors"), ("export", f"{odd}/runs/new", "--to", "onnx"),
+        ("report", f"{odd}/runs/new"), ("predict", f"{odd}/runs/new", f"{odd}/val", "--json"),
+        ("data", "check", str(odd), "--write-sums"), ("data", "pack", f"{odd}", f"{place.path}/pack"),
+        ("runs", f"{odd}/runs"),
+    ):  # fmt: skip
+        result = quick(*command, cwd=place.path)
+        assert result.code == 0, (command, result.err)
+        assert all(character.isprintable() or character == "\n" for character in result.out), command
+    no_mlflow = quick("train", "digits", *SMALL, "data.root=.", "run.dir=runs/other", "track.uri=auto", cwd=odd)
+    assert no_mlflow.code == 2
+    assert "track.uri=none" in no_mlflow.error
+
+
+def test_a_file_that_a_command_writes_follows_links_and_replaces_no_pipe(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place.path)
+    commands = {
+        "images/SHA256SUMS": ("data", "check", "images", "--write-sums"),
+        "sheet.png": ("predict", "runs/done", "images/val", "--sheet", "sheet.png"),
+        "k8s/00-namespace.yaml": ("k8s", "render", "digits", "--image", "x", "--out", "k8s"),
+    }
+    Path("k8s").mkdir()
+    for name, command in commands.items():
+        target = tmp_path / "target"
+        Path(name).symlink_to(target)
+        result = quick(*command)
+        assert result.code == 0, result.err
+        assert Path(name).is_symlink()
+        assert target.stat().st_size > 0
+        target.unlink()
+        Path(name).unlink()
+        os.mkfifo(name)
+        refused = quick(*command)
+        assert refused.code == 2, name
+        assert Path(name).name in refused.error
+        assert "not a regular file" in refused.error
+        assert Path(name).is_fifo()
+        Path(name).unlink()
+    Path("pipe").symlink_to("/dev/null")
+    for words in (("pack", "images", "pipe"), ("make", "synthetic", "pipe")):
+        assert quick("data", *words).code == 2
+
+
+def test_a_full_disk_is_one_line(place: Place, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place.path)
+    (small_disk / "filler").write_bytes(bytes(60 << 10))
+    for command in (
+        ("predict", "runs/done", "images/val", "--sheet", f"{small_disk}/sheet.png"),
+        ("k8s", "render", "digits", "--image", "x", "--out", str(small_disk)),
+        ("data", "pack", "images", f"{small_disk}/pack"), ("data", "make", "digits", f"{small_disk}/digits"),
+    ):  # fmt: skip
+        result = quick(*command)
+        assert result.code == 4, command
+        assert "No space left on device" in result.error
