@@ -13,6 +13,7 @@ only, and no range was asked for.
 
 import io
 import re
+import struct
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -37,6 +38,7 @@ _MAX_SCANS = 64
 # not every format of Pillow: for EPS it would start Ghostscript
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM")
 _16_BIT_MODES = ("I;16", "I;16B", "I;16L", "I")
+_EXIF, _EXIF_INTEGERS = b"Exif\0\0", {1: "B", 3: "H", 4: "I"}
 _ORIENTATION = 0x0112
 _TURNS = {
     1: (False, False, False), 2: (False, False, True), 3: (False, True, True), 4: (False, True, False),
@@ -205,15 +207,29 @@ def _orientation_of_jpeg(data: bytes, frame: jpeg.Frame) -> int:
     """Return the EXIF orientation, or that of XMP, as Pillow does; 1 if there is none."""
     segments = [data[start:end] for start, end in frame.metadata]
     for segment in segments:
-        with suppress(Exception):  # damaged Exif data raise struct.error, SyntaxError and more
-            tags = Image.Exif()
-            tags.load(segment if segment.startswith(b"Exif\0\0") else b"")
-            if tags.get(_ORIENTATION) in _TURNS:
-                return int(tags[_ORIENTATION])
+        with suppress(struct.error):  # a damaged segment
+            if segment.startswith(_EXIF) and (found := _exif_orientation(segment.removeprefix(_EXIF))):
+                return found if found in _TURNS else 1
     for segment in segments:
-        if found := _XMP.search(segment):
-            return int(found[1]) if int(found[1]) in _TURNS else 1
+        if match := _XMP.search(segment):
+            return int(match[1]) if int(match[1]) in _TURNS else 1
     return 1
+
+
+def _exif_orientation(exif: bytes) -> int | None:
+    """Return the orientation in Exif data, or None. Pillow takes 0.6 ms to read all of their tags.
+
+    Exif 2.32, 4.6.2: an image file directory has a count and entries of 12 bytes: tag, type, number
+    of values, value. Raises struct.error if it ends early.
+    """
+    order = "<" if exif.startswith(b"II") else ">"
+    (start,) = struct.unpack_from(f"{order}I", exif, 4)
+    (count,) = struct.unpack_from(f"{order}H", exif, start)
+    for at in range(start + 2, start + 2 + 12 * count, 12):
+        tag, kind = struct.unpack_from(f"{order}HH", exif, at)
+        if tag == _ORIENTATION and kind in _EXIF_INTEGERS:
+            return int(struct.unpack_from(order + _EXIF_INTEGERS[kind], exif, at + 8)[0])
+    return None
 
 
 def _orientation(image: Image.Image) -> int:
