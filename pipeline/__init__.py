@@ -3,7 +3,7 @@
 The packages, from top to bottom. Each imports only from itself and from those below it, which
 tests/test_layout.py checks: __main__, cli, bench, deploy, operate, preflight, train, guards,
 telemetry, record, data, parallel, model, plan, group, device, config, supervision, world, machine,
-randomness, errors, files.
+randomness, errors, streams, files.
 """
 
 __version__ = "0.2.0.dev0"

@@ -33,6 +33,16 @@ def one_line(text: object, length: int = 200) -> str:
     return " ".join(str(text).split())[:length]
 
 
+def summary(text: str, length: int = 600) -> str:
+    """Return an error, without the frames of tracebacks in it, as one line.
+
+    A long one is cut in the middle: its beginning or its end may name the cause.
+    """
+    lines = [line for line in text.splitlines() if not line.startswith("  ") and "Traceback (most" not in line]
+    line = one_line(" ".join(lines), len(text))
+    return line if len(line) <= length else f"{line[: length // 2]} ... {line[-length // 2 :]}"
+
+
 class RunError(Exception):
     """An error that ends the run, with one line for people and an exit code for scripts."""
 

@@ -65,6 +65,14 @@ def kill_stopped_peers(pids: list[int]) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
+def signal_children(number: int) -> None:
+    """Send a signal to each child of this process."""
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError, IndexError):
+            if process_stat(int(pid))[1] == str(os.getpid()):
+                os.kill(int(pid), number)
+
+
 def process_stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the third on, see proc_pid_stat(5).
 

@@ -216,7 +216,9 @@ def _leave_launcher() -> None:
     """Give up what a new interpreter has not: connections, and handlers of signals."""
     os.setsid()
     for number in _HANDLED:
-        signal.signal(number, signal.SIG_DFL)
+        if signal.getsignal(number) != signal.SIG_IGN:  # a new interpreter, too, keeps that
+            signal.signal(number, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.unregister(signal.SIGUSR1)
     faulthandler.disable()

@@ -6,6 +6,7 @@ import io
 import os
 import pty
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -13,8 +14,12 @@ import termios
 from itertools import count
 from pathlib import Path
 
+import forked
 import pytest
+from harness import SMALL, Job, environment
 
+from pipeline.errors import summary
+from pipeline.record.journal import final_status
 from pipeline.record.terminal import QUIET, make_terminal
 
 
@@ -105,3 +110,120 @@ def test_training_shows_percent_and_best_so_far_and_the_progress_of_validation(t
     )
     in_place = [line for line in lines[lines.index(shown[0]) :] if not re.match(r"\s*\d{4}-", line)]
     assert max(map(len, in_place)) < 120
+
+
+# What may happen to an output: statements that a process executes first.
+BROKEN_PIPE = "import os; r, w = os.pipe(); os.dup2(w, {0}); os.close(r); os.close(w)"
+FULL_DISK = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), {0})"
+DEAD_TERMINAL = "import os; m, s = os.openpty(); os.dup2(s, {0}); os.close(m); os.close(s)"
+CLOSED = "import os; os.close({0})"
+NOT_READ = (
+    "import os; r, w = os.pipe(); os.set_blocking(w, False); os.write(w, bytes(1 << 20));"
+    " os.set_blocking(w, True); os.dup2(w, {0})"
+)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
+    job = Job(
+        tmp_path_factory.mktemp("runs") / "undisturbed",
+        ["digits", f"data.root={digits}", *SMALL, "data.workers=1", "train.max_steps=4", "evaluate.every=2 steps"],
+    )  # fmt: skip
+    assert job.run().code == 0
+    return job
+
+
+@pytest.mark.parametrize(
+    ("happening", "nproc"),
+    [(BROKEN_PIPE, 1), (BROKEN_PIPE, 2), (FULL_DISK, 2), (DEAD_TERMINAL, 1), (CLOSED, 1), (NOT_READ, 1)],
+    ids=["pipe", "pipe of two processes", "disk", "terminal", "closed", "not read"],
+)
+def test_nothing_that_happens_to_standard_error_ends_or_changes_a_run(
+    tmp_path: Path, undisturbed: Job, happening: str, nproc: int
+) -> None:
+    run = Job(tmp_path / "run", undisturbed.arguments, nproc, prelude=happening.format(2))
+    done = run.start().wait().done
+    assert final_status(run.folder / "journal.jsonl") == "FINISHED"
+    if nproc == 1:
+        assert run.output() == undisturbed.output()
+    assert done["step"] == "4"
+
+
+def end_with(words: list[str], folder: Path, happening: str) -> forked.Output:
+    """Return the exit code and output of a command to whose standard output something happens."""
+    (output,) = forked.server().run([words], [environment()], folder, happening.format(1), 60)
+    assert "Traceback" not in output.err, output.err
+    return output
+
+
+@pytest.mark.parametrize(
+    "happening", [BROKEN_PIPE, DEAD_TERMINAL, FULL_DISK, CLOSED], ids=["pipe", "terminal", "disk", "closed"]
+)
+def test_a_command_keeps_its_exit_code_if_its_result_cannot_be_written(
+    tmp_path: Path, undisturbed: Job, digits: Path, happening: str
+) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(digits / "val", damaged / "train")
+    shutil.copytree(digits / "val", damaged / "val")
+    next((damaged / "val/3").iterdir()).write_bytes(b"no image")
+    failing = [["data", "check", str(damaged)], ["doctor", "nosuch", "--json"]]
+    assert [end_with(words, tmp_path, happening).code for words in failing] == [4, 2]
+    for words in (["plan", "digits"], ["runs", "."], undisturbed.train_words()):
+        output = end_with(words, tmp_path, happening)
+        assert output.code == (4 if happening == FULL_DISK else 0)
+        assert ("pipeline: standard output cannot be written" in output.err) == (happening == FULL_DISK)
+
+
+def test_an_output_that_is_closed_gets_nothing_and_no_file_takes_its_place(tmp_path: Path) -> None:
+    code = "from pipeline.cli.main import main; main(['recipes']); print(open('file', 'w').fileno() > 2, file=log)"
+    program = f"log = open('log', 'w'); {code}"
+    subprocess.run(["sh", "-c", '"$0" -c "$1" >&- 2>&- <&-', sys.executable, program], cwd=tmp_path, check=True)
+    assert (tmp_path / "log").read_text() == "True\n"
+
+
+def test_a_crash_is_recorded_before_it_is_printed_with_its_cause(tmp_path: Path, undisturbed: Job) -> None:
+    prelude = (
+        "import sys, pipeline.train.session as session\n"
+        "def fail(*_, **__):\n"
+        "    raise RuntimeError('CUDA error: device-side assert triggered\\nCompile with `TORCH_USE_CUDA_DSA`')\n"
+        "session.train = fail\n"
+    )
+    run = Job(tmp_path / "run", undisturbed.arguments, 2, prelude=prelude)
+    result = run.start().wait()
+    assert result.code == 1
+    for line in (line for line in result.err.splitlines() if line.startswith("pipeline: ")):
+        assert "CUDA error: device-side assert triggered Compile with" in line
+    assert "other ranks were stopped" in result.err.splitlines()[-1]
+
+    prelude += (
+        "import io, os\n"
+        "class Terminal(io.StringIO):\n"
+        "    def write(self, text):\n"
+        "        if 'Traceback' in text: os._exit(9)\n"
+        "sys.stderr = Terminal()\n"
+    )
+    run = Job(tmp_path / "printing", undisturbed.arguments, prelude=prelude)
+    assert run.start().wait().code == 9
+    assert final_status(run.folder / "journal.jsonl") == "FAILED"
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (
+            "NCCL error in: NCCLUtils.cpp:94, unhandled error\nLast error:\nCuda failure 2 'out of memory'",
+            "of mem",
+        ),
+        ("CUDA error: an illegal memory access\n" + "Compile with\n" * 99, "illegal memory"),
+        (
+            "Caught OSError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+            '  File "x.py", line 1, in f\n    g()\nOSError: gone',
+            "worker process 0. OSError: gone",
+        ),
+    ],
+)
+def test_a_summary_of_an_error_keeps_its_cause(text: str, cause: str) -> None:
+    line = summary(text)
+    assert cause in line
+    assert len(line.splitlines()) == 1
+    assert len(line) < 650

@@ -11,13 +11,14 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from pipeline import __version__, errors, supervision, world
+from pipeline import __version__, errors, streams, supervision, world
 from pipeline.cli import bench, completion, data, machine, run
 from pipeline.cli.arguments import Parser
 from pipeline.config.credentials import without_password
 from pipeline.config.trust import trust
 from pipeline.data.access import storage_outage
-from pipeline.errors import RequestError, RunError, StorageError
+from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
+from pipeline.guards import signals
 
 _DESCRIPTION = """\
 Train image classifiers with PyTorch DDP. Kill a run, restart it, resize it: it resumes with the same samples and
@@ -56,8 +57,6 @@ def command() -> NoReturn:
             os.environ["PYTHONSAFEPATH"] = "1"
     code = main()
     if "RANK" in os.environ:
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
         os._exit(code)
     sys.exit(code)
 
@@ -66,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Only rank 0 prints the result."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr does: the encoding may be ASCII, a file's name any bytes
         sys.stdout.reconfigure(errors="backslashreplace")
+    streams.tolerate_failures()
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words[:1] not in (["train"], ["evaluate"]) and not (words[:1] == ["doctor"] and "--gang" in words):
         world.forget_launcher()
@@ -73,33 +73,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parse(words)
         result = options.run(options)
-        if isinstance(result, int):
-            return result
-        if is_main:
+        code = result if isinstance(result, int) else errors.OK
+        if is_main and not isinstance(result, int):
             _erase_live_line()
             print(result, flush=True)
-        return errors.OK
+        if (error := streams.output_error()) and code == errors.OK:
+            raise StorageError(f"standard output cannot be written ({error.strerror}): the result is incomplete")
+        return code
     except RunError as error:
+        if isinstance(error, signals.EarlyStopError) and signals.LAUNCHER_REPORTS in os.environ:
+            signals.die_of_signal()
         # Errors found before torch is imported are the same on all local ranks: print them once per
         # machine. A later error, unless it is collective, may be this rank's alone.
         is_own = not error.is_collective and (is_first_here or "torch" in sys.modules)
         if is_main or (error.code == RequestError.code and is_own):
-            _erase_live_line()
-            print(f"pipeline: {without_password(str(error))}", file=sys.stderr, flush=True)
+            _print_error(without_password(str(error)))
         if error.code in errors.PERMANENT:
             supervision.stop_restarts()
         return error.code
     except KeyboardInterrupt:
-        return errors.TemporaryError.code
-    except BrokenPipeError:  # the reader of our output, such as `head`, has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return errors.OK
+        if is_main:
+            _print_error("interrupted: give the same command again")
+        return TemporaryError.code
     except OSError as error:
         if error.filename is None or world.is_launched():  # in a rank it is a crash: the launcher may restart it
             raise
         failure = storage_outage(error.filename, error) or StorageError(f"{error.filename}: {error.strerror}")
-        print(f"pipeline: {failure}", file=sys.stderr, flush=True)
+        _print_error(str(failure))
         return failure.code
+
+
+def _print_error(line: str) -> None:
+    _erase_live_line()
+    print(f"pipeline: {line}", file=sys.stderr, flush=True)
 
 
 def _erase_live_line() -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline import machine, supervision, world
+from pipeline import machine, streams, supervision, world
 from pipeline.cli import arguments
 from pipeline.cli.arguments import (
     Commands,
@@ -24,7 +24,7 @@ from pipeline.cli.arguments import (
     positive_int,
 )
 from pipeline.errors import RequestError
-from pipeline.guards.signals import StopRequest
+from pipeline.guards.signals import StopRequest, handle
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
@@ -82,10 +82,11 @@ def _add_train(commands: Commands) -> None:
 
 
 def _train(options: argparse.Namespace) -> str | int:
-    faulthandler.register(signal.SIGUSR1)  # prints the traceback of every thread, in ranks and in their loader workers
+    # prints the traceback of every thread, in ranks and in their loader workers; 2: standard error
+    faulthandler.register(signal.SIGUSR1, 2)
+    streams.lose_unread_log()
     stop = StopRequest()
-    if not (options.nproc and options.nproc > 1):
-        stop.listen()
+    stop.listen()
     if supervision.launch_id() is not None:
         supervision.die_with_agent()
 
@@ -275,8 +276,7 @@ def _add_verify(commands: Commands) -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    # SIGTERM then ends the repeated training and removes its folder, as Ctrl-C does
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    handle(signal.default_int_handler)  # SIGTERM ends the repeated training and removes its folder, as Ctrl-C does
 
     from pipeline.operate import verify
 
@@ -340,5 +340,7 @@ def _sync(options: argparse.Namespace) -> str:
     from pipeline.record.mlflow.sync import sync
 
     check_run_folder(options.run_dir)
+    if options.follow:  # the end of standard input ends it
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     sync(options.run_dir, follow=options.follow)
     return f"everything in {options.run_dir} has been sent to MLflow"

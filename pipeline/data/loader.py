@@ -250,7 +250,8 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
             raise LoaderError(start_failure("loader workers", error, "set data.workers=0")) from None
         # torch's handler raises a worker's death at any line of the main thread, also in an update;
         # without it, only fetching a batch raises
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if threading.current_thread() is threading.main_thread():  # elsewhere torch has set none
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         start_timer = threading.Timer(_START_TIMEOUT_S, _kill_unstarted, (iterator, started))
         start_timer.daemon = True
         if plan.workers:
@@ -280,8 +281,8 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
 def _init_worker(parent: int, started: mmap.mmap, worker: int) -> None:
     """Make this worker exit with its parent process, and not before on any signal."""
     started[worker] = 1
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     # by default a batch that does not fit into /dev/shm is dropped: the loader waits forever
     Queue._on_queue_feeder_error = staticmethod(exit_worker)  # type: ignore[attr-defined]
     sys.excepthook = _report_unless_parent_is_gone

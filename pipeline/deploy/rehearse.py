@@ -32,6 +32,7 @@ from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.deploy import node as node_settings
 from pipeline.errors import CRASH, OK, RequestError, TemporaryError
+from pipeline.guards.signals import handle
 
 LABEL = "ddp-pipeline.rehearsal"
 _POLL_S = 0.5
@@ -98,8 +99,7 @@ def rehearse(request: RehearsalOptions) -> str | int:
             nodes = request.num_nodes
             raise RequestError(f"node {fault.node} does not exist: with --nodes {nodes} the nodes are 0 to {nodes - 1}")
     with contextlib.closing(_connect_to_docker()) as client:
-        for number in (signal.SIGTERM, signal.SIGINT):  # SIGINT, too: shells ignore it in background jobs
-            signal.signal(number, signal.default_int_handler)
+        handle(signal.default_int_handler)  # SIGINT, too: shells ignore it in background jobs
         with _open_cluster(client, request, config, allowed) as cluster:
             return cluster.run()
 
@@ -327,7 +327,7 @@ def _open_cluster(
     except APIError as error:
         raise RequestError(f"Docker refused a request: {error.explanation}") from None
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the removal
+        handle(signal.SIG_IGN)  # a second Ctrl-C must not interrupt the removal
         cluster.close()
         _remove_all(client, name)
 

@@ -48,7 +48,9 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 from pipeline.deploy.membership import LOST_S, STOPPING_S, Membership, Node, alive
 from pipeline.errors import OK, RequestError, TemporaryError
+from pipeline.guards.signals import is_hangup_ignored
 from pipeline.operate.local_rendezvous import LocalRendezvous
+from pipeline.streams import tolerate_failures
 
 _BEAT_S = 1.0
 _CONNECT_S = 10.0
@@ -196,9 +198,10 @@ class Rendezvous(RendezvousHandler):
         self._is_closed = threading.Event()
         threading.Thread(target=self._guard, name="rendezvous-guard", daemon=True).start()
         atexit.register(self._leave)  # torchrun does not call `shutdown` after a signal
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            # until torchrun starts ranks, and handles it
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(TemporaryError.code))
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is signal.SIG_DFL:  # until torchrun starts ranks, and handles it
+                    signal.signal(number, lambda *_: sys.exit(TemporaryError.code))
         self._exit_if_finished()
 
     def get_backend(self) -> str:
@@ -338,7 +341,14 @@ class Rendezvous(RendezvousHandler):
 
 
 def make_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Return the factory that torchrun calls (entry point)."""
+    """Return the factory that torchrun calls (entry point), before it reads its arguments.
+
+    torchrun handles SIGHUP even if it is ignored (`nohup`): for this program, leave it ignored.
+    """
+    if "pipeline" in sys.argv:
+        tolerate_failures()
+        if is_hangup_ignored():
+            os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
     return lambda parameters: LocalRendezvous(parameters) if parameters.max_nodes == 1 else Rendezvous(parameters)
 
 

@@ -1,8 +1,11 @@
-"""SIGTERM and SIGINT only set a flag: the loop reads it, and all processes decide together.
+"""SIGTERM, SIGINT and SIGHUP only set a flag: the loop reads it, all processes decide together.
 
 Python runs a signal's handler in the main thread, once that returns from native code. While it
 waits there, for a device or for peers, the flag is not set. But Python's C handler writes to the
 wake-up file descriptor at once. It is a pipe, from which any thread learns of the signal.
+
+SIGHUP, which says that the terminal was closed, is left alone if it is ignored (`nohup`). In a
+thread of another program, which handles the signals itself, all are left alone.
 """
 
 import os
@@ -12,21 +15,57 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from pipeline.errors import TemporaryError
 
 T = TypeVar("T")
 _SHUTDOWN_TIMEOUT_S = 30  # torchrun's default
 _MARGIN_S = 5  # for what follows
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_TOO_EARLY = "asked to stop before a step was made: the same command starts again"
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+LAUNCHER_REPORTS = "PIPELINE_LAUNCHER_REPORTS"
+"""Environment variable of ranks that end by the signal at an early stop: a launcher reports it."""
+
+
+class EarlyStopError(TemporaryError):
+    """A signal has arrived before the first step."""
+
+    def __init__(self) -> None:
+        super().__init__("asked to stop before a step was made: the same command starts again")
+
+
+class _Stop(BaseException):
+    """Leaves a block at a signal.
+
+    No Exception: code that catches all of them would report it as an error of its own.
+    """
+
+
+def handle(handler: Any) -> dict[int, Any]:
+    """Have `handler` called at each signal that asks to stop; return the handlers before it."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    numbers = [number for number in SIGNALS if number != signal.SIGHUP or not is_hangup_ignored()]
+    return {number: signal.signal(number, handler) for number in numbers}
+
+
+def is_hangup_ignored() -> bool:
+    """Return True if this process is to outlive its terminal."""
+    return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def die_of_signal() -> NoReturn:
+    """End this process as SIGTERM does by default."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(TemporaryError.code)
 
 
 class StopRequest:
     def __init__(self) -> None:
         self._asked_at: float | None = None
         """When the signal was noticed, on the monotonic clock."""
+        self._received: list[int] = []
         self._pipe, self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def listen(self) -> None:
@@ -34,47 +73,69 @@ class StopRequest:
 
         Called first in a process, before torch is imported.
         """
-        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
-        for number in _SIGNALS:
-            signal.signal(number, self._set_flag)
+        if handle(self._set_flag):
+            signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
 
     def is_set(self) -> bool:
         """Return True if a signal has arrived, in any thread, whatever the main one waits for."""
         with suppress(BlockingIOError):
-            if any(number in _SIGNALS for number in os.read(self._pipe, 512)):
-                self._set_flag()
+            self._received += [number for number in os.read(self._pipe, 512) if number in SIGNALS]
+        if self._received:
+            self._set_flag()
         return self._asked_at is not None
 
     def seconds_left(self) -> float | None:
-        """Return how long this process may take until its launcher kills it; None: no signal."""
+        """Return how long this process may take until its launcher kills it; None: no signal.
+
+        It is 0 after a second Ctrl-C.
+        """
         if not self.is_set():
             return None
+        if signal.SIGINT in self._received[1:]:
+            return 0.0
         timeout_s = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_TIMEOUT_S))
         return max(0.0, timeout_s - _MARGIN_S - (time.monotonic() - (self._asked_at or time.monotonic())))
 
     def check(self) -> None:
-        """Raise TemporaryError if a signal has arrived before the first step."""
+        """Raise EarlyStopError if a signal has arrived before the first step."""
         if self.is_set():
-            raise TemporaryError(_TOO_EARLY)
+            raise EarlyStopError
 
     def exit_on_signal(self) -> AbstractContextManager[None]:
         """End the process at a signal: native code that waits for peers reads no flag.
 
-        No step has been made, so nothing is lost. Raises TemporaryError if a signal arrived
+        No step has been made, so nothing is lost. Raises EarlyStopError if a signal arrived
         earlier.
         """
         return self._handled_by(signal.SIG_DFL)
 
-    def raise_on_signal(self) -> AbstractContextManager[None]:
-        """Raise TemporaryError at a signal, in code that changes nothing and may take long."""
+    @contextmanager
+    def raise_on_signal(self, repeat: Callable[[int], None] = lambda number: None) -> Iterator[None]:
+        """Raise EarlyStopError at a signal, in code that changes nothing and may take long.
+
+        It also replaces what a library, or a callback of the interpreter's, makes of the exception
+        with which the code is left. repeat: called with the number of each further signal.
+        """
+        is_leaving = False
 
         def stop(number: int, frame: object) -> None:
-            raise TemporaryError(_TOO_EARLY)
+            nonlocal is_leaving
+            if is_leaving:
+                return repeat(number)
+            is_leaving = True
+            self._set_flag()
+            raise _Stop
 
-        return self._handled_by(stop)
+        try:
+            with self._handled_by(stop):
+                yield
+        except BaseException:
+            self.check()
+            raise
+        self.check()
 
     def run(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, done in a thread. Raises TemporaryError at a signal.
+        """Return the result of `work`, done in a thread. Raises EarlyStopError at a signal.
 
         For work in a library that takes an exception of a signal's handler for one of its own.
         """
@@ -88,19 +149,18 @@ class StopRequest:
 
         threading.Thread(target=call, name="stoppable", daemon=True).start()
         while not result.done():
-            if self.is_set():
-                raise TemporaryError(_TOO_EARLY)
+            self.check()
             wait([result], timeout=0.1)
         return result.result()
 
     @contextmanager
     def _handled_by(self, handler: Any) -> Iterator[None]:
         self.check()
-        previous = [signal.signal(number, handler) for number in _SIGNALS]
+        previous = handle(handler)
         try:
             yield
         finally:
-            for number, handler_before in zip(_SIGNALS, previous, strict=True):
+            for number, handler_before in previous.items():
                 signal.signal(number, handler_before)
 
     def _set_flag(self, *_: object) -> None:

@@ -7,8 +7,8 @@ with no restarts.
 
 import gc
 import logging
+import os
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from pipeline.data import sources
 from pipeline.data.sources import Source
 from pipeline.data.store import Store
 from pipeline.errors import RequestError, RunError, TemporaryError
-from pipeline.guards.signals import StopRequest
+from pipeline.guards.signals import LAUNCHER_REPORTS, SIGNALS, EarlyStopError, StopRequest
 from pipeline.operate.inputs import check_target
 from pipeline.plan import Plan, make_plan
 from pipeline.preflight import request
@@ -58,8 +58,13 @@ def train(
             check_request(config, here.resized(nproc), folder)
         folder.hold()  # if another process holds the folder, fail now and name it
         folder.release()  # rank 0 takes the lock
-        advice = f"{config.same_command} resumes the run"
-        return start_processes(nproc, ["train", recipe, *overrides], numa_binding, advice)
+        start, advice = last_event(folder.journal, "started"), f"{config.same_command} resumes the run"
+        try:
+            return start_processes(nproc, ["train", recipe, *overrides], stop, numa_binding, advice)
+        except EarlyStopError:
+            if last_event(folder.journal, "started") == start:
+                raise
+            return TemporaryError.code  # rank 0 has said which step it saved
     prepare, mirror = None, None
     if here.is_main:
         _check_launch_has_id(config)
@@ -87,6 +92,7 @@ def train(
         if mirror:  # it is still open after an error before the first step
             mirror.start()
             mirror.close(stop.seconds_left)
+        folder.release()
         raise
 
 
@@ -143,7 +149,7 @@ def _prepare(
             log(line)
         found = find(config, folder, source, log)
         weights = request.check_model_builds(config, plan, here, is_resumed=found is not None)
-    except RunError:
+    except BaseException:  # at a signal, too
         _release(folder, mirror)
         raise
     return Prepared(source, plan, found, weights, mirror, config.run.resume)
@@ -259,15 +265,21 @@ def _check_numa_binding(mode: str, nproc: int | None, here: World) -> None:
 
 
 def start_processes(
-    nproc: int, arguments: list[str], numa_binding: str | None = None, advice: str = "give the same command again"
-) -> int:
+    nproc: int, arguments: list[str], stop: StopRequest | None = None, numa_binding: str | None = None,
+    advice: str = "give the same command again",
+) -> int:  # fmt: skip
     """Start `nproc` processes on this machine; return the exit code of the first failure, or 0.
+
+    At a signal, stop them and raise EarlyStopError. They get the signals after that one, too.
 
     numa_binding: torch's AffinityMode by which a process is bound to CPUs next to its GPU. If torch
     cannot bind it, it logs why, and the process starts unbound. advice: what to do after a crash.
     """
-    with _freeze_imports():
-        from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+    if stop is None:
+        stop = StopRequest()
+        stop.listen()
+    with stop.raise_on_signal(), _freeze_imports():
+        from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -278,18 +290,21 @@ def start_processes(
     # one line says why a run ended; the agent's own report would bury it
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     rendezvous_handler_registry.register("local", LocalRendezvous)
+    os.environ[LAUNCHER_REPORTS] = "1"
     with tempfile.TemporaryDirectory(prefix="pipeline-ranks-", ignore_cleanup_errors=True) as reports:
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id="local", max_restarts=0, rdzv_backend="local",
             numa_options=NumaOptions(AffinityMode(numa_binding), True) if numa_binding else None,
             logs_specs=DefaultLogsSpecs(reports),  # torch would not remove its own folder
+            signals_to_handle="",  # it would take SIGHUP if that is ignored, and kill the ranks at a second signal
         )  # fmt: skip
         try:
-            elastic_launch(config, sys.executable)("-m", "pipeline", *arguments)
+            with stop.raise_on_signal(supervision.signal_children):
+                elastic_launch(config, sys.executable)("-m", "pipeline", *arguments)
         except ChildFailedError as failure:
             return _exit_code(failure, advice)
-        except SignalException:
-            return TemporaryError.code
+        finally:
+            del os.environ[LAUNCHER_REPORTS]
     return errors.OK
 
 
@@ -302,8 +317,8 @@ def _exit_code(failure: "ChildFailedError", advice: str) -> int:
     reported = details["message"] if isinstance(details, dict) else None
     # Stopped before its first step (see StopRequest). A rank that left a report had failed before
     # the agent stopped it.
-    if first.exitcode in (-signal.SIGTERM, -signal.SIGINT) and reported is None:
-        print("pipeline: asked to stop before a step was made: the same command starts again", file=sys.stderr)
+    if -first.exitcode in SIGNALS and reported is None:
+        print(f"pipeline: {EarlyStopError()}", file=sys.stderr)
         return TemporaryError.code
     end = f"was killed by signal {-first.exitcode}" if first.exitcode < 0 else f"exited with code {first.exitcode}"
     reason = f"rank {rank} {end}" if reported is None else reported

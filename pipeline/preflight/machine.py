@@ -20,7 +20,7 @@ from pathlib import Path
 from pipeline import machine
 from pipeline.config.schema import Config
 from pipeline.data.sources import Source
-from pipeline.errors import RequestError, StorageError, TemporaryError
+from pipeline.errors import RequestError, StorageError, TemporaryError, summary
 from pipeline.plan import Plan
 from pipeline.record.folder import SPEED_TEST_PREFIX, RunFolder
 from pipeline.world import World
@@ -217,7 +217,7 @@ def check_all_reduce(config: Config, here: World) -> str:
             spawn(_all_reduce, (count, folder, backend), nprocs=count)  # type: ignore[no-untyped-call]
             seconds = float(Path(folder, "seconds").read_text(encoding="utf-8"))
     except Exception as error:
-        problem = f"all-reduce of {count} processes failed over {backend} ({str(error).strip().splitlines()[-1]})"
+        problem = f"all-reduce of {count} processes failed over {backend} ({summary(str(error), 300)})"
         remedy = "look at the driver, at NCCL_DEBUG=INFO and at the loopback interface"
         raise TemporaryError(f"{problem}: {remedy}") from None
     return f"{count} processes, {4 * _ALL_REDUCE_FLOATS / seconds / 1e9:.1f} GB/s over {backend}"

@@ -12,6 +12,7 @@ import os
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 
 from pipeline import world
@@ -76,14 +77,16 @@ class Sender:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended already: its exit code says how
             os.write(self._process.stdin.fileno(), TRAINING_DONE)
-        left = seconds_left()
-        try:
-            return self._process.wait(_FINISH_TIMEOUT_S if left is None else min(_FINISH_TIMEOUT_S, left)) == 0
-        except subprocess.TimeoutExpired:
-            if left is None:
-                self._process.kill()
-                self._process.wait()
-            return False  # its process may outlive this one and deliver the rest
+        end = time.monotonic() + _FINISH_TIMEOUT_S
+        left: float | None = 1
+        while time.monotonic() < end and (left is None or left > 0):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self._process.wait(0.2) == 0
+            left = seconds_left()
+        if left is None:
+            self._process.kill()
+            self._process.wait()
+        return False  # its process may outlive this one and deliver the rest
 
 
 class NullSender(Sender):

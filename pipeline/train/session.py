@@ -26,7 +26,7 @@ from pipeline.data.loader import LoaderError, TrainBatches, batches
 from pipeline.data.sources import Source, open_source, sent_source
 from pipeline.data.transfer import to_device
 from pipeline.device import choose_device
-from pipeline.errors import RequestError, RunError, TemporaryError, one_line
+from pipeline.errors import RequestError, RunError, TemporaryError, one_line, summary
 from pipeline.group import Group
 from pipeline.guards.memory import fit_passes, make_try_pass
 from pipeline.guards.nonfinite import make_loss_guard
@@ -101,7 +101,7 @@ def run_training(
     except LoaderError as error:
         folder.check_ours()
         errors.save_failure(folder.path, error, request)
-        _crash(trainer, str(error), error.code)
+        _crash(trainer, error)
     except RunError as error:
         watchdog.stop()
         # the modules that raise it do not know the configuration
@@ -112,7 +112,7 @@ def run_training(
             group.shutdown()
             raise
     except Exception as error:
-        _crash(trainer, traceback.format_exc(), errors.CRASH, is_secondary=groups.is_peer_failure(error))
+        _crash(trainer, error, is_secondary=groups.is_peer_failure(error))
     line = _done_line(plan.epoch_at(state.step), evaluation, state.weights_digest())
     watchdog.stop()
     try:
@@ -183,7 +183,8 @@ def _set_up(
     mirror = prepared.mirror if prepared else None
     with ExitStack() as setting_up:
         with _saving_failure(config, folder, request_digest(config, world), terminal):
-            with stop.exit_on_signal():
+            # one process waits for no peers
+            with stop.exit_on_signal() if world.size > 1 else stop.raise_on_signal():
                 group = _join(config, world)
             if not group.is_main:
                 folder.join_holder()  # rank 0, which has the lock by now
@@ -380,19 +381,23 @@ def _status(error: RunError) -> str:
     return "KILLED" if isinstance(error, TemporaryError) else "FAILED"
 
 
-def _crash(trainer: Trainer, traceback_text: str, code: int, *, is_secondary: bool = False) -> NoReturn:
+def _crash(trainer: Trainer, error: Exception, *, is_secondary: bool = False) -> NoReturn:
     """Exit at once: the other processes cannot continue either, and must not be waited for.
 
-    traceback_text: or one line. is_secondary: another process failed first.
+    is_secondary: another process failed first.
     """
     trainer.watchdog.stop()
     group, step = trainer.group, trainer.state.step
     ids = [sample for batch in trainer.current_batches for sample in batch.ids.tolist()]
-    line = f"rank {group.rank} failed at step {step + 1} ({format_sample_ids(ids)}): {traceback_text.splitlines()[-1]}"
-    print(f"{traceback_text}\npipeline: {line}", file=sys.stderr, flush=True)
+    is_known = isinstance(error, RunError)
+    reason = str(error) if is_known else summary("".join(traceback.format_exception_only(error)))
+    line = f"rank {group.rank} failed at step {step + 1} ({format_sample_ids(ids)}): {reason}"
     report_to_agent(line, is_secondary=is_secondary)
     kill_stopped_peers(group.local_peer_pids)
-    trainer.records.crash(step, "FAILED", "crashed")
+    trainer.records.crash(step, "FAILED", "crashed")  # before anything is printed
+    details = str(error) if is_known else "".join(traceback.format_exception(error))
+    print(f"{details}\npipeline: {line}", file=sys.stderr, flush=True)
+    code = error.code if isinstance(error, RunError) else errors.CRASH
     if code in errors.PERMANENT:
         stop_restarts()
     trainer.records.flush_mirror(_CRASH_MIRROR_S)

@@ -79,12 +79,126 @@ def test_loader_workers_ignore_signals_to_their_process_group(tmp_path: Path, di
     workers = [pid for pid in children(run.process.pid) if " train " in command_line(pid)]
     assert workers
     for pid in workers:
-        kill(pid, signal.SIGTERM)
-        kill(pid, signal.SIGINT)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            kill(pid, number)
     run.wait_for_step(run.step() + 5)
     assert all(" train " in command_line(pid) for pid in workers), "no worker ended"
     kill(run.process.pid, signal.SIGTERM)
     assert run.wait().code == 75
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_closed_terminal_saves_that_step_and_exits_75(tmp_path: Path, digits: Path, nproc: int) -> None:
+    run = job(tmp_path / "run", digits, "data.workers=1", nproc=nproc).start()
+    run.wait_for_step(3)
+    assert run.process
+    kill(run.process.pid, signal.SIGHUP)
+    result = run.wait()
+    assert result.code == 75
+    assert f"step {run.step()} is saved" in result.error
+    assert step_of(run.checkpoints()[-1]) == run.step()
+
+
+@pytest.mark.parametrize("by_torchrun", [False, True])
+def test_nohup_keeps_a_run_and_all_its_processes_through_a_closed_terminal(
+    tmp_path: Path, digits: Path, by_torchrun: bool
+) -> None:
+    run = job(tmp_path / "run", digits, "data.workers=2", "train.epochs=100", nproc=2)
+    run.by_torchrun, run.prefix = by_torchrun, ["nohup"]
+    run.start().wait_for_step(2)
+    for pid in run.processes():
+        kill(pid, signal.SIGHUP)
+    run.wait_for_step(run.step() + 5)
+    assert run.process
+    assert len(run.ranks()) == 2, "no rank ended"
+    kill(run.process.pid, signal.SIGTERM)
+    assert run.wait().code == (1 if by_torchrun else 75)
+    assert step_of(run.checkpoints()[-1]) == run.step()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_launcher_before_the_first_step_prints_one_line(
+    tmp_path: Path, digits: Path, number: int, seed: int
+) -> None:
+    draw = random.Random(seed + number)
+    run = job(tmp_path / "run", digits, "data.workers=0", nproc=2)
+    for longest in (0, 0.1, 0.5):
+        run.start().wait_until(run.ranks, "the first rank")
+        time.sleep(draw.uniform(0, longest))
+        assert run.process
+        kill(run.process.pid, number)
+        result = run.wait()
+        assert result.code == 75, result.err
+        assert "asked to stop before a step was made" in result.error
+        run.wait_gone(1)
+
+
+def test_a_signal_at_any_instant_of_a_start_that_resumes_exits_75(tmp_path: Path, digits: Path, seed: int) -> None:
+    """Stop a start while it reads its checkpoint, and at other instants.
+
+    There, the exception that a handler raised became "is not a checkpoint", exit code 4.
+    """
+    draw = random.Random(seed)
+    run = job(tmp_path / "run", digits, "data.workers=0", "train.epochs=100", nproc=1)
+    run.arguments.append("train.max_steps=1")
+    assert run.run().code == 0
+    run.arguments.pop()
+    for instant in range(30):
+        call = ("train.resume.decode_state", "train.resume.find", "train.session.build")[instant % 3]
+        module, name = call.rpartition(".")[::2]
+        run.prelude = (
+            f"import os, signal, threading, pipeline.{module} as module\n"
+            f"inner = module.{name}\n"
+            "def call(*words):\n"
+            f"    threading.Timer({draw.uniform(0, 0.08)}, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
+            "    return inner(*words)\n"
+            f"module.{name} = call\n"
+        )
+        result = run.run()
+        assert result.code == 75, (call, result.err)
+        assert "asked to stop" in result.error
+    assert not (run.folder / "failure.json").exists()
+
+
+def test_a_stop_before_a_new_run_has_a_step_leaves_no_folder(tmp_path: Path, digits: Path) -> None:
+    run = job(tmp_path / "run", digits, nproc=1)
+    run.prelude = (
+        "import os, signal, pipeline.record.folder as folder\n"
+        "hold = folder.RunFolder.hold\n"
+        "def hold_and_stop(self):\n"
+        "    hold(self)\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "folder.RunFolder.hold = hold_and_stop\n"
+    )
+    assert run.run().code == 75
+    assert not run.folder.exists()
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_second_ctrl_c_ends_the_wait_for_mlflow(tmp_path: Path, digits: Path, nproc: int) -> None:
+    run = job(tmp_path / "run", digits, "data.workers=0", f"track.uri=sqlite:///{tmp_path}/mlflow.db", nproc=nproc)
+    run.start().wait_for_step(2)
+    (sender,) = (pid for pid in run.processes() if " sync " in command_line(pid))
+    kill(sender, signal.SIGSTOP)
+    assert run.process
+    kill(run.process.pid, signal.SIGINT)
+    run.wait_until(lambda: "sending what" in run.log(), "wait for MLflow")
+    start = time.monotonic()
+    kill(run.process.pid, signal.SIGINT)
+    result = run.wait()
+    assert (result.code, time.monotonic() - start < 5) == (75, True)
+    assert f"step {run.step()} is saved" in result.error
+    run.clean()
+
+
+def test_a_program_may_train_in_a_thread(tmp_path: Path, digits: Path) -> None:
+    run = job(tmp_path / "run", digits, "data.workers=1", "train.max_steps=2", nproc=1)
+    run.prelude = (
+        "import concurrent.futures, pipeline.cli.main as cli\n"
+        "main = cli.main\n"
+        "cli.main = lambda words: concurrent.futures.ThreadPoolExecutor().submit(main, words).result()\n"
+    )
+    assert run.run().done["step"] == "2"
 
 
 @pytest.mark.fault("B2")
