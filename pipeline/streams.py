@@ -58,7 +58,7 @@ def tolerate_failures() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         elif stream is getattr(sys, f"__{name}__"):
             buffer = io.BufferedWriter(_Stream(stream.fileno(), "w", closefd=False))
             is_unbuffered = stream.line_buffering or stream.write_through
