@@ -1,7 +1,7 @@
 """Standard output and standard error, of which no failure ends or changes what a process does.
 
 Their reader may leave (`| head`, a pager), a terminal may die, a log's disk may be full. What then
-cannot be written is lost, and the process goes on. Only standard output carries a result: the
+cannot be written is lost, and the process continues. Only standard output carries a result: the
 command line asks at the end whether it could be written.
 """
 
@@ -62,7 +62,9 @@ def tolerate_failures() -> None:
         elif stream is getattr(sys, f"__{name}__"):
             buffer = io.BufferedWriter(_Stream(stream.fileno(), "w", closefd=False))
             is_unbuffered = stream.line_buffering or stream.write_through
-            setattr(sys, name, io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=is_unbuffered))
+            # the encoding may be ASCII, a file's name any bytes
+            text = io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=is_unbuffered)
+            setattr(sys, name, text)
 
 
 def lose_unread_log() -> None:

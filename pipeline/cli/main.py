@@ -5,7 +5,6 @@ A command's result goes to standard output, its log and the one line of an error
 
 import argparse
 import contextlib
-import io
 import os
 import sys
 from collections.abc import Sequence
@@ -63,8 +62,6 @@ def command() -> NoReturn:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Only rank 0 prints the result."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr does: the encoding may be ASCII, a file's name any bytes
-        sys.stdout.reconfigure(errors="backslashreplace")
     streams.tolerate_failures()
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words[:1] not in (["train"], ["evaluate"]) and not (words[:1] == ["doctor"] and "--gang" in words):
