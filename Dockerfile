@@ -99,7 +99,7 @@ ENV TORCHINDUCTOR_CACHE_DIR=/runs/.cache/inductor TRITON_CACHE_DIR=/runs/.cache/
 # torchrun starts ranks with `python -m`, which would import Python files that lie in the current folder, the volume
 ENV PYTHONSAFEPATH=1
 ARG REVISION=unknown
-ARG VERSION=0.2.0.dev0
+ARG VERSION=0.3.0.dev0
 ENV PIPELINE_COMMIT=${REVISION}
 LABEL org.opencontainers.image.title="ddp-pipeline" \
       org.opencontainers.image.licenses="Apache-2.0" \

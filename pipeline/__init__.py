@@ -6,4 +6,4 @@ telemetry, record, data, parallel, model, plan, group, device, config, supervisi
 randomness, errors, streams, files.
 """
 
-__version__ = "0.2.0.dev0"
+__version__ = "0.3.0.dev0"

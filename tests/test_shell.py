@@ -60,7 +60,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["--version"])
     assert end.value.code == 0
-    assert capsys.readouterr().out == "pipeline 0.2.0.dev0\n"
+    assert capsys.readouterr().out == "pipeline 0.3.0.dev0\n"
 
 
 @pytest.mark.parametrize("columns", [80, 64])

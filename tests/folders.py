@@ -1,0 +1,195 @@
+"""Show what the commands do with folders of photos as people have them, as one table.
+
+`python tests/folders.py docs/your-data.md` writes the table of that page; without an argument it is
+printed. tests/test_folders.py checks some of its rows.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from harness import SMALL, quick
+from PIL import Image
+
+BEGIN, END = "<!-- written by tests/folders.py -->", "<!-- end -->"
+TRAIN = (*SMALL, "augment.size=32", "batch.global=4", "train.max_steps=1", "schedule.warmup=0", "data.workers=0")
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder of photos: how it is made, and what is odd about it."""
+
+    what: str
+    make: Callable[[Path], None]
+    share: str = "0.3"
+    """`data.val_split`."""
+
+
+def photo(path: Path, orientation: int = 0) -> None:
+    """Write a small noisy image in the format of its name; its brightness shows its class."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    seed = sum(os.fsencode(path.name))
+    noise = np.random.default_rng(seed).integers(0, 120, (32, 40, 3), np.uint8)
+    exif = Image.Exif()
+    if orientation:
+        exif[0x0112] = orientation
+    kind = {".jfif": "JPEG", ".heic": "JPEG"}.get(path.suffix)
+    Image.fromarray(noise + np.uint8(ord(path.parent.name[0]) % 3 * 60)).save(path, kind, exif=exif)
+
+
+def many(root: Path, count: int, *classes: str, suffix: str = ".jpg", orientation: int = 0) -> None:
+    for name in classes:
+        for i in range(count):
+            photo(root / name / f"{i:03}{suffix}", orientation)
+
+
+def splits(train: str, val: str) -> Callable[[Path], None]:
+    return lambda root: many(root, 5, f"{train}/cat", f"{train}/dog", f"{val}/cat", f"{val}/dog")
+
+
+def turned(root: Path) -> None:
+    for suffix, orientation in ((".jpg", 6), (".png", 3), (".webp", 8), (".tif", 5)):
+        many(root, 3, "cat", "dog", suffix=suffix, orientation=orientation)
+
+
+def deep(values: Callable[[np.ndarray], np.ndarray], suffix: str) -> Callable[[Path], None]:
+    def make(root: Path) -> None:
+        for name, level in (("cat", 0.2), ("dog", 0.8)):
+            (root / name).mkdir(parents=True)
+            for i in range(6):
+                noise = np.random.default_rng(i).random((24, 24)) * 0.2 + level - 0.1
+                Image.fromarray(values(noise)).save(root / name / f"{i}{suffix}")
+
+    return make
+
+
+def hidden(root: Path) -> None:
+    many(root, 6, "cat", "dog")
+    for name in ("cat/._000.jpg", "dog/.DS_Store", "Thumbs.db"):
+        (root / name).write_bytes(b"Mac OS X")
+    many(root, 2, ".ipynb_checkpoints", "__MACOSX/cat", "cat/@eaDir", "lost+found")
+
+
+def extensions(root: Path) -> None:
+    many(root, 4, "cat", "dog")
+    many(root / "more", 3, "x", suffix=".jfif")
+    shutil.move(root / "more/x", root / "cat/more")
+    (root / "more").rmdir()
+    photo(root / "dog/phone.heic")
+
+
+def equal_names(root: Path) -> None:
+    many(root, 4, f"train/{unicodedata.normalize('NFC', 'Café')}", "train/Bar")
+    many(root, 2, f"val/{unicodedata.normalize('NFD', 'Café')}", "val/Bar")
+
+
+def equal_names_in_one(root: Path) -> None:
+    many(root, 4, unicodedata.normalize("NFC", "Café"), unicodedata.normalize("NFD", "Café"))
+
+
+def twins(root: Path) -> None:
+    many(root, 6, "train/cat", "train/dog")
+    many(root, 3, "val/dog")
+    (root / "val/cat").mkdir()
+    for i in range(3):
+        shutil.copy(root / f"train/cat/{i:03}.jpg", root / f"val/cat/again-{i}.jpg")
+
+
+def two_labels(root: Path) -> None:
+    many(root, 6, "cat", "dog")
+    shutil.copy(root / "cat/000.jpg", root / "dog/same.jpg")
+
+
+def cycle(root: Path) -> None:
+    many(root, 5, "cat", "dog")
+    (root / "cat/again").symlink_to("..")
+
+
+def pair(root: Path) -> None:
+    many(root, 6, "cat", "dog")
+    many(root, 2, "eel")
+
+
+def unequal(root: Path) -> None:
+    for name, count in (("cat", 12), ("dog", 8), ("eel", 5)):
+        many(root, count, name)
+
+
+FOLDERS = (
+    Folder("`Train/` and `Validation/`", splits("Train", "Validation")),
+    Folder("`training/` and `validation/`", splits("training", "validation")),
+    Folder("`train/` and `valid/`", splits("train", "valid")),
+    Folder("`images/` and `labels/`", lambda root: many(root, 5, "images", "labels")),
+    Folder("turned by EXIF: JPEG, PNG, WebP, TIFF", turned),
+    Folder("16-bit PNG", deep(lambda noise: (noise * 65535).astype(np.uint16), ".png")),
+    Folder("12-bit values in 16-bit PNG", deep(lambda noise: (noise * 4095).astype(np.uint16), ".png")),
+    Folder("float TIFF without a range", deep(lambda noise: noise.astype(np.float32), ".tif")),
+    Folder("`._0.jpg`, `__MACOSX/`, `.ipynb_checkpoints/`", hidden),
+    Folder("some `.jfif`, one `.heic`", extensions),
+    Folder("`Café`, written in two ways in train/ and val/", equal_names),
+    Folder("`Café`, written in two ways, as two classes", equal_names_in_one),
+    Folder("files of train/ again in val/", twins),
+    Folder("one file in two classes", two_labels),
+    Folder("a link to a folder above", cycle),
+    Folder("a class of two images", pair),
+    Folder("25 images in three classes", unequal),
+    Folder("200 classes of one image", lambda root: many(root, 1, *(f"c{i:03}" for i in range(200)))),
+)
+
+
+def rows(folders: tuple[Folder, ...], place: Path) -> list[list[str]]:
+    """Return a row for each folder: what it is, and what check, plan, train, predict and pack do."""
+    clean, model = place / "clean", place / "model"
+    many(clean, 6, "cat", "dog", "eel")
+    result = quick("train", "digits", *TRAIN, "data.source=folder", f"data.root={clean}", f"run.dir={model}")
+    assert result.code == 0, result.err
+    made = []
+    for number, folder in enumerate(folders):
+        root = place / f"{number}" / "photos"
+        folder.make(root)
+        data = ("data.source=folder", f"data.root={root}", f"data.val_split={folder.share}")
+        run, pack = place / f"{number}" / "run", place / f"{number}" / "pack"
+        check = quick("data", "check", str(root), "--val-split", folder.share)
+        plan = quick("plan", "digits", "--world", "1", *TRAIN, *data)
+        train = quick("train", "digits", *TRAIN, *data, f"run.dir={run}")
+        predict = quick("predict", str(model), str(root))
+        packed = quick("data", "pack", str(root), str(pack), "--val-split", folder.share)
+        for result in (check, plan, train, predict, packed):
+            assert "Traceback" not in result.err
+        made.append([
+            folder.what, said(check.out if check.code == 0 else check.error),
+            *("refused" if result.code == 2 else f"exit {result.code}" if result.code else "yes" for result in (plan, train)),
+            f"{len(predict.out.splitlines())} images" if predict.code == 0 else f"exit {predict.code}",
+            "yes" if packed.code == 0 else "refused" if packed.code == 2 else f"exit {packed.code}",
+        ])  # fmt: skip
+    return made
+
+
+def said(text: str) -> str:
+    return text.splitlines()[-1] if text else ""
+
+
+def table(made: list[list[str]]) -> str:
+    head = ["the folder", "`data check` says", "plan", "train", "predict", "pack"]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *made))
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as place:
+        text = table(rows(FOLDERS, Path(place)))
+    if len(sys.argv) < 2:
+        print(text)
+        return
+    page = Path(sys.argv[1])
+    before, _, rest = page.read_text().partition(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    main()
