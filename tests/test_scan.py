@@ -1,8 +1,12 @@
 """Folders as people have them: what is no image, or no class, is left out, counted or refused."""
 
+import hashlib
 import io
 import json
+import os
+import shutil
 import subprocess
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -11,8 +15,8 @@ from PIL import Image
 from test_data import fill, names, refused
 from test_predict import save_run
 
-from pipeline.data import images, manifest
-from pipeline.data.access import EXTENSIONS
+from pipeline.data import checksums, images, manifest
+from pipeline.data.access import EXTENSIONS, escaped_name, normal_path
 from pipeline.data.holdout import HoldOut
 from pipeline.data.images import decode
 from pipeline.data.index import Index
@@ -211,3 +215,104 @@ def test_a_link_to_another_folder_is_followed(tmp_path: Path) -> None:
     (root / "train/cat/more").symlink_to("../../../more")
     (root / "train/cat/again").symlink_to(tmp_path / "more")
     assert len(scan(root, HoldOut(0.5)).train) == 10
+
+
+# --- names that look alike
+
+LATTE, LATTE_NFD = "Café", "Cafe\u0301"
+
+
+def photos(root: Path, *parents: str) -> Path:
+    names = [f"{kind}/é{i} b.png" for kind in (LATTE, "dog", "Ünlü ", "e", "猫") for i in range(6)]
+    return fill(root, *(f"{parent}{name}" for name in names for parent in parents))
+
+
+def respell(root: Path, form: str) -> Path:
+    """Rename all files and folders to NFC or NFD, as a copy to another system may."""
+    for folder, _, files in os.walk(root, topdown=False):
+        for name in (*files, "."):
+            path = os.path.normpath(os.path.join(folder, name))
+            if path != str(root):
+                os.rename(
+                    path, os.path.join(os.path.dirname(path), unicodedata.normalize(form, os.path.basename(path)))
+                )
+    return root
+
+
+@pytest.mark.parametrize("parents", [("train/", "val/"), ("",)])
+def test_folders_of_two_systems_have_one_index(tmp_path: Path, parents: tuple[str, ...]) -> None:
+    linux, mac = (respell(photos(tmp_path / form, *parents), form) for form in ("NFC", "NFD"))
+    ours, theirs = scan(linux, HoldOut(0.3)), scan(mac, HoldOut(0.3))
+    assert ours.classes == theirs.classes == (LATTE, "dog", "e", "Ünlü", "猫")
+    assert (ours.digest, ours.names_digest()) == (theirs.digest, theirs.names_digest())
+    for split in ("train", "val"):
+        here, there = getattr(ours, split), getattr(theirs, split)
+        assert names(here) == [normal_path(name) for name in names(there)]
+        assert names(here) != names(there), "as the file system spells them"
+        assert all((mac / os.fsdecode(name)).exists() for name in names(there))
+    assert list(ours.differences(theirs)) == []
+    checksums.write_sums(linux, ours)
+    shutil.copy(linux / checksums.SUMS, mac)
+    assert scan(mac, HoldOut(0.3)).digest == scan(linux, HoldOut(0.3)).digest
+    assert list(checksums.check_sums(mac, theirs)) == []
+    checksums.write_sums(mac, theirs)
+    shutil.copy(mac / checksums.SUMS, linux)
+    assert list(checksums.check_sums(linux, ours)) == []
+
+
+def test_the_digest_of_other_names_is_that_of_version_0_2(tmp_path: Path) -> None:
+    root = fill(
+        tmp_path / "photos", *(f"{kind}/{i}é.png" for kind in (LATTE, "dog") for i in range(4)), b"dog/\xff.png"
+    )
+    index = scan(root, HoldOut(0.3))
+    digest = hashlib.sha256(json.dumps(index.classes).encode())
+    for split in (index.train, index.val):
+        assert names(split) == sorted(names(split))
+        for name, array in vars(split).items():
+            digest.update(b"%d;" % array.nbytes + array.tobytes() if name != "places" else b"")
+    assert index.digest == digest.hexdigest()
+
+
+def test_a_run_is_resumed_with_the_folder_and_evaluated_with_the_pack_of_another_system(tmp_path: Path) -> None:
+    root = photos(tmp_path / "photos", "")
+    words = (
+        "digits", "data.source=folder", f"data.root={root}", f"run.dir={tmp_path / 'run'}", "batch.global=4",
+        "data.workers=0", "run.device=cpu", "model.arch=shufflenet_v2_x0_5", "track.uri=none",
+        "checkpoint.every=1 steps",
+    )  # fmt: skip
+    first = quick("train", *words, "train.max_steps=1", timeout=200)
+    assert first.code == 0, first.err
+    respell(root, "NFD")
+    again = quick("train", *words, "train.max_steps=2", timeout=200)
+    assert (again.code, "resuming from" in again.err) == (0, True), again.err
+    assert quick("data", "pack", str(root), str(tmp_path / "pack")).code == 0
+    place = ("data.source=pack", f"data.root={tmp_path / 'pack'}")
+    evaluated = quick("evaluate", str(tmp_path / "run"), *place, timeout=200)
+    assert (evaluated.code, "held-out images of the pack" in evaluated.err) == (0, True), evaluated.err
+
+
+@pytest.mark.parametrize(("one", "other"), [(LATTE, LATTE_NFD), ("cat", "cat "), ("cat", "cat\u00a0"), (" cat", "cat")])
+def test_two_folders_that_look_alike_are_refused_and_told_apart(tmp_path: Path, one: str, other: str) -> None:
+    for parents in (("",), ("train/", "val/")):
+        root = fill(
+            tmp_path / f"photos{len(parents)}",
+            *(f"{parent}{kind}/{i}.png" for parent in parents for kind in (one, other, "dog") for i in range(4)),
+        )
+        line = refused(lambda root=root: scan(root, HoldOut(0.3)))
+        assert "look alike" in line
+        assert all(name in line for name in (escaped_name(one.encode()), escaped_name(other.encode())))
+        assert escaped_name(one.encode()) != escaped_name(other.encode())
+        assert len(line.splitlines()) == 1
+
+
+def test_train_and_val_may_spell_a_class_differently_and_other_classes_are_told_apart(tmp_path: Path) -> None:
+    root = fill(
+        tmp_path / "photos", f"train/{LATTE}/1.png", f"val/{LATTE_NFD}/2.png", "train/cat /1.png", "val/cat/3.png"
+    )
+    index = scan(root, HoldOut())
+    assert index.classes == (LATTE, "cat")
+    assert index.val.labels.tolist() == [0, 1]
+    assert names(scan_validation(root, (LATTE_NFD, "cat"), None)) == names(index.val)
+    fill(root, "train/p\u0430ss/1.png", "val/pass/1.png")  # the first with a Cyrillic letter
+    line = refused(lambda: scan(root, HoldOut()))
+    assert "p\\u0430ss') in train/ only, pass in val/ only" in line

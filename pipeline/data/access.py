@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import stat
+import unicodedata
 from contextlib import suppress
 from pathlib import Path
 
@@ -89,6 +90,31 @@ def split_of(folder: bytes) -> str | None:
     """Return "train", "val", "test" or "other" for a name of a split or of its parts, else None."""
     match = _SPLIT_NAME.fullmatch(folder.decode(errors="replace").strip())
     return match and match.lastgroup
+
+
+def normal_path(path: bytes) -> bytes:
+    """Return a path in Unicode's form NFC: macOS may spell an accent as a character of its own."""
+    with suppress(UnicodeDecodeError):
+        return path if path.isascii() else unicodedata.normalize("NFC", path.decode()).encode()
+    return path
+
+
+def class_of(folder: bytes | str) -> str:
+    """Return the name of the class in a folder: printable, in NFC and without outer blanks.
+
+    Folders on two systems, or in train/ and val/, that look alike hold one class.
+    """
+    name = folder.encode(errors="backslashreplace") if isinstance(folder, str) else folder
+    with suppress(UnicodeDecodeError):
+        name = normal_path(name).decode().strip().encode() or name
+    return printable_name(name)
+
+
+def escaped_name(name: bytes) -> str:
+    """Return a name for a message, with Python's spelling if another name could look like it."""
+    text = name.decode(errors="backslashreplace")
+    is_plain = text.isascii() and text.isprintable() and text == text.strip()
+    return text if is_plain else f"{printable_name(name).strip()} ({text!a})"
 
 
 def printable_name(name: bytes | str) -> str:

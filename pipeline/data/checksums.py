@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.data.access import OutageError, is_image, open_regular, printable_name, read_error
+from pipeline.data.access import OutageError, is_image, normal_path, open_regular, printable_name, read_error
 from pipeline.data.index import MAX_FILE_BYTES, Index
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import atomic_write, target_of
@@ -39,24 +39,26 @@ def check_sums(root: Path, index: Index) -> Iterator[tuple[str, str]]:
     Other names in SHA256SUMS are not opened: they may lead anywhere. Those of images are reported.
     """
     expected, names = read_sums(root) or {}, list(index.names())
-    listed = [name for name in names if name in expected]
+    sums = {name: expected.get(name, expected.get(normal_path(name))) for name in names}
+    listed = [name for name in names if sums[name]]
     for name, digest in zip(listed, _digests(root, listed), strict=True):
         if digest is None:
             yield printable_name(name), "cannot be read"
-        elif digest != expected[name]:
+        elif digest != sums[name]:
             yield printable_name(name), f"has changed: its content is not that of {SUMS}"
     for name in names:
-        if name not in expected:
+        if not sums[name]:
             yield printable_name(name), f"has no sum in {SUMS}"
-    known = set(names)
-    for name in expected:
-        if name not in known and is_image(name):
+    known = {normal_path(name) for name in names}
+    for normal, name in {normal_path(name): name for name in expected}.items():
+        if normal not in known and is_image(name):
             yield printable_name(name), f"has a sum in {SUMS}, but is not an image of this folder"
 
 
 def read_sums(root: Path) -> dict[bytes, bytes] | None:
     """Return the SHA-256 of each file name, or None if there is no SHA256SUMS.
 
+    It has each name as the file spells it and in NFC, because another system may have written it.
     Raises RequestError that names a line which `sha256sum` would not have written.
     """
     data = _read(root)
@@ -71,7 +73,7 @@ def read_sums(root: Path) -> dict[bytes, bytes] | None:
         elif line:
             place = f"{root / SUMS} line {number}"
             raise RequestError(f"{place} is not a sum and a file name: write the file again, or remove it")
-    return sums
+    return {normal_path(name): digest for name, digest in sums.items()} | sums
 
 
 def digest_of_sums(root: Path) -> str | None:

@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pipeline.data.access import normal_path
+
 
 @dataclass(frozen=True)
 class HoldOut:
@@ -38,7 +40,8 @@ class HoldOut:
         for names in classes.values():
             least = 1 if len(names) >= 3 and self.share > 0 else 0
             count = max(least, round(self.share * len(names)))
-            held_out.update(sorted(names, key=_hash)[: min(count, len(names) - 1)])
+            names.sort(key=lambda name: _hash(normal_path(name)))
+            held_out.update(names[: min(count, len(names) - 1)])
         return held_out
 
 

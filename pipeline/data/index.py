@@ -11,15 +11,15 @@ counts. Names are bytes, because names in a file system need not be UTF-8. No to
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.access import UnreadableError, printable_name
+from pipeline.data.access import UnreadableError, normal_path, printable_name
 from pipeline.data.holdout import HoldOut
 from pipeline.files import parse_json
 from pipeline.plan import DataSize
@@ -96,11 +96,23 @@ class Split:
             at = names.find(b"..", int(self.ends[i]))
         return True
 
+    def with_normal_names(self) -> "Split":
+        """Return the split with names in NFC, as two systems agree on them. A pack has its own."""
+        if len(self.places) or self.names.max(initial=0) < 0x80:
+            return self
+        names = [normal_path(self.name(i)) for i in range(len(self))]
+        ends = np.cumsum([len(name) for name in names], dtype=np.int64)
+        return replace(self, names=np.frombuffer(b"".join(names), np.uint8), ends=ends)
+
     @classmethod
     def from_entries(cls, entries: list[tuple[bytes, int, int]], sums: dict[bytes, bytes] | None = None) -> "Split":
-        """Return the split of (name, size, label) entries; sample ids follow the sorted names."""
+        """Return the split of (name, size, label) entries; ids follow the sorted names in NFC."""
         entries = sorted(entries)
-        all_sums = b"" if sums is None else b"".join(sums.get(name, bytes(32)) for name, _, _ in entries)
+        if not all(name.isascii() for name, _, _ in entries):
+            entries.sort(key=lambda entry: normal_path(entry[0]))
+        all_sums = b""
+        if sums is not None:
+            all_sums = b"".join(sums.get(name, sums.get(normal_path(name), bytes(32))) for name, _, _ in entries)
         return cls(
             np.frombuffer(b"".join(name for name, _, _ in entries), np.uint8),
             np.cumsum([len(name) for name, _, _ in entries], dtype=np.int64),
@@ -155,7 +167,7 @@ class Index:
     train: Split
     val: Split
     classes: tuple[str, ...]
-    """Names in label order (bytes that are not UTF-8 are escaped)."""
+    """Names in label order, see `access.class_of`."""
     sums: str | None = None
     """SHA-256 of the file SHA256SUMS, if there is one."""
     folders: dict[str, int] = field(default_factory=dict)
@@ -172,7 +184,7 @@ class Index:
         """SHA-256 over the classes and names, sizes, labels, sums and places of both splits."""
         digest = hashlib.sha256(json.dumps(self.classes).encode())
         for split in (self.train, self.val):
-            for name, array in vars(split).items():
+            for name, array in vars(split.with_normal_names()).items():
                 if name != "places" or len(array):
                     digest.update(b"%d;" % array.nbytes)
                     digest.update(np.ascontiguousarray(array).data)
@@ -184,10 +196,9 @@ class Index:
         split = self.train if len(self.train) else self.val  # an evaluation has no training images
         return not split.name(0).startswith((b"train/", b"val/"))
 
-    @property
-    def names_digest(self) -> str:
-        """SHA-256 over the names of all images, the same for any split and in a pack of them."""
-        return hashlib.sha256(b"\0".join(sorted(self.names()))).hexdigest()
+    def names_digest(self, normal: Callable[[bytes], bytes] = normal_path) -> str:
+        """Return the SHA-256 of the names of all images, the same for any split and in a pack."""
+        return hashlib.sha256(b"\0".join(sorted(map(normal, self.names())))).hexdigest()
 
     def names(self) -> Iterator[bytes]:
         """Yield the names of all images, train before val."""
@@ -261,8 +272,8 @@ class Index:
         if (self.sums is None) != (other.sums is None):
             yield f"SHA256SUMS is {'new' if self.sums is None else 'gone'}"
         for ours, theirs in ((self.train, other.train), (self.val, other.val)):
-            old = {ours.name(i): i for i in range(len(ours))}
-            new = {theirs.name(i): i for i in range(len(theirs))}
+            old = {normal_path(ours.name(i)): i for i in range(len(ours))}
+            new = {normal_path(theirs.name(i)): i for i in range(len(theirs))}
             for name in sorted(old.keys() | new.keys()):
                 if name not in new:
                     yield f"{printable_name(name)} is gone"

@@ -8,6 +8,7 @@ first second.
 
 import os
 import sys
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -20,10 +21,13 @@ from pipeline.data.access import (
     HIDDEN,
     OutageError,
     check_folder,
+    class_of,
+    escaped_name,
     is_hidden,
     is_image,
     is_non_empty_folder,
     is_outage,
+    normal_path,
     open_regular,
     outage_error,
     printable_name,
@@ -100,7 +104,9 @@ def find_cached_index(root: Path, spare: Path, digest: str) -> Index | None:
 def find_missing_folder(index: Index, root: Path) -> str | None:
     """Return a folder with images of the index that is missing or empty now, or None."""
     for folder in index.folders:
-        if not is_non_empty_folder(root / folder):
+        # another system may have written the index, and spell the folder in another of these forms
+        spellings = {folder, *(unicodedata.normalize(form, folder) for form in ("NFC", "NFD"))}
+        if not any(is_non_empty_folder(root / spelling) for spelling in spellings):
             start = os.fsencode(folder) + b"/"
             if any(name.startswith(start) for name in index.names()):
                 return folder
@@ -128,7 +134,7 @@ def _is_current(index: Index, root: Path, check_sizes: bool) -> bool:
         # Without train/ and val/, classes are in the root: making the cache changes its time.
         base = os.fsencode(root)
         has_splits = SPLITS[0] in index.folders
-        if not has_splits and tuple(printable_name(name) for name in _subfolders(base, Counter())) != index.classes:
+        if not has_splits and tuple(_subfolders(base, Counter())) != index.classes:
             return False
         sizes_match = (_sizes_match(split, base, check_sizes) for split in (index.train, index.val))
         return digest_of_sums(root) == index.sums and all(sizes_match)
@@ -159,24 +165,26 @@ def scan(root: Path, hold_out: HoldOut) -> Index:
         present = [split for split in SPLITS if (root / split).is_dir()]
         if len(present) == 1:
             # raises OutageError if the other is a link to a place that is away
-            raise _missing_split(root, present[0], _subfolders(base, ignored))
-        classes = _common_classes(base, ignored) if present else _subfolders(base, ignored)
+            raise _missing_split(root, present[0], [*_subfolders(base, ignored).values()])
+        if present:
+            parents = {name: _class_folders(os.path.join(base, name.encode()), name, ignored) for name in SPLITS}
+            _check_same_classes(parents["train"], parents["val"])
+        else:
+            parents = {"": _subfolders(base, ignored)}
+        classes = next(iter(parents.values()))
         if not classes:
             raise RequestError(
                 f"data.root={root} holds no folders: it needs train/ and val/, each with one folder per class"
             )
-        _refuse_splits_as_classes(root, classes)
-        entries = _scan_classes(base, present or [""], classes, hold_out, folders, ignored)
+        _refuse_splits_as_classes(root, [*classes.values()])
+        entries = _scan_classes(base, parents, hold_out, folders, ignored)
         sums, sums_digest = read_sums(root), digest_of_sums(root)
     except OSError as error:
         raise _unreadable(root, error) from None
     if len(classes) < 2:
-        raise RequestError(
-            f"data.root={root} holds one class folder, {printable_name(classes[0])}/: at least two are needed"
-        )
+        raise RequestError(f"data.root={root} holds one class folder, {next(iter(classes))}/: at least two are needed")
     train, val = (Split.from_entries(entries[split], sums) for split in SPLITS)
-    names = tuple(printable_name(name) for name in classes)
-    index = Index(train, val, names, sums_digest, folders, hold_out, ignored=dict(ignored))
+    index = Index(train, val, tuple(classes), sums_digest, folders, hold_out, ignored=dict(ignored))
     check_train_classes(index, root)
     return index
 
@@ -211,21 +219,21 @@ def scan_validation(
     folder is not a class of the model, or if there is no image.
     """
     base, ignored = os.fsencode(root), Counter() if ignored is None else ignored
-    labels = {name: label for label, name in enumerate(classes)}
+    labels = {class_of(name): label for label, name in enumerate(classes)}
     try:
         has_val = (root / "val").is_dir()
         place, given = (os.path.join(base, b"val"), "val") if has_val else (base, str(root))
         folders = _class_folders(place, given, ignored)
-        unknown = [printable_name(name) for name in folders if printable_name(name) not in labels]
+        unknown = [folder for name, folder in folders.items() if name not in labels]
         if unknown:
-            names = list_first(sorted(unknown), 5)
-            parts = {split_of(os.fsencode(name)): name for name in sorted(unknown, reverse=True)}
+            names = list_first([escaped_name(folder) for folder in unknown], 5)
+            parts = {split_of(folder): os.fsdecode(folder) for folder in reversed(unknown)}
             part = parts.get("val") or parts.get("test")
             advice = f": to evaluate on {part}/, give data.root={root / part}" if part else ""
             raise RequestError(f"{root} has class folders that the model does not know: {names}{advice}")
         entries = [
-            (file, size, labels[printable_name(folder)])
-            for folder in folders
+            (file, size, labels[name])
+            for name, folder in folders.items()
             for file, size in _images(base, os.path.join(b"val", folder) if has_val else folder, {}, ignored)
         ]
         if hold_out and not has_val:
@@ -279,8 +287,11 @@ def _left_out(ignored: dict[str, int]) -> str:
     return f" (left out: {describe_ignored(ignored)})" if ignored else ""
 
 
-def _subfolders(base: bytes, ignored: Counter[str]) -> list[bytes]:
-    """Return the names of the class folders in `base`; count in `ignored` what is left out."""
+def _subfolders(base: bytes, ignored: Counter[str]) -> dict[str, bytes]:
+    """Return the class folders in `base` by their classes; count in `ignored` what is left out.
+
+    Raises RequestError if two folders have the same class.
+    """
     names = []
     with os.scandir(base) as found:
         for entry in found:
@@ -291,35 +302,40 @@ def _subfolders(base: bytes, ignored: Counter[str]) -> list[bytes]:
                 names.append(entry.name)
             elif is_image(entry.name):
                 ignored["outside of the class folders"] += 1
-    return sorted(names)
+    classes: dict[str, bytes] = {}
+    for name in sorted(names, key=lambda name: (normal_path(name), name)):
+        other = classes.setdefault(class_of(name), name)
+        if other != name:
+            raise RequestError(
+                f"{printable_name(base)} has two folders whose names look alike, {escaped_name(other)} and"
+                f" {escaped_name(name)}: move the images of one into the other"
+            )
+    return classes
 
 
-def _common_classes(base: bytes, ignored: Counter[str]) -> list[bytes]:
-    """Return the classes of train/ and val/. Raises RequestError if they differ."""
-    train, val = (set(_class_folders(os.path.join(base, split.encode()), split, ignored)) for split in SPLITS)
-    if train != val:
-        differing = [f"{printable_name(name)} in train/ only" for name in sorted(train - val)]
-        differing += [f"{printable_name(name)} in val/ only" for name in sorted(val - train)]
+def _check_same_classes(train: dict[str, bytes], val: dict[str, bytes]) -> None:
+    if train.keys() != val.keys():
+        differing = [f"{escaped_name(train[name])} in train/ only" for name in train if name not in val]
+        differing += [f"{escaped_name(val[name])} in val/ only" for name in val if name not in train]
         raise RequestError(
             f"the classes of train/ and val/ differ: {list_first(differing, 5)}: both need the same class folders"
         )
-    return sorted(train)
 
 
 def _scan_classes(
-    base: bytes, parents: list[str], classes: list[bytes], hold_out: HoldOut, folders: dict[str, int],
-    ignored: Counter[str],
-) -> Entries:  # fmt: skip
+    base: bytes, parents: dict[str, dict[str, bytes]], hold_out: HoldOut, folders: dict[str, int], ignored: Counter[str]
+) -> Entries:
     """Return the images of the class folders in `parents`: train and val, or "" (the root).
 
     `folders` gets the time of each folder, `ignored` the number of what is left out.
     """
     entries: Entries = {"train": [], "val": []}
-    for parent in parents:
+    labels = {name: label for label, name in enumerate(next(iter(parents.values())))}
+    for parent, classes in parents.items():
         if parent:
             folders[parent] = os.stat(os.path.join(base, parent.encode())).st_mtime_ns
-        for label, name in enumerate(classes):
-            folder = os.path.join(parent.encode(), name)
+        for name, label in labels.items():
+            folder = os.path.join(parent.encode(), classes[name])
             ignored_here: Counter[str] = Counter()
             images = list(_images(base, folder, folders, ignored_here))
             ignored += ignored_here
@@ -335,7 +351,7 @@ def _scan_classes(
     return entries
 
 
-def _class_folders(folder: bytes, split: str, ignored: Counter[str]) -> list[bytes]:
+def _class_folders(folder: bytes, split: str, ignored: Counter[str]) -> dict[str, bytes]:
     names = _subfolders(folder, ignored)
     if names:
         return names

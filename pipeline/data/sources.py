@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from pipeline.config.schema import Config
 from pipeline.data import pack
-from pipeline.data.access import UnreadableError, open_regular, raise_if_outage, read_error
+from pipeline.data.access import UnreadableError, class_of, open_regular, raise_if_outage, read_error
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import MISSING, Index, Split, SplitImages, describe_ignored, list_first
 from pipeline.data.manifest import check_has_validation, check_train_classes, open_index, scan, scan_validation
@@ -309,10 +309,11 @@ def _relabel_validation(index: Index, classes: tuple[str, ...]) -> Split:
 
     Raises RequestError if the pack has a class that the model does not know.
     """
-    unknown = sorted(set(index.classes) - set(classes))
+    known = {class_of(name): label for label, name in enumerate(classes)}
+    unknown = sorted(name for name in index.classes if class_of(name) not in known)
     if unknown:
         raise RequestError(f"the pack has classes that the model does not know: {list_first(unknown, 5)}")
-    labels = np.array([classes.index(name) for name in index.classes], np.int32)
+    labels = np.array([known[class_of(name)] for name in index.classes], np.int32)
     return replace(index.val, labels=labels[index.val.labels])
 
 
@@ -333,9 +334,12 @@ def _hold_out_of(index: Index, contents: dict[str, Any]) -> HoldOut | None:
     """Return what a training held out of these images, or None if it had others.
 
     Images are known by all of their names, because packing changes sizes, and a split the order.
+    Version 0.2 took the names as the system spells them.
     """
     match contents.get("split"):
-        case {"names": names, "val_split": float(share), **more} if names == index.names_digest:
+        case {"names": names, "val_split": float(share), **more} if names in (
+            index.names_digest(), index.names_digest(bytes),
+        ):  # fmt: skip
             return HoldOut(share, str(more.get("split_by", "file")))  # version 0.2 knew that rule only
     return None
 

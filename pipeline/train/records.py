@@ -329,4 +329,4 @@ def _hash_split(index: Index | None) -> dict[str, Any] | None:
     """Return a digest of all names and the rule that holds some out; None if there is val/."""
     if index is None or not index.is_split_by_hash:
         return None
-    return {"names": index.names_digest, "val_split": index.hold_out.share, "split_by": index.hold_out.by}
+    return {"names": index.names_digest(), "val_split": index.hold_out.share, "split_by": index.hold_out.by}

@@ -146,7 +146,8 @@ def describe_data_change(config: Config, source: Source, before: str, fallback_c
     index = find_cached_index(data_root(config), fallback_cache, before)
     if index is None:
         return f"its digest is {source.digest[:16]}, not {before[:16]}"
-    lines = list(index.differences(source.index))
+    # version 0.2 sorted names as the system spells them
+    lines = list(index.differences(source.index)) or ["its names are sorted in another way, in Unicode's form NFC"]
     return "; ".join(lines[:3]) + (f" and {len(lines) - 3} more" if len(lines) > 3 else "")
 
 
