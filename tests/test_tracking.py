@@ -5,6 +5,7 @@ import http.client
 import http.server
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -571,6 +573,65 @@ def test_a_torn_line_is_cut_off_and_no_point_is_written_twice(tmp_path: Path) ->
         (1, {"loss": 1.0}), (2, {"loss": 0.5}), (3, {"loss": 1 / 3}), (3, {"top1": 0.5}),
         (4, {"loss": 7.0}), (5, {"loss": 7.0}),
     ]  # fmt: skip
+
+
+def test_of_discarded_steps_the_figures_that_changed_are_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path, pytest.fail)
+    for step in range(1, 5):
+        journal.log_metrics(step, {"train/loss": 1 / step, "time/step_ms": 8.0})
+    before = path.read_bytes()
+    resumed = Journal(path, pytest.fail, resumed_at=2)
+    for step, loss in ((3, 1 / 3), (4, 0.9), (4, 0.8), (5, 0.2)):
+        resumed.log_metrics(step, {"train/loss": loss, "time/step_ms": 9.0})
+    assert path.read_bytes().startswith(before)
+    assert [(row["step"], row["metrics"]) for row in read_rows(path)[5:]] == [
+        (4, {"train/loss": 0.9}), (5, {"train/loss": 0.2, "time/step_ms": 9.0}),
+    ]  # fmt: skip
+
+
+def test_a_run_killed_between_evaluation_and_save_shows_the_figures_of_its_receipt(
+    tmp_path: Path, digits: Path
+) -> None:
+    run = job(
+        tmp_path / "run", digits, f"sqlite:///{tmp_path}/mlflow.db", "evaluate.every=4 steps",
+        "checkpoint.every=4 steps", "track.every=1 steps", "train.max_steps=12",
+    )  # fmt: skip
+    run.prelude = """
+import os
+from pipeline.train import loop
+save = loop.save
+loop.save = lambda trainer, **rest: os.kill(os.getpid(), 9) if trainer.state.step == 8 else save(trainer, **rest)
+"""
+    assert run.start().wait().code == -signal.SIGKILL
+    run.wait_gone(10)
+    discarded = run.journal("val/", "train/loss")
+    assert {step for step, _, _ in discarded} == set(range(1, 9))
+    run.prelude, run.nproc = "", 2  # whose weights differ
+    assert run.start().wait().code == 0
+
+    receipt = {row["step"]: row for row in json.loads((run.folder / "receipt.json").read_text())["evaluations"]}
+    journal = {(key, step): value for step, key, value in run.journal("val/", "train/loss")}
+    assert receipt[8]["loss"] == journal["val/loss", 8] != dict((s, v) for s, k, v in discarded if k == "val/loss")[8]
+    assert receipt[8]["train_loss"] == journal["train/loss", 8]
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (found,) = client.search_runs(["1"])
+    assert found.data.metrics["val/loss"] == receipt[12]["loss"]
+    history = client.get_metric_history(found.info.run_id, "val/loss")
+    shown = {point.step: point.value for point in sorted(history, key=lambda point: point.timestamp)}
+    assert shown == {step: row["loss"] for step, row in receipt.items()}
+    counts = Counter(point.step for point in client.get_metric_history(found.info.run_id, "time/step_ms"))
+    assert set(counts.values()) == {1}
+
+    # a run that a mirror has restored has no note of what was sent
+    path = run.folder / "journal.jsonl"
+    later = re.sub(r'("time": )(\d+)(, "step": 12, .*"val/loss": )[\d.]+', r"\g<1>9\2\g<3>7.5", path.read_text())
+    path.write_text(later)
+    (run.folder / "mlflow.json").unlink()
+    assert sync(run).code == 0
+    points = Counter((point.step, point.value) for point in client.get_metric_history(found.info.run_id, "val/loss"))
+    assert points - Counter((point.step, point.value) for point in history) == Counter({(12, 7.5): 1})
+    assert client.get_run(found.info.run_id).data.metrics["val/loss"] == 7.5
 
 
 def test_rows_that_a_full_disk_refuses_are_written_once_there_is_room(small_disk: Path) -> None:

@@ -78,16 +78,21 @@ def draw_curves(path: Path, journal: Path) -> None:
     """Draw loss, top-1 accuracy and learning rate by step, and mark where the run resumed."""
     from matplotlib.ticker import MaxNLocator
 
-    points: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    points: dict[str, dict[int, float]] = defaultdict(dict)
     resumes: set[int] = set()
+    last = 0
     for row, _ in read(journal):
         for key, value in row.get("metrics", {}).items():
-            points[key].append((row["step"], value))
-        if row.get("event") == "started" and row["resumed"]:
-            resumes.add(row["step"])
+            points[key][row["step"]] = value
+        if row.get("event") == "started":
+            resumes |= {row["step"]} if row["resumed"] else set()
+            last = row["step"]
+        last = max(last, row.get("step", 0))
     figure = _figure(10, 3)
     for axes, (title, metric) in zip(figure.subplots(1, len(_CURVES)), _CURVES, strict=True):
-        curves = {name: points[f"{name}/{metric}"] for name in _STYLES if points[f"{name}/{metric}"]}
+        found = {name: sorted(points[f"{name}/{metric}"].items()) for name in _STYLES}
+        # steps after the last one were discarded by a restart, and are not trained again yet
+        curves = {name: shown for name in found if (shown := [point for point in found[name] if point[0] <= last])}
         for name, curve in curves.items():
             label, colour, size = _STYLES[name]
             axes.plot(*zip(*curve, strict=True), color=colour, marker=".", markersize=size, linewidth=1.2, label=label)

@@ -1,8 +1,9 @@
 """The journal of a run, `journal.jsonl`: metrics and events, one JSON object per line.
 
 Promise: tracking never slows training. Logging appends one line to a local file; the sender process
-reads it from there and passes it on to MLflow. Each metric is written once: steps that are trained
-again after a restart are not logged again, the first row counts. A line that a crash left
+reads it from there and passes it on to MLflow. Each metric is written once. Of steps that are
+trained again after a restart, only the figures that have changed are written again, and the last
+row counts; of times and other measurements the first row counts. A line that a crash left
 incomplete is cut off at the next start. Rows that do not fit on a full disk are kept in memory and
 written once there is room.
 
@@ -23,6 +24,8 @@ from typing import Any
 from pipeline.files import parse_json
 
 _MAX_ROW_BYTES = 1 << 24
+MEASURED = ("time/", "system/")
+"""Beginnings of the metrics that do not follow from the weights."""
 
 
 def read(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
@@ -142,16 +145,22 @@ class JsonLines:
 class Journal:
     """The writer of a run's journal."""
 
-    def __init__(self, path: Path, log: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, log: Callable[[str], None], resumed_at: int | None = None) -> None:
+        """resumed_at: the step after which figures of earlier starts no longer count, if any."""
         self._log = log
         self._last_steps: dict[str, int] = {}
         """The last logged step of each metric."""
+        self._discarded: dict[tuple[str, int], float] = {}
+        """The figures, by metric and step, that an earlier start logged after `resumed_at`."""
         end = 0
         self.run_id = ""
         for row, after in read(path):
             end = after
-            for key in row.get("metrics", ()):
-                self._last_steps[key] = max(self._last_steps.get(key, -1), row["step"])
+            for key, value in row.get("metrics", {}).items():
+                if resumed_at is not None and row["step"] > resumed_at and not key.startswith(MEASURED):
+                    self._discarded[key, row["step"]] = value
+                else:
+                    self._last_steps[key] = max(self._last_steps.get(key, -1), row["step"])
             self.run_id = self.run_id or row.get("run", "")
         self._lines = JsonLines(path, end)
         if not self.run_id:
@@ -162,8 +171,9 @@ class Journal:
         """Write the finite metrics of `step` that no row has yet."""
         last = self._last_steps
         new = {key: value for key, value in metrics.items() if last.get(key, -1) < step and math.isfinite(value)}
+        last.update(dict.fromkeys(new, step))
+        new = {key: value for key, value in new.items() if self._discarded.pop((key, step), None) != value}
         if new:
-            last.update(dict.fromkeys(new, step))
             self._append({"step": step, "metrics": new})
 
     def log_event(self, name: str, **fields: Any) -> None:

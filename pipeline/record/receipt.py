@@ -11,7 +11,7 @@ other ranks wait: little beside an evaluation, too much for each step.
 """
 
 import json
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,9 +91,11 @@ class Receipt:
         }  # fmt: skip
 
     def _add(self, journal_row: dict[str, Any]) -> None:
-        if "train/loss" in journal_row.get("metrics", {}):  # in ascending order: the journal has each step once
-            self._loss_steps.append(journal_row["step"])
-            self._losses.append(journal_row["metrics"]["train/loss"])
+        if "train/loss" in journal_row.get("metrics", {}):
+            at = bisect_left(self._loss_steps, journal_row["step"])  # not at the end if it was trained again
+            is_again = self._loss_steps[at : at + 1] == [journal_row["step"]]
+            self._loss_steps[at : at + is_again] = [journal_row["step"]]
+            self._losses[at : at + is_again] = [journal_row["metrics"]["train/loss"]]
         match journal_row.get("event"):
             case "created":
                 self._run = journal_row["run"]

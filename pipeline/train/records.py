@@ -62,7 +62,7 @@ class Records:
             "classes": list(source.classes), "world": plan.world,
         }  # fmt: skip
         worlds = [start["tags"]["world"] for start in events(folder.journal, "started")]
-        self._journal = Journal(folder.journal, log)
+        self._journal = Journal(folder.journal, log, state.step if evaluated else state.step - 1)
         on_saved = mirror.upload if mirror else lambda: None
         self._checkpoints = CheckpointWriter(
             folder.checkpoints, config.checkpoint.keep, log, folder.check_ours, on_saved

@@ -5,7 +5,8 @@ stamp included, and MLflow's SQL stores drop a metric that is equal in key, step
 stamp. So whatever is sent twice, after a crash between sending it and noting that it was sent,
 arrives once. `mlflow.json` notes for each server how much of the journal it has. A run that was
 restored from a mirror has no such note, and trains some steps again whose metrics the server has:
-it is asked for the last step of each metric, and gets only later ones.
+it is asked for these, and gets only what it lacks. Of a figure that has changed when its step was
+trained again, the server keeps both values, and shows the later one.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from pipeline.config.schema import Config
 from pipeline.errors import RequestError, TemporaryError
 from pipeline.files import atomic_write, parse_json
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import is_row_start, last_event, read
+from pipeline.record.journal import MEASURED, is_row_start, last_event, read
 from pipeline.record.mlflow import connection, parts
 from pipeline.record.mlflow.figures import send_figures
 from pipeline.record.mlflow.model import register_model, send_model
@@ -58,6 +59,8 @@ class Delivery:
         """Held to change `_due`, and to write `mlflow.json`."""
         self._before: dict[str, int] = {}
         """The last step of each metric that the server had before this folder sent anything."""
+        self._history: dict[str, dict[int, float]] = {}
+        """The last value of these metrics at each step, as far as they were asked for."""
         self.has_new_parts = False
         """A part became due since the last attempt."""
         self._failed: dict[str, Exception] = {}
@@ -85,7 +88,7 @@ class Delivery:
                 self._open()
             assert self._run is not None
             self.is_reachable = True
-            for metrics, event, end in _split_journal(self._folder.journal, self._offset, self._before):
+            for metrics, event, end in _split_journal(self._folder.journal, self._offset, self._is_sent):
                 self.check_ours()
                 self._run.client.log_batch(self._run.run_id, metrics=metrics)
                 if event:
@@ -107,6 +110,17 @@ class Delivery:
         self._offset = saved["offset"] if is_noted else 0
         self._due = dict.fromkeys(saved.get("due", []), 0) if is_noted else {}
         self._before = saved.get("before", {}) if is_noted else self._run.last_steps
+
+    def _is_sent(self, key: str, step: int, value: float) -> bool:
+        """Return True if the server had this point before this folder sent anything."""
+        if step > self._before.get(key, -1) or key.startswith(MEASURED):
+            return step <= self._before.get(key, -1)
+        if key not in self._history:
+            assert self._run is not None
+            points = self._run.client.get_metric_history(self._run.run_id, key)
+            points.sort(key=lambda point: point.timestamp)
+            self._history[key] = {point.step: point.value for point in points}
+        return self._history[key].get(step) == value
 
     def check_complete(self) -> None:
         """Raise RequestError or TemporaryError if the last attempt could not send a part."""
@@ -233,11 +247,11 @@ def _answers(run: MlflowRun) -> bool:
 
 
 def _split_journal(
-    journal: Path, start: int, before: dict[str, int]
+    journal: Path, start: int, is_sent: Callable[[str, int, float], bool]
 ) -> Iterator[tuple[list[Any], dict[str, Any] | None, int]]:
     """Yield (metrics, event after them or None, offset after both), from byte `start` on.
 
-    before: step of each metric up to which it is left out.
+    is_sent: says of each metric, by its key, step and value, if it is left out.
     """
     from mlflow.entities import Metric
 
@@ -247,7 +261,7 @@ def _split_journal(
         new = [
             Metric(key, value, row["time"], row["step"])
             for key, value in row.get("metrics", {}).items()
-            if row["step"] > before.get(key, -1)
+            if not is_sent(key, row["step"], value)
         ]
         if len(metrics) + len(new) > _MAX_METRICS:
             yield metrics, None, end

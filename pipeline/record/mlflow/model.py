@@ -97,14 +97,14 @@ def _send_logged_model(run: MlflowRun, folder: RunFolder, step: int, description
     description.model_id, description.artifact_path = model.model_id, model.artifact_location
     description.save(exported / "MLmodel")
     _upload(exported, model.artifact_location)
-    metrics = [
-        Metric(key, value, row["time"], step, model_id=model.model_id)
+    metrics = {
+        key: Metric(key, value, row["time"], step, model_id=model.model_id)
         for row, _ in read(folder.journal)
         if row.get("step") == step
         for key, value in row.get("metrics", {}).items()
         if key.startswith("val/")
-    ]
-    client.log_batch(run.run_id, metrics=metrics)  # the run has them already: these name the model
+    }
+    client.log_batch(run.run_id, metrics=[*metrics.values()])  # the run has them already: these name the model
     outputs = client.get_run(run.run_id).outputs
     if model.model_id not in [output.model_id for output in (outputs.model_outputs if outputs else [])]:
         client.log_outputs(run.run_id, [LoggedModelOutput(model.model_id, step)])
