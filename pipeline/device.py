@@ -27,15 +27,16 @@ def choose_device(config: Config, world: World) -> torch.device:
             raise no_gpu_error()
         raise RequestError(
             f"this machine has a GPU, but torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use it with"
-            f" driver {driver_version()}: update the driver (CUDA 13 needs 580 or later), or set run.device=cpu"
+            f" driver {driver_version()}",
+            "update the driver (CUDA 13 needs 580 or later), or set run.device=cpu",
         )
     gpus = torch.cuda.device_count()
     # Slurm, for example, can show each process only its own GPU; `group.start` compares them
     sees_only_its_gpu = gpus == 1 and is_launched() and "CUDA_VISIBLE_DEVICES" in os.environ
     if world.local_size > gpus and not sees_only_its_gpu:
         raise RequestError(
-            f"{world.local_size} processes on this machine but {gpus} usable GPUs: start one process per GPU, or set"
-            " run.device=cpu"
+            f"{world.local_size} processes on this machine but {gpus} usable GPUs",
+            "start one process per GPU, or set run.device=cpu",
         )
     device = torch.device("cuda", 0 if sees_only_its_gpu else world.local_rank)
     capability = torch.cuda.get_device_capability(device)
@@ -43,7 +44,8 @@ def choose_device(config: Config, world: World) -> torch.device:
     if not any(_supports(arch, capability) for arch in built_for):
         raise RequestError(
             f"{torch.cuda.get_device_name(device)} is of compute capability {capability[0]}.{capability[1]}; torch"
-            f" {torch.__version__} is built for {' '.join(built_for)}: install a build for it, or set run.device=cpu"
+            f" {torch.__version__} is built for {' '.join(built_for)}",
+            "install a build for it, or set run.device=cpu",
         )
     torch.cuda.set_device(device)
     return device

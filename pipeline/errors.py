@@ -44,10 +44,17 @@ def summary(text: str, length: int = 600) -> str:
 
 
 class RunError(Exception):
-    """An error that ends the run, with one line for people and an exit code for scripts."""
+    """An error that ends the run, with one line for people and an exit code for scripts.
+
+    The line is the problem, then what to do about it if that is known.
+    """
 
     code = CRASH
     is_collective = False
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        super().__init__(problem, remedy)
+        self.problem, self.remedy = (" ".join(str(text).split()) for text in (problem, remedy))  # one line
 
     def collective(self) -> Self:
         """Return this error, marked as raised by every process of the group: it is printed once."""
@@ -55,7 +62,7 @@ class RunError(Exception):
         return self
 
     def __str__(self) -> str:
-        return " ".join(super().__str__().split())  # one line, whatever a library's message contains
+        return f"{self.problem}: {self.remedy}" if self.remedy else self.problem
 
 
 class DivergedError(RunError):
@@ -106,7 +113,8 @@ def save_failure(folder: Path, error: RunError, request: str) -> bool:
     """
     if error.code not in PERMANENT:
         return False
-    data = json.dumps({"code": error.code, "line": str(error), "request": request}).encode()
+    parts = {"line": str(error), "problem": error.problem, "remedy": error.remedy}
+    data = json.dumps({"code": error.code, **parts, "request": request}).encode()
     with contextlib.suppress(OSError):
         atomic_write(folder / FAILURE, data, durable=False, shared=True)  # several ranks may fail at once
         return True
@@ -122,7 +130,7 @@ def load_failure(folder: Path, request: str | None = None) -> RunError | None:
         try:
             saved = parse_json((folder / name).read_text(encoding="utf-8"))
             if request in (saved["request"], None):
-                return from_exit_code(saved["code"])(saved["line"])
+                return from_exit_code(saved["code"])(saved.get("problem", saved["line"]), saved.get("remedy", ""))
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return None

@@ -253,7 +253,8 @@ def _check_gpus_differ(group: Group, uuid: str) -> None:
     for rank, gpu in enumerate(group.all_gather(uuid)):
         if gpu in first_rank:
             raise RequestError(
-                f"ranks {first_rank[gpu]} and {rank} use the same GPU ({group.hosts[rank]}, {gpu}): start one process"
-                " per GPU and give each its LOCAL_RANK, or show each process only its own GPU, or set run.device=cpu"
+                f"ranks {first_rank[gpu]} and {rank} use the same GPU ({group.hosts[rank]}, {gpu})",
+                "start one process"
+                " per GPU and give each its LOCAL_RANK, or show each process only its own GPU, or set run.device=cpu",
             ).collective()
         first_rank[gpu] = rank

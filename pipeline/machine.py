@@ -107,13 +107,13 @@ def hidden_gpus() -> str:
 
 def no_gpu_error() -> RequestError:
     if hidden := hidden_gpus():
-        return RequestError(f"run.device=cuda, but {hidden} hides the GPUs: unset it, or use run.device=cpu, or auto")
+        return RequestError(f"run.device=cuda, but {hidden} hides the GPUs", "unset it, or use run.device=cpu, or auto")
     if "KUBERNETES_SERVICE_HOST" in os.environ:  # set in every pod
         remedy = (
             "unless NVIDIA's container runtime is the node's default, render with --runtime-class (runtimeClassName)"
         )
-        return RequestError(f"run.device=cuda, but this container has no GPU: {remedy}; for CPUs render with --cpu")
-    return RequestError("run.device=cuda, but this machine has no GPU: use run.device=cpu, or auto")
+        return RequestError("run.device=cuda, but this container has no GPU", f"{remedy}; for CPUs render with --cpu")
+    return RequestError("run.device=cuda, but this machine has no GPU", "use run.device=cpu, or auto")
 
 
 def _has_gpu_device() -> bool:

@@ -335,9 +335,9 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
     needed = plan.prefetch_bytes
     if world.shared_memory is not None and needed > world.shared_memory:
         raise RequestError(
-            f"loader workers hold {_mib(needed)} of batches ready and /dev/shm has"
-            f" {_mib(world.shared_memory)}: {ENLARGE_SHARED_MEMORY}, or lower data.workers,"
-            " data.prefetch or evaluate.batch (data.workers=0 needs none)"
+            f"loader workers hold {_mib(needed)} of batches ready and /dev/shm has {_mib(world.shared_memory)}",
+            f"{ENLARGE_SHARED_MEMORY}, or lower data.workers,"
+            " data.prefetch or evaluate.batch (data.workers=0 needs none)",
         )
     return plan
 
@@ -351,8 +351,8 @@ def divide_batch(config: Config, world: int) -> tuple[int, int, int, int]:
     micro_batch = config.batch.global_ // (world * accumulate)
     if config.mixes and micro_batch % 2:
         raise RequestError(
-            f"augment.mixup and augment.cutmix mix pairs, and a pass has {micro_batch} images: choose a batch.global"
-            " that gives each pass an even number"
+            f"augment.mixup and augment.cutmix mix pairs, and a pass has {micro_batch} images",
+            "choose a batch.global that gives each pass an even number",
         )
     return accumulate, micro_batch, *_stages(config, world, micro_batch)
 
@@ -400,13 +400,13 @@ def _accumulate(config: Config, world: int) -> int:
         worlds = "" if global_batch % accumulate else _near_divisors(global_batch // accumulate, world)
         raise RequestError(
             f"batch.global={global_batch} does not divide by {_count(world, 'process', 'es')} × batch.accumulate="
-            f"{accumulate} = {passes}: the nearest batch.global that works is {batches}"
-            + (f"; worlds that work are {worlds}" if worlds else "")
+            f"{accumulate} = {passes}",
+            f"the nearest batch.global that works is {batches}{f'; worlds that work are {worlds}' if worlds else ''}",
         )
     if config.parallel == "dataparallel" and world > 1:
         raise RequestError(
-            f"parallel=dataparallel uses one process for all GPUs of a machine, not {world}: start one process, or use"
-            " parallel=ddp"
+            f"parallel=dataparallel uses one process for all GPUs of a machine, not {world}",
+            "start one process, or use parallel=ddp",
         )
     return accumulate
 
@@ -416,18 +416,20 @@ def _shards_per_process(config: Config, world: int) -> int:
     global_batch, shards = config.batch.global_, config.exact.shards
     if global_batch % shards:
         raise RequestError(
-            f"batch.global={global_batch} does not divide by exact.shards={shards}: the nearest exact.shards that work"
-            f" are {_near_divisors(global_batch, shards)}"
+            f"batch.global={global_batch} does not divide by exact.shards={shards}",
+            f"the nearest exact.shards that work are {_near_divisors(global_batch, shards)}",
         )
     if shards % world:
         raise RequestError(
             f"run.exact=true cuts each batch into exact.shards={shards}, which {_count(world, 'process', 'es')} cannot"
-            f" share evenly: worlds that work are {_near_divisors(shards, world)}"
+            " share evenly",
+            f"worlds that work are {_near_divisors(shards, world)}",
         )
     if config.batch.accumulate > shards // world:
         raise RequestError(
             f"batch.accumulate={config.batch.accumulate} asks for more passes than exact.shards={shards} gives"
-            f" {_count(world, 'process', 'es')}, {shards // world} each: raise exact.shards"
+            f" {_count(world, 'process', 'es')}, {shards // world} each",
+            "raise exact.shards",
         )
     return shards // world
 
@@ -440,21 +442,21 @@ def _stages(config: Config, world: int, micro_batch: int) -> tuple[int, int]:
     if world % count:
         worlds = [near for near in (world // count * count, (world // count + 1) * count) if near]
         raise RequestError(
-            f"stages.count={count} does not divide {world} processes: worlds that work are"
-            f" {', '.join(map(str, worlds))}"
+            f"stages.count={count} does not divide {world} processes",
+            f"worlds that work are {', '.join(map(str, worlds))}",
         )
     images = count * micro_batch
     if micro_batches is None:
         return count, max(parts for parts in range(1, 2 * count + 1) if images % parts == 0)
     if images % micro_batches:
         raise RequestError(
-            f"stages.micro_batches={micro_batches} does not divide the {images} images of a copy's pass: the nearest"
-            f" that work are {_near_divisors(images, micro_batches)}"
+            f"stages.micro_batches={micro_batches} does not divide the {images} images of a copy's pass",
+            f"the nearest that work are {_near_divisors(images, micro_batches)}",
         )
     if config.stages.schedule == "1f1b" and micro_batches < count:
         raise RequestError(
-            f"stages.micro_batches={micro_batches} is less than stages.count={count}, and 1f1b needs one per stage:"
-            " raise it, or use stages.schedule=gpipe"
+            f"stages.micro_batches={micro_batches} is less than stages.count={count}, and 1f1b needs one per stage",
+            "raise it, or use stages.schedule=gpipe",
         )
     return count, micro_batches
 
@@ -480,8 +482,8 @@ def _length(config: Config, data: DataSize, passes: int) -> _Length:
     if data.train_images < global_batch:
         largest = data.train_images // passes * passes
         raise RequestError(
-            f"data has {data.train_images:,} images to train, fewer than one batch of batch.global={global_batch}: "
-            + (f"set batch.global to at most {largest}" if largest else f"{passes} passes need at least one image each")
+            f"data has {data.train_images:,} images to train, fewer than one batch of batch.global={global_batch}",
+            f"set batch.global to at most {largest}" if largest else f"{passes} passes need at least one image each",
         )
     steps_per_epoch = data.train_images // global_batch
     return _Length(steps_per_epoch, config.train.epochs * steps_per_epoch)
@@ -493,11 +495,12 @@ def _warmup_and_cooldown(config: Config, length: _Length) -> tuple[int, int]:
     warmup_steps, cooldown_steps = length.steps(options.warmup), length.steps(options.cooldown)
     training = f"longer than the whole training of {length.total_steps:,} steps ({config.train.epochs} epochs)"
     if warmup_steps > length.total_steps:
-        raise RequestError(f"schedule.warmup={options.warmup} is {warmup_steps:,} steps, {training}: make it shorter")
+        raise RequestError(f"schedule.warmup={options.warmup} is {warmup_steps:,} steps, {training}", "make it shorter")
     if warmup_steps + cooldown_steps > length.total_steps:
         raise RequestError(
             f"schedule.cooldown={options.cooldown} is {cooldown_steps:,} steps and the warm-up {warmup_steps:,},"
-            f" together {training}: make it shorter"
+            f" together {training}",
+            "make it shorter",
         )
     return warmup_steps, cooldown_steps
 
@@ -524,7 +527,8 @@ def _growth(config: Config, length: _Length) -> tuple[int, int, float, float]:
     if first_size < options.size and not grows_from <= grows_until < config.train.epochs:
         raise RequestError(
             f"augment.growth=[{options.growth[0]}, {options.growth[1]}] is from epoch {grows_from:g} to {grows_until:g}"
-            f" of {config.train.epochs}: let the growth end no earlier than it starts, and before the training ends"
+            f" of {config.train.epochs}",
+            "let the growth end no earlier than it starts, and before the training ends",
         )
     return first_size, options.size, grows_from, grows_until
 
@@ -539,19 +543,19 @@ def _compilation(config: Config, world: World, total_steps: int, num_sizes: int)
         return False, "train.compile=off"
     if config.model.batchnorm == "sync" and world.size > 1:
         if mode != "auto":
-            raise RequestError(f"train.compile={mode} does not support model.batchnorm=sync: leave one of them out")
+            raise RequestError(f"train.compile={mode} does not support model.batchnorm=sync", "leave one of them out")
         return False, "model.batchnorm=sync waits for the GPU in each layer, which splits the compiled graph"
     # not with DDP: torch cuts its graphs at the buckets, where CUDA graphs were skipped
     # (pytorch#139207) or crashed (pytorch#128218)
     if mode == "reduce-overhead" and not (has_gpu and world.size == 1):
         found = f"there are {world.size} processes" if world.size > 1 else "there is no GPU"
         raise RequestError(
-            f"train.compile=reduce-overhead records CUDA graphs of one process with a GPU, and {found}: start one"
-            " process with a GPU, or use train.compile=auto"
+            f"train.compile=reduce-overhead records CUDA graphs of one process with a GPU, and {found}",
+            "start one process with a GPU, or use train.compile=auto",
         )
     if mode != "auto":
         if missing:
-            raise RequestError(f"train.compile={mode} needs {missing}: install it, or set train.compile=auto")
+            raise RequestError(f"train.compile={mode} needs {missing}", "install it, or set train.compile=auto")
         return True, f"train.compile={mode}"
     if config.parallel != "ddp":
         return False, f"parallel={config.parallel} runs parts of a model, which are not compiled"

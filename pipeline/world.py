@@ -49,7 +49,9 @@ class World:
         Raises RequestError if `nodes` does not divide `size`.
         """
         if size % nodes:
-            raise RequestError(f"--world {size} does not divide by --nodes {nodes}: give --world a multiple of {nodes}")
+            raise RequestError(
+                f"--world {size} does not divide by --nodes {nodes}", f"give --world a multiple of {nodes}"
+            )
         return replace(self, size=size, local_size=size // nodes, rank=0, local_rank=0)
 
 
@@ -83,13 +85,13 @@ def from_environment() -> World:
         text = os.environ.get(name, default)
         if text is None or not text.isdecimal():
             problem = f"{name} is not set" if text is None else f"{name}={text!r} in the environment is not an integer"
-            raise RequestError(f"{problem}: {ALONE}, or start with torchrun or --nproc")
+            raise RequestError(problem, f"{ALONE}, or start with torchrun or --nproc")
         values[name] = int(text)
     rank, size, local_rank, local_size = values.values()
     if not (rank < size and local_rank < local_size <= size):
         given = " ".join(f"{name}={value}" for name, value in values.items())
         problem = f"{given} in the environment contradict each other"
-        raise RequestError(f"{problem}: {ALONE}, or start with torchrun or --nproc")
+        raise RequestError(problem, f"{ALONE}, or start with torchrun or --nproc")
     init_method = _init_method() if size > 1 else None
     return replace(alone, size=size, local_size=local_size, rank=rank, local_rank=local_rank, init_method=init_method)
 
@@ -101,8 +103,9 @@ def _init_method() -> str | None:
         port = os.environ["MASTER_PORT"]
         if not _is_port(port):
             raise RequestError(
-                f"MASTER_PORT={port!r} in the environment is not a port: set it to a number from 1 to 65535 that is"
-                f" free on rank 0's machine, or start with torchrun or --nproc, or {ALONE}"
+                f"MASTER_PORT={port!r} in the environment is not a port",
+                "set it to a number from 1 to 65535 that is"
+                f" free on rank 0's machine, or start with torchrun or --nproc, or {ALONE}",
             )
         return None
     if given is not None and re.fullmatch(r"tcp://[^/\s]+:\d+", given) and _is_port(given.rpartition(":")[2]):
@@ -111,8 +114,9 @@ def _init_method() -> str | None:
     if given:
         problem = f"INIT_METHOD={given!r} is not tcp://HOST:PORT, with a port from 1 to 65535"
     raise RequestError(
-        f"{problem}: set INIT_METHOD=tcp://HOST:PORT, with an address of rank 0's machine, or MASTER_ADDR and"
-        f" MASTER_PORT, or start with torchrun or --nproc, or {ALONE}"
+        problem,
+        "set INIT_METHOD=tcp://HOST:PORT, with an address of rank 0's machine, or MASTER_ADDR and"
+        f" MASTER_PORT, or start with torchrun or --nproc, or {ALONE}",
     )
 
 

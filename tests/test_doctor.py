@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import resource
 import shutil
@@ -64,6 +65,9 @@ def test_a_request_that_can_run_passes_and_leaves_no_files(tmp_path: Path, digit
 @pytest.mark.parametrize(
     ("check", "words", "says"),
     [
+        ("data", ("data.source=folder", "data.root=/no/such: set it"), "give a folder with train/ and val/"),
+        ("recipe", ("run.dir=s3://a: b/x",), "give one on this machine"),
+        ("recipe", ("data.workers=a: b",), "give "),
         ("recipe", ("train.epoch=1",), "did you mean train.epochs?"),
         ("run folder", ("run.dir=/etc/hostname/run", "track.uri=none"), "give a folder that can"),
         ("data", ("data.source=folder", "data.root=/no/such"), "/no/such"),
@@ -80,8 +84,11 @@ def test_a_permanent_error_is_exit_2(
     assert result.code == 2
     found = findings(result)
     assert [name for name, row in found.items() if not row["ok"]] == [check]
-    assert says in found[check]["line"] + found[check]["remedy"]
-    assert result.error
+    line, remedy = found[check]["line"], found[check]["remedy"]
+    assert says in line + remedy
+    value = words[-1].partition("=")[2]
+    assert value in line if ": " in value else True
+    assert result.error == (f"{line}: {remedy}" if remedy else line)
 
 
 def test_the_failure_of_the_last_start_is_reported(tmp_path: Path, digits: Path) -> None:
@@ -461,3 +468,19 @@ def test_a_mirror_makes_a_shared_run_folder_unnecessary(tmp_path: Path, monkeypa
     config = load("digits", ["checkpoint.mirror=s3://bucket/run"])
     line = checks.check_run_folder_is_shared(config, RunFolder(tmp_path), replace(HERE, size=4, local_size=2))
     assert "need not be shared: checkpoint.mirror" in line
+
+
+def test_no_message_is_taken_apart_again(tmp_path: Path) -> None:
+    """The parts of an error arrive as they were raised, whatever a path in them holds."""
+    error = errors.StorageError("run.dir=/a: set b cannot be\nwritten: x", "make room: really")
+    assert str(error) == "run.dir=/a: set b cannot be written: x: make room: really"
+    for again in (pickle.loads(pickle.dumps(error)), _saved_and_loaded(tmp_path, error)):
+        assert type(again) is errors.StorageError
+        assert (again.problem, again.remedy) == ("run.dir=/a: set b cannot be written: x", "make room: really")
+
+
+def _saved_and_loaded(folder: Path, error: errors.RunError) -> errors.RunError:
+    errors.save_failure(folder, error, "request")
+    loaded = errors.load_failure(folder, "request")
+    assert loaded
+    return loaded

@@ -48,8 +48,8 @@ def nearest(word: str, words: list[str], cutoff: float = 0.5) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def error_line(error: Any) -> str:
-    """Return one line for an error of pydantic: the key, the given value and the allowed values."""
+def explain(error: Any) -> tuple[str, str]:
+    """Return problem and remedy of an error of pydantic: the key, its value, the allowed values."""
     location = [str(part) for part in error["loc"]]
     parts, given = list(location), error["input"]
     while parts and ".".join(parts) not in all_keys() and (parts[-1].isdigit() or parts[:2] == ["model", "args"]):
@@ -60,36 +60,38 @@ def error_line(error: Any) -> str:
     if error["type"] == "string_unicode" and key not in all_keys():  # the name of the key is not UTF-8
         return unknown_key(".".join([*parts, given]), "")
     if error["type"] == "value_error" and key not in all_keys():  # a validator of several keys has its own message
-        return str(error["ctx"]["error"])
+        problem, remedy = (*error["ctx"]["error"].args, "")[:2]
+        return str(problem), str(remedy)
     if is_section(key):
         return not_a_section(key, given)
     if error["type"] == "string_unicode" or isinstance(error.get("ctx", {}).get("error"), UnicodeEncodeError):
         encoding = sys.getfilesystemencoding()
-        return f"{key}={show(given)} is not {encoding} text, as this locale needs: rename it, or set LC_ALL=C.UTF-8"
+        problem = f"{key}={show(given)} is not {encoding} text, as this locale needs"
+        return problem, "rename it, or set LC_ALL=C.UTF-8"
     schema, default = all_keys()[key]
     if error["type"] == "missing" and parts == location:  # otherwise a list has too few elements
-        return f"{key} is missing: give {_allowed(schema)}"
-    return f"{key}={show(given)} is not allowed: give {_allowed(schema)}{_example(key, schema, default)}"
+        return f"{key} is missing", f"give {_allowed(schema)}"
+    return f"{key}={show(given)} is not allowed", f"give {_allowed(schema)}{_example(key, schema, default)}"
 
 
 def is_section(key: str) -> bool:
     return key in Config.model_fields and key not in all_keys()
 
 
-def not_a_section(key: str, given: object) -> str:
+def not_a_section(key: str, given: object) -> tuple[str, str]:
     inside = ", ".join(name for name in all_keys() if name.startswith(f"{key}."))
-    return f"{key}={show(given)} is not allowed, because {key} is a section: give its keys {inside}"
+    return f"{key}={show(given)} is not allowed, because {key} is a section", f"give its keys {inside}"
 
 
-def unknown_key(key: str, given: object) -> str:
+def unknown_key(key: str, given: object) -> tuple[str, str]:
     while isinstance(given, dict) and given:  # if the whole section is unknown, name the first key in it
         inner, given = next(iter(given.items()))
         key = f"{key}.{inner}"
     if key in all_keys():  # a dotted key in YAML
         section, _, name = key.partition(".")
-        return f"'{key}: {show(given)}' is not allowed in a recipe: write '{section}: {{{name}: {show(given)}}}'"
+        return f"'{key}: {show(given)}' is not allowed in a recipe", f"write '{section}: {{{name}: {show(given)}}}'"
     close = nearest(key, list(all_keys())) or f"; the sections are {', '.join(Config.model_fields)}"
-    return f"{show(key)}={show(given)}: there is no key '{show(key)}'{close}"
+    return f"{show(key)}={show(given)}: there is no key '{show(key)}'{close}", ""
 
 
 def not_an_override(words: list[str], at: int) -> str:

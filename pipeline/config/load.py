@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from pipeline.config.credentials import split_credentials
 from pipeline.config.help import (
     all_keys,
-    error_line,
+    explain,
     is_section,
     nearest,
     not_a_section,
@@ -48,8 +48,9 @@ def load(recipe: str, overrides: list[str]) -> Config:
     tree = _parse_yaml(_read_text(path), str(path))
     if not tree and not any(word.startswith("data.") for word in overrides):
         raise RequestError(
-            f"recipe {path} is empty: it needs at least the images to train on, such as 'data: {{root: FOLDER}}'; the"
-            " keys are listed by 'pipeline train --help'"
+            f"recipe {path} is empty",
+            "it needs at least the images to train on, such as 'data: {root: FOLDER}'; the keys are listed by 'pipeline"
+            " train --help'",
         )
     tree.setdefault("recipe", path.stem)
     recipe_tree = copy.deepcopy(tree)
@@ -124,13 +125,13 @@ def check_tracking_uri(name: str, uri: str) -> None:
     else:
         is_valid = uri == "databricks" or (kind in _TRACKING_SCHEMES and bool(rest.strip("/")))
     if is_valid and kind != "sqlite" and re.search(r"\s", uri):
-        raise RequestError(f"{name}={show(uri)} is not allowed, because it has a blank: write it as %20")
+        raise RequestError(f"{name}={show(uri)} is not allowed, because it has a blank", "write it as %20")
     if is_valid and kind == "sqlite" and mlflow_changes(rest):
         raise RequestError(
-            f"{name}={show(uri)}: MLflow opens only files with a UTF-8 path without ? and %: name another file"
+            f"{name}={show(uri)}: MLflow opens only files with a UTF-8 path without ? and %", "name another file"
         )
     if is_valid and kind == "sqlite" and os.path.isdir(rest.removeprefix("/")):
-        raise RequestError(f"{name}={show(uri)} names a folder: give the database file in it, {show(uri)}/mlflow.db")
+        raise RequestError(f"{name}={show(uri)} names a folder", f"give the database file in it, {show(uri)}/mlflow.db")
     if is_valid:
         return
     hint = "" if kind in _TRACKING_SCHEMES else nearest(kind, list(_TRACKING_SCHEMES), 0.7)
@@ -141,8 +142,9 @@ def check_tracking_uri(name: str, uri: str) -> None:
     elif "://" not in uri or kind == "file":
         hint = "; MLflow keeps runs on a server or in a database, not in a folder"
     raise RequestError(
-        f"{name}={show(uri)} is not allowed: give http://HOST:PORT, https://HOST, sqlite:///FILE, postgresql://… or"
-        f" mysql://…, or set track.uri=none{hint}"
+        f"{name}={show(uri)} is not allowed",
+        "give http://HOST:PORT, https://HOST, sqlite:///FILE, postgresql://… or"
+        f" mysql://…, or set track.uri=none{hint}",
     )
 
 
@@ -168,7 +170,8 @@ def refuse_changes(before: Config, now: Config) -> None:
         if now.run.resume != "auto":
             what, or_else = f"run.resume={now.run.resume} was trained", "or "
         raise RequestError(
-            f"{what} with another configuration: {'; '.join(changed)}: restore these keys, {or_else}{now.start_again}"
+            f"{what} with another configuration: {'; '.join(changed)}",
+            f"restore these keys, {or_else}{now.start_again}",
         )
 
 
@@ -186,7 +189,7 @@ def for_evaluation(text: str, path: str, overrides: list[str]) -> tuple[Config, 
     before, after = trained.model.model_dump(exclude={"channels_last"}), now.model.model_dump()
     changed = [f"model.{key}={show(after[key])}" for key in before if before[key] != after[key]]
     if changed:
-        raise RequestError(f"{', '.join(changed)} cannot be set, because {path} fixes the model: leave model.* out")
+        raise RequestError(f"{', '.join(changed)} cannot be set, because {path} fixes the model", "leave model.* out")
     return trained, now
 
 
@@ -196,14 +199,14 @@ def _find(recipe: str) -> Path:
         return RECIPES / f"{recipe}.yaml"
     if "=" in recipe and recipe.partition("=")[0] in all_keys():
         raise RequestError(
-            f"a recipe is missing before '{show(recipe)}': give one of {', '.join(names)}, or a YAML file"
+            f"a recipe is missing before '{show(recipe)}'", f"give one of {', '.join(names)}, or a YAML file"
         )
     path = Path(recipe)
-    if path.suffix in (".yaml", ".yml") or "/" in recipe:
+    if path.suffix.lower() in (".yaml", ".yml") or "/" in recipe:
         return path
     raise RequestError(
-        f"recipe {recipe!r} is unknown: the recipes are {', '.join(names)}, or give the path of a .yaml file"
-        + nearest(recipe, names)
+        f"recipe {recipe!r} is unknown",
+        f"the recipes are {', '.join(names)}, or give the path of a .yaml file{nearest(recipe, names)}",
     )
 
 
@@ -212,19 +215,19 @@ def _read_text(path: Path) -> str:
         with open(path, "rb") as file:
             raw = file.read(MAX_YAML_BYTES + 1)
         if len(raw) > MAX_YAML_BYTES:
-            raise RequestError(f"{path} is larger than 64 KiB: give the YAML file of a recipe")
+            raise RequestError(f"{path} is larger than 64 KiB", "give the YAML file of a recipe")
         return raw.decode()
     except IsADirectoryError:
         raise RequestError(
-            f"recipe {path} is a folder: give the name of a recipe or a YAML file, and images with data.root={path}"
+            f"recipe {path} is a folder", f"give the name of a recipe or a YAML file, and images with data.root={path}"
         ) from None
     except OSError as error:
         raise RequestError(
-            f"recipe {path} cannot be read: {error.strerror}: give a YAML file, or one of {', '.join(recipe_names())}"
-            + nearest(path.stem, recipe_names(), cutoff=0.8)
+            f"recipe {path} cannot be read: {error.strerror}",
+            f"give a YAML file, or one of {', '.join(recipe_names())}{nearest(path.stem, recipe_names(), cutoff=0.8)}",
         ) from None
     except UnicodeDecodeError:
-        raise RequestError(f"recipe {path} is not UTF-8 text: give a YAML file") from None
+        raise RequestError(f"recipe {path} is not UTF-8 text", "give a YAML file") from None
 
 
 class NoAliases(yaml.parser.Parser, yaml.composer.Composer):
@@ -269,7 +272,7 @@ def _parse_yaml(text: str, origin: str) -> dict[str, Any]:
     if tree in ("", None):
         return {}
     if not isinstance(tree, dict):
-        raise RequestError(f"{origin} has no sections: a recipe is a mapping such as 'model: {{arch: resnet18}}'")
+        raise RequestError(f"{origin} has no sections", "a recipe is a mapping such as 'model: {arch: resnet18}'")
     return {key: {} if value == "" and is_section(key) else value for key, value in tree.items()}
 
 
@@ -289,7 +292,7 @@ def _apply(tree: dict[str, Any], overrides: list[str]) -> None:
             place = place.setdefault(name, {})
             if not isinstance(place, dict):
                 wrong_section = depth == 0 and is_section(name)
-                raise RequestError(not_a_section(name, place) if wrong_section else unknown_key(key, text))
+                raise RequestError(*(not_a_section(name, place) if wrong_section else unknown_key(key, text)))
         place[leaf] = value
 
 
@@ -299,7 +302,8 @@ def _validate(tree: dict[str, Any]) -> Config:
     except ValidationError as failure:
         errors = failure.errors(include_url=False)
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-        raise RequestError(error_line(errors[0]) + more) from None
+        problem, remedy = explain(errors[0])
+        raise RequestError(*((problem, remedy + more) if remedy else (problem + more,))) from None
 
 
 def _changes(config: Config, recipe_tree: dict[str, Any], overrides: list[str]) -> str:

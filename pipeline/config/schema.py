@@ -204,8 +204,9 @@ class Run(Section):
     def _check_dir(self) -> Self:
         if "://" in self.dir:
             raise ValueError(
-                f"run.dir={without_password(self.dir)} is not a folder: give one on this machine, and keep a copy of"
-                " the run in a bucket with checkpoint.mirror=s3://bucket/prefix"
+                f"run.dir={without_password(self.dir)} is not a folder",
+                "give one on this machine, and keep a copy of"
+                " the run in a bucket with checkpoint.mirror=s3://bucket/prefix",
             )
         return self
 
@@ -255,7 +256,7 @@ class Data(Section):
     def _check_cache(self) -> Self:
         if "://" in (self.cache or ""):
             raise ValueError(
-                f"data.cache={without_password(str(self.cache))} is not a folder: give one on a disk of this machine"
+                f"data.cache={without_password(str(self.cache))} is not a folder", "give one on a disk of this machine"
             )
         return self
 
@@ -310,15 +311,16 @@ class Augment(Section):
         for name in ("scale", "ratio"):
             low, high = getattr(self, name)
             if low > high:
-                raise ValueError(f"augment.{name}=[{low:g}, {high:g}]: give the smaller number first")
+                raise ValueError(f"augment.{name}=[{low:g}, {high:g}]", "give the smaller number first")
         if self.pad >= (self.first_size or self.size):
             raise ValueError(
-                f"augment.pad={self.pad} reflects more than the image of {self.first_size or self.size} pixels: give a"
-                " smaller number"
+                f"augment.pad={self.pad} reflects more than the image of {self.first_size or self.size} pixels",
+                "give a smaller number",
             )
         if self.first_size is not None and self.first_size > self.size:
             raise ValueError(
-                f"augment.first_size={self.first_size} is greater than augment.size={self.size}: the side can only grow"
+                f"augment.first_size={self.first_size} is greater than augment.size={self.size}",
+                "the side can only grow",
             )
         return self
 
@@ -405,7 +407,7 @@ class Optimizer(Section):
     @pydantic.model_validator(mode="after")
     def _check_nesterov(self) -> Self:
         if self.nesterov and self.momentum == 0:
-            raise ValueError("optimizer.nesterov=true needs optimizer.momentum > 0: set it, or set nesterov=false")
+            raise ValueError("optimizer.nesterov=true needs optimizer.momentum > 0", "set it, or set nesterov=false")
         return self
 
     @property
@@ -488,7 +490,7 @@ class Checkpoint(Section):
     def _check_mirror(self) -> Self:
         if self.mirror is not None and not self.mirror.startswith("s3://"):
             given = hide_credentials(self.mirror)
-            raise ValueError(f"checkpoint.mirror={given} is not allowed: none | s3://bucket/prefix")
+            raise ValueError(f"checkpoint.mirror={given} is not allowed", "none | s3://bucket/prefix")
         return self
 
 
@@ -503,7 +505,7 @@ class Profile(Section):
     @pydantic.model_validator(mode="after")
     def _check_order(self) -> Self:
         if self.steps and self.steps[0] > self.steps[1]:
-            raise ValueError(f"profile.steps=[{self.steps[0]}, {self.steps[1]}]: give the smaller number first")
+            raise ValueError(f"profile.steps=[{self.steps[0]}, {self.steps[1]}]", "give the smaller number first")
         return self
 
 
@@ -578,28 +580,30 @@ class Config(Section):
         is_store = str(self.data.root).startswith("s3://")
         if is_store and self.data.source != "pack":
             raise ValueError(
-                f"data.root={self.data.root} needs data.source=pack: pack a folder into the bucket with 'pipeline data"
-                f" pack FOLDER {self.data.root}'"
+                f"data.root={self.data.root} needs data.source=pack",
+                f"pack a folder into the bucket with 'pipeline data pack FOLDER {self.data.root}'",
             )
         if self.data.cache and not is_store:
             raise ValueError(
-                f"data.cache={self.data.cache} keeps what is read from a bucket: leave it out, or give"
-                " data.root=s3://bucket/prefix"
+                f"data.cache={self.data.cache} keeps what is read from a bucket",
+                "leave it out, or give data.root=s3://bucket/prefix",
             )
         if self.data.source in ("folder", "pack") and self.data.root is None:
             contents = "train/ and val/" if self.data.source == "folder" else "a pack"
             raise ValueError(
-                f"data.root is missing: data.source={self.data.source} needs data.root=FOLDER, a folder with {contents}"
+                "data.root is missing",
+                f"data.source={self.data.source} needs data.root=FOLDER, a folder with {contents}",
             )
         if self.run.exact and self.train.precision == "fp16":
             raise ValueError(
-                "run.exact=true does not support train.precision=fp16, because the range of a scaled loss is not fixed:"
-                " use bf16 or fp32"
+                "run.exact=true does not support train.precision=fp16, because the range of a scaled loss is not fixed",
+                "use bf16 or fp32",
             )
         if self.run.deterministic and self.model.batchnorm == "average":
             raise ValueError(
                 "run.deterministic=true does not support model.batchnorm=average, because a resumed run would round"
-                " differently: use local"
+                " differently",
+                "use local",
             )
         mode = "run.exact=true" if self.run.exact else f"parallel={self.parallel}"
         for option, is_set in (
@@ -609,30 +613,35 @@ class Config(Section):
             (f"train.exchange={self.train.gradient_dtype}", self.train.gradient_dtype != "fp32"),
         ):
             if is_set and mode != "parallel=ddp":
-                raise ValueError(f"{option} needs plain DDP and does not support {mode}: leave one of them out")
+                raise ValueError(f"{option} needs plain DDP and does not support {mode}", "leave one of them out")
         if self.train.compile == "reduce-overhead":
             self._check_cuda_graphs()
         if self.parallel == "stages" and (self.model.freeze or self.augment.first_size):
             raise ValueError(
                 "parallel=stages does not support model.freeze or augment.first_size, because stages exchange tensors"
-                " of one shape and all of them are trained: leave the option out"
+                " of one shape and all of them are trained",
+                "leave the option out",
             )
         if self.parallel in ("fsdp", "stages") and self.optimizer.name in ("lamb", "muon"):
             raise ValueError(
                 f"optimizer.name={self.optimizer.name} needs whole weights and does not support"
-                f" parallel={self.parallel}: use adamw, or parallel=ddp"
+                f" parallel={self.parallel}",
+                "use adamw, or parallel=ddp",
             )
         if self.parallel in ("fsdp", "stages") and self.train.precision == "fp16":
             raise ValueError(
                 f"parallel={self.parallel} does not support train.precision=fp16, because not every process sees a"
-                " gradient that overflows: use bf16 or fp32"
+                " gradient that overflows",
+                "use bf16 or fp32",
             )
         if self.model.freeze and not self.model.init:
             raise ValueError(
-                f"model.freeze={self.model.freeze} would keep random weights: set model.init to pretrained weights"
+                f"model.freeze={self.model.freeze} would keep random weights", "set model.init to pretrained weights"
             )
         if self.track.required and self.track.uri == "none":
-            raise ValueError("track.required=true needs a tracking server: set track.uri, or leave track.required out")
+            raise ValueError(
+                "track.required=true needs a tracking server", "set track.uri, or leave track.required out"
+            )
         return self
 
     def _check_cuda_graphs(self) -> None:
@@ -645,7 +654,8 @@ class Config(Section):
             if is_set:
                 raise ValueError(
                     f"train.compile=reduce-overhead records CUDA graphs and does not support {option}, because"
-                    f" {reason}: leave it out, or use train.compile=on"
+                    f" {reason}",
+                    "leave it out, or use train.compile=on",
                 )
 
     @property

@@ -131,8 +131,8 @@ def is_outage(error: OSError) -> bool:
 def outage_error(path: bytes | Path, error: OSError) -> OutageError:
     """Return the OutageError that names the file and the system's error."""
     return OutageError(
-        f"the data is out of reach ({printable_name(os.fsencode(path))}: {error.strerror}):"
-        " give the same command again once it is back"
+        f"the data is out of reach ({printable_name(os.fsencode(path))}: {error.strerror})",
+        "give the same command again once it is back",
     )
 
 
@@ -141,7 +141,7 @@ def storage_outage(what: str | Path, error: OSError) -> TemporaryError | None:
     if error.errno not in _OUTAGE_ERRORS:
         return None
     return TemporaryError(
-        f"{what} is out of reach ({error.strerror}): give the same command again once its storage is back"
+        f"{what} is out of reach ({error.strerror})", "give the same command again once its storage is back"
     )
 
 
@@ -182,7 +182,7 @@ def check_folder(root: Path, given: str, remedy: str) -> None:
     try:
         os.scandir(root).close()
     except (FileNotFoundError, NotADirectoryError):
-        raise RequestError(f"{given} is not a folder: {remedy}") from None
+        raise RequestError(f"{given} is not a folder", remedy) from None
     except OSError as error:
         raise_if_outage(root, error)
         raise RequestError(f"{given} cannot be read: {error.strerror}") from None

@@ -72,7 +72,7 @@ def read_sums(root: Path) -> dict[bytes, bytes] | None:
             sums[name if match[1] else match[3]] = bytes.fromhex(match[2].decode())
         elif line:
             place = f"{root / SUMS} line {number}"
-            raise RequestError(f"{place} is not a sum and a file name: write the file again, or remove it")
+            raise RequestError(f"{place} is not a sum and a file name", "write the file again, or remove it")
     return {normal_path(name): digest for name, digest in sums.items()} | sums
 
 

@@ -74,7 +74,7 @@ def open_archives(folder: Path) -> Source:
     """
     for name in (TRAIN, VAL, DEVKIT):
         if not os.path.isfile(folder / name):
-            raise RequestError(f"{folder} holds no {name}: it needs {TRAIN}, {VAL} and {DEVKIT}, as published")
+            raise RequestError(f"{folder} holds no {name}", f"it needs {TRAIN}, {VAL} and {DEVKIT}, as published")
     counts, truth = _read_devkit(folder / DEVKIT)
     classes = tuple(sorted(counts))
     labels = {wnid: label for label, wnid in enumerate(classes)}
@@ -85,7 +85,8 @@ def open_archives(folder: Path) -> Source:
     if wrong:
         raise RequestError(
             f"{TRAIN} holds {found.total():,} images, and the development kit says {sum(counts.values()):,}:"
-            f" {list_first(wrong, 3)}: download it again"
+            f" {list_first(wrong, 3)}",
+            "download it again",
         )
     val = []
     for name, size, offset in _members(folder / VAL, 0, (folder / VAL).stat().st_size):
@@ -96,7 +97,7 @@ def open_archives(folder: Path) -> Source:
         val.append((f"val/{wnid}/{name}", size, labels[wnid], offset))
     if len({name for name, _, _, _ in val}) != len(truth):
         listed = f"the development kit lists {len(truth):,}"
-        raise RequestError(f"{VAL} holds {len(val):,} images, and {listed}: download it again")
+        raise RequestError(f"{VAL} holds {len(val):,} images, and {listed}", "download it again")
     index = Index(_split(train), _split(val), classes)
     images = ArchiveImages(folder / TRAIN, index.train), ArchiveImages(folder / VAL, index.val)
     return Source(index.size, index.digest, classes, *images, index)
@@ -136,7 +137,7 @@ def _read_devkit(path: Path) -> tuple[dict[str, int], list[str]]:
             return counts, [wnids[int(line)] for line in truth.read().split()]
     except Exception as error:  # scipy, zlib and tarfile raise many kinds of errors for damaged files
         why = printable_name(one_line(error)) or type(error).__name__
-        raise RequestError(f"{path} cannot be read as the development kit ({why}): download it again") from None
+        raise RequestError(f"{path} cannot be read as the development kit ({why})", "download it again") from None
 
 
 def _check_uncompressed_size(matrix: bytes) -> None:
@@ -189,7 +190,7 @@ def _open_tar(path: Path, start: int) -> Iterator[tarfile.TarFile]:
 
 
 def _cut_short(path: Path, why: object) -> RequestError:
-    return RequestError(f"{path} is damaged or cut short ({why}): download it again")
+    return RequestError(f"{path} is damaged or cut short ({why})", "download it again")
 
 
 def _split(entries: list[tuple[str, int, int, int]]) -> Split:

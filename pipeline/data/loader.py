@@ -80,7 +80,7 @@ class RetryingReader:
             except OutageError as outage:
                 if time.monotonic() + pause > start + self._timeout:
                     raise
-                self._log(True, f"{str(outage).rpartition(': ')[0]}: waiting for it, {self._timeout:g} s at most")
+                self._log(True, f"{outage.problem}: waiting for it, {self._timeout:g} s at most")
             else:
                 self._log(False, f"the data is back after {time.monotonic() - start:.1f} s")
                 return data
@@ -266,8 +266,8 @@ def batches(dataset: Dataset[Batch], positions: Sequence[int], plan: Resources, 
             failures += 1
             if failures > _MAX_REBUILDS:
                 raise LoaderError(
-                    f"loader workers died {failures} times at one batch: look at memory and"
-                    f" {describe_shared_memory()}, or set data.workers=0 ({error})"
+                    f"loader workers died {failures} times at one batch",
+                    f"look at memory and {describe_shared_memory()}, or set data.workers=0 ({error})",
                 ) from error
         finally:
             start_timer.cancel()

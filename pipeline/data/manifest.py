@@ -174,7 +174,7 @@ def scan(root: Path, hold_out: HoldOut) -> Index:
         classes = next(iter(parents.values()))
         if not classes:
             raise RequestError(
-                f"data.root={root} holds no folders: it needs train/ and val/, each with one folder per class"
+                f"data.root={root} holds no folders", "it needs train/ and val/, each with one folder per class"
             )
         _refuse_splits_as_classes(root, [*classes.values()])
         entries = _scan_classes(base, parents, hold_out, folders, ignored)
@@ -182,7 +182,9 @@ def scan(root: Path, hold_out: HoldOut) -> Index:
     except OSError as error:
         raise _unreadable(root, error) from None
     if len(classes) < 2:
-        raise RequestError(f"data.root={root} holds one class folder, {next(iter(classes))}/: at least two are needed")
+        raise RequestError(
+            f"data.root={root} holds one class folder, {next(iter(classes))}/", "at least two are needed"
+        )
     train, val = (Split.from_entries(entries[split], sums) for split in SPLITS)
     index = Index(train, val, tuple(classes), sums_digest, folders, hold_out, ignored=dict(ignored))
     check_train_classes(index, root)
@@ -195,8 +197,9 @@ def check_train_classes(index: Index, root: Path | Store) -> None:
     empty = [index.classes[label] for label in np.flatnonzero(counts == 0)]
     if empty:
         raise RequestError(
-            f"{root} has no image to train of class {list_first(empty, 5)}: data.split_by=file holds all of its images"
-            " out; add images there, remove the folder, or give data.split_by=class"
+            f"{root} has no image to train of class {list_first(empty, 5)}",
+            "data.split_by=file holds all of its images"
+            " out; add images there, remove the folder, or give data.split_by=class",
         )
 
 
@@ -204,8 +207,9 @@ def check_has_validation(index: Index, root: Path | Store) -> None:
     """Raise RequestError if there is no image to validate on."""
     if not len(index.val):
         raise RequestError(
-            f"{root} has no image to validate on: data.val_split={index.hold_out.share:g} of each class is none; add"
-            " images, or give a larger data.val_split (for a pack: --val-split)"
+            f"{root} has no image to validate on",
+            f"data.val_split={index.hold_out.share:g} of each class is none; add images, or give a larger"
+            " data.val_split (for a pack: --val-split)",
         )
 
 
@@ -263,7 +267,7 @@ def _missing_split(root: Path, present: str, folders: list[bytes]) -> RequestErr
         advice = f"rename {similar[0]}/ to {missing}/"
     elif tests:
         advice += f", or rename {tests[0]}/ to {missing}/ to validate on it"
-    return RequestError(f"data.root={root} has {present}/ but no {missing}/: {advice}")
+    return RequestError(f"data.root={root} has {present}/ but no {missing}/", advice)
 
 
 def _refuse_splits_as_classes(root: Path, classes: list[bytes]) -> None:
@@ -280,7 +284,7 @@ def _refuse_splits_as_classes(root: Path, classes: list[bytes]) -> None:
     if train and val:
         advice = f"rename {train}/ to train/ and {val}/ to val/"
     found = "the folders" if len(names) > 1 else "the folder"
-    raise RequestError(f"data.root={root} holds no classes, but {found} {list_first(names, 5)}: {advice}")
+    raise RequestError(f"data.root={root} holds no classes, but {found} {list_first(names, 5)}", advice)
 
 
 def _left_out(ignored: dict[str, int]) -> str:
@@ -308,7 +312,8 @@ def _subfolders(base: bytes, ignored: Counter[str]) -> dict[str, bytes]:
         if other != name:
             raise RequestError(
                 f"{printable_name(base)} has two folders whose names look alike, {escaped_name(other)} and"
-                f" {escaped_name(name)}: move the images of one into the other"
+                f" {escaped_name(name)}",
+                "move the images of one into the other",
             )
     return classes
 
@@ -318,7 +323,7 @@ def _check_same_classes(train: dict[str, bytes], val: dict[str, bytes]) -> None:
         differing = [f"{escaped_name(train[name])} in train/ only" for name in train if name not in val]
         differing += [f"{escaped_name(val[name])} in val/ only" for name in val if name not in train]
         raise RequestError(
-            f"the classes of train/ and val/ differ: {list_first(differing, 5)}: both need the same class folders"
+            f"the classes of train/ and val/ differ: {list_first(differing, 5)}", "both need the same class folders"
         )
 
 
@@ -342,8 +347,8 @@ def _scan_classes(
             if not images:
                 kinds = " ".join(kind.decode() for kind in EXTENSIONS)
                 raise RequestError(
-                    f"class folder {printable_name(folder)}/ holds no image ({kinds}){_left_out(ignored_here)}:"
-                    " add images or remove the folder"
+                    f"class folder {printable_name(folder)}/ holds no image ({kinds}){_left_out(ignored_here)}",
+                    "add images or remove the folder",
                 )
             chosen = set() if parent else hold_out.chosen((file, label) for file, _ in images)
             for file, size in images:
@@ -358,10 +363,11 @@ def _class_folders(folder: bytes, split: str, ignored: Counter[str]) -> dict[str
     images = sum(map(is_image, os.listdir(folder)))
     if images:
         raise RequestError(
-            f"{split}/ is flat: it holds images ({images:,}) but no class folders; sort them into {split}/<class>/,"
-            " with the class names of train/"
+            f"{split}/ is flat",
+            f"it holds images ({images:,}) but no class folders; sort them into {split}/<class>/,"
+            " with the class names of train/",
         )
-    raise RequestError(f"{split}/ holds no class folders: it needs one for each class, with images in it")
+    raise RequestError(f"{split}/ holds no class folders", "it needs one for each class, with images in it")
 
 
 def _images(
@@ -378,7 +384,7 @@ def _images(
         above = [(place.st_dev, place.st_ino) for place in (os.stat(base), os.stat(os.path.dirname(path)))]
     here = (status.st_dev, status.st_ino)
     if here in above and (link := _last_link(base, folder)):
-        raise RequestError(f"{printable_name(link)} is a link to a folder that it is in: remove the link")
+        raise RequestError(f"{printable_name(link)} is a link to a folder that it is in", "remove the link")
     folders[os.fsdecode(folder)] = status.st_mtime_ns
     with os.scandir(path) as found:
         for entry in found:
@@ -389,7 +395,7 @@ def _images(
                 size = _size(entry)
                 if size != MISSING and entry.is_dir():
                     raise RequestError(
-                        f"{printable_name(entry.path)} is a folder that is named like an image: rename or remove it"
+                        f"{printable_name(entry.path)} is a folder that is named like an image", "rename or remove it"
                     )
                 yield name, size
             elif _is_folder(entry):

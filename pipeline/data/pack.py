@@ -82,8 +82,9 @@ class Level:
         if match and 8 <= int(match[1]) <= 2048:
             return cls(text, raw=int(match[1]))
         raise RequestError(
-            f"level {text} is not allowed: lossless, max-side=PIXELS,q=QUALITY (10 to 9999, 1 to 100) or raw=PIXELS"
-            " (8 to 2048), such as max-side=500,q=90"
+            f"level {text} is not allowed",
+            "lossless, max-side=PIXELS,q=QUALITY (10 to 9999, 1 to 100) or raw=PIXELS"
+            " (8 to 2048), such as max-side=500,q=90",
         )
 
 
@@ -295,4 +296,4 @@ def changed_shards(root: Path, summary: dict[str, Any]) -> Iterator[tuple[str, s
 
 
 def _damaged(root: Path | Store, what: str) -> RequestError:
-    return RequestError(f"the pack {root} is damaged: {what}: copy it again, or {REPACK}")
+    return RequestError(f"the pack {root} is damaged: {what}", f"copy it again, or {REPACK}")

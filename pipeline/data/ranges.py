@@ -173,13 +173,13 @@ class RangeReader:
         return read.data
 
     def _outage(self, read: _Read) -> OutageError:
-        line = (
-            f"the store is out of reach ({self._place}/{read.range.name}: {read.reason}):"
-            " give the same command again once it is back"
+        parts = (
+            f"the store is out of reach ({self._place}/{read.range.name}: {read.reason})",
+            "give the same command again once it is back",
         )
         if read.status == 206 or not 200 <= read.status < 400:
-            return OutageError(line)
-        error = RangesIgnoredError(line)
+            return OutageError(*parts)
+        error = RangesIgnoredError(*parts)
         error.status = read.status
         return error
 

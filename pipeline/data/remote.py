@@ -195,7 +195,7 @@ def check_ranges(store: Store, index: Index) -> None:
         remedy = "check AWS_REGION and AWS_ENDPOINT_URL"
         if error.status < 300:
             remedy = "use a store that honours ranges, or copy the pack to a disk"
-        raise RequestError(f"{problem}: {remedy}") from None
+        raise RequestError(problem, remedy) from None
     except UnreadableError:
         pass  # an image that has changed is named when it is used
     finally:

@@ -169,7 +169,7 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
         return _synthetic(config)
     if "://" in str(config.data.root) and not is_store(config.data.root):
         raise RequestError(
-            f"data.root={config.data.root} is not a folder: copy the data to this machine and give its folder"
+            f"data.root={config.data.root} is not a folder", "copy the data to this machine and give its folder"
         )
     if config.data.source == "pack":
         root, index = _open_pack(config)
@@ -177,7 +177,7 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
         root = data_root(config)
         _ensure_digits(config, root)
         if os.path.exists(root / pack.SUMMARY):
-            raise RequestError(f"data.root={root} is a pack: set data.source=pack")
+            raise RequestError(f"data.root={root} is a pack", "set data.source=pack")
         index = open_index(root, _hold_out(config), config.run_dir / "index", check_sizes=check_sizes)
         index = replace(index, upright=config.data.orientation == "apply")
     check_train_classes(index, root)  # an earlier version may have cached an index with such a class
@@ -233,12 +233,13 @@ def open_validation(
         if not set(source.classes) <= set(classes):
             raise RequestError(
                 f"data.source=synthetic makes {len(source.classes)} classes, 'class 0' and so on, but the model knows"
-                f" {list_first(list(classes), 3)}: name images of its classes with data.source=folder data.root=FOLDER"
+                f" {list_first(list(classes), 3)}",
+                "name images of its classes with data.source=folder data.root=FOLDER",
             )
         return source, f"{len(source.val):,} synthetic images"
     if config.data.source == "pack":
         if names_val_split:
-            raise RequestError("data.val_split cannot be set for a pack, which has a split already: leave it out")
+            raise RequestError("data.val_split cannot be set for a pack, which has a split already", "leave it out")
         place, index = _open_pack(config)
         split, description = _validation_of_pack(index, contents)
         if not len(split):
@@ -388,7 +389,8 @@ def _synthetic(config: Config) -> Source:
     if config.data.num_images < config.data.num_classes:
         raise RequestError(
             f"data.num_images={config.data.num_images} leaves some of the data.num_classes={config.data.num_classes}"
-            " classes without an image to train: give as many images as classes, or more"
+            " classes without an image to train",
+            "give as many images as classes, or more",
         )
     size = DataSize(config.data.num_images, -(-config.data.num_images // 4), config.data.num_classes)
     side = config.augment.size * 8 // 7
@@ -413,11 +415,11 @@ def make_digits(root: Path) -> None:
 def make_synthetic(root: Path, num_images: int, num_classes: int, side: int) -> None:
     """Write `num_images` synthetic JPEG files to train, and a quarter as many for validation."""
     if num_classes < 2:
-        raise RequestError("a classifier needs at least two classes: give --classes 2 or more")
+        raise RequestError("a classifier needs at least two classes", "give --classes 2 or more")
     if num_images <= 4 * (num_classes - 1):
         raise RequestError(
-            f"{num_images:,} images, and a quarter as many for validation, leave some of {num_classes:,} classes empty:"
-            f" make at least {4 * num_classes - 3:,} images"
+            f"{num_images:,} images, and a quarter as many for validation, leave some of {num_classes:,} classes empty",
+            f"make at least {4 * num_classes - 3:,} images",
         )
     with _atomic_folder(root) as folder:
         counts: dict[SplitName, int] = {"train": num_images, "val": -(-num_images // 4)}
@@ -454,7 +456,7 @@ def _atomic_folder(root: Path) -> Iterator[Path]:
 def check_absent(root: Path) -> None:
     """Raise RequestError if `root` exists: data is never overwritten."""
     if os.path.exists(root):
-        raise RequestError(f"{root} already exists: remove it, or name another folder")
+        raise RequestError(f"{root} already exists", "remove it, or name another folder")
 
 
 def _save(path: Path, image: NDArray[np.uint8], **options: Any) -> None:

@@ -88,7 +88,8 @@ class Store:
         if not match or ".." in place.split("/"):
             keys = ", and the keys in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" if "@" in place else ""
             raise RequestError(
-                f"{hide_credentials(place)} is not allowed: give s3://bucket/prefix, such as s3://my-data/imagenet{keys}"
+                f"{hide_credentials(place)} is not allowed",
+                f"give s3://bucket/prefix, such as s3://my-data/imagenet{keys}",
             )
         self.bucket, self.prefix = match[1], (match[2] or "").strip("/")
         self.place = f"{SCHEME}{self.bucket}/{self.prefix}".rstrip("/")
@@ -135,7 +136,9 @@ class Store:
                 answer = self._client.get_object(Bucket=self.bucket, Key=self.key(name), **conditions)
                 status, size = answer["ResponseMetadata"]["HTTPStatusCode"], answer["ContentLength"]
                 if "Range" in conditions and status != 206:
-                    raise RequestError(f"{self.place} answers a ranged read with {status}, not 206: use another store")
+                    raise RequestError(
+                        f"{self.place} answers a ranged read with {status}, not 206", "use another store"
+                    )
                 if size > limit:
                     answer["Body"].close()
                     raise RequestError(f"{self.place}/{name} has {size:,} bytes, more than the {limit:,} allowed")
@@ -161,7 +164,7 @@ class Store:
                 raise
             except (S3DownloadFailedError, ConflictError):  # it was replaced between two of its parts
                 continue
-        raise TemporaryError(f"{self.place}/{name} changes while it is read: give the same command again")
+        raise TemporaryError(f"{self.place}/{name} changes while it is read", "give the same command again")
 
     def stream(self, name: str) -> Iterator[bytes]:
         """Yield the bytes of an object in order, a few MiB at a time.
@@ -247,8 +250,8 @@ class Store:
             raise _refusal(place, error) from None
         except NoCredentialsError:
             raise RequestError(
-                f"{place} needs credentials, and none are found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or"
-                " AWS_PROFILE"
+                f"{place} needs credentials, and none are found",
+                "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
             ) from None
         except Boto3Error as error:  # of a transfer in parts
             cause = error.__cause__ or error.__context__
@@ -259,7 +262,7 @@ class Store:
             raise _outage(place, str(error)) from None
         except KeyError as error:  # a web page, such as that of the store's console
             raise RequestError(
-                f"{place}: the answer lacks {error}, so it is not that of a store: check AWS_ENDPOINT_URL"
+                f"{place}: the answer lacks {error}, so it is not that of a store", "check AWS_ENDPOINT_URL"
             ) from None
 
 
@@ -269,13 +272,13 @@ def _connect(place: str) -> Any:
         from botocore.config import Config
     except ModuleNotFoundError:
         raise RequestError(
-            f"{place} needs Python packages that are not installed: pip install 'ddp-pipeline[s3]'"
+            f"{place} needs Python packages that are not installed", "pip install 'ddp-pipeline[s3]'"
         ) from None
     from botocore.exceptions import BotoCoreError
 
     for variable in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         if "@" in os.environ.get(variable, "").partition("://")[2]:
-            raise RequestError(f"{variable} holds a user or a password: give them in AWS_ACCESS_KEY_ID and so on")
+            raise RequestError(f"{variable} holds a user or a password", "give them in AWS_ACCESS_KEY_ID and so on")
     options = Config(
         connect_timeout=_CONNECT_TIMEOUT_S, read_timeout=_READ_TIMEOUT_S, max_pool_connections=16,
         retries={"mode": "standard", "total_max_attempts": _ATTEMPTS}, tcp_keepalive=True,
@@ -335,12 +338,14 @@ def _refusal(place: str, error: Any) -> Exception:
         target = re.match(r"https?://[\w.:[\]-]{1,200}", location)
         return RequestError(
             f"{place}: the store redirects ({status}) to {target[0] if target else 'another address'}, which is not"
-            " followed: set AWS_ENDPOINT_URL and AWS_REGION to those of the store"
+            " followed",
+            "set AWS_ENDPOINT_URL and AWS_REGION to those of the store",
         )
     if status in (403, 405, 501) or code in _REQUEST_ERRORS:
         return RequestError(
-            f"{place} is refused by the store ({status} {code}: {message}): check the credentials in the environment"
-            " (AWS_ACCESS_KEY_ID, AWS_PROFILE), their rights, and AWS_ENDPOINT_URL"
+            f"{place} is refused by the store ({status} {code}: {message})",
+            "check the credentials in the environment"
+            " (AWS_ACCESS_KEY_ID, AWS_PROFILE), their rights, and AWS_ENDPOINT_URL",
         )
     return _outage(place, f"{status} {code} {message}")
 
@@ -355,10 +360,10 @@ def _missing(place: str) -> MissingError:
 
 
 def _no_bucket(place: str) -> RequestError:
-    return RequestError(f"{place}: there is no such bucket: create it, or name another")
+    return RequestError(f"{place}: there is no such bucket", "create it, or name another")
 
 
 def _outage(place: str, reason: str) -> OutageError:
     return OutageError(
-        f"the store is out of reach ({place}: {_printable(reason)}): give the same command again once it is back"
+        f"the store is out of reach ({place}: {_printable(reason)})", "give the same command again once it is back"
     )

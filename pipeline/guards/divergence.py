@@ -32,7 +32,11 @@ class DivergenceWatch:
         tensors, group = self._strategy.replicated_tensors(), self._strategy.group
         sums = group.all_gather(torch.stack([bit_sum(tensor) for tensor in tensors.values()]).tolist())
         if any(other != sums[0] for other in sums):
-            raise DivergedError(_describe(list(tensors), sums, group.hosts, step, self._equal_at))
+            raise DivergedError(
+                _describe(list(tensors), sums, group.hosts, step, self._equal_at),
+                "nothing was saved; the same command resumes from the previous checkpoint; if it happens again, check"
+                " that rank's device, memory and software",
+            )
         self._equal_at = step
 
 
@@ -70,8 +74,4 @@ def _describe(names: list[str], sums: list[list[int]], hosts: list[str], step: i
     who = " and ".join(f"rank {rank} on {hosts[rank]}" for rank in odd)
     than = f"{holders} of {len(sums)} processes" if has_majority else "rank 0 (either may be right)"
     since = f"equal at step {equal_at}" if equal_at is not None else "never compared since the start"
-    return (
-        f"the weights have diverged: at step {step} {who} held other weights than {than}, first in {first} ({since}):"
-        " nothing was saved; the same command resumes from the previous checkpoint; if it happens again, check that"
-        " rank's device, memory and software"
-    )
+    return f"the weights have diverged: at step {step} {who} held other weights than {than}, first in {first} ({since})"

@@ -46,15 +46,15 @@ def fit_passes(
             raise RequestError(f"{shortage}, and fewer at once would change the bits: {key}={value} fits").collective()
         if config.train.compile == "reduce-overhead":
             remedy = "lower batch.global, or use train.compile=on"
-            raise RequestError(f"{shortage}, and train.compile=reduce-overhead needs one pass: {remedy}").collective()
+            raise RequestError(f"{shortage}, and train.compile=reduce-overhead needs one pass", remedy).collective()
         log(
             f"{shortage}: {accumulate} passes of {images // accumulate} make the same batch"
             f" (batch.accumulate={accumulate})"
         )
         return replace(plan, accumulate=accumulate, micro_batch=images // accumulate)
     raise RequestError(
-        f"not even a pass of {unit} of {plan.image_size} px fits into the memory of {_name(group.device)}: choose a"
-        " smaller model.arch or augment.size, or parallel=fsdp"
+        f"not even a pass of {unit} of {plan.image_size} px fits into the memory of {_name(group.device)}",
+        "choose a smaller model.arch or augment.size, or parallel=fsdp",
     ).collective()
 
 

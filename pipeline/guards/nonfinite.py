@@ -71,14 +71,16 @@ class LossGuard:
         bad_by_rank = {rank: found for rank, found in enumerate(group.all_gather(bad)) if found}
         if not bad_by_rank:
             return NotFiniteError(
-                f"a gradient at step {last.step} is not finite, or larger than exact mode can sum: the step is not"
+                f"a gradient at step {last.step} is not finite, or larger than exact mode can sum",
+                "the step is not"
                 " saved; lower optimizer.lr, lengthen schedule.warmup, or lower exact.fraction_bits, and"
-                f" {self._start_again}"
+                f" {self._start_again}",
             )
         rank, (value, ids) = min(bad_by_rank.items())
         return NotFiniteError(
-            f"the loss is {value} at step {last.step} on rank {rank} ({format_sample_ids(ids)}): the step is not saved;"
-            f" lower optimizer.lr, lengthen schedule.warmup or set train.clip, and {self._start_again}"
+            f"the loss is {value} at step {last.step} on rank {rank} ({format_sample_ids(ids)})",
+            "the step is not saved;"
+            f" lower optimizer.lr, lengthen schedule.warmup or set train.clip, and {self._start_again}",
         )
 
 

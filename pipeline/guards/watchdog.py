@@ -117,8 +117,9 @@ class Watchdog:
                 self._end_process(
                     TemporaryError(
                         f"rank {self._rank} was asked to stop, made no progress for {self._idle_s} s and exits without"
-                        f" a save: {self._same_command} resumes from the newest checkpoint; the stacks of its threads"
-                        f" are in {self._stacks}"
+                        " a save",
+                        f"{self._same_command} resumes from the newest checkpoint; the stacks of its threads"
+                        f" are in {self._stacks}",
                     )
                 )
 

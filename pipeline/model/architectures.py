@@ -50,7 +50,7 @@ def build(options: Model, num_classes: int) -> nn.Module:
             raise
         given = f" with model.args={args}" if args else ""
         problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise RequestError(f"model.arch={arch} cannot be made{given} ({problem}): correct its arguments") from error
+        raise RequestError(f"model.arch={arch} cannot be made{given} ({problem})", "correct its arguments") from error
     if not isinstance(model, nn.Module) or not any(True for _ in model.parameters()):
         raise RequestError(f"model.arch={arch} returns a {type(model).__name__}, not a torch.nn.Module with parameters")
     return model.to(memory_format=torch.channels_last) if options.channels_last else model
@@ -63,9 +63,10 @@ def _torchvision_builder(arch: str) -> Callable[..., nn.Module]:
         for task in ("detection", "segmentation", "video", "optical_flow", "quantization"):
             if arch in torchvision.models.list_models(module=getattr(torchvision.models, task)):
                 raise RequestError(
-                    f"{problem}, but one for {task.replace('_', ' ')}: the models are {', '.join(names)}"
+                    f"{problem}, but one for {task.replace('_', ' ')}", f"the models are {', '.join(names)}"
                 )
-        raise RequestError(problem + (nearest(arch, names, 0.7) or f": the models are {', '.join(names)}"))
+        close = nearest(arch, names, 0.7)
+        raise RequestError(problem + close, "" if close else f"the models are {', '.join(names)}")
     builder = zoo.MODELS.get(arch) or partial(torchvision.models.get_model, arch, weights=None)
     return partial(builder, **_OPTIONS.get(arch, {}))
 
@@ -96,7 +97,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     is_collection = isinstance(patterns, Collection) and not isinstance(patterns, str)
     if not is_collection or not all(isinstance(pattern, str) for pattern in patterns):
         problem = f"no_weight_decay of {type(model).__name__} gives a {type(patterns).__name__}"
-        raise RequestError(f"{problem}: give a set of parameters' names, as strings")
+        raise RequestError(problem, "give a set of parameters' names, as strings")
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, param in model.named_parameters():
         if param.requires_grad:

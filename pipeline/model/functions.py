@@ -36,7 +36,9 @@ def check_arguments(args: dict[str, Any]) -> None:
     """Raise RequestError for an argument that a model of torchvision or timm must not get."""
     for name in args:
         if name in _NOT_AN_ARGUMENT:
-            raise RequestError(f"model.args.{name} cannot be set: weights come from model.init, classes from the data")
+            raise RequestError(
+                f"model.args.{name} cannot be set", "weights come from model.init, classes from the data"
+            )
 
 
 def timm_builder(arch: str) -> Callable[..., nn.Module]:
@@ -47,13 +49,13 @@ def timm_builder(arch: str) -> Callable[..., nn.Module]:
     try:
         import timm
     except ImportError:
-        raise RequestError(f"model.arch={arch} needs timm: pip install 'ddp-pipeline[timm]'") from None
+        raise RequestError(f"model.arch={arch} needs timm", "pip install 'ddp-pipeline[timm]'") from None
     name = arch.removeprefix(_TIMM)
     if not timm.is_model(name):  # also for hf-hub:…, which would fetch a model
         close = nearest(name, timm.list_models(), 0.7).replace("mean ", f"mean model.arch={_TIMM}")
         raise RequestError(
-            f"model.arch={arch} is not a model of timm {timm.__version__}"
-            + (close or ": timm.list_models() names them, without the tag of their weights")
+            f"model.arch={arch} is not a model of timm {timm.__version__}{close}",
+            "" if close else "timm.list_models() names them, without the tag of their weights",
         )
     return partial(timm.create_model, name, pretrained=False)
 
@@ -66,7 +68,7 @@ def own_builder(arch: str) -> Callable[..., nn.Module]:
     """
     module_name, _, name = arch.partition(":")
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", arch):
-        raise RequestError(f"model.arch={arch} is not allowed: give package.module:function")
+        raise RequestError(f"model.arch={arch} is not allowed", "give package.module:function")
     check_is_trusted(arch)
     folder = os.getcwd()
     if folder not in sys.path:
@@ -76,8 +78,8 @@ def own_builder(arch: str) -> Callable[..., nn.Module]:
     except Exception as error:  # it is the user's code
         problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise RequestError(
-            f"model.arch={arch} cannot be imported ({problem}): install the package, or start in the folder that holds"
-            " it"
+            f"model.arch={arch} cannot be imported ({problem})",
+            "install the package, or start in the folder that holds it",
         ) from error
     function = getattr(module, name, None)
     if not callable(function):

@@ -94,8 +94,8 @@ def split_into_stages(model: nn.Module, arch: str, count: int, size: int) -> lis
     units = _join_unweighted(model, _layers(model, arch))
     if count > len(units):
         raise RequestError(
-            f"stages.count={count} is too large for {arch}: set stages.count to at most {len(units)}, or use"
-            " parallel=fsdp"
+            f"stages.count={count} is too large for {arch}",
+            f"set stages.count to at most {len(units)}, or use parallel=fsdp",
         )
     ends = _balance(_flops(model, units, size), count)
     return [list(chain.from_iterable(units[start:end])) for start, end in pairwise((0, *ends))]
@@ -117,7 +117,7 @@ def _layers(model: nn.Module, arch: str) -> list[Layer]:
     if listed is None:
         families = ", ".join(sorted(family.__name__ for family in _LAYERS))
         raise RequestError(
-            f"parallel=stages cannot split model.arch={arch}: use one of torchvision's {families}, or parallel=fsdp"
+            f"parallel=stages cannot split model.arch={arch}", f"use one of torchvision's {families}, or parallel=fsdp"
         )
     layers: list[Layer] = []
     for item in listed:

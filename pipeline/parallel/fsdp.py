@@ -151,7 +151,8 @@ def _make_mesh(config: Config, plan: Plan, group: Group) -> DeviceMesh:
     if len(set(group.all_gather(slices))) > 1 or is_unset or any(len(set(row)) > 1 for row in rows):
         raise RequestError(
             "fsdp.shard=node needs machines with the same number of processes each, consecutive ranks and"
-            f" LOCAL_WORLD_SIZE, not ranks on {', '.join(hosts[:16])}: start with torchrun, or use fsdp.shard=all"
+            f" LOCAL_WORLD_SIZE, not ranks on {', '.join(hosts[:16])}",
+            "start with torchrun, or use fsdp.shard=all",
         ).collective()
     names = ("replicate", "shard")
     mesh = init_device_mesh(group.device.type, (len(rows), slices), mesh_dim_names=names)
@@ -194,8 +195,8 @@ def check_can_shard(model: nn.Module) -> None:
     scalars = [name for name, param in model.named_parameters() if param.ndim == 0]
     if scalars:
         raise RequestError(
-            f"parallel=fsdp cannot cut {scalars[0]}, a parameter without dimensions (the model has {len(scalars)}): use"
-            " parallel=ddp, or another model.arch"
+            f"parallel=fsdp cannot cut {scalars[0]}, a parameter without dimensions (the model has {len(scalars)})",
+            "use parallel=ddp, or another model.arch",
         )
 
 

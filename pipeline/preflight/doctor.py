@@ -59,8 +59,7 @@ class _Report:
         try:
             result = check()
         except RunError as error:
-            line, _, remedy = str(error).rpartition(": ")
-            self._add(Finding(name, False, line or remedy, remedy if line else ""))
+            self._add(Finding(name, False, error.problem, error.remedy))
             if fatal and (self.error is None or isinstance(self.error, TemporaryError)):
                 self.error = error  # a permanent error outweighs a temporary one
             return None
@@ -265,7 +264,7 @@ def _check_tracker(config: Config, folder: RunFolder, is_node: bool) -> str:
         return tracker.check_server_answers(config, folder)
     except TemporaryError as error:
         if config.track.required and not is_node:  # a node is retried: its server may still be starting
-            raise RequestError(f"track.required=true, and {error}") from None
+            raise RequestError(f"track.required=true, and {error.problem}", error.remedy) from None
         raise
 
 
@@ -281,5 +280,5 @@ def _size_from_environment(name: str) -> int:
     text = os.environ.get(name, "1")
     if not text.isdecimal() or int(text) < 1:
         problem = f"{name}={text!r} in the environment is not a whole number of at least 1"
-        raise RequestError(f"{problem}: give --world and --nodes")
+        raise RequestError(problem, "give --world and --nodes")
     return int(text)

@@ -157,7 +157,7 @@ def _raise_if(slow: list[str]) -> None:
         remedy = "remove the cause or leave it out, then try again"
         if "JOB_COMPLETION_INDEX" in os.environ:
             remedy = "cordon it (kubectl cordon) or remove the cause, the Job tries again"
-        raise TemporaryError(f"{'; '.join(slow)}: {remedy}")
+        raise TemporaryError("; ".join(slow), remedy)
 
 
 def table(nodes: list[Node]) -> str:
@@ -231,7 +231,7 @@ class GangCheck:
             self._names = [self._store.get(f"name/{rank}").decode() for rank in range(self.size)]
         except dist.DistError as error:
             problem = f"the store of node 0 at {place} is gone, or its port is in use ({error})"
-            raise TemporaryError(f"{problem}: {_NETWORK}") from None
+            raise TemporaryError(problem, _NETWORK) from None
         finally:
             timer.cancel()
         self._start = time.monotonic()
@@ -425,7 +425,7 @@ class GangCheck:
         thread.join(2)
         if self.rank == 0:  # the others read the store
             time.sleep(1)
-        return TemporaryError(f"{min(failures)[1]}: {_NETWORK}")
+        return TemporaryError(min(failures)[1], _NETWORK)
 
 
 class _Waiting:
@@ -440,7 +440,7 @@ class _Waiting:
         names = ", ".join(_expected_name(rank) for rank in ranks[:8]) + (" …" if len(ranks) > 8 else "")
         waited = time.monotonic() - self._start
         if waited > self._limit:
-            raise TemporaryError(f"{names} did not come within {self._limit:g} s: start the check on all nodes")
+            raise TemporaryError(f"{names} did not come within {self._limit:g} s", "start the check on all nodes")
         if time.monotonic() > self._next:
             self._next += _LOG_EVERY_S
             self._log(f"waiting for {names}, {waited:.0f} s of {self._limit:g} s")
@@ -472,8 +472,8 @@ def _find_place() -> tuple[int, int, str, int]:
     # Without JOB_UID, a pod that is replaced while the others train would wait for them.
     if not host or not {"JOB_COMPLETION_INDEX", "JOB_UID"} <= {*os.environ}:
         raise RequestError(
-            f"PET_NNODES={nodes}, but this node does not know its index, node 0 or its Job: set JOB_COMPLETION_INDEX,"
-            " PET_RDZV_ENDPOINT and JOB_UID, or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+            f"PET_NNODES={nodes}, but this node does not know its index, node 0 or its Job",
+            "set JOB_COMPLETION_INDEX, PET_RDZV_ENDPOINT and JOB_UID, or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
         )
     return int(rank), int(nodes), host, _PORT
 

@@ -41,7 +41,7 @@ def check_cpu_per_process(here: World) -> str:
     """Check that there is at least one CPU for each process."""
     if here.cpus < here.local_size:
         remedy = "start fewer, or give the container more (its quota and affinity count, not the host's number)"
-        raise RequestError(f"{here.local_size} processes share {here.cpus} CPUs: {remedy}")
+        raise RequestError(f"{here.local_size} processes share {here.cpus} CPUs", remedy)
     return f"{here.cpus} available, {here.local_size} needed"
 
 
@@ -56,7 +56,7 @@ def check_memory(plan: Plan) -> str:
     if needed > available:
         problem = f"{plan.local_world} processes and {workers} loader workers need about {needed:.1f} GiB"
         remedy = "give the container more, or lower data.workers, data.prefetch or evaluate.batch"
-        raise RequestError(f"{problem}, but only {available:.1f} GiB are available: {remedy}")
+        raise RequestError(f"{problem}, but only {available:.1f} GiB are available", remedy)
     return f"about {needed:.1f} of {available:.1f} GiB needed"
 
 
@@ -65,7 +65,7 @@ def check_shared_memory_exists(plan: Plan, here: World) -> str:
     if plan.workers and here.shared_memory is None:
         remedy = "mount a tmpfs on it (Docker's --shm-size, in Kubernetes an emptyDir of medium Memory)"
         problem = "/dev/shm does not exist, and loader workers pass their batches through it"
-        raise RequestError(f"{problem}: {remedy}, or set data.workers=0")
+        raise RequestError(problem, f"{remedy}, or set data.workers=0")
     if here.shared_memory is None:
         return "not needed without loader workers"
     return f"{plan.prefetch_bytes / _MIB:,.1f} of {here.shared_memory / _MIB:,.0f} MiB needed"
@@ -76,7 +76,7 @@ def check_disk_speed(folder: RunFolder) -> str:
     place, (rate, _) = folder.nearest_existing(), disk_speed(folder)
     if rate < _SLOW_MIB_S:
         problem = f"{place} is written at {rate:.1f} MiB/s with sync, and each save waits for the one before"
-        raise TemporaryError(f"{problem}: use a faster disk, or raise checkpoint.every")
+        raise TemporaryError(problem, "use a faster disk, or raise checkpoint.every")
     return f"{place} is written at {rate:,.0f} MiB/s with sync"
 
 
@@ -102,7 +102,7 @@ def disk_speed(folder: RunFolder) -> tuple[float, float]:
                 Path(file.name).unlink(missing_ok=True)  # another process may have removed it
     except OSError as error:
         problem = f"8 MiB cannot be written to {place} ({error.strerror})"
-        raise StorageError(f"{problem}: make room, or give another run.dir") from None
+        raise StorageError(problem, "make room, or give another run.dir") from None
     return _WRITE_BYTES / _MIB / (written - start), _WRITE_BYTES / _MIB / (read - written)
 
 
@@ -121,7 +121,7 @@ def check_run_folder_is_shared(config: Config, folder: RunFolder, here: World) -
         problem = f"run.dir is on {kind} at {place}, which only this machine can see"
         result = "if rank 0 restarts on another machine, it finds no checkpoint"
         remedy = "use a volume that all nodes mount (NFS, ReadWriteMany), or set checkpoint.mirror=s3://bucket/prefix"
-        raise TemporaryError(f"{problem}; {result}: {remedy}")
+        raise TemporaryError(f"{problem}; {result}", remedy)
     return f"{place} is on {kind}"
 
 
@@ -138,7 +138,7 @@ def check_disk_space(config: Config, plan: Plan, folder: RunFolder) -> str:
     if needed > free:
         problem = f"{keep} checkpoints, the best and one being written need {needed:.2f} GiB more"
         remedy = "make room, give another run.dir, or lower checkpoint.keep"
-        raise StorageError(f"{problem}, but only {free:.2f} GiB are free: {remedy}")
+        raise StorageError(f"{problem}, but only {free:.2f} GiB are free", remedy)
     return f"{needed:.2f} GiB needed for checkpoints, {free:,.0f} GiB free"
 
 
@@ -158,7 +158,7 @@ def check_images_decode(source: Source) -> str:
                 defects.append(f"{images.name(sample)} ({error})")
     if defects:
         problem = f"{len(defects)} of {2 * _SAMPLES} sampled images cannot be decoded, the first is {defects[0]}"
-        raise StorageError(f"{problem}: list all with 'pipeline data check'")
+        raise StorageError(problem, "list all with 'pipeline data check'")
     each_ms = 1000 * (time.perf_counter() - start) / 2 / _SAMPLES
     return f"{_SAMPLES} images of each split, {each_ms:.1f} ms each, JPEG by {jpeg_decoder()}"
 
@@ -196,7 +196,7 @@ def check_loader_feeds_gpus(
     if needed > here.cpus:
         pack = "a pack of smaller images" if config.data.source == "pack" else "a pack"
         remedy = f"use more cores for each GPU, or {pack} ('pipeline data pack')"
-        raise RequestError(f"{made}, so {wanted} need {needed:,} cores, and here are {here.cpus}: {remedy}")
+        raise RequestError(f"{made}, so {wanted} need {needed:,} cores, and here are {here.cpus}", remedy)
     return f"{made}, so {wanted} take {needed} of {here.cpus} cores"
 
 
@@ -219,7 +219,7 @@ def check_all_reduce(config: Config, here: World) -> str:
     except Exception as error:
         problem = f"all-reduce of {count} processes failed over {backend} ({summary(str(error), 300)})"
         remedy = "look at the driver, at NCCL_DEBUG=INFO and at the loopback interface"
-        raise TemporaryError(f"{problem}: {remedy}") from None
+        raise TemporaryError(problem, remedy) from None
     return f"{count} processes, {4 * _ALL_REDUCE_FLOATS / seconds / 1e9:.1f} GB/s over {backend}"
 
 
@@ -248,10 +248,10 @@ def check_docker() -> str:
         return "no engine: only `docker compose` and `pipeline rehearse` need one"
     engine = _output(["docker", "version", "--format", "{{.Server.Version}}"])
     if engine is None:
-        raise TemporaryError("Docker's engine does not answer: start it, or join the group docker")
+        raise TemporaryError("Docker's engine does not answer", "start it, or join the group docker")
     compose = _output(["docker", "compose", "version", "--short"])
     if compose is None:
-        raise TemporaryError(f"Docker {engine} has no compose: install the plugin Compose v2")
+        raise TemporaryError(f"Docker {engine} has no compose", "install the plugin Compose v2")
     return f"Docker {engine}, Compose {compose}"
 
 

@@ -43,13 +43,14 @@ def check_shapes(options: Model, num_classes: int, batch: int, sizes: Sequence[i
         except Exception as error:  # batch norm, for one, raises ValueError for one value per channel
             raise RequestError(
                 f"{options.arch} cannot take passes of {images} images of {side} px"
-                f" ({' '.join(str(error).split())[:300]}): {remedy}, or have more images in a pass (batch.global,"
-                " batch.accumulate, exact.shards, number of processes)"
+                f" ({' '.join(str(error).split())[:300]})",
+                f"{remedy}, or have more images in a pass (batch.global,"
+                " batch.accumulate, exact.shards, number of processes)",
             ) from None
         if found != expected:
             raise RequestError(
-                f"model.arch={options.arch} returns {found} for {expected[0]} images, not logits of shape {expected}:"
-                " give a model that returns one number per class"
+                f"model.arch={options.arch} returns {found} for {expected[0]} images, not logits of shape {expected}",
+                "give a model that returns one number per class",
             )
 
 
@@ -95,8 +96,8 @@ def check_gradients_are_deterministic(model: nn.Module, arch: str, batch: int, s
         layer = node.name().removesuffix("Backward0")
         if layer in _NOT_DETERMINISTIC:
             raise RequestError(
-                f"{arch} has the layer {layer.replace('2D', '2d')}, whose gradient on a GPU differs each time:"
-                " choose another model.arch, or train without run.deterministic and run.exact, or with run.device=cpu"
+                f"{arch} has the layer {layer.replace('2D', '2d')}, whose gradient on a GPU differs each time",
+                "choose another model.arch, or train without run.deterministic and run.exact, or with run.device=cpu",
             )
         new = {before for before, _ in node.next_functions if before} - seen
         seen |= new
@@ -119,8 +120,8 @@ def check_weights_have_gradients(options: Model, num_classes: int, model: nn.Mod
     if unused:
         raise RequestError(
             f"model.arch={options.arch} does not use {list_first(unused, 3)} for its logits, but with several"
-            " processes parallel=ddp needs a gradient of each weight: remove the unused layers, set requires_grad=False"
-            " on their weights, or train with run.exact=true"
+            " processes parallel=ddp needs a gradient of each weight",
+            "remove the unused layers, set requires_grad=False on their weights, or train with run.exact=true",
         )
 
 

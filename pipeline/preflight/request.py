@@ -42,7 +42,9 @@ def check_run_folder_is_writable(config: Config, folder: RunFolder) -> str:
     folder.check_writable()
     is_data = os.path.realpath(sources.data_root(config)) == os.path.realpath(config.run_dir)
     if config.data.source != "synthetic" and is_data:
-        raise RequestError(f"run.dir={config.run_dir} is data.root, the folder of the images: give a folder of its own")
+        raise RequestError(
+            f"run.dir={config.run_dir} is data.root, the folder of the images", "give a folder of its own"
+        )
     uri = tracking_uri(config, folder)
     if config.track.required:
         check_database_is_writable(uri)
@@ -64,14 +66,15 @@ def check_device(config: Config, here: World) -> str:
     if config.run.device == "cuda" and not here.has_gpu:
         raise machine.no_gpu_error()
     if config.model.batchnorm == "sync" and here.size > 1 and not here.uses_gpu(config.run.device):
-        raise RequestError("model.batchnorm=sync: torch synchronises batch norm on GPUs only; use local or average")
+        raise RequestError("model.batchnorm=sync: torch synchronises batch norm on GPUs only", "use local or average")
     algorithm = os.environ.get("NCCL_ALGO") or FIXED_ORDER_ALGORITHM
     has_sums = here.size > 1 and here.uses_gpu(config.run.device)
     needs_fixed_order = has_sums and config.is_deterministic and not config.run.exact
     if needs_fixed_order and algorithm.lower() != FIXED_ORDER_ALGORITHM.lower():
         raise RequestError(
             f"NCCL_ALGO={algorithm} in the environment contradicts run.deterministic=true, which needs sums in a fixed"
-            f" order: unset it, or set NCCL_ALGO={FIXED_ORDER_ALGORITHM}"
+            " order",
+            f"unset it, or set NCCL_ALGO={FIXED_ORDER_ALGORITHM}",
         )
     return f"run.device={config.run.device}"
 
@@ -102,13 +105,13 @@ def _check_data_is_present(config: Config, folder: RunFolder, digest: str | None
         return
     if not is_non_empty_folder(Path(root)):
         problem = f"data.root={root} is missing or empty, and the run in {config.run_dir} was trained on it"
-        raise TemporaryError(f"{problem}: restore it, or give its new location with data.root=FOLDER")
+        raise TemporaryError(problem, "restore it, or give its new location with data.root=FOLDER")
     index = find_cached_index(Path(root), config.run_dir / "index", digest) if digest else None
     missing = find_missing_folder(index, Path(root)) if index and config.run.resume != "never" else None
     if missing:
         name = printable_name(os.fsencode(missing))
         problem = f"data.root={root}: {name}/ is missing or empty, and the run in {config.run_dir} was trained on it"
-        raise TemporaryError(f"{problem}: restore it, or {config.start_again}")
+        raise TemporaryError(problem, f"restore it, or {config.start_again}")
 
 
 def _check_run_folder_is_outside(config: Config, index: Index) -> None:
@@ -120,7 +123,7 @@ def _check_run_folder_is_outside(config: Config, index: Index) -> None:
     above = {str(path) for path in (place, *place.parents)}
     if any(os.path.realpath(path) in above for path in folders):
         raise RequestError(
-            f"run.dir={config.run_dir} is among the images of data.root={root}: give a folder outside of them"
+            f"run.dir={config.run_dir} is among the images of data.root={root}", "give a folder outside of them"
         )
 
 
@@ -196,7 +199,7 @@ def check_names_resolve(endpoint: str) -> str:
                 if time.monotonic() > deadline:
                     problem = f"the host name {name} does not resolve after {_NAMES_TIMEOUT_S} s ({error.strerror})"
                     remedy = "look at the Service (publishNotReadyAddresses, selector) and at the pod's subdomain"
-                    raise TemporaryError(f"{problem}: {remedy}") from None
+                    raise TemporaryError(problem, remedy) from None
                 time.sleep(1)
     return ", ".join(f"{name} is {address}" for name, address in addresses.items())
 

@@ -55,7 +55,7 @@ class SanityChecks:
         if not 0.5 * self._chance_loss < loss < 2 * self._chance_loss + 1:
             chance = f"a random guess among {self._classes:,} classes has {self._chance_loss:.2f}"
             remedy = "look at model.init, at the last layer and at the labels"
-            raise RequestError(f"the initial loss is {loss:.2f}, but {chance}: {remedy}")
+            raise RequestError(f"the initial loss is {loss:.2f}, but {chance}", remedy)
         return f"{loss:.2f}; a random guess has {self._chance_loss:.2f}"
 
     def check_one_batch_overfits(self) -> str:
@@ -66,7 +66,7 @@ class SanityChecks:
         if not last <= _OVERFIT_LOSS * self._chance_loss:  # also true for NaN
             problem = f"the model does not overfit {len(labels)} images in {_STEPS} steps, {losses}"
             remedy = "lower augment.* (report/augmentation.png of a run shows what is left of the images)"
-            raise RequestError(f"{problem}: {remedy}, then look at the labels")
+            raise RequestError(problem, f"{remedy}, then look at the labels")
         return f"the model overfits {len(labels)} images: {losses}"
 
     def check_shuffled_labels_give_chance(self) -> str:
@@ -87,7 +87,7 @@ class SanityChecks:
                 f"trained on shuffled labels, the model classifies {correct} of {total} validation images correctly"
             )
             reason = f"above chance ({chance:.1%}), so something other than the picture reveals the label"
-            raise RequestError(f"{problem}, {reason}: look for images that are in both splits")
+            raise RequestError(f"{problem}, {reason}", "look for images that are in both splits")
         return f"{correct} of {total} validation images correct; chance is {chance:.0%}"
 
     def _build_model(self) -> nn.Module:

@@ -56,16 +56,16 @@ def check_mirror(store: Store) -> str:
     try:
         etag = store.write(name, b"first")
         if _is_written(store, name, if_absent=True):
-            raise RequestError(f"{store} ignores If-None-Match and overwrites an object that exists: {_REMEDY}")
+            raise RequestError(f"{store} ignores If-None-Match and overwrites an object that exists", _REMEDY)
         if _is_written(store, name, if_match=_OTHER_ETAG):
-            raise RequestError(f"{store} ignores If-Match and overwrites an object that has changed: {_REMEDY}")
+            raise RequestError(f"{store} ignores If-Match and overwrites an object that has changed", _REMEDY)
         with contextlib.suppress(ConflictError):  # of a request that was done, but whose answer got lost
             store.write(name, b"second", if_match=etag)
         start = time.perf_counter()
         data = store.read(name)
         seconds = time.perf_counter() - start
         if data != b"second":
-            raise RequestError(f"{store} refuses a write with If-Match and the object's own etag: {_REMEDY}")
+            raise RequestError(f"{store} refuses a write with If-Match and the object's own etag", _REMEDY)
         store.delete(name)
     except BaseException:
         with contextlib.suppress(RunError):

@@ -48,7 +48,7 @@ def check_server_answers(config: Config, folder: RunFolder) -> str:
     except (OSError, ValueError) as error:
         cause, remedy = explain(error, sent)
         problem = f"no MLflow server answers at {shown} ({cause})"
-        raise TemporaryError(f"{problem}: {remedy or 'check that it is running'}") from None
+        raise TemporaryError(problem, remedy or "check that it is running") from None
     text = f"answers {answer.status} {answer.body.decode(errors='replace')}"
     host = urllib.parse.urlsplit(shown).netloc
     remedy = find_remedy(text, sent, host) or "look at the server's log"
@@ -58,7 +58,7 @@ def check_server_answers(config: Config, folder: RunFolder) -> str:
             f"it redirects to {target}, and redirects are not followed: set track.uri to that address, or"
             " MLFLOW_TRACKING_TOKEN if that is a login page"
         )
-    raise TemporaryError(f"MLflow at {shown} answers {answer.status}: {remedy}")
+    raise TemporaryError(f"MLflow at {shown} answers {answer.status}", remedy)
 
 
 def check_database_is_writable(uri: str | None) -> None:
@@ -76,7 +76,7 @@ def check_database_is_writable(uri: str | None) -> None:
             return
     except OSError as error:
         problem = f"MLflow's database {database} cannot be written ({error.strerror})"
-        raise RequestError(f"{problem}: name another file with track.uri=sqlite:///FILE") from None
+        raise RequestError(problem, "name another file with track.uri=sqlite:///FILE") from None
 
 
 def check_server_stores_files(config: Config, folder: RunFolder) -> str:
@@ -104,13 +104,13 @@ def check_server_stores_files(config: Config, folder: RunFolder) -> str:
                 text = f"MLflow answers {answer.status} to an upload"
                 remedy = find_remedy(text, _variables(uri))
                 default = "check that the server can write to its --artifacts-destination"
-                raise TemporaryError(f"{text}: {remedy or default}")
+                raise TemporaryError(text, remedy or default)
             if method == "GET" and answer.body != content:
                 problem = f"MLflow returned {len(answer.body)} bytes that are not the file it was sent"
-                raise TemporaryError(f"{problem}: look for a proxy in between")
+                raise TemporaryError(problem, "look for a proxy in between")
     except (OSError, ValueError) as error:
         cause, remedy = explain(error, _variables(uri))
-        raise TemporaryError(f"an upload to MLflow failed ({cause}): {remedy or 'read the server log'}") from None
+        raise TemporaryError(f"an upload to MLflow failed ({cause})", remedy or "read the server log") from None
     return "the server stores a file and returns it"
 
 

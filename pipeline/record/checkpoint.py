@@ -129,7 +129,7 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
         if not weights:
             raise ValueError("it holds no tensors")
     except ImportError:
-        raise RequestError(f"{path} needs safetensors: pip install safetensors") from None
+        raise RequestError(f"{path} needs safetensors", "pip install safetensors") from None
     except Exception as error:  # torch and safetensors raise half a dozen kinds for what is not their own
         raise StorageError(f"{path} is not a state dict: {one_line(error)}") from None
     return weights
@@ -152,7 +152,8 @@ def eval_model(contents: dict[str, Any], options: Model) -> nn.Module:
     except (RuntimeError, ValueError) as error:
         raise StorageError(
             f"the weights of the checkpoint are not those of a {options.arch} with {len(contents['classes'])} classes,"
-            f" as its configuration says ({one_line(error, 120)} …): use another checkpoint"
+            f" as its configuration says ({one_line(error, 120)} …)",
+            "use another checkpoint",
         ) from None
     return model
 

@@ -21,8 +21,8 @@ def step_of(path: Path) -> int:
     match = NAME.fullmatch(path.name)
     if not match:
         raise StorageError(
-            f"{path}: the name is not step-<step>.<16 hex of its SHA-256>.pt, so the file cannot be verified: rename it"
-            " to its original name"
+            f"{path}: the name is not step-<step>.<16 hex of its SHA-256>.pt, so the file cannot be verified",
+            "rename it to its original name",
         )
     return int(match[1])
 
@@ -76,8 +76,8 @@ def newest_verified(
             log(f"{error}; the checkpoint before it is used")
     if paths:
         raise StorageError(
-            f"none of the {len(paths)} checkpoints in {folder} verifies: restore one from a copy, or {start_again}"
-            " (which sets aside what is there)"
+            f"none of the {len(paths)} checkpoints in {folder} verifies",
+            f"restore one from a copy, or {start_again} (which sets aside what is there)",
         )
     return None
 
@@ -93,9 +93,9 @@ def find(path: Path) -> Path:
             return path
         paths = list_checkpoints(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
     except (FileNotFoundError, NotADirectoryError):
-        raise StorageError(f"{path} does not exist: give a run's folder or a file step-….pt") from None
+        raise StorageError(f"{path} does not exist", "give a run's folder or a file step-….pt") from None
     except OSError as error:
         raise storage_outage(path, error) or StorageError(f"{path} cannot be read: {error.strerror}") from None
     if not paths:
-        raise StorageError(f"{path} holds no checkpoint: give a run's folder or a file step-….pt")
+        raise StorageError(f"{path} holds no checkpoint", "give a run's folder or a file step-….pt")
     return paths[0]

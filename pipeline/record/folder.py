@@ -170,14 +170,14 @@ class RunFolder:
         """
         if error.errno in FULL:
             return StorageError(
-                f"run.dir={self.path} cannot be written: {error.strerror}: make room, or give another folder with"
-                " run.dir=FOLDER"
+                f"run.dir={self.path} cannot be written: {error.strerror}",
+                "make room, or give another folder with run.dir=FOLDER",
             )
         return storage_outage(f"run.dir={self.path}", error) or self._not_writable(error.strerror or "unknown error")
 
     def _not_writable(self, why: str) -> RequestError:
         return RequestError(
-            f"run.dir={self.path} cannot be written: {why}: give a folder that can be written, with run.dir=FOLDER"
+            f"run.dir={self.path} cannot be written: {why}", "give a folder that can be written, with run.dir=FOLDER"
         )
 
     def _remove_hidden_files(self) -> None:

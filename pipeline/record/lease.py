@@ -96,8 +96,8 @@ class Lease:
                     print(f"took over {self._place} from {before}", file=sys.stderr, flush=True)
             elif seen and seen != found.etag:
                 raise TemporaryError(
-                    f"{self._place} is held by {contents.holder}, which renews its lease: wait for it, stop it, or give"
-                    " another checkpoint.mirror"
+                    f"{self._place} is held by {contents.holder}, which renews its lease",
+                    "wait for it, stop it, or give another checkpoint.mirror",
                 )
             elif not seen:
                 wait = f"waiting up to {max(1, LEASE_S - idle_s):.0f} s to see if it renews its lease"

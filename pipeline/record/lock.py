@@ -157,24 +157,24 @@ class HeldLock:
         try:
             descriptor = os.open(candidate, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:  # a full disk, for example
-            raise TemporaryError(f"{problem}: {self._remedy} ({error.strerror})") from None
+            raise TemporaryError(problem, f"{self._remedy} ({error.strerror})") from None
         if not (_lock_file(candidate, descriptor, 0) and _has_name(descriptor, candidate)):
             os.close(descriptor)
-            raise TemporaryError(f"{problem}: {self._remedy}")
+            raise TemporaryError(problem, self._remedy)
         try:
             holder, is_refreshed = self._holder(), _REFRESHED.encode() in self._read()
             os.utime(descriptor)
             age_s = max(0, round(os.fstat(descriptor).st_mtime - os.stat(self._path).st_mtime))
             if not is_refreshed or age_s < STALE_S:
                 refreshed = f", last refreshed {age_s} s ago" if is_refreshed else ""
-                raise TemporaryError(f"{problem}{refreshed}: {self._remedy}")
+                raise TemporaryError(f"{problem}{refreshed}", self._remedy)
             _write(descriptor, content)
             os.rename(candidate, self._path)
         except BaseException as error:
             candidate.unlink(missing_ok=True)
             os.close(descriptor)
             if isinstance(error, OSError):
-                raise TemporaryError(f"{problem}: {self._remedy} ({error.strerror})") from None
+                raise TemporaryError(problem, f"{self._remedy} ({error.strerror})") from None
             raise
         line = f"took over {self._subject} from {holder}, last refreshed {age_s} s ago"
         print(line, file=sys.stderr, flush=True)
@@ -218,8 +218,8 @@ def _lock_file(path: Path, descriptor: int, patience_s: float) -> bool:
         return lock(descriptor, patience_s)
     except OSError as error:
         raise RequestError(
-            f"run.dir={path.parent} cannot be locked: {error.strerror}: give a folder on a file system with working"
-            " locks (NFS 4, CephFS, Lustre, a local disk)"
+            f"run.dir={path.parent} cannot be locked: {error.strerror}",
+            "give a folder on a file system with working locks (NFS 4, CephFS, Lustre, a local disk)",
         ) from None
 
 

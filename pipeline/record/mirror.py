@@ -325,7 +325,7 @@ def view(store: Store, folder: RunFolder, resume: str, scratch: Path, log: Calla
         return copy if newest or any(record.exists() for record in _records(copy)) else folder
     except OSError as error:
         problem = f"{scratch} cannot be written: {error.strerror}"
-        raise RequestError(f"{problem}: set TMPDIR to a folder with room for a checkpoint") from None
+        raise RequestError(problem, "set TMPDIR to a folder with room for a checkpoint") from None
 
 
 def _compare(store: Store, folder: RunFolder, resume: str, is_restart: Callable[[Path], bool], scratch: Path) -> _Found:
@@ -351,7 +351,7 @@ def _compare(store: Store, folder: RunFolder, resume: str, is_restart: Callable[
     else:
         has_newer = is_newer or is_restarted_elsewhere or not folder.journal.exists()
         return _Found(names, abandoned, journal, is_resumed, is_resumed and has_newer, is_restarted_elsewhere)
-    raise RequestError(f"checkpoint.mirror={store} {problem}: give another prefix, or remove what it holds")
+    raise RequestError(f"checkpoint.mirror={store} {problem}", "give another prefix, or remove what it holds")
 
 
 def _newest_verified(
@@ -372,7 +372,7 @@ def _newest_verified(
         if name in there and _is_downloaded(store, name, target, log):
             return target / name
     if set(there) - set(_checkpoint_names(store)):
-        raise TemporaryError(f"checkpoint.mirror={store} has changed meanwhile: give the same command again")
+        raise TemporaryError(f"checkpoint.mirror={store} has changed meanwhile", "give the same command again")
     known = None if here else last_event(found.journal, "mirrored").get("checkpoint")
     if there:
         problem = f"no checkpoint in checkpoint.mirror={store} verifies"
@@ -381,7 +381,7 @@ def _newest_verified(
     else:
         return None
     raise StorageError(
-        f"{problem}: restore one from a copy, or start again with run.resume=never and another checkpoint.mirror"
+        problem, "restore one from a copy, or start again with run.resume=never and another checkpoint.mirror"
     )
 
 
@@ -435,8 +435,8 @@ def _checkpoint_names(store: Store) -> list[str]:
 
 
 def _reason(error: Exception) -> str:
-    """Return the line of an error without the advice to give the command again."""
-    return str(error).partition(": give the same command")[0]
+    """Return the line of an error, without advice if training itself tries again."""
+    return error.problem if isinstance(error, TemporaryError) else str(error)
 
 
 def _newest_step(names: Iterable[str]) -> int:
@@ -461,7 +461,7 @@ def _abandoned_names(store: Store) -> set[str]:
     except MissingError:
         return set()
     except (ValueError, TypeError):
-        raise StorageError(f"{store}/{_ABANDONED} is not a list of checkpoints: restore it from a copy") from None
+        raise StorageError(f"{store}/{_ABANDONED} is not a list of checkpoints", "restore it from a copy") from None
 
 
 def _owner(folder: RunFolder) -> str:

@@ -36,20 +36,20 @@ def best_checkpoint(target: str) -> Path:
     """
     folder = RunFolder(Path(target))
     if not folder.path.is_dir():
-        raise RequestError(f"--best needs a run's folder, but {target} is not a folder: leave --best out")
+        raise RequestError(f"--best needs a run's folder, but {target} is not a folder", "leave --best out")
     try:
         rows = parse_json(folder.receipt.read_text(encoding="utf-8"))["evaluations"]
         evaluated = sorted((-row["top1"], row["step"]) for row in rows if not row.get("not_finite"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is damaged"
         raise RequestError(
-            f"--best cannot read {folder.receipt} ({reason}): give a run's folder, or a checkpoint without --best"
+            f"--best cannot read {folder.receipt} ({reason})", "give a run's folder, or a checkpoint without --best"
         ) from None
     for _, step in evaluated:
         found = list(folder.checkpoints.glob(f"step-{step:08d}.*.pt"))
         if found:
             return max(found, key=lambda path: path.stat().st_mtime_ns)
-    raise RequestError(f"{target} has no best checkpoint: none has a validation with finite logits: leave --best out")
+    raise RequestError(f"{target} has no best checkpoint: none has a validation with finite logits", "leave --best out")
 
 
 class Receipt:

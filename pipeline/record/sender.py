@@ -60,8 +60,8 @@ class Sender:
         self._process.wait()
         raise RequestError(
             f"track.required=true and MLflow at {without_password(self._uri)} cannot be reached"
-            f" ({answer or f'no answer, see {self._folder.sync_log}'}): start it, correct track.uri, or train without"
-            " it, with track.required=false"
+            f" ({answer or f'no answer, see {self._folder.sync_log}'})",
+            "start it, correct track.uri, or train without it, with track.required=false",
         )
 
     def cpu_seconds(self) -> float:
@@ -121,7 +121,8 @@ def tracking_uri(config: Config, folder: RunFolder) -> str | None:
     if mlflow_changes(database):
         raise RequestError(
             f"MLflow cannot open {printable_name(database)}, because of a ? or % in the path, or because it is not"
-            " UTF-8: give another run.dir, name a server with track.uri, or set track.uri=none"
+            " UTF-8",
+            "give another run.dir, name a server with track.uri, or set track.uri=none",
         )
     return f"sqlite:///{database}"
 

@@ -49,7 +49,7 @@ def train(trainer: Trainer, batches: Iterator[Batch], *, is_saved: bool) -> Eval
             saved = (state.step, state.is_evaluated)
             metrics.restart_window()
         if is_stopping:
-            raise TemporaryError(f"asked to stop: step {state.step} is saved, the same command resumes from it")
+            raise TemporaryError("asked to stop", f"step {state.step} is saved, the same command resumes from it")
         metrics.end_of_epoch(state)
         if state.step >= plan.last_step:
             assert state.evaluation is not None
@@ -102,7 +102,7 @@ def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
         raise NotFiniteError(f"weights are not finite at step {step}: not saved; the earlier checkpoints are good")
     if gave_up:
         limit = f"{MAX_FAILURES} times in a row and for {MAX_FAILING_S // 60} minutes"
-        raise StorageError(f"saves failed {limit}, step {step} is lost: free disk space")
+        raise StorageError(f"saves failed {limit}, step {step} is lost", "free disk space")
     if best_is_lost:
         trainer.terminal.log(
             f"the checkpoint of the best model, step {best:,}, is not in the run's folder: the best is chosen again"
@@ -120,7 +120,7 @@ def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
     (failed,) = group.any_rank(is_last and records.last_save_failed)
     if failed and is_stopping:
         raise TemporaryError(
-            f"asked to stop: step {step} could not be saved, the same command resumes from the newest checkpoint"
+            "asked to stop", f"step {step} could not be saved, the same command resumes from the newest checkpoint"
         )
     if failed:
-        raise StorageError(f"the last checkpoint, of step {step}, could not be saved: free disk space")
+        raise StorageError(f"the last checkpoint, of step {step}, could not be saved", "free disk space")

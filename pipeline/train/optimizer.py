@@ -59,6 +59,6 @@ def _timm(name: str) -> Callable[..., torch.optim.Optimizer]:
         return getattr(optim, name)  # type: ignore[no-any-return]
     except (ImportError, AttributeError):
         raise RequestError(
-            f"optimizer.name={name.lower()} needs timm 1.0.21 or later: pip install 'ddp-pipeline[timm]', or use sgd or"
-            " adamw"
+            f"optimizer.name={name.lower()} needs timm 1.0.21 or later",
+            "pip install 'ddp-pipeline[timm]', or use sgd or adamw",
         ) from None

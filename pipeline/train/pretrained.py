@@ -35,8 +35,8 @@ def read(options: Model, model: nn.Module) -> dict[str, Tensor]:
     fitting = {name: tensor for name, tensor in given.items() if name in wanted and wanted[name].shape == tensor.shape}
     if 2 * len(fitting) < len(wanted):
         raise RequestError(
-            f"model.init={options.init} fits {len(fitting)} of {len(wanted)} tensors of {options.arch}: it is of"
-            " another architecture; set model.arch to its own"
+            f"model.init={options.init} fits {len(fitting)} of {len(wanted)} tensors of {options.arch}",
+            "it is of another architecture; set model.arch to its own",
         )
     return fitting
 
@@ -71,14 +71,17 @@ def freeze(model: nn.Module, names: str) -> str:
         parameter.requires_grad_(False)
     for name in chosen:
         if name not in modules or not name:
+            close = nearest(name, list(modules))
             raise RequestError(
-                f"model.freeze={names}: the model has no module {name!r}"
-                + (nearest(name, list(modules)) or f": it has {', '.join(children)}, and the modules in them")
+                f"model.freeze={names}: the model has no module {name!r}{close}",
+                "" if close else f"it has {', '.join(children)}, and the modules in them",
             )
         modules[name].eval().requires_grad_(False)
     left = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     if not left:
-        raise RequestError(f"model.freeze={names} leaves nothing to train: do not freeze the head, {', '.join(heads)}")
+        raise RequestError(
+            f"model.freeze={names} leaves nothing to train", f"do not freeze the head, {', '.join(heads)}"
+        )
     total = sum(parameter.numel() for parameter in model.parameters())
     return f"{', '.join([*own, *chosen])} frozen: {left:,} of {total:,} weights are trained"
 
@@ -106,24 +109,27 @@ def _read(arch: str, init: str) -> dict[str, Tensor]:
         try:
             path = checkpoint_files.find(Path(init))
         except StorageError as error:
-            raise RequestError(f"model.init={init} is not allowed: {error}") from None
+            raise RequestError(f"model.init={init} is not allowed: {error.problem}", error.remedy) from None
         return checkpoint.eval_weights(checkpoint.read_model(path))
     names = pretrained_weights(arch)
     if init not in names:
+        close = nearest(init, list(names))
         raise RequestError(
             f"model.init={init} is neither a file or folder here, nor models:/NAME@ALIAS, nor one of torchvision's"
-            f" weights of {arch}" + (nearest(init, list(names)) or f": there are {', '.join(names) or 'none'}")
+            f" weights of {arch}{close}",
+            "" if close else f"there are {', '.join(names) or 'none'}",
         )
     try:
         weights: dict[str, Tensor] = names[init].get_state_dict(progress=False, check_hash=True, weights_only=True)
     except (OSError, urllib.error.URLError) as error:
         raise TemporaryError(
-            f"model.init={init} cannot be fetched ({error}): put the file into torch's cache (TORCH_HOME), or name a"
-            " path"
+            f"model.init={init} cannot be fetched ({error})",
+            "put the file into torch's cache (TORCH_HOME), or name a path",
         ) from error
     except Exception as error:  # torch raises many types for a file that holds no weights
         raise StorageError(
             f"model.init={init}: its file in torch's cache (TORCH_HOME) holds no weights"
-            f" ({' '.join(str(error).split())[:200]}): remove it"
+            f" ({' '.join(str(error).split())[:200]})",
+            "remove it",
         ) from None
     return weights

@@ -59,8 +59,8 @@ def find(config: Config, folder: RunFolder, source: Source, log: Callable[[str],
             verified = newest_verified(folder.checkpoints, log, config.start_again)
             if verified is None and (known := known_checkpoints(folder.journal)):
                 raise StorageError(
-                    f"{config.run_dir} holds no checkpoint, and its journal names {known[-1]}: restore one from a"
-                    f" copy, or {config.start_again}"
+                    f"{config.run_dir} holds no checkpoint, and its journal names {known[-1]}",
+                    f"restore one from a copy, or {config.start_again}",
                 )
         else:
             verified = _named(config.run.resume, log)
@@ -172,7 +172,8 @@ def _refuse_another_model(contents: dict[str, Any], config: Config, path: Path) 
         others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         raise RequestError(
             f"model.arch={config.model.arch} is not the model in {path}: {name} {before.get(name, 'missing')} ->"
-            f" {now.get(name, 'missing')}{others}: restore the code that made it, or {config.start_again}"
+            f" {now.get(name, 'missing')}{others}",
+            f"restore the code that made it, or {config.start_again}",
         )
 
 
@@ -199,7 +200,7 @@ def _named(text: str, log: Callable[[str], None]) -> tuple[Path, bytes]:
     try:
         path = find_checkpoint(Path(text))
     except StorageError as error:
-        raise RequestError(f"run.resume={text} is not allowed: auto | never | a checkpoint ({error})") from None
+        raise RequestError(f"run.resume={text} is not allowed", f"auto | never | a checkpoint ({error})") from None
     if Path(text).is_dir():
         newest = newest_verified(path.parent, log)
         assert newest is not None
@@ -215,8 +216,8 @@ def _refuse_another_run(used: Path, config: Config, folder: RunFolder) -> None:
     known = known_checkpoints(folder.journal)
     if known and used.name not in known and not folder.contains(used):
         raise RequestError(
-            f"run.resume={config.run.resume} is of another run than that in {config.run_dir}: give another run.dir"
-            " with it, or leave run.resume out to continue the run there"
+            f"run.resume={config.run.resume} is of another run than that in {config.run_dir}",
+            "give another run.dir with it, or leave run.resume out to continue the run there",
         )
 
 

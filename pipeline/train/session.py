@@ -105,7 +105,7 @@ def run_training(
     except RunError as error:
         watchdog.stop()
         # the modules that raise it do not know the configuration
-        error.args = (str(error).replace("the same command", config.same_command),)
+        error.remedy = error.remedy.replace("the same command", config.same_command)
         with _saving_failure(config, folder, request, terminal):
             errors.save_failure(folder.path, error, request)  # the mirror gets it, too
             group.run_long_task(partial(_end, trainer, error))
@@ -352,7 +352,7 @@ def _warm_up(config: Config, plan: Plan, strategy: Strategy, timer: StepTimer, s
     except TorchDynamoException as error:
         stop.check()
         raise RequestError(
-            f"{config.model.arch} cannot be compiled: train with train.compile=off ({one_line(error)})"
+            f"{config.model.arch} cannot be compiled", f"train with train.compile=off ({one_line(error)})"
         ) from error
 
 

@@ -166,6 +166,7 @@ def _record_defects(trainer: Trainer, used: list[Batch]) -> None:
     if len(known) > limit:
         raise StorageError(
             f"{len(known)} of {plan.train_images:,} training images cannot be decoded, more than"
-            f" data.max_bad={config.data.max_bad:g} allows ({limit:.0f}): raise data.max_bad to train without them, or"
-            f" fix the files that 'pipeline data check' names and {config.start_again}"
+            f" data.max_bad={config.data.max_bad:g} allows ({limit:.0f})",
+            "raise data.max_bad to train without them, or"
+            f" fix the files that 'pipeline data check' names and {config.start_again}",
         )
