@@ -1,5 +1,6 @@
 """A pack in a bucket has the bytes of the local one, after any kill; `data check` verifies it."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -12,12 +13,13 @@ import numpy as np
 import pytest
 from harness import Result, environment, pipeline, quick
 from object_store import Bucket, FaultProxy
+from test_check import good, make_odd  # noqa: F401 — a fixture
 from test_import import archives  # noqa: F401 — a fixture
 from test_pack import copy_folder, encoded, photo
 
 from pipeline.data.store import Store
 from pipeline.errors import RequestError
-from pipeline.operate.data import check
+from pipeline.operate.check import check
 from pipeline.operate.pack import pack
 
 
@@ -227,9 +229,9 @@ def test_a_pack_in_a_bucket_is_checked_like_a_local_one(
     place = f"{bucket.place}/pack"
     pack(images, Store(place), "lossless", 0.1)
     fault_proxy.rates = {"503": 0.05, "truncate": 0.1}
-    good = checked(place)
-    assert (good.code, good.err) == (0, "")
-    assert good.out == f"{check(local, 0.1, write_sums=False)}\n".replace(str(local), place)
+    whole = checked(place)
+    assert (whole.code, whole.err) == (0, "")
+    assert whole.out == f"{check(local, 0.1, write_sums=False)}\n".replace(str(local), place)
     fault_proxy.rates = {}
 
     damaged = copy_folder(local, tmp_path / "pack")
@@ -246,6 +248,20 @@ def test_a_pack_in_a_bucket_is_checked_like_a_local_one(
     assert found.err.count("has changed") == 4
     reads = [request for request in fault_proxy.requests if request.startswith("GET") and ".tar" in request]
     assert len(reads) == len(list(local.glob("*.tar"))), "each shard is read once"
+
+
+def test_equal_dark_and_turned_images_are_named_in_a_bucket(good: Path, bucket: Bucket) -> None:  # noqa: F811
+    expected = make_odd(good)
+    place = f"{bucket.place}/pack"
+    pack(good, Store(place), "lossless", 0.1)
+    result = quick("data", "check", place, "--json")
+    assert (result.code, json.loads(result.out)) == (0, expected)
+    bucket.write("pack/val-0000.tar", b"x" * len(bucket.read("pack/val-0000.tar")))
+    damaged = quick("data", "check", place, "--json")
+    report = json.loads(damaged.out)
+    assert (damaged.code, [defect["file"] for defect in report["defects"]][:1]) == (4, ["val-0000.tar"])
+    assert len(report["defects"]) == 6
+    assert report["twins"] == [["train/cat/1.png", "train/cat/deep/again.png"]]
 
 
 def test_what_cannot_be_checked_in_a_bucket_is_refused(bucket: Bucket, images: Path) -> None:

@@ -196,11 +196,11 @@ data import imagenet nosuch out | nosuch is not a folder
 data pack photos | required: OUT
 data pack nosuch out | nosuch is not a folder
 data pack photos out --level=best | level best is not allowed
-data pack photos out --val-split=0 | '0' is not a number between 0 and 1
+data pack photos out --val-split=1 | '1' is not a number from 0 to 1
 data pack packed out | packed is a pack already
 data check nosuch | nosuch is not a folder
-data check photos --val-split=2 | '2' is not a number between 0 and 1
-data check photos --val-split=nan | 'nan' is not a number between 0 and 1
+data check photos --val-split=2 | '2' is not a number from 0 to 1
+data check photos --val-split=nan | 'nan' is not a number from 0 to 1
 bench bogus | unknown subject 'bogus'; the choices are train, track,
 bench gpus | unknown subject 'gpus'; did you mean gpu?
 bench data --images=nosuch | --images nosuch is not a folder
@@ -310,7 +310,7 @@ train digits data.source=folder data.root=few | no image to validate on
 train digits data.source=folder data.root=loose | holds no folders
 train digits data.source=folder data.root=zip | holds no folders
 data check folder-image | 000.jpg is a folder that is named like an image
-data check differ | the classes of train/ and val/ differ
+data check differ --json | the classes of train/ and val/ differ
 data check packed --write-sums | leave --write-sums out
 data check torn-pack | the pack torn-pack is damaged
 data pack folder-image out | 000.jpg is a folder that is named like an image

@@ -103,21 +103,23 @@ def _add_check(actions: Commands) -> None:
     parser = add_command(
         actions, "check", _check, "check every file of an image folder or a pack, and name each defect",
         "Check the layout and the checksums of an image folder or a pack, and that each image decodes. Names each"
-        " defect; exit 4 if there is one.",
+        " defect; exit 4 if there is one. Also says what was left out, and warns of equal images, dark images and"
+        " classes without a validation image.",
         "pipeline data check photos --write-sums",
-        "pipeline data check s3://my-data/photos",
+        "pipeline data check s3://my-data/photos --json",
     )  # fmt: skip
     parser.add_argument(
         "root", type=path_or_uri, metavar="FOLDER", help="image folder or pack, or s3://bucket/prefix of a pack"
     )
     parser.add_argument("--write-sums", action="store_true", help="write SHA256SUMS, which later checks compare with")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     _add_val_split(parser)
 
 
 def _check(options: argparse.Namespace) -> str:
-    from pipeline.operate import data
+    from pipeline.operate.check import check
 
-    return data.check(_place(options.root), options.val_split, write_sums=options.write_sums)
+    return check(_place(options.root), options.val_split, write_sums=options.write_sums, as_json=options.json)
 
 
 def _add_val_split(parser: Parser) -> None:

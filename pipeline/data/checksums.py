@@ -1,56 +1,50 @@
 """SHA256SUMS of an image folder: the SHA-256 of each image, as the tool `sha256sum` writes it."""
 
 import hashlib
-import os
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.data.access import OutageError, is_image, normal_path, open_regular, printable_name, read_error
-from pipeline.data.index import MAX_FILE_BYTES, Index
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.data.access import is_image, normal_path, open_regular, printable_name
+from pipeline.data.index import Index
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import atomic_write, target_of
 
 SUMS = "SHA256SUMS"
-_TASKS_AT_ONCE = 10_000  # each task in the queue of a pool takes 1 KB
 
 
-def write_sums(root: Path, index: Index) -> None:
-    """Write SHA256SUMS over all images of the index. Raises RequestError if one cannot be read."""
-    names = list(index.names())
+def write_sums(root: Path, index: Index, digests: NDArray[np.uint8]) -> None:
+    """Write SHA256SUMS over all images of the index. digests: [N, 32], train before val."""
     lines = []
-    for name, digest in zip(names, _digests(root, names), strict=True):
-        if digest is None:
-            raise RequestError(f"{printable_name(name)} cannot be read: no sums written; fix or remove it first")
+    for name, digest in zip(index.names(), digests, strict=True):
         escaped = name.replace(b"\\", b"\\\\").replace(b"\n", b"\\n")
         prefix = b"\\" if escaped != name else b""
-        lines.append(prefix + digest.hex().encode() + b"  " + escaped + b"\n")
+        lines.append(prefix + digest.tobytes().hex().encode() + b"  " + escaped + b"\n")
     try:
         atomic_write(target_of(root / SUMS), b"".join(lines))
     except OSError as error:
         raise StorageError(f"{root / SUMS} cannot be written: {error.strerror}") from None
 
 
-def check_sums(root: Path, index: Index) -> Iterator[tuple[str, str]]:
-    """Yield (name, defect) of each image that is unreadable, differs from its sum or has none.
+def check_sums(root: Path, index: Index, digests: NDArray[np.uint8]) -> Iterator[tuple[str, str]]:
+    """Yield (name, defect) of each image that differs from its sum or has none.
 
-    Other names in SHA256SUMS are not opened: they may lead anywhere. Those of images are reported.
+    digests: [N, 32], train before val; zeros for an image that cannot be read, which is not
+    compared. Other names in SHA256SUMS are not opened: they may lead anywhere. Those of images are
+    reported.
     """
-    expected, names = read_sums(root) or {}, list(index.names())
-    sums = {name: expected.get(name, expected.get(normal_path(name))) for name in names}
-    listed = [name for name in names if sums[name]]
-    for name, digest in zip(listed, _digests(root, listed), strict=True):
-        if digest is None:
-            yield printable_name(name), "cannot be read"
-        elif digest != sums[name]:
-            yield printable_name(name), f"has changed: its content is not that of {SUMS}"
-    for name in names:
-        if not sums[name]:
-            yield printable_name(name), f"has no sum in {SUMS}"
+    names, expected = list(index.names()), np.concatenate([index.train.sums, index.val.sums]).reshape(-1, 32)
+    has_sum = expected.any(1)
+    for i in np.flatnonzero(has_sum & digests.any(1) & (digests != expected).any(1)).tolist():
+        yield printable_name(names[i]), f"has changed: its content is not that of {SUMS}"
+    for i in np.flatnonzero(~has_sum).tolist():
+        yield printable_name(names[i]), f"has no sum in {SUMS}"
     known = {normal_path(name) for name in names}
-    for normal, name in {normal_path(name): name for name in expected}.items():
+    for normal, name in {normal_path(name): name for name in read_sums(root) or {}}.items():
         if normal not in known and is_image(name):
             yield printable_name(name), f"has a sum in {SUMS}, but is not an image of this folder"
 
@@ -87,23 +81,3 @@ def _read(root: Path) -> bytes | None:
     with suppress(FileNotFoundError), open(root / SUMS, "rb", opener=open_regular) as file:
         return file.read()
     return None
-
-
-def _digests(root: Path, names: list[bytes]) -> Iterator[bytes | None]:
-    """Yield the SHA-256 of each file, or None if it is unreadable. Raises OutageError."""
-
-    def digest(name: bytes) -> bytes | None:
-        path = os.path.join(os.fsencode(root), name)
-        try:
-            with open(path, "rb", opener=open_regular) as file:
-                is_image = os.fstat(file.fileno()).st_size <= MAX_FILE_BYTES
-                return hashlib.file_digest(file, "sha256").digest() if is_image else None
-        except OSError as error:
-            failure = read_error(path, error)
-            if isinstance(failure, OutageError) and not os.path.islink(path):  # a dangling link is a defect here
-                raise failure from None
-            return None
-
-    with ThreadPoolExecutor(8) as pool:  # hashing and reading release the interpreter's lock
-        for start in range(0, len(names), _TASKS_AT_ONCE):
-            yield from pool.map(digest, names[start : start + _TASKS_AT_ONCE])

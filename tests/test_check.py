@@ -1,0 +1,205 @@
+"""`data check` says what looks wrong with images that can be read: equal, dark and turned ones."""
+
+import itertools
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from harness import quick
+from PIL import Image
+
+from pipeline.data.index import Index, Split
+from pipeline.operate.check import Findings
+from pipeline.operate.pack import pack
+
+PACK_0_2 = Path(__file__).parent / "pack-0.2"
+
+
+def write(root: Path, name: str, image: Image.Image, kind: str = "PNG", orientation: int = 1) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    image.save(root / name, kind, **({"exif": exif} if orientation > 1 else {}))
+
+
+def copy(root: Path, source: str, *targets: str) -> None:
+    for target in targets:
+        (root / target).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(root / source, root / target)
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    """Return a folder of three classes, each with 3 images to train and 1 held out."""
+    rng = np.random.default_rng(1)
+    for label, name in itertools.product(("ant", "bee", "cat"), ("train/{}/1", "train/{}/2", "train/{}/3", "val/{}/1")):
+        write(
+            tmp_path / "photos", name.format(label) + ".png", Image.fromarray(rng.integers(0, 256, (8, 9, 3), np.uint8))
+        )
+    return tmp_path / "photos"
+
+
+def make_odd(root: Path) -> dict[str, Any]:
+    """Add odd images to `good`, of which a pack keeps the bytes. Return what a check must find."""
+    copy(root, "train/ant/1.png", "val/ant/leak.png")  # in both splits
+    copy(root, "train/ant/2.png", "train/bee/ant.png")  # of two classes
+    copy(root, "train/bee/1.png", "val/cat/bee.png")  # both
+    copy(root, "train/cat/1.png", "train/cat/deep/again.png")  # twice in a class
+    for shade in (0, 7, 8):
+        write(root, f"train/bee/shade{shade}.png", Image.new("L", (9, 8), shade))
+    for number, kind in enumerate(("PNG", "WEBP", "TIFF")):
+        write(root, f"train/cat/turned.{kind.lower()}", Image.effect_noise((9, 8), 60), kind, 6 + number % 3)
+    return {
+        "images": 22, "classes": {"ant": 5, "bee": 8, "cat": 9}, "ignored": {}, "defects": [], "turned": 3,
+        "twins": [["train/ant/1.png", "val/ant/leak.png"], ["train/bee/1.png", "val/cat/bee.png"],
+                  ["train/cat/1.png", "train/cat/deep/again.png"]],
+        "two_labels": [["train/ant/2.png", "train/bee/ant.png"], ["train/bee/1.png", "val/cat/bee.png"]],
+        "dark": ["train/bee/shade0.png", "train/bee/shade7.png"],
+    }  # fmt: skip
+
+
+def found(root: Path, code: int = 0) -> dict[str, Any]:
+    result = quick("data", "check", str(root), "--json")
+    assert result.code == code, result.err
+    return dict(json.loads(result.out))
+
+
+def test_equal_dark_and_turned_images_are_named_in_a_folder_and_in_a_pack(good: Path) -> None:
+    expected = make_odd(good)
+    write(good, "train/bee/.hidden.png", Image.new("L", (9, 8)))
+    (good / "train/ant/note.TXT").touch()
+    assert found(good) == expected | {"ignored": {"hidden or system": 1, "extension .txt": 1}}
+    pack(good, good.parent / "pack", "lossless", 0.1)
+    assert found(good.parent / "pack") == expected
+    pack(good, good.parent / "raw", "raw=64", 0.1)
+    assert found(good.parent / "raw") == expected | {"turned": 0}
+
+
+def test_warnings_change_the_verdict_and_name_images(good: Path) -> None:
+    clean = quick("data", "check", str(good)).out
+    assert "warning:" not in clean
+    assert clean.splitlines()[-1].startswith(f"{good} is good: 9 images to train, 3 held out, 3 classes, digest ")
+    make_odd(good)
+    copy(good, "train/ant/3.png", *(f"train/ant/copy{number:02}.png" for number in range(45)))
+    write(good, "val/ant/._1.png", Image.new("L", (9, 8)))
+    result = quick("data", "check", str(good))
+    page = result.out.splitlines()
+    assert result.code == 0
+    assert "left out: 1 hidden or system" in page
+    assert [line for line in page if line.startswith("warning: 2 images are held out, but also in training")]
+    assert "  train/bee/1.png = val/cat/bee.png" in page
+    assert "  train/bee/shade7.png" in page
+    assert [line for line in page if "turned" in line and "3 images" in line]
+    assert "  and 41 more (--json lists all)" in page
+    assert page[-1].startswith(f"{good} can be used, with 4 warnings: 62 images to train, 5 held out, 3 classes, ")
+
+
+def test_a_class_that_is_never_held_out_is_a_warning(good: Path) -> None:
+    write(good / "train", "dog/1.png", Image.effect_noise((9, 8), 60))  # which stays in training
+    page = quick("data", "check", str(good / "train"), "--val-split=0.4").out.splitlines()
+    assert [line for line in page if line.startswith("warning: 1 class has no validation image") and "dog" in line]
+    assert page[-1].startswith(f"{good / 'train'} can be used, with 1 warning: ")
+
+
+def test_a_check_of_a_link_to_other_images_finds_all_of_them(good: Path) -> None:
+    shutil.rmtree(good / "val")
+    (good / "val").symlink_to("train")
+    assert found(good)["twins"] == [
+        [f"train/{label}/{number}.png", f"val/{label}/{number}.png"]
+        for label in ("ant", "bee", "cat") for number in (1, 2, 3)
+    ]  # fmt: skip
+    (good / "train/dog").symlink_to("cat")
+    both = found(good)
+    assert [f"train/cat/{number}.png" for number in (1, 2, 3)] == [
+        pair[0] for pair in both["two_labels"] if pair[1].startswith("train/dog/")
+    ]
+    (good / "val").unlink()
+    shutil.copytree(good / "train", good / "val", symlinks=True, copy_function=os.link)
+    assert found(good) == both
+
+
+def test_defects_end_the_check_with_4_and_are_no_twins(good: Path) -> None:
+    for name in ("train/ant/bad.png", "val/ant/bad.png", "val/bee/bad.png"):
+        (good / name).write_bytes(b"no image")
+    result = quick("data", "check", str(good), "--json")
+    assert (result.code, result.error) == (4, f"3 defects in the 15 images of {good}: fix or remove the files")
+    assert "bad.png" not in result.err
+    report = json.loads(result.out)
+    assert report["defects"] == [
+        {"file": name, "reason": "not an image in a known format"}
+        for name in ("train/ant/bad.png", "val/ant/bad.png", "val/bee/bad.png")
+    ]
+    assert (report["images"], report["twins"], report["two_labels"]) == (15, [], [])
+    page = quick("data", "check", str(good))
+    assert page.code == 4
+    assert "val/bee/bad.png: not an image in a known format" in page.err.splitlines()
+    assert page.out.splitlines()[-1] == f"{good} is not good: 3 defects"
+
+
+def test_a_wrong_layout_is_one_line_with_json_too(good: Path) -> None:
+    shutil.rmtree(good / "val/ant")
+    result = quick("data", "check", str(good), "--json")
+    assert (result.code, result.out) == (2, "")
+    assert "ant in train/ only" in result.error
+
+
+def test_a_pack_of_0_2_is_checked_as_it_is_read() -> None:
+    report = found(PACK_0_2)
+    assert (report["defects"], report["turned"]) == ([], 0)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_a_dark_image_has_no_pixel_of_8(good: Path, kind: str) -> None:
+    pixels = np.full((16, 16, 3), 4, np.uint8)
+    write(good, "val/ant/dark", Image.fromarray(pixels), kind)
+    pixels[8:, 8:] = 60
+    write(good, "val/ant/lit", Image.fromarray(pixels), kind)
+    for name in ("dark", "lit"):
+        (good / f"val/ant/{name}").rename(good / f"val/ant/{name}.{kind.lower()}")
+    assert found(good)["dark"] == [f"val/ant/dark.{kind.lower()}"]
+
+
+def entries(split: str, labels: list[int]) -> Split:
+    return Split.from_entries([(f"{split}/{i:09}".encode(), 1, label) for i, label in enumerate(labels)])
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_pairs_are_exact(number: int) -> None:
+    rng = np.random.default_rng(number)
+    count, held_out, classes, contents = (int(rng.integers(*bounds)) for bounds in ((1, 60), (0, 60), (2, 5), (1, 60)))
+    labels = rng.integers(0, classes, count + held_out).tolist()
+    index = Index(entries("train", labels[:count]), entries("val", labels[count:]), tuple("abcde"[:classes]))
+    findings = Findings(index)
+    findings.digests[:] = rng.integers(1, 256, (contents, 32))[rng.integers(0, contents, count + held_out)]
+    twins, two_labels = findings.equal_images()
+    every = [
+        (i, j) for i, j in itertools.combinations(range(count + held_out), 2)
+        if (findings.digests[i] == findings.digests[j]).all()
+    ]  # fmt: skip
+    all_twins = {pair for pair in every if pair[0] < count <= pair[1] or labels[pair[0]] == labels[pair[1]]}
+    all_two_labels = {pair for pair in every if labels[pair[0]] != labels[pair[1]]}
+    for pairs, expected in ((twins, all_twins), (two_labels, all_two_labels)):
+        assert set(pairs) <= expected
+        assert len(set(pairs)) == len(pairs) <= count + held_out
+        assert {second for _, second in pairs} == {second for _, second in expected}, "each image is named"
+    assert {second for first, second in twins if first < count <= second} == {
+        second for first, second in every if first < count <= second
+    }, "each leak is one"
+
+
+def test_a_page_of_a_thousand_classes_is_short() -> None:
+    classes = tuple(f"class{label:04}" for label in range(1000))
+    labels = [label for label in range(1000) for _ in range(1 + label % 97)]
+    index = Index(entries("train", labels), entries("val", list(range(1, 1000, 2))), classes)
+    findings = Findings(index)
+    findings.digests[:, 0] = 1  # all equal
+    page = findings.page(Path("photos"), "", "")
+    assert len(page.splitlines()) < 50
+    assert max(map(len, page.splitlines())) < 200
+    assert "980 classes between them" in page
+    assert "500 classes have no validation image" in page
+    assert len(json.loads(findings.to_json())["classes"]) == 1000
