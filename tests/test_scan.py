@@ -316,3 +316,26 @@ def test_train_and_val_may_spell_a_class_differently_and_other_classes_are_told_
     fill(root, "train/p\u0430ss/1.png", "val/pass/1.png")  # the first with a Cyrillic letter
     line = refused(lambda: scan(root, HoldOut()))
     assert "p\\u0430ss') in train/ only, pass in val/ only" in line
+
+
+def test_a_class_without_a_validation_image_is_named_and_counted(tmp_path: Path) -> None:
+    root = fill(tmp_path / "photos", *(f"{kind}/{i}.png" for kind in ("cat", "dog") for i in range(6)), "eel/1.png")
+    fill(root, "eel/2.png")
+    run = tmp_path / "run"
+    words = (
+        *PLAN, f"data.root={root}", f"run.dir={run}", "data.workers=0", "model.arch=shufflenet_v2_x0_5",
+        "track.uri=none", "train.max_steps=1",
+    )  # fmt: skip
+    pack = ("data.source=pack", f"data.root={tmp_path / 'pack'}")
+    assert quick("data", "pack", str(root), str(tmp_path / "pack")).code == 0
+    for command in (["data", "check", str(root)], ["data", "check", pack[1][10:]], ["plan", *words]):
+        assert "no validation image of class eel" in quick(*command).out
+    trained = quick("train", *words, timeout=200)
+    assert trained.code == 0, trained.err
+    assert "over 2 of 3 classes" in next(line for line in trained.err.splitlines() if "validation at step 1" in line)
+    (page,) = (run / "report").glob("*.html")
+    assert "balanced (2 of 3 classes)" in page.read_text()
+    result = quick("evaluate", str(run), *pack, timeout=200)
+    assert (result.code, "over 2 of 3 classes, recall of each class: " in result.err) == (0, True), result.err
+    fill(root, "eel/3.png")
+    assert "no validation image" not in quick("data", "check", str(root)).out

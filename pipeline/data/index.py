@@ -208,6 +208,9 @@ class Index:
     def size(self) -> DataSize:
         notes = [self.hold_out.describe()] if self.is_split_by_hash else []
         notes += [] if self.upright else ["EXIF orientation ignored"]
+        counts = np.bincount(self.val.labels, minlength=len(self.classes))
+        missing = [self.classes[label] for label in np.flatnonzero(counts == 0)] if len(self.val) else []
+        notes += [f"no validation image of class {list_first(missing, 5)}"] if missing else []
         notes += [f"left out: {describe_ignored(self.ignored)}"] if self.ignored else []
         return DataSize(len(self.train), len(self.val), len(self.classes), "; ".join(notes))
 

@@ -179,6 +179,8 @@ def draw_classes(path: Path, evaluation: SavedEvaluation, title: str) -> None:
     axes.set_xticks(np.linspace(0, 1, 6))
     axes.set_xlabel("correct images / images of the class", fontsize=8)
     part = f"the worst {len(shown)} of {len(recalls):,} classes" if len(shown) < len(recalls) else "each class"
+    if len(recalls) < num_classes:
+        part += f" with images ({len(recalls):,} of {num_classes:,})"
     axes.set_title(f"top-1 accuracy of {part}, {title}", fontsize=10)
     figure.savefig(path, dpi=120)
 

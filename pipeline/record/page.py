@@ -14,6 +14,7 @@ import shlex
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -198,15 +199,21 @@ def _words(name: str) -> str:
     return {"forward_backward": "forward and backward"}.get(name, name.replace("_", " "))
 
 
-def _evaluations(folder: RunFolder) -> list[list[str]]:
+def _evaluations(folder: RunFolder) -> dict[str, Any]:
     evaluations = Receipt(folder).contents()["evaluations"]
     if not evaluations:
         raise ValueError("no evaluation yet")
     keys = ("top1", "top5", "balanced_accuracy", "loss", "train_loss", "ece")
-    return [
+    rows = [
         [f"{row['step']:,}", *(_number(row.get(key)) for key in keys), row["images"], row["weights"]]
         for row in evaluations
     ]
+    balanced = "balanced"
+    with suppress(OSError, ValueError):
+        last = _last_evaluation(folder)
+        count, num_classes = last.predictions.classes_with_images, len(last.classes)
+        balanced += f" ({count:,} of {num_classes:,} classes)" if count < num_classes else ""
+    return {"rows": rows, "balanced": balanced}
 
 
 def _plan(folder: RunFolder) -> dict[str, str]:

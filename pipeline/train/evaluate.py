@@ -139,6 +139,7 @@ class Evaluator:
             step, images, len(self.images), correct1, correct5, loss_sum * LOSS_UNIT // _IMAGE_LOSS_UNIT, not_finite,
             nll=loss_sum / _IMAGE_LOSS_UNIT / max(1, int((labels > 0).sum())),
             ece=predictions.calibration_error(), balanced_accuracy=predictions.balanced_accuracy(),
+            classes=predictions.classes_with_images,
             correct1_plain=correct1_plain if self._flips else None,
         )  # fmt: skip
         return EvalResult(evaluation, predictions, all_defects, failed_reads)

@@ -129,9 +129,10 @@ class Metrics:
         """Report the state's evaluation."""
         evaluation, row = state.evaluation, state.receipt_row()
         assert evaluation is not None
-        self._terminal.log(
-            f"validation at step {evaluation.step:,}: {evaluation.line}" + (" (best)" if is_best else "")
-        )
+        line, num_classes = evaluation.line, self._plan.num_classes
+        if evaluation.lacks_classes(num_classes):
+            line += f", {evaluation.describe_balanced(num_classes)}"
+        self._terminal.log(f"validation at step {evaluation.step:,}: {line}" + (" (best)" if is_best else ""))
         if evaluation.warning:
             self._terminal.log(evaluation.warning)
         metrics = {

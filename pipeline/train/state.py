@@ -47,6 +47,8 @@ class Evaluation:
     """The expected calibration error, see `Predictions.calibration_error`."""
     balanced_accuracy: float | None = None
     """The mean over the classes of their recall."""
+    classes: int | None = None
+    """The number of those classes: those that have images."""
     correct1_plain: int | None = None
     """With evaluate.flip: correct predictions without the mirror images."""
 
@@ -80,6 +82,15 @@ class Evaluation:
         figures = {"loss": math.nan} | self.figures
         parts = [f"{word} {figures[name]:.4f}" for name, word in names.items() if name in figures]
         return f"top-1 {self.top1:.4f}, top-5 {self.top5:.4f}, {', '.join(parts)}, {self.images} of {self.total} images"
+
+    def lacks_classes(self, num_classes: int) -> bool:
+        """Return True if a class has no image, so that no figure says how well it is predicted."""
+        return self.classes is not None and self.classes < num_classes
+
+    def describe_balanced(self, num_classes: int) -> str:
+        """Return the balanced accuracy as text, and over how many classes if some have no image."""
+        over = f" over {self.classes:,} of {num_classes:,} classes" if self.lacks_classes(num_classes) else ""
+        return f"balanced accuracy {self.balanced_accuracy or 0:.4f}{over}"
 
     @property
     def warning(self) -> str | None:
