@@ -217,7 +217,12 @@ class CheckpointWriter:
     def should_give_up(self) -> bool:
         """True if saves have failed MAX_FAILURES times and for MAX_FAILING_S."""
         is_long = time.monotonic() - self._failing_since >= MAX_FAILING_S
-        return self._failures >= MAX_FAILURES and (is_long or not self._folder.is_dir())
+        return self._failures >= MAX_FAILURES and (is_long or self.is_folder_removed)
+
+    @property
+    def is_folder_removed(self) -> bool:
+        """True if the folder has been removed or renamed since the start."""
+        return not self._folder.is_dir()
 
     @property
     def last_failed(self) -> bool:
@@ -229,6 +234,8 @@ class CheckpointWriter:
         if patience_s:
             outlook = f"trying again for {patience_s:g} s"
         while not (saved := self._write(snapshot, step, outlook)) and time.monotonic() + _RETRY_S < end:
+            if self.is_folder_removed:
+                break
             time.sleep(_RETRY_S)
         if saved:
             with suppress(OSError):  # of a listing: the next save tries again
@@ -255,7 +262,11 @@ class CheckpointWriter:
             self._failing_since = self._failing_since if self._failures else time.monotonic()
             self._failures += 1
             failures = f"{self._failures} in a row, for {format_duration(time.monotonic() - self._failing_since)}"
-            self._log(f"checkpoint of step {step} was not saved ({failures}): {_reason(error)}; {outlook}")
+            reason = _reason(error)
+            if self.is_folder_removed:
+                reason = f"{self._folder} was removed or renamed"
+                outlook = f"the run ends once saves have failed {MAX_FAILURES} times"
+            self._log(f"checkpoint of step {step} was not saved ({failures}): {reason}; {outlook}")
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
         return not self._failures

@@ -93,13 +93,20 @@ def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
         trainer.strategy.average_buffers(state.ema)
     records.wait_for_save()
     best = state.best_step
-    not_finite, gave_up, best_is_lost = group.any_rank(
+    not_finite, gave_up, best_is_lost, is_removed = group.any_rank(
         not all_finite(state.model.state_dict().values()),
         records.gave_up_saving,
         best is not None and best != step and records.lacks_checkpoint(best),
+        records.is_folder_removed,
+    )
+    removed = StorageError(
+        f"run.dir={trainer.config.run_dir} was removed or renamed during the run, step {step} is lost: leave a run's"
+        " folder where it is until the run ends"
     )
     if not_finite:
         raise NotFiniteError(f"weights are not finite at step {step}: not saved; the earlier checkpoints are good")
+    if gave_up and is_removed:
+        raise removed
     if gave_up:
         limit = f"{MAX_FAILURES} times in a row and for {MAX_FAILING_S // 60} minutes"
         raise StorageError(f"saves failed {limit}, step {step} is lost", "free disk space")
@@ -117,7 +124,9 @@ def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
     records.save(contents, trainer.plan.epoch_at(step), step, state.best_step, patience_s)
     if is_last:
         records.wait_for_save()
-    (failed,) = group.any_rank(is_last and records.last_save_failed)
+    failed, is_removed = group.any_rank(is_last and records.last_save_failed, records.is_folder_removed)
+    if failed and is_removed:
+        raise removed
     if failed and is_stopping:
         raise TemporaryError(
             "asked to stop", f"step {step} could not be saved, the same command resumes from the newest checkpoint"

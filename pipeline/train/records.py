@@ -161,6 +161,10 @@ class Records:
     def last_save_failed(self) -> bool:
         return self._checkpoints.last_failed
 
+    @property
+    def is_folder_removed(self) -> bool:
+        return self._checkpoints.is_folder_removed
+
     def lacks_checkpoint(self, step: int) -> bool:
         """Return True if the folder has no checkpoint of `step`."""
         return self._checkpoints.path_of_step(step) is None
@@ -246,6 +250,7 @@ class NullRecords(Records):
 
     gave_up_saving = False
     last_save_failed = False
+    is_folder_removed = False
 
     def __init__(self) -> None:
         pass

@@ -104,7 +104,11 @@ def test_nohup_keeps_a_run_and_all_its_processes_through_a_closed_terminal(
     tmp_path: Path, digits: Path, by_torchrun: bool
 ) -> None:
     run = job(tmp_path / "run", digits, "data.workers=2", "train.epochs=100", nproc=2)
-    run.by_torchrun, run.prefix = by_torchrun, ["nohup"]
+    run.by_torchrun = by_torchrun
+    if by_torchrun:
+        run.prefix = ["nohup"]
+    else:
+        run.prelude = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
     run.start().wait_for_step(2)
     for pid in run.processes():
         kill(pid, signal.SIGHUP)
@@ -179,6 +183,7 @@ def test_a_second_ctrl_c_ends_the_wait_for_mlflow(tmp_path: Path, digits: Path, 
     run = job(tmp_path / "run", digits, "data.workers=0", f"track.uri=sqlite:///{tmp_path}/mlflow.db", nproc=nproc)
     run.start().wait_for_step(2)
     (sender,) = (pid for pid in run.processes() if " sync " in command_line(pid))
+    run.wait_until(lambda: ignores_hangup(sender), "sender that outlives a terminal")
     kill(sender, signal.SIGSTOP)
     assert run.process
     kill(run.process.pid, signal.SIGINT)
@@ -189,6 +194,22 @@ def test_a_second_ctrl_c_ends_the_wait_for_mlflow(tmp_path: Path, digits: Path, 
     assert (result.code, time.monotonic() - start < 5) == (75, True)
     assert f"step {run.step()} is saved" in result.error
     run.clean()
+
+
+@pytest.mark.parametrize("end", ["saves", "stop", "last step"])
+def test_a_run_folder_that_is_removed_during_the_run_is_named(tmp_path: Path, digits: Path, end: str) -> None:
+    every = "2 steps" if end == "saves" else "1000 steps"
+    words = (f"checkpoint.every={every}", "data.workers=0", "train.epochs=100")
+    run = job(tmp_path / "run", digits, *words, f"train.max_steps={40 if end == 'last step' else 2000}", nproc=1)
+    run.start().wait_for_step(3)
+    run.folder.rename(tmp_path / "elsewhere")
+    assert run.process
+    if end == "stop":
+        kill(run.process.pid, signal.SIGTERM)
+    result = run.wait()
+    assert result.code == 4, result.err
+    assert f"run.dir={run.folder} was removed or renamed" in result.error
+    assert "disk" not in result.err
 
 
 def test_a_program_may_train_in_a_thread(tmp_path: Path, digits: Path) -> None:
@@ -262,6 +283,11 @@ def test_an_abort_at_interpreter_shutdown_does_not_fail_a_finished_run(tmp_path:
     result = run.run()
     assert result.code == 0, result.err
     assert result.done["step"] == "1"
+
+
+def ignores_hangup(pid: int) -> bool:
+    ignored = Path(f"/proc/{pid}/status").read_text().partition("SigIgn:")[2].split()[0]
+    return bool(int(ignored, 16) & 1 << signal.SIGHUP - 1)
 
 
 def _wait_for(phase: str, run: Job, draw: random.Random, before: int) -> None:
