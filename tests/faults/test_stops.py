@@ -164,6 +164,19 @@ def test_a_signal_at_any_instant_of_a_start_that_resumes_exits_75(tmp_path: Path
     assert not (run.folder / "failure.json").exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_command_line_is_imported_exits_75(tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "pipeline", "train", "digits", "--nproc", "2"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        end = time.monotonic() + 10
+        while not has_signal(process.pid, "SigCgt", signal.SIGTERM) and time.monotonic() < end:
+            time.sleep(0.001)
+        process.send_signal(number)
+        _, error = process.communicate()
+    assert process.returncode == 75
+    assert error == "pipeline: interrupted: give the same command again\n"
+
+
 def test_a_stop_before_a_new_run_has_a_step_leaves_no_folder(tmp_path: Path, digits: Path) -> None:
     run = job(tmp_path / "run", digits, nproc=1)
     run.prelude = (
@@ -183,7 +196,7 @@ def test_a_second_ctrl_c_ends_the_wait_for_mlflow(tmp_path: Path, digits: Path, 
     run = job(tmp_path / "run", digits, "data.workers=0", f"track.uri=sqlite:///{tmp_path}/mlflow.db", nproc=nproc)
     run.start().wait_for_step(2)
     (sender,) = (pid for pid in run.processes() if " sync " in command_line(pid))
-    run.wait_until(lambda: ignores_hangup(sender), "sender that outlives a terminal")
+    run.wait_until(lambda: has_signal(sender, "SigIgn", signal.SIGHUP), "sender that outlives a terminal")
     kill(sender, signal.SIGSTOP)
     assert run.process
     kill(run.process.pid, signal.SIGINT)
@@ -285,9 +298,10 @@ def test_an_abort_at_interpreter_shutdown_does_not_fail_a_finished_run(tmp_path:
     assert result.done["step"] == "1"
 
 
-def ignores_hangup(pid: int) -> bool:
-    ignored = Path(f"/proc/{pid}/status").read_text().partition("SigIgn:")[2].split()[0]
-    return bool(int(ignored, 16) & 1 << signal.SIGHUP - 1)
+def has_signal(pid: int, kind: str, number: int) -> bool:
+    """Return True if a process ignores (SigIgn) or handles (SigCgt) a signal."""
+    numbers = Path(f"/proc/{pid}/status").read_text().partition(f"{kind}:")[2].split()[0]
+    return bool(int(numbers, 16) & 1 << number - 1)
 
 
 def _wait_for(phase: str, run: Job, draw: random.Random, before: int) -> None:
