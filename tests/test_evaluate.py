@@ -36,6 +36,7 @@ from pipeline.operate.pack import pack
 from pipeline.record.checkpoint import CheckpointWriter, decode, weights_digest
 from pipeline.record.checkpoint_files import read_verified
 from pipeline.record.predictions import NO_PREDICTION, Predictions
+from pipeline.record.receipt import best_checkpoint
 from pipeline.record.terminal import make_terminal
 from pipeline.train.evaluate import EvalResult, Evaluator
 from pipeline.train.state import LOSS_UNIT, MAX_LOSS, Evaluation
@@ -503,3 +504,19 @@ def test_a_model_is_exported_from_inside_its_folder_and_without_its_data(
         assert "nowhere" in capsys.readouterr().err
     finally:
         away.rename(plain)
+
+
+def test_of_models_with_equal_top1_the_one_with_the_lower_loss_is_the_best(digits: Path, tmp_path: Path) -> None:
+    state = make_trainer(digits, "model.arch=squeezenet1_1").state
+    common = {"images": 10, "total": 10, "correct1": 5, "correct5": 5}
+    losses = {1: 9, 2: 8, 3: 8, 4: 9}  # step: sum
+    found = {
+        step: state.add_evaluation(Evaluation(step=step, loss_sum=loss, **common)) for step, loss in losses.items()
+    }
+    assert found == {1: True, 2: True, 3: False, 4: False}
+    rows = [{"step": step, "top1": 0.5, "loss": loss} for step, loss in losses.items()]
+    (tmp_path / "receipt.json").write_text(json.dumps({"evaluations": rows}))
+    (tmp_path / "checkpoints").mkdir()
+    for step in losses:
+        (tmp_path / f"checkpoints/step-{step:08d}.{'0' * 16}.pt").touch()
+    assert best_checkpoint(str(tmp_path)).name.startswith("step-00000002.")

@@ -2,6 +2,7 @@
 
 import json
 import resource
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from PIL import Image
 
 from pipeline.cli.main import main
 from pipeline.record import figures
-from pipeline.record.figures import EVALUATION_FIGURES
+from pipeline.record.figures import EVALUATION_FIGURES, Tile, draw_contact_sheet
 from pipeline.record.predictions import Predictions, SavedEvaluation, load_evaluation, save_augmented, save_evaluation
 
 CLASSES = ["$5", "$10", "naïve cat"]
@@ -182,3 +183,28 @@ def test_figures_say_what_their_numbers_are(tmp_path: Path, drawn: list[Any]) ->
         reliability
     )
     assert {"predicted $10 (0.95)\ntrue naïve cat", "predicted $5 (0.60)\ntrue $10"} <= set(mistakes)
+
+
+def test_names_that_no_font_has_are_drawn_as_labels_and_long_ones_are_cut(tmp_path: Path, drawn: list[Any]) -> None:
+    predictions = make_predictions()
+    classes = ["日本", "W" * 40, "i" * 200]
+    evaluation = SavedEvaluation(
+        predictions, classes, predictions.most_confident_mistakes(2), np.zeros((2, 3, 8, 8), np.uint8)
+    )
+    for draw in EVALUATION_FIGURES.values():
+        draw(tmp_path / "figure.png", evaluation, "step 12")
+    tile = Tile(np.zeros((3, 8, 8), np.uint8), figures.drawn_name("W" * 80, label=1))
+    draw_contact_sheet(tmp_path / "figure.png", [tile] * 8, "a/long/path/日本/" * 30)
+    fonts = figures._families("日本")
+    name = "class 0" if fonts == ["DejaVu Sans"] else "日本"
+    confusion, bars, *_ = map(drawn_texts, drawn)
+    assert name in confusion
+    assert name in bars
+    for figure in (drawn[3], drawn[4]):
+        figure.draw_without_rendering()
+        boxes = [text.get_window_extent() for axes in figure.axes for text in axes.texts]
+        for left, right in pairwise(sorted(boxes, key=lambda box: box.x0)):
+            assert left.x1 <= right.x0
+    assert drawn[4]._suptitle.get_window_extent().width <= drawn[4].bbox.width
+    other = sorted(figures._characters("STIXGeneral") - figures._characters("DejaVu Sans"))[0]
+    assert figures.drawn_name(other) == other, "another installed font has it"

@@ -1,6 +1,8 @@
 """Names and locales that are not UTF-8, and files that commands write where a user says."""
 
 import os
+import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -106,3 +108,44 @@ def test_a_full_disk_is_one_line(place: Place, small_disk: Path, monkeypatch: py
         result = quick(*command)
         assert result.code == 4, command
         assert "No space left on device" in result.error
+
+
+def test_a_copied_checkpoint_is_refused_with_its_right_name(place: Place) -> None:
+    (checkpoint,) = place.checkpoints("done")
+    shutil.copy(checkpoint, place.path / "model.pt")
+    commands = (
+        ("predict", "model.pt", "images/val"), ("evaluate", "model.pt"),
+        ("train", "digits", *SMALL, "run.dir=runs/new", "run.resume=model.pt"),
+    )  # fmt: skip
+    for command in commands:
+        refused = quick(*command, cwd=place.path)
+        assert refused.code == 4
+        assert refused.error.endswith(f": rename it to {checkpoint.name}")
+    (place.path / "model.pt").rename(place.path / checkpoint.name)
+    assert quick("predict", checkpoint.name, "images/val", cwd=place.path).code == 0
+
+
+def test_an_error_after_the_data_moved_says_how_to_give_its_new_place(place: Place) -> None:
+    (place.path / "images").rename(place.path / "moved")
+    for command in (
+        ("evaluate", "runs/done"), ("train", "digits", *SMALL, "run.dir=runs/done", "train.max_steps=2"),
+        ("train", "digits", *SMALL, "run.dir=runs/new"), ("train", "digits", *SMALL, "data.source=pack"),
+    ):  # fmt: skip
+        refused = quick(*command, cwd=place.path)
+        assert refused.code in (2, 75)
+        assert "data.root=FOLDER" in refused.error, command
+    assert quick("evaluate", "runs/done", "data.root=moved", cwd=place.path).code == 0
+
+
+def test_commands_in_messages_can_be_pasted(place: Place) -> None:
+    (place.path / "RECIPE.YML").write_text("run: {dir: runs/my run}\n")
+    done = quick("train", "RECIPE.YML", *SMALL, cwd=place.path)
+    assert done.code == 0, done.err
+    (line,) = [line for line in done.err.splitlines() if "use it" in line]
+    command = shlex.split(line.partition("use it")[2].replace("IMAGE ...", "images/val"))
+    assert quick(*command[1:], cwd=place.path).code == 0
+    quick("data", "make", "digits", "two words", cwd=place.path)
+    refused = quick("train", "digits", *SMALL, "data.source=pack", "data.root=two words", cwd=place.path)
+    assert refused.code == 2
+    command = shlex.split(re.search(r"'pipeline (data pack .*)' and give data.root=", refused.error)[1])
+    assert quick(*command, cwd=place.path).code == 0

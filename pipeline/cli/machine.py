@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import shlex
 from contextlib import suppress
 from ipaddress import ip_address, ip_network
 from typing import NoReturn
@@ -265,8 +266,8 @@ def _render(options: argparse.Namespace) -> str:
     write(manifests, out)
     if len(manifests) == 1:
         file = out / next(iter(manifests))
-        return f"wrote {file}: run kubectl apply -f {file}"
-    return f"wrote {len(manifests)} manifests to {out}: run kubectl apply -f {out}"
+        return f"wrote {file}: run kubectl apply -f {shlex.quote(str(file))}"
+    return f"wrote {len(manifests)} manifests to {out}: run kubectl apply -f {shlex.quote(str(out))}"
 
 
 def _recover(_: argparse.Namespace) -> NoReturn:

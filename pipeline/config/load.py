@@ -10,6 +10,7 @@ date), pydantic checks the type and bounds of every field, and unknown or repeat
 import copy
 import os
 import re
+import shlex
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -219,7 +220,8 @@ def _read_text(path: Path) -> str:
         return raw.decode()
     except IsADirectoryError:
         raise RequestError(
-            f"recipe {path} is a folder", f"give the name of a recipe or a YAML file, and images with data.root={path}"
+            f"recipe {path} is a folder",
+            f"give the name of a recipe or a YAML file, and images with data.root={shlex.quote(str(path))}",
         ) from None
     except OSError as error:
         raise RequestError(

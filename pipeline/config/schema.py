@@ -6,6 +6,7 @@ Every field has bounds, and unknown keys are refused. The string below a field i
 
 import os
 import re
+import shlex
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -581,7 +582,7 @@ class Config(Section):
         if is_store and self.data.source != "pack":
             raise ValueError(
                 f"data.root={self.data.root} needs data.source=pack",
-                f"pack a folder into the bucket with 'pipeline data pack FOLDER {self.data.root}'",
+                f"pack a folder into the bucket with 'pipeline data pack FOLDER {shlex.quote(str(self.data.root))}'",
             )
         if self.data.cache and not is_store:
             raise ValueError(
@@ -685,7 +686,9 @@ class Config(Section):
         run.resume=never or a path would apply again, and discard what the run has saved since. The
         run's folder in place of a path is refused if nothing is saved there.
         """
-        resume = {"auto": "", "never": " with run.resume=auto"}.get(self.run.resume, f" with run.resume={self.run_dir}")
+        resume = {"auto": "", "never": " with run.resume=auto"}.get(
+            self.run.resume, f" with run.resume={shlex.quote(self.run.dir)}"
+        )
         return f"the same command{resume}"
 
     def to_yaml(self) -> str:

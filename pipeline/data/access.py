@@ -56,6 +56,10 @@ class OutageError(TemporaryError):
     """The storage that holds the images cannot be read. It says nothing about any single image."""
 
 
+PLACE_OF_DATA = "make it readable, or give its new place with data.root=FOLDER"
+"""What to do about data that cannot be read, or has moved."""
+
+
 def open_regular(path: str | bytes, flags: int) -> int:
     """Return a descriptor of a regular file: the `opener` of `open` for files that may be hostile.
 

@@ -7,6 +7,7 @@ first second.
 """
 
 import os
+import shlex
 import sys
 import unicodedata
 from collections import Counter
@@ -19,6 +20,7 @@ import numpy as np
 from pipeline.data.access import (
     EXTENSIONS,
     HIDDEN,
+    PLACE_OF_DATA,
     OutageError,
     check_folder,
     class_of,
@@ -59,7 +61,7 @@ def open_index(root: Path, hold_out: HoldOut, spare: Path, *, check_sizes: bool)
     wrong.
     """
     layout = "train/ and val/ in it, each with one folder per class"
-    check_folder(root, f"data.root={root}", f"give a folder with {layout}{_how_to_make(root)}")
+    check_folder(root, f"data.root={root}", f"give a folder with {layout}, with data.root=FOLDER{_how_to_make(root)}")
     for cached in _cached(root, spare, _CACHED):
         if cached.hold_out == hold_out and _is_current(cached, root, check_sizes):
             return cached
@@ -72,11 +74,12 @@ def _how_to_make(root: Path) -> str:
     """Return ", or make one with …", a command that suits the folder's name, or ""."""
     if os.path.exists(root):  # a file
         return ""
-    default = f"make synthetic {root}"
+    quoted = shlex.quote(str(root))
+    default = f"make synthetic {quoted}"
     commands = {
-        "imagenet": f"import imagenet ARCHIVES {root}",
-        "imagenette": f"get imagenette {root}",
-        "cifar10": f"get cifar10 {root}",
+        "imagenet": f"import imagenet ARCHIVES {quoted}",
+        "imagenette": f"get imagenette {quoted}",
+        "cifar10": f"get cifar10 {quoted}",
     }
     return f", or make one with 'pipeline data {commands.get(root.name, default)}'"
 
@@ -233,7 +236,7 @@ def scan_validation(
             names = list_first([escaped_name(folder) for folder in unknown], 5)
             parts = {split_of(folder): os.fsdecode(folder) for folder in reversed(unknown)}
             part = parts.get("val") or parts.get("test")
-            advice = f": to evaluate on {part}/, give data.root={root / part}" if part else ""
+            advice = f": to evaluate on {part}/, give data.root={shlex.quote(str(root / part))}" if part else ""
             raise RequestError(f"{root} has class folders that the model does not know: {names}{advice}")
         entries = [
             (file, size, labels[name])
@@ -254,7 +257,9 @@ def _unreadable(root: Path, error: OSError) -> RunError:
     path = error.filename or root  # an error in the middle of a listing names no file
     if is_outage(error):
         return outage_error(path, error)
-    return RequestError(f"data.root={root} cannot be read: {printable_name(os.fsencode(path))}: {error.strerror}")
+    return RequestError(
+        f"data.root={root} cannot be read: {printable_name(os.fsencode(path))}: {error.strerror}", PLACE_OF_DATA
+    )
 
 
 def _missing_split(root: Path, present: str, folders: list[bytes]) -> RequestError:

@@ -18,6 +18,7 @@ import io
 import json
 import os
 import re
+import shlex
 import stat
 import zlib
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.access import (
+    PLACE_OF_DATA,
     OutageError,
     UnreadableError,
     is_non_empty_folder,
@@ -257,12 +259,12 @@ def read_summary(root: Path | Store) -> dict[str, Any]:
         summary["level"], summary["source"]
     except (FileNotFoundError, NotADirectoryError, MissingError):
         raise RequestError(
-            f"data.root={root} holds no complete pack ({SUMMARY} is missing): {_how_to_make(root)}"
+            f"data.root={root} holds no complete pack ({SUMMARY} is missing)", _how_to_make(root)
         ) from None
     except OSError as error:
         assert isinstance(root, Path)
         raise_if_outage(root / SUMMARY, error)
-        raise RequestError(f"data.root={root} cannot be read: {SUMMARY}: {error.strerror}") from None
+        raise RequestError(f"data.root={root} cannot be read: {SUMMARY}: {error.strerror}", PLACE_OF_DATA) from None
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(root, f"{SUMMARY} cannot be read ({error})") from None
     return dict(summary)
@@ -270,18 +272,20 @@ def read_summary(root: Path | Store) -> dict[str, Any]:
 
 def _how_to_make(root: Path | Store) -> str:
     """Return the advice for a place that holds no complete pack: a command that works there."""
+    given = "give its place with data.root=FOLDER, or"
+    quoted = shlex.quote(str(root))
     if isinstance(root, Store):
-        return f"make one with 'pipeline data pack SRC {root}'"
+        return f"{given} make one with 'pipeline data pack SRC {quoted}'"
     if re.match("imagenet(-|$)", root.name) and not root.exists():
-        make = f"pipeline data import imagenet ARCHIVES {root} --pack max-side=500,q=90"
-        return f"make one of ImageNet's archives with '{make}'"
+        make = f"pipeline data import imagenet ARCHIVES {quoted} --pack max-side=500,q=90"
+        return f"{given} make one of ImageNet's archives with '{make}'"
     if root.is_file():
         return "give the folder of a pack"
     if is_non_empty_folder(root) and not (root / REQUEST).exists():
-        new = root.with_name(f"{root.name}-pack")
-        remedy = f"make one with 'pipeline data pack {root} {new}' and give data.root={new}"
+        new = shlex.quote(str(root.with_name(f"{root.name}-pack")))
+        remedy = f"{given} make one with 'pipeline data pack {quoted} {new}' and give data.root={new}"
         return f"{remedy}, or train from a folder of images with data.source=folder"
-    return f"make one with 'pipeline data pack SRC {root}'"
+    return f"{given} make one with 'pipeline data pack SRC {quoted}'"
 
 
 def changed_shards(root: Path, summary: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from pipeline.config.schema import Config
 from pipeline.data import pack
-from pipeline.data.access import UnreadableError, class_of, open_regular, raise_if_outage, read_error
+from pipeline.data.access import PLACE_OF_DATA, UnreadableError, class_of, open_regular, raise_if_outage, read_error
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import MISSING, Index, Split, SplitImages, describe_ignored, list_first
 from pipeline.data.manifest import check_has_validation, check_train_classes, open_index, scan, scan_validation
@@ -169,7 +169,8 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
         return _synthetic(config)
     if "://" in str(config.data.root) and not is_store(config.data.root):
         raise RequestError(
-            f"data.root={config.data.root} is not a folder", "copy the data to this machine and give its folder"
+            f"data.root={config.data.root} is not a folder",
+            "copy the data to this machine and give its folder with data.root=FOLDER",
         )
     if config.data.source == "pack":
         root, index = _open_pack(config)
@@ -362,7 +363,7 @@ def _is_absent(root: Path) -> bool:
         return True
     except OSError as error:
         raise_if_outage(root, error)
-        raise RequestError(f"data.root={root} cannot be read: {error.strerror}") from None
+        raise RequestError(f"data.root={root} cannot be read: {error.strerror}", PLACE_OF_DATA) from None
     return False
 
 

@@ -13,6 +13,7 @@ import io
 import json
 import os
 import random
+import shlex
 import sys
 import tarfile
 import time
@@ -139,7 +140,9 @@ def _check_complete(out: Path | Store) -> None:
     """
     open_index(out)
     if isinstance(out, Store):
-        compared = f"sizes of its shards compared; 'pipeline data check {out}' compares their contents"
+        compared = (
+            f"sizes of its shards compared; 'pipeline data check {shlex.quote(str(out))}' compares their contents"
+        )
     else:
         print(f"{out} was packed before: comparing its shards with {SUMMARY}", file=sys.stderr, flush=True)
         if changed := [name for name, _ in changed_shards(out, read_summary(out))]:

@@ -33,7 +33,7 @@ from pipeline.files import atomic_write, target_of
 from pipeline.model.architectures import ExportedModel
 from pipeline.plan import divide_resources
 from pipeline.record import checkpoint, checkpoint_files
-from pipeline.record.figures import Tile, draw_contact_sheet
+from pipeline.record.figures import Tile, draw_contact_sheet, drawn_name
 from pipeline.record.terminal import Terminal
 
 _TOP_K = 5
@@ -55,6 +55,7 @@ def predict(target: str, paths: list[str], *, as_json: bool, sheet: Path | None)
     contents = _read_model(target)
     predictions: list[tuple[str, TopClasses]] = []
     tiles: list[Tile] = []
+    labels = {printable_name(name): label for label, name in enumerate(contents["classes"])}
     bad: dict[str, str] = {}
     has_bad_logits = False
     for batch, tops in _classify(contents, target, images):
@@ -68,7 +69,8 @@ def predict(target: str, paths: list[str], *, as_json: bool, sheet: Path | None)
                 continue
             predictions.append((images.name(sample), top))
             if sheet and len(tiles) < _SHEET_TILES:
-                tiles.append(Tile(pixels.numpy(), f"{top[0][0]} {top[0][1]:.2f}"))
+                name = drawn_name(top[0][0], label=labels[top[0][0]])
+                tiles.append(Tile(pixels.numpy(), f"{name} {top[0][1]:.2f}"))
         terminal.progress(f"{len(predictions) + len(bad):,} of {len(images):,} images")
     if predictions or len(bad) > 1:
         for image, defect in bad.items():

@@ -18,6 +18,7 @@ from pipeline.data.access import check_folder, printable_name
 from pipeline.files import parse_json
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read_events
+from pipeline.record.receipt import rank
 
 _HEADER = ("run", "step", "best top-1", "status", "recipe and changes")
 _ADVICE = "give the folder of your runs, or start a run with 'pipeline train RECIPE'"
@@ -134,24 +135,24 @@ def _read_run(path: Path, files: set[str]) -> Run:
 
 
 def _add_journal(run: Run, path: Path) -> None:
-    evaluated: dict[int, float] = {}
+    evaluated: dict[int, tuple[float, float, int]] = {}
     for row in read_events(path):
         event, step = row.get("event"), int(row.get("step", run.step or 0))
         run.step = step if "step" in row else run.step
         if event == "started":
             tags = row["tags"]
             run.started, run.recipe, run.changes = int(row["time"]), str(tags["recipe"]), str(tags.get("changes", ""))
-            evaluated = {at: top1 for at, top1 in evaluated.items() if at <= step}  # the rest is trained again
+            evaluated = {at: found for at, found in evaluated.items() if at <= step}  # the rest is trained again
         elif event == "evaluated" and not row.get("not_finite"):
-            evaluated[step] = float(row["top1"])
+            evaluated[step] = rank(row)
         if event not in (None, "created"):
             run.status = _STATUS.get(row.get("status", ""), "killed")
     if run.started is None and (run.step is not None or run.status != "not started"):
         raise ValueError("it has no start of a run")
-    if not all(0 <= top1 <= 1 for top1 in evaluated.values()):
+    if not all(0 <= top1 <= 1 for top1, *_ in evaluated.values()):
         raise ValueError("a top-1 is not between 0 and 1")
     if evaluated:
-        run.top1_step, run.top1 = max(evaluated.items(), key=lambda item: (item[1], -item[0]))
+        run.top1_step, (run.top1, *_) = max(evaluated.items(), key=lambda item: item[1])
 
 
 def _add_plan(run: Run, path: Path) -> None:

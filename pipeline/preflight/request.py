@@ -111,7 +111,9 @@ def _check_data_is_present(config: Config, folder: RunFolder, digest: str | None
     if missing:
         name = printable_name(os.fsencode(missing))
         problem = f"data.root={root}: {name}/ is missing or empty, and the run in {config.run_dir} was trained on it"
-        raise TemporaryError(problem, f"restore it, or {config.start_again}")
+        raise TemporaryError(
+            problem, f"restore it, give its new location with data.root=FOLDER, or {config.start_again}"
+        )
 
 
 def _check_run_folder_is_outside(config: Config, index: Index) -> None:

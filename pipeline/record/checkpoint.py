@@ -30,7 +30,7 @@ from pipeline.errors import RequestError, StorageError, one_line
 from pipeline.files import sync_folder, temporary_sibling
 from pipeline.model.architectures import build
 from pipeline.model.weights import load_weights, map_tensors
-from pipeline.record.checkpoint_files import list_checkpoints, read_verified, step_of
+from pipeline.record.checkpoint_files import NAME, list_checkpoints, read_verified, step_of
 from pipeline.record.terminal import format_duration
 
 FORMAT = 1
@@ -87,7 +87,23 @@ def _check_unpacked_size(data: bytes) -> None:
 
 def read_model(path: Path) -> dict[str, Any]:
     """Return the contents of a checkpoint. Raises StorageError if it is damaged or has no model."""
-    return _decode_parts(read_verified(path), path, _MODEL_PARTS)
+    return _decode_parts(read_named(path), path, _MODEL_PARTS)
+
+
+def read_named(path: Path) -> bytes:
+    """Return the bytes of the checkpoint that a user names, see `read_verified`.
+
+    The error for a checkpoint that was copied to another name gives its own.
+    """
+    try:
+        return read_verified(path)
+    except StorageError as error:
+        if not NAME.fullmatch(path.name):
+            with suppress(OSError, StorageError, KeyError, TypeError, ValueError):
+                data = path.read_bytes()
+                name = f"step-{decode(data, path)['step']:08d}.{hashlib.sha256(data).hexdigest()[:16]}.pt"
+                error.remedy = f"rename it to {name}"
+        raise
 
 
 def decode_state(data: bytes, path: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from pipeline.config.schema import Config
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import last_event
-from pipeline.record.receipt import Receipt
+from pipeline.record.receipt import Receipt, rank
 
 _FACTS = ("commit", "image", "image_id", "torch", "device")
 
@@ -26,7 +26,7 @@ def describe_run(folder: RunFolder, config: Config) -> str:
     ]
     finite = [row for row in evaluations if not row.get("not_finite")]
     if finite:
-        best = max(finite, key=lambda row: row["top1"])
+        best = max(finite, key=rank)
         top1, step, images = best["top1"], best["step"], best["images"]
         paragraphs.append(f"Best: top-1 {top1:.4f} at step {step:,} ({images} images evaluated).")
     last_start = starts[-1] if starts else {}

@@ -8,7 +8,7 @@ does not keep the others from being drawn.
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -33,9 +33,9 @@ A linear axis would show half of the points in its lowest 3 %.
 """
 _MAX_NUMBERS = 20  # classes whose confusion matrix has room for numbers
 _MAX_NAMES = 30  # classes whose names fit on an axis
-_MAX_NAME = 24  # characters of a name on an axis
-_MAX_CAPTION = 14  # characters of a name below a small image
-_NAME_STYLE: dict[str, Any] = {"fontsize": 7, "parse_math": False}  # a class may be called $5
+_FONT = "DejaVu Sans"  # part of matplotlib
+_NAME_EMS = 15  # width of a name on an axis, in units of the font's size
+_MISTAKE_EMS, _CAPTION_EMS = 7.5, 13  # of a name below a small image, beside other words or almost alone
 _MAX_BARS = 40  # classes in the bar chart
 # classes up to which the whole confusion matrix is drawn: a cell takes 75 bytes beside the training
 _FULL_MATRIX = 1000
@@ -118,7 +118,8 @@ def spans_decades(values: list[float]) -> bool:
 def draw_augmentation(path: Path, report: Path) -> None:
     """Draw the first training images as augmentation changed them."""
     pixels, captions = predictions.load_augmented(report)
-    draw_contact_sheet(path, list(map(Tile, pixels, captions)), "the first training images, as the model sees them")
+    names = [drawn_name(caption, _CAPTION_EMS) for caption in captions]
+    draw_contact_sheet(path, list(map(Tile, pixels, names)), "the first training images, as the model sees them")
 
 
 def draw_evaluation(name: str, saved: Path, path: Path) -> None:
@@ -152,10 +153,10 @@ def draw_confusion(path: Path, evaluation: SavedEvaluation, title: str) -> None:
     axes.set_xlabel("predicted class")
     axes.set_ylabel("true class")
     ticks = range(0, len(shown), -(-len(shown) // _MAX_NAMES))
-    names = [shorten(evaluation.classes[shown[tick]], _MAX_NAME) for tick in ticks]
+    names = [drawn_name(evaluation.classes[shown[tick]], _NAME_EMS, int(shown[tick])) for tick in ticks]
     is_upright = max(map(len, names)) <= 3
-    axes.set_xticks(ticks, names, rotation=0 if is_upright else 90, **_NAME_STYLE)
-    axes.set_yticks(ticks, names, **_NAME_STYLE)
+    axes.set_xticks(ticks, names, rotation=0 if is_upright else 90, **_style(7, *names))
+    axes.set_yticks(ticks, names, **_style(7, *names))
     if has_numbers:
         for row, column in np.argwhere(numbers):
             colour = "white" if shares[row, column] > 0.5 else "black"
@@ -172,8 +173,8 @@ def draw_classes(path: Path, evaluation: SavedEvaluation, title: str) -> None:
     axes = figure.subplots()
     bars = axes.barh(range(len(shown)), [correct / images for _, correct, images in shown])
     axes.bar_label(bars, [f"{correct:,}/{images:,}" for _, correct, images in shown], padding=3, fontsize=7)
-    names = [shorten(evaluation.classes[label], _MAX_NAME) for label, _, _ in shown]
-    axes.set_yticks(range(len(shown)), names, **_NAME_STYLE)
+    names = [drawn_name(evaluation.classes[label], _NAME_EMS, label) for label, _, _ in shown]
+    axes.set_yticks(range(len(shown)), names, **_style(7, *names))
     axes.set_ylim(-0.6, len(shown) - 0.4)
     axes.set_xlim(0, 1.15)
     axes.set_xticks(np.linspace(0, 1, 6))
@@ -219,7 +220,7 @@ def draw_mistakes(path: Path, evaluation: SavedEvaluation, title: str) -> None:
     tiles = []
     for image, pixels in zip(evaluation.mistakes, evaluation.pixels, strict=True):
         labels = (all_images.predicted[image], all_images.labels[image])
-        predicted, true = (shorten(classes[label], _MAX_CAPTION) for label in labels)
+        predicted, true = (drawn_name(classes[label], _MISTAKE_EMS, label) for label in labels)
         tiles.append(Tile(pixels, f"predicted {predicted} ({all_images.confidence[image]:.2f})\ntrue {true}"))
     draw_contact_sheet(path, tiles, f"most confident mistakes (probability of the wrong class), {title}")
 
@@ -236,14 +237,15 @@ def draw_contact_sheet(file: Path | BinaryIO, tiles: list[Tile], title: str = ""
     rows = -(-len(tiles) // columns)
     figure = _figure(columns * _TILE_INCHES, rows * (_TILE_INCHES + 0.25) + 0.3)
     if title:
-        figure.suptitle(title, fontsize=9)
+        title = drawn_name(title, columns * _TILE_INCHES * 72 / 9 - 2)
+        figure.suptitle(title, **_style(9, title))
     cells = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes in cells:
         axes.axis("off")
     for axes, tile in zip(cells, tiles, strict=False):
         axes.imshow(tile.pixels.transpose(1, 2, 0))
         below = {"transform": axes.transAxes, "ha": "center", "va": "top"}
-        axes.text(0.5, -0.04, tile.caption, fontsize=6, parse_math=False, **below)
+        axes.text(0.5, -0.04, tile.caption, **_style(6, tile.caption), **below)
     figure.savefig(file, dpi=120)
 
 
@@ -254,10 +256,78 @@ EVALUATION_FIGURES = {
 """The figures of one evaluation: name -> function of (file to write, evaluation, end of title)."""
 
 
-def shorten(name: str, length: int) -> str:
-    """Return a class's name in one line of at most `length` characters."""
+def shorten(name: str, width: float, width_of: Callable[[str], float] = len) -> str:
+    """Return a class's name in one line of at most `width`, by default in characters."""
     name = " ".join(name.split())
-    return name if len(name) <= length else f"{name[: length - 1]}…"
+    if width_of(name) <= width:
+        return name
+    while name and width_of(f"{name}…") > width:
+        name = name[:-1]
+    return f"{name}…"
+
+
+def drawn_name(name: str, ems: float = _CAPTION_EMS, label: int | None = None) -> str:
+    """Return a name as it is drawn: at most `ems` wide, in characters that an installed font has.
+
+    A class whose name no font has is drawn as `class 3`, by its label; other text is escaped.
+    """
+    name = " ".join(name.split())
+    drawable = frozenset[str]().union(*map(_characters, _families(name)))
+    if not drawable.issuperset(name):
+        escaped = "".join(one if one in drawable else one.encode("unicode_escape").decode() for one in name)
+        name = escaped if label is None else f"class {label}"
+    return shorten(name, ems, lambda text: sum(map(_width, text)))
+
+
+def _style(size: float, *texts: str) -> dict[str, Any]:
+    return {"fontsize": size, "fontfamily": _families("".join(texts)), "parse_math": False}  # a class may be called $5
+
+
+def _families(text: str) -> list[str]:
+    """Return the fonts that draw `text`: each has characters that those before it lack."""
+    families = [_FONT]
+    missing = frozenset(text) - _characters(_FONT)
+    while missing and (family := _first_family(missing)):
+        families.append(family)
+        missing -= _characters(family)
+    return families
+
+
+@cache
+def _first_family(characters: frozenset[str]) -> str:
+    """Return the first installed font that has one of the characters, or ""."""
+    from matplotlib.font_manager import fontManager
+
+    names = dict.fromkeys(entry.name for entry in fontManager.ttflist if not entry.name.startswith("Last Resort"))
+    return next((name for name in names if not characters.isdisjoint(_characters(name))), "")
+
+
+@cache
+def _font(family: str) -> Any:
+    """Return a font of matplotlib's for text of 10 px. Raises RuntimeError for one of pictures."""
+    from matplotlib.font_manager import fontManager
+    from matplotlib.ft2font import FT2Font
+
+    files = [entry for entry in fontManager.ttflist if entry.name == family]
+    font = FT2Font(min(files, key=lambda entry: (entry.style != "normal", entry.weight != 400)).fname)
+    font.set_size(10, 72)
+    return font
+
+
+@cache
+def _characters(family: str) -> frozenset[str]:
+    try:
+        return frozenset(map(chr, _font(family).get_charmap()))
+    except (OSError, RuntimeError, ValueError):
+        return frozenset()
+
+
+@cache
+def _width(character: str) -> float:
+    """Return the width of a character in units of the size, 1 if matplotlib's own font lacks it."""
+    if character not in _characters(_FONT):
+        return 1
+    return float(_font(_FONT).load_char(ord(character)).linearHoriAdvance) / 65536 / 10
 
 
 def _figure(width: float, height: float) -> Any:

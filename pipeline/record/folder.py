@@ -7,6 +7,7 @@ here calls `check_ours` first. This module does not import torch.
 import contextlib
 import itertools
 import os
+import shlex
 import shutil
 import time
 from pathlib import Path
@@ -64,7 +65,7 @@ class RunFolder:
         """Return what the user can do after a start of `config` that failed permanently."""
         remedy = config.start_again
         if self.has_checkpoints():
-            remedy = f"resume with run.resume={config.run_dir}"
+            remedy = f"resume with run.resume={shlex.quote(config.run.dir)}"
             if error.code == StorageError.code:  # a checkpoint is of images of the same sizes
                 remedy += f"; if that changed the size of an image, {config.start_again}"
         return f"change the request or, once the cause is removed, {remedy}"

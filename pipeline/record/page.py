@@ -28,7 +28,7 @@ from pipeline.plan import Plan
 from pipeline.record import predictions
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import events, read
-from pipeline.record.receipt import Receipt
+from pipeline.record.receipt import Receipt, rank
 
 FILE_NAME = "index.html"
 _TEMPLATE = Path(__file__).with_name("page.html")
@@ -91,7 +91,7 @@ def _summary(folder: RunFolder) -> dict[str, Any]:
     last = rows[-1] if rows else {}
     processes = "1 process" if plan["world"] == 1 else f"{plan['world']} processes"
     finite = [row for row in evaluations if not row.get("not_finite")]
-    best = max(finite, key=lambda row: row["top1"], default=None)
+    best = max(finite, key=rank, default=None)
     return {
         "recipe": config["recipe"],
         "what": f"{config['model']['arch']} on {plan['train_images']:,} images of {plan['num_classes']:,} classes:"

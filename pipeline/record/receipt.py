@@ -11,6 +11,7 @@ other ranks wait: little beside an evaluation, too much for each step.
 """
 
 import json
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from pathlib import Path
@@ -29,8 +30,14 @@ _NAMES = {
 }  # fmt: skip
 
 
+def rank(row: dict[str, Any]) -> tuple[float, float, int]:
+    """Return what the best evaluation has the highest of: top-1, then -loss, then -step."""
+    loss = row.get("loss")
+    return float(row["top1"]), -(math.inf if loss is None else float(loss)), -int(row["step"])
+
+
 def best_checkpoint(target: str) -> Path:
-    """Return the checkpoint with the highest top-1 in validation; of equals the earliest.
+    """Return the checkpoint with the highest top-1 in validation; of equals that of lower loss.
 
     target: the run's folder. Raises RequestError if it is none or keeps no evaluated checkpoint.
     """
@@ -39,14 +46,14 @@ def best_checkpoint(target: str) -> Path:
         raise RequestError(f"--best needs a run's folder, but {target} is not a folder", "leave --best out")
     try:
         rows = parse_json(folder.receipt.read_text(encoding="utf-8"))["evaluations"]
-        evaluated = sorted((-row["top1"], row["step"]) for row in rows if not row.get("not_finite"))
+        evaluated = sorted((rank(row) for row in rows if not row.get("not_finite")), reverse=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is damaged"
         raise RequestError(
             f"--best cannot read {folder.receipt} ({reason})", "give a run's folder, or a checkpoint without --best"
         ) from None
-    for _, step in evaluated:
-        found = list(folder.checkpoints.glob(f"step-{step:08d}.*.pt"))
+    for *_, step in evaluated:
+        found = list(folder.checkpoints.glob(f"step-{-step:08d}.*.pt"))
         if found:
             return max(found, key=lambda path: path.stat().st_mtime_ns)
     raise RequestError(f"{target} has no best checkpoint: none has a validation with finite logits", "leave --best out")

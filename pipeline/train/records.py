@@ -4,6 +4,7 @@ The other processes have `NullRecords`, so the code that trains asks nowhere who
 """
 
 import json
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -196,7 +197,8 @@ class Records:
         if self._mirror:
             self._mirror.upload()  # meanwhile
         if not self._sender.close(log, seconds_left):
-            log(f"MLflow did not take everything: the journal keeps it, 'pipeline sync {self._folder.path}' sends it")
+            command = f"pipeline sync {shlex.quote(str(self._folder.path))}"
+            log(f"MLflow did not take everything: the journal keeps it, '{command}' sends it")
         if self._mirror:
             self._mirror.close(seconds_left)
 
@@ -237,7 +239,8 @@ class Records:
         rows["tracker"] = without_password(uri) if uri else "none: the journal alone"
         if self._mirror:
             rows["mirror"] = f"{self._config.checkpoint.mirror}{' (incomplete)' if self._mirror.error else ''}"
-        rows["use it"] = f"pipeline predict {self._folder.path}{'' if is_last or not file else ' --best'} IMAGE ..."
+        run_dir = shlex.quote(str(self._folder.path))
+        rows["use it"] = f"pipeline predict {run_dir}{'' if is_last or not file else ' --best'} IMAGE ..."
         return rows
 
     def _best_file(self, state: TrainState) -> dict[str, Any] | None:

@@ -21,7 +21,7 @@ from pipeline.files import atomic_write
 from pipeline.group import Group
 from pipeline.model.architectures import meta_model
 from pipeline.model.functions import model_provenance
-from pipeline.record.checkpoint import decode, decode_state
+from pipeline.record.checkpoint import decode, decode_state, read_named
 from pipeline.record.checkpoint_files import find as find_checkpoint
 from pipeline.record.checkpoint_files import list_checkpoints, newest_verified, read_verified, step_of
 from pipeline.record.folder import RunFolder
@@ -157,8 +157,8 @@ def _refuse_others(contents: dict[str, Any], config: Config, source: Source) -> 
     if contents["data"] != source.digest:
         changed = describe_data_change(config, source, contents["data"], config.run_dir / "index")
         raise RequestError(
-            f"the data is not that of the checkpoint at step {contents['step']}: {changed}; restore it, or"
-            f" {config.start_again}"
+            f"the data is not that of the checkpoint at step {contents['step']}: {changed}",
+            f"restore it, give the folder that holds it with data.root=FOLDER, or {config.start_again}",
         )
 
 
@@ -205,7 +205,7 @@ def _named(text: str, log: Callable[[str], None]) -> tuple[Path, bytes]:
         newest = newest_verified(path.parent, log)
         assert newest is not None
         return newest
-    return path, read_verified(path)
+    return path, read_named(path)
 
 
 def _refuse_another_run(used: Path, config: Config, folder: RunFolder) -> None:

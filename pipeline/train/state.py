@@ -66,6 +66,11 @@ class Evaluation:
         return math.nan if self.not_finite else self.loss_sum / LOSS_UNIT / self.images
 
     @property
+    def rank(self) -> tuple[int, int]:
+        """What the best model has the highest of, in integers, see also `receipt.rank`."""
+        return self.correct1, -self.loss_sum
+
+    @property
     def figures(self) -> dict[str, float]:
         """The figures beside top-1 and top-5, by name: those that are finite."""
         named = {
@@ -167,10 +172,11 @@ class TrainState:
     def add_evaluation(self, evaluation: Evaluation) -> bool:
         """Keep an evaluation.
 
-        Return True if it is the best so far: of equals the earlier, never one with NaN logits.
+        Return True if it is the best so far: of equals the one with the lower loss, then the
+        earlier; never one with NaN logits.
         """
         self.evaluation = evaluation
-        if not evaluation.not_finite and (self.best is None or evaluation.correct1 > self.best.correct1):
+        if not evaluation.not_finite and (self.best is None or evaluation.rank > self.best.rank):
             self.best = evaluation
         return self.best is evaluation
 
