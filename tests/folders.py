@@ -5,18 +5,21 @@ printed. tests/test_folders.py checks some of its rows.
 """
 
 import os
+import re
 import shutil
 import sys
 import tempfile
 import unicodedata
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from harness import SMALL, quick
+from harness import SMALL, Result, quick
 from PIL import Image
 
+ENDS = {0: "yes", 2: "refused", 4: "defects"}
 BEGIN, END = "<!-- written by tests/folders.py -->", "<!-- end -->"
 TRAIN = (*SMALL, "augment.size=32", "batch.global=4", "train.max_steps=1", "schedule.warmup=0", "data.workers=0")
 
@@ -34,7 +37,7 @@ class Folder:
 def photo(path: Path, orientation: int = 0) -> None:
     """Write a small noisy image in the format of its name; its brightness shows its class."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    seed = sum(os.fsencode(path.name))
+    seed = zlib.crc32(os.fsencode(Path(*path.parts[-3:])))
     noise = np.random.default_rng(seed).integers(0, 120, (32, 40, 3), np.uint8)
     exif = Image.Exif()
     if orientation:
@@ -144,35 +147,38 @@ FOLDERS = (
 
 
 def rows(folders: tuple[Folder, ...], place: Path) -> list[list[str]]:
-    """Return a row for each folder: what it is, and what check, plan, train, predict and pack do."""
-    clean, model = place / "clean", place / "model"
-    many(clean, 6, "cat", "dog", "eel")
-    result = quick("train", "digits", *TRAIN, "data.source=folder", f"data.root={clean}", f"run.dir={model}")
+    """Return a row for each folder: what it is, and what the five commands do with it."""
+    many(place / "clean", 6, "cat", "dog", "eel")
+    data = ["data.source=folder", "data.root=clean", "run.dir=model"]
+    result = quick("train", "digits", *TRAIN, *data, cwd=place)
     assert result.code == 0, result.err
     made = []
     for number, folder in enumerate(folders):
-        root = place / f"{number}" / "photos"
-        folder.make(root)
-        data = ("data.source=folder", f"data.root={root}", f"data.val_split={folder.share}")
-        run, pack = place / f"{number}" / "run", place / f"{number}" / "pack"
-        check = quick("data", "check", str(root), "--val-split", folder.share)
-        plan = quick("plan", "digits", "--world", "1", *TRAIN, *data)
-        train = quick("train", "digits", *TRAIN, *data, f"run.dir={run}")
-        predict = quick("predict", str(model), str(root))
-        packed = quick("data", "pack", str(root), str(pack), "--val-split", folder.share)
-        for result in (check, plan, train, predict, packed):
-            assert "Traceback" not in result.err
-        made.append([
-            folder.what, said(check.out if check.code == 0 else check.error),
-            *("refused" if result.code == 2 else f"exit {result.code}" if result.code else "yes" for result in (plan, train)),
-            f"{len(predict.out.splitlines())} images" if predict.code == 0 else f"exit {predict.code}",
-            "yes" if packed.code == 0 else "refused" if packed.code == 2 else f"exit {packed.code}",
-        ])  # fmt: skip
+        here = place / str(number)
+        folder.make(here / "photos")
+        data = ["data.source=folder", "data.root=photos", f"data.val_split={folder.share}", "run.dir=run"]
+        share = ("--val-split", folder.share)
+        check = quick("data", "check", "photos", *share, cwd=here)
+        done = {
+            "plan": quick("plan", "digits", "--world", "1", *TRAIN, *data, cwd=here),
+            "train": quick("train", "digits", *TRAIN, *data, cwd=here),
+            "predict": quick("predict", "../model", "photos", cwd=here),
+            "pack": quick("data", "pack", "photos", "pack", *share, cwd=here),
+        }
+        assert all("Traceback" not in result.err for result in (check, *done.values()))
+        ends = {name: ENDS.get(result.code, f"exit {result.code}") for name, result in done.items()}
+        if done["predict"].code == 0:
+            ends["predict"] = f"{len(done['predict'].out.splitlines())} images"
+        made.append([folder.what, said(check), *ends.values()])
     return made
 
 
-def said(text: str) -> str:
-    return text.splitlines()[-1] if text else ""
+def said(check: Result) -> str:
+    """Return the line of `data check` that matters most."""
+    lines = check.out.splitlines()
+    line = check.error if check.code else next((line for line in lines if line.startswith("warning: ")), lines[-1])
+    line = re.sub(r", digest \w+$", "", line)
+    return line.removeprefix("photos is ").removeprefix("data.root=").removeprefix("warning: ").removeprefix("photos ")
 
 
 def table(made: list[list[str]]) -> str:

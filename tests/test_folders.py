@@ -1,0 +1,16 @@
+"""The table of folders in docs/your-data.md is what the commands do."""
+
+from pathlib import Path
+
+from folders import FOLDERS, rows, table
+
+PAGE = Path(__file__).parent.parent / "docs/your-data.md"
+SHOWN = ("train/` and `valid", "turned", "12-bit", "MACOSX", "files of train", "25 images")
+
+
+def test_folders_are_read_as_the_page_says(tmp_path: Path) -> None:
+    folders = tuple(folder for folder in FOLDERS if any(part in folder.what for part in SHOWN))
+    assert len(folders) == len(SHOWN)
+    page = PAGE.read_text()
+    for line in table(rows(folders, tmp_path)).splitlines():
+        assert line in page
