@@ -51,8 +51,11 @@ def predict(target: str, paths: list[str], *, as_json: bool, sheet: Path | None)
     infinite.
     """
     terminal = Terminal()
-    images = FolderImages(Path(), _list_images(paths, terminal))
+    split, left_out = _list_images(paths)
+    images = FolderImages(Path(), split)
     contents = _read_model(target)
+    if left_out:
+        terminal.log(left_out)
     predictions: list[tuple[str, TopClasses]] = []
     tiles: list[Tile] = []
     labels = {printable_name(name): label for label, name in enumerate(contents["classes"])}
@@ -112,8 +115,11 @@ def _classify(contents: dict[str, Any], target: str, images: FolderImages) -> It
             yield batch, tops
 
 
-def _list_images(paths: list[str], terminal: Terminal) -> Split:
-    """Return the given files, and the images in the given folders, as a split with one class."""
+def _list_images(paths: list[str]) -> tuple[Split, str]:
+    """Return the given files and the images in the given folders, and what of those is left out.
+
+    The images are a split with one class.
+    """
     names: set[str] = set()
     ignored: Counter[str] = Counter()
     for path in paths:
@@ -128,14 +134,12 @@ def _list_images(paths: list[str], terminal: Terminal) -> Split:
             for name in filter(lambda name: is_hidden(os.fsencode(name)), [*folders]):
                 folders.remove(name)
                 ignored[HIDDEN] += 1
-    left_out = f"left out: {describe_ignored(ignored)}"
+    left_out = f"left out: {describe_ignored(ignored)}" if ignored else ""
     if not names:
-        given = ", ".join(paths) + (f" ({left_out})" if ignored else "")
+        given = ", ".join(paths) + (f" ({left_out})" if left_out else "")
         raise RequestError(f"no image in {given}: give image files, or folders with images")
-    if ignored:
-        terminal.log(left_out)
     sizes = {name: os.path.getsize(name) if os.path.exists(name) else MISSING for name in names}
-    return Split.from_entries([(os.fsencode(name), size, 0) for name, size in sizes.items()])
+    return Split.from_entries([(os.fsencode(name), size, 0) for name, size in sizes.items()]), left_out
 
 
 def _read_model(target: str) -> dict[str, Any]:
