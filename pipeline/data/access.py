@@ -57,7 +57,7 @@ class OutageError(TemporaryError):
 
 
 PLACE_OF_DATA = "make it readable, or give its new place with data.root=FOLDER"
-"""What to do about data that cannot be read, or has moved."""
+"""The remedy for data that cannot be read, or has moved."""
 
 
 def open_regular(path: str | bytes, flags: int) -> int:

@@ -67,7 +67,7 @@ class Evaluation:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """What the best model has the highest of, in integers, see also `receipt.rank`."""
+        """The order of models, in integers: the best has the highest. See also `receipt.rank`."""
         return self.correct1, -self.loss_sum
 
     @property
