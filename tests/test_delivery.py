@@ -22,6 +22,7 @@ from harness import Job, Result, environment, quick, read_rows
 from mlflow.entities import Run
 from mlflow_servers import train
 from object_store import FaultProxy
+from place import SMALL, Place
 from server import Server
 from test_proxy import CERT, make_certificate
 
@@ -402,3 +403,89 @@ def test_an_empty_path_of_certificates_does_not_mean_any_certificate(
         with pytest.raises(TemporaryError, match="CERTIFICATE_VERIFY_FAILED"):
             use(tmp_path)
     assert not gateway.requests
+
+
+TRACKED = (*(word for word in SMALL if not word.startswith("track.")), "track.report=false")
+
+
+def test_variables_of_mlflow_are_used_or_named(place: Place) -> None:
+    words = ("digits", *TRACKED, "run.dir=runs/new")
+    variables = {"MLFLOW_EXPERIMENT_NAME": "from outside", "MLFLOW_RUN_ID": "0" * 32}
+    doctor = quick("doctor", *words, cwd=place.path, **variables)
+    run = quick("train", *words, cwd=place.path, **variables)
+    assert (doctor.code, run.code) == (0, 0), run.err
+    assert "MLFLOW_RUN_ID" in doctor.err
+    assert "MLFLOW_RUN_ID" in run.err
+    client = mlflow.MlflowClient(f"sqlite:///{place.path}/runs/mlflow.db")
+    experiment = client.get_experiment_by_name("from outside")
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert found.info.status == "FINISHED"
+
+    client.delete_experiment(experiment.experiment_id)
+    again = quick("train", *words, "run.resume=never", cwd=place.path, **variables)
+    assert again.code == 0
+    sync = quick("sync", "runs/new", cwd=place.path)
+    assert sync.code == 2
+    for said in (again.err, sync.error):
+        assert f"mlflow experiments restore --experiment-id {experiment.experiment_id}" in said
+    client.restore_experiment(experiment.experiment_id)
+    assert quick("sync", "runs/new", cwd=place.path).code == 0
+
+
+def test_after_a_project_moved_nothing_is_made_at_its_former_place(place: Place) -> None:
+    words = ("digits", *TRACKED, "run.dir=runs/first")
+    assert quick("train", *words, cwd=place.path).code == 0
+    moved = place.path.with_name("moved")
+    place.path.rename(moved)
+    client = mlflow.MlflowClient(f"sqlite:///{moved}/runs/mlflow.db")
+    (experiment,) = [found for found in client.search_experiments() if found.name == "digits"]
+    (model,) = client.search_logged_models([experiment.experiment_id])
+    for command in (("predict", f"models:/{model.model_id}", "images/val"), ("sync", "runs/second")):
+        if command[0] == "sync":
+            done = quick("train", *words[:-1], "run.dir=runs/second", cwd=moved)
+            assert done.code == 0
+            assert "ln -s" in done.err
+        refused = quick(*command, cwd=moved)
+        assert refused.code in (2, 75)
+        assert f"ln -s {moved}/runs {place.path}/runs" in refused.error
+        assert not place.path.exists()
+    place.path.mkdir()
+    (place.path / "runs").symlink_to(moved / "runs")
+    assert quick("sync", "runs/second", cwd=moved).code == 0
+    assert quick("predict", f"models:/{model.model_id}", "images/val", cwd=moved).code == 0
+
+
+def test_the_doctor_sends_the_workspace_and_names_a_deleted_experiment(place: Place) -> None:
+    seen = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.headers.get("X-MLFLOW-WORKSPACE"))
+            experiment = {"experiment_id": "7", "name": "digits", "lifecycle_stage": "deleted"}
+            body = json.dumps({"experiment": experiment, "experiments": []}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    words = ("digits", *TRACKED, "track.required=true", f"track.uri=http://127.0.0.1:{server.server_port}")
+    result = quick("doctor", *words, "run.dir=runs/new", cwd=place.path, MLFLOW_WORKSPACE="team")
+    server.shutdown()
+    server.server_close()
+    assert set(seen) == {"team"}
+    assert result.code == 2
+    assert "mlflow experiments restore --experiment-id 7" in result.error
+
+
+def test_a_user_id_without_a_name_is_the_user_of_the_run() -> None:
+    names = ("LOGNAME", "USER", "LNAME", "USERNAME")
+    env = {name: value for name, value in environment().items() if name not in names}
+    code = "from pipeline.record.provenance import _user; print(_user())"
+    command = ["unshare", "--user", "--map-user=54321", sys.executable, "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "uid 54321\n"

@@ -19,6 +19,7 @@ from pipeline.cli.main import main
 from pipeline.errors import RequestError, save_failure
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
+from pipeline.record.receipt import rank
 
 WORDS = (*SMALL, "data.workers=0", "evaluate.every=2 steps")
 LONG = ("train.epochs=1000", "evaluate.every=500 epochs")
@@ -94,7 +95,7 @@ def test_a_run_is_listed_with_its_step_best_top1_recipe_and_changes(
     runs = in_json(capsys, root)
     run = runs["sweep/seed-1"]
     receipt = json.loads((root / "sweep/seed-1/receipt.json").read_text())
-    best = max(receipt["evaluations"], key=lambda row: (row["top1"], -row["step"]))
+    best = max(receipt["evaluations"], key=rank)
     assert (run["top1"], run["top1_step"]) == (best["top1"], best["step"])
     assert (run["step"], run["last_step"], run["recipe"]) == (4, 4, "digits")
     assert "run.seed=1 optimizer.lr=0.3" in run["changes"]

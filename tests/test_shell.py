@@ -18,7 +18,7 @@ from pipeline.cli.main import main, make_parser
 from pipeline.config import recipes
 from pipeline.config.help import all_keys
 from pipeline.preflight import doctor
-from pipeline.record.receipt import best_checkpoint
+from pipeline.record.receipt import best_checkpoint, rank
 
 ROOT = Path(__file__).parent.parent
 
@@ -286,7 +286,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
 def test_the_summary_names_the_best_checkpoint_and_the_command_that_uses_it(run: Job) -> None:
     best = max(
         (row for row in read_rows(run.folder / "journal.jsonl") if row.get("event") == "evaluated"),
-        key=lambda row: row["top1"],
+        key=rank,
     )
     assert best["step"] < 12, "the test needs a best checkpoint that is not the last"
     last = run.log()

@@ -35,6 +35,7 @@ from pipeline.config.trust import trust
 from pipeline.errors import RequestError
 
 MAX_YAML_BYTES = 1 << 16
+_AUTO = ("auto", "none", "null", "~")
 _BEFORE_0_3 = {"data": {"split_by": "file", "orientation": "ignore"}}
 """Values of the keys that a configuration of an earlier version lacks: how it trained."""
 _TRACKING_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
@@ -57,8 +58,11 @@ def load(recipe: str, overrides: list[str]) -> Config:
     recipe_tree = copy.deepcopy(tree)
     _apply(tree, overrides)
     run = tree.setdefault("run", {})
-    if isinstance(run, dict) and str(run.get("dir", "auto")).lower() in ("auto", "none", "null", "~"):
+    if isinstance(run, dict) and str(run.get("dir", "auto")).lower() in _AUTO:
         run["dir"] = f"runs/{tree['recipe']}"
+    track, name = tree.setdefault("track", {}), os.environ.get("MLFLOW_EXPERIMENT_NAME")
+    if name and isinstance(track, dict) and str(track.get("experiment", "auto")).lower() in _AUTO:
+        track["experiment"] = name
     config = _validate(tree)
     if config.run.resume == "auto":
         with suppress(OSError, RequestError):  # no earlier start, or a damaged file that its reader reports

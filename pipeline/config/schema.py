@@ -520,7 +520,7 @@ class Track(Section):
     MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, because other users of the machine can
     see a command line. A user and a password in the URI are used, too, but never written down."""
     experiment: Annotated[ExperimentName | None, Absent] = None
-    """MLflow experiment of a new run. auto: the recipe's name."""
+    """MLflow experiment of a new run. auto: MLFLOW_EXPERIMENT_NAME, or else the recipe's name."""
     parent: Annotated[RunName | None, Absent] = None
     """Name of an MLflow run that groups runs, such as the seeds or the values of a search: MLflow
     shows this run below it. It is created if the experiment has none of that name."""

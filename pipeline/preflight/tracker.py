@@ -14,15 +14,15 @@ import urllib.parse
 import uuid
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipeline.config.credentials import without_password
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, TemporaryError
 from pipeline.files import parse_json
 from pipeline.record.folder import RunFolder
-from pipeline.record.mlflow.connection import explain, find_remedy, missing_package, split_uri
-from pipeline.record.sender import tracking_uri
+from pipeline.record.mlflow.connection import deleted_experiment, explain, find_remedy, missing_package, split_uri
+from pipeline.record.sender import ignored_variables, tracking_uri
 
 _TIMEOUT_S = 10
 _MAX_ANSWER_KIB = 1 << 10
@@ -37,14 +37,17 @@ def check_server_answers(config: Config, folder: RunFolder) -> str:
     uri = tracking_uri(config, folder)
     if uri is None or not uri.startswith(("http://", "https://")):
         check_database_is_writable(uri)
-        return f"no server: {'track.uri=none' if uri is None else without_password(uri)}"
+        return f"no server: {'track.uri=none' if uri is None else without_password(uri) + ignored_variables()}"
     shown = without_password(uri)
     sent = _variables(uri)
     try:
         answer = _request(uri, f"{_EXPERIMENTS}/search?max_results=1")
         if answer.is_ok:
             parse_json(answer.body)
-            return f"{shown} answers"
+            experiment = _experiment(uri, config.track.experiment or config.recipe)
+            if experiment.get("lifecycle_stage") == "deleted":
+                raise TemporaryError(*deleted_experiment(experiment["name"], experiment["experiment_id"]))
+            return f"{shown} answers{ignored_variables()}"
     except (OSError, ValueError) as error:
         cause, remedy = explain(error, sent)
         problem = f"no MLflow server answers at {shown} ({cause})"
@@ -116,13 +119,20 @@ def check_server_stores_files(config: Config, folder: RunFolder) -> str:
 
 def _artifact_location(uri: str, experiment: str) -> str:
     """Return where files of the experiment are, or of the default one, or "" if none is there."""
-    name = urllib.parse.quote(experiment, safe="")
-    for query in (f"get-by-name?experiment_name={name}", "get?experiment_id=0"):
-        answer = _request(uri, f"{_EXPERIMENTS}/{query}")
-        with contextlib.suppress(ValueError, LookupError, TypeError):
-            if answer.is_ok:
-                return without_password(parse_json(answer.body)["experiment"]["artifact_location"])
-    return ""
+    found = _experiment(uri, experiment) or _experiment(uri, None)
+    return without_password(str(found.get("artifact_location", "")))
+
+
+def _experiment(uri: str, name: str | None) -> dict[str, Any]:
+    """Return what the server says about an experiment, by default its first, or {}."""
+    query = "get?experiment_id=0"
+    if name is not None:
+        query = f"get-by-name?experiment_name={urllib.parse.quote(name, safe='')}"
+    answer = _request(uri, f"{_EXPERIMENTS}/{query}")
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        if answer.is_ok:
+            return dict(parse_json(answer.body)["experiment"])
+    return {}
 
 
 class _Answer(NamedTuple):
@@ -147,7 +157,7 @@ def _request(uri: str, path: str, method: str = "GET", body: bytes | None = None
     address, _ = split_uri(uri)
     sent = _variables(uri)
     user, password = sent.get("MLFLOW_TRACKING_USERNAME"), sent.get("MLFLOW_TRACKING_PASSWORD")
-    headers = {}
+    headers = {"X-MLFLOW-WORKSPACE": workspace} if (workspace := sent.get("MLFLOW_WORKSPACE", "").strip()) else {}
     if user and password:
         headers["Authorization"] = f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"
     elif token := sent.get("MLFLOW_TRACKING_TOKEN"):

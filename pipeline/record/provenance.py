@@ -52,10 +52,10 @@ def _build_argument(name: str) -> str | None:
     return os.environ.get(name, "").replace("unknown", "") or None
 
 
-def _user() -> str | None:
-    with suppress(OSError, KeyError):  # a user id without a name, as in a container
+def _user() -> str:
+    with suppress(OSError, KeyError):
         return getpass.getuser()
-    return None
+    return f"uid {os.getuid()}"  # a user id without a name, as in a container
 
 
 def _commit() -> str | None:

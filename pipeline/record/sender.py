@@ -127,6 +127,23 @@ def tracking_uri(config: Config, folder: RunFolder) -> str | None:
     return f"sqlite:///{database}"
 
 
+def last_failure(folder: RunFolder) -> str:
+    """Return the line with which the last sender failed, or ""."""
+    with contextlib.suppress(OSError):
+        *_, last = folder.sync_log.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
+        if last.startswith("pipeline: "):
+            return last.removeprefix("pipeline: ")
+    return ""
+
+
+def ignored_variables() -> str:
+    """Return "" or, for the end of a line, which variables of MLflow a training does not use."""
+    names = [name for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID") if os.environ.get(name)]
+    if not names:
+        return ""
+    return f"; {' and '.join(names)} not used: a training is a run of its own, in the experiment track.experiment"
+
+
 def uri_in_environment() -> str | None:
     """Return MLFLOW_TRACKING_URI, or None. Raises RequestError if MLflow cannot open it."""
     uri = expand_home(os.environ.get("MLFLOW_TRACKING_URI", ""))

@@ -98,6 +98,8 @@ class Records:
         self._samples = Samples(folder, source, config, state.step, log) if config.track.report else None
         if self._samples:
             self._samples.save_augmented(plan)
+        if config.track.uri != "none" and (ignored := sender.ignored_variables()):
+            log(f"MLflow{ignored}")
         try:
             self._sender: Sender = sender.start(config, folder)
         except OSError as error:
@@ -198,7 +200,8 @@ class Records:
             self._mirror.upload()  # meanwhile
         if not self._sender.close(log, seconds_left):
             command = f"pipeline sync {shlex.quote(str(self._folder.path))}"
-            log(f"MLflow did not take everything: the journal keeps it, '{command}' sends it")
+            reason = f" ({last})" if (last := sender.last_failure(self._folder)) else ""
+            log(f"MLflow did not take everything{reason}: the journal keeps it, '{command}' sends it")
         if self._mirror:
             self._mirror.close(seconds_left)
 

@@ -8,18 +8,21 @@ import contextlib
 import importlib.util
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from pipeline.config.credentials import split_credentials, without_password
-from pipeline.errors import RequestError
+from pipeline.errors import RequestError, RunError
 
 REQUEST_TIMEOUT_S = 5  # while training runs: the end of a run has time for two such requests
 FILE_TIMEOUT_S = 60  # a server may pass a file on to slower storage before it answers
 TIMEOUT_VARIABLE = "MLFLOW_HTTP_REQUEST_TIMEOUT"  # mlflow reads it at each request
 CERTIFICATE_VARIABLE = "MLFLOW_TRACKING_SERVER_CERT_PATH"
+ARTIFACTS = "mlartifacts"
+"""Name of the folder of files beside a local database."""
 LOCAL_SCHEMES = ("", "file")
 SCHEMES = (*LOCAL_SCHEMES, "mlflow-artifacts", "s3", "gs", "wasbs", "abfss")
 """Places of files that are allowed.
@@ -137,6 +140,29 @@ def not_installed(error: ModuleNotFoundError) -> RequestError:
     )
 
 
+def deleted_experiment(name: str, number: str) -> tuple[str, str]:
+    """Return problem and remedy of a run in a deleted experiment, whose name MLflow keeps."""
+    restore = f"mlflow experiments restore --experiment-id {number}"
+    return f"the experiment {name} is deleted in MLflow", f"restore it with '{restore}', or set track.experiment=NAME"
+
+
+def check_not_moved(artifact_uri: str, tracking_uri: str) -> None:
+    """Raise RequestError if files are at the former place of a local database that was moved.
+
+    They are made beside it (`run.open_run`), and mlflow would make the former folders anew.
+    """
+    database = re.match(r"sqlite(?:\+\w+)?:///(.+)", tracking_uri)
+    url = urlsplit(artifact_uri)
+    above, found, _ = unquote(url.path).partition(f"/{ARTIFACTS}/")
+    folder = os.path.realpath(os.path.dirname(os.path.abspath(database[1]))) if database else ""
+    if folder and found and url.scheme in LOCAL_SCHEMES and os.path.realpath(above) != folder:
+        raise RequestError(
+            f"MLflow's database was moved to {folder}, and has these files at {above}/{ARTIFACTS}",
+            f"make the former place a link with 'ln -s {shlex.quote(folder)} {shlex.quote(above)}', or set"
+            " track.experiment=NAME",
+        )
+
+
 def missing_package(artifact_uri: str) -> str:
     """Return "" if mlflow can reach files at this place, or which Python module it lacks."""
     scheme = urlsplit(artifact_uri).scheme
@@ -161,6 +187,8 @@ def explain(error: BaseException, sent: Mapping[str, str] = os.environ) -> tuple
     """
     while error.__context__ is not None:
         error = error.__context__
+    if isinstance(error, RunError):
+        return without_password(error.problem), without_password(error.remedy)
     text = " ".join(without_password(str(error)).split())
     remedy = find_remedy(text, sent)
     text = re.sub(r"\.? Response body: '<.*", "", text)  # a proxy's HTML page

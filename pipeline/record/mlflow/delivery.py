@@ -128,7 +128,10 @@ class Delivery:
             if isinstance(error, RequestError):
                 raise error
         if self._failed:
-            reasons = "; ".join(f"{name}: {connection.root_cause(error)}" for name, error in self._failed.items())
+            names: dict[str, list[str]] = {}
+            for name, error in self._failed.items():
+                names.setdefault(connection.root_cause(error), []).append(name)
+            reasons = "; ".join(f"{' and '.join(failed)}: {reason}" for reason, failed in names.items())
             raise TemporaryError(f"MLflow at {self._server} did not take everything: {reasons}")
 
     def check_ours(self) -> None:
@@ -205,6 +208,8 @@ class Delivery:
                 continue
             self.check_ours()
             try:
+                if name in ("files", "figures", "model"):
+                    connection.check_not_moved(run.artifact_uri, self._uri)
                 if missing and name in ("files", "figures", "model"):
                     raise TemporaryError(f"the server keeps files at {run.artifact_uri}: {missing}")
                 if senders[name]() is False:  # it names a run that may come to the server later

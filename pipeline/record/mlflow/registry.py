@@ -56,6 +56,7 @@ def fetch_model(uri: str) -> dict[str, Any]:
             allowed = ", ".join(filter(None, schemes)) if named else f"files on this machine (with {database})"
             raise RequestError(f"{uri} is at {without_password(artifacts)}: models are read only from {allowed}")
         connection.check_artifact_host(artifacts, tracking_uri)
+        connection.check_not_moved(artifacts, tracking_uri)
         with tempfile.TemporaryDirectory() as scratch:
             mlmodel = _fetch_file(artifacts, "MLmodel", _MAX_MLMODEL_BYTES, Path(scratch))
             contents = _parse_mlmodel(uri, mlmodel.read_text(encoding="utf-8"))

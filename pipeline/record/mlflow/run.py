@@ -20,7 +20,7 @@ from pipeline.data.access import printable_name
 from pipeline.errors import RequestError, TemporaryError
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
-from pipeline.record.mlflow.connection import check_artifact_host, log, root_cause
+from pipeline.record.mlflow.connection import ARTIFACTS, check_artifact_host, deleted_experiment, log, root_cause
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -76,7 +76,7 @@ def open_run(folder: RunFolder, config: Config, uri: str) -> MlflowRun:
     run = find_run(client, created["run"])
     if run is None:
         # beside a local database; a server has a location of its own
-        artifacts = (database.parent / "mlartifacts").as_uri() if database else None
+        artifacts = (database.parent / ARTIFACTS).as_uri() if database else None
         experiment_id = _experiment_id(client, config.track.experiment or config.recipe, artifacts)
         tags, name = {_RUN_TAG: created["run"]}, printable_name(folder.path.absolute().name)
         run = client.create_run(experiment_id, created["time"], tags, name)
@@ -117,6 +117,8 @@ def _experiment_id(client: "MlflowClient", name: str, artifacts: str | None) -> 
     failure: Exception = TemporaryError("no answer")
     for _ in range(2):
         experiment = client.get_experiment_by_name(name)
+        if experiment is not None and experiment.lifecycle_stage == "deleted":
+            raise RequestError(*deleted_experiment(name, experiment.experiment_id))
         if experiment is not None:
             return str(experiment.experiment_id)
         try:

@@ -110,6 +110,8 @@ def _sync_beside_training(folder: RunFolder, config: Config, uri: str) -> None:
         if is_last:
             break
         training_over.wait(pause)
+    if isinstance(failure, RunError):
+        raise failure
     if failure is not None:
         raise TemporaryError(f"MLflow did not take everything: {root_cause(failure)}; the journal keeps it")
 
