@@ -3,6 +3,8 @@
 import hashlib
 import io
 import json
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +196,17 @@ def tiff(values: Any, **tags: float) -> bytes:
     return buffer.getvalue()
 
 
+def colour_png(values: Any) -> bytes:
+    """Return a PNG of 16 bits in RGB, which Pillow does not write."""
+    rows = b"".join(b"\0" + row.astype(">u2").repeat(3).tobytes() for row in values)
+    header = struct.pack(">IIBBBBB", values.shape[1], values.shape[0], 16, 2, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+    made = [
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in chunks
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(made)
+
+
 @pytest.mark.parametrize(
     "data",
     [tiff((RAMP * 65535).astype(np.uint16)), encoded(Image.fromarray((RAMP * 65535).astype(np.uint16)), "PNG"),
@@ -211,8 +224,10 @@ def test_a_range_that_the_file_gives_is_scaled(data: bytes) -> None:
     [(tiff(RAMP.astype(np.float32)), "32-bit float"), (tiff((RAMP * 255).astype(np.int32)), "32-bit integer"),
      (tiff((RAMP * 4095).astype(np.uint16)), "12-bit"), (tiff((RAMP * 2).astype(np.float32), low=0, high=1), "outside"),
      (tiff(np.full((4, 4), np.nan, np.float32), low=0, high=1), "outside"),
-     (encoded(Image.fromarray((RAMP * 4095).astype(np.uint16)), "PNG"), "12-bit")],
-    ids=["float", "32 bits", "12 bits in 16", "above white", "not a number", "12 bits in 16, PNG"],
+     (encoded(Image.fromarray((RAMP * 4095).astype(np.uint16)), "PNG"), "12-bit"),
+     (colour_png((RAMP * 4095).astype(np.uint16)), "12-bit"),
+     (b"Pf\n32 24\n-1.0\n" + RAMP.astype("<f4").tobytes(), "32-bit float")],
+    ids=["float", "32 bits", "12 bits in 16", "above white", "not a number", "12 bits in 16, PNG", "in colour", "PFM"],
 )  # fmt: skip
 def test_an_unknown_range_is_a_named_defect(data: bytes, named: str) -> None:
     with pytest.raises(BadImageError, match=named):

@@ -96,9 +96,11 @@ class Picture:
             _check_size(image.height, image.width)
             if image.format == "JPEG":
                 _check_scans(data)
-            orientation = _orientation(image) if upright else 1
+            is_tiff = image.format == "TIFF"  # Pillow turns it by itself, and forgets its orientation
+            orientation = _orientation(image) if upright and is_tiff else 1
             pixels = _decode_pillow(image, checks_range=upright)
-            if image.format != "TIFF":  # which Pillow turns by itself
+            if upright and not is_tiff:
+                orientation = _orientation(image)
                 pixels = _turn(pixels, orientation)
             return cls(pixels.shape[1], pixels.shape[2], pixels, None, orientation)
 
@@ -283,9 +285,9 @@ def _grey(pixels: NDArray[np.uint8]) -> Tensor:
 
 def _range(image: Image.Image) -> tuple[float, float]:
     """Return the values of black and white. Raises BadImageError if the file does not give them."""
-    if image.format != "TIFF":  # PNG has 16 bits; Pillow scales the values of PPM to them
+    if image.format != "TIFF" and image.mode != "F":  # PNG has 16 bits; Pillow scales the values of PPM to them
         return 0, _FULL
-    tags = image.tag_v2  # type: ignore[attr-defined]
+    tags = getattr(image, "tag_v2", {_BITS: 32, _SAMPLE_FORMAT: _FLOAT})  # else a float image of PPM's family
     bits, kind, *bounds = (
         np.ravel(next((tags[name] for name in names if name in tags), default))[0]
         for names, default in (((_BITS,), 8), ((_SAMPLE_FORMAT,), _UNSIGNED), (_LOWEST, 0), (_HIGHEST, 0))
