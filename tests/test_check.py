@@ -103,6 +103,9 @@ def test_a_class_that_is_never_held_out_is_a_warning(good: Path) -> None:
     page = quick("data", "check", str(good / "train"), "--val-split=0.4").out.splitlines()
     assert [line for line in page if line.startswith("warning: 1 class has no validation image") and "dog" in line]
     assert page[-1].startswith(f"{good / 'train'} can be used, with 1 warning: ")
+    pack(good / "train", good.parent / "pack", "lossless", 0)
+    page = quick("data", "check", str(good.parent / "pack")).out.splitlines()
+    assert "warning: no image is held out: there is no validation" in page
 
 
 def test_a_check_of_a_link_to_other_images_finds_all_of_them(good: Path) -> None:

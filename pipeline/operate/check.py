@@ -211,9 +211,11 @@ class Findings:
         if self.dark:
             images = _count(len(self.dark), "image is", "images are")
             yield f"{images} dark: all pixels are below {DARK} of 255", self.dark
-        if empty := [name for name, _, val in self.counts() if not val]:
+        if not len(self.index.val):
+            yield "no image is held out: there is no validation", []
+        elif empty := [name for name, _, val in self.counts() if not val]:
             classes = _count(len(empty), "class has", "classes have")
-            yield f"{classes} no validation image, so its accuracy is not known: {list_first(empty, _LISTED)}", []
+            yield f"{classes} no validation image to measure accuracy with: {list_first(empty, _LISTED)}", []
 
 
 def check(root: Path | Store, val_split: float, *, write_sums: bool, as_json: bool = False) -> str:
