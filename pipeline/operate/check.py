@@ -12,7 +12,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,7 +20,7 @@ import numpy as np
 from pipeline.data import checksums, manifest, pack, sources
 from pipeline.data.access import UnreadableError, check_folder, printable_name
 from pipeline.data.holdout import HoldOut
-from pipeline.data.index import Index, describe_ignored, list_first
+from pipeline.data.index import Index
 from pipeline.data.store import ConflictError, MissingError, Store
 from pipeline.errors import RequestError, StorageError, TemporaryError
 from pipeline.machine import available_cpus
@@ -165,20 +164,18 @@ class Findings:
         return json.dumps(found)
 
     def page(self, root: Path | Store, kind: str, end: str) -> str:
-        """Return what was found as text: counts, what was left out, warnings, and the verdict."""
+        """Return what was found as text: counts, warnings, and a last line that sums it up."""
         images = f"{_count(len(self.digests), 'image')} in {len(self.index.classes):,} classes"
         lines = [f"{root}: {images}", *self._table()]
-        if self.index.ignored:
-            lines.append(f"left out: {describe_ignored(self.index.ignored)}")
         if self.turned:
             lines.append(f"turned upright as their EXIF orientation says: {_count(self.turned, 'image')}")
         warnings = list(self._warnings())
-        for line, names in warnings:
-            lines += [f"warning: {line}", *(f"  {name}" for name in names[:_LISTED])]
+        for found, reason, names in warnings:
+            lines += [f"warning: {found}: {reason}", *(f"  {name}" for name in names[:_LISTED])]
             if len(names) > _LISTED:
                 lines.append(f"  and {len(names) - _LISTED:,} more (--json lists all)")
-        verdict = f"can be used, with {_count(len(warnings), 'warning')}" if warnings else "is good"
-        verdict += f": {kind}{replace(self.index, ignored={}).size.describe()}, digest {self.index.digest[:16]}{end}"
+        verdict = f"can be used, but has {', '.join(found for found, _, _ in warnings)}" if warnings else "is good"
+        verdict += f": {kind}{self.index.size.describe()}, digest {self.index.digest[:16]}{end}"
         if self.defects:
             verdict = f"is not good: {_count(len(self.defects), 'defect')}"
         return "\n".join([*lines, f"{root} {verdict}"])
@@ -194,28 +191,24 @@ class Findings:
             lines[_CLASSES // 2 : -_CLASSES // 2] = [f"{'…':>20}  {left:,} classes between them (--json lists all)"]
         return [f"{'to train':>10}{'held out':>10}  class", *lines]
 
-    def _warnings(self) -> Iterator[tuple[str, list[str]]]:
-        """Yield a line for each kind of warning, and the images that it is about."""
+    def _warnings(self) -> Iterator[tuple[str, str, list[str]]]:
+        """Yield each kind of warning: what was found, the reason to warn, and names."""
         twins, two_labels = self.equal_images()
-        leaks = [pair for pair in twins if pair[0] < len(self.index.train) <= pair[1]]
-        leaked = set(leaks)
-        repeated = [pair for pair in twins if pair not in leaked]
-        for pairs, line in (
-            (leaks, "{} held out, but also in training: the same bytes"),
-            (two_labels, "{} also in another class: the same bytes"),
-            (repeated, "{} more than once in a class: the same bytes"),
-        ):
+        leaks = {pair: None for pair in twins if pair[0] < len(self.index.train) <= pair[1]}
+        repeated = [pair for pair in twins if pair not in leaks]
+        for pairs, place in (
+            ([*leaks], "in training and in validation"), (two_labels, "in two classes"), (repeated, "twice in a class")
+        ):  # fmt: skip
             if pairs:
                 names = [" = ".join(map(self.name, pair)) for pair in pairs]
-                yield line.format(_count(len(pairs), "image is", "images are")), names
+                yield f"{_count(len(pairs), 'image')} {place}", "the same bytes", names
         if self.dark:
-            images = _count(len(self.dark), "image is", "images are")
-            yield f"{images} dark: all pixels are below {DARK} of 255", self.dark
+            yield _count(len(self.dark), "dark image"), f"all pixels are below {DARK} of 255", self.dark
         if not len(self.index.val):
-            yield "no image is held out: there is no validation", []
-        elif empty := [name for name, _, val in self.counts() if not val]:
-            classes = _count(len(empty), "class has", "classes have")
-            yield f"{classes} no validation image to measure accuracy with: {list_first(empty, _LISTED)}", []
+            yield "no validation images", "the accuracy is not measured", []
+        elif empty := [name for name, _, held_out in self.counts() if not held_out]:
+            classes = _count(len(empty), "class", "classes")
+            yield f"{classes} without a validation image", "the accuracy is not measured there", empty
 
 
 def check(root: Path | Store, val_split: float, *, write_sums: bool, as_json: bool = False) -> str:
