@@ -174,11 +174,9 @@ def rows(folders: tuple[Folder, ...], place: Path) -> list[list[str]]:
 
 
 def said(check: Result) -> str:
-    """Return the line of `data check` that matters most."""
-    lines = check.out.splitlines()
-    line = check.error if check.code else next((line for line in lines if line.startswith("warning: ")), lines[-1])
-    line = re.sub(r", digest \w+$", "", line)
-    return line.removeprefix("photos is ").removeprefix("data.root=").removeprefix("warning: ").removeprefix("photos ")
+    """Return the last line of `data check`, which sums it up."""
+    line = re.sub(r", digest \w+$", "", check.error if check.code else check.out.splitlines()[-1])
+    return re.sub("^(data.root=)?(photos )?(is )?", "", line)
 
 
 def table(made: list[list[str]]) -> str:
