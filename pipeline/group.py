@@ -9,6 +9,7 @@ gloo, so that no collective here waits for a GPU's stream. A strategy exchanges 
 """
 
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -27,6 +28,8 @@ from pipeline.world import ALONE, World
 
 T = TypeVar("T")
 
+_GLOO_ERROR = r"\[[^]]*/gloo/[^]]*:\d+\] |Application timeout caused pair closure"
+"""Start of the errors that gloo raises, as RuntimeError (torch 2.14): file and line of its source."""
 _RESTORE_S = 3600
 """Time that rank 0 may take to download a run from its mirror before it joins."""
 
@@ -228,7 +231,9 @@ def join_advice() -> str:
 
 def is_peer_failure(error: Exception) -> bool:
     """Return True if an error is only the consequence of another process's failure."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and re.match(_GLOO_ERROR, str(error)) is not None
+    )
 
 
 def start(config: Config, world: World, device: torch.device) -> Group:

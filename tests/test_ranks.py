@@ -13,7 +13,7 @@ from harness import SMALL, Job, Result, free_port
 
 from pipeline.config.load import load
 from pipeline.data.sources import open_source
-from pipeline.group import Group, ProcessGroup
+from pipeline.group import Group, ProcessGroup, is_peer_failure
 from pipeline.guards.signals import StopRequest
 from pipeline.guards.stragglers import StragglerWatch
 from pipeline.guards.watchdog import COMPILATION_S, Watchdog
@@ -150,6 +150,20 @@ def test_rank_0_may_join_later_than_a_collective_may_take() -> None:
     ]
     outputs = [process.communicate(timeout=100)[0] for process in ranks]
     assert outputs == ["joined\n", "joined\nthe collective timed out\n"]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_of_peer"),
+    [(RuntimeError("[/build/third_party/gloo/gloo/transport/tcp/pair.cc:545] Read error [127.0.0.1]:1: Reset"), True),
+     (RuntimeError("[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms"), True),
+     (RuntimeError("Application timeout caused pair closure"), True),
+     (dist.DistNetworkError("connection lost"), True),
+     (RuntimeError("PytorchStreamReader failed reading /data/gloo/weights.pt"), False),
+     (FileNotFoundError(2, "No such file or directory", "/data/gloo/a.jpg"), False),
+     (ValueError("gloo"), False)],
+)  # fmt: skip
+def test_a_path_that_names_gloo_is_not_the_failure_of_another_rank(error: Exception, is_of_peer: bool) -> None:
+    assert is_peer_failure(error) is is_of_peer
 
 
 def test_a_slow_rank_is_reported_after_two_measurements_and_again_only_after_a_recovery() -> None:
