@@ -29,7 +29,7 @@ from pipeline.world import ALONE, World
 T = TypeVar("T")
 
 _GLOO_ERROR = r"\[[^]]*/gloo/[^]]*:\d+\] |Application timeout caused pair closure"
-"""Start of the errors that gloo raises, as RuntimeError (torch 2.14): file and line of its source."""
+"""Start of what gloo raises, as RuntimeError (torch 2.14): file and line of its source."""
 _RESTORE_S = 3600
 """Time that rank 0 may take to download a run from its mirror before it joins."""
 

@@ -12,6 +12,8 @@ import select
 import sys
 from typing import Any
 
+QUIET = "PIPELINE_QUIET"
+"""The environment variable that --quiet sets, so that it reaches every process of a run."""
 _READER_LEFT = (errno.EPIPE, errno.EIO)
 _PATIENCE_MS = 5000
 
@@ -65,6 +67,12 @@ def tolerate_failures() -> None:
             # the encoding may be ASCII, a file's name any bytes
             text = io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", line_buffering=is_unbuffered)
             setattr(sys, name, text)
+
+
+def log(line: str) -> None:
+    """Print a line to standard error, unless --quiet is given."""
+    if not os.environ.get(QUIET):
+        print(line, file=sys.stderr, flush=True)
 
 
 def lose_unread_log() -> None:

@@ -209,6 +209,11 @@ def test_a_full_disk_costs_no_step_and_is_logged(small_disk: Path, monkeypatch: 
     assert [step_of(path) for path in list_checkpoints(small_disk / "run")] == [8]
 
 
+def test_a_checkpoint_that_is_removed_while_the_folder_is_read_is_passed_over(folder: Path) -> None:
+    (folder / "step-00000003.0123456789abcdef.pt").symlink_to("gone")  # listed, and cannot be asked for its time
+    assert step_of(checkpoint_files.find(folder)) == 2
+
+
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_make_a_save_fail(tmp_path: Path) -> None:
     lines: list[str] = []
     mirrored: list[int] = []

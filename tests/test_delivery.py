@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import mlflow
 import pytest
 from harness import Job, Result, environment, quick, read_rows
 from mlflow.entities import Run
+from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_TIMEOUT
 from mlflow_servers import train
 from object_store import FaultProxy
 from place import SMALL, Place
@@ -32,6 +34,7 @@ from pipeline.errors import RequestError, TemporaryError
 from pipeline.preflight.tracker import check_server_answers
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import is_row_start, read_events
+from pipeline.record.mlflow import connection
 from pipeline.record.mlflow.registry import fetch_model
 from pipeline.record.mlflow.run import find_run
 from pipeline.record.sender import TRAINING_DONE
@@ -384,6 +387,17 @@ def test_a_journal_of_one_endless_line_is_damaged(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("openssl"), reason="needs openssl (apt-get install openssl)")
+def test_a_longer_time_for_a_request_is_that_of_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(connection.TIMEOUT_VARIABLE, "5")
+    with ThreadPoolExecutor(1) as other:
+        with connection.request_timeout(60):
+            with connection.request_timeout(90):
+                assert MLFLOW_HTTP_REQUEST_TIMEOUT.get() == 90
+            assert MLFLOW_HTTP_REQUEST_TIMEOUT.get() == 60
+            assert other.submit(MLFLOW_HTTP_REQUEST_TIMEOUT.get).result() == 5
+        assert MLFLOW_HTTP_REQUEST_TIMEOUT.get() == 5
+
+
 @pytest.mark.parametrize(
     "use",
     [

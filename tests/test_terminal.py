@@ -16,11 +16,12 @@ from pathlib import Path
 
 import forked
 import pytest
-from harness import SMALL, Job, environment
+from harness import SMALL, Job, children, command_line, environment
 
 from pipeline.errors import summary
 from pipeline.record.journal import final_status
-from pipeline.record.terminal import QUIET, make_terminal
+from pipeline.record.terminal import make_terminal
+from pipeline.streams import QUIET
 
 
 class Tty(io.StringIO):
@@ -110,6 +111,32 @@ def test_training_shows_percent_and_best_so_far_and_the_progress_of_validation(t
     )
     in_place = [line for line in lines[lines.index(shown[0]) :] if not re.match(r"\s*\d{4}-", line)]
     assert max(map(len, in_place)) < 120
+
+
+def test_a_quiet_run_prints_nothing_and_copies_no_model_for_a_pass_that_it_does_not_need(
+    tmp_path: Path, digits: Path
+) -> None:
+    words = ["digits", f"data.root={digits}", *SMALL, "train.max_steps=1", "run.resume=never", "--quiet"]
+    run = Job(tmp_path / "run", words, prelude="from pipeline.train import session; session.copy_to_host = None")
+    for _ in range(2):  # the second sets the first aside
+        result = run.run()
+        assert (result.code, result.err) == (0, "")
+        assert result.done["step"] == "1"
+
+
+def test_the_other_ranks_leave_while_rank_0_draws(tmp_path: Path, digits: Path) -> None:
+    words = ["digits", f"data.root={digits}", *SMALL, "train.max_steps=2", "track.report=true"]
+    run = Job(tmp_path / "run", words, nproc=2).start()
+
+    def draws_alone() -> bool:
+        ranks = run.ranks()
+        return len(ranks) == 1 and any(" report " in command_line(pid) for pid in children(ranks[0]))
+
+    run.wait_until(draws_alone, "time in which rank 0 draws alone")
+    assert final_status(run.folder / "journal.jsonl") == "FINISHED"
+    assert run.wait().done["step"] == "2"
+    assert (run.folder / "report/index.html").exists()
+    assert (run.folder / "report/curves.png").exists()
 
 
 # What may happen to an output: statements that a process executes first.

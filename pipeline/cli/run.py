@@ -91,10 +91,9 @@ def _train(options: argparse.Namespace) -> str | int:
         supervision.die_with_agent()
 
     from pipeline.operate import launch
-    from pipeline.record.terminal import QUIET
 
     if options.quiet:
-        os.environ[QUIET] = "1"
+        os.environ[streams.QUIET] = "1"
     return launch.train(options.recipe, options.overrides, options.nproc, stop, options.numa_binding)
 
 

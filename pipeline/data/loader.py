@@ -42,6 +42,7 @@ from pipeline.data.sources import Images
 from pipeline.errors import StorageError
 from pipeline.machine import describe_shared_memory, start_failure
 from pipeline.plan import Plan, Resources
+from pipeline.streams import log
 from pipeline.supervision import die_with_parent
 
 _MAX_REPLACEMENTS = 16
@@ -95,7 +96,7 @@ class RetryingReader:
         self._is_waiting[0] = is_waiting
         fcntl.lockf(self._file, fcntl.LOCK_UN)
         if is_first:
-            print(line, file=sys.stderr, flush=True)
+            log(line)
 
 
 @dataclass

@@ -8,7 +8,6 @@ first second.
 
 import os
 import shlex
-import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -43,6 +42,7 @@ from pipeline.data.index import MISSING, Index, Split, describe_ignored, list_fi
 from pipeline.data.store import Store
 from pipeline.errors import RequestError, RunError
 from pipeline.files import atomic_write
+from pipeline.streams import log
 
 SPLITS = ("train", "val")
 CACHE = ".pipeline-index"
@@ -96,7 +96,7 @@ def save_index(index: Index, *folders: Path) -> None:
         except OSError as error:
             failures.append(f"{folder}: {error.strerror}")
     line = f"the index of the images cannot be saved ({', '.join(failures)}): the next start will scan the data again"
-    print(line, file=sys.stderr, flush=True)
+    log(line)
 
 
 def find_cached_index(root: Path, spare: Path, digest: str) -> Index | None:

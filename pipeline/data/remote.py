@@ -16,7 +16,6 @@ of a size gives the same rate of hits, and the best possible one.
 
 import mmap
 import os
-import sys
 import threading
 import zlib
 from collections.abc import Iterable
@@ -34,6 +33,7 @@ from pipeline.data.pack import NOT_PACKED, cache_folder, file_or_pixels, shard_n
 from pipeline.data.ranges import Range, RangeReader, RangesIgnoredError
 from pipeline.data.store import Store
 from pipeline.errors import RequestError
+from pipeline.streams import log
 
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _INHERITED: list[RangeReader] = []
@@ -96,7 +96,7 @@ class Cache:
         if not self._has_failed[0]:
             self._has_failed[0] = 1
             line = f"data.cache: {self._folder} cannot be written ({error.strerror}): nothing more is kept there"
-            print(line, file=sys.stderr, flush=True)
+            log(line)
 
 
 @dataclass(frozen=True)

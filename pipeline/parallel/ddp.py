@@ -13,7 +13,6 @@ parameters, which is off here already.
 
 import inspect
 import sys
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -37,6 +36,7 @@ _LOCAL_BUFFERS: dict[str, Any] = (
 class DDPStrategy(Strategy):
     def __init__(self, config: Config, plan: Plan, model: nn.Module, group: Group) -> None:
         super().__init__(config, plan, model, group)
+        self.warms_up = True  # DDP rebuilds its buckets after the first pass, in the order in which gradients arrived
         self._averages_buffers = config.model.batchnorm == "average"
         if config.model.batchnorm == "sync":
             synchronise_batch_norm(model)
@@ -52,9 +52,6 @@ class DDPStrategy(Strategy):
 
     def gradient_sync(self, micro: int) -> AbstractContextManager[None]:
         return nullcontext() if micro == self._passes - 1 else self._ddp.no_sync()
-
-    def warm_up(self, backward: Callable[[], object]) -> None:
-        backward()  # DDP rebuilds its buckets at the next forward pass, in the order in which gradients arrived
 
     def average_buffers(self, model: nn.Module) -> None:
         if self._averages_buffers:

@@ -34,7 +34,8 @@ class Strategy:
         self._passes = plan.accumulate
         self._loss_divisor = plan.accumulate  # so that a step's gradient is that of its mean loss
         self._options = config.train
-        self._compiles = plan.compiles
+        self._compiles = self.warms_up = plan.compiles
+        """warms_up: the first pass of a process differs from later ones, so it is discarded."""
         self._num_sizes = len(plan.image_sizes)
         self._run_model = self._compiled(model)
 
@@ -79,14 +80,6 @@ class Strategy:
     def precision_warning(self) -> str | None:
         """Return a line for the user on how precisely gradients were summed so far, or None."""
         return None
-
-    def warm_up(self, backward: Callable[[], object]) -> None:
-        """Run `backward`, a discarded pass, if the first pass of a process differs from later ones.
-
-        The caller restores weights and buffers afterwards, so nothing of the pass remains.
-        """
-        if self._compiles:
-            backward()
 
     def make_ema(self) -> nn.Module:
         """Return a copy of the model for its moving average, sharded as the model is."""

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pipeline.data.store import ConflictError, MissingError, Store, StoredObject
 from pipeline.errors import RunError, TemporaryError
 from pipeline.files import parse_json
+from pipeline.streams import log
 
 RENEW_S = 10
 LEASE_S = 45
@@ -93,7 +94,7 @@ class Lease:
                 self._write(if_match=found.etag)
                 if self._etag and not (is_own or contents.is_released):
                     before = f"{contents.holder}, last renewed {idle_s:.0f} s ago"
-                    print(f"took over {self._place} from {before}", file=sys.stderr, flush=True)
+                    log(f"took over {self._place} from {before}")
             elif seen and seen != found.etag:
                 raise TemporaryError(
                     f"{self._place} is held by {contents.holder}, which renews its lease",
@@ -101,7 +102,7 @@ class Lease:
                 )
             elif not seen:
                 wait = f"waiting up to {max(1, LEASE_S - idle_s):.0f} s to see if it renews its lease"
-                print(f"{self._place} is held by {contents.holder}: {wait}", file=sys.stderr, flush=True)
+                log(f"{self._place} is held by {contents.holder}: {wait}")
                 seen, seen_at = found.etag, _now()
             if not self._etag:
                 time.sleep(_POLL_S)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from pipeline.errors import RequestError, TemporaryError
 from pipeline.files import lock
+from pipeline.streams import log
 
 REFRESH_S = 5
 STALE_S = 60
@@ -177,7 +178,7 @@ class HeldLock:
                 raise TemporaryError(problem, f"{self._remedy} ({error.strerror})") from None
             raise
         line = f"took over {self._subject} from {holder}, last refreshed {age_s} s ago"
-        print(line, file=sys.stderr, flush=True)
+        log(line)
         return descriptor
 
     def _refresh(self) -> None:

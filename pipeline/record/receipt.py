@@ -20,6 +20,7 @@ from typing import Any
 from pipeline.config.load import from_yaml
 from pipeline.errors import RequestError, RunError
 from pipeline.files import atomic_write, parse_json
+from pipeline.record.checkpoint_files import list_checkpoints, step_of
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
 
@@ -52,10 +53,10 @@ def best_checkpoint(target: str) -> Path:
         raise RequestError(
             f"--best cannot read {folder.receipt} ({reason})", "give a run's folder, or a checkpoint without --best"
         ) from None
+    kept = {step_of(path): path for path in reversed(list_checkpoints(folder.checkpoints))}
     for *_, step in evaluated:
-        found = list(folder.checkpoints.glob(f"step-{-step:08d}.*.pt"))
-        if found:
-            return max(found, key=lambda path: path.stat().st_mtime_ns)
+        if -step in kept:
+            return kept[-step]
     raise RequestError(f"{target} has no best checkpoint: none has a validation with finite logits", "leave --best out")
 
 

@@ -9,13 +9,12 @@ import sys
 import time
 
 from pipeline.data.sources import Images
+from pipeline.streams import QUIET
 
 _BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
 _LOG_EVERY_S = 10
 _SEPARATOR = "  "
 _DEFAULT_COLUMNS = 80
-QUIET = "PIPELINE_QUIET"
-"""The environment variable that --quiet sets, so that it reaches every process of a run."""
 
 
 class Terminal:

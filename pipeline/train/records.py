@@ -173,37 +173,50 @@ class Records:
         return self._checkpoints.path_of_step(step) is None
 
     def finish(self, state: TrainState, line: str, seconds_left: Callable[[], float | None]) -> None:
-        """Make the report, record the end of a finished run, and log a summary.
+        """Record the end of a finished run, also in the mirror.
 
-        seconds_left: see `end`.
+        If a node is lost later, the Job needs no other node to complete. seconds_left: see `end`.
         """
+        self._record_end(state, "FINISHED", line)
+        if self._mirror:
+            self._mirror.close(seconds_left)
+
+    def deliver(self, state: TrainState, seconds_left: Callable[[], float | None]) -> None:
+        """Make the report of a finished run, wait for the sender, and log a summary."""
         if self._samples:
             self._samples.draw_report()
-        self.end(state, "FINISHED", line, seconds_left)
+            self._samples.write_page()
+        self._close_sender(seconds_left)
         self._terminal.log_summary(self._summary(state))
 
     def end(self, state: TrainState, status: str, line: str, seconds_left: Callable[[], float | None]) -> None:
-        """Record the end of a run, and give the sender and the mirror time to deliver it.
+        """Record the end of a run without a result; let the sender and the mirror deliver it.
 
-        status: FINISHED, FAILED or KILLED, as MLflow has it. seconds_left: the time until this
-        process must end, or None.
+        status: FAILED or KILLED, as MLflow has it. seconds_left: the time until this process must
+        end, or None.
         """
-        log = self._terminal.log
-        self.wait_for_save()
-        self._folder.check_ours()
-        self._log_mirror_events()
-        self._journal.log_event("ended", status=status, step=state.step, line=line, best=self._best_file(state))
-        self._receipt.write(log)
+        self._record_end(state, status, line)
         if self._samples:
             self._samples.write_page()
         if self._mirror:
             self._mirror.upload()  # meanwhile
+        self._close_sender(seconds_left)
+        if self._mirror:
+            self._mirror.close(seconds_left)
+
+    def _record_end(self, state: TrainState, status: str, line: str) -> None:
+        self.wait_for_save()
+        self._folder.check_ours()
+        self._log_mirror_events()
+        self._journal.log_event("ended", status=status, step=state.step, line=line, best=self._best_file(state))
+        self._receipt.write(self._terminal.log)
+
+    def _close_sender(self, seconds_left: Callable[[], float | None]) -> None:
+        log = self._terminal.log
         if not self._sender.close(log, seconds_left):
             command = f"pipeline sync {shlex.quote(str(self._folder.path))}"
             reason = f" ({last})" if (last := sender.last_failure(self._folder)) else ""
             log(f"MLflow did not take everything{reason}: the journal keeps it, '{command}' sends it")
-        if self._mirror:
-            self._mirror.close(seconds_left)
 
     def crash(self, step: int, status: str, line: str) -> None:
         """Record a crash at `step`, once a checkpoint that is being written is complete."""
@@ -289,6 +302,9 @@ class NullRecords(Records):
         return False
 
     def finish(self, state: TrainState, line: str, seconds_left: Callable[[], float | None]) -> None:
+        pass
+
+    def deliver(self, state: TrainState, seconds_left: Callable[[], float | None]) -> None:
         pass
 
     def end(self, state: TrainState, status: str, line: str, seconds_left: Callable[[], float | None]) -> None:

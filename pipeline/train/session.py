@@ -119,10 +119,11 @@ def run_training(
         group.run_long_task(partial(trainer.records.finish, state, line, stop.seconds_left))
         group.shutdown()
     except RuntimeError as error:
-        # rank 0 has finished its records by now, whichever rank is lost meanwhile
+        # rank 0 has recorded the end by now, whichever rank is lost meanwhile
         if not (group.is_main and groups.is_peer_failure(error) and final_status(folder.journal) == "FINISHED"):
             raise
         terminal.log("another process was lost after the last step: the run is finished all the same")
+    trainer.records.deliver(state, stop.seconds_left)  # the other ranks leave meanwhile, and free their GPUs
     return line
 
 
@@ -222,7 +223,7 @@ def _announce(config: Config, folder: RunFolder, prepared: Prepared, terminal: T
     """Show the plan, now that the request has passed all checks. Set an earlier run aside first."""
     if prepared.resume == "never":
         aside = folder.set_aside()
-        print(f"moved the contents of {folder.path} to {aside}" if aside else "a fresh start", file=sys.stderr)
+        terminal.show(f"moved the contents of {folder.path} to {aside}" if aside else "a fresh start")
     terminal.show(f"{config.recipe} in {folder.path}\n{prepared.plan.table()}")
 
 
@@ -329,11 +330,12 @@ def _build(
     if group.size > 1:
         strategy.on_gradients_computed(partial(timer.switch_to, "communication"))
     state = TrainState.build(strategy, make_loss_guard(strategy, timer, config.start_again), config)
-    first_weights = copy_to_host(model.state_dict())  # the warm-up pass changes the running statistics
     watchdog.beat()
-    with watchdog.allow_compilation(group) if plan.compiles else nullcontext():
-        _warm_up(config, plan, strategy, timer, stop)
-    load_weights(model, first_weights)
+    if strategy.warms_up:
+        first_weights = copy_to_host(model.state_dict())  # the warm-up pass changes the running statistics
+        with watchdog.allow_compilation(group) if plan.compiles else nullcontext():
+            _warm_up(config, plan, strategy, timer, stop)
+        load_weights(model, first_weights)
     return plan, state
 
 

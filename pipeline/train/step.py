@@ -110,7 +110,7 @@ def apply_gradients(trainer: Trainer) -> None:
 
 
 def warm_up(strategy: Strategy, normalise: Normalise, timer: StepTimer, plan: Plan) -> None:
-    """Run one discarded pass on blank images if the strategy needs one.
+    """Run one discarded pass on blank images.
 
     The caller restores weights and buffers afterwards.
     """
@@ -118,7 +118,7 @@ def warm_up(strategy: Strategy, normalise: Normalise, timer: StepTimer, plan: Pl
     labels = torch.zeros(plan.micro_batch, dtype=torch.int64, device=strategy.group.device)
     none = torch.empty((0, MIX_COLUMNS))
     blank = Batch(torch.zeros(shape, dtype=torch.uint8), labels, ids=labels, digests=none, mix=none, defects=[])
-    strategy.warm_up(lambda: _run_pass(strategy, normalise, timer, plan.accumulate - 1, blank))
+    _run_pass(strategy, normalise, timer, plan.accumulate - 1, blank)
     strategy.model.zero_grad()
 
 

@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -31,6 +32,7 @@ With other schemes mlflow connects to hosts that the server names, or uses other
 """
 _AZURE = re.compile(r"[^@]+@[\w-]+\.dfs\.core\.(windows\.net|chinacloudapi\.cn|usgovcloudapi\.net)")
 """Hosts of abfss. mlflow itself checks those of wasbs only."""
+_THREAD = threading.local()
 _CLIENTS = {
     "s3": ("boto3", "'ddp-pipeline[s3]'"),
     "gs": ("google.cloud.storage", "google-cloud-storage"),
@@ -91,13 +93,17 @@ def configure(uri: str, timeout_s: int) -> str:
 
 @contextlib.contextmanager
 def request_timeout(seconds: int) -> Iterator[None]:
-    """Let each request in this block take up to `seconds`."""
-    before = os.environ[TIMEOUT_VARIABLE]
-    os.environ[TIMEOUT_VARIABLE] = str(seconds)
+    """Let each request that this thread makes in this block take up to `seconds`."""
+    from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_TIMEOUT as VARIABLE
+
+    # mlflow asks this object at each request; the variable itself is that of all threads
+    VARIABLE.get_raw = lambda: getattr(_THREAD, "timeout", None) or os.environ[TIMEOUT_VARIABLE]
+    before = getattr(_THREAD, "timeout", None)
+    _THREAD.timeout = str(seconds)
     try:
         yield
     finally:
-        os.environ[TIMEOUT_VARIABLE] = before
+        _THREAD.timeout = before
 
 
 def check_artifact_host(artifact_uri: str, tracking_uri: str) -> None:

@@ -180,6 +180,11 @@ class Delivery:
             self._due |= dict.fromkeys(due, end)
         self.has_new_parts = self.has_new_parts or bool(due)
 
+    def send_files_again(self) -> None:
+        """Have `send_parts` send the files: the report is drawn after the end is recorded."""
+        with self._lock:
+            self._due["files"] = self._offset
+
     def send_parts(self) -> None:
         """Send each part that is due. Raises nothing: see `check_complete`.
 

@@ -120,6 +120,7 @@ def _finish(delivery: Delivery, parts: threading.Thread) -> None:
     """Send what is still due, after the attempt that runs. Raises an error if not all was sent."""
     if parts.ident:
         parts.join()
+    delivery.send_files_again()
     with request_timeout(FILE_TIMEOUT_S):
         delivery.send_parts()
     delivery.check_complete()
