@@ -15,7 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipeline.config.schema import Config, Duration
+from pipeline.config.duration import Duration
+from pipeline.config.schema import Config
 from pipeline.errors import RequestError
 from pipeline.machine import ENLARGE_SHARED_MEMORY
 from pipeline.world import World

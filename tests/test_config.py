@@ -9,9 +9,10 @@ import yaml
 from faults.ledger import Notes
 
 from pipeline.config.credentials import hide_credentials, split_credentials, without_password
+from pipeline.config.duration import Duration
 from pipeline.config.help import all_keys, describe_keys
 from pipeline.config.load import RECIPES, from_yaml, load, refuse_changes
-from pipeline.config.schema import Config, Duration
+from pipeline.config.schema import Config
 from pipeline.errors import RequestError
 from pipeline.record.sender import uri_in_environment
 

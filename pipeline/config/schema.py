@@ -7,7 +7,6 @@ Every field has bounds, and unknown keys are refused. The string below a field i
 import os
 import re
 import shlex
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -17,38 +16,11 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
 
 from pipeline.config.credentials import hide_credentials, without_password
+from pipeline.config.duration import Duration
 
 MODEL_URI_PREFIX = "models:/"
 """Prefix of a model's URI in MLflow's registry."""
 _MAX_ARGUMENT = 1 << 20
-
-Unit = Literal["epochs", "steps", "%"]
-
-
-@dataclass(frozen=True)
-class Duration:
-    """A length of training in epochs, steps or percent of all steps."""
-
-    amount: float
-    unit: Unit
-
-    @classmethod
-    def parse(cls, text: object) -> "Duration":
-        """Parse `10 epochs`, `500 steps`, `5 %` (of all steps) or `0`, or raise ValueError."""
-        if isinstance(text, Duration):
-            return text
-        match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,6})?)\s*(epochs?|steps?|%)", str(text).strip(), re.ASCII)
-        if match:
-            amount, word = float(match[1]), match[2]
-            unit: Unit = "%" if word == "%" else "epochs" if word.startswith("epoch") else "steps"
-            if unit != "steps" or amount.is_integer():
-                return cls(amount, unit)
-        elif str(text).strip() == "0":
-            return cls(0, "steps")
-        raise ValueError("not a duration")
-
-    def __str__(self) -> str:
-        return f"{f'{self.amount:.6f}'.rstrip('0').rstrip('.')} {self.unit}"  # `parse` does not read 1e-06
 
 
 def _positive(duration: Duration) -> Duration:
