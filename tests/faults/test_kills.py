@@ -154,7 +154,9 @@ def test_a_run_resumed_with_other_numbers_of_processes_has_the_same_samples(tmp_
     assert_each_sample_once(run.trace(), 48)
     assert run.trace() == expected.trace()
     assert result.done["weights"] not in expected.output(), "only exact mode promises the same weights"
-    losses = [[value for step, _, value in job.journal("train/loss") if step <= 100] for job in (expected, run)]
+    # of a step that was trained again, the last row counts
+    found = [{step: value for step, _, value in job.journal("train/loss")} for job in (expected, run)]
+    losses = [[value for step, value in steps.items() if step <= 100] for steps in found]
     assert losses[0][-1] < 0.9 * losses[0][0], "the loss falls"
     assert sum(losses[1]) == pytest.approx(sum(losses[0]), rel=0.01)
 
