@@ -3,6 +3,7 @@
 import atexit
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, runs would ignore it as well
 os.environ["OMP_NUM_THREADS"] = "1"  # tests run at the same time: torch's threads would compete for cores
 if "PYTEST_XDIST_WORKER" not in os.environ:
     tempfile.gettempdir()  # pytest's own files stay there

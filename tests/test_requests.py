@@ -83,7 +83,7 @@ def test_a_batch_that_does_not_divide_is_refused_before_processes_start(
         "batch.global=96 does not divide by 5 processes × batch.accumulate=1 = 5: the nearest batch.global that works"
         " is 95 or 100; worlds that work are 1, 2, 3, 4, 6, 8"
     )
-    assert result.seconds < 5  # about 0.7 s on an idle machine
+    assert result.seconds < 15  # about 0.7 s on an idle machine
 
 
 def test_a_missing_gpu_is_refused(tmp_path: Path, digits: Path, without_torch: Path) -> None:
@@ -326,7 +326,7 @@ def test_under_torchrun_a_wrong_request_is_printed_once_and_all_ranks_exit(tmp_p
         result = run.run()
         assert result.code == 1
         assert sum(says in line for line in result.err.splitlines() if line.startswith("pipeline: ")) == 1, result.err
-        assert result.seconds < 20, "torchrun waits 30 s for a rank that does not exit"
+        assert result.seconds < 29, "torchrun waits 30 s for a rank that does not exit"
 
 
 @pytest.mark.parametrize(

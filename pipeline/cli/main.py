@@ -64,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Only rank 0 prints the result."""
     streams.tolerate_failures()
     words = sys.argv[1:] if arguments is None else list(arguments)
-    if words[:1] not in (["train"], ["evaluate"]) and not (words[:1] == ["doctor"] and "--gang" in words):
+    has_ranks = words[:1] in (["train"], ["evaluate"]) or words[:2] == ["bench", "comm"]
+    if not has_ranks and not (words[:1] == ["doctor"] and "--gang" in words):
         world.forget_launcher()
     is_main, is_first_here = world.is_first("RANK"), world.is_first("LOCAL_RANK")
     try:

@@ -280,7 +280,7 @@ def test_a_second_start_exits_75_and_names_the_process_that_holds_the_folder(tmp
     for arguments in ([], ["--nproc", "2"]):
         second = pipeline("train", *run.arguments, f"run.dir={run.folder}", *arguments, timeout=30)
         assert second.code == 75
-        assert second.seconds < 5
+        assert second.seconds < 20
         assert f"held by process {run.ranks()[0]}" in second.error
     kill(run.ranks()[1], signal.SIGTERM)
     assert run.wait().code == 75, "the first run continues until it is stopped"

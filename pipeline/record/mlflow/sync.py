@@ -91,6 +91,8 @@ def _sync_beside_training(folder: RunFolder, config: Config, uri: str) -> None:
             if is_last and not final_status(folder.journal):
                 delivery.mark_failed()
             if is_last:
+                if final_status(folder.journal) == "FINISHED":
+                    delivery.send_files_again()
                 _finish(delivery, parts)
             elif delivery.has_new_parts and not parts.is_alive():
                 parts = threading.Thread(target=delivery.send_parts, daemon=True)
@@ -120,7 +122,6 @@ def _finish(delivery: Delivery, parts: threading.Thread) -> None:
     """Send what is still due, after the attempt that runs. Raises an error if not all was sent."""
     if parts.ident:
         parts.join()
-    delivery.send_files_again()
     with request_timeout(FILE_TIMEOUT_S):
         delivery.send_parts()
     delivery.check_complete()
