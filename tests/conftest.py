@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, runs would ignore it as well
 os.environ["OMP_NUM_THREADS"] = "1"  # tests run at the same time: torch's threads would compete for cores
 if "PYTEST_XDIST_WORKER" not in os.environ:
     tempfile.gettempdir()  # pytest's own files stay there
@@ -25,6 +24,7 @@ from object_store import Bucket, FaultProxy, Rclone, S3Server, Weed
 from place import Place
 
 pytest_plugins = ["faults.ledger"]
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, runs would ignore it as well
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
