@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import re
 import shutil
 import socket
 import sqlite3
@@ -35,6 +36,7 @@ from pipeline.preflight.tracker import check_server_answers
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import is_row_start, read_events
 from pipeline.record.mlflow import connection
+from pipeline.record.mlflow.connection import check_not_moved
 from pipeline.record.mlflow.registry import fetch_model
 from pipeline.record.mlflow.run import find_run
 from pipeline.record.sender import TRAINING_DONE
@@ -461,12 +463,25 @@ def test_after_a_project_moved_nothing_is_made_at_its_former_place(place: Place)
             assert "ln -s" in done.err
         refused = quick(*command, cwd=moved)
         assert refused.code in (2, 75)
-        assert f"ln -s {moved}/runs {place.path}/runs" in refused.error
+        advice = re.search(r"with '(.+)', or set track.experiment", refused.error)
+        assert advice, refused.error
         assert not place.path.exists()
-    place.path.mkdir()
-    (place.path / "runs").symlink_to(moved / "runs")
+    assert advice
+    subprocess.run(advice[1], shell=True, check=True)
     assert quick("sync", "runs/second", cwd=moved).code == 0
     assert quick("predict", f"models:/{model.model_id}", "images/val", cwd=moved).code == 0
+
+
+def test_only_files_beside_a_moved_database_are_refused(tmp_path: Path) -> None:
+    database, elsewhere = f"sqlite:///{tmp_path}/new/mlflow.db", f"{tmp_path}/old/mlartifacts/1/2/artifacts"
+    (tmp_path / "new").mkdir()
+    check_not_moved(elsewhere, database)  # `mlflow server --default-artifact-root` names any place
+    (tmp_path / "new/mlartifacts").mkdir()
+    (tmp_path / "old/mlartifacts").mkdir(parents=True)  # version 0.2 made it anew
+    with pytest.raises(RequestError, match="was moved") as refused:
+        check_not_moved(elsewhere, database)
+    subprocess.run(refused.value.remedy.split("'")[1], shell=True, check=True)
+    check_not_moved(elsewhere, database)
 
 
 def test_the_doctor_sends_the_workspace_and_names_a_deleted_experiment(place: Place) -> None:

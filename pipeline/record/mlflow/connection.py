@@ -161,11 +161,16 @@ def check_not_moved(artifact_uri: str, tracking_uri: str) -> None:
     url = urlsplit(artifact_uri)
     above, found, _ = unquote(url.path).partition(f"/{ARTIFACTS}/")
     folder = os.path.realpath(os.path.dirname(os.path.abspath(database[1]))) if database else ""
-    if folder and found and url.scheme in LOCAL_SCHEMES and os.path.realpath(above) != folder:
+    former, place = f"{above}/{ARTIFACTS}", f"{folder}/{ARTIFACTS}"
+    if not (folder and found and url.scheme in LOCAL_SCHEMES and os.path.isdir(place)):
+        return  # without files beside the database, it was made with another place for them
+    if os.path.realpath(former) != os.path.realpath(place):
+        made = f"mkdir -p {shlex.quote(above)} && ln -s {shlex.quote(place)} {shlex.quote(former)}"
+        if os.path.exists(former):
+            made = f"mv {shlex.quote(former)} {shlex.quote(former)}.old && {made}"
         raise RequestError(
-            f"MLflow's database was moved to {folder}, and has these files at {above}/{ARTIFACTS}",
-            f"make the former place a link with 'ln -s {shlex.quote(folder)} {shlex.quote(above)}', or set"
-            " track.experiment=NAME",
+            f"MLflow's database was moved to {folder}, and has these files at {former}",
+            f"make the former place a link with '{made}', or set track.experiment=NAME",
         )
 
 
