@@ -189,7 +189,7 @@ def tiff(values: Any, **tags: float) -> bytes:
     from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
     directory, buffer = ImageFileDirectory_v2(), io.BytesIO()
-    for name, (number, kind) in {"low": (340, 11), "high": (341, 11), "highest": (281, 3)}.items():
+    for name, (number, kind) in {"low": (340, 11), "high": (341, 11), "highest": (281, 3), "sign": (339, 3)}.items():
         if name in tags:
             directory[number], directory.tagtype[number] = tags[name], kind
     Image.fromarray(values).save(buffer, "TIFF", tiffinfo=directory)
@@ -226,8 +226,10 @@ def test_a_range_that_the_file_gives_is_scaled(data: bytes) -> None:
      (tiff(np.full((4, 4), np.nan, np.float32), low=0, high=1), "outside"),
      (encoded(Image.fromarray((RAMP * 4095).astype(np.uint16)), "PNG"), "12-bit"),
      (colour_png((RAMP * 4095).astype(np.uint16)), "12-bit"),
+     (tiff((RAMP * 32767).astype(np.uint16), sign=2), "16-bit signed"),
      (b"Pf\n32 24\n-1.0\n" + RAMP.astype("<f4").tobytes(), "32-bit float")],
-    ids=["float", "32 bits", "12 bits in 16", "above white", "not a number", "12 bits in 16, PNG", "in colour", "PFM"],
+    ids=["float", "32 bits", "12 bits in 16", "above white", "not a number", "12 bits in 16, PNG", "in colour",
+         "signed", "PFM"],
 )  # fmt: skip
 def test_an_unknown_range_is_a_named_defect(data: bytes, named: str) -> None:
     with pytest.raises(BadImageError, match=named):

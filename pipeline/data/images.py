@@ -46,7 +46,7 @@ _TURNS = {
 }  # fmt: skip
 """For each EXIF orientation: whether to swap rows and columns, then to flip rows, and columns."""
 _XMP = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
-_BITS, _SAMPLE_FORMAT, _UNSIGNED, _FLOAT = 258, 339, 1, 3
+_BITS, _SAMPLE_FORMAT, _UNSIGNED, _SIGNED, _FLOAT = 258, 339, 1, 2, 3
 _LOWEST, _HIGHEST = (340, 280), (341, 281)
 """TIFF tags of the range of the pixels: SMinSampleValue, MinSampleValue; SMaxSampleValue, …"""
 _FULL, _12_BIT = 65535, 4095
@@ -293,13 +293,13 @@ def _range(image: Image.Image) -> tuple[float, float]:
         for names, default in (((_BITS,), 8), ((_SAMPLE_FORMAT,), _UNSIGNED), (_LOWEST, 0), (_HIGHEST, 0))
     )
     low, high = float(bounds[0]), float(bounds[1])
-    if kind == _FLOAT or bits > 16:
+    if kind in (_SIGNED, _FLOAT) or bits > 16:
         if low < high:
             return low, high
-        kind_of_pixels = "float" if kind == _FLOAT else "integer"
+        kind_of_pixels = "float" if kind == _FLOAT else "signed integer" if bits <= 16 else "integer"
         raise BadImageError(
             f"{bits}-bit {kind_of_pixels} pixels, and no TIFF tag SMaxSampleValue says which value is white: save it"
-            " with 8 or 16 bits"
+            " with 8 bits, or with 16 bits and no sign"
         )
     # other values are statistics of the image: the highest one that occurs
     return 0, high if high in (_12_BIT, 255, 1023, 16383) else 2 ** int(bits) - 1
