@@ -321,7 +321,7 @@ def _relabel_validation(index: Index, classes: tuple[str, ...]) -> Split:
 
 def _hold_out_of_folder(root: Path, trained: Config, contents: dict[str, Any]) -> HoldOut | None:
     """Return what a training held out of these class folders, or None if it had other data."""
-    if trained.data.source == "folder" and root.resolve() == data_root(trained).resolve():
+    if trained.data.source == "folder" and os.path.realpath(root) == os.path.realpath(data_root(trained)):
         return _hold_out(trained)
     with suppress(RequestError):  # a folder to evaluate on may be one that cannot be trained on
         index = scan(root, _hold_out(trained))

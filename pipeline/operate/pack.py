@@ -108,7 +108,7 @@ def pack(root: Path, out: Path | Store, level_text: str, val_split: float, worke
     check_folder(root, str(root), "name an image folder")
     if (root / SUMMARY).exists():
         raise RequestError(f"{root} is a pack already: name the image folder that it was made of")
-    if isinstance(out, Path) and out.resolve().is_relative_to(root.resolve()):
+    if isinstance(out, Path) and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(root)):
         raise RequestError(f"{out} is inside the image folder {root}: name a folder outside it")
     index = manifest.scan(root, HoldOut(val_split))
     if index.ignored:

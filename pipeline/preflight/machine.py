@@ -277,6 +277,6 @@ def _file_system(place: Path) -> str:
         mount, _, details = line.partition(" - ")
         name = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), mount.split(" ")[4])
         mount_point = Path(os.fsdecode(name.encode("latin-1")))
-        if place.resolve().is_relative_to(mount_point) and len(mount_point.parts) >= deepest:
+        if Path(os.path.realpath(place)).is_relative_to(mount_point) and len(mount_point.parts) >= deepest:
             kind, deepest = details.split()[0], len(mount_point.parts)
     return kind
