@@ -512,6 +512,9 @@ def test_a_folder_with_other_contents_is_left_unchanged(folder: Path, packs: dic
     with pytest.raises(RequestError, match="is not empty and holds no pack: name another folder"):
         make(folder, tmp_path, "lossless", 0.1)
     assert file_digests(out) == before
+    old = shutil.copytree(Path(__file__).with_name("pack-0.2"), tmp_path / "pack-0.2")
+    with pytest.raises(RequestError, match=r"holds a pack of version 0\.2"):
+        make(folder, old, "lossless", 0.1)
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,8 @@ def _claim(target: Target, out: Path | Store, request: dict[str, Any]) -> None:
             held = f"{out} holds a pack of another source or level ({found.get('level')})"
             if not found:
                 held = f"{out} holds a damaged pack"
+            elif found.get("format") == 1 and request["format"] != 1:
+                held = f"{out} holds a pack of version 0.2, which this version reads and does not continue"
             raise RequestError(f"{held}: remove it, or name another folder")
 
 
