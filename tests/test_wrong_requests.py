@@ -196,7 +196,7 @@ data import imagenet nosuch out | nosuch is not a folder
 data pack photos | required: OUT
 data pack nosuch out | nosuch is not a folder
 data pack photos out --level=best | level best is not allowed
-data pack photos out --val-split=1 | '1' is not a number from 0 to 1
+data pack photos out --val-split=1 | '1' is not a number from 0 to 1, without 1, such as 0.1
 data pack packed out | packed is a pack already
 data check nosuch | nosuch is not a folder
 data check photos --val-split=2 | '2' is not a number from 0 to 1
@@ -306,7 +306,7 @@ train digits data.source=folder data.root=texts | holds no image
 train digits data.source=folder data.root=folder-image | 000.jpg is a folder that is named like an image
 train digits data.source=folder data.root=valflat | val/ is flat
 train digits data.source=folder data.root=single | at least two are needed
-train digits data.source=folder data.root=few | no image to validate on
+train digits data.source=folder data.root=few | data.val_split=0.1 of each class is none; add images
 train digits data.source=folder data.root=loose | holds no folders
 train digits data.source=folder data.root=zip | holds no folders
 data check folder-image | 000.jpg is a folder that is named like an image

@@ -164,7 +164,7 @@ def share(text: str) -> float:
     except ValueError:
         number = math.nan
     if not 0 <= number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1, such as 0.1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1, without 1, such as 0.1")
     return number
 
 

@@ -209,10 +209,12 @@ def check_train_classes(index: Index, root: Path | Store) -> None:
 def check_has_validation(index: Index, root: Path | Store) -> None:
     """Raise RequestError if there is no image to validate on."""
     if not len(index.val):
+        remedy = "add images"
+        if np.bincount(index.train.labels).max() > 1:  # the only image of a class is never held out
+            remedy += ", or give a larger data.val_split (for a pack: --val-split)"
         raise RequestError(
             f"{root} has no image to validate on",
-            f"data.val_split={index.hold_out.share:g} of each class is none; add images, or give a larger"
-            " data.val_split (for a pack: --val-split)",
+            f"data.val_split={index.hold_out.share:g} of each class is none; {remedy}",
         )
 
 
