@@ -566,6 +566,9 @@ HEADS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a surrogate in a folder's name": lambda head: head | {"folders": {"\ud800": 1}},
     "classes that are numbers": lambda head: head | {"classes": list(range(10))},
     "a class that forges a line": lambda head: head | {"classes": ["\x1b[2J\n", *head["classes"][1:]]},
+    "a share that is text": lambda head: head | {"val_split": "x"},
+    "a share that is not a number": lambda head: head | {"val_split": float("nan")},
+    "another rule": lambda head: head | {"split_by": "\x1b[2J"},
     "deep nesting": lambda head: b"[" * 200_000,
     "a list": lambda head: [head],
 }

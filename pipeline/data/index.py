@@ -265,7 +265,9 @@ class Index:
         # version 0.2, which wrote no such entries, split by file and turned no image
         if not all(reason.isprintable() and isinstance(count, int) for reason, count in ignored.items()):
             raise ValueError("the number of ignored files is not valid")
-        hold_out = HoldOut(head["val_split"], head.get("split_by", "file"))
+        hold_out = HoldOut(float(head["val_split"]), head.get("split_by", "file"))
+        if not 0 <= hold_out.share < 1 or hold_out.by not in ("class", "file"):
+            raise ValueError("the rule by which images are held out is not valid")
         return cls(train, val, classes, head["sums"], folders, hold_out, head.get("upright", False), ignored)
 
     def differences(self, other: "Index") -> Iterator[str]:
