@@ -174,11 +174,11 @@ class Findings:
             lines += [f"warning: {found}: {reason}", *(f"  {name}" for name in names[:_LISTED])]
             if len(names) > _LISTED:
                 lines.append(f"  and {len(names) - _LISTED:,} more (--json lists all)")
-        verdict = f"can be used, but has {', '.join(found for found, _, _ in warnings)}" if warnings else "is good"
-        verdict += f": {kind}{self.index.size.describe()}, digest {self.index.digest[:16]}{end}"
+        summary = f"can be used, but has {', '.join(found for found, _, _ in warnings)}" if warnings else "is good"
+        summary += f": {kind}{self.index.size.describe()}, digest {self.index.digest[:16]}{end}"
         if self.defects:
-            verdict = f"is not good: {_count(len(self.defects), 'defect')}"
-        return "\n".join([*lines, f"{root} {verdict}"])
+            summary = f"is not good: {_count(len(self.defects), 'defect')}"
+        return "\n".join([*lines, f"{root} {summary}"])
 
     def _table(self) -> list[str]:
         """Return a table of the classes; of many, the smallest and the largest."""

@@ -274,7 +274,9 @@ def drawn_name(name: str, ems: float = _CAPTION_EMS, label: int | None = None) -
     name = " ".join(name.split())
     drawable = frozenset[str]().union(*map(_characters, _families(name)))
     if not drawable.issuperset(name):
-        escaped = "".join(one if one in drawable else one.encode("unicode_escape").decode() for one in name)
+        escaped = "".join(
+            character if character in drawable else character.encode("unicode_escape").decode() for character in name
+        )
         name = escaped if label is None else f"class {label}"
     return shorten(name, ems, lambda text: sum(map(_width, text)))
 
