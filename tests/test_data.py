@@ -292,6 +292,8 @@ def test_data_without_an_image_to_validate_on_is_packed_and_not_trained_on(tmp_p
         assert (result.code, "no image to validate on" in result.error) == (2, True), result.err
     fill(root, "class 07/2.png", "class 07/3.png")
     assert scan(root, HoldOut(0.1)).size.val_images == 1
+    words = ("data.source=folder", f"data.root={root}", "data.split_by=file", "data.val_split=0.001")
+    assert "data.split_by=file draws no file; add images, or" in quick("plan", "digits", *words).error
 
 
 def test_a_class_without_a_training_image_is_refused_by_name(tmp_path: Path) -> None:

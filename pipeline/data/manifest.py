@@ -212,9 +212,11 @@ def check_has_validation(index: Index, root: Path | Store) -> None:
         remedy = "add images"
         if np.bincount(index.train.labels).max() > 1:  # the only image of a class is never held out
             remedy += ", or give a larger data.val_split (for a pack: --val-split)"
+        rule = "of each class is none"
+        if index.hold_out.by == "file":
+            rule, remedy = "with data.split_by=file draws no file", f"{remedy}, or give data.split_by=class"
         raise RequestError(
-            f"{root} has no image to validate on",
-            f"data.val_split={index.hold_out.share:g} of each class is none; {remedy}",
+            f"{root} has no image to validate on", f"data.val_split={index.hold_out.share:g} {rule}; {remedy}"
         )
 
 
