@@ -134,6 +134,8 @@ def _list_images(paths: list[str]) -> tuple[Split, str]:
             for name in filter(lambda name: is_hidden(os.fsencode(name)), [*folders]):
                 folders.remove(name)
                 ignored[HIDDEN] += 1
+            if links := sum(os.path.islink(os.path.join(folder, name)) for name in folders):
+                ignored["behind a link"] += links  # which may lead back
     left_out = f"left out: {describe_ignored(ignored)}" if ignored else ""
     if not names:
         given = ", ".join(paths) + (f" ({left_out})" if left_out else "")
