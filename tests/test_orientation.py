@@ -23,6 +23,7 @@ from pipeline.data.augment import SampleKey, augment
 from pipeline.data.images import BadImageError, Picture, decode
 from pipeline.data.sources import open_source
 from pipeline.operate.pack import pack as make
+from pipeline.record import checkpoint, checkpoint_files
 
 PACK_0_2 = Path(__file__).parent / "pack-0.2"
 """A lossless pack that version 0.2 made of turned images and one of floats."""
@@ -150,6 +151,14 @@ def test_a_pack_of_0_2_gives_its_pixels_of_0_2() -> None:
             pixels = decode(images.read(i), upright=images.upright)
             digest.update(pixels.numpy().tobytes() + str(tuple(pixels.shape)).encode())
     assert (source.digest[:16], digest.hexdigest()[:16]) == ("f437f235afc28ef3", "4307afebc588325b")
+
+
+def test_a_new_run_on_a_pack_of_0_2_predicts_and_resumes_with_its_orientation(tmp_path: Path) -> None:
+    run = ["train", "digits", *SMALL, *words(PACK_0_2, "pack"), f"run.dir={tmp_path}", "data.max_bad=1"]
+    assert quick(*run, "train.max_steps=1", "schedule.warmup=0").code == 0
+    contents = checkpoint.read_model(checkpoint_files.find(tmp_path))
+    assert from_yaml(contents["config"], "").data.orientation == "ignore"
+    assert quick(*run, "train.max_steps=2", "schedule.warmup=0").code == 0
 
 
 def test_a_configuration_of_0_2_keeps_its_orientation_and_split(tmp_path: Path) -> None:

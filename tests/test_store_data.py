@@ -546,8 +546,8 @@ def read_ranged(reader: RangeReader) -> bytes:
 def test_wrong_requests_are_refused_with_a_remedy(bucket: Bucket, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = f"{bucket.place}/nothing"
     assert refused(lambda: images(empty)) == (
-        f"data.root={empty} holds no complete pack (pack.json is missing): make one with 'pipeline data pack SRC"
-        f" {empty}'"
+        f"data.root={empty} holds no complete pack (pack.json is missing): give its place with data.root, or make one"
+        f" with 'pipeline data pack SRC {empty}'"
     )
     assert "there is no such bucket" in refused(lambda: images("s3://no-such-bucket-here/digits"))
     bucket.write("digits/train-0000.tar", b"short")

@@ -164,6 +164,8 @@ def mlflow_changes(path: str) -> bool:
 def refuse_changes(before: Config, now: Config) -> None:
     """Raise RequestError if a key has changed that must not change on resume; name both values."""
     old, new = flatten(before), flatten(now)
+    if now.data.source == "pack":  # which keeps its orientation
+        old.pop("data.orientation"), new.pop("data.orientation")
     different = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     changed = [f"{key}: {old.get(key)} -> {new.get(key)}" for key in different if not _may_change(key)]
     if now.train.epochs < before.train.epochs:

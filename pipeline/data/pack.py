@@ -275,7 +275,7 @@ def _how_to_make(root: Path | Store) -> str:
     given = "give its place with data.root=FOLDER, or"
     quoted = shlex.quote(str(root))
     if isinstance(root, Store):
-        return f"{given} make one with 'pipeline data pack SRC {quoted}'"
+        return f"give its place with data.root, or make one with 'pipeline data pack SRC {quoted}'"
     if re.match("imagenet(-|$)", root.name) and not root.exists():
         make = f"pipeline data import imagenet ARCHIVES {quoted} --pack max-side=500,q=90"
         return f"{given} make one of ImageNet's archives with '{make}'"

@@ -57,9 +57,12 @@ class Records:
         atomic_write(folder.plan, json.dumps(plan.to_dict(), indent=1).encode(), check=folder.check_ours)
         self._config, self._folder, self._mirror, self._terminal = config, folder, mirror, terminal
         self._classes = source.classes
+        seen = config
+        if config.data.source == "pack":  # it keeps its orientation; predict turns images as the training did
+            seen = config.replacing("data", orientation="apply" if source.train.upright else "ignore")
         # what a checkpoint contains in addition to the state
         self._identity = {
-            "config": config.to_yaml(), "data": source.digest, "split": _hash_split(source.index),
+            "config": seen.to_yaml(), "data": source.digest, "split": _hash_split(source.index),
             "classes": list(source.classes), "world": plan.world,
         }  # fmt: skip
         worlds = [start["tags"]["world"] for start in events(folder.journal, "started")]
