@@ -264,7 +264,9 @@ def test_make_train_starts_a_process_for_each_visible_gpu(
 
 @pytest.mark.skipif(machine.has_gpu(), reason="binds processes where there is a GPU")
 def test_numa_binding_reaches_torch_which_starts_processes_unbound_if_it_must() -> None:
-    program = "from pipeline.operate import launch; print(launch.start_processes(2, ['--version'], 'node'))"
+    program = (
+        "from pipeline.operate import launch; print(launch.start_processes(2, ['--version'], numa_binding='node'))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environment(), check=False
     )
