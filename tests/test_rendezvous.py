@@ -6,9 +6,11 @@ The agents run on this machine. tests/faults/test_nodes.py has them in network n
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -148,6 +150,15 @@ class Agents:
         kill(agent.pid, number)
         agent.wait(60)
 
+    def wait_for_leader(self) -> None:
+        """Wait until an agent leads: other agents can connect to it."""
+        host, _, port = self.endpoint.partition(":")
+        while self.running[0].poll() is None:
+            with suppress(ConnectionRefusedError), socket.create_connection((host, int(port))):
+                return
+            time.sleep(0.1)
+        raise AssertionError(self.log())
+
     def wait_for_world(self, size: int, timeout: float = 90 * SHARING) -> int:
         """Wait until a step is made by `size` processes; return it."""
         deadline = time.monotonic() + timeout
@@ -248,11 +259,10 @@ def test_a_leader_that_waits_leaves_when_another_node_finds_the_run_finished(tmp
     env = environment(PIPELINE_FINISHED=str(tmp_path / "finished"))
     try:
         agents.start()
-        time.sleep(5)  # it waits for the other node
-        subprocess.run(
-            [sys.executable, "-c", FINISHED_NODE, agents.endpoint], env=env, check=True, timeout=30 * SHARING
-        )
-        assert agents.running[0].wait(10 * SHARING) == 0
+        agents.wait_for_leader()
+        finished = [sys.executable, "-c", FINISHED_NODE, agents.endpoint]
+        subprocess.run(finished, env=env, check=True, timeout=60 * SHARING)
+        assert agents.running[0].wait(60 * SHARING) == 0, agents.log()
     finally:
         agents.close()
     assert "the training is done on the other nodes" in agents.log()

@@ -65,9 +65,11 @@ _EXIT_BARRIER = "torchelastic/agent/terminal_state/last_member"
 class _Link:
     """A connection of this agent to the leader, or the leader itself. It lives until it is lost."""
 
-    def __init__(self, host: str, port: int, local_address: str | None, allowed: Sequence[int]) -> None:
+    def __init__(
+        self, host: str, port: int, local_address: str | None, allowed: Sequence[int], is_done: bool = False
+    ) -> None:
         self._host, self._port, self._local_address, self._allowed = host, port, local_address, allowed
-        self.state = Node(socket.gethostname())
+        self.state = Node(socket.gethostname(), is_waiting=not is_done, is_done=is_done)
         """The state of this agent, sent with each heartbeat. The leader sets the two times."""
         self._store: TCPStore | None = None
         self.agent_store: TCPStore | None = None
@@ -312,8 +314,9 @@ class Rendezvous(RendezvousHandler):
         if _is_this_machine(host):
             print(Path(file).read_text(encoding="utf-8"), flush=True)
         else:
-            link, deadline = self._connected(), time.monotonic() + _CONNECT_S
-            link.state = replace(link.state, is_waiting=False, is_done=True)
+            # done from its first heartbeat on, or a leader would form a round with it
+            link = self._link = _Link(*self._endpoint, self._local_address, self._allowed, is_done=True)
+            deadline = time.monotonic() + _CONNECT_S
             with link.changed:
                 while not link.answer.get("done") and not link.is_lost and time.monotonic() < deadline:
                     link.changed.wait(_BEAT_S)

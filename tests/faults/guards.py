@@ -49,8 +49,8 @@ GUARDS = (
     Guard(
         "loader workers ignore SIGTERM",
         "pipeline/data/loader.py",
-        "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n",
-        "    signal.signal(signal.SIGTERM, signal.SIG_DFL)\n",
+        "        signal.signal(number, signal.SIG_IGN)\n",
+        "        signal.signal(number, signal.SIG_DFL)\n",
         ("tests/faults/test_stops.py::test_loader_workers_ignore_signals_to_their_process_group",),
     ),
     Guard(
