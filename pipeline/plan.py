@@ -19,6 +19,7 @@ from pipeline.config.duration import Duration
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError
 from pipeline.machine import ENLARGE_SHARED_MEMORY
+from pipeline.portable import portability
 from pipeline.world import World
 
 _STEPS_TO_REPAY_COMPILATION = 2_000
@@ -103,6 +104,9 @@ class Plan(Resources):
     compiles: bool
     compile_reason: str
     """The reason for compiling the model, or for not compiling it."""
+    is_portable: bool
+    portable_reason: str
+    """Why the bits depend on the model of CPU, or do not; "" if the run is not deterministic."""
     precision_note: str = ""
     """A hint about the speed of the precision on a GPU, or ""."""
     balance: str = "none"
@@ -214,6 +218,7 @@ class Plan(Resources):
             "steps": f"{self.last_step:,}{total} ({epochs:.4g} epochs)",
             "images": f"{self.image_size} px{growth}{repeats}; {self.eval_size} px in validation",
             "compiled": ("yes: " if self.compiles else "no: ") + self.compile_reason,
+            "portable": ("yes: " if self.is_portable else "no: ") + self.portable_reason,
             "precision": self.precision_note,
             "learning rate": f"{self.peak_lr:.6g} = {self.peak_lr * 256 / self.global_batch:.6g} ×"
             f" {self.global_batch} / 256 (optimizer.lr is for 256 images), {self.schedule}{warmup}",
@@ -223,6 +228,8 @@ class Plan(Resources):
         }
         if self.stages == 1:
             del rows["stages"]
+        if not self.portable_reason:
+            del rows["portable"]
         if not self.precision_note:
             del rows["precision"]
         return rows
@@ -315,6 +322,7 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
     growth = first_size, image_size, grows_from, grows_until = _growth(config, length)
     num_sizes = len({_size_at(epoch, *growth) for epoch in range(config.train.epochs)})
     compiles, compile_reason = _compilation(config, world, length.total_steps, num_sizes)
+    is_portable, portable_reason = portability(config, world)
     plan = Plan(
         **vars(divide_resources(config, world)), **vars(data),
         global_batch=global_batch, process_batch=global_batch // world.size,
@@ -330,7 +338,8 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
         watch_every=length.interval(config.run.watch) if config.run.watch else 0,
         image_size=image_size, first_size=first_size, grows_from=grows_from, grows_until=grows_until,
         eval_size=config.evaluate.size or image_size, repeats=config.augment.repeats,
-        compiles=compiles, compile_reason=compile_reason, precision_note=_precision_note(config, world),
+        compiles=compiles, compile_reason=compile_reason,
+        is_portable=is_portable, portable_reason=portable_reason, precision_note=_precision_note(config, world),
         balance=config.data.balance,
     )  # fmt: skip
     needed = plan.prefetch_bytes

@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import portable
+
 os.environ["OMP_NUM_THREADS"] = "1"  # tests run at the same time: torch's threads would compete for cores
+os.environ.update(portable.VARIABLES)  # before torch is imported: forks then have the bits of new interpreters
 if "PYTEST_XDIST_WORKER" not in os.environ:
     tempfile.gettempdir()  # pytest's own files stay there
     os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="tests-")  # for what killed processes leave

@@ -23,7 +23,7 @@ DONE = re.compile(
 SHARING = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 """Factor on time limits: the number of tests that run on this machine at the same time."""
 
-_READ_AT_START = ("PYTHON", "OMP_", "MKL_", "LD_", "CUDA_", "TMPDIR")
+_READ_AT_START = ("PYTHON", "OMP_", "MKL_", "ATEN_", "ONEDNN_", "LD_", "CUDA_", "TMPDIR")
 """Beginnings of the names of variables that Python and libraries read when they are loaded."""
 
 # Small and fast, with all that makes bit-identical results hard: batch norm, momentum, an LR

@@ -36,7 +36,7 @@ from pipeline.errors import RequestError
 
 MAX_YAML_BYTES = 1 << 16
 _AUTO = ("auto", "none", "null", "~")
-_BEFORE_0_3 = {"data": {"split_by": "file", "orientation": "ignore"}}
+_BEFORE_0_3 = {"run": {"portable": "false"}, "data": {"split_by": "file", "orientation": "ignore"}}
 """Values of the keys that a configuration of an earlier version lacks: how it trained."""
 _TRACKING_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 
@@ -67,7 +67,10 @@ def load(recipe: str, overrides: list[str]) -> Config:
     if config.run.resume == "auto":
         with suppress(OSError, RequestError):  # no earlier start, or a damaged file that its reader reports
             saved = (config.run_dir / "config.yaml").read_text(encoding="utf-8", errors="replace")
-            config = _validate(_with_earlier_defaults(tree, _parse_yaml(saved, "")))
+            stated = {word.partition("=")[0] for word in overrides}
+            if path.parent != RECIPES:  # a recipe of this package may have gained keys since
+                stated |= {f"{section}.{key}" for section in _BEFORE_0_3 for key in recipe_tree.get(section) or ()}
+            config = _validate(_with_earlier_defaults(tree, _parse_yaml(saved, ""), stated))
     config = config.with_changes(_changes(config, recipe_tree, overrides))
     trust(config.model.arch)
     if config.track.uri not in ("auto", "none"):
@@ -100,7 +103,7 @@ def from_yaml(text: str, origin: str, overrides: list[str] | None = None, *, is_
     """
     tree = _parse_yaml(text, origin)
     if is_saved:
-        tree = _with_earlier_defaults(tree, tree)
+        tree = _with_earlier_defaults(tree, tree, set())
     _apply(tree, overrides or [])
     config = _validate(tree)
     if any(word.startswith("model.arch=") for word in overrides or []):
@@ -108,13 +111,17 @@ def from_yaml(text: str, origin: str, overrides: list[str] | None = None, *, is_
     return config
 
 
-def _with_earlier_defaults(tree: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """Return `tree` with the earlier default of each key that neither it nor `saved` has."""
+def _with_earlier_defaults(tree: dict[str, Any], saved: dict[str, Any], stated: set[str]) -> dict[str, Any]:
+    """Return `tree` with the earlier value of each key that `saved` lacks.
+
+    stated: keys that the user has set, which stay.
+    """
     made = copy.deepcopy(tree)
     for section, defaults in _BEFORE_0_3.items():
         for key, value in defaults.items():
-            if key not in (saved.get(section) or {}) and isinstance(made.setdefault(section, {}), dict):
-                made[section].setdefault(key, value)
+            is_new = key not in (saved.get(section) or {}) and f"{section}.{key}" not in stated
+            if is_new and isinstance(made.setdefault(section, {}), dict):
+                made[section][key] = value
     return made
 
 
@@ -164,6 +171,7 @@ def mlflow_changes(path: str) -> bool:
 def refuse_changes(before: Config, now: Config) -> None:
     """Raise RequestError if a key has changed that must not change on resume; name both values."""
     old, new = flatten(before), flatten(now)
+    old["run.portable"], new["run.portable"] = before.is_portable, now.is_portable
     if now.data.source == "pack":  # which keeps its orientation
         old.pop("data.orientation"), new.pop("data.orientation")
     different = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))

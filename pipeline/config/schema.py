@@ -151,6 +151,10 @@ class Run(Section):
     exact: bool = False
     """Give bit-identical weights at any number of processes. Implies run.deterministic; slower than
     plain DDP."""
+    portable: Annotated[bool | None, Absent] = None
+    """true: give bit-identical weights on every model of x86-64 CPU with AVX2. Implies
+    run.deterministic. On a GPU, this holds for the initial weights and the pixels. auto: true with
+    run.deterministic or run.exact."""
     resume: Annotated[Place, _read_as("auto", *_UNSET)] = "auto"
     """auto: resume from the newest checkpoint in run.dir that verifies; never: start from step 0
     and set aside what is in run.dir; a path: resume from that checkpoint."""
@@ -572,9 +576,10 @@ class Config(Section):
                 "run.exact=true does not support train.precision=fp16, because the range of a scaled loss is not fixed",
                 "use bf16 or fp32",
             )
-        if self.run.deterministic and self.model.batchnorm == "average":
+        if (self.run.deterministic or self.run.portable) and self.model.batchnorm == "average":
+            option = "run.deterministic" if self.run.deterministic else "run.portable"
             raise ValueError(
-                "run.deterministic=true does not support model.batchnorm=average, because a resumed run would round"
+                f"{option}=true does not support model.batchnorm=average, because a resumed run would round"
                 " differently",
                 "use local",
             )
@@ -634,7 +639,12 @@ class Config(Section):
     @property
     def is_deterministic(self) -> bool:
         """Return True if the same request gives bit-identical weights."""
-        return self.run.deterministic or self.run.exact
+        return self.run.deterministic or self.run.exact or self.run.portable is True
+
+    @property
+    def is_portable(self) -> bool:
+        """Return True if the weights shall not depend on the model of CPU (`pipeline.portable`)."""
+        return self.is_deterministic if self.run.portable is None else self.run.portable
 
     @property
     def mixes(self) -> bool:

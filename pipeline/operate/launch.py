@@ -12,13 +12,13 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline import errors, machine, supervision, world
-from pipeline.config.load import for_evaluation, load
+from pipeline import errors, machine, portable, supervision, world
+from pipeline.config.load import for_evaluation, from_yaml, load
 from pipeline.config.schema import Config
 from pipeline.data import sources
 from pipeline.data.sources import Source
@@ -50,6 +50,7 @@ def train(
     """
     config = load(recipe, overrides)
     here = _read_world(nproc)
+    portable.prepare(config, here)
     if numa_binding:
         _check_numa_binding(numa_binding, nproc, here)
     folder = RunFolder(config.run_dir)
@@ -208,6 +209,7 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
     check_target(target)
     if nproc and nproc > 1:
         return start_processes(nproc, ["evaluate", target, *overrides])
+    _prepare_evaluation(Path(target), overrides, here)
 
     with _freeze_imports():
         from pipeline.record import checkpoint, checkpoint_files
@@ -224,6 +226,14 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
         print(f"evaluating {path} on {description}", file=sys.stderr, flush=True)
 
     return run_evaluation(config, here, contents, source)
+
+
+def _prepare_evaluation(target: Path, overrides: list[str], here: World) -> None:
+    """Set the variables of a portable run. A checkpoint names its run only once torch is loaded."""
+    for folder in (target, target.parent.parent):
+        with suppress(OSError, RequestError):
+            text = RunFolder(folder).config.read_text(encoding="utf-8")
+            portable.prepare(from_yaml(text, str(folder), overrides), here)
 
 
 @contextmanager

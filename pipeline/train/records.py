@@ -79,6 +79,7 @@ class Records:
             "world": plan.world,
             "processes_a_node": plan.local_world,
             "threads": plan.threads,
+            **({"portable": "yes" if plan.is_portable else plan.portable_reason} if plan.portable_reason else {}),
             "epochs": config.train.epochs,
             "data": source.digest,
             **provenance(config.recipe, config.model.arch, state.strategy.group.device),

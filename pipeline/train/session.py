@@ -36,6 +36,7 @@ from pipeline.model.architectures import Normalise, build
 from pipeline.model.weights import load_weights
 from pipeline.parallel import Strategy, choose_strategy
 from pipeline.plan import Plan, divide_resources, make_plan, request_digest
+from pipeline.portable import portability, use_exact_roots
 from pipeline.record.checkpoint import copy_to_host, eval_model, eval_weights, weights_digest
 from pipeline.record.figures import shorten
 from pipeline.record.folder import RunFolder
@@ -256,6 +257,8 @@ def _saving_failure(config: Config, folder: RunFolder, request: str, terminal: T
 
 def _join(config: Config, world: World) -> Group:
     """Configure torch, choose the device and join the process group."""
+    if portability(config, world)[0]:
+        use_exact_roots()
     randomness.configure_torch(
         deterministic=config.is_deterministic,
         exact=config.run.exact,
@@ -285,9 +288,11 @@ def _agree_on_plan(config: Config, group: Group, source: Source) -> Plan:
         error = found
     group.raise_together(error)
     assert plan is not None
-    (is_compiler_missing,) = group.any_rank(not plan.compiles)
+    is_compiler_missing, is_elsewhere_not_portable = group.any_rank(not plan.compiles, not plan.is_portable)
     if is_compiler_missing and plan.compiles:
         plan = replace(plan, compiles=False, compile_reason="another machine of the job cannot compile")
+    if is_elsewhere_not_portable and plan.is_portable:
+        plan = replace(plan, is_portable=False, portable_reason="another machine of the job is not")
     return plan
 
 

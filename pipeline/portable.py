@@ -1,0 +1,113 @@
+"""The same bits on every x86-64 CPU with AVX2, whatever its model: `run.portable`.
+
+Promise: a portable run on CPUs ends with the same weights on any such machine, given the request,
+the data, the software and the number of processes. On GPUs the promise is for what the CPU makes:
+initial weights and pixels.
+
+Why this holds: ATen, oneDNN and MKL choose kernels by the CPU's model and vector extensions, and
+these add in different orders. They read three variables when they are loaded, which choose kernels
+that all these CPUs have. (MKL_CBWR=AVX2 would be faster, but MKL ignores it on AMD's CPUs.) Each
+process has one thread, because threads divide sums. One operation still depends on the CPU: torch
+takes square roots from MKL's vector library, which starts from the approximate instruction
+`rsqrtps` and does not return the IEEE root. NumPy uses the exact instruction.
+
+`exp`, `log`, `sin` and the like of Python and NumPy are the C library's, which has one kernel for
+all CPUs with AVX2 and FMA. torch is imported where it is used: the variables must be set before.
+"""
+
+import os
+import platform
+import sys
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipeline.config.schema import Config
+from pipeline.world import World
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+VARIABLES = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "COMPATIBLE"}
+
+
+def portability(config: Config, world: World) -> tuple[bool, str]:
+    """Return True if a run's bits do not depend on the model of CPU, and the reason, if any.
+
+    After torch was imported, the result is True only if `prepare` was called before.
+    """
+    if not config.is_portable:
+        return False, "run.portable=false" if config.is_deterministic else ""
+    lacks = " and ".join(sorted({"avx2", "fma"} - _cpu_flags())).upper()
+    given = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    other = " ".join(f"{name}={value}" for name, value in given.items() if value != VARIABLES[name])
+    if lacks:
+        return False, f"this CPU is not an x86-64 with {lacks}"
+    if other:
+        return False, f"the environment has {other}: unset it"
+    if "torch" in sys.modules and given != VARIABLES:
+        return False, "torch was imported before the variables that it reads were set"
+    if world.uses_gpu(config.run.device):
+        return True, "initial weights and pixels; the rest depends on the model of GPU"
+    if config.run.threads not in (None, 1):
+        return False, f"run.threads={config.run.threads} divides sums: leave it out"
+    if config.train.compile in ("on", "reduce-overhead"):
+        return False, f"train.compile={config.train.compile} makes kernels for this model of CPU"
+    if config.train.precision in ("bf16", "fp16"):
+        return False, f"train.precision={config.train.precision} needs instructions that few CPUs have: use fp32"
+    return True, "any x86-64 CPU with AVX2 computes the same bits"
+
+
+def prepare(config: Config, world: World) -> None:
+    """Set the variables, for this process and those that it starts, if the run is portable.
+
+    Call it before torch is imported.
+    """
+    if portability(config, world)[0]:
+        os.environ.update(VARIABLES)
+
+
+@cache
+def use_exact_roots() -> "torch.library.Library":
+    """Replace torch's square root on CPUs, in this process and in those forked from it.
+
+    Return what holds the replacement; it ends with that object.
+    """
+    import torch
+
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    for name, function in (("sqrt", _sqrt), ("sqrt_", _sqrt_), ("sqrt.out", _sqrt_out)):
+        library.impl(name, function, "CPU", allow_override=True)  # type: ignore[no-untyped-call]
+    return library
+
+
+def _sqrt(x: "Tensor") -> "Tensor":
+    import torch
+
+    given = x.detach() if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
+    wide = given.float() if given.dtype in (torch.bfloat16, torch.float16) else given
+    roots = torch.empty_like(wide)
+    with np.errstate(invalid="ignore"):  # the root of a negative number is NaN, as torch's
+        np.sqrt(wide.numpy(), out=roots.numpy())
+    return roots.to(given.dtype)
+
+
+def _sqrt_(x: "Tensor") -> "Tensor":
+    return x.copy_(_sqrt(x))
+
+
+def _sqrt_out(x: "Tensor", *, out: "Tensor") -> "Tensor":
+    return out.resize_(x.shape).copy_(_sqrt(x))
+
+
+def _cpu_flags() -> set[str]:
+    """Return the instruction sets of this CPU, as Linux names them; none if it is no x86-64."""
+    with suppress(OSError, StopIteration):
+        if platform.machine() == "x86_64":
+            lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+            return set(next(line for line in lines if line.startswith("flags")).split())
+    return set()
