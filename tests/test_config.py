@@ -164,7 +164,7 @@ def test_a_yaml_null_means_the_default(null: str, recipe: Callable[[str], Path])
 @pytest.mark.parametrize("word", ["null", "none", "Auto", "~"])
 def test_a_run_without_a_folder_gets_the_default(word: str, recipe: Callable[[str], Path]) -> None:
     assert load("digits", [f"run.dir={word}"]) == load("digits", [])
-    assert load(str(recipe(f"{DIGITS}\nrun: {{dir: {word}}}")), []).run.dir == "runs/mine"
+    assert load(str(recipe(DIGITS.replace("run:", f"run:\n  dir: {word}"))), []).run.dir == "runs/mine"
 
 
 def test_an_address_is_not_a_folder() -> None:

@@ -56,9 +56,10 @@ def test_the_workers_of_a_node_are_divided_and_rounded_up(workers: int, local: i
 
 
 def test_workers_and_threads_follow_the_cpus_unless_set() -> None:
-    plan = plan_of(size=4, cpus=10)
+    plan = plan_of("run.portable=false", size=4, cpus=10)
     assert (plan.workers_per_node, plan.workers, plan.threads) == (10, 3, 2)
-    assert plan_of(size=4, cpus=2).threads == 1
+    assert plan_of("run.portable=false", size=4, cpus=2).threads == 1
+    assert plan_of(cpus=64).threads == 1, "of a portable run"
     assert plan_of("run.deterministic=true", cpus=64).threads == 1  # the CPUs must not change the order of sums
     assert plan_of("run.deterministic=true", "run.threads=4").threads == 4
 
@@ -140,7 +141,7 @@ def test_images_that_grow_too_late_are_refused() -> None:
 
 
 def compiled(*words: str, **world_fields: object) -> str:
-    config = load("digits", list(words))
+    config = load("digits", ["run.portable=false", *words])
     plan = make_plan(config, World(**world_fields), DIGITS)  # type: ignore[arg-type]
     return next(line.split(maxsplit=1)[1] for line in plan.table().splitlines() if line.startswith("  compiled"))
 

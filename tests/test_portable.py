@@ -1,0 +1,115 @@
+"""A portable run has the same bits on every model of CPU, and says when it has not."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import SMALL, environment, pipeline
+
+from pipeline import portable
+from pipeline.config.load import from_yaml, load
+from pipeline.errors import RequestError
+from pipeline.portable import VARIABLES, portability
+from pipeline.world import World
+
+SHORT = (*SMALL, "train.max_steps=4", "data.workers=0")
+ON_CPU = "any x86-64 CPU with AVX2 computes the same bits"
+
+
+def without(*names: str, **extra: str) -> dict[str, str]:
+    """Return this process's environment, without the variables of portable runs and `names`."""
+    return {name: value for name, value in environment().items() if name not in (*VARIABLES, *names)} | extra
+
+
+def train(folder: Path, digits: Path, *words: str, env: dict[str, str]) -> tuple[str, str]:
+    """Train a few steps with a new interpreter; return the weights, and the plan's row."""
+    command = [sys.executable, "-m", "pipeline", "train", "digits", f"data.root={digits}", f"run.dir={folder}"]
+    done = subprocess.run([*command, *SHORT, *words], env=env, capture_output=True, text=True, check=True)
+    plan = json.loads((folder / "plan.json").read_text())
+    return done.stdout.split("weights=")[1].strip(), f"{plan['is_portable']}: {plan['portable_reason']}"
+
+
+def test_a_command_sets_what_it_needs_and_the_number_of_cores_makes_no_difference(tmp_path: Path, digits: Path) -> None:
+    here, row = train(tmp_path / "here", digits, env=without("OMP_NUM_THREADS"))
+    assert row == f"True: {ON_CPU}"
+    set_before, _ = train(tmp_path / "set", digits, env=without(**VARIABLES, OMP_NUM_THREADS="8"))
+    assert set_before == here
+    start = json.loads((tmp_path / "here" / "receipt.json").read_text())["starts"][0]
+    assert start["portable"] == "yes"
+    again = pipeline("evaluate", str(tmp_path / "here"))
+    assert again.done["weights"] == here.removeprefix("sha256:")
+
+
+def test_another_value_of_a_variable_is_named(tmp_path: Path, digits: Path) -> None:
+    _, row = train(tmp_path / "other", digits, env=without(MKL_CBWR="AUTO"))
+    assert row == "False: the environment has MKL_CBWR=AUTO: unset it"
+    start = json.loads((tmp_path / "other" / "receipt.json").read_text())["starts"][0]
+    assert start["portable"] == "the environment has MKL_CBWR=AUTO: unset it"
+
+
+@pytest.mark.parametrize(("words", "gpu", "expected"), [
+    ("", False, (True, ON_CPU)),
+    ("run.portable=false", False, (False, "")),
+    ("run.portable=false run.deterministic=true", False, (False, "run.portable=false")),
+    ("run.portable=auto run.exact=true", False, (True, ON_CPU)),
+    ("run.portable=auto", False, (False, "")),
+    ("run.threads=2", False, (False, "run.threads=2 divides sums: leave it out")),
+    ("train.compile=on", False, (False, "train.compile=on makes kernels for this model of CPU")),
+    ("train.precision=bf16", False,
+     (False, "train.precision=bf16 needs instructions that few CPUs have: use fp32")),
+    ("train.precision=bf16", True, (True, "initial weights and pixels; the rest depends on the model of GPU")),
+])  # fmt: skip
+def test_the_plan_says_what_is_portable(words: str, gpu: bool, expected: tuple[bool, str]) -> None:
+    assert portability(load("digits", words.split()), World(has_gpu=gpu)) == expected
+
+
+def test_a_cpu_without_avx2_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(portable, "_cpu_flags", lambda: {"fma"})
+    assert portability(load("digits", []), World()) == (False, "this CPU is not an x86-64 with AVX2")
+
+
+def test_a_run_of_0_2_stays_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("recipe: digits\ndata: {source: digits}\n")
+    words = [f"run.dir={tmp_path}"]
+    assert load("digits", words).run.portable is False
+    assert not load("digits", words).is_deterministic
+    assert load("digits", [*words, "run.portable=true"]).run.portable is True, "which the resumption then refuses"
+    assert from_yaml("recipe: digits\ndata: {source: digits}", "a checkpoint").run.portable is False
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("data: {source: digits}\nrun: {portable: true}\n")
+    assert load(str(mine), words).run.portable is True, "as its owner wrote it"
+
+
+def test_batch_norm_averaged_over_processes_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"^run\.portable=true does not support model\.batchnorm=average, .*"):
+        load("digits", ["model.batchnorm=average"])
+
+
+ROOTS = """
+import numpy as np, torch
+from pipeline.portable import use_exact_roots
+use_exact_roots()
+values = torch.rand(100_003)
+exact = torch.from_numpy(np.sqrt(values.numpy()))
+out = torch.empty(0)
+torch.sqrt(values, out=out)
+found = [values.sqrt(), values.clone().sqrt_(), out, torch._foreach_sqrt([values])[0]]
+leaf = values[:100].double().requires_grad_()
+assert torch.autograd.gradcheck(torch.sqrt, leaf + 0.1)
+assert torch.tensor([4, 9]).sqrt().tolist() == [2, 3] and torch.tensor(4.0).sqrt().item() == 2
+assert torch.tensor([-1.0]).sqrt().isnan().all()
+assert torch.rand(3, 4).t().sqrt().stride() == (1, 4)
+half = values.bfloat16()
+assert torch.equal(half.sqrt(), half.float().sqrt().bfloat16())
+print(all(torch.equal(roots, exact) for roots in found))
+"""
+
+
+def test_square_roots_are_the_ieee_ones() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", ROOTS], env=os.environ, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("True\n", "")
