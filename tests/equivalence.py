@@ -1,17 +1,26 @@
 """Train one job of 20 steps with every launcher and parallel mode, and compare the weights.
 
-`make equivalence` writes docs/equivalence.md; tests/test_equivalence.py checks the tolerance of
-every row. All rows except two make the same passes of 24 images in the same order, so that batch
-norm has the same inputs; only the order of float32 additions differs. A tolerance of 0 means
-bit-identical weights.
+`make equivalence` writes docs/equivalence.md. tests/test_equivalence.py checks that a run has the
+weights of its row, which are the same on every x86-64 CPU with AVX2 (`run.portable`). All rows
+except two make the same passes of 24 images in the same order, so that batch norm has the same
+inputs; only the order of float32 additions differs. A tolerance of 0 means bit-identical weights.
+Below are two steps of each recipe, with fewer and smaller images.
 """
 
 import argparse
+import hashlib
+import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from pipeline import portable
+
+if __name__ == "__main__":
+    os.environ.update(portable.VARIABLES)  # before torch is imported
 
 import torch
 from harness import SMALL, Job, by_hand, spawned, two_nodes
@@ -81,11 +90,33 @@ COMPILED = (
         tolerance=ROUNDING, why="fused kernels round differently"),
 )  # fmt: skip
 
+PAGE = Path(__file__).parents[1] / "docs" / "equivalence.md"
+SMALLER = (
+    "data.source=synthetic", "data.root=auto", "data.num_images=48", "data.workers=0", "batch.global=12",
+    "augment.first_size=auto", "schedule.warmup=1 steps", "train.max_steps=2", "train.precision=fp32",
+    "evaluate.every=2 steps", "evaluate.batch=12", "run.device=cpu", "run.deterministic=true", "track.uri=none",
+    "track.report=false",
+)  # fmt: skip
+RECIPES = {
+    "cifar10": "augment.size=32",
+    "cifar10-96": "augment.size=32",
+    "cifar10-fast": "augment.size=32",
+    "imagenette": "augment.size=64",
+    "resnet50-90": "augment.size=64 evaluate.resize=64",
+    "resnet50-fast": "augment.size=64 evaluate.size=64",
+    "resnet50-v2": "augment.size=64 evaluate.size=64 evaluate.resize=64",
+    "vit-l16": "augment.size=64 evaluate.resize=64 model.arch=vit_s_16 model.args={image_size: 64}",
+    "vit-s16": "augment.size=64 evaluate.resize=64 model.args={image_size: 64}",
+}
+"""What makes two steps of each recipe short, in addition to SMALLER."""
+
 
 @dataclass(frozen=True)
 class Outcome:
     row: Row
-    difference: float
+    weights: str
+    """The first 16 digits of a SHA-256 of the weights; "" if they depend on the model of CPU."""
+    difference: float = 0
     """Largest absolute difference of any weight after the last step."""
 
     @property
@@ -97,11 +128,13 @@ def outcomes(rows: tuple[Row, ...], folder: Path, digits: Path) -> Iterator[Outc
     """Train each row's job and compare its weights with those of the row it names."""
     weights: dict[str, dict[str, torch.Tensor]] = {}
     for row in rows:
-        weights[row.name] = _train(row, folder / row.name.replace(" ", "-").replace(",", ""), digits)
-        yield Outcome(row, _largest_difference(weights[row.name], weights[row.against]))
+        weights[row.name] = train(row, folder, digits)
+        yield Outcome(row, digest(row, weights[row.name]), _difference(weights[row.name], weights[row.against]))
 
 
-def _train(row: Row, folder: Path, digits: Path) -> dict[str, torch.Tensor]:
+def train(row: Row, scratch: Path, digits: Path) -> dict[str, torch.Tensor]:
+    """Train a row's job; return its weights and their EMA."""
+    folder = scratch / row.name.replace(" ", "-").replace(",", "")
     words = ["digits", f"data.root={digits}", *JOB, *row.words.split()]
     is_launched = row.name in ("2 processes", "torchrun")
     job = Job(folder, words, nproc=row.processes, by_torchrun=row.start == "torchrun", interpreter=is_launched)
@@ -119,22 +152,46 @@ def _train(row: Row, folder: Path, digits: Path) -> dict[str, torch.Tensor]:
     }
 
 
-def _largest_difference(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+def digest(row: Row, weights: dict[str, torch.Tensor]) -> str:
+    """Return the row's weights as the page has them."""
+    if "train.compile=on" in row.words:
+        return ""
+    found = hashlib.sha256()
+    for name in sorted(weights):
+        found.update(name.encode() + weights[name].numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def train_recipe(name: str, scratch: Path) -> str:
+    """Train two steps of a recipe; return the first 16 digits of its done line's weights."""
+    words = re.findall(r"[\w.]+=(?:{[^}]*}|\S+)", RECIPES[name])
+    return Job(scratch / name, [name, *SMALLER, *words]).run().done["weights"][:16]
+
+
+def published() -> dict[str, str]:
+    """Return the weights on the page, by the name of the row or recipe."""
+    rows = re.findall(r"^\| `?([^|`]+)`? \|.*\| ([0-9a-f]{16}) \|", PAGE.read_text(), re.MULTILINE)
+    return dict(rows)
+
+
+def _difference(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
     assert mine.keys() == theirs.keys()
     return max(float((mine[name].double() - theirs[name].double()).abs().max()) for name in mine)
 
 
-def table(found: list[Outcome]) -> str:
+def table(found: list[Outcome], recipes: dict[str, str]) -> str:
     lines = [
         "# Equivalence",
         "",
         f"The digits, {STEPS} steps of 96 images, a ShuffleNet (or a ResNet-18) with batch norm, momentum,",
-        f"gradient clipping and EMA, on a CPU with torch {torch.__version__}, deterministic. The table has the",
-        "largest difference of any weight or EMA weight after the last step from the run named; 0 means",
-        "bit-identical. Made by `make equivalence`; `tests/test_equivalence.py` checks every tolerance.",
+        f"gradient clipping and EMA, on a CPU with torch {torch.__version__}, portable. The table has the",
+        "largest difference of any weight or EMA weight after the last step from the run named (0 means",
+        "bit-identical), and the first 16 digits of a SHA-256 of the weights. They are the same on every",
+        "x86-64 CPU with AVX2. Made by `make equivalence`; each change of this project is tested against",
+        "these weights (`tests/test_equivalence.py`).",
         "",
-        "| run | with | processes | compared with | largest difference | tolerance | reason |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| run | with | processes | compared with | largest difference | tolerance | reason | weights |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for outcome in found:
         row = outcome.row
@@ -142,8 +199,19 @@ def table(found: list[Outcome]) -> str:
         processes = f"{row.processes}, {start}" if start else str(row.processes)
         lines.append(
             f"| {row.name} | `{row.words}` | {processes} | {row.against} |"
-            f" {outcome.difference:.2g} | {row.tolerance:g} | {row.why} |"
+            f" {outcome.difference:.2g} | {row.tolerance:g} | {row.why} | {outcome.weights} |"
         )
+    lines += [
+        "",
+        "## A short run of each recipe",
+        "",
+        "Two steps of 12 synthetic images in fp32, deterministic, with the first 16 digits of the weights",
+        "in the `done` line.",
+        "",
+        "| recipe | with | weights |",
+        "| --- | --- | --- |",
+        *(f"| `{name}` | `{RECIPES[name]}` | {weights} |" for name, weights in recipes.items()),
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -157,7 +225,8 @@ def main() -> int:
         for outcome in outcomes(ROWS + COMPILED, Path(scratch), Path(scratch) / "digits"):
             found.append(outcome)
             print(f"{outcome.row.name:<20} {outcome.difference:.2g}", flush=True)
-    out.write_text(table(found))
+        recipes = {name: train_recipe(name, Path(scratch)) for name in RECIPES}
+    out.write_text(table(found, recipes))
     return int(not all(outcome.is_within_tolerance for outcome in found))
 
 
