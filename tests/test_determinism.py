@@ -1,4 +1,7 @@
-"""The same seed gives the same weights with every launcher, environment and number of workers."""
+"""The same seed gives the same weights with every launcher, environment and number of workers.
+
+The weights are constants, because they are the same on every x86-64 CPU with AVX2.
+"""
 
 from pathlib import Path
 
@@ -6,6 +9,8 @@ import pytest
 from harness import SMALL, Job, assert_resumes, two_nodes
 
 SHORT = ("train.max_steps=12", "evaluate.every=12 steps", "data.workers=2")
+WEIGHTS = {1: "2998ac8f76090e3b", 2: "0a23028d4bc37f41", 3: "8dba439ac8062dc1"}
+"""The first 16 digits of the weights, by the number of processes."""
 
 
 def job(folder: Path, digits: Path, *more: str, nproc: int = 1, by_torchrun: bool = False, **env: str) -> Job:
@@ -14,28 +19,20 @@ def job(folder: Path, digits: Path, *more: str, nproc: int = 1, by_torchrun: boo
     return Job(folder, arguments, nproc=nproc, by_torchrun=by_torchrun, env=env)
 
 
-@pytest.fixture(scope="module")
-def weights_of_two(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> str:
-    """Return the digest of the weights that two processes without a launcher give."""
-    return job(tmp_path_factory.mktemp("two") / "run", digits, nproc=2).run_in_forks().done["weights"]
-
-
 @pytest.mark.full
 @pytest.mark.fault("I3")
-def test_torchrun_gives_the_same_weights_and_another_seed_does_not(
-    tmp_path: Path, digits: Path, weights_of_two: str
-) -> None:
+def test_torchrun_gives_the_same_weights_and_another_seed_does_not(tmp_path: Path, digits: Path) -> None:
     same = job(tmp_path / "torchrun", digits, nproc=2, by_torchrun=True, OMP_NUM_THREADS="2")
-    assert same.run().done["weights"] == weights_of_two
+    assert same.run().done["weights"][:16] == WEIGHTS[2]
     other = job(tmp_path / "other", digits, "run.seed=1", nproc=2)
-    assert other.run_in_forks().done["weights"] != weights_of_two
+    assert other.run_in_forks().done["weights"][:16] != WEIGHTS[2]
 
 
 @pytest.mark.fault("I3")
 @pytest.mark.full
-@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("nproc", [1, 2, 3])
 def test_the_same_command_gives_the_same_weights(tmp_path: Path, digits: Path, nproc: int) -> None:
-    assert len({job(tmp_path / str(i), digits, nproc=nproc).run_in_forks().done["weights"] for i in range(2)}) == 1
+    assert job(tmp_path / "run", digits, nproc=nproc).run_in_forks().done["weights"][:16] == WEIGHTS[nproc]
 
 
 @pytest.mark.fault("F3")
@@ -46,7 +43,7 @@ def test_threads_workers_prefetch_and_tracing_change_nothing(tmp_path: Path, dig
         job(tmp_path / "1", digits, "data.workers=3", "data.prefetch=5", OMP_NUM_THREADS="7", MKL_NUM_THREADS="7"),
         job(tmp_path / "2", digits, "run.trace=false", "checkpoint.every=5 steps"),
     )
-    assert len({variant.run().done["weights"] for variant in variants}) == 1
+    assert {variant.run().done["weights"][:16] for variant in variants} == {WEIGHTS[1]}
 
 
 @pytest.mark.long
@@ -55,6 +52,6 @@ def test_accumulation_resumes_with_the_same_samples_and_bits(tmp_path: Path, dig
 
 
 @pytest.mark.full
-def test_two_nodes_are_the_same_as_two_processes(tmp_path: Path, digits: Path, weights_of_two: str) -> None:
+def test_two_nodes_are_the_same_as_two_processes(tmp_path: Path, digits: Path) -> None:
     two = job(tmp_path / "two-nodes", digits, nproc=2)
-    assert two_nodes(two).done["weights"] == weights_of_two
+    assert two_nodes(two).done["weights"][:16] == WEIGHTS[2]
