@@ -157,6 +157,16 @@ def count_or_range(text: str) -> tuple[int | None, int]:
     return (low if low < high else None), high
 
 
+def step_range(text: str) -> tuple[int, int]:
+    """Return (A, B) of A-B, or (0, N) of N."""
+    low, dash, high = text.partition("-")
+    if not dash:
+        return 0, positive_int(text)
+    if not (low.isdecimal() and high.isdecimal() and int(low) < int(high)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not A-B with A less than B, such as 84-112")
+    return int(low), int(high)
+
+
 def share(text: str) -> float:
     """Return a share of at least 0 and less than 1."""
     try:

@@ -22,6 +22,7 @@ from pipeline.cli.arguments import (
     count_or_range,
     path_or_uri,
     positive_int,
+    step_range,
 )
 from pipeline.errors import RequestError
 from pipeline.guards.signals import StopRequest, handle
@@ -266,20 +267,34 @@ def _add_verify(commands: Commands) -> None:
         commands, "verify", _verify, "repeat a run from its receipt and compare the weights",
         "Train the run in RUN_DIR again from its receipt, in a temporary folder, and compare weights and"
         " checkpoints. Prints 'identical: …' (exit 0), or 'differs: …' (exit 1) with the first step and tensor that"
-        " differ.",
-        "pipeline verify runs/digits --steps 50",
+        " differ. With --against it trains nothing and compares two receipts: exit 1 if nothing explains a difference.",
+        "pipeline verify runs/digits --steps 50", "pipeline verify runs/digits --steps 84-112",
+        "pipeline verify runs/digits --against docs/receipts",
     )  # fmt: skip
     parser.add_argument("run_dir", type=arguments.path, metavar="RUN_DIR", help="the run's folder")
-    parser.add_argument("--steps", type=positive_int, metavar="N", help="repeat only the first N steps (default: all)")
+    kind = parser.add_mutually_exclusive_group()
+    help = "repeat only the first N steps (default: all); A-B repeats from the checkpoint of step A, which is trusted"
+    kind.add_argument("--steps", type=step_range, metavar="N|A-B", default=(0, None), help=help)
+    help = "compare with the receipt of the same configuration in FOLDER, a run's folder or a folder of them"
+    kind.add_argument("--against", type=arguments.path, metavar="FOLDER", help=help)
+    help = "with --against: a text, which the result names if it has the digest of the weights"
+    parser.add_argument("--page", type=arguments.path, metavar="FILE", help=help)
     add_trust(parser)
 
 
 def _verify(options: argparse.Namespace) -> int:
+    if options.against:
+        from pipeline.operate.against import against
+
+        return against(options.run_dir, options.against, options.page)
+    if options.page:
+        raise RequestError("--page needs --against", "give both, or leave --page out")
     handle(signal.default_int_handler)  # SIGTERM ends the repeated training and removes its folder, as Ctrl-C does
 
     from pipeline.operate import verify
 
-    return verify.verify(options.run_dir, options.steps)
+    start, steps = options.steps
+    return verify.verify(options.run_dir, steps, start)
 
 
 def _add_report(commands: Commands) -> None:

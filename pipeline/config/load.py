@@ -190,6 +190,15 @@ def refuse_changes(before: Config, now: Config) -> None:
         )
 
 
+def training_keys(config: Config) -> dict[str, Any]:
+    """Return the keys that training follows from, in the form of `flatten`.
+
+    These are the keys that must not change on resume, without the device, and train.epochs.
+    """
+    keys = flatten(config)
+    return {key: keys[key] for key in keys if key == "train.epochs" or not (_may_change(key) or key == "run.device")}
+
+
 def for_evaluation(text: str, path: str, overrides: list[str]) -> tuple[Config, Config]:
     """Return the configuration in the checkpoint `path`, and the same with overrides on top.
 

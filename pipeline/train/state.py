@@ -16,7 +16,7 @@ from pipeline.config.schema import Config
 from pipeline.guards.nonfinite import LossGuard
 from pipeline.model.weights import load_weights
 from pipeline.parallel import Strategy
-from pipeline.record.checkpoint import weights_digest
+from pipeline.record.checkpoint import digest_and_checksums
 from pipeline.train.optimizer import make_optimizer
 
 LOSS_UNIT = 2**20
@@ -240,9 +240,11 @@ class TrainState:
         """
         evaluation = self.evaluation
         assert evaluation is not None
+        digest, checksums = self._digest_and_checksums()
         return {
             "step": evaluation.step,
-            "weights": f"sha256:{self.weights_digest()}",
+            "weights": f"sha256:{digest}",
+            "tensors": checksums,
             "top1": evaluation.top1,
             "top5": evaluation.top5,
             "loss": None,  # JSON has no NaN
@@ -256,4 +258,7 @@ class TrainState:
 
         All processes call this together.
         """
-        return weights_digest(self.strategy.full_state({"model": self.eval_model.state_dict()})["model"])
+        return self._digest_and_checksums()[0]
+
+    def _digest_and_checksums(self) -> tuple[str, str]:
+        return digest_and_checksums(self.strategy.full_state({"model": self.eval_model.state_dict()})["model"])
