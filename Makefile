@@ -11,6 +11,7 @@ GPUS := $(shell echo "$$CUDA_VISIBLE_DEVICES" | tr , '\n' | grep -c '^[0-9GM]')
 endif
 NPROC ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 ARGS ?=
+RUN = $(or $(patsubst run.dir=%,%,$(filter run.dir=%,$(ARGS))),runs/digits)
 PORT ?= 5000
 # a lock file with hashes, for Python 3.11 and later, without the address of any package index
 COMPILE = uv pip compile --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
@@ -43,7 +44,8 @@ setup: .venv/ready
 train: setup
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --rdzv-backend pipeline --rdzv-endpoint localhost --nproc-per-node $(NPROC) -m pipeline train digits $(ARGS)
 	@echo
-	@echo 'the run is in runs/digits; show it with: make ui'
+	@$(BIN)/pipeline verify $(RUN) --against docs/receipts --page README.md
+	@echo 'the run is in $(RUN); show it with: make ui'
 
 ui: setup
 	@$(BIN)/python tests/ui.py $(PORT)

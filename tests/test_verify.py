@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import SMALL, Job, Result, kill, quick
 
 from pipeline import machine
+from pipeline.cli import arguments
 from pipeline.errors import RequestError
 from pipeline.operate import verify as commands
+from pipeline.operate.against import against
+from pipeline.operate.compare import Run, compare
+from pipeline.record.checkpoint import digest_and_checksums
 from pipeline.record.folder import RunFolder
 from pipeline.record.receipt import Receipt
 
@@ -45,6 +50,14 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job
     return run
 
 
+@pytest.fixture(scope="module")
+def repetition(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
+    """Return the folder of the same run, trained again."""
+    run = job(tmp_path_factory.mktemp("repetition") / "run", digits)
+    assert run.run().code == 0
+    return run.folder
+
+
 @pytest.fixture
 def copy(uninterrupted: Job, tmp_path: Path) -> Path:
     return Path(shutil.copytree(uninterrupted.folder, tmp_path / "copy"))
@@ -60,7 +73,7 @@ def test_the_receipt_has_all_that_determines_the_weights(uninterrupted: Job) -> 
     assert {"python", "torch", "torchvision", "numpy", "device"} <= start.keys()
     assert [row["step"] for row in found["evaluations"]] == [4, 8, 12]
     assert found["evaluations"][-1].keys() == {
-        "step", "weights", "top1", "top5", "loss", "nll", "ece", "balanced_accuracy", "images", "train_loss"
+        "step", "weights", "tensors", "top1", "top5", "loss", "nll", "ece", "balanced_accuracy", "images", "train_loss"
     }  # fmt: skip
     assert found["done"].endswith(f"weights={found['evaluations'][-1]['weights']}")
 
@@ -112,17 +125,18 @@ def test_a_repeated_run_is_identical_and_left_unchanged(uninterrupted: Job) -> N
     weights = receipt(uninterrupted.folder)["evaluations"][1]["weights"]
     assert (result.code, result.out) == (
         0,
-        f"identical: 2 evaluations and 2 checkpoints up to step 8, weights={weights}\n",
+        f"identical: 2 evaluations and 2 checkpoints up to step 8, weights={weights};"
+        " the trace of 8 steps is identical, too\n",
     )
     assert {path: path.stat().st_mtime_ns for path in uninterrupted.folder.rglob("*")} == before
 
 
-@pytest.mark.full
 def test_another_seed_differs_from_the_first_step_and_tensor_on(copy: Path) -> None:
     edit_receipt(copy, lambda contents: contents["config"]["run"].update(seed=1))
     result = verify(copy, "--steps", "8")
     assert result.code == 1
     assert result.out.startswith("differs: at step 4 weights is sha256:")
+    assert "; the first batch to differ from trace.jsonl is that of step 1, other samples; " in result.out
     assert "at step 4 the first tensor to differ is model.conv1.0.weight (" in result.out
     assert "no change of software, threads or device is known" in result.out
 
@@ -153,6 +167,172 @@ def test_a_checkpoint_of_another_run_is_named_by_step_and_tensor(copy: Path, tmp
     assert result.code == 1
     assert "at step 12 the first tensor to differ is model.conv1.0.weight (" in result.out
     assert "weights is" not in result.out, "the receipt's own rows are as they were"
+
+
+def in_row(**changes: Any) -> Any:
+    return lambda contents: contents["evaluations"][1].update(changes)
+
+
+def in_start(**changes: Any) -> Any:
+    return lambda contents: contents["starts"][0].update(changes)
+
+
+TAMPERED = {
+    "weights": (in_row(weights="sha256:00"), "at step 8 weights is sha256:00 in the receipt and sha256:"),
+    "tensors": (in_row(tensors="0" * 8 * 338), "at step 8 tensors differs: conv1.0.weight (338 of 338 differ)"),
+    "fewer tensors": (in_row(tensors="0" * 8), "at step 8 tensors differs: unknown: there were 1 tensors, and there"),
+    **{name: (in_row(**{name: 0.5}), f"at step 8 {name} is 0.5 in the receipt and ")
+       for name in ("top1", "top5", "loss", "nll", "ece", "balanced_accuracy", "images", "train_loss")},
+    "a figure more": (in_row(map=0.9), "at step 8 map is 0.9 in the receipt and missing now"),
+    "step": (in_row(step=7), "at step 7 the receipt has an evaluation, and the repetition makes none"),
+    "a row less": (
+        lambda contents: contents["evaluations"].pop(1),
+        "at step 8 the repetition makes an evaluation, and the receipt has none",
+    ),
+    "world": (in_start(world=2), "world of the start at step 0 is 2 in the receipt and 1 now"),
+    "threads": (in_start(threads=2), "threads of the start at step 0 is 2 in the receipt and 1 now"),
+    "epochs": (in_start(epochs=3), "epochs of the start at step 0 is 3 in the receipt and 12 now"),
+    "kind of device": (in_start(device_type="tpu"), "device_type of the start at step 0 is tpu in the receipt and cpu"),
+    "data": (lambda contents: contents.update(data="0" * 64), "the data differs from that of the run"),
+    "done": (
+        lambda contents: contents.update(done=contents["done"].replace("top1=0", "top1=1")),
+        "contradicts itself: its result line has top1=1.",
+    ),
+    "last row": (
+        lambda contents: contents["evaluations"][-1].update(images="9/9"),
+        "its result line has images=360/360, and its evaluation of step 12 9/9",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "found"), TAMPERED.values(), ids=TAMPERED)
+def test_a_changed_receipt_is_refused_or_differs(
+    copy: Path, repetition: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], change: Any,
+    found: str,
+) -> None:  # fmt: skip
+    """In place of each repetition stands the same run, trained once."""
+    monkeypatch.setattr(commands, "_repeat", lambda config, *_: shutil.copytree(repetition, config.run_dir))
+    shutil.rmtree(copy / "checkpoints")
+    edit_receipt(copy, change)
+    try:
+        assert commands.verify(copy, None) == 1
+        line = capfd.readouterr().out
+        assert line.startswith(f"differs: {found}")
+    except RequestError as refusal:
+        line = f"{refusal}\n"
+        assert found in line
+    assert line.count("\n") == 1
+
+
+def test_a_changed_number_of_the_plan_differs(uninterrupted: Job, repetition: Path, tmp_path: Path) -> None:
+    contents, new = receipt(uninterrupted.folder), Run(receipt(repetition), RunFolder(repetition))
+    numbers = {name for name, value in contents["plan"].items() if isinstance(value, int | float)}
+    for name in numbers - {"local_world", "workers_per_node", "workers"}:  # those depend on the machine
+        plan = contents["plan"] | {name: contents["plan"][name] + 1}
+        result = compare(Run(contents | {"plan": plan}, RunFolder(tmp_path)), new, 0, 12)
+        assert result.startswith(f"differs: the plan's {name} is {plan[name]} in the receipt and "), result
+
+
+def test_a_changed_sample_is_named_by_its_step(copy: Path, repetition: Path) -> None:
+    lines = (copy / "trace.jsonl").read_text().splitlines(keepends=True)
+
+    def change_row(row: int, **changes: Any) -> str:
+        changed = json.dumps(json.loads(lines[row]) | changes) + "\n"
+        (copy / "trace.jsonl").write_text("".join([*lines[:row], changed, *lines[row + 1 :]]))
+        runs = (Run(receipt(folder), RunFolder(folder)) for folder in (copy, repetition))
+        return compare(*runs, 0, 12)
+
+    found = change_row(6, ids=[1])
+    assert found.startswith("differs: the first batch to differ from trace.jsonl is that of step 7, other samples; ")
+    assert "the checkpoints of steps 4, 8, 12 are identical, so the trace does not belong to them" in found
+    assert "is that of step 3, the same samples with other pixels" in change_row(2, batch_sha256="0" * 64)
+
+
+def test_the_first_tensor_that_differs_is_named_without_checkpoints(copy: Path, repetition: Path) -> None:
+    shutil.rmtree(copy / "checkpoints")
+    contents, new = receipt(copy), Run(receipt(repetition), RunFolder(repetition))
+    (newest,) = repetition.glob("checkpoints/step-00000012.*")
+    weights = torch.load(newest, weights_only=True)["model"]
+    weights["stage2.0.branch1.0.weight"][0, 0, 0, 0] += 1
+    digest, checksums = digest_and_checksums(weights)
+    contents["evaluations"][2] |= {"weights": f"sha256:{digest}", "tensors": checksums}
+    result = compare(Run(contents, RunFolder(copy)), new, 0, 12)
+    assert "; at step 12 the first tensor to differ is stage2.0.branch1.0.weight (1 of 338 differ); " in result
+    for row in contents["evaluations"]:
+        del row["tensors"]
+    assert "; no step has a checkpoint in both runs, so no tensor can be named; " in compare(
+        Run(contents, RunFolder(copy)), new, 0, 12
+    )
+    assert contents["evaluations"][2].pop("weights")
+    edit_receipt(copy, lambda stored: stored.update(contents))
+    with pytest.raises(RequestError, match="not a receipt of format 1"):
+        commands.verify(copy, None)
+
+
+def test_a_part_of_a_run_is_repeated_from_its_checkpoint(copy: Path) -> None:
+    def refused(steps: int, start: int) -> str:
+        with pytest.raises(RequestError) as refusal:
+            commands.verify(copy, steps, start)
+        return str(refusal.value)
+
+    weights = [row["weights"] for row in receipt(copy)["evaluations"]]
+    result = verify(copy, "--steps", "8-12")
+    assert (result.code, result.out) == (
+        0,
+        f"identical: 1 evaluation and 1 checkpoint from step 8 to step 12, weights={weights[2]};"
+        " the trace of 4 steps is identical, too; the steps up to 8 are trusted\n",
+    )
+    assert arguments.step_range("0-8") == arguments.step_range("8") == (0, 8)
+    assert "has no checkpoint of step 5: it has those of 4, 8, 12" in refused(12, 5)
+    assert "the first evaluation or checkpoint after step 4 in" in refused(7, 4)
+    edit_receipt(copy, lambda contents: contents["evaluations"][0].update(weights=weights[1]))
+    assert f"does not belong to the receipt: its weights are {weights[0]}, and those of step 4 " in refused(12, 4)
+    shutil.rmtree(copy / "checkpoints")
+    assert "docs/reproducibility.md, 'Publish a receipt', says where to get one" in refused(12, 4)
+
+
+def test_a_run_is_compared_with_published_receipts(
+    copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published, page = tmp_path / "receipts", tmp_path / "README.md"
+    for name in ("digits", "other"):
+        (published / name).mkdir(parents=True)
+        shutil.copy(copy / "receipt.json", published / name)
+    edit_receipt(published / "other", lambda contents: contents["config"]["train"].update(epochs=3))
+    weights = receipt(copy)["evaluations"][-1]["weights"]
+    page.write_text("no digest here")
+
+    def answer(change: Any = lambda contents: None, code: int = 0) -> str:
+        saved = (copy / "receipt.json").read_text()
+        edit_receipt(copy, change)
+        assert against(copy, published, page) == code
+        (copy / "receipt.json").write_text(saved)
+        return capsys.readouterr().out
+
+    def other_weights(**facts: Any) -> Any:
+        def change(contents: Any) -> None:
+            in_row(weights="sha256:00")(contents)
+            in_start(**facts)(contents)
+
+        return change
+
+    assert answer() == f"these are the weights that {published / 'digits'} names: {weights}\n"
+    page.write_text(f"`{weights[:23]}…`")
+    assert answer() == f"these are the weights that {page} names: {weights}\n"
+    shorter = answer(lambda contents: contents["evaluations"].pop())
+    assert shorter.startswith(f"these are the weights that {published / 'digits'} names for step 8: sha256:")
+    assert answer(other_weights(), code=1).endswith("; nothing that is known explains it\n")
+    found = answer(other_weights(world=2, torch="1.0", device="another", portable="no avx2"))
+    assert found.startswith("differs: at step 8 weights is sha256:00, and sha256:")
+    places = [found.index(text) for text in ("torch is 1.0 here", "number of processes is 2", "portable is", "the CPU")]
+    assert places == sorted(places)
+    found = answer(lambda contents: contents["config"]["run"].update(seed=7))
+    assert found == f"no receipt in {published} is of this configuration (run.seed=7, unlike {published / 'digits'})\n"
+    with pytest.raises(RequestError, match="holds no receipt"):
+        against(copy, copy / "checkpoints", None)
+    receipts = Path(__file__).parent.parent / "docs/receipts"
+    assert against(copy, receipts, None) == 0
+    assert capsys.readouterr().out.count("\n") == 1, "receipts of version 0.2 are read"
 
 
 @pytest.mark.long

@@ -365,6 +365,10 @@ predict runs/done photos --sheet nowhere/sheet.png | nowhere is not a folder
 export runs/done --to safetensors --out photos | photos is a folder: give a file in it
 verify nosuch --steps 3 | nosuch does not exist
 verify photos --steps 0 | '0' is not a whole number
+verify photos --steps 9-4 | '9-4' is not A-B with A less than B
+verify photos --steps 4 --against photos | --against: not allowed with argument --steps
+verify photos --page photo.jpg | --page needs --against
+verify runs/done --against nosuch | nosuch does not exist
 bench top1 digits --seeds 0 | '0' is not a whole number
 rehearse digits --nodes 2 --kill 9@3 | with --nodes 2 the nodes are 0 to 1
 rehearse digits --nodes 2 --data nosuch | --data nosuch is not a folder

@@ -100,8 +100,8 @@ def _compare(run: Run, published: Run, config: Config, page: Path | None) -> tup
 
 def _identical(weights: dict[int, str], stated: dict[int, str], place: Path, page: Path | None) -> str:
     step = max(weights.keys() & stated.keys())
-    if step < max(stated):
-        return f"these are the weights that {place} names for step {step} of {max(stated)}: {weights[step]}"
+    if step < max(weights.keys() | stated.keys()):
+        return f"these are the weights that {place} names for step {step}: {weights[step]}"
     try:
         is_on_page = page and weights[step][:_SHOWN_DIGITS] in page.read_text(encoding="utf-8", errors="replace")
     except OSError as error:

@@ -44,6 +44,12 @@ class Run:
     def rows(self) -> list[dict[str, Any]]:
         return sorted(self.receipt["evaluations"], key=lambda row: int(row["step"]))
 
+    def parts(self, start: int) -> list[dict[str, Any]]:
+        """Return the starts that trained the steps after `start`; [] if the run began later."""
+        starts: list[dict[str, Any]] = self.receipt["starts"]
+        before = [part for part in starts if part["step"] <= start]
+        return before[-1:] + starts[len(before) :] if before else []
+
     def checkpoints(self) -> dict[int, Path]:
         """Return the checkpoints by step: the newest if there are several of one step."""
         from pipeline.record.checkpoint_files import list_checkpoints, step_of
@@ -60,7 +66,7 @@ def compare(old: Run, new: Run, start: int, last: int) -> str:
     tensor = _first_different_tensor([(step, old_files[step], new_files[step]) for step in steps])
     differences = sorted(_row_differences(old, new, start, last), key=lambda found: found[0])
     num_batches, batch = _compare_traces(old.folder, new.folder, start, last)
-    stated = [*(text for _, text in differences[:1]), *list(_plan_differences(old, new))[:1]]
+    stated = [*(text for _, text in differences[:1]), *list(_plan_differences(old, new, start))[:1]]
     if not stated and not batch and not tensor:
         where = f"from step {start} to step {last}" if start else f"up to step {last}"
         digest = f", weights={rows[-1]['weights']}" if rows else ""
@@ -121,7 +127,7 @@ def _train_losses(old: Run, new: Run) -> dict[int, float | None]:
     return found
 
 
-def _plan_differences(old: Run, new: Run) -> Iterator[str]:
+def _plan_differences(old: Run, new: Run, start: int) -> Iterator[str]:
     """Yield each difference between the plans, and between what the starts say of inputs."""
     plan, now = old.receipt["plan"], new.receipt["plan"]
     end = old.receipt["config"]["train"].get("max_steps") or now["total_steps"]
@@ -130,12 +136,13 @@ def _plan_differences(old: Run, new: Run) -> Iterator[str]:
         if name in plan and plan[name] != value:
             yield f"the plan's {name} is {plan[name]} in the receipt and {value} now"
     repetition = new.receipt["starts"][-1]
-    for part in old.receipt["starts"]:
+    *earlier, last = old.parts(start)
+    for part in (*earlier, last):
         for name in _FROM_START:
-            is_fixed = name != "world" or part is old.receipt["starts"][-1]  # exact mode: another number is allowed
-            if is_fixed and name in part and part[name] != repetition[name]:
-                start = f"the start at step {part['step']}"
-                yield f"{name} of {start} is {part[name]} in the receipt and {repetition[name]} now"
+            is_free = name == "world" and part is not last  # in exact mode the number of processes may change
+            if name in part and part[name] != repetition[name] and not is_free:
+                where = f"of the start at step {part['step']}"
+                yield f"{name} {where} is {part[name]} in the receipt and {repetition[name]} now"
 
 
 def _compare_traces(old: RunFolder, new: RunFolder, start: int, last: int) -> tuple[int, str]:

@@ -91,11 +91,11 @@ def _refuse_what_cannot_repeat(run: Run, config: Config, start: int) -> None:
         remedy = "train with run.deterministic=true to verify"
         raise RequestError(f"{problem}, so its weights differ each time: {remedy}")
     _refuse_contradiction(run)
-    before = [part for part in receipt["starts"] if part["step"] <= start]
-    if not before:
+    parts = run.parts(start)
+    if not parts:
         place = f"at step {receipt['starts'][0]['step']}, from another run's checkpoint"
         raise RequestError(f"the run in {run_dir} started {place}: verify that run")
-    first, *later = before[-1:] + receipt["starts"][len(before) :]
+    first, *later = parts
     for name in ("epochs",) if config.run.exact else ("world", "epochs"):
         for part in later:
             if part.get(name) != first.get(name):
