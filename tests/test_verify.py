@@ -227,7 +227,7 @@ def test_a_changed_receipt_is_refused_or_differs(
 def test_a_changed_number_of_the_plan_differs(uninterrupted: Job, repetition: Path, tmp_path: Path) -> None:
     contents, new = receipt(uninterrupted.folder), Run(receipt(repetition), RunFolder(repetition))
     numbers = {name for name, value in contents["plan"].items() if isinstance(value, int | float)}
-    for name in numbers - {"local_world", "workers_per_node", "workers"}:  # those depend on the machine
+    for name in numbers - {"local_world", "workers_per_node", "workers", "is_portable"}:  # those depend on the machine
         plan = contents["plan"] | {name: contents["plan"][name] + 1}
         result = compare(Run(contents | {"plan": plan}, RunFolder(tmp_path)), new, 0, 12)
         assert result.startswith(f"differs: the plan's {name} is {plan[name]} in the receipt and "), result
@@ -365,7 +365,9 @@ def test_a_run_that_cannot_be_repeated_is_refused_before_it_starts(copy: Path, t
     second = {**receipt(copy)["starts"][0], "step": 4, "world": 2}
     assert "has no readable receipt (No such file or directory)" in refused(run=tmp_path)
     assert "--steps 3 is too small" in refused(steps=3)
-    assert "is not deterministic" in refused(lambda contents: contents["config"]["run"].update(deterministic=False))
+    assert "is not deterministic" in refused(
+        lambda contents: contents["config"]["run"].update(deterministic=False, portable=False)
+    )
     assert "the data differs from that of the run" in refused(lambda contents: contents.update(data="0" * 64))
     assert "world changed from 1 to 2 at step 4" in refused(lambda contents: contents["starts"].append(second))
     assert "from another run's checkpoint" in refused(lambda contents: contents["starts"][0].update(step=3))

@@ -195,8 +195,9 @@ def training_keys(config: Config) -> dict[str, Any]:
 
     These are the keys that must not change on resume, without the device, and train.epochs.
     """
-    keys = flatten(config)
-    return {key: keys[key] for key in keys if key == "train.epochs" or not (_may_change(key) or key == "run.device")}
+    keys = flatten(config) | {"run.portable": config.is_portable}
+    left_out = ["run.device", *(["data.orientation"] if config.data.source == "pack" else [])]
+    return {key: keys[key] for key in keys if key == "train.epochs" or not (_may_change(key) or key in left_out)}
 
 
 def for_evaluation(text: str, path: str, overrides: list[str]) -> tuple[Config, Config]:

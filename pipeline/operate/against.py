@@ -131,7 +131,8 @@ def _causes(here: dict[str, Any], there: dict[str, Any], config: Config) -> Iter
     yield from changes("portable", "portable")
     yield from changes("threads", "the number of threads")
     yield from changes("device_type", "the kind of device")
-    is_portable = {*values(here, "portable"), *values(there, "portable")} == {"yes"}
+    facts = [values(receipt, name) for receipt in (here, there) for name in ("portable", "device_type")]
+    is_portable = facts == [["yes"], ["cpu"]] * 2
     if not is_portable:
         yield from changes("device", "the CPU or GPU")
     if not (config.is_deterministic or is_portable):
