@@ -1,0 +1,369 @@
+"""The kinds of work of a run, each small: functions that return tensors.
+
+Where possible they call the project's own code. `kinds.py` computes and compares their digests.
+"""
+
+import io
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torchvision
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn import functional
+from torchvision.models.convnext import CNBlockConfig
+from torchvision.models.vision_transformer import EncoderBlock
+
+from pipeline.config.load import load
+from pipeline.config.schema import Config
+from pipeline.data.augment import SampleKey, augment, draw_crop, resize_image
+from pipeline.data.batch import Batch
+from pipeline.data.images import Picture, decode
+from pipeline.data.mix import draw_mix
+from pipeline.data.order import Order
+from pipeline.group import Group
+from pipeline.guards.nonfinite import LossGuard
+from pipeline.model import zoo
+from pipeline.model.architectures import Normalise
+from pipeline.parallel import choose_strategy
+from pipeline.plan import DataSize, Plan, make_plan
+from pipeline.randomness import generator, seed_network
+from pipeline.record.terminal import NullTerminal
+from pipeline.telemetry.timing import StepTimer
+from pipeline.train.evaluate import Evaluator
+from pipeline.train.state import TrainState
+from pipeline.train.step import apply_gradients, forward_backward
+from pipeline.world import World
+
+CPU = torch.device("cpu")
+WORDS = (
+    "run.resume=never", "run.device=cpu", "batch.global=8", "augment.size=16", "train.ema=0.9", "track.uri=none",
+    "evaluate.batch=8", "data.workers=0",
+)  # fmt: skip
+IMAGES = 96
+
+
+@dataclass(frozen=True)
+class Kind:
+    make: Callable[[], Iterable[Tensor]]
+    is_quick: bool = True
+    """It takes no more than a few seconds in qemu."""
+    runs_in_qemu: bool = True
+    """False: bilinear grid_sample ends qemu 7.2 with a segmentation fault."""
+
+
+# --- what a kind is made of ---
+
+
+def plan_of(*words: str) -> tuple[Config, Plan]:
+    config = load("digits", [*WORDS, *words])
+    return config, make_plan(config, World(), DataSize(IMAGES, 16, 10))
+
+
+def updates(model: Callable[[], nn.Module], *words: str) -> Iterator[tuple[Any, Tensor]]:
+    """Make a small run, update its weights by the project's own code, and yield it and each loss.
+
+    It has the parts of a `Trainer` that an update needs.
+    """
+    config, plan = plan_of(*words)
+    seed_network(0, "weights")
+    module = model()
+    if config.model.channels_last:
+        module = module.to(memory_format=torch.channels_last)
+    strategy = choose_strategy(config, plan, module, Group(World(), CPU))
+    state = TrainState.build(strategy, LossGuard(strategy, ""), config)
+    trainer: Any = SimpleNamespace(
+        state=state, strategy=strategy, group=strategy.group, config=config, plan=plan, timer=StepTimer(),
+        normalise=Normalise(CPU, channels_last=config.model.channels_last), current_batches=[],
+    )  # fmt: skip
+    while True:
+        loss, _ = forward_backward(trainer, batches(config, plan, state.step))
+        apply_gradients(trainer)
+        yield trainer, loss
+
+
+def train(model: Callable[[], nn.Module], *words: str) -> list[Tensor]:
+    """Return the state of a small run after two updates, its last loss, and its logits."""
+    trainer, loss = next(islice(updates(model, *words), 1, None))
+    state = trainer.state
+    state.model.eval()
+    with torch.inference_mode():
+        logits = state.model(trainer.normalise(trainer.current_batches[0].images))
+    moments = [value for of in state.optimizer.state.values() for value in of.values() if isinstance(value, Tensor)]
+    averages = state.ema.state_dict().values() if state.ema else ()
+    return [loss, logits, *state.model.state_dict().values(), *averages, *moments, state.totals]
+
+
+def batches(config: Config, plan: Plan, step: int) -> Iterator[Batch]:
+    """Yield the passes of an update, of random pixels."""
+    source = generator(0, "kinds", step)
+    size, count = plan.image_size, plan.micro_batch
+    for micro in range(plan.accumulate):
+        images = torch.randint(256, (count, 3, size, size), generator=source, dtype=torch.uint8)
+        labels = torch.randint(10, (count,), generator=source)
+        mix = draw_mix(config.augment, 0, step, micro * count, count)
+        yield Batch(images, labels, labels, torch.empty((0, 32), dtype=torch.uint8), mix, [])
+
+
+def net(*layers: nn.Module, channels: int = 16) -> nn.Module:
+    """Return a small network with `layers`, which take 16 channels, in the middle."""
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
+    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), *layers, *head)
+
+
+class Tokens(nn.Module):
+    """A block of a vision transformer on pixels as tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = EncoderBlock(4, 16, 32, 0.1, 0.1, nn.LayerNorm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens: Tensor = self.block(x.flatten(2).transpose(1, 2))
+        return tokens.transpose(1, 2).view(x.shape)
+
+
+def convolution(out: int, size: int, **options: Any) -> Callable[[], nn.Module]:
+    return lambda: net(nn.Conv2d(16, out, size, padding=size // 2, **options), channels=out)
+
+
+def vit() -> nn.Module:
+    size = {"image_size": 16, "patch_size": 4, "num_layers": 2, "num_heads": 2, "hidden_dim": 32, "mlp_dim": 64}
+    return zoo.vit_s_16(10, **size)
+
+
+def convnext() -> nn.Module:
+    blocks = [CNBlockConfig(16, 32, 1), CNBlockConfig(32, None, 1)]
+    return torchvision.models.ConvNeXt(blocks, 0.1, num_classes=10)
+
+
+def initial_weights(model: Callable[[], nn.Module]) -> Iterable[Tensor]:
+    seed_network(0, "weights")
+    return model().state_dict().values()
+
+
+def large_layers() -> Iterator[Tensor]:
+    """Yield convolutions so large that oneDNN divides them by the sizes of the caches."""
+    for inputs, outputs, size, kernel, stride in ((64, 64, 56, 3, 1), (256, 256, 14, 3, 1), (3, 64, 112, 7, 2)):
+        torch.manual_seed(size)
+        images = torch.randn(2, inputs, size, size, requires_grad=True)
+        layer = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2)
+        result = layer(images)
+        result.square().sum().backward()
+        yield from (result, images.grad, layer.weight.grad, layer.bias.grad)  # type: ignore[misc]
+
+
+def matrix_products() -> Iterator[Tensor]:
+    torch.manual_seed(0)
+    for rows, inner, columns in ((1, 512, 10), (64, 384, 1536), (197, 64, 197), (33, 7, 5)):
+        left, right = torch.randn(2, rows, inner), torch.randn(2, inner, columns)
+        yield from (left @ right, left[0] @ right[0], left[0].double() @ right[0].double())
+
+
+def torch_functions() -> Iterator[Tensor]:
+    """Yield functions of one number, draws and sums; not those of NOT_PORTABLE."""
+    for dtype in (torch.float32, torch.float64):
+        x = torch.randn(20_001, generator=generator(0, "x"), dtype=dtype) * 4
+        for name in (
+            "exp", "expm1", "sigmoid", "tanh", "erf", "sin", "cos", "square", "reciprocal", "softmax", "log_softmax",
+            "cumsum", "argsort",
+        ):  # fmt: skip
+            yield getattr(torch, name)(x, *[0] * (name in ("softmax", "log_softmax", "cumsum")))
+        for name in ("log", "log1p", "log2", "sqrt", "rsqrt", "sum", "mean", "var", "std", "norm", "logsumexp", "prod"):
+            yield getattr(torch, name)(x.abs() + 1e-3, *[0] * (name == "logsumexp"))
+        yield from (
+            x**3,
+            0.9**x,
+            torch.erfinv(x / 40),
+            functional.gelu(x),
+            functional.mish(x),
+            functional.normalize(x, dim=0),
+        )
+        torch.manual_seed(0)
+        yield from (
+            nn.init.trunc_normal_(x.clone()),
+            x.clone().normal_(),
+            x.clone().uniform_(),
+            x.clone().exponential_(),
+        )
+    small = torch.randn(4097, generator=generator(0, "x")).bfloat16()
+    yield from (small.sqrt(), small.exp(), small * small, small.sum())
+
+
+# --- data ---
+
+
+def files() -> Iterator[bytes]:
+    """Yield a picture in each format."""
+    rows, columns = np.mgrid[:60, :72]
+    noise = np.random.Generator(np.random.PCG64(0)).integers(0, 40, (60, 72, 3))
+    pixels = (np.stack([rows * 3, columns * 2, rows + columns], 2) + noise).astype(np.uint8)
+    picture = Image.fromarray(pixels)
+    for name, mode, options in (
+        ("JPEG", "RGB", {"quality": 90}), ("JPEG", "RGB", {"quality": 75, "progressive": True, "subsampling": 0}),
+        ("JPEG", "L", {}), ("JPEG", "CMYK", {}), ("PNG", "RGB", {}), ("PNG", "P", {}), ("TIFF", "RGB", {}),
+        ("WEBP", "RGB", {"quality": 80}), ("WEBP", "RGB", {"lossless": True}), ("GIF", "P", {}),
+    ):  # fmt: skip
+        file = io.BytesIO()
+        picture.convert(mode).save(file, name, **options)
+        yield file.getvalue()
+    for name in ("PNG", "TIFF"):
+        file = io.BytesIO()
+        Image.fromarray(pixels[..., 0].astype(np.uint16) * 257).save(file, name)
+        yield file.getvalue()
+
+
+def decoded() -> Iterator[Tensor]:
+    return (decode(data) for data in files())
+
+
+def augmented(*words: str, draws: int = 12) -> Iterator[Tensor]:
+    options = load("digits", [*WORDS, *words]).augment
+    pictures = [Picture.open(data) for data in files()]
+    for draw in range(draws):
+        picture = pictures[draw % len(pictures)]
+        yield augment(picture, options, options.size, 0, SampleKey(draw // 4, draw, 0))
+
+
+def resized() -> Iterator[Tensor]:
+    pixels = torch.randint(256, (3, 61, 83), generator=generator(0, "pixels"), dtype=torch.uint8)
+    return (resize_image(pixels, *size) for size in ((32, 32), (61, 40), (96, 128), (7, 5)))
+
+
+def draws() -> Iterator[Tensor]:
+    for words in (["mixup=0.2"], ["mixup=0.8", "cutmix=1"], ["cutmix=0.5"], ["mixup=1"]):
+        options = load("digits", [*WORDS, *(f"augment.{word}" for word in words)]).augment
+        yield from (draw_mix(options, 0, step, 0, 64) for step in range(8))
+    crops = [draw_crop(375, 500, options, 0, (0, sample, 0))[0] for sample in range(500)]
+    yield torch.tensor(crops)
+
+
+def schedules() -> Iterator[Tensor]:
+    for name in ("cosine", "linear", "step", "constant"):
+        plan = plan_of(f"schedule.name={name}", "train.epochs=90")[1]
+        yield torch.tensor([plan.learning_rate(step) for step in range(plan.total_steps)], dtype=torch.float64)
+
+
+def orders() -> Iterator[Tensor]:
+    labels = (np.arange(IMAGES) ** 2 % 10).astype(np.int32)
+    for balance in ("none", "sqrt", "uniform"):
+        order = Order(plan_of(f"data.balance={balance}")[1], 0, labels)
+        yield from (torch.from_numpy(order.ids(step)) for step in range(40))
+
+
+class Held:
+    """Images for validation, random ones."""
+
+    labels, upright = np.arange(16, dtype=np.int32) % 10, True
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def label(self, i: int) -> int:
+        return int(self.labels[i])
+
+    def read(self, i: int) -> NDArray[np.uint8]:
+        return np.random.Generator(np.random.PCG64(i)).integers(0, 256, (3, 40, 40), np.uint8)
+
+    def expect(self, samples: Iterable[int]) -> None: ...
+    def pop_failed_reads(self) -> list[int]:
+        return []
+
+
+def evaluation() -> Iterator[Tensor]:
+    config, plan = plan_of("evaluate.flip=true")
+    seed_network(0, "weights")
+    images: Any = Held()
+    evaluator = Evaluator(vit(), images, config, plan, Group(World(), CPU), NullTerminal())
+    result = evaluator.evaluate(0, lambda: False)
+    assert result
+    assert not result.defects
+    yield torch.tensor(list(result.evaluation.figures.values()), dtype=torch.float64)
+    yield torch.from_numpy(result.predictions.confidence)
+
+
+BLOCK, TRANSFORMER = (lambda: net(nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.ReLU())), vit
+KINDS: dict[str, Kind] = {
+    "convolution": Kind(lambda: train(convolution(24, 3))),
+    "grouped convolution": Kind(lambda: train(convolution(32, 3, groups=4))),
+    "depthwise convolution": Kind(lambda: train(convolution(16, 7, groups=16))),
+    "strided convolution": Kind(lambda: train(convolution(32, 3, stride=2))),
+    "1×1 convolution": Kind(lambda: train(convolution(64, 1))),
+    "dilated convolution": Kind(lambda: train(convolution(16, 3, dilation=2))),
+    "large convolutions": Kind(large_layers, is_quick=False),
+    "matrix products": Kind(matrix_products),
+    "batch norm": Kind(lambda: train(BLOCK)),
+    "layer norm": Kind(lambda: train(lambda: net(nn.LayerNorm([16, 16, 16])))),
+    "group norm": Kind(lambda: train(lambda: net(nn.GroupNorm(4, 16)))),
+    "attention": Kind(lambda: train(lambda: net(nn.MaxPool2d(2), Tokens()))),
+    "GELU": Kind(lambda: train(lambda: net(nn.GELU(), nn.GELU("tanh")))),
+    "SiLU, ELU, softplus": Kind(lambda: train(lambda: net(nn.SiLU(), nn.ELU(), nn.Softplus()))),
+    "hard-swish": Kind(lambda: train(lambda: net(nn.Hardswish(), nn.Hardsigmoid(), nn.ReLU6()))),
+    "max pooling": Kind(lambda: train(lambda: net(nn.MaxPool2d(3, 2, 1)))),
+    "average pooling": Kind(lambda: train(lambda: net(nn.AvgPool2d(3, 2, 1)))),
+    "adaptive pooling": Kind(lambda: train(lambda: net(nn.AdaptiveAvgPool2d(5), nn.AdaptiveMaxPool2d(3)))),
+    "interpolation": Kind(lambda: train(lambda: net(nn.Upsample(scale_factor=1.5, mode="bilinear")))),
+    "dropout": Kind(lambda: train(lambda: net(nn.Dropout(0.3), nn.Dropout2d(0.2)))),
+    "label smoothing": Kind(lambda: train(BLOCK, "train.label_smoothing=0.1")),
+    "BCE": Kind(lambda: train(BLOCK, "train.loss=bce", "train.label_smoothing=0.1")),
+    "mixup and cutmix": Kind(lambda: train(BLOCK, "augment.mixup=0.2", "augment.cutmix=1")),
+    "SGD": Kind(lambda: train(TRANSFORMER, "optimizer.nesterov=true", "optimizer.weight_decay=0.01")),
+    "AdamW": Kind(lambda: train(TRANSFORMER, "optimizer.name=adamw", "optimizer.nesterov=false")),
+    "LAMB": Kind(lambda: train(TRANSFORMER, "optimizer.name=lamb", "optimizer.nesterov=false", "train.clip=1")),
+    "Muon": Kind(lambda: train(TRANSFORMER, "optimizer.name=muon")),
+    "Muon, convolutions": Kind(lambda: train(convolution(96, 3), "optimizer.name=muon")),
+    "clipping": Kind(lambda: train(BLOCK, "train.clip=0.1")),
+    "accumulation": Kind(lambda: train(BLOCK, "batch.accumulate=2")),
+    "exact mode": Kind(lambda: train(BLOCK, "run.exact=true", "exact.shards=4")),
+    "channels last": Kind(lambda: train(BLOCK, "model.channels_last=true")),
+    "channels last, ConvNeXt": Kind(lambda: train(convnext, "augment.size=32", "model.channels_last=true")),
+    "ResNet-18 at 32 px": Kind(lambda: train(torchvision.models.resnet18, "augment.size=32"), is_quick=False),
+    "MobileNet V3 at 32 px": Kind(
+        lambda: train(lambda: torchvision.models.mobilenet_v3_small(num_classes=10), "augment.size=32"), is_quick=False
+    ),
+    "airbench94 at 16 px": Kind(lambda: train(zoo.airbench94), is_quick=False),
+    "initial weights, ResNet-18": Kind(lambda: initial_weights(torchvision.models.resnet18), is_quick=False),
+    "initial weights, ViT": Kind(lambda: initial_weights(vit)),
+    "initial weights, ConvNeXt": Kind(lambda: initial_weights(convnext)),
+    "initial weights, MobileNet V3": Kind(lambda: initial_weights(torchvision.models.mobilenet_v3_small), False),
+    "initial weights, airbench94": Kind(lambda: initial_weights(zoo.airbench94)),
+    "functions of torch": Kind(torch_functions),
+    "decoded pixels": Kind(decoded),
+    "resized pixels": Kind(resized),
+    "crop, flip and erasing": Kind(lambda: augmented("augment.flip=0.5", "augment.erase=0.9")),
+    "shifted pixels": Kind(lambda: augmented("augment.pad=2")),
+    **{
+        name: Kind(lambda word=f"augment.policy={name}": augmented(word))  # type: ignore[misc]
+        for name in ("randaugment", "autoaugment", "trivialaugment")
+    },
+    "augmix": Kind(lambda: augmented("augment.policy=augmix"), runs_in_qemu=False),
+    "draws of mixup and crops": Kind(draws),
+    "learning rates": Kind(schedules),
+    "order of the samples": Kind(orders),
+    "evaluation": Kind(evaluation),
+}
+NOT_PORTABLE = {
+    "functions of torch, not portable": Kind(
+        lambda: (
+            function(torch.rand(20_001, generator=generator(0, "x"), dtype=dtype))
+            for function in (lambda x: x**0.5, torch.asin, torch.acos, torch.atan, torch.tan)
+            for dtype in (torch.float32, torch.float64)
+        )
+    ),
+    "functions of NumPy, not portable": Kind(
+        lambda: (
+            torch.from_numpy(function(np.linspace(0.5, 1.5, 20_001, dtype=dtype)))
+            for function in (np.exp, np.log, np.tan, np.log1p)
+            for dtype in (np.float32, np.float64)
+        )
+    ),
+    "bf16 autocast": Kind(lambda: train(BLOCK, "train.precision=bf16")),
+    "bf16 autocast, ViT": Kind(lambda: train(TRANSFORMER, "train.precision=bf16")),
+}
+"""Kinds that are not part of the promise, for a look at what differs."""
