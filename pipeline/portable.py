@@ -7,12 +7,17 @@ initial weights and pixels.
 Why this holds: ATen, oneDNN and MKL choose kernels by the CPU's model and vector extensions, and
 these add in different orders. They read three variables when they are loaded, which choose kernels
 that all these CPUs have. (MKL_CBWR=AVX2 would be faster, but MKL ignores it on AMD's CPUs.) Each
-process has one thread, because threads divide sums. One operation still depends on the CPU: torch
-takes square roots from MKL's vector library, which starts from the approximate instruction
-`rsqrtps` and does not return the IEEE root. NumPy uses the exact instruction.
+process has one thread, because threads divide sums. Of what a run computes, one operation still
+depends on the CPU: torch takes square roots from MKL's vector library, which starts from the
+approximate instruction `rsqrtps` and does not return the IEEE root. NumPy uses the exact
+instruction.
 
-`exp`, `log`, `sin` and the like of Python and NumPy are the C library's, which has one kernel for
-all CPUs with AVX2 and FMA. torch is imported where it is used: the variables must be set before.
+`exp`, `log`, `sin` and the like of Python are the C library's, which has one kernel for all CPUs
+with AVX2 and FMA; so are those in NumPy's random draws. NumPy's functions of arrays are not: with
+AVX-512 even `exp` gives other bits, so a run uses only arithmetic, `sqrt` and sorts of arrays.
+docs/portable.md names what differs.
+
+torch is imported where it is used: the variables must be set before.
 """
 
 import os

@@ -33,9 +33,9 @@ class Machine:
 
 def this_machine(emulated: str = "") -> Machine:
     """Return this machine. emulated: the name of qemu's model: its /proc is the host's."""
-    found = torch.cpu.get_capabilities()
-    extensions = " ".join(name for name in _EXTENSIONS if found[name])
-    caches = ", ".join(f"{found[name] >> 10:,} KiB" for name in ("l1d_cache_size", "l2_cache_size"))
+    found = getattr(torch.cpu, "get_capabilities", dict)()  # {} in older versions of torch
+    extensions = " ".join(name for name in _EXTENSIONS if found.get(name))
+    caches = ", ".join(f"{found.get(name, 0) >> 10:,} KiB" for name in ("l1d_cache_size", "l2_cache_size"))
     if emulated:
         return Machine(f"{emulated}, emulated by qemu {_qemu_version()}", extensions, caches)
     lines = Path("/proc/cpuinfo").read_text().splitlines()

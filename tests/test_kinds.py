@@ -4,17 +4,12 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
+from kinds import differing
 from kinds_list import KINDS
-from kinds_page import Page, software, this_machine
-from torch import Tensor
-
-from pipeline import portable
+from kinds_page import Machine, Page, software, this_machine
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/portable.md"
@@ -27,7 +22,7 @@ needs_qemu = pytest.mark.skipif(
 def check(*options: str) -> None:
     """Compare digests with the page, in a new interpreter. Other software may have other bits."""
     command = [sys.executable, "tests/kinds.py", "--check", "docs/portable.md", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1800)
     if done.returncode == 1 and software() != Page(PAGE).software:
         pytest.skip(f"the constants are those of {Page(PAGE).software}, here is {software()}")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -53,38 +48,17 @@ def test_all_kinds_have_the_same_bits_on_each_emulated_cpu(model: str) -> None:
     check("--cpu", model)
 
 
-@pytest.fixture
-def _exact_roots() -> Iterator[None]:
-    library = portable.use_exact_roots.__wrapped__()
-    yield
-    library._destroy()
-
-
-VALUES = torch.rand(100_000, generator=torch.Generator().manual_seed(0)) * 1e4
-IN_PLACE: list[Callable[[Tensor], Tensor]] = [
-    torch.sqrt,
-    lambda values: values.clone().sqrt_(),
-    lambda values: torch.sqrt(values, out=torch.empty_like(values)),
-    lambda values: torch._foreach_sqrt([values, values])[1],
-    lambda values: values.view(2, -1).t().sqrt().t().reshape(-1),
-]
-
-
-@pytest.mark.usefixtures("_exact_roots")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("root", IN_PLACE, ids=["plain", "in place", "out", "foreach", "transposed"])
-def test_a_root_is_that_of_ieee_754(root: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
-    values = VALUES.to(dtype)
-    wide = values if dtype in (torch.float32, torch.float64) else values.float()
-    expected = torch.from_numpy(np.sqrt(wide.numpy())).to(dtype)
-    assert torch.equal(root(values), expected)
-
-
-@pytest.mark.usefixtures("_exact_roots")
-def test_gradients_pass_through_a_root() -> None:
-    values = torch.tensor([4.0, 9.0], requires_grad=True)
-    values.sqrt().sum().backward()
-    assert torch.equal(values.grad, torch.tensor([0.25, 1 / 6]))
-    assert torch.autograd.gradcheck(torch.sqrt, torch.rand(5, dtype=torch.float64, requires_grad=True) + 1)
-    assert torch.isnan(torch.tensor(-1.0).sqrt())
-    assert torch.equal(torch.tensor([4, 9]).sqrt(), torch.tensor([2.0, 3.0]))
+def test_the_page_names_what_differs_and_takes_each_machine_once(tmp_path: Path) -> None:
+    path = tmp_path / "portable.md"
+    shutil.copy(PAGE, path)
+    page, found, machine = Page(path), dict(Page(PAGE).constants), Machine("New", "avx2", "1 KiB, 2 KiB")
+    assert differing(found, page) == []
+    assert differing(found | {"SGD": "0" * 16}, page) == ["SGD"]
+    assert not page.knows(machine)
+    page.add(machine)
+    assert Page(path).knows(machine)
+    assert len(path.read_text().splitlines()) == len(PAGE.read_text().splitlines()) + 1
+    page.replace_constants(found | {"SGD": "0" * 16})
+    assert Page(path).constants == found | {"SGD": "0" * 16}
+    assert not Page(path).knows(machine), "it has not computed the new constants"
+    assert Page(path).software == software()
