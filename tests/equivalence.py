@@ -108,7 +108,7 @@ RECIPES = {
     "vit-l16": "augment.size=64 evaluate.resize=64 model.arch=vit_s_16 model.args={image_size: 64}",
     "vit-s16": "augment.size=64 evaluate.resize=64 model.args={image_size: 64}",
 }
-"""What makes two steps of each recipe short, in addition to SMALLER."""
+"""Options that make two steps of each recipe short, in addition to SMALLER."""
 
 
 @dataclass(frozen=True)
