@@ -56,6 +56,8 @@ def portability(config: Config, world: World) -> tuple[bool, str]:
         return False, f"the environment has {other}: unset it"
     if "torch" in sys.modules and given != VARIABLES:
         return False, "torch was imported before the variables that it reads were set"
+    if not config.is_deterministic:
+        return False, "model.batchnorm=average rounds differently after a resume: use local"
     if world.uses_gpu(config.run.device):
         return True, "initial weights and pixels; the rest depends on the model of GPU"
     if config.run.threads not in (None, 1):

@@ -576,10 +576,9 @@ class Config(Section):
                 "run.exact=true does not support train.precision=fp16, because the range of a scaled loss is not fixed",
                 "use bf16 or fp32",
             )
-        if (self.run.deterministic or self.run.portable) and self.model.batchnorm == "average":
-            option = "run.deterministic" if self.run.deterministic else "run.portable"
+        if self.run.deterministic and self.model.batchnorm == "average":
             raise ValueError(
-                f"{option}=true does not support model.batchnorm=average, because a resumed run would round"
+                "run.deterministic=true does not support model.batchnorm=average, because a resumed run would round"
                 " differently",
                 "use local",
             )
@@ -639,7 +638,8 @@ class Config(Section):
     @property
     def is_deterministic(self) -> bool:
         """Return True if the same request gives bit-identical weights."""
-        return self.run.deterministic or self.run.exact or self.run.portable is True
+        is_portable = self.run.portable is True and self.model.batchnorm != "average"
+        return self.run.deterministic or self.run.exact or is_portable
 
     @property
     def is_portable(self) -> bool:
