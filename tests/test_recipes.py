@@ -64,8 +64,10 @@ def test_the_published_receipts_are_of_the_recipes_as_they_are_now() -> None:
     for path in receipts:
         receipt = json.loads(path.read_text())
         start = receipt["starts"][0]
-        words = [*start.get("changes", "").split(), f"run.dir={receipt['config']['run']['dir']}"]
-        words += ["data.split_by=file", "data.orientation=ignore", "run.portable=false"]  # of version 0.2
+        run = receipt["config"]["run"]
+        words = [*start.get("changes", "").split(), f"run.dir={run['dir']}", f"run.trace={run['trace']}"]
+        if "portable" not in run:  # of version 0.2
+            words += ["data.split_by=file", "data.orientation=ignore", "run.portable=false"]
         expected = load(start["recipe"], words)
         assert from_yaml(yaml.safe_dump(receipt["config"]), str(path)) == expected
         assert receipt["done"].startswith(f"done step={receipt['plan']['total_steps']} ")
