@@ -15,7 +15,7 @@ from pipeline.portable import VARIABLES, portability
 from pipeline.world import World
 
 SHORT = (*SMALL, "train.max_steps=4", "data.workers=0")
-ON_CPU = "any x86-64 CPU with AVX2 computes the same bits"
+ON_CPU = "any x86-64 CPU with AVX2 computes the same bits; run.portable=false may be faster"
 
 
 def without(*names: str, **extra: str) -> dict[str, str]:
