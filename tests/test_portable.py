@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import SMALL, environment, pipeline
+from harness import SMALL, Result, environment, free_port, pipeline, run_together
 
 from pipeline import portable
 from pipeline.config.load import from_yaml, load
@@ -49,6 +49,26 @@ def test_another_value_of_a_variable_is_named(tmp_path: Path, digits: Path) -> N
     assert start["portable"] == "the environment has MKL_CBWR=AUTO: unset it"
 
 
+def two_ranks(folder: Path, digits: Path, word: str = "", **env: str) -> Result:
+    """Train with two ranks; rank 1 has another word in its command, or another variable."""
+    command = [sys.executable, "-m", "pipeline", "train", "digits", f"data.root={digits}", f"run.dir={folder}", *SHORT]
+    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "INIT_METHOD": f"tcp://127.0.0.1:{free_port()}"}
+    ranks = [{**group, "RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    return run_together([command, [*command, word] if word else command], [ranks[0], ranks[1] | env])
+
+
+def test_a_run_is_portable_only_if_it_is_on_every_rank(tmp_path: Path, digits: Path) -> None:
+    assert two_ranks(tmp_path / "run", digits, ONEDNN_MAX_CPU_ISA="SSE41").code == 0
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert plan["portable_reason"] == "on rank 1: the environment has ONEDNN_MAX_CPU_ISA=SSE41: unset it"
+
+
+def test_ranks_that_would_train_differently_are_refused(tmp_path: Path, digits: Path) -> None:
+    result = two_ranks(tmp_path / "run", digits, "run.portable=false")
+    assert result.code == 2
+    assert "rank 1 was started with another configuration than rank 0, which has run.portable=True: " in result.err
+
+
 @pytest.mark.parametrize(("words", "gpu", "expected"), [
     ("", False, (True, ON_CPU)),
     ("run.portable=false", False, (False, "")),
@@ -57,6 +77,7 @@ def test_another_value_of_a_variable_is_named(tmp_path: Path, digits: Path) -> N
     ("run.portable=auto", False, (False, "")),
     ("model.batchnorm=average", False,
      (False, "model.batchnorm=average rounds differently after a resume: use local")),
+    ("model.arch=mine:net", False, (True, "if mine:net uses no operation that docs/portable.md names as different")),
     ("run.threads=2", False, (False, "run.threads=2 divides sums: leave it out")),
     ("train.compile=on", False, (False, "train.compile=on makes kernels for this model of CPU")),
     ("train.precision=bf16", False,

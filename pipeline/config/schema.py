@@ -643,7 +643,7 @@ class Config(Section):
 
     @property
     def is_portable(self) -> bool:
-        """Return True if the weights shall not depend on the model of CPU (`pipeline.portable`)."""
+        """Return True if a run is asked to be portable, see `pipeline.portable`."""
         return self.is_deterministic if self.run.portable is None else self.run.portable
 
     @property

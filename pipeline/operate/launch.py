@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline import errors, machine, portable, supervision, world
-from pipeline.config.load import for_evaluation, from_yaml, load
+from pipeline.config.load import MAX_YAML_BYTES, for_evaluation, from_yaml, load
 from pipeline.config.schema import Config
 from pipeline.data import sources
 from pipeline.data.sources import Source
@@ -50,7 +50,6 @@ def train(
     """
     config = load(recipe, overrides)
     here = _read_world(nproc)
-    portable.prepare(config, here)
     if numa_binding:
         _check_numa_binding(numa_binding, nproc, here)
     folder = RunFolder(config.run_dir)
@@ -72,6 +71,7 @@ def train(
         mirror = stop.run(partial(_open_mirror, config, folder)) if config.checkpoint.mirror else None
         if mirror:
             config = load(recipe, overrides)  # the run that it restored may be of an earlier version
+        portable.prepare(config, here)
         try:
             resumed = _config_after_restart(config)
             source, plan = check_request(resumed, here, folder)
@@ -81,8 +81,10 @@ def train(
             _release(folder, mirror)
             raise
         prepare = partial(_prepare, resumed, here, folder, source, plan, mirror)
-    elif here.local_rank == 0 and config.data.source == "digits":
-        sources.open_source(config)  # makes the digits on each machine, unless they share a disk
+    else:
+        portable.prepare(config, here)
+        if here.local_rank == 0 and config.data.source == "digits":
+            sources.open_source(config)  # makes the digits on each machine, unless they share a disk
 
     with _freeze_imports():
         from pipeline.train.session import run_training
@@ -229,11 +231,12 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
 
 
 def _prepare_evaluation(target: Path, overrides: list[str], here: World) -> None:
-    """Set the variables of a portable run. A checkpoint names its run only once torch is loaded."""
-    for folder in (target, target.parent.parent):
-        with suppress(OSError, RequestError):
-            text = RunFolder(folder).config.read_text(encoding="utf-8")
-            portable.prepare(from_yaml(text, str(folder), overrides), here)
+    """Set the variables of a portable run. What a checkpoint says is known only with torch."""
+    folder = RunFolder(target if target.is_dir() else target.parent.parent)
+    with suppress(OSError, ValueError, RequestError):
+        with open(folder.config, encoding="utf-8") as file:
+            text = file.read(MAX_YAML_BYTES)
+        portable.prepare(from_yaml(text, str(folder.config), overrides), here)
 
 
 @contextmanager

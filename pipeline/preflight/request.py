@@ -71,9 +71,9 @@ def check_device(config: Config, here: World) -> str:
     has_sums = here.size > 1 and here.uses_gpu(config.run.device)
     needs_fixed_order = has_sums and config.is_deterministic and not config.run.exact
     if needs_fixed_order and algorithm.lower() != FIXED_ORDER_ALGORITHM.lower():
+        key = "run.deterministic" if config.run.deterministic else "run.portable"
         raise RequestError(
-            f"NCCL_ALGO={algorithm} in the environment contradicts run.deterministic=true, which needs sums in a fixed"
-            " order",
+            f"NCCL_ALGO={algorithm} in the environment contradicts {key}=true, which needs sums in a fixed order",
             f"unset it, or set NCCL_ALGO={FIXED_ORDER_ALGORITHM}",
         )
     return f"run.device={config.run.device}"

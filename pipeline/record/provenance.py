@@ -27,6 +27,7 @@ def provenance(recipe: str, arch: str, device: torch.device) -> dict[str, str]:
         "mlflow.docker.image.id": _build_argument("PIPELINE_IMAGE_ID"),
         "version": __version__,
         "python": platform.python_version(),
+        "glibc": platform.libc_ver()[1],
         "torch": torch.__version__,
         **{name: metadata.version(name) for name in ("torchvision", "numpy", "pillow")},
         **{name: getattr(sys.modules.get(name), "__version__", None) for name in ("simplejpeg", "timm")},

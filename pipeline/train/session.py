@@ -6,6 +6,7 @@ anything is written to it; and however the run ends, the journal says so, the se
 deliver it, and no process exits before rank 0 has saved.
 """
 
+import json
 import os
 import sys
 import traceback
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from pipeline import errors, randomness
 from pipeline import group as groups
+from pipeline.config.load import training_keys
 from pipeline.config.schema import Config
 from pipeline.data.batch import format_sample_ids
 from pipeline.data.index import Index
@@ -194,6 +196,7 @@ def _set_up(
             setting_up.callback(watchdog.stop)
             watchdog.start()
             group.set_device_timeout(config.run.timeout + COMPILATION_S + _GPU_MARGIN_S)
+            _check_same_request(config, group)
             source = _broadcast_source(config, group, prepared.source if prepared else None)
             plan = _agree_on_plan(config, group, source)
             contents = broadcast_contents(found, group)
@@ -271,6 +274,19 @@ def _join(config: Config, world: World) -> Group:
     return groups.start(config, world, choose_device(config, world))
 
 
+def _check_same_request(config: Config, group: Group) -> None:
+    """Raise RequestError, in all processes, if one of them would train something else than rank 0.
+
+    A run of an earlier version that rank 0 restores from a mirror is one whose defaults no other
+    machine knows.
+    """
+    mine = {key: str(value) for key, value in training_keys(config).items()}
+    stated = json.loads(group.broadcast_bytes(json.dumps(mine).encode() if group.is_main else None))
+    other = " ".join(f"{key}={value}" for key, value in stated.items() if mine.get(key) != value)
+    problem = f"rank {group.rank} was started with another configuration than rank 0, which has {shorten(other, 200)}"
+    group.raise_together(RequestError(problem, "give all processes the same keys") if other else None)
+
+
 def _broadcast_source(config: Config, group: Group, source: Source | None) -> Source:
     """Return a source with rank 0's index, in every process: file systems may list differently."""
     if config.data.source == "synthetic":
@@ -288,11 +304,13 @@ def _agree_on_plan(config: Config, group: Group, source: Source) -> Plan:
         error = found
     group.raise_together(error)
     assert plan is not None
-    is_compiler_missing, is_elsewhere_not_portable = group.any_rank(not plan.compiles, not plan.is_portable)
+    (is_compiler_missing,) = group.any_rank(not plan.compiles)
     if is_compiler_missing and plan.compiles:
         plan = replace(plan, compiles=False, compile_reason="another machine of the job cannot compile")
-    if is_elsewhere_not_portable and plan.is_portable:
-        plan = replace(plan, is_portable=False, portable_reason="another machine of the job is not")
+    reasons = group.all_gather("" if plan.is_portable else plan.portable_reason)
+    rank = next((rank for rank, reason in enumerate(reasons) if reason), None)
+    if plan.is_portable and rank is not None:
+        plan = replace(plan, is_portable=False, portable_reason=f"on rank {rank}: {reasons[rank]}")
     return plan
 
 
