@@ -33,6 +33,12 @@ def one_line(text: object, length: int = 200) -> str:
     return " ".join(str(text).split())[:length]
 
 
+def printable_line(text: object) -> str:
+    """Return a text as one line. Control characters, which a file may bring, are escaped."""
+    line = " ".join(str(text).split())
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
+
+
 def summary(text: str, length: int = 600) -> str:
     """Return an error, without the frames of tracebacks in it, as one line.
 
@@ -54,7 +60,7 @@ class RunError(Exception):
 
     def __init__(self, problem: str, remedy: str = "") -> None:
         super().__init__(problem, remedy)
-        self.problem, self.remedy = (" ".join(str(text).split()) for text in (problem, remedy))  # one line
+        self.problem, self.remedy = printable_line(problem), printable_line(remedy)
 
     def collective(self) -> Self:
         """Return this error, marked as raised by every process of the group: it is printed once."""

@@ -81,6 +81,15 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def read_limited(path: Path, max_bytes: int) -> bytes:
+    """Return the contents of a file. Raises OSError, and ValueError if it has more bytes."""
+    with open(path, "rb") as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ValueError(f"it is larger than {max_bytes >> 20} MiB")
+    return data
+
+
 def parse_json(text: bytes | str) -> Any:
     """Return the value of a JSON text that others may have written.
 

@@ -12,13 +12,15 @@ from harness import SMALL, Job, Result, kill, quick
 
 from pipeline import machine
 from pipeline.cli import arguments
-from pipeline.errors import RequestError
+from pipeline.config.schema import Config
+from pipeline.config.trust import trust
+from pipeline.errors import RequestError, printable_line
 from pipeline.operate import verify as commands
 from pipeline.operate.against import against
 from pipeline.operate.compare import Run, compare
 from pipeline.record.checkpoint import digest_and_checksums
 from pipeline.record.folder import RunFolder
-from pipeline.record.receipt import Receipt
+from pipeline.record.receipt import Receipt, read_receipt
 
 
 def job(folder: Path, digits: Path, *more: str, nproc: int = 1) -> Job:
@@ -177,12 +179,24 @@ def in_start(**changes: Any) -> Any:
     return lambda contents: contents["starts"][0].update(changes)
 
 
+OTHER = "sha256:" + "0" * 64
 TAMPERED = {
-    "weights": (in_row(weights="sha256:00"), "at step 8 weights is sha256:00 in the receipt and sha256:"),
+    "weights": (in_row(weights=OTHER), f"at step 8 weights is {OTHER} in the receipt and sha256:"),
     "tensors": (in_row(tensors="0" * 8 * 338), "at step 8 tensors differs: conv1.0.weight (338 of 338 differ)"),
     "fewer tensors": (in_row(tensors="0" * 8), "at step 8 tensors differs: unknown: there were 1 tensors, and there"),
     **{name: (in_row(**{name: 0.5}), f"at step 8 {name} is 0.5 in the receipt and ")
        for name in ("top1", "top5", "loss", "nll", "ece", "balanced_accuracy", "images", "train_loss")},
+    "a figure less": (lambda contents: contents["evaluations"][1].pop("nll"), "at step 8 nll is missing in the"),
+    "no tensors": (lambda contents: contents["evaluations"][1].pop("tensors"), "at step 8 tensors is missing in the"),
+    "a number of the plan less": (
+        lambda contents: contents["plan"].pop("peak_lr"), "the plan's peak_lr is missing in the receipt"
+    ),
+    "a start without threads": (
+        lambda contents: contents["starts"][0].pop("threads"), "threads of the start at step 0 is missing in the"
+    ),
+    "no result line": (
+        lambda contents: contents.update(done=None), "the receipt has no result line, and its run ended at step 12"
+    ),
     "a figure more": (in_row(map=0.9), "at step 8 map is 0.9 in the receipt and missing now"),
     "step": (in_row(step=7), "at step 7 the receipt has an evaluation, and the repetition makes none"),
     "a row less": (
@@ -311,7 +325,7 @@ def test_a_run_is_compared_with_published_receipts(
 
     def other_weights(**facts: Any) -> Any:
         def change(contents: Any) -> None:
-            in_row(weights="sha256:00")(contents)
+            in_row(weights=OTHER)(contents)
             in_start(**facts)(contents)
 
         return change
@@ -321,18 +335,130 @@ def test_a_run_is_compared_with_published_receipts(
     assert answer() == f"these are the weights that {page} names: {weights}\n"
     shorter = answer(lambda contents: contents["evaluations"].pop())
     assert shorter.startswith(f"these are the weights that {published / 'digits'} names for step 8: sha256:")
-    assert answer(other_weights(), code=1).endswith("; nothing that is known explains it\n")
+    assert answer(other_weights(), code=1).endswith("; no known change explains it\n")
     found = answer(other_weights(world=2, torch="1.0", device="another", portable="no avx2"))
-    assert found.startswith("differs: at step 8 weights is sha256:00, and sha256:")
-    places = [found.index(text) for text in ("torch is 1.0 here", "number of processes is 2", "portable is", "the CPU")]
+    assert found.startswith(f"differs: at step 8 weights is {OTHER}, and sha256:")
+    not_portable = "this run is not portable (no avx2), the receipt's is"
+    places = [found.index(text) for text in ("torch is 1.0 here", "number of processes is 2", not_portable, "the CPU")]
     assert places == sorted(places)
     found = answer(lambda contents: contents["config"]["run"].update(seed=7))
-    assert found == f"no receipt in {published} is of this configuration (run.seed=7, unlike {published / 'digits'})\n"
+    assert found == f"no receipt in {published} has this configuration (run.seed=7, unlike {published / 'digits'})\n"
     with pytest.raises(RequestError, match="holds no receipt"):
         against(copy, copy / "checkpoints", None)
     receipts = Path(__file__).parent.parent / "docs/receipts"
     assert against(copy, receipts, None) == 0
     assert capsys.readouterr().out.count("\n") == 1, "receipts of version 0.2 are read"
+
+
+def test_an_unreadable_receipt_and_the_run_itself_are_left_out(
+    copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RequestError, match="holds no receipt other than that of RUN_DIR"):
+        against(copy, copy, None)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/receipt.json").write_text("{")
+    with pytest.raises(RequestError, match="can be read"):
+        against(copy, tmp_path, None)
+    shutil.copytree(copy, tmp_path / "other")
+    edit_receipt(tmp_path / "other", lambda contents: contents["config"]["run"].update(deterministic=False))
+    capsys.readouterr()
+    assert against(copy, tmp_path, None) == 0
+    found = capsys.readouterr()
+    assert found.out.startswith(f"these are the weights that {tmp_path / 'other'} names"), "run.portable implies it"
+    assert found.err.startswith(f"skipped: {tmp_path / 'broken'} has no readable receipt")
+
+
+def test_a_repetition_restores_nothing_and_must_train_each_step(
+    copy: Path, repetition: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place of the repetition stands a run that was restored at its end."""
+    made = []
+
+    def repeat(config: Config, *_: Any) -> None:
+        made.append(config)
+        shutil.copytree(repetition, config.run_dir)
+        edit_receipt(config.run_dir, in_start(step=12))
+
+    monkeypatch.setattr(commands, "_repeat", repeat)
+    edit_receipt(copy, lambda contents: contents["config"]["checkpoint"].update(mirror="s3://bucket/finished"))
+    with pytest.raises(RequestError, match="started at step 12 and not at step 0, so it did not train"):
+        commands.verify(copy, None)
+    assert made[0].checkpoint.mirror is None
+
+
+def test_a_receipt_chooses_no_place_that_verify_writes_to_or_reads_with_credentials(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPELINE_TRUSTED_MODEL", "")
+
+    def config(section: str, **values: Any) -> Config:
+        edit_receipt(copy, lambda contents: contents["config"][section].update(values))
+        return commands._repetition_config(Run(receipt(copy), RunFolder(copy)), RunFolder(tmp_path / "new"))
+
+    assert config("data", root=str(tmp_path / "absent")).data.root is None
+    with pytest.raises(RequestError, match=r"model\.init=models:/a@b would be read with your credentials"):
+        config("model", init="models:/a@b")
+    pack = {"source": "pack", "root": "s3://bucket/pack", "cache": "/some/where"}
+    with pytest.raises(RequestError, match="add --trust s3://bucket/pack"):
+        config("data", **pack)
+    trust("s3://bucket/pack")
+    trust("models:/a@b")
+    assert config("data", **pack).data.cache is None
+
+
+MALFORMED = {
+    "world": in_start(world="2"),
+    "too many processes": in_start(world=4097),
+    "step of a start": in_start(step=True),
+    "step of an evaluation": in_row(step=4.0),
+    "weights": in_row(weights="sha256:\x1b[2J"),
+    "checksums": in_row(tensors=None),
+    "result line": lambda contents: contents.update(done=["done"]),
+    "steps of an epoch": lambda contents: contents["plan"].update(steps_per_epoch="14"),
+    "starts": lambda contents: contents.update(starts={"step": 0}),
+}
+
+
+@pytest.mark.parametrize("change", MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_receipt_is_refused(copy: Path, change: Any) -> None:
+    edit_receipt(copy, change)
+    with pytest.raises(RequestError, match="is not a receipt of format 1"):
+        read_receipt(RunFolder(copy))
+
+
+def test_a_receipt_is_limited_and_its_text_is_printable(
+    copy: Path, repetition: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contents, new = receipt(copy), Run(receipt(repetition), RunFolder(repetition))
+    del contents["config"]["train"]
+    in_row(map="\x1b" * 10_000)(contents)
+    result = printable_line(compare(Run(contents, RunFolder(copy)), new, 0, 12))
+    assert result.startswith("differs: at step 8 map is \\x1b")
+    assert result.isprintable() and len(result) < 2_000
+    assert str(RequestError("\x1b[2J\nhere", "…")) == "\\x1b[2J here: …"
+    monkeypatch.setattr("pipeline.record.receipt._MAX_BYTES", 1 << 10)
+    with pytest.raises(RequestError, match="has no readable receipt"):
+        read_receipt(RunFolder(copy))
+
+
+@pytest.mark.parametrize("change", ["cut", "twice", "no number"])
+def test_a_trace_has_one_row_for_each_step(copy: Path, repetition: Path, change: str) -> None:
+    lines = (copy / "trace.jsonl").read_text().splitlines(keepends=True)
+    changed = {"cut": lines[:-1], "twice": [*lines, lines[-1]], "no number": ['{"step": "x"}\n', *lines]}[change]
+    (copy / "trace.jsonl").write_text("".join(changed))
+    result = compare(*(Run(receipt(folder), RunFolder(folder)) for folder in (copy, repetition)), 0, 12)
+    found = {"cut": "has no row for step 12", "twice": "has more than one row", "no number": "has no row for step 1;"}
+    assert result.startswith(f"differs: trace.jsonl {found[change]}")
+
+
+def test_what_is_not_compared_is_in_the_result(copy: Path, repetition: Path) -> None:
+    contents, new = receipt(copy), Run(receipt(repetition), RunFolder(repetition))
+    contents["starts"].append(contents["starts"][0] | {"step": 6})
+    contents["evaluations"].insert(1, contents["evaluations"][0] | {"step": 6})
+    result = compare(Run(contents, RunFolder(copy)), new, 0, 12)
+    assert result.startswith("identical but for step 6, which a restart may have added: 3 evaluations and ")
+    result = compare(Run(receipt(copy), RunFolder(copy)), new, 5, 12)
+    assert result.endswith("; the steps up to 5 are trusted; the receipt has no weights for step 5")
 
 
 @pytest.mark.long

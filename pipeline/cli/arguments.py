@@ -124,7 +124,7 @@ def add_overrides(parser: Parser, keys: str = _KEYS_HELP) -> None:
 def add_trust(parser: Parser) -> None:
     """Add the option that allows a function named by a checkpoint, receipt or registry to run."""
     help = "run this function of your own, which the model names as its model.arch; without it no code of a model runs"
-    parser.add_argument("--trust", metavar="package.module:function", help=help)
+    parser.add_argument("--trust", action="append", metavar="package.module:function", help=help)
 
 
 def path_or_uri(text: str) -> str:

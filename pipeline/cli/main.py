@@ -135,6 +135,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         options.overrides = options.overrides + rest
     elif rest:
         options.parser.refuse(words, next((word for word in rest if word.startswith("-")), rest[0]))
-    if getattr(options, "trust", None):
-        trust(options.trust)
+    for name in getattr(options, "trust", None) or ():
+        trust(name)
     return options

@@ -195,7 +195,7 @@ def training_keys(config: Config) -> dict[str, Any]:
 
     These are the keys that must not change on resume, without the device, and train.epochs.
     """
-    keys = flatten(config) | {"run.portable": config.is_portable}
+    keys = flatten(config) | {"run.portable": config.is_portable, "run.deterministic": config.is_deterministic}
     left_out = ["run.device", *(["data.orientation"] if config.data.source == "pack" else [])]
     return {key: keys[key] for key in keys if key == "train.epochs" or not (_may_change(key) or key in left_out)}
 

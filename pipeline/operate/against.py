@@ -7,16 +7,15 @@ if something known explains them, and the line says what: another torch or CPU, 
 only if nothing explains them: then the code computes something else.
 """
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pipeline import errors
-from pipeline.config.load import from_yaml, training_keys
+from pipeline.config.load import training_keys
 from pipeline.config.schema import Config
-from pipeline.errors import RequestError
+from pipeline.errors import RequestError, one_line, printable_line
 from pipeline.operate.compare import Run
 from pipeline.operate.inputs import check_run_folder
 from pipeline.record.folder import RunFolder
@@ -39,37 +38,42 @@ def against(run_dir: Path, folder: Path, page: Path | None) -> int:
     check_run_folder(run_dir)
     check_run_folder(folder)
     run = Run(read_receipt(RunFolder(run_dir)), RunFolder(run_dir))
-    config = _config(run)
-    published = [Run(read_receipt(found), found) for found in _receipts(folder)]
-    distances = [_different_keys(config, _config(receipt)) for receipt in published]
+    config = run.config()
+    published, distances = [], []
+    for found in _receipts(folder, run_dir):
+        try:
+            other = Run(read_receipt(found), found)
+            distances.append(_different_keys(config, other.config()))
+            published.append(other)
+        except RequestError as error:
+            print(f"skipped: {error}", file=sys.stderr, flush=True)
+    if not published:
+        raise RequestError(f"no receipt in {folder} can be read", "see the lines above")
     changed = min(distances, key=len)
     nearest = published[distances.index(changed)].folder.path
     if changed:
         keys = training_keys(config)
         shown = ", ".join(f"{key}={keys.get(key)}" for key in changed[:_SHOWN_KEYS])
         more = f" and {len(changed) - _SHOWN_KEYS} more" if len(changed) > _SHOWN_KEYS else ""
-        print(f"no receipt in {folder} is of this configuration ({shown}{more}, unlike {nearest})", flush=True)
+        line = f"no receipt in {folder} has this configuration ({shown}{more}, unlike {nearest})"
+        print(printable_line(line), flush=True)
         return errors.OK
     fitting = [receipt for receipt, keys in zip(published, distances, strict=True) if not keys]
     results = [_compare(run, receipt, config, page) for receipt in fitting]
     code, line = min(results, key=lambda result: result[0])
-    print(line, flush=True)
+    print(printable_line(line), flush=True)
     return errors.OK if code < 2 else errors.CRASH
 
 
-def _receipts(folder: Path) -> list[RunFolder]:
-    """Return the folders with a receipt: `folder` itself, or those in it."""
-    if (folder / "receipt.json").exists():
-        return [RunFolder(folder)]
-    found = sorted(folder.glob("*/receipt.json"))
-    if not found:
-        raise RequestError(f"{folder} holds no receipt", "give a run's folder, or a folder of such folders")
-    return [RunFolder(path.parent) for path in found]
-
-
-def _config(run: Run) -> Config:
-    text = yaml.safe_dump(run.receipt["config"], allow_unicode=True)
-    return from_yaml(text, f"the receipt of {run.folder.path}")
+def _receipts(folder: Path, run_dir: Path) -> list[RunFolder]:
+    """Return the folders with a receipt: `folder` itself, or those in it, without `run_dir`."""
+    is_run = (folder / "receipt.json").exists()
+    found = [folder] if is_run else sorted(path.parent for path in folder.glob("*/receipt.json"))
+    others = [path for path in found if path.resolve() != run_dir.resolve()]
+    if not others:
+        other = " other than that of RUN_DIR" if found else ""
+        raise RequestError(f"{folder} holds no receipt{other}", "give a run's folder, or a folder of such folders")
+    return [RunFolder(path) for path in others]
 
 
 def _different_keys(config: Config, other: Config) -> list[str]:
@@ -94,7 +98,7 @@ def _compare(run: Run, published: Run, config: Config, page: Path | None) -> tup
     difference = f"differs: at step {step} weights is {weights[step]}, and {stated[step]} in {place}"
     causes = list(_causes(run.receipt, published.receipt, config))
     if not causes:
-        return 2, f"{difference}; nothing that is known explains it"
+        return 2, f"{difference}; no known change explains it"
     return 1, f"{difference}; this explains it: {', '.join(causes)}"
 
 
@@ -111,11 +115,23 @@ def _identical(weights: dict[int, str], stated: dict[int, str], place: Path, pag
     return f"these are the weights that {page if is_on_page else place} names: {weights[step]}"
 
 
+def _portable_change(here: list[str], there: list[str]) -> Iterator[str]:
+    """Yield how the runs differ in that the model of CPU does not matter, with the reason."""
+    now, then = (" or ".join(found).replace("unknown", "no reason is recorded") for found in (here, there))
+    if (here == ["yes"]) == (there == ["yes"]):
+        if here != there:
+            yield f"neither run is portable ({now} here, {then} there)"
+    elif there == ["yes"]:
+        yield f"this run is not portable ({now}), the receipt's is"
+    else:
+        yield f"this run is portable, the receipt's is not ({then})"
+
+
 def _causes(here: dict[str, Any], there: dict[str, Any], config: Config) -> Iterator[str]:
     """Yield what explains other weights: first what certainly changes them."""
 
     def values(receipt: dict[str, Any], name: str) -> list[str]:
-        return sorted({str(start.get(name, "unknown")) for start in receipt["starts"]})
+        return sorted({one_line(start.get(name, "unknown"), 100) for start in receipt["starts"]})
 
     def changes(name: str, title: str) -> Iterator[str]:
         now, then = (" or ".join(values(receipt, name)) for receipt in (here, there))
@@ -128,7 +144,7 @@ def _causes(here: dict[str, Any], there: dict[str, Any], config: Config) -> Iter
         yield from changes("world", "the number of processes")
     if here["data"] != there["data"]:
         yield f"the data is {str(here['data'])[:16]} here and {str(there['data'])[:16]} there"
-    yield from changes("portable", "portable")
+    yield from _portable_change(values(here, "portable"), values(there, "portable"))
     yield from changes("threads", "the number of threads")
     yield from changes("device_type", "the kind of device")
     facts = [values(receipt, name) for receipt in (here, there) for name in ("portable", "device_type")]

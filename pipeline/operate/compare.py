@@ -15,13 +15,16 @@ run has one (`run.trace=true`), the repetition writes one, too, and they are com
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import yaml
+
+from pipeline.config.load import from_yaml
+from pipeline.config.schema import Config
+from pipeline.errors import one_line
+from pipeline.operate.tensors import first_different_tensor
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _DESCRIBES_MACHINE = (
     "local_world", "workers_per_node", "workers", "is_portable", "portable_reason", "compile_reason", "precision_note",
@@ -32,6 +35,9 @@ _FROM_START = ("world", "threads", "epochs", "device_type")
 _NOT_A_CAUSE = ("step", "recipe", "changes", "world", "epochs", "continues")
 """Fields of a start that do not describe its software, threads or device."""
 _CHECKSUM_DIGITS = 8
+_MISSING = object()
+_SHOWN_LENGTH = 100  # of a value in a receipt; a digest has 71 characters
+_SHOWN_CAUSES = 12
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,11 @@ class Run:
     @property
     def rows(self) -> list[dict[str, Any]]:
         return sorted(self.receipt["evaluations"], key=lambda row: int(row["step"]))
+
+    def config(self, changes: list[str] | None = None) -> Config:
+        """Return the configuration in the receipt, with `changes`. Raises RequestError."""
+        text = yaml.safe_dump(self.receipt["config"], allow_unicode=True)
+        return from_yaml(text, f"the receipt of {self.folder.path}", changes)
 
     def parts(self, start: int) -> list[dict[str, Any]]:
         """Return the starts that trained the steps after `start`; [] if the run began later."""
@@ -64,18 +75,20 @@ def compare(old: Run, new: Run, start: int, last: int) -> str:
     rows = [row for row in old.rows if start < row["step"] <= last and row["step"] in made]
     old_files, new_files = old.checkpoints(), new.checkpoints()
     steps = sorted(step for step in old_files.keys() & new_files.keys() if start < step <= last)
-    tensor = _first_different_tensor([(step, old_files[step], new_files[step]) for step in steps])
+    tensor = first_different_tensor([(step, old_files[step], new_files[step]) for step in steps])
     differences = sorted(_row_differences(old, new, start, last), key=lambda found: found[0])
     num_batches, batch = _compare_traces(old.folder, new.folder, start, last)
-    stated = [*(text for _, text in differences[:1]), *list(_plan_differences(old, new, start))[:1]]
+    stated = [*(text for _, text in differences[:1]), *list(_plan_differences(old, new, start, last))[:1]]
     if not stated and not batch and not tensor:
         where = f"from step {start} to step {last}" if start else f"up to step {last}"
         digest = f", weights={rows[-1]['weights']}" if rows else ""
-        parts = [f"identical: {count(rows, 'evaluation')} and {count(steps, 'checkpoint')} {where}{digest}"]
         left_out = [str(row["step"]) for row in old.rows if start < row["step"] <= last and row["step"] not in made]
+        but = f" but for step {', '.join(left_out)}, which a restart may have added" if left_out else ""
+        parts = [f"identical{but}: {count(rows, 'evaluation')} and {count(steps, 'checkpoint')} {where}{digest}"]
         parts += [f"the trace of {num_batches} steps is identical, too"] if num_batches else []
-        parts += [f"not compared: step {', '.join(left_out)}, where the run had ended once"] if left_out else []
         parts += [f"the steps up to {start} are trusted"] if start else []
+        if start and not any(row["step"] == start for row in old.rows):
+            parts.append(f"the receipt has no weights for step {start}")
         return "; ".join(parts)
     different = [step for step, _ in differences]
     if not tensor and steps and (not different or different[0] in steps):
@@ -92,6 +105,7 @@ def _row_differences(old: Run, new: Run, start: int, last: int) -> Iterator[tupl
     new_rows = {row["step"]: row for row in new.rows if start < row["step"] <= last}
     restarts = {part["step"] for part in old.receipt["starts"]}
     losses = _train_losses(old, new)
+    is_from_0_2 = "is_portable" not in old.receipt["plan"] and not any("tensors" in row for row in old.rows)
     for row in old.rows:
         step = row["step"]
         now = new_rows.get(step)
@@ -100,13 +114,16 @@ def _row_differences(old: Run, new: Run, start: int, last: int) -> Iterator[tupl
                 yield step, f"at step {step} the receipt has an evaluation, and the repetition makes none"
             continue
         now = now | {"train_loss": losses[step]}
-        for name, value in row.items():
-            if value == now.get(name) or (name == "train_loss" and now[name] is None):
+        for name in row | now:
+            value = row.get(name, _MISSING)
+            if value == now.get(name, _MISSING) or (name == "train_loss" and now[name] is None):
                 continue
-            values = f"is {value} in the receipt and {now.get(name, 'missing')} now"
-            if name == "tensors":
-                values = f"differs: {_different_checksums(str(value), now[name], new)}"
-            yield step, f"at step {step} {name} {values}"
+            if name == "tensors" and is_from_0_2:
+                continue
+            values = _values(value, now.get(name, _MISSING))
+            if name == "tensors" and name in row:
+                values = f"differs: {_different_checksums(value, now[name], new)}"
+            yield step, f"at step {step} {one_line(name, _SHOWN_LENGTH)} {values}"
     for step in new_rows.keys() - {row["step"] for row in old.rows} - {last}:  # it always evaluates at its end
         yield step, f"at step {step} the repetition makes an evaluation, and the receipt has none"
 
@@ -128,36 +145,46 @@ def _train_losses(old: Run, new: Run) -> dict[int, float | None]:
     return found
 
 
-def _plan_differences(old: Run, new: Run, start: int) -> Iterator[str]:
+def _plan_differences(old: Run, new: Run, start: int, last_step: int) -> Iterator[str]:
     """Yield each difference between the plans, and between what the starts say of inputs."""
     plan, now = old.receipt["plan"], new.receipt["plan"]
-    end = old.receipt["config"]["train"].get("max_steps") or now["total_steps"]
-    now = {name: value for name, value in now.items() if name not in _DESCRIBES_MACHINE}
-    for name, value in (now | {"last_step": min(end, now["total_steps"])}).items():
-        if name in plan and plan[name] != value:
-            yield f"the plan's {name} is {plan[name]} in the receipt and {value} now"
+    end = min(old.config().train.max_steps or now["total_steps"], now["total_steps"])
+    now = {name: value for name, value in now.items() if name not in _DESCRIBES_MACHINE} | {"last_step": end}
+    for name, value in now.items():
+        if plan.get(name, _MISSING) != value:
+            yield f"the plan's {name} {_values(plan.get(name, _MISSING), value)}"
     repetition = new.receipt["starts"][-1]
     *earlier, last = old.parts(start)
     for part in (*earlier, last):
         for name in _FROM_START:
             is_free = name == "world" and part is not last  # in exact mode the number of processes may change
-            if name in part and part[name] != repetition[name] and not is_free:
-                where = f"of the start at step {part['step']}"
-                yield f"{name} {where} is {part[name]} in the receipt and {repetition[name]} now"
+            if part.get(name, _MISSING) != repetition[name] and not is_free:
+                values = _values(part.get(name, _MISSING), repetition[name])
+                yield f"{name} of the start at step {part['step']} {values}"
+    if old.receipt["done"] is None and old.rows and old.rows[-1]["step"] == end == last_step:
+        yield f"the receipt has no result line, and its run ended at step {end}"
 
 
 def _compare_traces(old: RunFolder, new: RunFolder, start: int, last: int) -> tuple[int, str]:
     """Return the number of equal rows, and the first that differs as a phrase, or ""."""
-    equal, made = 0, (row for row, _ in read(new.trace))
-    for row, _ in read(old.trace):
-        step = row.get("step", 0)
-        if start < step <= last:
-            now = next((row for row in made if row["step"] >= step), {})
-            if now != row:
-                kind = "other samples" if row.get("ids") != now.get("ids") else "the same samples with other pixels"
-                return equal, f"the first batch to differ from trace.jsonl is that of step {step}, {kind}"
-            equal += 1
-    return equal, ""
+    if not old.trace.exists():
+        return 0, ""
+    rows, new_rows = (_trace_rows(folder.trace, start, last) for folder in (old, new))
+    for step in range(start + 1, last + 1):
+        row, now = next(rows, {}), next(new_rows, {})
+        if row.get("step") != step:
+            return step - start - 1, f"trace.jsonl has no row for step {step}; without that file it is not compared"
+        if now != row:
+            kind = "other samples" if row.get("ids") != now.get("ids") else "the same samples with other pixels"
+            return step - start - 1, f"the first batch to differ from trace.jsonl is that of step {step}, {kind}"
+    return last - start, "trace.jsonl has more than one row for a step" if next(rows, {}) else ""
+
+
+def _trace_rows(path: Path, start: int, last: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the steps after `start` up to `last`, and those without a valid step."""
+    for row, _ in read(path):
+        if not isinstance(row.get("step"), int) or start < row["step"] <= last:
+            yield row
 
 
 def _tensor_by_checksum(old: Run, new: Run) -> str:
@@ -188,72 +215,24 @@ def _different_checksums(before: str, now: str, new: Run) -> str:
     return f"{different[0]} ({len(different)} of {len(names)} differ)"
 
 
-def _first_different_tensor(files: list[tuple[int, Path, Path]]) -> str:
-    """Return the first tensor that differs between checkpoints, as a phrase, or "".
-
-    files: step, the run's checkpoint, and that of the repetition.
-    """
-    for step, old, new in files:
-        if found := _first_difference(old, new):
-            return f"at step {step} the first tensor to differ is {found}"
-    return ""
-
-
-def _first_difference(old_path: Path, new_path: Path) -> str | None:
-    """Return the first tensor that differs between two checkpoints, with details, or None."""
-    import torch
-
-    old, new = _load_tensors(old_path), _load_tensors(new_path)
-    different = [name for name in old | new if not _same_bits(old.get(name), new.get(name))]
-    if not different:
-        return None
-    first = different[0]
-    distance = ""
-    if first in old and first in new and old[first].shape == new[first].shape:
-        largest = float((old[first].to(torch.float64) - new[first].to(torch.float64)).abs().max())
-        distance = f", this one by up to {largest:.3g}"
-    return f"{first} ({len(different)} of {len(old | new)} differ{distance})"
-
-
-def _load_tensors(path: Path) -> dict[str, "Tensor"]:
-    from pipeline.record.checkpoint import decode
-    from pipeline.record.checkpoint_files import read_verified
-
-    contents = decode(read_verified(path), path)
-    return dict(_tensors({part: contents[part] for part in ("model", "average", "optimizer")}))
-
-
-def _tensors(tree: Any, name: str = "") -> Iterator[tuple[str, "Tensor"]]:
-    """Yield every tensor of a nested state with its dotted name, in the model's order."""
-    from torch import Tensor
-
-    if isinstance(tree, Tensor):
-        yield name, tree
-    elif isinstance(tree, dict):
-        for key, child in tree.items():
-            yield from _tensors(child, f"{name}.{key}" if name else str(key))
-
-
-def _same_bits(a: "Tensor | None", b: "Tensor | None") -> bool:
-    import torch
-
-    if a is None or b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
-        return False
-    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)))
-
-
 def _causes(receipt: dict[str, Any], new_receipt: dict[str, Any]) -> str:
     """Return the known changes of software, threads and device, as a phrase for the user."""
     now = new_receipt["starts"][-1]
     changes = {
-        f"{name} was {start[name]} and is {now.get(name)}"
+        one_line(f"{name} was {one_line(start[name], _SHOWN_LENGTH)} and is {now.get(name)}")
         for start in receipt["starts"]
         for name in start
         if name not in _NOT_A_CAUSE and start[name] != now.get(name)
     }
     if not changes:
         return "no change of software, threads or device is known"
-    return f"probable cause: {', '.join(sorted(changes))}"
+    return f"probable cause: {', '.join(sorted(changes)[:_SHOWN_CAUSES])}"
+
+
+def _values(value: object, now: object) -> str:
+    if value is _MISSING:
+        return "is missing in the receipt"
+    return f"is {one_line(value, _SHOWN_LENGTH)} in the receipt and {'missing' if now is _MISSING else now} now"
 
 
 def count(items: list[Any], noun: str) -> str:

@@ -26,14 +26,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pipeline import errors, machine, supervision
-from pipeline.config.load import from_yaml
 from pipeline.config.schema import Config
-from pipeline.config.trust import check_is_trusted
+from pipeline.config.trust import check_is_trusted, check_place_is_trusted
 from pipeline.data import sources
-from pipeline.errors import RequestError, TemporaryError
+from pipeline.errors import RequestError, TemporaryError, one_line, printable_line
 from pipeline.operate.compare import Run, compare
 from pipeline.operate.inputs import check_run_folder
 from pipeline.record.folder import RunFolder
@@ -62,7 +59,11 @@ def verify(run_dir: Path, steps: int | None, start: int = 0) -> int:
             origin = f" from {checkpoint.name}"
         print(f"repeating {run_dir}{origin} up to step {last:,} in {repeated.path}", file=sys.stderr, flush=True)
         _repeat(config, run.receipt["starts"][-1], Path(scratch) / "recipe.yaml")
-        result = compare(run, Run(read_receipt(repeated), repeated), start, last)
+        new = Run(read_receipt(repeated), repeated)
+        if new.receipt["starts"][0]["step"] != start:
+            first = f"started at step {new.receipt['starts'][0]['step']} and not at step {start}"
+            raise RequestError(f"the repetition {first}, so it did not train these steps and nothing was compared")
+        result = printable_line(compare(run, new, start, last))
     print(result, flush=True)
     if run.folder.delivered.exists():
         from pipeline.record.mlflow.parts import note_verification
@@ -72,14 +73,22 @@ def verify(run_dir: Path, steps: int | None, start: int = 0) -> int:
 
 
 def _repetition_config(run: Run, repeated: RunFolder) -> Config:
-    """Return the run's configuration, in the folder of the repetition and without a tracker."""
+    """Return the run's configuration, in the folder of the repetition and without a tracker.
+
+    It has no mirror either: from there the repetition would restore the finished run. Digits that
+    are not there are made in their default place, never in a folder that only the receipt names.
+    """
     changes = [
         f"run.dir={repeated.path}", "run.resume=auto", "track.uri=none", "track.report=false", "track.required=false",
+        "checkpoint.mirror=none", "data.cache=none",
     ]  # fmt: skip
     if run.folder.trace.exists():
         changes.append("run.trace=true")
-    text = yaml.safe_dump(run.receipt["config"], allow_unicode=True)
-    config = from_yaml(text, f"the receipt of {run.folder.path}", changes)
+    config = run.config(changes)
+    check_place_is_trusted("data.root", config.data.root)
+    check_place_is_trusted("model.init", config.model.init)
+    if config.data.source == "digits" and not os.path.exists(sources.data_root(config)):
+        config = config.replacing("data", root=None)
     check_is_trusted(config.model.arch)  # to repeat the run, `pipeline train` gets this configuration as a recipe
     return config
 
@@ -100,7 +109,8 @@ def _refuse_what_cannot_repeat(run: Run, config: Config, start: int) -> None:
         for part in later:
             if part.get(name) != first.get(name):
                 hint = "; with run.exact=true the number of processes may change" if name == "world" else ""
-                change = f"{name} changed from {first.get(name)} to {part.get(name)} at step {part['step']}"
+                values = f"from {one_line(first.get(name))} to {one_line(part.get(name))}"
+                change = f"{name} changed {values} at step {part['step']}"
                 raise RequestError(f"the run in {run_dir} cannot be repeated in one piece: {change}{hint}")
     if receipt["starts"][-1].get("device_type") == "cuda" and not machine.has_gpu():
         raise machine.no_gpu_error()
@@ -123,7 +133,9 @@ def _refuse_contradiction(run: Run) -> None:
         value = known.get(name, "missing")
         value = f"{value:.4f}" if isinstance(value, float) else value
         if stated != str(value):
-            problem = f"{run.folder.receipt} contradicts itself: its result line has {name}={stated}"
+            given = one_line(f"{name}={stated}")
+            problem = f"{run.folder.receipt} contradicts itself: its result line has {given}"
+            value = one_line(value)
             raise RequestError(f"{problem}, and its evaluation of step {row['step']} {value}", "restore the file")
 
 

@@ -14,6 +14,7 @@ little beside an evaluation, too much for each step. Receipts of version 0.2 hav
 
 import json
 import math
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from pathlib import Path
@@ -21,12 +22,15 @@ from typing import Any
 
 from pipeline.config.load import from_yaml
 from pipeline.errors import RequestError, RunError
-from pipeline.files import atomic_write, parse_json
+from pipeline.files import atomic_write, parse_json, read_limited
 from pipeline.record.checkpoint_files import list_checkpoints, step_of
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
 
 FORMAT = 1
+_MAX_BYTES = 64 << 20
+_MAX_WORLD = 4096
+_WEIGHTS, _CHECKSUMS = re.compile("sha256:[0-9a-f]{64}"), re.compile("([0-9a-f]{8})+")
 # the names of facts in the journal, which are MLflow's, and in the receipt
 _NAMES = {
     "mlflow.source.git.commit": "commit", "mlflow.docker.image.uri": "image", "mlflow.docker.image.id": "image_id",
@@ -68,7 +72,7 @@ def read_receipt(folder: RunFolder) -> dict[str, Any]:
     Raises RequestError if there is none, or if it lacks what a repetition needs.
     """
     try:
-        receipt = parse_json(folder.receipt.read_text(encoding="utf-8"))
+        receipt = parse_json(read_limited(folder.receipt, _MAX_BYTES))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         remedy = "give a run's folder; the run's own 'pipeline train' command writes its receipt"
@@ -80,17 +84,28 @@ def read_receipt(folder: RunFolder) -> dict[str, Any]:
 
 
 def _is_complete(receipt: dict[str, Any]) -> bool:
+    """Return True if a receipt, which anybody may have written, has what a repetition reads."""
     try:
         return (
-            {"data", "done"} <= receipt.keys()
-            and all(start["step"] >= 0 and "world" in start for start in receipt["starts"])
-            and all(row["step"] > 0 and row["weights"] for row in receipt["evaluations"])
+            all(receipt[name] is None or isinstance(receipt[name], str) for name in ("data", "done"))
             and len(receipt["starts"]) > 0
-            and receipt["plan"]["steps_per_epoch"] > 0
-            and "arch" in receipt["config"]["model"]
+            and all(_is_int(start["step"], 0) and _is_int(start["world"], 1, _MAX_WORLD) for start in receipt["starts"])
+            and isinstance(receipt["evaluations"], list)
+            and all(_is_evaluation(row) for row in receipt["evaluations"])
+            and _is_int(receipt["plan"]["steps_per_epoch"], 1)
+            and isinstance(receipt["config"]["model"]["arch"], str)
         )
     except (KeyError, TypeError):
         return False
+
+
+def _is_evaluation(row: dict[str, Any]) -> bool:
+    has_checksums = "tensors" not in row or _CHECKSUMS.fullmatch(row["tensors"])
+    return bool(_is_int(row["step"], 1) and _WEIGHTS.fullmatch(row["weights"]) and has_checksums)
+
+
+def _is_int(value: object, least: int, most: int = (1 << 63) - 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 class Receipt:

@@ -12,6 +12,7 @@ from typing import Any
 from pipeline.config.credentials import without_password
 from pipeline.config.load import flatten, from_yaml
 from pipeline.config.schema import Config
+from pipeline.errors import printable_line
 from pipeline.files import parse_json
 from pipeline.record.description import describe_run
 from pipeline.record.folder import RunFolder
@@ -135,9 +136,13 @@ def note_verification(folder: RunFolder, result: str) -> str:
     """Add the result of `pipeline verify` to the run as a tag, and return a line for the user."""
     try:
         config = from_yaml(folder.config.read_text(encoding="utf-8"), str(folder.config))
-        uri = uri_in_environment() or tracking_uri(config, folder)
+        named = uri_in_environment()
+        uri = named or tracking_uri(config, folder)
         if uri is None:
             return "not noted in MLflow: track.uri=none"
+        if not named and not uri.startswith("sqlite:"):  # others may have written the run's files
+            shown = printable_line(without_password(uri))
+            return f"not noted in MLflow: set MLFLOW_TRACKING_URI={shown} if that server may be contacted"
         address = connection.configure(uri, connection.REQUEST_TIMEOUT_S)
         if address.startswith("sqlite:///") and not Path(address.removeprefix("sqlite:///")).exists():
             return f"not noted in MLflow: {address} is not there"
