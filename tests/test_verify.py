@@ -434,7 +434,8 @@ def test_a_receipt_is_limited_and_its_text_is_printable(
     in_row(map="\x1b" * 10_000)(contents)
     result = printable_line(compare(Run(contents, RunFolder(copy)), new, 0, 12))
     assert result.startswith("differs: at step 8 map is \\x1b")
-    assert result.isprintable() and len(result) < 2_000
+    assert result.isprintable()
+    assert len(result) < 2_000
     assert str(RequestError("\x1b[2J\nhere", "…")) == "\\x1b[2J here: …"
     monkeypatch.setattr("pipeline.record.receipt._MAX_BYTES", 1 << 10)
     with pytest.raises(RequestError, match="has no readable receipt"):

@@ -4,8 +4,9 @@ Promise: each field of a receipt is an input of the repetition, or is compared h
 machine or a history from which the weights do not follow. Inputs are the configuration, the digest
 of the data and the number of processes. Compared are the plan, each field of each evaluation, and
 what the starts say of threads, epochs and kind of device; `verify` compares the result line with
-the last evaluation. The rest (versions, commit, model of the device, times of restarts) may differ
-where the bits are the same, and is named as a cause if they differ.
+the last evaluation. A field that the repetition has must not be missing in the receipt. The rest
+(versions, commit, model of the device, times of restarts) may differ where the bits are the same,
+and is named as a cause if they differ.
 
 The samples need no digest in the receipt: seed, plan and data determine them, and other samples or
 pixels change the weights at the next evaluation. Which step was the first is in the trace: if the
