@@ -75,7 +75,7 @@ def test_a_continued_and_a_verified_run_are_named(tmp_path: Path, digits: Path, 
     assert before.data.tags["continued by"].startswith(f"second (run {after.info.run_id} of experiment ")
 
     listing = {path: path.stat().st_mtime_ns for path in first.folder.rglob("*")}
-    not_named = pipeline("verify", str(first.folder), "--steps", "4")
+    not_named = pipeline("verify", str(first.folder), "--steps", "8")
     assert f"not noted in MLflow: set MLFLOW_TRACKING_URI={server.uri} if " in not_named.err
     verified = pipeline("verify", str(first.folder), MLFLOW_TRACKING_URI=server.uri)
     assert verified.code == 0, verified.err
