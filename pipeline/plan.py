@@ -571,7 +571,7 @@ def _compilation(config: Config, world: World, total_steps: int, num_sizes: int)
         return False, f"parallel={config.parallel} runs parts of a model, which are not compiled"
     if not has_gpu:
         return False, "no GPU; train.compile=on compiles for the CPU"
-    if config.is_deterministic:
+    if config.is_deterministic_on_gpus:
         return False, "the run is deterministic, and compiled kernels may change bits; train.compile=on overrides this"
     if missing:
         return False, f"torch.compile needs {missing}, which is missing"

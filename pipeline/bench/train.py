@@ -76,7 +76,7 @@ def bench_train(overrides: list[str], rounds: int, steps: int, *, only: list[str
     plan does not compile a model that `only` names.
     """
     config = load("digits", [*_DEFAULTS, *overrides])
-    plan, group, source = prepare(config, deterministic=config.is_deterministic)
+    plan, group, source = prepare(config, deterministic=config.is_deterministic_on_gpus)
     if not plan.compiles and any(name.endswith(COMPILED) for name in only or ()):
         raise RequestError(
             f"--only {' '.join(only or ())}: nothing is compiled here ({plan.compile_reason}): leave the rows that end"
@@ -126,7 +126,7 @@ def bench_track(overrides: list[str], rounds: int, steps: int, *, as_json: bool)
     Raises TemporaryError if MLflow lacks a row.
     """
     config = load("digits", [*_DEFAULTS, "track.uri=auto", "track.required=true", "track.experiment=bench", *overrides])
-    plan, group, source = prepare(config, deterministic=config.is_deterministic)
+    plan, group, source = prepare(config, deterministic=config.is_deterministic_on_gpus)
     batch = _batch_on_device(TrainBatches(source.train, config, plan, group.rank), group.device)
     timed = partial(Loop, group.device, plan.global_batch, steps)
     with TemporaryDirectory() as scratch:

@@ -152,8 +152,8 @@ class Run(Section):
     """Give bit-identical weights at any number of processes. Implies run.deterministic; slower than
     plain DDP."""
     portable: Annotated[bool | None, Absent] = None
-    """true: give bit-identical weights on every model of x86-64 CPU with AVX2. Implies
-    run.deterministic. On a GPU, this holds for the initial weights and the pixels. auto: true with
+    """true: give bit-identical weights on every model of x86-64 CPU with AVX2, each time and across
+    a resume. On a GPU, this holds for the initial weights and the pixels only. auto: true with
     run.deterministic or run.exact."""
     resume: Annotated[Place, _read_as("auto", *_UNSET)] = "auto"
     """auto: resume from the newest checkpoint in run.dir that verifies; never: start from step 0
@@ -639,7 +639,12 @@ class Config(Section):
     def is_deterministic(self) -> bool:
         """Return True if the same request gives bit-identical weights."""
         is_portable = self.run.portable is True and self.model.batchnorm != "average"
-        return self.run.deterministic or self.run.exact or is_portable
+        return self.is_deterministic_on_gpus or is_portable
+
+    @property
+    def is_deterministic_on_gpus(self) -> bool:
+        """Return True if that holds for a GPU's arithmetic, which run.portable leaves alone."""
+        return self.run.deterministic or self.run.exact
 
     @property
     def is_portable(self) -> bool:

@@ -40,7 +40,7 @@ def fit_passes(
         if accumulate == plan.accumulate:
             return plan
         shortage = f"a pass of {plan.micro_batch} images does not fit into the memory of {_name(group.device)}"
-        if config.is_deterministic:
+        if config.is_deterministic_on_gpus:
             key = "exact.shards" if config.run.exact else "batch.accumulate"
             value = accumulate * (plan.world if config.run.exact else 1)
             raise RequestError(f"{shortage}, and fewer at once would change the bits: {key}={value} fits").collective()

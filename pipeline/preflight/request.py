@@ -69,11 +69,11 @@ def check_device(config: Config, here: World) -> str:
         raise RequestError("model.batchnorm=sync: torch synchronises batch norm on GPUs only", "use local or average")
     algorithm = os.environ.get("NCCL_ALGO") or FIXED_ORDER_ALGORITHM
     has_sums = here.size > 1 and here.uses_gpu(config.run.device)
-    needs_fixed_order = has_sums and config.is_deterministic and not config.run.exact
+    needs_fixed_order = has_sums and config.run.deterministic and not config.run.exact
     if needs_fixed_order and algorithm.lower() != FIXED_ORDER_ALGORITHM.lower():
-        key = "run.deterministic" if config.run.deterministic else "run.portable"
         raise RequestError(
-            f"NCCL_ALGO={algorithm} in the environment contradicts {key}=true, which needs sums in a fixed order",
+            f"NCCL_ALGO={algorithm} in the environment contradicts run.deterministic=true, which needs sums in a fixed"
+            " order",
             f"unset it, or set NCCL_ALGO={FIXED_ORDER_ALGORITHM}",
         )
     return f"run.device={config.run.device}"
@@ -161,7 +161,7 @@ def check_model_builds(config: Config, plan: Plan, here: World, *, is_resumed: b
     parameter_groups(model, config.optimizer.weight_decay)
     if config.parallel == "ddp" and here.size > 1 and not config.run.exact:
         check_weights_have_gradients(config.model, plan.num_classes, model, plan.bn_batch, plan.first_size)
-    if config.is_deterministic and here.uses_gpu(config.run.device):
+    if config.is_deterministic_on_gpus and here.uses_gpu(config.run.device):
         check_gradients_are_deterministic(model, config.model.arch, plan.bn_batch, plan.first_size)
     if config.parallel == "fsdp":
         from pipeline.parallel.fsdp import check_can_shard

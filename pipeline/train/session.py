@@ -263,8 +263,9 @@ def _join(config: Config, world: World) -> Group:
     if portability(config, world)[0]:
         use_exact_roots()
     randomness.configure_torch(
-        deterministic=config.is_deterministic,
-        exact=config.run.exact,
+        deterministic=_is_deterministic(config, on_gpu=world.uses_gpu(config.run.device)),
+        # only run.deterministic means the sums of NCCL: portable runs are on CPUs
+        exact=config.run.exact or not config.run.deterministic,
         precision=config.train.precision,
         threads=divide_resources(config, world).threads,
     )
@@ -272,6 +273,10 @@ def _join(config: Config, world: World) -> Group:
         waiting = f"rank {world.rank} of {world.size} waits for the other processes"
         make_terminal(is_main=True).log(f"{waiting}: {groups.join_advice()}")
     return groups.start(config, world, choose_device(config, world))
+
+
+def _is_deterministic(config: Config, *, on_gpu: bool) -> bool:
+    return config.is_deterministic_on_gpus if on_gpu else config.is_deterministic
 
 
 def _check_same_request(config: Config, group: Group) -> None:
@@ -333,7 +338,7 @@ def _build(
     First weights are a function of the seed, or rank 0's `weights`.
     """
     log = terminal.log
-    if config.is_deterministic:
+    if _is_deterministic(config, on_gpu=group.device.type == "cuda"):
         log("deterministic: bit-identical every time; kernels are slower and the number of threads is fixed")
     log(f"creating {config.model.arch} for {plan.num_classes} classes on {group.device} ...")
     randomness.seed_network(config.run.seed, "weights")
