@@ -22,8 +22,8 @@ from pipeline.record.folder import RunFolder
 from pipeline.record.receipt import read_receipt
 
 _VERSIONS = (
-    "torch", "torchvision", "numpy", "pillow", "simplejpeg", "timm", "model_sha256", "cuda", "cudnn", "nccl", "driver",
-    "python",
+    "torch", "torchvision", "glibc", "numpy", "pillow", "simplejpeg", "timm", "model_sha256", "cuda", "cudnn", "nccl",
+    "driver", "python",
 )  # fmt: skip
 _SHOWN_DIGITS = len("sha256:") + 16
 _SHOWN_KEYS = 3
