@@ -13,6 +13,9 @@ from typing import Any, NoReturn, TypeAlias
 
 from pipeline.errors import RequestError
 
+REPLACED: dict[str, str] = {}
+"""Commands and flags of version 0.2 that are gone: what replaces each, as the end of a sentence."""
+
 
 class _HelpFormatter(argparse.HelpFormatter):
     """Wraps help to the terminal, at most 100 columns; keeps indented lines, such as examples."""
@@ -43,6 +46,8 @@ class Parser(argparse.ArgumentParser):
         choices = list(action.choices)
         suggestion = did_you_mean(str(value), choices)
         if isinstance(action, argparse._SubParsersAction):
+            if value in REPLACED:
+                raise RequestError(f"there is no command {value!r} since version 0.3: {REPLACED[value]}")
             suggestion = suggestion or f"; the choices are {', '.join(choices)}"
             self.error(f"unknown {str(action.metavar).lower()} {value!r}{suggestion}")
         name = action.option_strings[0] if action.option_strings else action.dest
@@ -61,6 +66,8 @@ class Parser(argparse.ArgumentParser):
         if not flag.startswith("-"):
             self.error(f"unexpected argument {flag!r}")
         name, advice = flag.partition("=")[0], ""
+        if name in REPLACED:
+            raise RequestError(f"there is no flag {name} since version 0.3: {REPLACED[name]}")
         if any(action.dest == "overrides" for action in self._actions):
             from pipeline.config.help import flag_as_override  # builds the schema of the keys
 
