@@ -260,7 +260,7 @@ def request_of(container: Document) -> list[str]:
     """Return the words after `pipeline doctor`, or after `torchrun … train`."""
     words: list[str] = container["command"]
     start = words.index("doctor" if "doctor" in words else "train") + 1
-    return [word for word in words[start:] if word != "--gang"]
+    return words[start:]
 
 
 def _processes(pod: Document) -> Iterator[str]:
@@ -333,7 +333,7 @@ def _restricted(document: Document, *, locks_memory: bool = False) -> Iterator[s
         security = container.get("securityContext", {})
         if security.get("allowPrivilegeEscalation") is not False or security.get("privileged"):
             yield f"{container['name']}: no new privileges"
-        if locks_memory and container["name"] in ("trainer", "gang-check"):
+        if locks_memory and container["name"] == "trainer":
             if security.get("capabilities") != {"drop": ["ALL"], "add": ["IPC_LOCK", "SETUID"]}:
                 yield f"{container['name']}: IPC_LOCK, and SETUID to give up root"
         elif security.get("capabilities") != {"drop": ["ALL"]} or "runAsUser" in security:

@@ -311,14 +311,6 @@ def shell(command: str, node: str) -> None:
         raise Failure(f"{' '.join(words)}: {' '.join(str(detail).split())}") from None
 
 
-def check_gang(run: Run) -> None:
-    nodes = one(run.documents, "Job", "trainer")["spec"]["completions"]
-    run.wait(
-        "the gang check to pass in every pod",
-        lambda: [code for pod in run.cluster.pods() for code in ends(pod, "gang-check")].count(0) >= nodes,
-    )
-
-
 @dataclass(frozen=True)
 class Case:
     name: str
@@ -348,7 +340,6 @@ CASES = {
         Case("peer-lost-at-the-end", "pod 1 lost once the run is FINISHED", lose_peer_at_the_end, tries=3),
         Case("suspended", "the Job suspended and resumed, twice", suspend),
         Case("mlflow-away-at-the-end", "MLflow stopped, then render --sync", remove_mlflow, after=sync),
-        Case("gang-check", "render --gang-check passes", check_gang, ("--gang-check",)),
         Case("exact-one-process", "the reference of elastic", None, (*_EXACT, "--nodes", "1"), "exact-one-process"),
         Case("elastic", "1 or 2 nodes, pod 1 deleted", shrink_and_grow, (*_EXACT, "--nodes", "1:2"),
              "exact-one-process"),

@@ -145,7 +145,7 @@ def test_pods_with_gpus_require_them(gpus: int, overrides: tuple[str, ...], devi
 
 OPTIONS: dict[str, Any] = {
     "runtime_class": "nvidia", "priority_class": "high", "queue": "team-a", "gang": "native", "rdma": "rdma/hca_shared",
-    "topology": "topology.kubernetes.io/zone", "gang_check": True, "recovery": False, "mlflow_auth": True,
+    "topology": "topology.kubernetes.io/zone", "recovery": False, "mlflow_auth": True,
     "pull_secret": "registry", "single_node": True, "gpus": 8, "numa_binding": "node", "store": "s3://my-data/imagenet",
     "service_account": "trainer",
 }  # fmt: skip
@@ -153,7 +153,7 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.mark.parametrize("pair", list(itertools.combinations(OPTIONS, 2)), ids="+".join)
 def test_every_pair_of_options_is_valid(pair: tuple[str, str]) -> None:
-    if set(pair) in ({"gang", "queue"}, {"gang_check", "store"}):
+    if set(pair) == {"gang", "queue"}:
         return  # refused: test_wrong_requests.py
     found = documents(RenderOptions(overrides=("batch.global=128",), **{name: OPTIONS[name] for name in pair}))
     assert problems(found) == []
@@ -173,13 +173,10 @@ def test_an_option_is_written_where_it_belongs() -> None:
     assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == ("trainer", False)
     (affinity,) = pod["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
     assert affinity["podAffinityTerm"]["topologyKey"] == "topology.kubernetes.io/zone"
-    preflight, check, trainer = containers(pod)
-    assert (check["name"], check["command"][-1]) == ("gang-check", "--gang")
-    assert {variable["name"] for variable in check["env"]} == {"NODE_NAME", "JOB_UID"}
+    preflight, trainer = containers(pod)
     assert preflight["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    for container in (check, trainer):
-        assert container["resources"]["limits"]["rdma/hca_shared"] == 1
-        assert container["command"][0] == "setpriv"
+    assert trainer["resources"]["limits"]["rdma/hca_shared"] == 1
+    assert trainer["command"][0] == "setpriv"
     assert settings(found)["NCCL_NET"] == "IB"
     assert not [d for d in found if d["kind"] in ("Role", "ServiceAccount")]
 
@@ -393,7 +390,7 @@ def test_an_elastic_job_has_as_many_pods_as_may_train_and_knows_which_numbers_di
 )
 @pytest.mark.parametrize(
     "options",
-    [{}, {"rdma": "rdma/hca", "queue": "team-a", "gang_check": True, "topology": "zone", "runtime_class": "nvidia"},
+    [{}, {"rdma": "rdma/hca", "queue": "team-a", "topology": "zone", "runtime_class": "nvidia"},
      {"gang": "native", "mlflow_auth": True, "gpus": 0, "single_node": True, "recovery": False},
      {"store": "s3://my-data/imagenet", "service_account": "trainer"}],
     ids=["defaults", "rdma", "native", "store"],

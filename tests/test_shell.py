@@ -246,13 +246,6 @@ def test_zsh_accepts_the_script(shell: Path) -> None:
 # ---- doctor
 
 
-@pytest.mark.parametrize("words", [("--sanity",), ("--world", "4"), ("--nodes", "2"), ("--gpu-images-per-s", "9")])
-def test_the_comparison_of_nodes_takes_no_other_check(capsys: pytest.CaptureFixture[str], words: tuple[str]) -> None:
-    assert "leave out --world, --nodes, --sanity and --gpu-images-per-s" in refused(
-        capsys, "doctor", "digits", "--gang", *words
-    )
-
-
 def test_the_doctor_prints_a_finding_before_the_next_check(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -385,9 +385,9 @@ k8s render digits model.batchnorm=sync --cpu | synchronises batch norm on GPUs o
 k8s render --gang native --queue team | --gang native and --queue team both start all pods together: give one
 k8s render --nodes 9:11 | the nearest batch.global that works is
 k8s render --nodes 3:2 | '3:2' is not MIN:MAX with MIN at most MAX
-k8s render --nodes 1:2 --gang-check | --gang-check waits for all nodes, but --nodes 1:2 does not: leave one
+k8s render --nodes 2 --gang-check | no flag --gang-check since version 0.3: measure the links with nccl-tests
 k8s render --gang volcano | 'volcano'
-k8s render --nodes 1 --gang-check | --gang-check compares nodes: give --nodes 2 or more
+doctor digits --gang | no flag --gang since version 0.3: measure the links with nccl-tests
 k8s render --rdma rdma/hca --cpu | --rdma rdma/hca is for NCCL, which needs GPUs: leave --cpu out
 k8s render --rdma mlx5 | 'mlx5' is not a device's resource
 k8s render --topology zone= | 'zone=' is not a node label
@@ -400,7 +400,6 @@ k8s render --example mlflow-shared --mlflow-auth | starts a server without a pas
 k8s render digits checkpoint.mirror=s3://bucket/run | is for pods that may reach a bucket: add --store s3://BUCKET/PREFIX
 k8s render resnet50-90 data.source=pack data.root=s3://bucket/pack --nodes 1 --gpus 8 | add --store s3://BUCKET/PREFIX
 k8s render resnet50-90 --store s3://bucket --nodes 1 --gpus 8 | run 'pipeline data pack data/imagenet s3://bucket/data'
-k8s render --store s3://bucket --gang-check | --gang-check needs a run folder that all pods share, and --store has none
 k8s render digits checkpoint.mirror=none --store s3://bucket | would lose the run with the disk of its pod: leave it out
 k8s render --store s3://bucket --store-endpoint http://minio:9000 | give http://minio.NAMESPACE.svc:9000
 k8s render --store s3://bucket/x/ --sync digits | copy s3://bucket/x/runs/digits to a folder

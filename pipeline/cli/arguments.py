@@ -13,7 +13,11 @@ from typing import Any, NoReturn, TypeAlias
 
 from pipeline.errors import RequestError
 
-REPLACED: dict[str, str] = {}
+_LINKS = "measure the links with nccl-tests, and a node's GPUs with 'dcgmi diag'"
+REPLACED: dict[str, str] = {
+    "--gang": _LINKS,
+    "--gang-check": _LINKS,
+}
 """Commands and flags of version 0.2 that are gone: what replaces each, as the end of a sentence."""
 
 

@@ -75,7 +75,6 @@ def _add_doctor(commands: Commands) -> None:
         "Check whether RECIPE can run on this machine: data, model, GPUs, memory, tracking and more. Prints one line"
         " per check as soon as it is done, with a remedy if it fails. Exit 0 if the recipe can run.",
         "pipeline doctor my.yaml data.root=/data --world 8 --nodes 2", "pipeline doctor my.yaml --sanity",
-        "RANK=0 WORLD_SIZE=2 INIT_METHOD=tcp://node0:29501 pipeline doctor --gang",
     )  # fmt: skip
     add = parser.add_argument
     add_recipe(parser, "name or path (default digits)", nargs="?", default="digits")
@@ -88,18 +87,11 @@ def _add_doctor(commands: Commands) -> None:
         "the initial loss is about ln(classes), that one batch overfits, and that shuffled labels give chance accuracy"
     )
     add("--sanity", action="store_true", help=f"also train briefly on your data and check that {checks}")
-    help = "only compare the nodes of a job and the links between them; run it on every node at the same time"
-    add("--gang", action="store_true", help=help)
 
 
 def _doctor(options: argparse.Namespace) -> str | int:
     from pipeline.preflight import doctor
 
-    if options.gang:
-        if options.world or options.nodes or options.sanity or options.gpu_images_per_s:
-            left_out = "--world, --nodes, --sanity and --gpu-images-per-s"
-            raise RequestError(f"--gang only compares the nodes that run it: leave out {left_out}")
-        return doctor.examine_gang(options.recipe, options.overrides, as_json=options.json)
     sizes = options.world, options.nodes
     return doctor.examine(
         options.recipe, options.overrides, *sizes,
@@ -201,8 +193,6 @@ def _add_render(actions: Commands) -> None:
     add("--topology", type=_node_label, metavar="LABEL", help=help)
     help = "RDMA device of each pod, such as rdma/hca_shared_devices_a; its namespace has Pod Security privileged"
     add("--rdma", type=_resource, metavar="RESOURCE", help=help)
-    help = "before training, compare the nodes and the links between them; a slow one is named (exit 75)"
-    add("--gang-check", action="store_true", help=help)
     help = "leave out 60-recovery.yaml, which replaces the pods of a node that lost power"
     add("--no-recovery", action="store_false", dest="recovery", help=help)
     other = parser.add_mutually_exclusive_group()

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     streams.tolerate_failures()
     words = sys.argv[1:] if arguments is None else list(arguments)
     has_ranks = words[:1] in (["train"], ["evaluate"]) or words[:2] == ["bench", "comm"]
-    if not has_ranks and not (words[:1] == ["doctor"] and "--gang" in words):
+    if not has_ranks:
         world.forget_launcher()
     is_main, is_first_here = world.is_first("RANK"), world.is_first("LOCAL_RANK")
     try:

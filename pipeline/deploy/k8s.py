@@ -88,8 +88,6 @@ class RenderOptions:
     """A node label: prefer nodes that share its value, such as one zone or one rack."""
     rdma: str | None = None
     """The resource of an RDMA device, one for each pod."""
-    gang_check: bool = False
-    """Compare the nodes and the links between them before training."""
     recovery: bool = True
     """Include the controller that ends the pods of a lost node."""
 
@@ -218,9 +216,6 @@ def _check_store(request: RenderOptions, config: Config) -> None:
             "data.source=folder needs a volume that all pods share, and --store has none: run 'pipeline data pack"
             f" {config.data.root} {request.store}/data', and add data.source=pack"
         )
-    if request.gang_check:
-        problem = "--gang-check needs a run folder that all pods share, and --store has none"
-        raise RequestError(f"{problem}: leave one of the two out")
     if config.data.cache and Path("/data") not in Path(config.data.cache).parents:
         raise RequestError(
             f"data.cache={config.data.cache} is not on the pods' disk for it: give data.cache=/data/cache"
@@ -275,11 +270,6 @@ def _check_pods(request: RenderOptions, config: Config) -> None:
         raise RequestError(f"--rdma {request.rdma} is for NCCL, which needs GPUs: leave --cpu out")
     if request.gang and request.queue:
         raise RequestError(f"--gang {request.gang} and --queue {request.queue} both start all pods together: give one")
-    if request.gang_check and request.min_nodes:
-        problem = f"--gang-check waits for all nodes, but --nodes {request.min_nodes}:{request.nodes} does not"
-        raise RequestError(f"{problem}: leave one of the two out")
-    if request.gang_check and request.nodes == 1:
-        raise RequestError("--gang-check compares nodes: give --nodes 2 or more, or leave it out")
     if not request.gpus and config.run.device == "cuda":
         raise RequestError("run.device=cuda, but pods with --cpu have no GPU: leave one of the two out")
     if request.gpus and config.run.device == "cpu":

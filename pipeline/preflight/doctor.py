@@ -177,38 +177,6 @@ def _check_that_it_learns(report: _Report, config: Config, plan: Plan, source: S
     report.run("shuffled", checks.check_shuffled_labels_give_chance, fatal=False)
 
 
-def examine_gang(recipe: str, overrides: list[str], *, as_json: bool) -> str | int:
-    """Compare the nodes of a job and their links; raise TemporaryError if one is slow.
-
-    Every node runs this. Only node 0 prints the table, and all nodes end with the same exit code.
-    """
-    report = _Report(as_json=as_json)
-    config = report.run("recipe", lambda: load(recipe, overrides), lambda config: config.recipe)
-    return report.finish(_compare_nodes(config, report) if config else "")
-
-
-def _compare_nodes(config: Config, report: _Report) -> str:
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost peer would be a page of C++ stack
-    from pipeline.preflight import gang  # imports torch
-
-    check = report.run("gang", lambda: gang.GangCheck(config, report.log), lambda check: f"node {check.rank}")
-    if check is None:
-        return ""
-    if check.passed_before():
-        return "the nodes of this Job have passed this check before, and train"
-    if not report.run("meet", check.meet):
-        return ""
-    nodes = report.run("measure", check.measure, lambda nodes: f"\n{gang.table(nodes)}" if check.rank == 0 else "done")
-    if nodes:
-        report.run("links", lambda: gang.check_links(nodes))
-        if check.all_reduces:
-            report.run("all-reduce", lambda: ", ".join(check.all_reduces))
-        report.run("compute", lambda: gang.check_compute(nodes))
-        report.run("disk", lambda: gang.check_disk(nodes))
-        report.run("end", lambda: check.finish(report.error is None))
-    return f"no node of {check.size} is slow"
-
-
 def _tell_the_rendezvous(done_line: str | None) -> None:
     """Write the `done` line for the rendezvous of this node, which then waits for no other node."""
     file = os.environ.get("PIPELINE_FINISHED")

@@ -21,7 +21,7 @@ from pipeline.record.lock import HeldLock
 _LOCK, _SENDER_LOCK = "lock", "mlflow.lock"
 _LOCKS = (_LOCK, _SENDER_LOCK, f".{_LOCK}.new", f".{_SENDER_LOCK}.new")
 _MIRROR = "mirror.json"
-_KEPT_AT_FRESH_START = (*_LOCKS, _MIRROR, "index", "gang-check")  # held locks, the data's index, checked nodes
+_KEPT_AT_FRESH_START = (*_LOCKS, _MIRROR, "index")  # held locks, the data's index
 SPEED_TEST_PREFIX = ".doctor-"
 """Start of the name of a temporary file with which a machine measures the disk."""
 STARTED_BY_RUN = "PIPELINE_STARTED_BY_RUN"
