@@ -2,8 +2,8 @@
 
 A process started by torchrun (or by our own `--nproc`, which is the same agent) reads its rank from
 RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. They can also be set by hand. Without them the
-world is this one process. Only `train` and `evaluate` read them: the shell of a job's pod may have them,
-too.
+world is this one process. Only `train` and `evaluate` read them: the shell of a job's pod may have
+them, too.
 """
 
 import os

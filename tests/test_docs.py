@@ -103,9 +103,9 @@ def test_commands_parse_and_links_exist(page: Path) -> None:
 
 def test_every_feature_names_a_test_or_a_page() -> None:
     rows = re.findall(r"^\| ([ABC]\d+) \|(.*)\|$", (ROOT / "docs" / "features.md").read_text(), re.MULTILINE)
-    assert [name for name, _ in rows] == [
-        f"{table}{n}" for table, last in (("A", 26), ("B", 17), ("C", 17)) for n in range(1, last + 1)
-    ]
+    for table in "ABC":
+        numbers = [int(name[1:]) for name, _ in rows if name[0] == table]
+        assert numbers == list(range(1, len(numbers) + 1)), table
     for name, cells in rows:
         assert re.search(r"`test_\w+\.py`|\]\(\w+\.md\)", cells), name
 
