@@ -103,7 +103,6 @@ PERMANENT = (RequestError.code, NotFiniteError.code, StorageError.code)
 """Exit codes that a retry of the same request would end with again."""
 
 FAILURE = "failure.json"
-FAILURE_OF_0_1 = "verdict.json"
 
 
 def from_exit_code(code: int) -> type[RunError]:
@@ -127,22 +126,15 @@ def save_failure(folder: Path, error: RunError, request: str) -> bool:
     return False
 
 
-def load_failure(folder: Path, request: str | None = None) -> RunError | None:
-    """Return the permanent error that the last start of this same request ended with, or None.
-
-    request: its digest; None for any request.
-    """
-    for name in (FAILURE, FAILURE_OF_0_1):
-        try:
-            saved = parse_json((folder / name).read_text(encoding="utf-8"))
-            if request in (saved["request"], None):
-                return from_exit_code(saved["code"])(saved.get("problem", saved["line"]), saved.get("remedy", ""))
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
+def load_failure(folder: Path, request: str) -> RunError | None:
+    """Return the permanent error that the last start of this request (its digest) ended with."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        saved = parse_json((folder / FAILURE).read_text(encoding="utf-8"))
+        if saved["request"] == request:
+            return from_exit_code(saved["code"])(saved["problem"], saved["remedy"])
     return None
 
 
 def clear_failure(folder: Path) -> None:
     """Remove the saved failure: the request has changed, or `run.resume` says to resume."""
-    for name in (FAILURE, FAILURE_OF_0_1):
-        (folder / name).unlink(missing_ok=True)
+    (folder / FAILURE).unlink(missing_ok=True)

@@ -241,8 +241,6 @@ def request_digest(config: Config, world: World) -> str:
     `run.resume` is left out: it says from where to resume, not what to train.
     """
     fields = config.model_dump_json(exclude={"run": {"resume"}})
-    # The digest keeps the names that these fields had in version 0.1.
-    fields = fields.replace('"gradient_dtype":', '"exchange":').replace('"final_lr_fraction":', '"final":')
     return hashlib.sha256(f"{fields} {world.size} {world.local_size}".encode()).hexdigest()
 
 

@@ -306,15 +306,6 @@ def test_a_class_without_a_training_image_is_refused_by_name(tmp_path: Path) -> 
     words = [*SMALL, "data.source=folder", f"data.root={root}", f"run.dir={tmp_path / 'run'}"]
     result = quick("train", "digits", *words, "data.split_by=file")
     assert (result.code, says in result.error) == (2, True)
-    # such a folder, with an index written by an earlier version
-    index = scan(root, HoldOut())
-    lacking = Split.from_entries([entry for entry in entries(index.train) if entry[2] != 7])
-    manifest.save_index(replace(index, train=lacking), root / manifest.CACHE)
-    assert "has no image to train of class class 07" in refused(lambda: open_source(load("digits", words)))
-
-
-def entries(split: Split) -> list[tuple[bytes, int, int]]:
-    return [(split.name(i), int(split.sizes[i]), int(split.labels[i])) for i in range(len(split))]
 
 
 def test_a_model_is_evaluated_on_its_own_classes(folder: Path) -> None:

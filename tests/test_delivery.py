@@ -34,7 +34,7 @@ from pipeline.config.load import load
 from pipeline.errors import RequestError, TemporaryError
 from pipeline.preflight.tracker import check_server_answers
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import is_row_start, read_events
+from pipeline.record.journal import is_row_start
 from pipeline.record.mlflow import connection
 from pipeline.record.mlflow.connection import check_not_moved
 from pipeline.record.mlflow.registry import fetch_model
@@ -378,14 +378,6 @@ def test_the_position_in_a_journal_that_lost_rows_is_noticed(tmp_path: Path) -> 
     journal = tmp_path / "journal.jsonl"
     journal.write_text('{"time": 1}\n{"time": 2}\n')
     assert [offset for offset in range(40) if is_row_start(journal, offset)] == [0, 12, 24]
-
-
-def test_a_journal_of_one_endless_line_is_damaged(tmp_path: Path) -> None:
-    journal = tmp_path / "journal.jsonl"
-    with open(journal, "wb") as file:
-        file.truncate((1 << 24) + 1)  # sparse: 16 MiB is the limit of a row
-    with pytest.raises(ValueError, match="line 1 is not a row"):
-        list(read_events(journal))
 
 
 @pytest.mark.skipif(not shutil.which("openssl"), reason="needs openssl (apt-get install openssl)")

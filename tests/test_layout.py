@@ -185,7 +185,7 @@ def test_modules_that_check_a_request_do_not_import_torch() -> None:
     modules = (
         "config.load", "plan", "world", "supervision", "machine", "errors", "files", "randomness", "data.manifest",
         "data.sources", "record.folder", "record.figures", "record.page", "record.description", "preflight.request",
-        "operate.report", "operate.runs", "operate.launch", "deploy.recovery", "__main__",
+        "operate.report", "operate.launch", "deploy.recovery", "__main__",
     )  # fmt: skip
     names = [f"pipeline.{module}" for module in modules]
     code = (

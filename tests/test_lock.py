@@ -1,7 +1,6 @@
 """One start at a time writes in a run's folder, also if an earlier one is frozen and comes back."""
 
 import errno
-import fcntl
 import os
 import random
 import re
@@ -180,17 +179,6 @@ def test_of_several_that_take_over_at_once_one_wins(tmp_path: Path, holder: Hold
                 assert other.end()[0] == 75
         assert holder.end()[0] == 75
         holder.process, winners[0].process = winners[0].process, holder.process
-
-
-def test_a_lock_that_its_holder_does_not_refresh_is_never_taken_over(tmp_path: Path) -> None:
-    """Version 0.1 refreshes nothing, and would continue to write."""
-    path = tmp_path / "lock"
-    path.write_text("process 7 on somewhere since 2026-01-01 00:00:00\n")
-    age(path, 9999)
-    with open(path, "r+") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX)
-        with pytest.raises(TemporaryError, match=r"is held by process 7 on somewhere since 2026-01-01 00:00:00: wait"):
-            in_another_process(lambda: RunFolder(tmp_path).hold())
 
 
 def test_a_process_beside_the_holder_notices_the_next_holder(tmp_path: Path) -> None:

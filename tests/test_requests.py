@@ -276,7 +276,7 @@ def test_a_launcher_inside_a_launcher_is_refused(tmp_path: Path, without_torch: 
 @pytest.mark.parametrize(
     "command",
     ["predict runs/done images", "plan digits", "data check images", "export runs/done --to safetensors", "recipes",
-     "runs", "report runs/done", "sync runs/done", "doctor digits --json data.source=synthetic", "verify runs/none",
+     "report runs/done", "sync runs/done", "doctor digits --json data.source=synthetic", "verify runs/none",
      "k8s render digits --nodes 2"],
 )  # fmt: skip
 def test_the_rank_of_the_pod_whose_shell_is_used_changes_no_command(place: Place, command: str) -> None:

@@ -416,9 +416,6 @@ def test_a_permanent_failure_is_repeated_by_the_next_start_of_the_same_request(t
     failure = errors.load_failure(tmp_path, "a request")
     assert (failure and (failure.code, str(failure))) == (None if code == 75 else (code, "why"))
     assert errors.load_failure(tmp_path, "another") is None
-    if code != 75:
-        (tmp_path / "failure.json").rename(tmp_path / "verdict.json")  # as version 0.1 called it
-        assert str(errors.load_failure(tmp_path, "a request")) == "why"
     for damaged in ("[" * 200_000, "{", "[]"):
         (tmp_path / "failure.json").write_text(damaged)
         assert errors.load_failure(tmp_path, "another") is None

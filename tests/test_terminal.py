@@ -195,7 +195,7 @@ def test_a_command_keeps_its_exit_code_if_its_result_cannot_be_written(
     next((damaged / "val/3").iterdir()).write_bytes(b"no image")
     failing = [["data", "check", str(damaged)], ["doctor", "nosuch", "--json"]]
     assert [end_with(words, tmp_path, happening).code for words in failing] == [4, 2]
-    for words in (["plan", "digits"], ["runs", "."], undisturbed.train_words()):
+    for words in (["plan", "digits"], ["recipes"], undisturbed.train_words()):
         output = end_with(words, tmp_path, happening)
         assert output.code == (4 if happening == FULL_DISK else 0)
         assert ("pipeline: standard output cannot be written" in output.err) == (happening == FULL_DISK)

@@ -17,6 +17,7 @@ _LINKS = "measure the links with nccl-tests, and a node's GPUs with 'dcgmi diag'
 REPLACED: dict[str, str] = {
     "--gang": _LINKS,
     "--gang-check": _LINKS,
+    "runs": "MLflow lists the runs, see 'make ui'; 'pipeline report RUN_DIR' writes the page of one",
 }
 """Commands and flags of version 0.2 that are gone: what replaces each, as the end of a sentence."""
 

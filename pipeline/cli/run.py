@@ -1,11 +1,10 @@
-"""The commands train, recipes, plan, runs, evaluate, predict, verify, report, export, sync."""
+"""The commands train, recipes, plan, evaluate, predict, verify, report, export, sync."""
 
 import argparse
 import faulthandler
 import json
 import os
 import signal
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +35,7 @@ _TARGET_HELP = "a run's folder (its last checkpoint) or a checkpoint file"
 
 def add_commands(commands: Commands) -> None:
     for add in (
-        _add_train, _add_recipes, _add_plan, _add_runs, _add_evaluate, _add_predict, _add_verify, _add_report,
+        _add_train, _add_recipes, _add_plan, _add_evaluate, _add_predict, _add_verify, _add_report,
         _add_export, _add_sync,
     ):  # fmt: skip
         add(commands)
@@ -238,28 +237,6 @@ def _loader_row(config: "Config", plan: "Plan", here: world.World, gpu_images_pe
     except RequestError as error:
         line = f"too few cores: {error}"
     return f"  loader         {line}"
-
-
-def _add_runs(commands: Commands) -> None:
-    parser = add_command(
-        commands, "runs", _runs, "list the runs in a folder: step, best top-1, status, recipe, MLflow",
-        "List the runs in FOLDER and its subfolders, the newest start first, from their files alone: step, best top-1"
-        " in validation, status, recipe, what the command line changed in it, and the run in MLflow. A run is running,"
-        " finished, stopped (exit code 75), killed (its end is not recorded), failed, not started or damaged.",
-        "pipeline runs", "pipeline runs runs/sweep --json",
-    )  # fmt: skip
-    help = "the folder to search (default runs)"
-    parser.add_argument("folder", nargs="?", type=arguments.path, default=Path("runs"), metavar="FOLDER", help=help)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _runs(options: argparse.Namespace) -> str:
-    from pipeline.operate import runs
-
-    found = runs.list_runs(options.folder)
-    if options.json:
-        return json.dumps({"runs": [asdict(run) for run in found]})
-    return runs.table(found, options.folder, arguments.help_width())
 
 
 def _add_verify(commands: Commands) -> None:

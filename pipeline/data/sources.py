@@ -22,7 +22,7 @@ from pipeline.data import pack
 from pipeline.data.access import PLACE_OF_DATA, UnreadableError, class_of, open_regular, raise_if_outage, read_error
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import MISSING, Index, Split, SplitImages, describe_ignored, list_first
-from pipeline.data.manifest import check_has_validation, check_train_classes, open_index, scan, scan_validation
+from pipeline.data.manifest import check_has_validation, open_index, scan, scan_validation
 from pipeline.data.store import Store, is_store
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import temporary_sibling
@@ -181,7 +181,6 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
             raise RequestError(f"data.root={root} is a pack", "set data.source=pack")
         index = open_index(root, _hold_out(config), config.run_dir / "index", check_sizes=check_sizes)
         index = replace(index, upright=config.data.orientation == "apply")
-    check_train_classes(index, root)  # an earlier version may have cached an index with such a class
     check_has_validation(index, root)
     return _make_source(config, root, index)
 

@@ -17,13 +17,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipeline.files import parse_json
 
-_MAX_ROW_BYTES = 1 << 24
 MEASURED = ("time/", "system/")
 """Beginnings of the metrics that do not follow from the weights."""
 
@@ -50,36 +48,6 @@ def is_row_start(path: Path, offset: int) -> bool:
             return offset == 0 or file.read(1) == b"\n"
     except OSError:
         return False
-
-
-def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield each event, and of the metrics between two events, or after the last, the last row.
-
-    The other rows are not parsed. Raises OSError, and ValueError if a line is not a row.
-    """
-    metrics: tuple[int, bytes] | None = None
-    with open(path, "rb") as file:
-        for number, line in enumerate(iter(partial(file.readline, _MAX_ROW_BYTES), b""), 1):
-            if not line.endswith(b"\n") and len(line) < _MAX_ROW_BYTES:
-                break
-            if not (line.startswith(b"{") and line.endswith(b"}\n")):
-                raise ValueError(f"line {number} is not a row")
-            if b'"event"' not in line:
-                metrics = number, line
-                continue
-            if metrics:
-                yield _parse_row(*metrics)
-            yield _parse_row(number, line)
-            metrics = None
-    if metrics:
-        yield _parse_row(*metrics)
-
-
-def _parse_row(number: int, line: bytes) -> dict[str, Any]:
-    try:
-        return dict(parse_json(line))
-    except ValueError:
-        raise ValueError(f"line {number} is not a row") from None
 
 
 def run_id(path: Path) -> str | None:

@@ -27,7 +27,6 @@ from pipeline.streams import log
 REFRESH_S = 5
 STALE_S = 60
 """Seconds without a refresh after which a lock may be taken over."""
-_REFRESHED = f"refreshed every {REFRESH_S} s"  # version 0.1 writes no such line, and never refreshes
 
 
 class HeldLock:
@@ -50,9 +49,8 @@ class HeldLock:
         seconds and refreshes it, RequestError if the file system has no locks, OSError if the file
         cannot be written.
         """
-        content = (
-            f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}\n{_REFRESHED}\n".encode()
-        )
+        holder = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%F %T')}"
+        content = f"{holder}\nrefreshed every {REFRESH_S} s\n".encode()
         descriptor = self._acquire(content, patience_s)
         is_taken_over = descriptor is None
         self._descriptor = self._take_over(content) if descriptor is None else descriptor
@@ -163,12 +161,11 @@ class HeldLock:
             os.close(descriptor)
             raise TemporaryError(problem, self._remedy)
         try:
-            holder, is_refreshed = self._holder(), _REFRESHED.encode() in self._read()
+            holder = self._holder()
             os.utime(descriptor)
             age_s = max(0, round(os.fstat(descriptor).st_mtime - os.stat(self._path).st_mtime))
-            if not is_refreshed or age_s < STALE_S:
-                refreshed = f", last refreshed {age_s} s ago" if is_refreshed else ""
-                raise TemporaryError(f"{problem}{refreshed}", self._remedy)
+            if age_s < STALE_S:
+                raise TemporaryError(f"{problem}, last refreshed {age_s} s ago", self._remedy)
             _write(descriptor, content)
             os.rename(candidate, self._path)
         except BaseException as error:

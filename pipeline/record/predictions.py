@@ -43,7 +43,7 @@ class Predictions:
     predicted: NDArray[np.int32]
     """[N]: the most probable class, or NO_PREDICTION."""
     confidence: NDArray[np.float64]
-    """[N]: its probability, or 0; before version 0.2, as float32."""
+    """[N]: its probability, or 0."""
 
     @property
     def _is_mistake(self) -> NDArray[np.bool_]:
@@ -98,7 +98,7 @@ class Predictions:
         units of `CONFIDENCE_UNIT`. Images without a label are left out.
         """
         known = self.labels >= 0
-        units = np.rint(self.confidence[known].astype(np.float64) * CONFIDENCE_UNIT).astype(np.int64)
+        units = np.rint(self.confidence[known] * CONFIDENCE_UNIT).astype(np.int64)
         bins = np.minimum(units * _CALIBRATION_BINS // CONFIDENCE_UNIT, _CALIBRATION_BINS - 1)
         is_correct = self.labels[known] == self.predicted[known]
         images, correct, confidence = np.zeros((3, _CALIBRATION_BINS), np.int64)

@@ -37,10 +37,7 @@ class Evaluation:
     loss_sum: int
     """In units of 2^-20."""
     not_finite: int = 0
-    """Images whose logits are not finite: wrong predictions, and in no sum.
-
-    Absent in checkpoints of version 0.1, like the figures below.
-    """
+    """Images whose logits are not finite: wrong predictions, and in no sum."""
     nll: float | None = None
     """The mean negative log likelihood of the images that have a label."""
     ece: float | None = None
