@@ -283,8 +283,6 @@ ROWS = [
     Advice(4, RESUME, "start again with run.resume=never", f"{RESUME} run.resume=never", before=remove_checkpoints),
     Advice(75, "run.dir=runs/held", "wait for it, stop it", f"run.dir=runs/held {LONG}", stop_holder, start_holder),
     Advice(75, "run.dir=runs/held", "another run.dir", "run.dir=runs/other", before=start_holder),
-    Advice(2, "train.epochs 3", "write train.epochs=3", "train.epochs=3"),
-    Advice(2, "--epochs 3", "write train.epochs=3", "train.epochs=3"),
     Advice(2, "augment.scale=0.5", "such as 'augment.scale=[0.08, 1.0]'", "augment.scale=[0.08,1.0]"),
     Advice(2, "augment.growth=5", "such as 'augment.growth=[5 epochs, 10 epochs]'",
            "augment.growth=[5_epochs,10_epochs]"),

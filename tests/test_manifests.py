@@ -583,29 +583,6 @@ def test_render_prints_what_it_writes_to_files(tmp_path: Path) -> None:
     assert {container["image"] for container in containers(pod_of(job))} == {IMAGE}
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("--nodes", "0"), "'0' is not a whole number of at least 1"),
-        (("--image", "two words"), "'two words' is not an image"),
-        (("--namespace", "UPPER_case"), "'UPPER_case' is not a Kubernetes name (RFC 1123)"),
-        (("--memory", "4Gi", "--shm", "8Gi"), "--shm 8Gi is more than half of --memory 4Gi"),
-        (("--nodes", "7"), "the nearest batch.global that works is 91 or 98"),
-        (("digits", "model.arch=resnet19"), "did you mean resnet18?"),
-        (("resnet50-90", "--nodes", "3", "--gpus", "8"), "the nearest batch.global that works is 2040 or 2064"),
-        (("--memory", "lots"), "'lots' is not an amount of memory"),
-        (("digit",), "did you mean digits?"),
-        (("digits", "train.epoch=1"), "did you mean train.epochs?"),
-        (("digits", "run.resume=never"), "run.resume=never is for one start"),
-        (("digits", "run.resume=/runs/digits"), "must resume the run itself: leave it out"),
-        (("--out", "/etc/hostname"), "/etc/hostname cannot be written: File exists: give --out a folder that can"),
-    ],
-)
-def test_a_wrong_request_prints_one_line(words: tuple[str, ...], says: str) -> None:
-    result = pipeline("k8s", "render", *words)
-    assert (result.code, says in result.error) == (2, True), result.err
-
-
 def test_the_manifest_of_a_server_with_a_password_does_not_contain_it() -> None:
     found = documents(RenderOptions(mlflow_auth=True))
     (server,) = pod_of(one(found, "Deployment", "mlflow"))["containers"]

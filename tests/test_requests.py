@@ -228,31 +228,6 @@ def test_yaml_that_cannot_be_read_is_refused(
     assert says in train(tmp_path, without_torch, "mine.yaml")
 
 
-def test_an_unknown_model_is_refused_with_the_nearest_name(tmp_path: Path, digits: Path) -> None:
-    words = [f"data.root={digits}", "model.arch=resnet81", f"run.dir={tmp_path / 'run'}", "track.uri=none"]
-    line = refused(quick("train", "digits", *words, "run.device=cpu", cwd=tmp_path))
-    assert line.startswith("model.arch=resnet81 is not a classification model of torchvision ")
-    assert line.endswith("; did you mean resnet18?")
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [(["train"], "the following arguments are required: RECIPE"),
-     (["train", "digit"], "recipe 'digit' is unknown: the recipes are cifar10, cifar10-96, cifar10-fast, digits,"),
-     (["tarin", "digits"], "'tarin'"),
-     (["train", "digits", "--nproc", "0"], "'0' is not a whole number of at least 1"),
-     (["train", "digits", "--nporc", "2"], "unknown flag --nporc; did you mean --nproc?"),
-     (["plan", "digits", "--world", "3", "--nodes", "2"], "--world 3 does not divide by --nodes 2"),
-     (["data", "check", "nowhere"], "nowhere is not a folder"),
-     (["data", "make", "synthetic", "out", "--images", "8", "--classes", "4"], "make at least 13 images")],
-)  # fmt: skip
-def test_a_wrong_command_is_one_line_and_exit_2(
-    tmp_path: Path, without_torch: Path, words: list[str], says: str
-) -> None:
-    assert says in refused(pipeline(*words, cwd=tmp_path, PYTHONPATH=str(without_torch)))
-    assert not list(tmp_path.iterdir())
-
-
 def test_shared_memory_that_is_too_small_is_refused(tmp_path: Path, digits: Path, without_torch: Path) -> None:
     mount = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
     small = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, "sh"]

@@ -83,38 +83,6 @@ def test_every_command_has_a_description_and_fits_the_window(
     assert not example or max(map(len, example[0].splitlines())) <= 80
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("trian", "unknown command 'trian'; did you mean train? (see 'pipeline --help')"),
-        ("data chek", "unknown action 'chek'; did you mean check? (see 'pipeline data --help')"),
-        ("bench top", "unknown subject 'top'; did you mean top1? (see 'pipeline bench --help')"),
-        ("train digits --nporc 2", "unknown flag --nporc; did you mean --nproc? (see 'pipeline train --help')"),
-        ("--xyzzy", "unknown flag --xyzzy (see 'pipeline --help')"),
-        (
-            "export runs/x --to onx",
-            "--to 'onx' is not allowed: give torch.export | onnx | safetensors; did you mean onnx?"
-            " (see 'pipeline export --help')",
-        ),
-    ],
-)
-def test_a_mistyped_word_gets_a_suggestion(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert refused(capsys, *words.split()) == line
-
-
-@pytest.mark.parametrize("words", ["train digits --epochs 3", "plan digits --train.epochs=3"])
-def test_a_key_with_dashes_is_answered_with_what_to_write(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    line = refused(capsys, *words.split())
-    assert line.startswith(f"unknown flag {words.split()[2].removesuffix('=3')}: ")
-    assert "write train.epochs=3 (see 'pipeline " in line
-
-
-def test_a_word_that_is_near_to_no_command_is_answered_with_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
-    line = refused(capsys, "xyzzy")
-    assert line.startswith("unknown command 'xyzzy'; the choices are train, recipes, plan, ")
-    assert set(re.findall(r"[\w-]+", line)) >= {name for name in COMMANDS if name and " " not in name}
-
-
 def test_the_help_of_train_has_every_key_below_its_section(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,29 +104,16 @@ def test_the_help_of_train_has_every_key_below_its_section(
     )
 
 
-def test_the_recipes_are_listed_with_their_facts(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main(["recipes", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["recipes"]
-    assert [row["name"] for row in rows] == recipes.recipe_names()
-    for row in rows:
-        assert list(row) == ["name", "what", "target", "expected time", "processes", "data", "source"]
-        assert all(row.values())
-    monkeypatch.setenv("COLUMNS", "80")
+def test_the_recipes_are_listed_with_their_comments(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes"]) == 0
-    text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) < 80
-    assert "digits: ResNet-18 at 32 px, 12 epochs" in text
-    for row in rows:
-        assert all(word in text for fact in row.values() for word in fact.split())
-
-
-def test_the_commands_of_the_recipes_data_parse() -> None:
-    for row in recipes.describe_all():
-        command = re.search(r"pipeline (data [^'.;]*)", row["data"])
+    blocks = [block.splitlines() for block in capsys.readouterr().out.split("\n\n")]
+    assert [block[0] for block in blocks] == recipes.recipe_names()
+    for block in blocks:
+        names = re.findall(r"^  ([A-Z][\w ]+): ", "\n".join(block), re.MULTILINE)
+        assert names == ["What", "Target", "Expected time", "Processes", "Data", "Source"]
+        command = re.search(r"Data: .*pipeline (data [^'.;]*)", " ".join(block))
         if command:
-            make_parser().parse_args(command[1].split())
+            make_parser().parse_args(command[1].partition(" Source")[0].split())
 
 
 def test_a_plan_in_json_is_that_of_the_run(digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,21 +127,8 @@ def test_a_plan_in_json_is_that_of_the_run(digits: Path, tmp_path: Path, capsys:
 # ---- completion
 
 
-@pytest.fixture(scope="module")
-def shell(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a `pipeline` command, and modules that end it if they are imported."""
-    folder = tmp_path_factory.mktemp("shell")
-    command = folder / "pipeline"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m pipeline "$@"\n')
-    command.chmod(0o755)
-    for module in ("torch", "pydantic"):
-        (folder / f"no-{module}").mkdir()
-        (folder / f"no-{module}" / f"{module}.py").write_text("import os\nos._exit(99)\n")
-    return folder
-
-
 _BASH = """\
-eval "$(pipeline completion bash)"
+eval "$(register-python-argcomplete pipeline)"
 for COMP_LINE in "$@"; do
   COMP_POINT=${#COMP_LINE} COMP_TYPE=9 COMPREPLY=()
   _python_argcomplete pipeline
@@ -195,52 +137,27 @@ done
 """
 
 
-def bash_completions(shell: Path, *lines: str, forbidden: tuple[str, ...]) -> list[list[str]]:
-    """Return what bash offers at the end of each line. forbidden: modules not to be imported."""
-    modules = [str(shell / f"no-{module}") for module in forbidden]
-    path = os.pathsep.join([*modules, str(ROOT)])
-    env = environment(PATH=f"{shell}:{os.environ['PATH']}", PYTHONPATH=path)
-    result = subprocess.run(
-        ["bash", "-c", _BASH, "bash", *lines], capture_output=True, text=True, env=env, cwd=shell, check=True
-    )
-    return [line.split() for line in result.stdout.splitlines()]
-
-
 @pytest.mark.skipif(not shutil.which("bash"), reason="bash is not installed")
-def test_bash_completes_commands_flags_and_recipes_without_a_slow_import(shell: Path) -> None:
-    (shell / "my.yaml").touch()
-    commands, actions, flags, names, files, formats = bash_completions(
-        shell, "pipeline ", "pipeline data ", "pipeline train digits --", "pipeline train resnet50-",
-        "pipeline plan my", "pipeline export runs/x --to=o", forbidden=("torch", "pydantic"),
-    )  # fmt: skip
+def test_bash_completes_commands_flags_and_files_without_a_slow_import(tmp_path: Path) -> None:
+    command = tmp_path / "pipeline"
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m pipeline "$@"\n')
+    command.chmod(0o755)
+    (tmp_path / "my.yaml").touch()
+    for module in ("torch", "pydantic"):
+        (tmp_path / "absent").mkdir(exist_ok=True)
+        (tmp_path / f"absent/{module}.py").write_text("import os\nos._exit(99)\n")
+    lines = ("pipeline ", "pipeline data ", "pipeline train digits --", "pipeline plan my", "pipeline export x --to=o")
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = environment(PATH=path, PYTHONPATH=f"{tmp_path}/absent:{ROOT}")
+    result = subprocess.run(
+        ["bash", "-c", _BASH, "bash", *lines], capture_output=True, text=True, env=env, cwd=tmp_path, check=True
+    )
+    commands, actions, flags, files, formats = (line.split() for line in result.stdout.splitlines())
     assert set(commands) == {name for name in COMMANDS if name and " " not in name}
     assert actions == ["make", "get", "import", "pack", "check"]
     assert flags == ["--help", "--nproc", "--numa-binding", "--quiet"]
-    assert names == ["resnet50-90", "resnet50-fast", "resnet50-v2"]
     assert files == ["my.yaml"]
     assert formats == ["onnx"], "the part after =, where bash breaks words"
-
-
-@pytest.mark.skipif(not shutil.which("bash"), reason="bash is not installed")
-def test_bash_completes_keys_and_their_values(shell: Path) -> None:
-    keys, values, cut, after_flag, absent = bash_completions(
-        shell, "pipeline train digits train.", "pipeline train digits schedule.name=",
-        "pipeline train digits schedule.name=cos", "pipeline train digits --nproc 2 checkpoint.",
-        "pipeline doctor digits run.threads=", forbidden=("torch",),
-    )  # fmt: skip
-    assert keys == [f"{key}=" for key in all_keys() if key.startswith("train.")]
-    assert values == ["cosine", "step", "linear", "constant"]
-    assert cut == ["cosine"]
-    assert after_flag == ["checkpoint.every=", "checkpoint.keep=", "checkpoint.mirror="]
-    assert absent == ["auto", "none"]
-
-
-@pytest.mark.skipif(not shutil.which("zsh"), reason="zsh is not installed")
-def test_zsh_accepts_the_script(shell: Path) -> None:
-    script = 'autoload -U compinit && compinit -u; eval "$(pipeline completion zsh)"; echo ${_comps[pipeline]}'
-    env = environment(PATH=f"{shell}:{os.environ['PATH']}", PYTHONPATH=str(ROOT))
-    result = subprocess.run(["zsh", "-fc", script], capture_output=True, text=True, env=env, check=True)
-    assert result.stdout.strip() == "_python_argcomplete"
 
 
 # ---- doctor

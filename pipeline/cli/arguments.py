@@ -2,12 +2,12 @@
 
 import argparse
 import difflib
-import itertools
 import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+import textwrap
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
@@ -17,79 +17,56 @@ _LINKS = "measure the links with nccl-tests, and a node's GPUs with 'dcgmi diag'
 REPLACED: dict[str, str] = {
     "--gang": _LINKS,
     "--gang-check": _LINKS,
+    "completion": "argcomplete's 'register-python-argcomplete pipeline' prints that script",
     "runs": "MLflow lists the runs, see 'make ui'; 'pipeline report RUN_DIR' writes the page of one",
 }
-"""Commands and flags of version 0.2 that are gone: what replaces each, as the end of a sentence."""
+"""What replaces each command and flag of version 0.2 that is gone, as the end of a sentence.
 
-
-class _HelpFormatter(argparse.HelpFormatter):
-    """Wraps help to the terminal, at most 100 columns; keeps indented lines, such as examples."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, width=help_width())
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        paragraphs = []
-        for is_kept, lines in itertools.groupby(text.splitlines(), lambda line: not line or line.startswith(" ")):
-            paragraph = "\n".join(lines)
-            paragraphs.append(paragraph if is_kept else super()._fill_text(paragraph, width, indent))
-        return "\n".join(paragraphs)
+A command's name may have two words.
+"""
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises a RequestError of one line instead of exiting."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options, formatter_class=_HelpFormatter)
+    def __init__(self, *, description: str, **options: Any) -> None:
+        def make_formatter(prog: str) -> argparse.HelpFormatter:
+            return argparse.RawDescriptionHelpFormatter(prog, width=help_width())
+
+        if "\n" not in description:
+            description = textwrap.fill(description, help_width())
+        super().__init__(description=description, formatter_class=make_formatter, **options)
 
     def error(self, message: str) -> NoReturn:
         raise RequestError(f"{message} (see '{self.prog} --help')")
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is None or value in action.choices:
-            return
-        choices = list(action.choices)
-        suggestion = did_you_mean(str(value), choices)
-        if isinstance(action, argparse._SubParsersAction):
-            if value in REPLACED:
-                raise RequestError(f"there is no command {value!r} since version 0.3: {REPLACED[value]}")
-            suggestion = suggestion or f"; the choices are {', '.join(choices)}"
-            self.error(f"unknown {str(action.metavar).lower()} {value!r}{suggestion}")
-        name = action.option_strings[0] if action.option_strings else action.dest
-        self.error(f"{name} {value!r} is not allowed: give {' | '.join(choices)}{suggestion}")
 
     def add_commands(self, metavar: str, **options: Any) -> "Commands":
         """Add the level of commands below this one, which prints its help without a command."""
         self.set_defaults(run=lambda _: self.format_help().rstrip(), parser=self)
         return self.add_subparsers(title=f"{metavar.lower()}s", metavar=metavar, **options)
 
-    def refuse(self, words: list[str], flag: str) -> NoReturn:
-        """Raise RequestError for a flag that does not exist, or for words that have no place.
-
-        words: the command line. flag: the first of its words that could not be parsed.
-        """
-        if not flag.startswith("-"):
-            self.error(f"unexpected argument {flag!r}")
-        name, advice = flag.partition("=")[0], ""
+    def refuse(self, rest: list[str]) -> NoReturn:
+        """Raise RequestError for what could not be parsed: its first flag, or its first word."""
+        word = next((word for word in rest if word.startswith("-")), rest[0])
+        name = word.partition("=")[0]
+        if not word.startswith("-"):
+            self.error(f"unexpected argument {word!r}")
         if name in REPLACED:
             raise RequestError(f"there is no flag {name} since version 0.3: {REPLACED[name]}")
-        if any(action.dest == "overrides" for action in self._actions):
-            from pipeline.config.help import flag_as_override  # builds the schema of the keys
+        close = difflib.get_close_matches(name, re.findall(r"--[\w-]+", self.format_usage()), n=1, cutoff=0.7)
+        self.error(f"unknown flag {name}" + (f"; did you mean {close[0]}?" if close else ""))
 
-            advice = flag_as_override(flag, [*words, ""][words.index(flag) + 1])
-        flags = [option for option in self._option_string_actions if option.startswith("--")]
-        self.error(f"unknown flag {name}{advice or did_you_mean(name, flags)}")
+
+def refuse_replaced_command(words: Sequence[str]) -> None:
+    """Raise RequestError if a command line begins with a command of version 0.2 that is gone."""
+    for name in (" ".join(words[:1]), " ".join(words[:2])):
+        if name in REPLACED:
+            raise RequestError(f"there is no command {name!r} since version 0.3: {REPLACED[name]}")
 
 
 def help_width() -> int:
     """Return the width of help texts: that of the terminal less 2, at most 98."""
     return min(shutil.get_terminal_size().columns, 100) - 2
-
-
-def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """Return "; did you mean X?" for the closest of `words`, or ""."""
-    close = difflib.get_close_matches(word, words, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from pipeline import __version__, errors, streams, supervision, world
-from pipeline.cli import bench, completion, data, machine, run
-from pipeline.cli.arguments import Parser
+from pipeline.cli import bench, data, machine, run
+from pipeline.cli.arguments import Parser, refuse_replaced_command
 from pipeline.config.credentials import without_password
 from pipeline.config.trust import trust
 from pipeline.data.access import storage_outage
@@ -20,17 +20,17 @@ from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
 from pipeline.guards import signals
 
 _DESCRIPTION = """\
-Train image classifiers with PyTorch DDP. Kill a run, restart it, resize it: it resumes with the same samples and
-bit-identical weights, as one MLflow run.
+Train image classifiers with PyTorch DDP. Kill a run, restart it, resize it:
+it resumes with the same samples and bit-identical weights, as one MLflow run.
 
   pipeline train digits             train the built-in example, about a minute
   pipeline train digits --nproc 2   the same with two processes on this machine
   pipeline recipes                  list the recipes
-  torchrun --rdzv-backend pipeline --rdzv-endpoint localhost --nproc-per-node 8 -m pipeline train my.yaml
 """
 
 _EPILOG = """\
-'pipeline COMMAND --help' describes a command; 'pipeline train --help' also lists every key of a recipe.
+'pipeline COMMAND --help' describes a command.
+'pipeline train --help' also lists every key of a recipe.
 
 exit codes:
   0    done
@@ -117,7 +117,7 @@ def make_parser() -> Parser:
     parser = Parser(prog="pipeline", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"pipeline {__version__}")
     commands = parser.add_commands("COMMAND")
-    for module in (run, data, machine, bench, completion):
+    for module in (run, data, machine, bench):
         module.add_commands(commands)
     return parser
 
@@ -128,13 +128,16 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     key=value words may come before and after the flags, which argparse alone does not allow.
     """
     parser = make_parser()
-    if completion.is_asked():
-        completion.complete(parser)
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow; this ends the process
+        import argcomplete
+
+        argcomplete.autocomplete(parser, always_complete_options=False)
+    refuse_replaced_command(words)
     options, rest = parser.parse_known_args(words)
     if rest and hasattr(options, "overrides") and not any(word.startswith("-") for word in rest):
         options.overrides = options.overrides + rest
     elif rest:
-        options.parser.refuse(words, next((word for word in rest if word.startswith("-")), rest[0]))
+        options.parser.refuse(rest)
     for name in getattr(options, "trust", None) or ():
         trust(name)
     return options

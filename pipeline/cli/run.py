@@ -98,19 +98,14 @@ def _train(options: argparse.Namespace) -> str | int:
 
 
 def _add_recipes(commands: Commands) -> None:
-    parser = add_command(
-        commands, "recipes", _recipes, "list the recipes: what each trains, its target, time, processes, data, source",
-        "List the recipes in pipeline/recipes/: what each trains, its target, the expected time, the number of"
-        " processes, the command that gets its data, and the source that it follows.",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    help = "list the recipes: what each trains, its target, time, processes, data, source"
+    add_command(commands, "recipes", _recipes, help)
 
 
-def _recipes(options: argparse.Namespace) -> str:
-    from pipeline.config import recipes
+def _recipes(_: argparse.Namespace) -> str:
+    from pipeline.config.recipes import describe, recipe_names
 
-    found = recipes.describe_all()
-    return json.dumps({"recipes": found}) if options.json else recipes.table(found, arguments.help_width())
+    return "\n\n".join(map(describe, recipe_names()))
 
 
 def _add_evaluate(commands: Commands) -> None:

@@ -9,12 +9,6 @@ from typing import Any
 from pipeline.config.credentials import hide_credentials
 from pipeline.config.schema import Config, Section
 
-_OTHER_NAMES = {
-    "batch": "batch.global", "batch-size": "batch.global", "data": "data.root", "learning-rate": "optimizer.lr",
-    "model": "model.arch", "optimizer": "optimizer.name", "output": "run.dir", "scheduler": "schedule.name",
-}  # fmt: skip
-"""Names that other training programs give to some keys."""
-
 
 def describe_keys(width: int = 80) -> str:
     """Return the help text: by section, each key with its default, meaning and allowed values."""
@@ -29,18 +23,6 @@ def describe_keys(width: int = 80) -> str:
     return "\n\n".join("\n".join([f"{section}:", *keys]) for section, keys in blocks.items())
 
 
-def words_of(key: str) -> list[str]:
-    """Return the words that are values of a key, such as `cosine`; [] if it has none."""
-    schema, default = all_keys().get(key, ({}, None))
-    words = [word for option in schema.get("anyOf", [schema]) for word in _words(option)]
-    return words if not isinstance(default, str) or default in words else [default, *words]
-
-
-def _words(schema: dict[str, Any]) -> list[str]:
-    by_type = {"boolean": ["true", "false"], "null": ["auto", "none"]}
-    return schema.get("enum") or by_type.get(schema.get("type", ""), [])
-
-
 def nearest(word: str, words: list[str], cutoff: float = 0.5) -> str:
     """Return "; did you mean X?" for the closest of `words`, or "". `word` may lack its section."""
     close = [key for key in words if key.endswith(f".{word}")]
@@ -50,28 +32,23 @@ def nearest(word: str, words: list[str], cutoff: float = 0.5) -> str:
 
 def explain(error: Any) -> tuple[str, str]:
     """Return problem and remedy of an error of pydantic: the key, its value, the allowed values."""
-    location = [str(part) for part in error["loc"]]
-    parts, given = list(location), error["input"]
-    while parts and ".".join(parts) not in all_keys() and (parts[-1].isdigit() or parts[:2] == ["model", "args"]):
-        parts.pop()  # an element of a list, or of model.args: name the key
-    key = ".".join(parts)
-    if error["type"] == "extra_forbidden":
-        return unknown_key(".".join(location), given)
-    if error["type"] == "string_unicode" and key not in all_keys():  # the name of the key is not UTF-8
-        return unknown_key(".".join([*parts, given]), "")
-    if error["type"] == "value_error" and key not in all_keys():  # a validator of several keys has its own message
-        problem, remedy = (*error["ctx"]["error"].args, "")[:2]
-        return str(problem), str(remedy)
+    location, given, cause = [str(part) for part in error["loc"]], error["input"], error.get("ctx", {}).get("error")
+    key = ".".join(location[:2])  # without the place in a list
+    if isinstance(cause, UnicodeEncodeError) or (error["type"] == "string_unicode" and key in all_keys()):
+        problem = f"{key}={show(given)} is not {sys.getfilesystemencoding()} text, as this locale needs"
+        return problem, "rename it, or set LC_ALL=C.UTF-8"
+    if error["type"] == "value_error" and len(cause.args) == 2:  # a validator of several keys
+        return cause.args[0], cause.args[1]
     if is_section(key):
         return not_a_section(key, given)
-    if error["type"] == "string_unicode" or isinstance(error.get("ctx", {}).get("error"), UnicodeEncodeError):
-        encoding = sys.getfilesystemencoding()
-        problem = f"{key}={show(given)} is not {encoding} text, as this locale needs"
-        return problem, "rename it, or set LC_ALL=C.UTF-8"
+    if key not in all_keys() or error["type"] == "extra_forbidden":
+        return unknown_key(key or str(given), "" if error["type"] == "string_unicode" else given)
     schema, default = all_keys()[key]
-    if error["type"] == "missing" and parts == location:  # otherwise a list has too few elements
+    if error["type"] == "missing" and location == key.split("."):  # otherwise a list has too few elements
         return f"{key} is missing", f"give {_allowed(schema)}"
-    return f"{key}={show(given)} is not allowed", f"give {_allowed(schema)}{_example(key, schema, default)}"
+    example = schema.get("examples", [default])[0]
+    such_as = f", such as '{key}={show(example)}'" if isinstance(example, list | tuple) else ""
+    return f"{key}={show(given)} is not allowed", f"give {_allowed(schema)}{such_as}"
 
 
 def is_section(key: str) -> bool:
@@ -92,38 +69,6 @@ def unknown_key(key: str, given: object) -> tuple[str, str]:
         return f"'{key}: {show(given)}' is not allowed in a recipe", f"write '{section}: {{{name}: {show(given)}}}'"
     close = nearest(key, list(all_keys())) or f"; the sections are {', '.join(Config.model_fields)}"
     return f"{show(key)}={show(given)}: there is no key '{show(key)}'{close}", ""
-
-
-def not_an_override(words: list[str], at: int) -> str:
-    """Return the error line for `words[at]`, which is not key=value."""
-    word, before, following = words[at], words[at - 1] if at else "", words[at + 1 : at + 3]
-    line = f"'{show(word)}' is not key=value, such as train.epochs=10"
-    if before.endswith("="):  # train.epochs= 3
-        return f"{line}; write {show(before + word)}"
-    if "=" in before and (word in ("epoch", "epochs", "step", "steps", "%") or word.endswith("]")):
-        return f"{line}; quote a value that has a space, as in '{show(f'{before} {word}')}'"
-    key = _key_named(word.rstrip(":"))
-    if key is None:
-        return line + nearest(word, list(all_keys()), 0.7)
-    value = "".join(following[: 2 if following[:1] == ["="] else 1]).removeprefix("=")
-    return f"{line}; write {key}={show(value) if value and '=' not in value else 'VALUE'}"
-
-
-def flag_as_override(flag: str, following: str) -> str:
-    """Return ": write train.epochs=3" for the flag --epochs and the word after it, or ""."""
-    name, _, value = flag.lstrip("-").partition("=")
-    key = _key_named(name)
-    if key is None:
-        return ""
-    value = value or ("" if following.startswith("-") or "=" in following else following)
-    return f": a key of the recipe has no dashes, write {key}={show(value) if value else 'VALUE'}"
-
-
-def _key_named(word: str) -> str | None:
-    """Return the key that a word names: in full, without its section or as other programs do."""
-    name = _OTHER_NAMES.get(word.replace("_", "-"), word)
-    close = [key for key in all_keys() if key == name or key.endswith(f".{name}")]
-    return close[0] if len(close) == 1 else None
 
 
 def show(value: object) -> str:
@@ -155,34 +100,25 @@ def all_keys() -> dict[str, tuple[dict[str, Any], Any]]:
 
 def _allowed(schema: dict[str, Any]) -> str:
     """Return the values that a JSON schema allows, in words."""
-    if "allowed" in schema:  # the words of a field with its own pattern
-        return str(schema["allowed"])
-    if "anyOf" in schema:
-        return ", or ".join(_allowed(option) for option in schema["anyOf"])
-    if "enum" in schema:
-        return " | ".join(schema["enum"])
-    if "format" in schema:
-        above = " above 0" if schema["format"] == "interval" else ""
-        return f"a duration{above} such as '10 epochs', '500 steps' or '5 %'"
-    if "prefixItems" in schema:
-        items = schema["prefixItems"]
-        return f"{len(items)} values [{', '.join(map(_allowed, items))}]"
+    match schema:
+        case {"allowed": words}:  # of a field with its own pattern
+            return str(words)
+        case {"anyOf": options}:
+            return ", or ".join(map(_allowed, options))
+        case {"enum": words}:
+            return " | ".join(words)
+        case {"format": kind}:
+            above = " above 0" if kind == "interval" else ""
+            return f"a duration{above} such as '10 epochs', '500 steps' or '5 %'"
+        case {"prefixItems": items}:
+            return f"{len(items)} values [{', '.join(map(_allowed, items))}]"
     names = {"integer": "an integer", "number": "a number", "boolean": "true | false", "null": "auto | none"}
-    return names.get(schema.get("type", ""), "a one-line string") + _bounds(schema)
-
-
-def _example(key: str, schema: dict[str, Any], default: object) -> str:
-    """Return an example of a list, quoted as a shell needs it; "" for other values."""
-    example = schema.get("examples", [default])[0]
-    return f", such as '{key}={show(example)}'" if isinstance(example, list | tuple) else ""
-
-
-def _bounds(schema: dict[str, Any]) -> str:
-    """Return " from 0 to 1"; the bounds with signs if one is exclusive or missing; or ""."""
-    if "minimum" in schema and "maximum" in schema:
-        return f" from {_number(schema['minimum'])} to {_number(schema['maximum'])}"
+    name = names.get(schema.get("type", ""), "a one-line string")
+    if {"minimum", "maximum"} <= schema.keys():
+        return f"{name} from {_number(schema['minimum'])} to {_number(schema['maximum'])}"
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    return " and".join(f" {sign} {_number(schema[name])}" for name, sign in signs.items() if name in schema)
+    bounds = [f"{sign} {_number(schema[name])}" for name, sign in signs.items() if name in schema]
+    return f"{name} {' and '.join(bounds)}".rstrip()
 
 
 def _number(value: float) -> str:

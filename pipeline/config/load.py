@@ -10,7 +10,6 @@ date), pydantic checks the type and bounds of every field, and unknown or repeat
 import copy
 import os
 import re
-import shlex
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,16 +18,7 @@ import yaml
 from pydantic import ValidationError
 
 from pipeline.config.credentials import split_credentials
-from pipeline.config.help import (
-    all_keys,
-    explain,
-    is_section,
-    nearest,
-    not_a_section,
-    not_an_override,
-    show,
-    unknown_key,
-)
+from pipeline.config.help import explain, is_section, nearest, not_a_section, show, unknown_key
 from pipeline.config.recipes import RECIPES, recipe_names
 from pipeline.config.schema import MAY_CHANGE_ON_RESUME, Config
 from pipeline.config.trust import trust
@@ -38,7 +28,7 @@ MAX_YAML_BYTES = 1 << 16
 _AUTO = ("auto", "none", "null", "~")
 _BEFORE_0_3 = {"run": {"portable": "false"}, "data": {"split_by": "file", "orientation": "ignore"}}
 """Values of the keys that a configuration of an earlier version lacks: how it trained."""
-_TRACKING_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
+_DATABASES = ("postgresql", "mysql", "mssql", "databricks")
 
 
 def load(recipe: str, overrides: list[str]) -> Config:
@@ -48,12 +38,6 @@ def load(recipe: str, overrides: list[str]) -> Config:
     """
     path = _find(recipe)
     tree = _parse_yaml(_read_text(path), str(path))
-    if not tree and not any(word.startswith("data.") for word in overrides):
-        raise RequestError(
-            f"recipe {path} is empty",
-            "it needs at least the images to train on, such as 'data: {root: FOLDER}'; the keys are listed by 'pipeline"
-            " train --help'",
-        )
     tree.setdefault("recipe", path.stem)
     recipe_tree = copy.deepcopy(tree)
     _apply(tree, overrides)
@@ -127,37 +111,26 @@ def _with_earlier_defaults(tree: dict[str, Any], saved: dict[str, Any], stated: 
 
 def check_tracking_uri(name: str, uri: str) -> None:
     """Raise RequestError if MLflow cannot open `uri`. name: the key or variable that has it."""
+    given = f"{name}={show(uri)}"
     scheme, _, rest = split_credentials(uri)[0].partition("://")
     kind = scheme.partition("+")[0]
     if kind in ("http", "https"):
-        host = re.fullmatch(r"([\w.-]+|\[[\da-fA-F:.]+\])(:(?P<port>\d{1,5}))?([/?#].*)?", rest, re.ASCII)
-        is_valid = host is not None and 0 < int(host["port"] or 1) < 1 << 16
+        host = re.fullmatch(r"([\w.-]+|\[[\da-fA-F:.]+\])(:(?P<port>\d{1,5}))?([/?#]\S*)?", rest, re.ASCII)
+        is_valid = host is not None and 0 < int(host["port"] or 1) < 1 << 16 and not re.search(r"\s", uri)
     elif kind == "sqlite":
         is_valid = re.match(r"/+[^/?]", rest) is not None
+        if is_valid and mlflow_changes(rest):
+            raise RequestError(f"{given}: MLflow opens only a UTF-8 path without ? and %", "name another file")
+        if is_valid and os.path.isdir(rest.removeprefix("/")):
+            raise RequestError(f"{given} names a folder", f"give the database file in it, {show(uri)}/mlflow.db")
     else:
-        is_valid = uri == "databricks" or (kind in _TRACKING_SCHEMES and bool(rest.strip("/")))
-    if is_valid and kind != "sqlite" and re.search(r"\s", uri):
-        raise RequestError(f"{name}={show(uri)} is not allowed, because it has a blank", "write it as %20")
-    if is_valid and kind == "sqlite" and mlflow_changes(rest):
+        is_valid = uri == "databricks" or (kind in _DATABASES and re.fullmatch(r"\S*[^/\s]\S*", rest) is not None)
+    if not is_valid:
         raise RequestError(
-            f"{name}={show(uri)}: MLflow opens only files with a UTF-8 path without ? and %", "name another file"
+            f"{given} is not allowed",
+            "give http://HOST:PORT, https://HOST, sqlite:///FILE, postgresql://… or mysql://…, with %20 for a blank and"
+            " a user and a password before the host, or set track.uri=none",
         )
-    if is_valid and kind == "sqlite" and os.path.isdir(rest.removeprefix("/")):
-        raise RequestError(f"{name}={show(uri)} names a folder", f"give the database file in it, {show(uri)}/mlflow.db")
-    if is_valid:
-        return
-    hint = "" if kind in _TRACKING_SCHEMES else nearest(kind, list(_TRACKING_SCHEMES), 0.7)
-    if re.fullmatch(r"[\w.-]+:\d{1,5}(/.*)?", uri, re.ASCII):
-        hint = f"; did you mean {show(f'http://{uri}')}?"
-    elif "@" in uri:
-        hint = "; a user and a password belong between http:// and the host, percent-encoded (%20 for a blank)"
-    elif "://" not in uri or kind == "file":
-        hint = "; MLflow keeps runs on a server or in a database, not in a folder"
-    raise RequestError(
-        f"{name}={show(uri)} is not allowed",
-        "give http://HOST:PORT, https://HOST, sqlite:///FILE, postgresql://… or"
-        f" mysql://…, or set track.uri=none{hint}",
-    )
 
 
 def mlflow_changes(path: str) -> bool:
@@ -222,15 +195,11 @@ def _find(recipe: str) -> Path:
     names = recipe_names()
     if recipe in names:
         return RECIPES / f"{recipe}.yaml"
-    if "=" in recipe and recipe.partition("=")[0] in all_keys():
-        raise RequestError(
-            f"a recipe is missing before '{show(recipe)}'", f"give one of {', '.join(names)}, or a YAML file"
-        )
     path = Path(recipe)
     if path.suffix.lower() in (".yaml", ".yml") or "/" in recipe:
         return path
     raise RequestError(
-        f"recipe {recipe!r} is unknown",
+        f"recipe '{show(recipe)}' is unknown",
         f"the recipes are {', '.join(names)}, or give the path of a .yaml file{nearest(recipe, names)}",
     )
 
@@ -242,16 +211,9 @@ def _read_text(path: Path) -> str:
         if len(raw) > MAX_YAML_BYTES:
             raise RequestError(f"{path} is larger than 64 KiB", "give the YAML file of a recipe")
         return raw.decode()
-    except IsADirectoryError:
-        raise RequestError(
-            f"recipe {path} is a folder",
-            f"give the name of a recipe or a YAML file, and images with data.root={shlex.quote(str(path))}",
-        ) from None
     except OSError as error:
-        raise RequestError(
-            f"recipe {path} cannot be read: {error.strerror}",
-            f"give a YAML file, or one of {', '.join(recipe_names())}{nearest(path.stem, recipe_names(), cutoff=0.8)}",
-        ) from None
+        remedy = f"give a YAML file, or one of {', '.join(recipe_names())}{nearest(path.stem, recipe_names(), 0.8)}"
+        raise RequestError(f"recipe {path} cannot be read: {error.strerror}", remedy) from None
     except UnicodeDecodeError:
         raise RequestError(f"recipe {path} is not UTF-8 text", "give a YAML file") from None
 
@@ -304,10 +266,10 @@ def _parse_yaml(text: str, origin: str) -> dict[str, Any]:
 
 def _apply(tree: dict[str, Any], overrides: list[str]) -> None:
     """Set each `key=value` in `tree`, in place. A value in [] or {} is read as YAML."""
-    for at, word in enumerate(overrides):
+    for word in overrides:
         key, equals, text = word.partition("=")
         if not equals or not key:
-            raise RequestError(not_an_override(overrides, at))
+            raise RequestError(f"'{show(word)}' is not key=value, such as train.epochs=10")
         value = text
         if text.startswith(("[", "{")):
             with suppress(*_YAML_ERRORS):

@@ -7,15 +7,24 @@ Every field has bounds, and unknown keys are refused. The string below a field i
 import os
 import re
 import shlex
-from functools import cached_property
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PrivateAttr,
+    WithJsonSchema,
+)
 
-from pipeline.config.credentials import hide_credentials, without_password
+from pipeline.config.credentials import without_password
 from pipeline.config.duration import Duration
 
 MODEL_URI_PREFIX = "models:/"
@@ -177,16 +186,6 @@ class Run(Section):
     """Seconds that a process waits for the others in a collective before it fails. If the data is
     out of reach, the run waits half as long for it."""
 
-    @pydantic.model_validator(mode="after")
-    def _check_dir(self) -> Self:
-        if "://" in self.dir:
-            raise ValueError(
-                f"run.dir={without_password(self.dir)} is not a folder",
-                "give one on this machine, and keep a copy of"
-                " the run in a bucket with checkpoint.mirror=s3://bucket/prefix",
-            )
-        return self
-
 
 class Data(Section):
     source: Literal["folder", "pack", "digits", "synthetic"] = "folder"
@@ -228,14 +227,6 @@ class Data(Section):
     images, rounded up."""
     num_classes: Annotated[int, Field(ge=2, le=1 << 20)] = 10
     """With data.source=synthetic: number of classes. Other sources define their own."""
-
-    @pydantic.model_validator(mode="after")
-    def _check_cache(self) -> Self:
-        if "://" in (self.cache or ""):
-            raise ValueError(
-                f"data.cache={without_password(str(self.cache))} is not a folder", "give one on a disk of this machine"
-            )
-        return self
 
 
 class Augment(Section):
@@ -282,24 +273,6 @@ class Augment(Section):
     cutmix: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Cutmix of pairs of images: alpha of the Beta(alpha, alpha) that the share of the pasted
     rectangle is drawn from. 0: off. If mixup is on, too, one of the two is drawn for each pair."""
-
-    @pydantic.model_validator(mode="after")
-    def _check_order(self) -> Self:
-        for name in ("scale", "ratio"):
-            low, high = getattr(self, name)
-            if low > high:
-                raise ValueError(f"augment.{name}=[{low:g}, {high:g}]", "give the smaller number first")
-        if self.pad >= (self.first_size or self.size):
-            raise ValueError(
-                f"augment.pad={self.pad} reflects more than the image of {self.first_size or self.size} pixels",
-                "give a smaller number",
-            )
-        if self.first_size is not None and self.first_size > self.size:
-            raise ValueError(
-                f"augment.first_size={self.first_size} is greater than augment.size={self.size}",
-                "the side can only grow",
-            )
-        return self
 
 
 class Model(Section):
@@ -381,12 +354,6 @@ class Optimizer(Section):
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 1e-4
     """Weight decay. Norm parameters and biases have none."""
 
-    @pydantic.model_validator(mode="after")
-    def _check_nesterov(self) -> Self:
-        if self.nesterov and self.momentum == 0:
-            raise ValueError("optimizer.nesterov=true needs optimizer.momentum > 0", "set it, or set nesterov=false")
-        return self
-
     @property
     def moments(self) -> int:
         """Return how many values the optimizer keeps for each weight, at most."""
@@ -463,13 +430,6 @@ class Checkpoint(Section):
     """s3://bucket/prefix that gets a copy of each checkpoint, with the journal, configuration and
     receipt. A start on an empty disk resumes from there. It holds one run. none: no copy."""
 
-    @pydantic.model_validator(mode="after")
-    def _check_mirror(self) -> Self:
-        if self.mirror is not None and not self.mirror.startswith("s3://"):
-            given = hide_credentials(self.mirror)
-            raise ValueError(f"checkpoint.mirror={given} is not allowed", "none | s3://bucket/prefix")
-        return self
-
 
 class Profile(Section):
     steps: Annotated[
@@ -478,12 +438,6 @@ class Profile(Section):
     ] = None  # fmt: skip
     """First and last step that torch.profiler records on rank 0: [20, 24] or 20-24. The trace is
     written to report/ in the run's folder. none: do not profile."""
-
-    @pydantic.model_validator(mode="after")
-    def _check_order(self) -> Self:
-        if self.steps and self.steps[0] > self.steps[1]:
-            raise ValueError(f"profile.steps=[{self.steps[0]}, {self.steps[1]}]", "give the smaller number first")
-        return self
 
 
 class Track(Section):
@@ -538,14 +492,16 @@ class Config(Section):
     profile: Profile = Profile()
     track: Track = Track()
 
-    @cached_property
+    _changes: str = PrivateAttr("")
+
+    @property
     def changes(self) -> str:
         """The changes of the command line to the recipe's training, as "key=value key=value"."""
-        return ""
+        return self._changes
 
     def with_changes(self, changes: str) -> Self:
-        """Return this configuration with its `changes`, which no file keeps and == ignores."""
-        self.__dict__["changes"] = changes
+        """Return this configuration with its `changes`, which no file keeps."""
+        self._changes = changes
         return self
 
     def replacing(self, section: str, **values: object) -> Self:
@@ -554,86 +510,22 @@ class Config(Section):
 
     @pydantic.model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        is_store = str(self.data.root).startswith("s3://")
-        if is_store and self.data.source != "pack":
-            raise ValueError(
-                f"data.root={self.data.root} needs data.source=pack",
-                f"pack a folder into the bucket with 'pipeline data pack FOLDER {shlex.quote(str(self.data.root))}'",
-            )
-        if self.data.cache and not is_store:
-            raise ValueError(
-                f"data.cache={self.data.cache} keeps what is read from a bucket",
-                "leave it out, or give data.root=s3://bucket/prefix",
-            )
-        if self.data.source in ("folder", "pack") and self.data.root is None:
-            contents = "train/ and val/" if self.data.source == "folder" else "a pack"
-            raise ValueError(
-                "data.root is missing",
-                f"data.source={self.data.source} needs data.root=FOLDER, a folder with {contents}",
-            )
-        if self.run.exact and self.train.precision == "fp16":
-            raise ValueError(
-                "run.exact=true does not support train.precision=fp16, because the range of a scaled loss is not fixed",
-                "use bf16 or fp32",
-            )
-        if self.run.deterministic and self.model.batchnorm == "average":
-            raise ValueError(
-                "run.deterministic=true does not support model.batchnorm=average, because a resumed run would round"
-                " differently",
-                "use local",
-            )
-        mode = "run.exact=true" if self.run.exact else f"parallel={self.parallel}"
-        for option, is_set in (
-            (f"parallel={self.parallel}", self.run.exact and self.parallel != "ddp"),
-            (f"model.batchnorm={self.model.batchnorm}", self.model.batchnorm != "local"),
-            (f"train.compile={self.train.compile}", self.train.compile in ("on", "reduce-overhead")),
-            (f"train.exchange={self.train.gradient_dtype}", self.train.gradient_dtype != "fp32"),
-        ):
-            if is_set and mode != "parallel=ddp":
-                raise ValueError(f"{option} needs plain DDP and does not support {mode}", "leave one of them out")
-        if self.train.compile == "reduce-overhead":
-            self._check_cuda_graphs()
-        if self.parallel == "stages" and (self.model.freeze or self.augment.first_size):
-            raise ValueError(
-                "parallel=stages does not support model.freeze or augment.first_size, because stages exchange tensors"
-                " of one shape and all of them are trained",
-                "leave the option out",
-            )
-        if self.parallel in ("fsdp", "stages") and self.optimizer.name in ("lamb", "muon"):
-            raise ValueError(
-                f"optimizer.name={self.optimizer.name} needs whole weights and does not support"
-                f" parallel={self.parallel}",
-                "use adamw, or parallel=ddp",
-            )
-        if self.parallel in ("fsdp", "stages") and self.train.precision == "fp16":
-            raise ValueError(
-                f"parallel={self.parallel} does not support train.precision=fp16, because not every process sees a"
-                " gradient that overflows",
-                "use bf16 or fp32",
-            )
-        if self.model.freeze and not self.model.init:
-            raise ValueError(
-                f"model.freeze={self.model.freeze} would keep random weights", "set model.init to pretrained weights"
-            )
-        if self.track.required and self.track.uri == "none":
-            raise ValueError(
-                "track.required=true needs a tracking server", "set track.uri, or leave track.required out"
-            )
+        for is_given, problem, remedy in _CONFLICTS:
+            if is_given(self):
+                raise ValueError(without_password(problem.format(c=self)), without_password(remedy.format(c=self)))
         return self
 
-    def _check_cuda_graphs(self) -> None:
-        """Raise ValueError for options that do not work with CUDA graphs."""
-        grows = self.augment.first_size not in (None, self.augment.size)
-        for option, is_set, reason in (
-            (f"augment.first_size={self.augment.first_size}", grows, "a graph has one image size"),
-            (f"batch.accumulate={self.batch.accumulate}", self.batch.accumulate > 1, "a pass overwrites gradients"),
-        ):
-            if is_set:
-                raise ValueError(
-                    f"train.compile=reduce-overhead records CUDA graphs and does not support {option}, because"
-                    f" {reason}",
-                    "leave it out, or use train.compile=on",
-                )
+    @property
+    def is_in_store(self) -> bool:
+        """Return True if the data is in a bucket."""
+        return str(self.data.root).startswith("s3://")
+
+    @property
+    def not_plain_ddp(self) -> str:
+        """The setting by which this is not plain DDP, or ""."""
+        if self.run.exact:
+            return "run.exact=true"
+        return "" if self.parallel == "ddp" else f"parallel={self.parallel}"
 
     @property
     def is_deterministic(self) -> bool:
@@ -682,6 +574,71 @@ class Config(Section):
         """Return the YAML of all keys; `from_yaml` reads it back to an equal configuration."""
         return yaml.safe_dump(self.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
 
+
+_NEEDS_DDP = "needs plain DDP and does not support {c.not_plain_ddp}"
+_NEEDS_ONE_GRAPH = "train.compile=reduce-overhead records CUDA graphs and does not support"
+_CONFLICTS: tuple[tuple[Callable[[Config], object], str, str], ...] = (
+    (lambda c: "://" in c.run.dir, "run.dir={c.run.dir} is not a folder",
+     "give one on this machine, and keep a copy of the run in a bucket with checkpoint.mirror=s3://bucket/prefix"),
+    (lambda c: "://" in (c.data.cache or ""), "data.cache={c.data.cache} is not a folder",
+     "give one on a disk of this machine"),
+    (lambda c: c.is_in_store and c.data.source != "pack", "data.root={c.data.root} needs data.source=pack",
+     "pack a folder into the bucket with 'pipeline data pack FOLDER {c.data.root}'"),
+    (lambda c: c.data.cache and not c.is_in_store, "data.cache={c.data.cache} keeps what is read from a bucket",
+     "leave it out, or give data.root=s3://bucket/prefix"),
+    (lambda c: c.data.source == "folder" and c.data.root is None, "data.root is missing",
+     "data.source=folder needs data.root=FOLDER, a folder with train/ and val/"),
+    (lambda c: c.data.source == "pack" and c.data.root is None, "data.root is missing",
+     "data.source=pack needs data.root=FOLDER, a folder with a pack"),
+    (lambda c: c.augment.scale[0] > c.augment.scale[1],
+     "augment.scale=[{c.augment.scale[0]:g}, {c.augment.scale[1]:g}]", "give the smaller number first"),
+    (lambda c: c.augment.ratio[0] > c.augment.ratio[1],
+     "augment.ratio=[{c.augment.ratio[0]:g}, {c.augment.ratio[1]:g}]", "give the smaller number first"),
+    (lambda c: c.profile.steps and c.profile.steps[0] > c.profile.steps[1],
+     "profile.steps=[{c.profile.steps[0]}, {c.profile.steps[1]}]", "give the smaller number first"),
+    (lambda c: c.augment.pad >= (c.augment.first_size or c.augment.size),
+     "augment.pad={c.augment.pad} reflects more than the image", "give a smaller number"),
+    (lambda c: (c.augment.first_size or 0) > c.augment.size,
+     "augment.first_size={c.augment.first_size} is greater than augment.size={c.augment.size}",
+     "the side can only grow"),
+    (lambda c: c.optimizer.nesterov and c.optimizer.momentum == 0,
+     "optimizer.nesterov=true needs optimizer.momentum > 0", "set it, or set nesterov=false"),
+    (lambda c: not (c.checkpoint.mirror or "s3://").startswith("s3://"), "checkpoint.mirror is not in a bucket",
+     "give none | s3://bucket/prefix"),
+    (lambda c: c.run.exact and c.train.precision == "fp16",
+     "run.exact=true does not support train.precision=fp16, because the range of a scaled loss is not fixed",
+     "use bf16 or fp32"),
+    (lambda c: c.run.deterministic and c.model.batchnorm == "average",
+     "run.deterministic=true does not support model.batchnorm=average, because a resumed run would round differently",
+     "use local"),
+    (lambda c: c.run.exact and c.parallel != "ddp", f"parallel={{c.parallel}} {_NEEDS_DDP}", "leave one of them out"),
+    (lambda c: c.not_plain_ddp and c.model.batchnorm != "local", f"model.batchnorm={{c.model.batchnorm}} {_NEEDS_DDP}",
+     "leave one of them out"),
+    (lambda c: c.not_plain_ddp and c.train.compile in ("on", "reduce-overhead"),
+     f"train.compile={{c.train.compile}} {_NEEDS_DDP}", "leave one of them out"),
+    (lambda c: c.not_plain_ddp and c.train.gradient_dtype != "fp32",
+     f"train.exchange={{c.train.gradient_dtype}} {_NEEDS_DDP}", "leave one of them out"),
+    (lambda c: c.train.compile == "reduce-overhead" and c.augment.first_size not in (None, c.augment.size),
+     f"{_NEEDS_ONE_GRAPH} augment.first_size={{c.augment.first_size}}, because a graph has one image size",
+     "leave it out, or use train.compile=on"),
+    (lambda c: c.train.compile == "reduce-overhead" and c.batch.accumulate > 1,
+     f"{_NEEDS_ONE_GRAPH} batch.accumulate={{c.batch.accumulate}}, because a pass overwrites gradients",
+     "leave it out, or use train.compile=on"),
+    (lambda c: c.parallel == "stages" and (c.model.freeze or c.augment.first_size),
+     "parallel=stages does not support model.freeze or augment.first_size, because stages exchange tensors of one"
+     " shape and all of them are trained", "leave the option out"),
+    (lambda c: c.parallel in ("fsdp", "stages") and c.optimizer.name in ("lamb", "muon"),
+     "optimizer.name={c.optimizer.name} needs whole weights and does not support parallel={c.parallel}",
+     "use adamw, or parallel=ddp"),
+    (lambda c: c.parallel in ("fsdp", "stages") and c.train.precision == "fp16",
+     "parallel={c.parallel} does not support train.precision=fp16, because not every process sees a gradient that"
+     " overflows", "use bf16 or fp32"),
+    (lambda c: c.model.freeze and not c.model.init, "model.freeze={c.model.freeze} would keep random weights",
+     "set model.init to pretrained weights"),
+    (lambda c: c.track.required and c.track.uri == "none", "track.required=true needs a tracking server",
+     "set track.uri, or leave track.required out"),
+)  # fmt: skip
+"""Settings that do not go together: when, what is wrong, and what to do. c: the configuration."""
 
 MAY_CHANGE_ON_RESUME = (
     "recipe", "run.dir", "run.resume", "run.trace", "run.watch", "run.timeout", "data.root", "data.cache",

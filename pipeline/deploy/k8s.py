@@ -133,7 +133,7 @@ def render(request: RenderOptions) -> dict[str, str]:
         config_in_pod = from_yaml(recipe, config_map, overrides, is_saved=False)
     except (yaml.YAMLError, RequestError):
         config_in_pod = None
-    if config_in_pod != config:
+    if config_in_pod is None or config_in_pod.to_yaml() != config.to_yaml():
         remedy = "start its lines without indentation, and use plain letters in its name"
         raise RequestError(f"recipe {request.recipe} changes when it is embedded in a ConfigMap: {remedy}")
     return manifests
