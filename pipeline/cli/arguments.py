@@ -20,7 +20,7 @@ REPLACED: dict[str, str] = {
     "completion": "argcomplete's 'register-python-argcomplete pipeline' prints that script",
     "runs": "MLflow lists the runs, see 'make ui'; 'pipeline report RUN_DIR' writes the page of one",
 }
-"""What replaces each command and flag of version 0.2 that is gone, as the end of a sentence.
+"""Commands and flags of version 0.2 that are gone: what replaces each, as the end of a sentence.
 
 A command's name may have two words.
 """
