@@ -16,7 +16,7 @@ def check_target(target: str | Path) -> None:
     """Check that `target` is a run's folder or a checkpoint."""
     if str(target).startswith(MODEL_URI_PREFIX):
         raise RequestError(f"{target} is a model in MLflow, which only 'pipeline predict' takes: give a run's folder")
-    _check_exists(target, f"{target} does not exist: give a run's folder or a file step-….pt{_run_of(target)}")
+    _check_exists(target, f"{target} does not exist: give a run's folder or a file step-….pt")
     if os.path.isfile(target) and Path(target).suffix != ".pt":
         raise RequestError(f"{target} is not a checkpoint: give a run's folder or a file step-….pt")
 
@@ -31,19 +31,13 @@ def check_model(target: str) -> None:
 
 def check_run_folder(folder: Path) -> None:
     """Check that a run's folder exists."""
-    _check_exists(folder, f"{folder} does not exist: give a run's folder{_run_of(folder)}")
+    _check_exists(folder, f"{folder} does not exist: give a run's folder")
 
 
 def check_images(paths: list[str]) -> None:
     """Check that image files, or folders with images, exist."""
     for path in paths:
         _check_exists(path, f"{path}: file not found: give image files, or folders with images")
-
-
-def _run_of(recipe: str | Path) -> str:
-    """Return "; did you mean runs/digits?" if the user gave the recipe `digits`, or ""."""
-    run = Path("runs", recipe)
-    return f"; did you mean {run}?" if os.path.isdir(run) else ""
 
 
 def _check_exists(path: str | Path, if_missing: str) -> None:
