@@ -167,6 +167,12 @@ def images() -> None:
     build_images()
 
 
+@pytest.fixture(scope="session")
+def jpegtran() -> str:
+    """Return the path of the program that packs JPEGs."""
+    return shutil.which("jpegtran") or pytest.skip("needs jpegtran (apt-get install libjpeg-turbo-progs)")
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Mount a file system of 64 KiB, which a test can remount with another size."""

@@ -73,9 +73,9 @@ def test_images_are_turned_as_pillow_turns_them(kind: str, orientation: int) -> 
 
 
 @pytest.mark.parametrize("orientation", ORIENTATIONS)
-def test_a_part_of_a_packed_jpeg_is_turned_too(orientation: int) -> None:
+def test_a_part_of_a_packed_jpeg_is_turned_too(orientation: int, jpegtran: str) -> None:
     data = encoded(pattern(), "JPEG", orientation)
-    packed = jpeg_restarts.with_restarts(data, None, orientation)
+    packed = jpeg_restarts.with_restarts(data, orientation)
     assert packed
     upright, picture = decode(data), Picture.open(packed)
     assert picture.frame is not None

@@ -1,7 +1,6 @@
 """A pack has the samples of its folder in the same order; a lossless pack has the same pixels."""
 
 import hashlib
-import heapq
 import io
 import json
 import math
@@ -16,7 +15,6 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,8 +40,6 @@ from pipeline.operate.pack import encode
 from pipeline.operate.pack import pack as make
 from pipeline.record import terminal
 
-JPEGTRAN = jpeg_restarts.find_jpegtran()
-needs_jpegtran = pytest.mark.skipif(not JPEGTRAN, reason="needs jpegtran (apt-get install libjpeg-turbo-progs)")
 LEVELS = ("lossless", "max-side=100,q=90", "raw=64")
 
 
@@ -87,7 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def packs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def packs(folder: Path, tmp_path_factory: pytest.TempPathFactory, jpegtran: str) -> dict[str, Path]:
     out = tmp_path_factory.mktemp("packs")
     for level in LEVELS:
         make(folder, out / level, level, 0.1)
@@ -105,7 +101,7 @@ SHAPES = [(120, 250), (33, 17), (8, 8), (200, 333), (97, 512), (160, 64)]
     ids=str,
 )
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-def test_a_region_has_exactly_the_pixels_of_the_whole_image(mode: str, options: dict[str, Any]) -> None:
+def test_a_region_has_exactly_the_pixels_of_the_whole_image(mode: str, options: dict[str, Any], jpegtran: str) -> None:
     rng = np.random.default_rng(0)
     for number, (height, width) in enumerate(SHAPES):
         if mode != "RGB":
@@ -139,7 +135,7 @@ def test_a_plain_file_is_not_decoded_below_the_crop(capfd: pytest.CaptureFixture
     assert capfd.readouterr().err == "later output is visible", "libjpeg's warning is not"
 
 
-def test_a_region_decodes_only_a_part_of_the_file() -> None:
+def test_a_region_decodes_only_a_part_of_the_file(jpegtran: str) -> None:
     converted = jpeg_restarts.with_restarts(encoded(photo(400, 504), quality=95, subsampling=0))
     assert converted is not None
     frame = jpeg.frame(converted)
@@ -151,26 +147,7 @@ def test_a_region_decodes_only_a_part_of_the_file() -> None:
     assert Image.open(io.BytesIO(part)).size[0] < 300
 
 
-def test_the_huffman_tables_are_optimal() -> None:
-    usual, best = (encoded(photo(400, 504), quality=95, optimize=optimize) for optimize in (False, True))
-    converted = jpeg_restarts.with_restarts(usual)
-    assert converted
-    assert len(converted) < len(best) * 1.02 < len(usual), "the markers cost less than the tables save"
-    assert jpeg_restarts.with_restarts(best) == converted, "whatever the tables of the file were"
-
-
-def test_no_huffman_code_is_longer_than_jpeg_allows() -> None:
-    counts = [1, 1]
-    while len(counts) < 40:  # Huffman's codes of these are up to 40 bits long
-        counts.append(counts[-1] + counts[-2])
-    numbers, symbols = jpeg_restarts._best(np.array(counts))
-    assert sorted(symbols) == list(range(40))
-    assert len(numbers) == 16
-    assert sum(numbers) == 40
-    assert sum(number << 16 - length for length, number in enumerate(numbers, 1)) < 1 << 16, "no code has only ones"
-
-
-def test_a_false_table_of_segments_is_not_used() -> None:
+def test_a_false_table_of_segments_is_not_used(jpegtran: str) -> None:
     data = encoded(photo(400, 504))
     converted = bytearray(jpeg_restarts.with_restarts(data) or b"")
     lengths = converted.index(jpeg.CUTS_NAME) + len(jpeg.CUTS_NAME) + jpeg.CUTS_HEAD.size
@@ -189,14 +166,14 @@ def test_a_file_that_cannot_get_restart_markers_is_left_unchanged(data: bytes) -
     assert jpeg_restarts.with_restarts(data) is None
 
 
-def test_an_image_is_stored_unchanged_if_its_verification_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_is_stored_unchanged_if_its_verification_fails(jpegtran: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = encoded(photo(64, 64))
     other = jpeg_restarts.with_restarts(encoded(photo(64, 64, seed=1)))
     monkeypatch.setattr(jpeg_restarts, "with_restarts", lambda *_: other)
     assert encode(data, pack.Level.parse("lossless")) == (data, True, 0.0)
 
 
-# --- jpegtran, which writes the bytes of the Python coder
+# --- jpegtran
 
 
 def jpegs() -> dict[str, bytes]:
@@ -218,38 +195,20 @@ def jpegs() -> dict[str, bytes]:
     }
 
 
-@needs_jpegtran
 @pytest.mark.parametrize("kind", jpegs())
-def test_jpegtran_gives_the_bytes_of_the_python_coder(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequential_jpeg_of_any_kind_gets_restart_markers(kind: str, jpegtran: str) -> None:
     data = jpegs()[kind]
-    expected = jpeg_restarts.with_restarts(data)
-    assert expected
-    monkeypatch.setattr(jpeg_restarts, "_code", None)  # so that jpegtran's failure would be one
-    assert jpeg_restarts.with_restarts(data, JPEGTRAN) == expected
+    packed, is_unchanged, difference = encode(data, pack.Level.parse("lossless"))
+    assert (is_unchanged, difference) == (False, 0)
+    assert torch.equal(decode(packed), decode(data))
 
 
-@needs_jpegtran
-def test_a_file_that_jpegtran_codes_otherwise_is_coded_in_python() -> None:
-    data = encoded(photo(97, 61), subsampling=0)
-    for tables in (b"\x01", b"\x11"):  # the tables of chroma become number 2
-        at = data.index(b"\xff\xc4\x00" + (b"\x1f" if tables == b"\x01" else b"\xb5") + tables) + 4
-        data = data[:at] + bytes((data[at] + 1,)) + data[at + 1 :]
-    scan = data.index(b"\xff\xda")
-    data = data[:scan] + data[scan : scan + 12].replace(b"\x11", b"\x22") + data[scan + 12 :]
-    expected = jpeg_restarts.with_restarts(data)
-    assert expected
-    assert torch.equal(decode(expected), decode(data))
-    assert jpeg_restarts.with_restarts(data, JPEGTRAN) == expected
-
-
-@needs_jpegtran
 @pytest.mark.parametrize("options", [("-progressive",), ("-arithmetic",), ("-arithmetic", "-progressive")])
-def test_a_jpeg_of_another_coding_is_decoded_and_packed_as_it_is(options: tuple[str, ...]) -> None:
+def test_a_jpeg_of_another_coding_is_decoded_and_packed_as_it_is(options: tuple[str, ...], jpegtran: str) -> None:
     sequential = encoded(photo(97, 131))
-    command = [str(JPEGTRAN), *options]
-    data = subprocess.run(command, input=sequential, capture_output=True, check=True).stdout
+    data = subprocess.run([jpegtran, *options], input=sequential, capture_output=True, check=True).stdout
     assert torch.equal(decode(data), decode(sequential))
-    assert encode(data, pack.Level.parse("lossless"), JPEGTRAN) == packing.Encoded(data, True, 0.0)
+    assert encode(data, pack.Level.parse("lossless")) == packing.Encoded(data, True, 0.0)
 
 
 FRAMES = {"lossless": (1, 0xC3), "differential": (1, 0xC5), "lossless arithmetic": (1, 0xCB), "12 bits": (4, 12)}
@@ -264,35 +223,32 @@ def test_a_jpeg_that_no_decoder_here_knows_is_a_named_defect(at: int, value: int
 
 
 @pytest.mark.parametrize(
-    "script", ["exit 1", "exit 0", "cat", "cat; exit 2", "echo no JPEG", "kill -9 $$", "exec sleep 60", "cat $0"]
+    "script", ["exit 1", "exit 0", "cat", "cat; exit 2", "echo no JPEG", "kill -9 $$", "exec sleep 60"]
 )
-def test_a_jpegtran_that_fails_changes_no_bytes(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_jpegtran_refuses_is_stored_as_it_is(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = tmp_path / "jpegtran"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o700)
-    monkeypatch.setattr(jpeg_restarts, "_JPEGTRAN_TIMEOUT_S", 0.5)
-    data = encoded(photo(97, 61))
-    assert jpeg_restarts.with_restarts(data, str(program)) == jpeg_restarts.with_restarts(data)
+    monkeypatch.setattr(jpeg_restarts, "_TIMEOUT_S", 0.5)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert jpeg_restarts.find_jpegtran() is None
+    data = encoded(photo(97, 61))
+    assert encode(data, pack.Level.parse("lossless")) == packing.Encoded(data, True, 0.0)
+    with pytest.raises(RequestError, match=rf"^{program} is not .*: install "):
+        jpeg_restarts.check_jpegtran()
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_a_pack_of_version_0_1_has_the_same_batches(
-    folder: Path, packs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_without_jpegtran_the_command_says_what_to_install(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def push(heap: list[Any], item: tuple[int, int, list[int]]) -> None:
-        heapq.heappush(heap, (item[0], -max(item[2]), item[2]))  # chose other tables of the same size
-
-    old = SimpleNamespace(heapify=heapq.heapify, heappop=heapq.heappop, heappush=push)
-    monkeypatch.setattr(jpeg_restarts, "heapq", old)
     monkeypatch.setenv("PATH", "")
-    make(folder, tmp_path / "old", "lossless", 0.1)
-    assert (tmp_path / "old/train-0000.tar").read_bytes() != (packs["lossless"] / "train-0000.tar").read_bytes()
-    words = ("batch.global=16", "augment.size=48", "augment.scale=[0.08, 1]", "data.workers=0")
-    roots = ((tmp_path / "old", "pack"), (packs["lossless"], "pack"), (folder, "folder"))
-    found = [stream(root, range(8), f"data.source={kind}", *words)[0] for root, kind in roots]
-    assert found[0] == found[1] == found[2]
+    for level in ("lossless", "max-side=100,q=90"):
+        result = quick("data", "pack", str(folder), str(tmp_path / level), "--level", level)
+        assert (result.code, result.err.count("\n")) == (2, 1)
+        assert "install libjpeg-turbo-progs" in result.error
+        assert not (tmp_path / level).exists()
+    make(folder, tmp_path / "raw=64", "raw=64", 0.1)
 
 
 # --- the same samples
@@ -347,7 +303,9 @@ def test_damaged_pixels_of_a_pack_are_a_named_defect(header: str) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_file_of_pixels_named_like_an_image_is_bad_in_the_folder_and_in_the_pack(level: str, tmp_path: Path) -> None:
+def test_a_file_of_pixels_named_like_an_image_is_bad_in_the_folder_and_in_the_pack(
+    level: str, tmp_path: Path, jpegtran: str
+) -> None:
     root = tmp_path / "images"
     for name in ("train/a/1.png", "train/b/1.png", "val/a/1.png", "val/b/1.png"):
         (root / name).parent.mkdir(parents=True)
@@ -386,7 +344,7 @@ def test_a_pack_can_be_sent_to_a_spawned_worker(packs: dict[str, Path]) -> None:
         assert pool.apply(images.read, (5,)) == expected
 
 
-def test_a_pack_killed_before_its_first_file_has_a_name_resumes(folder: Path, tmp_path: Path) -> None:
+def test_a_pack_killed_before_its_first_file_has_a_name_resumes(folder: Path, tmp_path: Path, jpegtran: str) -> None:
     temporary_sibling(tmp_path / ".packing.json").write_text("{")
     assert make(folder, tmp_path, "lossless", 0.1).startswith("packed")
 
@@ -401,7 +359,9 @@ def test_a_lossy_pack_reports_its_difference(packs: dict[str, Path]) -> None:
 
 
 @pytest.mark.full
-def test_a_run_from_a_lossless_pack_has_the_weights_of_one_from_the_folder(digits: Path, tmp_path: Path) -> None:
+def test_a_run_from_a_lossless_pack_has_the_weights_of_one_from_the_folder(
+    digits: Path, tmp_path: Path, jpegtran: str
+) -> None:
     make(digits, tmp_path / "pack", "lossless", 0.1)
     words = [*SMALL, "train.max_steps=4", "data.workers=2"]
     runs = [
@@ -433,22 +393,13 @@ def make_large_folder(root: Path) -> Path:
     return root
 
 
-@pytest.mark.parametrize("coder", [pytest.param("jpegtran", marks=needs_jpegtran), "Python"])
-def test_a_killed_pack_resumes_and_ends_with_the_same_bytes(
-    coder: str, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_pack_resumes_and_ends_with_the_same_bytes(tmp_path: Path, seed: int, jpegtran: str) -> None:
     source = make_large_folder(tmp_path / "images")
-    with monkeypatch.context() as patch:
-        patch.setenv("PATH", "")
-        make(source, tmp_path / "uninterrupted", "lossless", 0.1)
+    start = time.monotonic()
+    make(source, tmp_path / "uninterrupted", "lossless", 0.1)
+    seconds = time.monotonic() - start
     expected = file_digests(tmp_path / "uninterrupted")
     assert len(expected) > 4  # shards, the index and the summary
-    if coder == "Python":
-        monkeypatch.setenv("PATH", "")
-    start = time.monotonic()
-    make(source, tmp_path / "timed", "lossless", 0.1)
-    seconds = time.monotonic() - start
-    assert file_digests(tmp_path / "timed") == expected, "whatever the coder"
     out = tmp_path / f"killed-{seed}"
     command = [sys.executable, "-m", "pipeline", "data", "pack", str(source), str(out)]
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -479,7 +430,7 @@ def test_any_number_of_workers_makes_the_same_pack(
 
 
 def test_packing_shows_its_rate_and_the_time_left(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, jpegtran: str
 ) -> None:
     monkeypatch.setattr(packing, "_PROGRESS_EVERY_S", 0.01)
     monkeypatch.setattr(terminal, "_LOG_EVERY_S", 0)
@@ -492,15 +443,6 @@ def test_packing_shows_its_rate_and_the_time_left(
     assert re.search(r" 72 images packed in \d+ s: [\d,]+ images/s, [\d.]+ ms per image and worker$", lines[-4]), (
         "before the three bad images"
     )
-
-
-def test_packing_says_what_to_install_if_jpegtran_is_missing(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", "")
-    for level, is_named in (("lossless", True), ("max-side=100,q=90", True), ("raw=64", False)):
-        make(folder, tmp_path / level, level, 0.1)
-        assert ("without jpegtran of libjpeg-turbo, for the same pack: install" in capsys.readouterr().err) == is_named
 
 
 def test_a_folder_with_other_contents_is_left_unchanged(folder: Path, packs: dict[str, Path], tmp_path: Path) -> None:
@@ -578,7 +520,7 @@ def contents_of(root: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in root.iterdir()}
 
 
-def test_a_complete_pack_is_good(digits: Path, tmp_path: Path) -> None:
+def test_a_complete_pack_is_good(digits: Path, tmp_path: Path, jpegtran: str) -> None:
     make(digits, tmp_path / "pack", "lossless", 0.1)
     line = check(tmp_path / "pack", 0.1, write_sums=False).splitlines()[-1]
     assert line.startswith(f"{tmp_path / 'pack'} is good: a lossless pack of 1,437 images to train, 360 held out")

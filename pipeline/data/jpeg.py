@@ -8,9 +8,11 @@ decodes a margin around the crop. Reading the entropy-coded bits is 70 % of a de
 
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 EOI, SOS, DHT, DRI = 0xD9, 0xDA, 0xC4, 0xDD
 SEQUENTIAL = (0xC0, 0xC1)
@@ -25,6 +27,7 @@ restart interval its length in bytes, in two bytes.
 """
 
 _CONTEXT = 16  # rows below a crop: chroma, with one row for at most four, is interpolated from neighbours
+_MARKER_BYTES = 2
 _MARKERS = np.resize(np.arange(0xD0, 0xD8, dtype=np.uint8), 1 << 16)
 """The second byte of each restart marker of a file. There are no more, as `CUTS` is one segment."""
 
@@ -80,50 +83,90 @@ def header(data: bytes) -> Iterator[tuple[int, int, int]]:
         at = end
 
 
+@dataclass(frozen=True)
+class RestartGrid:
+    """The restart intervals of a file that `with_restarts` made, in rows and columns."""
+
+    height: int
+    """Pixels of an interval, as is the width. The last row and column may have fewer."""
+    width: int
+    margin_down: int
+    """Pixels around a crop whose chroma its own is interpolated from."""
+    margin_across: int
+    starts: NDArray[np.int64]
+    """[rows, columns]: offset of each interval's first byte."""
+    ends: NDArray[np.int64]
+    """[rows, columns]: offset behind its last byte, where the next marker is."""
+
+    @classmethod
+    def read(cls, data: bytes, frame: Frame) -> "RestartGrid | None":
+        """Return the grid, or None if the file has none, or one that does not fit it."""
+        if not frame.cuts:
+            return None
+        start, end = frame.cuts
+        interval, mcu_height, mcu_width = CUTS_HEAD.unpack_from(data, start)
+        lengths = np.frombuffer(data[start + CUTS_HEAD.size : end], ">u2")
+        width = interval * mcu_width
+        if not width or not mcu_height:
+            return None
+        rows, columns = -(-frame.height // mcu_height), -(-frame.width // width)
+        if len(lengths) != rows * columns:
+            return None
+        ends = np.cumsum(lengths + np.int64(_MARKER_BYTES)) + (frame.scan - _MARKER_BYTES)
+        if ends[-1] + _MARKER_BYTES > len(data):
+            return None
+        starts = ends - lengths
+        down, across = (size // BLOCK if size > BLOCK else 0 for size in (mcu_height, mcu_width))
+        return cls(mcu_height, width, down, across, starts.reshape(rows, columns), ends.reshape(rows, columns))
+
+    def rows_of(self, top: int, height: int) -> slice:
+        """Return the rows that a crop needs."""
+        return _touched(top - self.margin_down, top + height + self.margin_down, self.height, len(self.ends))
+
+    def columns_of(self, left: int, width: int) -> slice:
+        """Return the columns that a crop needs."""
+        return _touched(left - self.margin_across, left + width + self.margin_across, self.width, self.ends.shape[1])
+
+    def cut(self, data: bytes, scan: int, rows: slice, columns: slice) -> tuple[bytearray, NDArray[np.int64]]:
+        """Return the first `scan` bytes and these intervals, and the offset of each marker."""
+        ends = self.ends[rows, columns]
+        starts = self.starts[rows, columns][:, 0]
+        stops = ends[:, -1] + _MARKER_BYTES
+        coded = memoryview(data)
+        spans = zip(starts.tolist(), stops.tolist(), strict=True)
+        made = bytearray().join([coded[:scan], *(coded[start:stop] for start, stop in spans)])
+        new_stops = np.cumsum(stops - starts) + scan
+        return made, (ends + (new_stops - stops)[:, None]).ravel()
+
+
+def _touched(first: int, last: int, size: int, count: int) -> slice:
+    """Return those of `count` intervals of `size` pixels that the pixels first:last touch."""
+    return slice(max(0, first) // size, min(count, -(-last // size)))
+
+
 def part(data: bytes, frame: Frame, top: int, left: int, height: int, width: int) -> tuple[bytearray, int, int] | None:
     """Return a JPEG of the restart intervals that the box touches, and its top and left there.
 
     Returns None if `with_restarts` did not make this file, or if its table of lengths does not fit
     it.
     """
-    if not frame.cuts:
+    grid = RestartGrid.read(data, frame)
+    if not grid:
         return None
-    start, end = frame.cuts
-    interval, mcu_height, mcu_width = CUTS_HEAD.unpack_from(data, start)
-    lengths = np.frombuffer(data[start + CUTS_HEAD.size : end], ">u2")
-    stride = interval * mcu_width
-    if not stride or not mcu_height:
-        return None
-    rows, across = -(-frame.height // mcu_height), -(-frame.width // stride)
-    if len(lengths) != rows * across:
-        return None
-    ends = (np.cumsum(lengths + np.int64(2)) + (frame.scan - 2)).reshape(rows, across)
-    if ends[-1, -1] + 2 > len(data):
-        return None
-    margin_down, margin_across = (size // BLOCK if size > BLOCK else 0 for size in (mcu_height, mcu_width))
-    first_row, first = max(0, top - margin_down) // mcu_height, max(0, left - margin_across) // stride
-    last_row = -(-min(frame.height, top + height + margin_down) // mcu_height)
-    last = -(-min(frame.width, left + width + margin_across) // stride)
-    touched = ends[first_row:last_row, first:last]
-    starts = touched[:, 0] - lengths.reshape(rows, across)[first_row:last_row, first]
-    stops = touched[:, -1] + 2  # with the marker that follows
-    coded = memoryview(data)
-    made = bytearray().join(
-        [coded[: frame.scan], *(coded[start:stop] for start, stop in zip(starts.tolist(), stops.tolist(), strict=True))]
-    )
+    rows, columns = grid.rows_of(top, height), grid.columns_of(left, width)
+    made, markers = grid.cut(data, frame.scan, rows, columns)
+    first_row, first_column = rows.start * grid.height, columns.start * grid.width
     struct.pack_into(
         ">HH", made, frame.position,
-        min(frame.height, last_row * mcu_height) - first_row * mcu_height,
-        min(frame.width, last * stride) - first * stride,
+        min(frame.height, rows.stop * grid.height) - first_row,
+        min(frame.width, columns.stop * grid.width) - first_column,
     )  # fmt: skip
-    behind = np.cumsum(stops - starts) + frame.scan
-    markers = (touched + (behind - stops)[:, None]).ravel()
     view = np.frombuffer(made, np.uint8)
     if not ((view[markers] == 0xFF).all() and (view[markers + 1] & 0xF0 == 0xD0).all()):
         return None
     view[markers + 1] = _MARKERS[: len(markers)]  # markers are numbered modulo 8, from 0
     view[markers[-1] + 1] = EOI
-    return made, top - first_row * mcu_height, left - first * stride
+    return made, top - first_row, left - first_column
 
 
 def upper(data: bytes, frame: Frame, bottom: int) -> bytearray:

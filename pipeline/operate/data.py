@@ -9,10 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from pipeline.data import cifar10, manifest, pack, sources
+from pipeline.data import cifar10, manifest, sources
 from pipeline.data.access import UnreadableError, check_folder
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import Split
+from pipeline.data.pack import Level
 from pipeline.data.store import Store
 from pipeline.errors import RequestError, StorageError, TemporaryError
 from pipeline.files import atomic_write
@@ -37,20 +38,15 @@ def import_imagenet(archives: Path, out: Path | Store, level: str | None, worker
     workers: processes that pack, by default one for each CPU. Returns a line that describes the
     result.
     """
-    from pipeline.data import imagenet
+    if level:
+        from pipeline.operate import pack  # imports torch
 
-    pack_level = pack.Level.parse(level) if level else None  # before the archives are read
-    if isinstance(out, Store) and not pack_level:
+        pack_level = Level.parse(level)
+        pack.check_programs(pack_level)  # before the archives are read
+        return pack.pack_source(_open_archives(archives), out, pack_level, workers)
+    if isinstance(out, Store):
         raise RequestError(f"{out} can hold a pack only: give its level, such as --pack max-side=500,q=90, or a folder")
-    check_folder(archives, str(archives), f"name the folder that holds {imagenet.TRAIN}")
-    source = imagenet.open_archives(archives)
-    assert source.index
-    manifest.check_train_classes(source.index, archives)
-    if pack_level:
-        from pipeline.operate.pack import pack_source
-
-        return pack_source(source, out, pack_level, workers)
-    assert isinstance(out, Path)
+    source = _open_archives(archives)
     total, done = source.size.train_images + source.size.val_images, 0
     try:
         for written in _unpack(source, out):
@@ -59,6 +55,16 @@ def import_imagenet(archives: Path, out: Path | Store, level: str | None, worker
     except OSError as error:
         raise StorageError(f"{out} cannot be written: {error.strerror}: {error.filename}") from None
     return f"imported {out}: {source.size.describe()}, as the development kit counts them"
+
+
+def _open_archives(folder: Path) -> sources.Source:
+    from pipeline.data import imagenet
+
+    check_folder(folder, str(folder), f"name the folder that holds {imagenet.TRAIN}")
+    source = imagenet.open_archives(folder)
+    assert source.index
+    manifest.check_train_classes(source.index, folder)
+    return source
 
 
 def _unpack(source: sources.Source, out: Path) -> Iterator[int]:

@@ -5,7 +5,7 @@ of workers and after any number of kills. The images of a shard follow from the 
 One process writes a shard to a temporary file, which is renamed (for a bucket, uploaded) when it is
 complete, then writes the shard's metadata; the pack's summary is written last. Each file that gets
 restart markers is decoded, whole and in part, and compared with the file without them; if a pixel
-differs, the file is stored without them.
+differs, or if jpegtran refuses the file, it is stored without them.
 """
 
 import hashlib
@@ -110,10 +110,17 @@ def pack(root: Path, out: Path | Store, level_text: str, val_split: float, worke
         raise RequestError(f"{root} is a pack already: name the image folder that it was made of")
     if isinstance(out, Path) and Path(os.path.realpath(out)).is_relative_to(os.path.realpath(root)):
         raise RequestError(f"{out} is inside the image folder {root}: name a folder outside it")
+    check_programs(level)
     index = manifest.scan(root, HoldOut(val_split))
     if index.ignored:
         print(f"left out: {describe_ignored(index.ignored)}", file=sys.stderr)
     return pack_source(sources.source_from_index(root, index), out, level, workers)
+
+
+def check_programs(level: Level) -> None:
+    """Raise RequestError that says what to install if the level needs jpegtran."""
+    if not level.raw:
+        jpeg_restarts.check_jpegtran()
 
 
 def pack_source(source: Source, out: Path | Store, level: Level, workers: int | None) -> str:
@@ -208,11 +215,10 @@ def _make_shards(
     total, left = sum(map(len, shards)), sum(map(len, missing))
     if left < total:
         terminal.show(f"{total - left:,} of {total:,} images were packed before")
-    jpegtran = _find_jpegtran(terminal) if missing and not level.raw else None
     context = get_context("fork")  # so that the index is shared
     counts = context.RawArray("q", len(missing))  # of images; without a lock, which a killed worker would keep
     try:
-        pool = ProcessPoolExecutor(workers, context, _start_worker, (os.getpid(), source, level, out, jpegtran, counts))
+        pool = ProcessPoolExecutor(workers, context, _start_worker, (os.getpid(), source, level, out, counts))
     except OSError as error:
         raise StorageError(start_failure("packing processes", error, "give fewer --workers")) from None
     start = time.monotonic()
@@ -242,15 +248,6 @@ def _make_shards(
         pool.shutdown(cancel_futures=True)
 
 
-def _find_jpegtran(terminal: Terminal) -> str | None:
-    """Return the path of jpegtran if it can be used, else log what to install."""
-    found = jpeg_restarts.find_jpegtran()
-    if not found:
-        remedy = "install libjpeg-turbo-progs (Fedora: libjpeg-turbo-utils)"
-        terminal.show(f"packing takes six times as long without jpegtran of libjpeg-turbo, for the same pack: {remedy}")
-    return found
-
-
 def _estimate(source: Source, level: Level, shard: Shard) -> int:
     """Return about how many bytes a shard will have, rather too many."""
     assert source.index
@@ -261,23 +258,21 @@ def _estimate(source: Source, level: Level, shard: Shard) -> int:
     return int(sizes.sum()) + 3 * _BLOCK * len(shard)
 
 
-_job: tuple[Source, Level, Target, str | None, Any]
+_job: tuple[Source, Level, Target, Any]
 """The arguments that all tasks of a worker process share, see `_start_worker`."""
 
 
-def _start_worker(
-    parent: int, source: Source, level: Level, out: Path | Store, jpegtran: str | None, counts: Any
-) -> None:
+def _start_worker(parent: int, source: Source, level: Level, out: Path | Store, counts: Any) -> None:
     """Prepare a worker process. counts: of packed images, for each task."""
     global _job  # noqa: PLW0603 — the way to give a pool's workers arguments once
-    _job = source, level, open_target(out), jpegtran, counts
+    _job = source, level, open_target(out), counts
     die_with_parent(parent)  # a worker of a killed command must not write while the next command does
     torch.set_num_threads(1)
 
 
 def _make_shard(shard: Shard, slot: int) -> None:
     """Write the shard and its metadata. slot: the place of its count of images."""
-    source, level, target, jpegtran, counts = _job
+    source, level, target, counts = _job
     assert source.index
     if target.exists(shard.metadata_name) or target.exists(SUMMARY):  # another start has made it by now
         counts[slot] = len(shard)
@@ -304,7 +299,7 @@ def _make_shard(shard: Shard, slot: int) -> None:
                 places.append((shard.number, 0, 0))
                 continue
             try:
-                data, is_unchanged, image_difference = encode(data, level, jpegtran)
+                data, is_unchanged, image_difference = encode(data, level)
                 difference += image_difference
                 unchanged += int(is_unchanged)
             except BadImageError as error:
@@ -373,11 +368,8 @@ def _describe(out: Path | Store, summary: dict[str, Any]) -> str:
     return f"packed {out}: {count:,} images in {len(summary['shards'])} shards, {size}; {change}; {bad} bad"
 
 
-def encode(data: bytes, level: Level, jpegtran: str | None = None) -> Encoded:
-    """Return a file as it is packed at this level. Raises BadImageError if it cannot be decoded.
-
-    jpegtran: see `jpeg_restarts.with_restarts`.
-    """
+def encode(data: bytes, level: Level) -> Encoded:
+    """Return a file as it is packed at this level. Raises BadImageError if it cannot be decoded."""
     picture = Picture.open(data)
     pixels = picture.region(0, 0, picture.height, picture.width)
     buffer = io.BytesIO()
@@ -390,15 +382,15 @@ def encode(data: bytes, level: Level, jpegtran: str | None = None) -> Encoded:
         Image.fromarray(small.permute(1, 2, 0).numpy()).save(buffer, "JPEG", quality=level.quality)
         jpeg = buffer.getvalue()
         if len(jpeg) < len(data) or small is not pixels:  # else a loss of quality would save nothing
-            made = _with_restarts(jpeg, decode(jpeg), jpegtran)
+            made = _with_restarts(jpeg, decode(jpeg))
             return Encoded(made, False, _mean_difference(pixels, decode(made)))
-    made = _with_restarts(data, pixels, jpegtran, picture.orientation)
+    made = _with_restarts(data, pixels, picture.orientation)
     return Encoded(made, made is data, 0.0)
 
 
-def _with_restarts(data: bytes, pixels: Tensor, jpegtran: str | None, orientation: int = 1) -> bytes:
+def _with_restarts(data: bytes, pixels: Tensor, orientation: int = 1) -> bytes:
     """Return the file with restart markers, or unchanged if its pixels may differ."""
-    made = jpeg_restarts.with_restarts(data, jpegtran, orientation)
+    made = jpeg_restarts.with_restarts(data, orientation)
     if made is None:
         return data
     try:
