@@ -81,7 +81,7 @@ ENTRYPOINT ["python3", "/opt/forward.py", "8333", "8334", \
 
 FROM python AS trainer
 # Triton compiles its kernel launchers with gcc at run time, for torch.compile; torchrun --numa-binding needs numactl.
-# `pipeline data pack` recodes JPEGs with jpegtran of libjpeg-turbo-progs, six times as fast as without it.
+# `pipeline data pack` recodes JPEGs with jpegtran of libjpeg-turbo-progs.
 # tini is process 1: the kernel drops a SIGTERM to a process 1 that has no handler yet, as torchrun for its first seconds
 # hadolint ignore=DL3008
 RUN --mount=type=cache,target=/var/cache/apt,sharing=locked --mount=type=cache,target=/var/lib/apt,sharing=locked \

@@ -118,11 +118,11 @@ def make_other_images(place: Place) -> None:
 
 
 def pack(place: Place) -> None:
-    place.run("data", "pack", "images", "packed")
+    place.run("data", "pack", "images", "packed", "--level", "raw=64")
 
 
 def pack_beside(place: Place) -> None:
-    place.run("data", "pack", "images", "images-pack")
+    place.run("data", "pack", "images", "images-pack", "--level", "raw=64")
 
 
 def add_folder_image(place: Place) -> None:

@@ -68,6 +68,7 @@ def found(root: Path, code: int = 0) -> dict[str, Any]:
     return dict(json.loads(result.out))
 
 
+@pytest.mark.usefixtures("jpegtran")
 def test_equal_dark_and_turned_images_are_named_in_a_folder_and_in_a_pack(good: Path) -> None:
     expected = make_odd(good)
     write(good, "train/bee/.hidden.png", Image.new("L", (9, 8)))
@@ -100,6 +101,7 @@ def test_warnings_change_the_verdict_and_name_images(good: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("jpegtran")
 def test_a_class_that_is_never_held_out_is_a_warning(good: Path) -> None:
     write(good / "train", "dog/1.png", Image.effect_noise((9, 8), 60))  # which stays in training
     page = quick("data", "check", str(good / "train"), "--val-split=0.4").out.splitlines()

@@ -77,6 +77,7 @@ def decode_all(source: str, root: Path, expected: list[Pixels]) -> tuple[list[st
     return differs, bad, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024, longest
 
 
+@pytest.mark.usefixtures("jpegtran")
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, about odd metadata
 def test_each_file_has_the_pixels_of_pillow_or_is_a_named_defect(corpus: Path, tmp_path: Path) -> None:
     expected = [by_pillow(file) for file in sorted((corpus / "train").rglob("*.jpg"))]

@@ -280,6 +280,7 @@ def test_a_wrong_layout_is_one_line_with_a_remedy(folder: Path, change: str, say
     assert len(line.splitlines()) == 1
 
 
+@pytest.mark.usefixtures("jpegtran")
 def test_data_without_an_image_to_validate_on_is_packed_and_not_trained_on(tmp_path: Path) -> None:
     root = fill(tmp_path / "images", *(f"class {i:02}/1.png" for i in range(40)))
     assert scan(root, HoldOut(0.5)).size == DataSize(40, 0, 40, "50 % of each class held out")
@@ -687,6 +688,7 @@ def test_links_to_a_place_that_is_away_are_an_outage_when_images_are_indexed(
         source_from_index(folder, replace(before, train=unknown)).train.read(0)
 
 
+@pytest.mark.usefixtures("jpegtran")
 @pytest.mark.fault("J3")
 def test_no_image_is_blamed_or_packed_as_bad_while_its_link_leads_nowhere(place: Place) -> None:
     root, store = place.path / "images", place.path / "store"
@@ -706,6 +708,7 @@ def test_a_stale_link_beside_train_and_val_is_no_outage(folder: Path) -> None:
     assert scan(folder, HoldOut()).size.num_classes == 2
 
 
+@pytest.mark.usefixtures("jpegtran")
 @pytest.mark.fault("J3")
 @pytest.mark.parametrize("kind", ["folder", "pack"])
 def test_loaders_wait_for_missing_data_and_return_the_same_batches(

@@ -122,6 +122,7 @@ def table_of_commands(page: Path) -> Iterator[list[str]]:
             yield [word.partition("\\|")[0] for word in required.split()]
 
 
+@pytest.mark.usefixtures("jpegtran")
 @pytest.mark.long
 def test_each_documented_command_that_can_run_here_succeeds(tmp_path: Path) -> None:
     documented = list(table_of_commands(DOCS / "commands.md"))

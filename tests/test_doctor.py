@@ -376,7 +376,7 @@ def _server(status: int) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def digits_pack(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def digits_pack(digits: Path, tmp_path_factory: pytest.TempPathFactory, jpegtran: str) -> Path:
     out = tmp_path_factory.mktemp("pack") / "digits"
     pack(digits, out, "lossless", 0.1)
     return out

@@ -379,6 +379,7 @@ def test_another_source_has_its_own_data(
     assert "data.root is missing: data.source=pack needs data.root=FOLDER" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("jpegtran")
 def test_a_pack_of_the_training_data_is_evaluated_on_what_the_training_held_out(
     plain: Path, tmp_path: Path, bucket: Bucket, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -416,6 +417,7 @@ def test_a_pack_of_the_training_data_is_evaluated_on_what_the_training_held_out(
     assert "data.val_split cannot be set for a pack" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("jpegtran")
 def test_all_images_of_a_pack_of_other_data_are_evaluated(
     plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -96,6 +96,7 @@ def test_the_archives_become_an_image_folder(archives: Path, tmp_path: Path) -> 
     assert scan(out, HoldOut()).digest == index.digest
 
 
+@pytest.mark.usefixtures("jpegtran")
 def test_a_pack_of_the_archives_is_the_pack_of_their_folder(archives: Path, tmp_path: Path) -> None:
     import_imagenet(archives, tmp_path / "folder", None)
     pack(tmp_path / "folder", tmp_path / "from folder", "lossless", 0.1)

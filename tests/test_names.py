@@ -39,6 +39,7 @@ def test_a_result_is_printed_in_an_encoding_that_lacks_its_characters(place: Pla
     assert all(line.startswith(r"\u65e5\u672c/") for line in shown.out.splitlines())
 
 
+@pytest.mark.usefixtures("jpegtran")
 def test_names_that_are_not_utf_8(place: Place) -> None:
     """Folders may have any name in a command; a configuration, which is text, refuses them."""
     odd = place.path / os.fsdecode(b"\xdcber")
@@ -66,6 +67,7 @@ def test_names_that_are_not_utf_8(place: Place) -> None:
     assert "track.uri=none" in no_mlflow.error
 
 
+@pytest.mark.usefixtures("jpegtran")
 def test_a_file_that_a_command_writes_follows_links_and_replaces_no_pipe(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +100,7 @@ def test_a_file_that_a_command_writes_follows_links_and_replaces_no_pipe(
         assert quick("data", *words).code == 2, words
 
 
+@pytest.mark.usefixtures("jpegtran")
 def test_a_full_disk_is_one_line(place: Place, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place.path)
     (small_disk / "filler").write_bytes(bytes(60 << 10))
@@ -138,6 +141,7 @@ def test_an_error_after_the_data_moved_says_how_to_give_its_new_place(place: Pla
     assert quick("evaluate", "runs/done", "data.root=moved", cwd=place.path).code == 0
 
 
+@pytest.mark.usefixtures("jpegtran")
 def test_commands_in_messages_can_be_pasted(place: Place) -> None:
     (place.path / "RECIPE.YML").write_text("run: {dir: runs/my run}\n")
     done = quick("train", "RECIPE.YML", *SMALL, cwd=place.path)

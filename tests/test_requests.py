@@ -136,6 +136,7 @@ def test_an_unreadable_path_is_refused(
         assert refused(result).startswith(says)
 
 
+@pytest.mark.usefixtures("jpegtran")
 @pytest.mark.parametrize(
     ("words", "code"),
     [("plan {long}.yaml", 2), ("plan digits data.source=folder data.root={long}", 2),

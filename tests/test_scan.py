@@ -39,6 +39,7 @@ def add_hidden(root: Path, *folders: str) -> int:
     return len(folders) * len(HIDDEN_FILES + HIDDEN_FOLDERS)
 
 
+@pytest.mark.usefixtures("jpegtran")
 @pytest.mark.parametrize("layout", ["train and val", "class folders"])
 def test_hidden_and_system_files_are_left_out_at_any_depth(tmp_path: Path, layout: str) -> None:
     classes = ("val/cat/more", "val/dog") if layout == "train and val" else ("cat", "dog")
@@ -274,6 +275,7 @@ def test_the_digest_of_other_names_is_that_of_version_0_2(tmp_path: Path) -> Non
     assert index.digest == digest.hexdigest()
 
 
+@pytest.mark.usefixtures("jpegtran")
 def test_a_run_is_resumed_with_the_folder_and_evaluated_with_the_pack_of_another_system(tmp_path: Path) -> None:
     root = photos(tmp_path / "photos", "")
     words = (
@@ -319,6 +321,7 @@ def test_train_and_val_may_spell_a_class_differently_and_other_classes_are_told_
     assert "p\\u0430ss') in train/ only, pass in val/ only" in line
 
 
+@pytest.mark.usefixtures("jpegtran")
 def test_a_class_without_a_validation_image_is_named_and_counted(tmp_path: Path) -> None:
     root = fill(tmp_path / "photos", *(f"{kind}/{i}.png" for kind in ("cat", "dog") for i in range(6)), "eel/1.png")
     fill(root, "eel/2.png")

@@ -42,7 +42,7 @@ READS = r"GET .*\.tar"
 
 
 @pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
+def packed(tmp_path_factory: pytest.TempPathFactory, digits: Path, jpegtran: str) -> Path:
     root = tmp_path_factory.mktemp("packed") / "digits"
     make(digits, root, "lossless", 0.1)
     return root

@@ -22,6 +22,8 @@ from pipeline.errors import RequestError
 from pipeline.operate.check import check
 from pipeline.operate.pack import pack
 
+pytestmark = pytest.mark.usefixtures("jpegtran")
+
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -153,6 +153,7 @@ def test_a_start_on_a_full_disk_prints_one_line_and_exits_4(small_disk: Path, di
     assert result.code == 4
 
 
+@pytest.mark.usefixtures("jpegtran")
 @pytest.mark.parametrize(("command", "filled"), [("train", 2048), ("evaluate", 2032), ("pack", 2048)])
 def test_a_full_dev_shm_is_named_with_its_size(place: Place, command: str, filled: int) -> None:
     words = {

@@ -14,7 +14,9 @@ from faults.cluster import done_line
 from faults.ledger import Notes
 from faults.pods import Pods, missing, rendered
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=missing() or "")
+pytestmark = [
+    pytest.mark.skipif(missing() is not None, reason=missing() or ""), pytest.mark.usefixtures("jpegtran")
+]  # fmt: skip
 
 STEPS = 40
 WORDS = (*SMALL, "train.epochs=100", f"train.max_steps={STEPS}", "evaluate.every=1000 epochs",
