@@ -20,6 +20,7 @@ from test_pack import copy_folder, encoded, photo
 from pipeline.data.store import Store
 from pipeline.errors import RequestError
 from pipeline.operate.check import check
+from pipeline.operate.data import import_imagenet
 from pipeline.operate.pack import pack
 
 pytestmark = pytest.mark.usefixtures("jpegtran")
@@ -281,10 +282,8 @@ def test_what_cannot_be_checked_in_a_bucket_is_refused(bucket: Bucket, images: P
 
 
 def test_archives_become_a_pack_in_a_bucket(archives: Path, bucket: Bucket, tmp_path: Path) -> None:  # noqa: F811
-    words = ("data", "import", "imagenet", str(archives))
-    assert quick(*words, str(tmp_path / "pack"), "--pack", "lossless").code == 0
-    result = quick(*words, f"{bucket.place}/pack", "--pack", "lossless")
-    assert result.code == 0, result.err
+    import_imagenet(archives, tmp_path / "pack", "lossless")
+    import_imagenet(archives, Store(f"{bucket.place}/pack"), "lossless")
     assert objects(bucket) == files(tmp_path / "pack")
-    refused = quick(*words, f"{bucket.place}/other")
-    assert (refused.code, "can hold a pack only: give its level, such as --pack" in refused.error) == (2, True)
+    with pytest.raises(RequestError, match="can hold a pack only: give its level, such as --pack"):
+        import_imagenet(archives, Store(f"{bucket.place}/other"), None)

@@ -91,7 +91,7 @@ class RestartGrid:
     """Pixels of an interval, as is the width. The last row and column may have fewer."""
     width: int
     margin_down: int
-    """Pixels around a crop whose chroma its own is interpolated from."""
+    """Pixels around a crop whose chroma is interpolated with its own."""
     margin_across: int
     starts: NDArray[np.int64]
     """[rows, columns]: offset of each interval's first byte."""
@@ -120,11 +120,9 @@ class RestartGrid:
         return cls(mcu_height, width, down, across, starts.reshape(rows, columns), ends.reshape(rows, columns))
 
     def rows_of(self, top: int, height: int) -> slice:
-        """Return the rows that a crop needs."""
         return _touched(top - self.margin_down, top + height + self.margin_down, self.height, len(self.ends))
 
     def columns_of(self, left: int, width: int) -> slice:
-        """Return the columns that a crop needs."""
         return _touched(left - self.margin_across, left + width + self.margin_across, self.width, self.ends.shape[1])
 
     def cut(self, data: bytes, scan: int, rows: slice, columns: slice) -> tuple[bytearray, NDArray[np.int64]]:

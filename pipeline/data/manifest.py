@@ -11,7 +11,7 @@ import shlex
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +40,7 @@ from pipeline.data.checksums import digest_of_sums, read_sums
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import MISSING, Index, Split, describe_ignored, list_first
 from pipeline.data.store import Store
-from pipeline.errors import RequestError, RunError
+from pipeline.errors import RequestError
 from pipeline.files import atomic_write
 from pipeline.streams import log
 
@@ -137,7 +137,7 @@ def _is_current(index: Index, root: Path, check_sizes: bool) -> bool:
         # Without train/ and val/, classes are in the root: making the cache changes its time.
         base = os.fsencode(root)
         has_splits = SPLITS[0] in index.folders
-        if not has_splits and tuple(_subfolders(base, Counter())) != index.classes:
+        if not has_splits and tuple(_Scan(root).subfolders(b"")) != index.classes:
             return False
         sizes_match = (_sizes_match(split, base, check_sizes) for split in (index.train, index.val))
         return digest_of_sums(root) == index.sums and all(sizes_match)
@@ -161,35 +161,37 @@ def scan(root: Path, hold_out: HoldOut) -> Index:
     Raises RequestError that names the folder if the layout is wrong, OutageError if the storage
     fails.
     """
-    base = os.fsencode(root)
-    folders: dict[str, int] = {}
-    ignored: Counter[str] = Counter()
-    try:
+    found = _Scan(root)
+    entries: Entries = {split: [] for split in SPLITS}
+    with found.errors():
         present = [split for split in SPLITS if (root / split).is_dir()]
         if len(present) == 1:
             # raises OutageError if the other is a link to a place that is away
-            raise _missing_split(root, present[0], [*_subfolders(base, ignored).values()])
-        if present:
-            parents = {name: _class_folders(os.path.join(base, name.encode()), name, ignored) for name in SPLITS}
-            _check_same_classes(parents["train"], parents["val"])
-        else:
-            parents = {"": _subfolders(base, ignored)}
+            raise _missing_split(root, present[0], [*found.subfolders(b"").values()])
+        parents = {split: found.class_folders(split) for split in present} or {"": found.subfolders(b"")}
         classes = next(iter(parents.values()))
         if not classes:
             raise RequestError(
                 f"data.root={root} holds no folders", "it needs train/ and val/, each with one folder per class"
             )
+        if present:
+            _check_same_classes(parents["train"], parents["val"])
         _refuse_splits_as_classes(root, [*classes.values()])
-        entries = _scan_classes(base, parents, hold_out, folders, ignored)
+        for parent, folders in parents.items():
+            if parent:
+                found.folders[parent] = os.stat(root / parent).st_mtime_ns
+            for label, name in enumerate(classes):
+                images = found.class_images(os.path.join(parent.encode(), folders[name]))
+                chosen = set() if parent else hold_out.chosen((file, label) for file, _ in images)
+                for file, size in images:
+                    entries[parent or ("val" if file in chosen else "train")].append((file, size, label))
         sums, sums_digest = read_sums(root), digest_of_sums(root)
-    except OSError as error:
-        raise _unreadable(root, error) from None
     if len(classes) < 2:
         raise RequestError(
             f"data.root={root} holds one class folder, {next(iter(classes))}/", "at least two are needed"
         )
     train, val = (Split.from_entries(entries[split], sums) for split in SPLITS)
-    index = Index(train, val, tuple(classes), sums_digest, folders, hold_out, ignored=dict(ignored))
+    index = Index(train, val, tuple(classes), sums_digest, found.folders, hold_out, ignored=dict(found.ignored))
     check_train_classes(index, root)
     return index
 
@@ -229,12 +231,11 @@ def scan_validation(
     may be missing or empty. `ignored` gets the number of what is left out. Raises RequestError if a
     folder is not a class of the model, or if there is no image.
     """
-    base, ignored = os.fsencode(root), Counter() if ignored is None else ignored
+    found = _Scan(root, Counter() if ignored is None else ignored)
     labels = {class_of(name): label for label, name in enumerate(classes)}
-    try:
-        has_val = (root / "val").is_dir()
-        place, given = (os.path.join(base, b"val"), "val") if has_val else (base, str(root))
-        folders = _class_folders(place, given, ignored)
+    with found.errors():
+        parent = "val" if (root / "val").is_dir() else ""
+        folders = found.class_folders(parent)
         unknown = [folder for name, folder in folders.items() if name not in labels]
         if unknown:
             names = list_first([escaped_name(folder) for folder in unknown], 5)
@@ -245,25 +246,14 @@ def scan_validation(
         entries = [
             (file, size, labels[name])
             for name, folder in folders.items()
-            for file, size in _images(base, os.path.join(b"val", folder) if has_val else folder, {}, ignored)
+            for file, size in found.images(os.path.join(parent.encode(), folder))
         ]
-        if hold_out and not has_val:
-            chosen = hold_out.chosen((name, label) for name, _, label in entries)
-            entries = [entry for entry in entries if entry[0] in chosen]
-    except OSError as error:
-        raise _unreadable(root, error) from None
+    if hold_out and not parent:
+        chosen = hold_out.chosen((name, label) for name, _, label in entries)
+        entries = [entry for entry in entries if entry[0] in chosen]
     if not entries:
-        raise RequestError(f"data.root={root} holds no image to evaluate the model on{_left_out(ignored)}")
+        raise RequestError(f"data.root={root} holds no image to evaluate the model on{_left_out(found.ignored)}")
     return Split.from_entries(entries)
-
-
-def _unreadable(root: Path, error: OSError) -> RunError:
-    path = error.filename or root  # an error in the middle of a listing names no file
-    if is_outage(error):
-        return outage_error(path, error)
-    return RequestError(
-        f"data.root={root} cannot be read: {printable_name(os.fsencode(path))}: {error.strerror}", PLACE_OF_DATA
-    )
 
 
 def _missing_split(root: Path, present: str, folders: list[bytes]) -> RequestError:
@@ -300,31 +290,115 @@ def _left_out(ignored: dict[str, int]) -> str:
     return f" (left out: {describe_ignored(ignored)})" if ignored else ""
 
 
-def _subfolders(base: bytes, ignored: Counter[str]) -> dict[str, bytes]:
-    """Return the class folders in `base` by their classes; count in `ignored` what is left out.
+class _Scan:
+    """A walk through an image folder, and what it found besides images."""
 
-    Raises RequestError if two folders have the same class.
-    """
-    names = []
-    with os.scandir(base) as found:
-        for entry in found:
-            if is_hidden(entry.name):
-                if entry.name != CACHE.encode():
-                    ignored[HIDDEN] += 1
-            elif _is_folder(entry):
-                names.append(entry.name)
-            elif is_image(entry.name):
-                ignored["outside of the class folders"] += 1
-    classes: dict[str, bytes] = {}
-    for name in sorted(names, key=lambda name: (normal_path(name), name)):
-        other = classes.setdefault(class_of(name), name)
-        if other != name:
+    def __init__(self, root: Path, ignored: Counter[str] | None = None) -> None:
+        self._root = root
+        self._base = os.fsencode(root)
+        self.folders: dict[str, int] = {}
+        """The modification time of each folder with images."""
+        self.ignored: Counter[str] = Counter() if ignored is None else ignored
+        """The number of files and folders that are left out, by the reason."""
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Raise RequestError or OutageError that names the place for an error of the system."""
+        try:
+            yield
+        except OSError as error:
+            path = error.filename or self._root  # an error in the middle of a listing names no file
+            if is_outage(error):
+                raise outage_error(path, error) from None
+            name = printable_name(os.fsencode(path))
+            problem = f"data.root={self._root} cannot be read: {name}: {error.strerror}"
+            raise RequestError(problem, PLACE_OF_DATA) from None
+
+    def subfolders(self, parent: bytes) -> dict[str, bytes]:
+        """Return the folders in `parent`, a name below the root, by their classes.
+
+        Raises RequestError if two folders have the same class.
+        """
+        place = os.path.join(self._base, parent) if parent else self._base
+        names = []
+        with os.scandir(place) as found:
+            for entry in found:
+                if is_hidden(entry.name):
+                    if entry.name != CACHE.encode():
+                        self.ignored[HIDDEN] += 1
+                elif _is_folder(entry):
+                    names.append(entry.name)
+                elif is_image(entry.name):
+                    self.ignored["outside of the class folders"] += 1
+        classes: dict[str, bytes] = {}
+        for name in sorted(names, key=lambda name: (normal_path(name), name)):
+            other = classes.setdefault(class_of(name), name)
+            if other != name:
+                raise RequestError(
+                    f"{printable_name(place)} has two folders whose names look alike, {escaped_name(other)} and"
+                    f" {escaped_name(name)}",
+                    "move the images of one into the other",
+                )
+        return classes
+
+    def class_folders(self, parent: str) -> dict[str, bytes]:
+        """Return the class folders in train/, val/ or the root. Raises RequestError if none."""
+        names = self.subfolders(parent.encode())
+        if names:
+            return names
+        split = parent or str(self._root)
+        images = sum(map(is_image, os.listdir(os.path.join(self._base, parent.encode()))))
+        if images:
             raise RequestError(
-                f"{printable_name(base)} has two folders whose names look alike, {escaped_name(other)} and"
-                f" {escaped_name(name)}",
-                "move the images of one into the other",
+                f"{split}/ is flat",
+                f"it holds images ({images:,}) but no class folders; sort them into {split}/<class>/,"
+                " with the class names of train/",
             )
-    return classes
+        raise RequestError(f"{split}/ holds no class folders", "it needs one for each class, with images in it")
+
+    def class_images(self, folder: bytes) -> list[tuple[bytes, int]]:
+        """Return the images of a class folder. Raises RequestError if there are none."""
+        before = self.ignored.copy()
+        images = list(self.images(folder))
+        if not images:
+            kinds = " ".join(kind.decode() for kind in EXTENSIONS)
+            raise RequestError(
+                f"class folder {printable_name(folder)}/ holds no image ({kinds}){_left_out(self.ignored - before)}",
+                "add images or remove the folder",
+            )
+        return images
+
+    def images(self, folder: bytes, above: Sequence[tuple[int, int]] = ()) -> Iterator[tuple[bytes, int]]:
+        """Yield (name below the root, bytes) of each image in `folder` and the folders in it.
+
+        above: the device and inode of each folder that holds `folder`. Raises RequestError that
+        names a link which leads back to one of them.
+        """
+        path = os.path.join(self._base, folder)
+        status = os.stat(path)
+        if not above:
+            above = [(place.st_dev, place.st_ino) for place in (os.stat(self._base), os.stat(os.path.dirname(path)))]
+        here = (status.st_dev, status.st_ino)
+        if here in above and (link := _last_link(self._base, folder)):
+            raise RequestError(f"{printable_name(link)} is a link to a folder that it is in", "remove the link")
+        self.folders[os.fsdecode(folder)] = status.st_mtime_ns
+        with os.scandir(path) as found:
+            for entry in found:
+                name = os.path.join(folder, entry.name)
+                if is_hidden(entry.name):
+                    self.ignored[HIDDEN] += 1
+                elif is_image(entry.name):
+                    size = _size(entry)
+                    if size != MISSING and entry.is_dir():
+                        raise RequestError(
+                            f"{printable_name(entry.path)} is a folder that is named like an image",
+                            "rename or remove it",
+                        )
+                    yield name, size
+                elif _is_folder(entry):
+                    yield from self.images(name, [*above, here])
+                else:
+                    self.ignored[why_ignored(entry.name)] += 1
 
 
 def _check_same_classes(train: dict[str, bytes], val: dict[str, bytes]) -> None:
@@ -334,83 +408,6 @@ def _check_same_classes(train: dict[str, bytes], val: dict[str, bytes]) -> None:
         raise RequestError(
             f"the classes of train/ and val/ differ: {list_first(differing, 5)}", "both need the same class folders"
         )
-
-
-def _scan_classes(
-    base: bytes, parents: dict[str, dict[str, bytes]], hold_out: HoldOut, folders: dict[str, int], ignored: Counter[str]
-) -> Entries:
-    """Return the images of the class folders in `parents`: train and val, or "" (the root).
-
-    `folders` gets the time of each folder, `ignored` the number of what is left out.
-    """
-    entries: Entries = {"train": [], "val": []}
-    labels = {name: label for label, name in enumerate(next(iter(parents.values())))}
-    for parent, classes in parents.items():
-        if parent:
-            folders[parent] = os.stat(os.path.join(base, parent.encode())).st_mtime_ns
-        for name, label in labels.items():
-            folder = os.path.join(parent.encode(), classes[name])
-            ignored_here: Counter[str] = Counter()
-            images = list(_images(base, folder, folders, ignored_here))
-            ignored += ignored_here
-            if not images:
-                kinds = " ".join(kind.decode() for kind in EXTENSIONS)
-                raise RequestError(
-                    f"class folder {printable_name(folder)}/ holds no image ({kinds}){_left_out(ignored_here)}",
-                    "add images or remove the folder",
-                )
-            chosen = set() if parent else hold_out.chosen((file, label) for file, _ in images)
-            for file, size in images:
-                entries[parent or ("val" if file in chosen else "train")].append((file, size, label))
-    return entries
-
-
-def _class_folders(folder: bytes, split: str, ignored: Counter[str]) -> dict[str, bytes]:
-    names = _subfolders(folder, ignored)
-    if names:
-        return names
-    images = sum(map(is_image, os.listdir(folder)))
-    if images:
-        raise RequestError(
-            f"{split}/ is flat",
-            f"it holds images ({images:,}) but no class folders; sort them into {split}/<class>/,"
-            " with the class names of train/",
-        )
-    raise RequestError(f"{split}/ holds no class folders", "it needs one for each class, with images in it")
-
-
-def _images(
-    base: bytes, folder: bytes, folders: dict[str, int], ignored: Counter[str], above: Sequence[tuple[int, int]] = ()
-) -> Iterator[tuple[bytes, int]]:
-    """Yield (name below `base`, bytes) of each image in `folder` and the folders in it.
-
-    above: the device and inode of each folder that holds `folder`. Raises RequestError that names a
-    link which leads back to one of them.
-    """
-    path = os.path.join(base, folder)
-    status = os.stat(path)
-    if not above:
-        above = [(place.st_dev, place.st_ino) for place in (os.stat(base), os.stat(os.path.dirname(path)))]
-    here = (status.st_dev, status.st_ino)
-    if here in above and (link := _last_link(base, folder)):
-        raise RequestError(f"{printable_name(link)} is a link to a folder that it is in", "remove the link")
-    folders[os.fsdecode(folder)] = status.st_mtime_ns
-    with os.scandir(path) as found:
-        for entry in found:
-            name = os.path.join(folder, entry.name)
-            if is_hidden(entry.name):
-                ignored[HIDDEN] += 1
-            elif is_image(entry.name):
-                size = _size(entry)
-                if size != MISSING and entry.is_dir():
-                    raise RequestError(
-                        f"{printable_name(entry.path)} is a folder that is named like an image", "rename or remove it"
-                    )
-                yield name, size
-            elif _is_folder(entry):
-                yield from _images(base, name, folders, ignored, [*above, here])
-            else:
-                ignored[why_ignored(entry.name)] += 1
 
 
 def _last_link(base: bytes, folder: bytes) -> bytes | None:
