@@ -311,7 +311,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
         Path("data").mkdir()
         Path("data/digits").symlink_to(digits)
         make_synthetic(Path("photos"), 16, 4, 32)
-        assert main(["data", "pack", "photos", "packed"]) == 0
+        assert main(["data", "pack", "photos", "packed", "--level", "raw=64"]) == 0
         save_run(Path("runs/done"))
     return root
 
