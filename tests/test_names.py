@@ -57,7 +57,6 @@ def test_names_that_are_not_utf_8(place: Place) -> None:
         ("export", f"{odd}/runs/new", "--to", "safetensors"), ("export", f"{odd}/runs/new", "--to", "onnx"),
         ("report", f"{odd}/runs/new"), ("predict", f"{odd}/runs/new", f"{odd}/val", "--json"),
         ("data", "check", str(odd), "--write-sums"), ("data", "pack", f"{odd}", f"{place.path}/pack"),
-        ("runs", f"{odd}/runs"),
     ):  # fmt: skip
         result = quick(*command, cwd=place.path)
         assert result.code == 0, (command, result.err)
