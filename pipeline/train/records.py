@@ -25,7 +25,7 @@ from pipeline.record.journal import Journal, events, run_id
 from pipeline.record.mirror import Mirror
 from pipeline.record.provenance import provenance
 from pipeline.record.receipt import Receipt
-from pipeline.record.sender import NullSender, Sender
+from pipeline.record.sender import Sender
 from pipeline.record.terminal import Terminal
 from pipeline.record.trace import Trace
 from pipeline.supervision import launch_id
@@ -104,18 +104,19 @@ class Records:
             self._samples.save_augmented(plan)
         if config.track.uri != "none" and (ignored := sender.ignored_variables()):
             log(f"MLflow{ignored}")
+        self._sender: Sender | None = None
         try:
-            self._sender: Sender = sender.start(config, folder)
+            self._sender = sender.start(config, folder)
         except OSError as error:
             log(f"MLflow's sender could not be started: {error.strerror}; 'pipeline sync' sends the journal later")
-            self._sender = NullSender()
         if mirror:
             mirror.start()
 
     def wait_for_tracker(self) -> RunError | None:
         """Return None once MLflow is reached, or the error if it is not at the first attempt."""
         try:
-            self._sender.wait_until_ready()
+            if self._sender:
+                self._sender.wait_until_ready()
         except RunError as error:
             return error
         return None
@@ -217,7 +218,7 @@ class Records:
 
     def _close_sender(self, seconds_left: Callable[[], float | None]) -> None:
         log = self._terminal.log
-        if not self._sender.close(log, seconds_left):
+        if self._sender and not self._sender.close(log, seconds_left):
             command = f"pipeline sync {shlex.quote(str(self._folder.path))}"
             reason = f" ({last})" if (last := sender.last_failure(self._folder)) else ""
             log(f"MLflow did not take everything{reason}: the journal keeps it, '{command}' sends it")

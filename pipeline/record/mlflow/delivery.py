@@ -22,7 +22,7 @@ from pipeline.config.schema import Config
 from pipeline.errors import RequestError, TemporaryError
 from pipeline.files import atomic_write, parse_json
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import MEASURED, is_row_start, last_event, read
+from pipeline.record.journal import MEASURED, final_status, is_row_start, last_event, read
 from pipeline.record.mlflow import connection, parts
 from pipeline.record.mlflow.figures import send_figures
 from pipeline.record.mlflow.model import register_model, send_model
@@ -41,11 +41,7 @@ After the end of a finished run, also its model and that model's registration.
 
 
 class Delivery:
-    """Sends what the journal holds and the server lacks.
-
-    Metrics and status are sent by `deliver`, all else by `send_parts`. These may run in two
-    threads, so that an artifact store that does not answer holds back no metric.
-    """
+    """Sends what the journal holds and the server lacks: rows at once, and parts one by one."""
 
     def __init__(self, folder: RunFolder, config: Config, uri: str, timeout_s: int) -> None:
         self._folder, self._config = folder, config
@@ -53,18 +49,15 @@ class Delivery:
         self._server = without_password(self._uri)  # the URI of a database still has its password
         self._run: MlflowRun | None = None
         self._offset = 0
-        self._due: dict[str, int] = {}
-        """The parts that are due, each with the end of the last event that made it so."""
-        self._lock = threading.Lock()
-        """Held to change `_due`, and to write `mlflow.json`."""
+        """How many bytes of the journal the server has."""
+        self._due: list[str] = []
+        """The parts that the server lacks."""
+        self._held: dict[str, Exception | None] = {}
+        """The due parts that wait for the next event: refused with an error, or None: not ready."""
         self._before: dict[str, int] = {}
         """The last step of each metric that the server had before this folder sent anything."""
         self._history: dict[str, dict[int, float]] = {}
         """The last value of these metrics at each step, as far as they were asked for."""
-        self.has_new_parts = False
-        """A part became due since the last attempt."""
-        self._failed: dict[str, Exception] = {}
-        """The parts that the last attempt could not send."""
         self.is_reachable = not uri.startswith("http")  # a local database is, even while its slow creation runs
         """The server accepted the last request."""
         self.imported = threading.Event()
@@ -80,36 +73,99 @@ class Delivery:
         mlflow.set_tracking_uri(self._uri)
         self.imported.set()
 
-    def deliver(self) -> None:
+    def send_rows(self) -> None:
         """Send the metrics and the status that the server lacks. Raises whatever mlflow raises."""
         self.check_ours()
         try:
-            if self._run is None:
-                self._open()
-            assert self._run is not None
+            run = self._run = self._run or self._open()
             self.is_reachable = True
             for metrics, event, end in _split_journal(self._folder.journal, self._offset, self._is_sent):
                 self.check_ours()
-                self._run.client.log_batch(self._run.run_id, metrics=metrics)
+                run.client.log_batch(run.run_id, metrics=metrics)
                 if event:
-                    self._send_status(self._run, event)
-                    self._add_due(event, end)
+                    self._send_event(run, event)
                 self._offset = end
-                self._save_progress(self._run)
+                self._save_progress(run)
         except Exception:
-            self.is_reachable = False
-            self._run = None  # searched for again: the server may come back without the run
+            self._lose_server()
             raise
 
-    def _open(self) -> None:
+    def send_part(self) -> bool:
+        """Send the next part that is due, and return True; return False if there is none.
+
+        A part that is refused holds back nothing else. It stays due, and its reason is logged.
+        Raises whatever mlflow raises if the server answers no other request either.
+        """
+        run = self._run
+        name = next((name for name in self._due if name not in self._held), None)
+        if run is None or name is None:
+            return False
+        self.check_ours()
+        try:
+            if name in ("files", "figures", "model"):
+                connection.check_not_moved(run.artifact_uri, self._uri)
+            if self._senders(run)[name]() is False:
+                self._held[name] = None
+                return True
+            self._due.remove(name)
+            self._save_progress(run)
+        except Exception as error:
+            connection.log(f"{name} not sent, and tried again later: {connection.root_cause(error)}")
+            self._held[name] = error
+            try:
+                run.client.get_run(run.run_id)
+            except Exception:
+                self._lose_server()
+                raise
+        return True
+
+    def retry_parts(self, *more: str) -> None:
+        """Have `send_part` send all parts that are due, also those that failed, and `more`."""
+        self._held.clear()
+        self._due += [name for name in more if name not in self._due]
+
+    def check_complete(self) -> None:
+        """Raise RequestError or TemporaryError if a part could not be sent."""
+        failed = {name: error for name, error in self._held.items() if error}
+        for error in failed.values():
+            if isinstance(error, RequestError):
+                raise error
+        if failed:
+            reasons = "; ".join(f"{name}: {connection.root_cause(error)}" for name, error in failed.items())
+            raise TemporaryError(f"MLflow at {self._server} did not take everything: {reasons}")
+
+    def check_ours(self) -> None:
+        """End this process with exit code 75 if another one sends the run now."""
+        self._folder.check_ours()
+        self._folder.sender_lock.check()
+
+    def mark_failed(self) -> None:
+        """Set the status to FAILED if training was killed. The last row of the journal says when.
+
+        Does nothing if the journal has the end of the run, or while the server is away.
+        """
+        run = self._run
+        if run is None or final_status(self._folder.journal):
+            return
+        self.check_ours()
+        if run.client.get_run(run.run_id).info.status == "RUNNING":  # else another start has ended it
+            last = max((row["time"] for row, _ in read(self._folder.journal)), default=None)
+            run.client.set_terminated(run.run_id, "FAILED", last)
+
+    def _open(self) -> MlflowRun:
         """Find or create the run, and read how much of the journal it has."""
-        self._run = open_run(self._folder, self._config, self._uri)
+        run = open_run(self._folder, self._config, self._uri)
         saved = self._progress().get(self._server, {})
         # a journal that lost its last rows with the power may be shorter than what was sent of it
-        is_noted = saved.get("run_id") == self._run.run_id and is_row_start(self._folder.journal, saved["offset"])
+        is_noted = saved.get("run_id") == run.run_id and is_row_start(self._folder.journal, saved["offset"])
         self._offset = saved["offset"] if is_noted else 0
-        self._due = dict.fromkeys(saved.get("due", []), 0) if is_noted else {}
-        self._before = saved.get("before", {}) if is_noted else self._run.last_steps
+        self._due = saved.get("due", []) if is_noted else []
+        self._before = saved.get("before", {}) if is_noted else run.last_steps
+        return run
+
+    def _lose_server(self) -> None:
+        self.is_reachable = False
+        self._run = None  # searched for again: the server may come back without the run
 
     def _is_sent(self, key: str, step: int, value: float) -> bool:
         """Return True if the server had this point before this folder sent anything."""
@@ -122,32 +178,6 @@ class Delivery:
             self._history[key] = {point.step: point.value for point in points}
         return self._history[key].get(step) == value
 
-    def check_complete(self) -> None:
-        """Raise RequestError or TemporaryError if the last attempt could not send a part."""
-        for error in self._failed.values():
-            if isinstance(error, RequestError):
-                raise error
-        if self._failed:
-            names: dict[str, list[str]] = {}
-            for name, error in self._failed.items():
-                names.setdefault(connection.root_cause(error), []).append(name)
-            reasons = "; ".join(f"{' and '.join(failed)}: {reason}" for reason, failed in names.items())
-            raise TemporaryError(f"MLflow at {self._server} did not take everything: {reasons}")
-
-    def check_ours(self) -> None:
-        """End this process with exit code 75 if another one sends the run now."""
-        self._folder.check_ours()
-        self._folder.sender_lock.check()
-
-    def mark_failed(self) -> None:
-        """Set the run's status to FAILED: training was killed. Its last journal row says when."""
-        assert self._run is not None, "after deliver"
-        self.check_ours()
-        if self._run.client.get_run(self._run.run_id).info.status != "RUNNING":  # another start has ended it
-            return
-        last = max((row["time"] for row, _ in read(self._folder.journal)), default=None)
-        self._run.client.set_terminated(self._run.run_id, "FAILED", last)
-
     def _progress(self) -> dict[str, dict[str, Any]]:
         """Return the contents of `mlflow.json`: for each server its run, and what it has."""
         with contextlib.suppress(OSError, ValueError, TypeError):
@@ -155,46 +185,30 @@ class Delivery:
         return {}
 
     def _save_progress(self, run: MlflowRun) -> None:
-        with self._lock:
-            entry = {"run_id": run.run_id, "experiment_id": run.experiment_id, "offset": self._offset}
-            if self._before:
-                entry["before"] = self._before
-            if self._due:
-                entry["due"] = list(self._due)
-            progress = json.dumps({**self._progress(), self._server: entry}, indent=1)
-            atomic_write(self._folder.delivered, progress.encode(), check=self.check_ours)
+        entry = {"run_id": run.run_id, "experiment_id": run.experiment_id, "offset": self._offset}
+        if self._before:
+            entry["before"] = self._before
+        if self._due:
+            entry["due"] = self._due
+        progress = json.dumps({**self._progress(), self._server: entry}, indent=1)
+        atomic_write(self._folder.delivered, progress.encode(), check=self.check_ours)
 
-    def _send_status(self, run: MlflowRun, event: dict[str, Any]) -> None:
-        match event["event"]:
-            case "started":
-                run.client.update_run(run.run_id, status="RUNNING")
-            case "ended":
-                run.client.set_terminated(run.run_id, event["status"], event["time"])
+    def _send_event(self, run: MlflowRun, event: dict[str, Any]) -> None:
+        """Send the status that an event brings, and note the parts that are due after it."""
+        due = _DUE.get(event["event"], ())
+        if event["event"] == "started":
+            run.client.update_run(run.run_id, status="RUNNING")
+            # what ended the training before is no longer its result
+            self._due = [name for name in self._due if name not in ("model", "registration")]
+        if event["event"] == "ended":
+            run.client.set_terminated(run.run_id, event["status"], event["time"])
+            if event["status"] == "FINISHED" and event["best"]:
+                due += ("model", "registration")
+        if due:
+            self.retry_parts(*due)
 
-    def _add_due(self, event: dict[str, Any], end: int) -> None:
-        has_result = event.get("status") == "FINISHED" and event["best"]
-        due = _DUE.get(event["event"], ()) + (("model", "registration") if has_result else ())
-        with self._lock:
-            if event["event"] == "started":  # what ended the training before is no longer its result
-                self._due = {name: end for name, end in self._due.items() if name not in ("model", "registration")}
-            self._due |= dict.fromkeys(due, end)
-        self.has_new_parts = self.has_new_parts or bool(due)
-
-    def send_files_again(self) -> None:
-        """Have `send_parts` send the files: the report is drawn after the end is recorded."""
-        with self._lock:
-            self._due["files"] = self._offset
-
-    def send_parts(self) -> None:
-        """Send each part that is due. Raises nothing: see `check_complete`.
-
-        A part that fails holds back nothing else. It stays due, and its reason is logged. A part
-        that an event makes due again while it is sent stays due, too.
-        """
-        run = self._run
-        if run is None:
-            return
-        senders: dict[str, Callable[[], object]] = {
+    def _senders(self, run: MlflowRun) -> dict[str, Callable[[], object]]:
+        return {
             "parameters": partial(parts.send_parameters, run, self._config),
             "tags": partial(parts.send_tags, run, self._folder),
             "parent": partial(parts.send_parent, run, self._config),
@@ -206,54 +220,25 @@ class Delivery:
             "model": partial(self._send_model, run),
             "registration": partial(self._register_model, run),
         }
-        self.has_new_parts, self._failed = False, {}
-        missing = connection.missing_package(run.artifact_uri)
-        for name, end in list(self._due.items()):
-            if name not in self._due or (name == "registration" and "model" in self._failed):
-                continue
-            self.check_ours()
-            try:
-                if name in ("files", "figures", "model"):
-                    connection.check_not_moved(run.artifact_uri, self._uri)
-                if missing and name in ("files", "figures", "model"):
-                    raise TemporaryError(f"the server keeps files at {run.artifact_uri}: {missing}")
-                if senders[name]() is False:  # it names a run that may come to the server later
-                    continue
-                with self._lock:
-                    if self._due.get(name) == end:
-                        del self._due[name]
-                self._save_progress(run)
-            except Exception as error:
-                connection.log(f"{name} not sent, and tried again later: {connection.root_cause(error)}")
-                self._failed[name] = error
-                if connection.is_unreachable(error) and not _answers(run):
-                    self.is_reachable = False
-                    break
 
     def _send_model(self, run: MlflowRun) -> None:
         best = self._best()
-        file = self._folder.checkpoints / best["file"]
-        if not send_model(run, self._folder, self._config, file, best["step"]):
-            with self._lock:
-                self._due.pop("registration", None)
+        checkpoint = self._folder.checkpoints / best["file"]
+        if not send_model(run, self._folder, self._config, checkpoint, best["step"]):
+            self._due.remove("registration")
 
-    def _register_model(self, run: MlflowRun) -> None:
+    def _register_model(self, run: MlflowRun) -> bool:
+        """Register the model, and return True; return False if the server lacks it."""
+        if "model" in self._due:
+            return False
         if self._config.track.register_:
             register_model(run, self._config.track.register_, self._best()["step"])
+        return True
 
     def _best(self) -> dict[str, Any]:
         """Return step and file of the checkpoint that is a finished run's result."""
         best: dict[str, Any] = last_event(self._folder.journal, "ended")["best"]
         return best
-
-
-def _answers(run: MlflowRun) -> bool:
-    """Return True if the server answers, though it may have broken off the request before."""
-    try:
-        run.client.get_run(run.run_id)
-    except Exception:
-        return False
-    return True
 
 
 def _split_journal(

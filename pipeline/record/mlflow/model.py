@@ -1,6 +1,5 @@
 """The best model of a finished run: exported from its checkpoint, logged and registered."""
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,6 @@ from pipeline.record.mlflow.run import MlflowRun, file_sizes
 _SLOWEST_BYTES_PER_S = 1 << 20
 """The time limit of a file grows with its size: a second for each MiB."""
 _STEP_TAG = "pipeline.step"
-_FILES_TAG = "pipeline.model"
-_HISTORY_TAG = "mlflow.log-model.history"
-"""The tag from which the UI of MLflow 2 knows a run's models."""
 
 
 def send_model(run: MlflowRun, folder: RunFolder, config: Config, checkpoint: Path, step: int) -> bool:
@@ -28,11 +24,13 @@ def send_model(run: MlflowRun, folder: RunFolder, config: Config, checkpoint: Pa
     Raises RequestError if its function is not trusted. Files that the server has are not sent
     again, so that a break costs one file.
     """
-    if run.has_logged_models:
-        for model in _unfinished(run):
-            if model.tags[_STEP_TAG] != str(step):
-                run.client.delete_logged_model(model.model_id)
-    if find_model(run, step):
+    found = None
+    for model in _models(run):
+        if model.tags[_STEP_TAG] == str(step):
+            found = model
+        elif not _is_ready(model):
+            run.client.delete_logged_model(model.model_id)
+    if found and _is_ready(found):
         return True
     check_is_trusted(config.model.arch)
 
@@ -50,73 +48,25 @@ def send_model(run: MlflowRun, folder: RunFolder, config: Config, checkpoint: Pa
             log(f"{checkpoint.name} is not logged as a model: {root_cause(error)}")
             return False
         description.run_id = run.run_id
-        if run.has_logged_models:
-            _send_logged_model(run, folder, step, description, exported)
-        else:
-            _send_files_of_model(run, step, description, exported)
+        # one that was found is unfinished: a sender was killed while it sent it
+        found = found or run.client.create_logged_model(run.experiment_id, "model", run.run_id, {_STEP_TAG: str(step)})
+        description.model_id, description.artifact_path = found.model_id, found.artifact_location
+        description.save(exported / "MLmodel")
+        _upload(exported, found.artifact_location)
+    _finish(run, folder, found.model_id, step)
     return True
 
 
-def find_model(run: MlflowRun, step: int) -> tuple[str, str | None] | None:
-    """Return the URI and the id of the model of a step, or None if the server lacks it.
+def _models(run: MlflowRun) -> list[Any]:
+    """Return the models that this pipeline has logged: another program may log some, too."""
+    found = run.client.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'")
+    return [model for model in found if _STEP_TAG in model.tags]
 
-    A server of MLflow 2 gives its models no id.
-    """
+
+def _is_ready(model: Any) -> bool:
     from mlflow.entities import LoggedModelStatus
 
-    if not run.has_logged_models:
-        is_there = run.client.get_run(run.run_id).data.tags.get(_FILES_TAG) == str(step)
-        return (_files_uri(run, step), None) if is_there else None
-    for model in _models(run):
-        if model.status == LoggedModelStatus.READY and model.tags.get(_STEP_TAG) == str(step):
-            return f"models:/{model.model_id}", model.model_id
-    return None
-
-
-def _models(run: MlflowRun) -> Any:
-    return run.client.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'")
-
-
-def _unfinished(run: MlflowRun) -> list[Any]:
-    from mlflow.entities import LoggedModelStatus
-
-    # another program may log models, too
-    return [model for model in _models(run) if _STEP_TAG in model.tags and model.status != LoggedModelStatus.READY]
-
-
-def _files_uri(run: MlflowRun, step: int) -> str:
-    return f"{run.artifact_uri}/models/step-{step}"
-
-
-def _send_logged_model(run: MlflowRun, folder: RunFolder, step: int, description: Any, exported: Path) -> None:
-    from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric
-
-    client = run.client
-    model = next(iter(_unfinished(run)), None)  # a sender was killed while it sent this model
-    model = model or client.create_logged_model(run.experiment_id, "model", run.run_id, {_STEP_TAG: str(step)})
-    description.model_id, description.artifact_path = model.model_id, model.artifact_location
-    description.save(exported / "MLmodel")
-    _upload(exported, model.artifact_location)
-    metrics = {
-        key: Metric(key, value, row["time"], step, model_id=model.model_id)
-        for row, _ in read(folder.journal)
-        if row.get("step") == step
-        for key, value in row.get("metrics", {}).items()
-        if key.startswith("val/")
-    }
-    client.log_batch(run.run_id, metrics=[*metrics.values()])  # the run has them already: these name the model
-    outputs = client.get_run(run.run_id).outputs
-    if model.model_id not in [output.model_id for output in (outputs.model_outputs if outputs else [])]:
-        client.log_outputs(run.run_id, [LoggedModelOutput(model.model_id, step)])
-    client.finalize_logged_model(model.model_id, LoggedModelStatus.READY)
-
-
-def _send_files_of_model(run: MlflowRun, step: int, description: Any, exported: Path) -> None:
-    description.artifact_path = f"models/step-{step}"
-    description.save(exported / "MLmodel")
-    _upload(exported, _files_uri(run, step))
-    run.client.set_tag(run.run_id, _HISTORY_TAG, json.dumps([description.get_tags_dict()]))
-    run.client.set_tag(run.run_id, _FILES_TAG, str(step))
+    return bool(model.status == LoggedModelStatus.READY)
 
 
 def _upload(folder: Path, uri: str) -> None:
@@ -134,6 +84,24 @@ def _upload(folder: Path, uri: str) -> None:
         if path.name == "MLmodel" or file_sizes(uri, place).get(path.name) != size:
             with request_timeout(FILE_TIMEOUT_S + size // _SLOWEST_BYTES_PER_S):
                 repository.log_artifact(str(path), place)
+
+
+def _finish(run: MlflowRun, folder: RunFolder, model_id: str, step: int) -> None:
+    """Give a model its metrics, name it as the run's output, and mark it as complete."""
+    from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric
+
+    metrics = {
+        key: Metric(key, value, row["time"], step, model_id=model_id)
+        for row, _ in read(folder.journal)
+        if row.get("step") == step
+        for key, value in row.get("metrics", {}).items()
+        if key.startswith("val/")
+    }
+    run.client.log_batch(run.run_id, metrics=[*metrics.values()])  # the run has them already: these name the model
+    outputs = run.client.get_run(run.run_id).outputs
+    if model_id not in [output.model_id for output in (outputs.model_outputs if outputs else [])]:
+        run.client.log_outputs(run.run_id, [LoggedModelOutput(model_id, step)])
+    run.client.finalize_logged_model(model_id, LoggedModelStatus.READY)
 
 
 def export_model(contents: dict[str, Any], config: Config, destination: Path) -> Any:
@@ -175,10 +143,10 @@ def register_model(run: MlflowRun, target: str, step: int) -> None:
     """
     from mlflow.exceptions import MlflowException
 
-    model = find_model(run, step)
+    model = next((model for model in _models(run) if _is_ready(model) and model.tags[_STEP_TAG] == str(step)), None)
     if model is None:
         raise TemporaryError(f"the server lacks the model of step {step}")
-    source, model_id = model
+    source = f"models:/{model.model_id}"
     name, _, alias = target.partition("@")
     try:
         run.client.create_registered_model(name)
@@ -187,6 +155,6 @@ def register_model(run: MlflowRun, target: str, step: int) -> None:
             raise
     versions = run.client.search_model_versions(f"name = '{name}' and run_id = '{run.run_id}'")
     version = next((version for version in versions if version.source == source), None)
-    version = version or run.client.create_model_version(name, source, run.run_id, model_id=model_id)
+    version = version or run.client.create_model_version(name, source, run.run_id, model_id=model.model_id)
     if alias:
         run.client.set_registered_model_alias(name, alias, version.version)

@@ -10,7 +10,6 @@ creation was killed. So a local database is created under a temporary name.
 import contextlib
 import os
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from pipeline.data.access import printable_name
 from pipeline.errors import RequestError, TemporaryError
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
-from pipeline.record.mlflow.connection import ARTIFACTS, check_artifact_host, deleted_experiment, log, root_cause
+from pipeline.record.mlflow.connection import ARTIFACTS, check_artifact_host
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -40,21 +39,6 @@ class MlflowRun:
     artifact_uri: str
     last_steps: dict[str, int]
     """The last step of each metric that the server has."""
-
-    @cached_property
-    def has_logged_models(self) -> bool:
-        """The server keeps models by themselves. Those of MLflow 2 keep them as files of a run."""
-        from mlflow.exceptions import MlflowException
-
-        try:
-            self.client.search_logged_models([self.experiment_id], max_results=1)
-        except MlflowException as error:
-            if error.error_code != "ENDPOINT_NOT_FOUND":
-                raise
-            self.client.get_run(self.run_id)  # raises if a gateway answers 404 to everything while the server restarts
-            log("this server has no logged models, which MLflow 3.0 added: the model is sent as files of the run")
-            return False
-        return True
 
 
 def open_run(folder: RunFolder, config: Config, uri: str) -> MlflowRun:
@@ -101,10 +85,7 @@ def find_run(client: "MlflowClient", name: str) -> Any | None:
 
 
 def file_sizes(artifact_uri: str, folder: str | None) -> dict[str, int]:
-    """Return the sizes of the files in a folder of an artifact store, by name.
-
-    `MlflowClient.list_artifacts` also asks for logged models, which a server of MLflow 2 lacks.
-    """
+    """Return the sizes of the files in a folder of an artifact store, by name."""
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
     found = get_artifact_repository(artifact_uri).list_artifacts(folder)
@@ -112,20 +93,23 @@ def file_sizes(artifact_uri: str, folder: str | None) -> dict[str, int]:
 
 
 def _experiment_id(client: "MlflowClient", name: str, artifacts: str | None) -> str:
+    """Return the id of an experiment, which is created unless it exists."""
     from mlflow.exceptions import MlflowException
 
-    failure: Exception = TemporaryError("no answer")
-    for _ in range(2):
-        experiment = client.get_experiment_by_name(name)
-        if experiment is not None and experiment.lifecycle_stage == "deleted":
-            raise RequestError(*deleted_experiment(name, experiment.experiment_id))
-        if experiment is not None:
-            return str(experiment.experiment_id)
+    experiment = client.get_experiment_by_name(name)
+    if experiment is None:
         try:
             return str(client.create_experiment(name, artifacts, _EXPERIMENT_TAGS))
-        except MlflowException as error:  # another run may just have created it, so look again
-            failure = error
-    raise TemporaryError(f"experiment {name} can be neither found nor created: {root_cause(failure)}")
+        except MlflowException:
+            experiment = client.get_experiment_by_name(name)  # another run may just have created it
+            if experiment is None:
+                raise
+    if experiment.lifecycle_stage == "deleted":
+        restore = f"mlflow experiments restore --experiment-id {experiment.experiment_id}"
+        raise RequestError(
+            f"the experiment {name} is deleted in MLflow", f"restore it with '{restore}', or set track.experiment=NAME"
+        )
+    return str(experiment.experiment_id)
 
 
 def _create_database(path: Path, run: str) -> None:

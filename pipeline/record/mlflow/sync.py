@@ -17,14 +17,13 @@ from pipeline.config.load import from_yaml
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import final_status
 from pipeline.record.mlflow.connection import FILE_TIMEOUT_S, REQUEST_TIMEOUT_S, log, request_timeout, root_cause
 from pipeline.record.mlflow.delivery import Delivery
 from pipeline.record.sender import READY, TRAINING_DONE, tracking_uri, uri_in_environment
 
 _POLL_S = 0.5
 _MAX_PAUSE_S = 30
-_RANK_0_KILLED_S = 4  # FAILED is sent by then, or at the next train or sync
+_RANK_0_KILLED_S = REQUEST_TIMEOUT_S + 2  # a request that hangs is given up by then, and FAILED is sent
 _RANK_0_DONE_S = 7  # rank 0 waits no longer than this for a server to which no connection can be made
 
 
@@ -45,22 +44,11 @@ def sync(path: Path, *, follow: bool) -> None:
     uri = named or tracking_uri(config, folder)
     if uri is None:
         raise RequestError(f"the run in {path} has track.uri=none: name a server with MLFLOW_TRACKING_URI")
-    if follow:
-        _sync_beside_training(folder, config, uri)
-    else:
-        _sync_once(folder, config, uri)
-
-
-def _sync_once(folder: RunFolder, config: Config, uri: str) -> None:
-    _lock_sending(folder)
-    delivery = Delivery(folder, config, uri, FILE_TIMEOUT_S)
-    delivery.import_mlflow()
     try:
-        delivery.deliver()
-        if not final_status(folder.journal) and not folder.is_held():
-            delivery.mark_failed()
-        delivery.send_parts()
-        delivery.check_complete()
+        if follow:
+            _sync_beside_training(folder, config, uri)
+        else:
+            _sync_once(folder, config, uri)
     except RunError:
         raise
     except Exception as error:
@@ -68,10 +56,29 @@ def _sync_once(folder: RunFolder, config: Config, uri: str) -> None:
         raise TemporaryError(f"MLflow at {address} did not take everything: {root_cause(error)}") from error
 
 
+def _sync_once(folder: RunFolder, config: Config, uri: str) -> None:
+    _lock_sending(folder)
+    delivery = Delivery(folder, config, uri, FILE_TIMEOUT_S)
+    delivery.import_mlflow()
+    delivery.send_rows()
+    if not folder.is_held():
+        delivery.mark_failed()
+    _send_parts(delivery)
+
+
+def _send_parts(delivery: Delivery, *more: str) -> None:
+    """Send all parts that are due, and `more`. Raises an error if one could not be sent."""
+    delivery.retry_parts(*more)
+    with request_timeout(FILE_TIMEOUT_S):
+        while delivery.send_part():
+            pass
+    delivery.check_complete()
+
+
 def _sync_beside_training(folder: RunFolder, config: Config, uri: str) -> None:
     """Deliver until training is over, and tell rank 0 how the first attempt went.
 
-    Raises TemporaryError if the last attempt failed.
+    Raises the error of the last attempt.
     """
     folder.join_holder()
     delivery = Delivery(folder, config, uri, REQUEST_TIMEOUT_S)
@@ -82,28 +89,22 @@ def _sync_beside_training(folder: RunFolder, config: Config, uri: str) -> None:
     os.nice(10)  # training has priority
     delivery.import_mlflow()
     failure: Exception | None = None
-    has_answered, pause = False, _POLL_S
-    parts = threading.Thread(target=delivery.send_parts, daemon=True)
+    has_answered, has_more, pause = False, False, _POLL_S
     while True:
         is_last = training_over.is_set()  # read before delivering, so that every row written until then is delivered
         try:
-            delivery.deliver()
-            if is_last and not final_status(folder.journal):
-                delivery.mark_failed()
+            delivery.send_rows()
             if is_last:
-                if final_status(folder.journal) == "FINISHED":
-                    delivery.send_files_again()
-                _finish(delivery, parts)
-            elif delivery.has_new_parts and not parts.is_alive():
-                parts = threading.Thread(target=delivery.send_parts, daemon=True)
-                parts.start()
+                delivery.mark_failed()
+                _send_parts(delivery, "files")  # the report is drawn after the end is recorded
+            has_more = has_answered and delivery.send_part()
             if failure is not None:
                 log("MLflow accepts requests again")
             failure, pause = None, _POLL_S
         except Exception as error:  # no failure of a tracker may reach training
             if failure is None:
                 log(f"MLflow does not accept requests: {root_cause(error)}")
-            failure, pause = error, min(_MAX_PAUSE_S, pause * 2)
+            failure, has_more, pause = error, False, min(_MAX_PAUSE_S, pause * 2)
         if not has_answered:
             has_answered = True
             line = READY if failure is None else root_cause(failure)
@@ -111,20 +112,10 @@ def _sync_beside_training(folder: RunFolder, config: Config, uri: str) -> None:
                 os.write(answer, f"{line}\n".encode(errors="backslashreplace"))
         if is_last:
             break
-        training_over.wait(pause)
-    if isinstance(failure, RunError):
-        raise failure
+        if not has_more:
+            training_over.wait(pause)
     if failure is not None:
-        raise TemporaryError(f"MLflow did not take everything: {root_cause(failure)}; the journal keeps it")
-
-
-def _finish(delivery: Delivery, parts: threading.Thread) -> None:
-    """Send what is still due, after the attempt that runs. Raises an error if not all was sent."""
-    if parts.ident:
-        parts.join()
-    with request_timeout(FILE_TIMEOUT_S):
-        delivery.send_parts()
-    delivery.check_complete()
+        raise failure
 
 
 def _watch_rank_0(delivery: Delivery) -> threading.Event:
@@ -147,6 +138,8 @@ def _watch_rank_0(delivery: Delivery) -> threading.Event:
                 time.sleep(_POLL_S)
         else:
             time.sleep(_RANK_0_KILLED_S)
+            with contextlib.suppress(Exception):
+                delivery.mark_failed()  # the main thread may still draw figures
         log("gave up: the journal keeps what was not delivered")
         os._exit(TemporaryError.code)
 
@@ -160,6 +153,6 @@ def _lock_sending(folder: RunFolder) -> None:
     The wait is longer than a sender lives after rank 0 was killed.
     """
     try:
-        folder.sender_lock.take(3 * _RANK_0_KILLED_S)
+        folder.sender_lock.take(2 * _RANK_0_KILLED_S)
     except OSError as error:
         raise folder.write_error(error) from None
