@@ -21,6 +21,7 @@ from pipeline.config.load import NoAliases, from_yaml
 from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
 from pipeline.machine import resource_limit
 from pipeline.record.mlflow import connection
+from pipeline.record.mlflow.run import file_sizes
 from pipeline.record.sender import uri_in_environment
 
 _MAX_MLMODEL_BYTES = 4 << 20
@@ -75,7 +76,6 @@ def fetch_model(uri: str) -> dict[str, Any]:
 
 def _fetch_file(artifacts: str, name: str, limit: int, scratch: Path) -> Path:
     """Return the path of a model's file of at most `limit` bytes; a remote one is downloaded."""
-    import mlflow
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
     from mlflow.utils.file_utils import local_file_uri_to_path
 
@@ -87,9 +87,7 @@ def _fetch_file(artifacts: str, name: str, limit: int, scratch: Path) -> Path:
         path = Path(local_file_uri_to_path(artifacts)) / name
     else:
         folder, _, filename = f"{artifacts.rstrip('/')}/{name}".rpartition("/")
-        entries = mlflow.artifacts.list_artifacts(artifact_uri=folder)
-        sizes = {Path(entry.path).name: entry.file_size for entry in entries if not entry.is_dir}
-        if filename not in sizes or (sizes[filename] or 0) > limit:
+        if file_sizes(folder, None).get(filename, limit + 1) > limit:
             raise missing
         path = scratch / filename
         try:
