@@ -36,6 +36,7 @@ def check_metrics_and_files(run: Job, server: Server) -> None:
     rows = [row for row in read_rows(run.folder / "journal.jsonl") if "metrics" in row]
     points = [(row["step"], key, value, row["time"]) for row in rows for key, value in row["metrics"].items()]
     found = server.run_of(run)
+    mlflow.set_tracking_uri(server.uri)
     repository = get_artifact_repository(found.info.artifact_uri)
     assert found.info.status == "FINISHED"
     assert server.points(found) == sorted(points)

@@ -4,7 +4,6 @@ import base64
 import http.client
 import http.server
 import json
-import os
 import re
 import shutil
 import signal
@@ -14,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -52,8 +50,6 @@ from torchvision.transforms.functional import normalize, resize
 from pipeline.config.load import RECIPES, load
 from pipeline.config.schema import Model
 from pipeline.data.images import decode
-from pipeline.data.loader import EvalBatches
-from pipeline.data.sources import open_source
 from pipeline.group import Group
 from pipeline.model.architectures import build
 from pipeline.record import checkpoint, checkpoint_files, provenance
@@ -170,16 +166,6 @@ def test_sending_twice_duplicates_nothing(
     assert_complete(good, job)
 
 
-@pytest.mark.full
-def test_a_second_server_gets_the_same_history(
-    trained: dict[str, Trained], delivered: dict[str, Result], good: Server, second: Server
-) -> None:
-    job = trained["absent"].job
-    assert sync(job, MLFLOW_TRACKING_URI=second.uri).code == 0
-    assert_complete(second, job)
-    assert second.points(second.run_of(job)) == good.points(good.run_of(job))
-
-
 @pytest.mark.long
 def test_a_database_whose_creation_was_killed_is_created_again(trained: dict[str, Trained], tmp_path: Path) -> None:
     database = tmp_path / "local" / "mlflow.db"
@@ -248,31 +234,6 @@ def test_the_logged_model_takes_any_number_of_images(
             answer = np.concatenate([served.predict(part.numpy()) for part in images.split(size)])
             np.testing.assert_allclose(answer, expected, atol=1e-5)
             np.testing.assert_allclose(module(images[:size]).numpy(), expected[:size], atol=1e-5)
-
-
-@pytest.mark.full
-def test_the_served_model_and_predict_and_the_checkpoint_agree(
-    trained: dict[str, Trained], delivered: dict[str, Result], good: Server, digits: Path
-) -> None:
-    run, saved = good.run_of(trained["500"].job), trained["500"].job.checkpoints()[-1]
-    config = load("digits", [f"data.root={digits}"])
-    seen = EvalBatches(open_source(config).val, config)
-    images = torch.cat([seen[number].images for number in range(len(seen))]).float()
-    expected = predict_probabilities(saved, images)
-    with serving(f"models:/{run.outputs.model_outputs[0].model_id}", good) as uri:
-        body = json.dumps({"inputs": images.tolist()}).encode()
-        request = urllib.request.Request(f"{uri}/invocations", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=120) as response:
-            answer = np.array(json.load(response)["predictions"])
-    predicted = json.loads(quick("predict", str(saved), str(digits / "val"), "--json").out)["predictions"]
-    assert len(images) == len(predicted) == 360
-    np.testing.assert_allclose(answer, expected, atol=1e-5)
-    assert (answer.argmax(1) == expected.argmax(1)).all()
-    assert [row["top"][0]["class"] for row in predicted] == [str(label) for label in answer.argmax(1)]
-    for row, probabilities in zip(predicted, answer, strict=True):
-        assert [prediction["probability"] for prediction in row["top"]] == pytest.approx(
-            [probabilities[int(prediction["class"])] for prediction in row["top"]], abs=1e-5
-        )
 
 
 @pytest.mark.full
@@ -459,7 +420,7 @@ def test_a_run_killed_during_an_outage_is_failed_once_it_is_sent(tmp_path: Path,
         run.wait_for_step(10)
         assert run.process
         kill(run.process.pid, signal.SIGKILL)
-        run.wait_gone(5)
+        run.wait_gone(9)
     assert sync(run, MLFLOW_TRACKING_URI=good.uri).code == 0
     found = good.run_of(run)
     assert found.info.status == "FAILED"
@@ -482,18 +443,6 @@ def test_a_figure_that_cannot_be_drawn_holds_back_nothing_else(
     assert result.code == 0, result.err
     assert "classes of step 8 is not shown: " in result.err
     assert_complete(second, run)
-
-
-@pytest.mark.full
-def test_a_damaged_checkpoint_holds_back_nothing_but_its_model(trained: dict[str, Trained], good: Server) -> None:
-    run = trained["none"].job
-    (checkpoint,) = run.checkpoints()
-    checkpoint.write_bytes(checkpoint.read_bytes()[:-1])
-    result = sync(run, MLFLOW_TRACKING_URI=good.uri)
-    assert result.code == 75
-    assert f"did not take everything: model: {checkpoint} is damaged" in result.error
-    assert good.run_of(run).info.status == "FINISHED"
-    assert good.points(good.run_of(run)) == points_of(run)
 
 
 def test_a_required_tracker_that_is_missing_is_named_at_once(tmp_path: Path, digits: Path) -> None:
@@ -686,36 +635,6 @@ def predict_probabilities(saved: Path, images: torch.Tensor) -> np.ndarray:
     with torch.inference_mode():
         normal = normalize(images / 255, [0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
         return softmax(model(normal), 1).numpy()
-
-
-@contextmanager
-def serving(model: str, server: Server) -> Iterator[str]:
-    """Serve a model with MLflow's own command and yield the address."""
-    port = free_port()
-    command = ["models", "serve", "--env-manager", "local", "--host", "127.0.0.1", "--port", str(port), "--model-uri"]
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # MLflow starts uvicorn by name
-    process = subprocess.Popen(
-        [sys.executable, "-m", "mlflow", *command, model],
-        env=environment(
-            MLFLOW_TRACKING_URI=server.uri, MLFLOW_DISABLE_TELEMETRY="true", PATH=path,
-            MLFLOW_ALLOW_PICKLE_DESERIALIZATION="false",
-        ),
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        end = time.monotonic() + 120
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=5).close()
-                break
-            except OSError:
-                assert process.poll() is None
-                assert time.monotonic() < end
-                time.sleep(0.2)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def job(folder: Path, digits: Path, uri: str | None, *more: str, nproc: int = 1) -> Job:
