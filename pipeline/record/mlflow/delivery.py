@@ -49,7 +49,7 @@ class Delivery:
         self._server = without_password(self._uri)  # the URI of a database still has its password
         self._run: MlflowRun | None = None
         self._offset = 0
-        """How many bytes of the journal the server has."""
+        """The server has this many bytes of the journal."""
         self._due: list[str] = []
         """The parts that the server lacks."""
         self._held: dict[str, Exception | None] = {}
