@@ -203,13 +203,17 @@ def test_uploads_that_are_not_answered_hold_back_metrics_and_status_for_seconds(
                 sender.stdin.write(TRAINING_DONE)
             sender.stdin.close()
             wait_until(lambda: server.run_of(run).info.status == status, f"the status {status}", 15)
-            assert len(server.points(server.run_of(run))) == points(run)
             if is_killed:
                 assert sender.wait(30) == 75
-                assert server.run_of(run).info.status == status
+            else:
+                assert len(server.points(server.run_of(run))) == points(run)
         finally:
             sender.kill()
             sender.wait()
+    if is_killed:
+        assert sync(run, server.uri).code == 0
+        assert server.run_of(run).info.status == status
+        assert len(server.points(server.run_of(run))) == points(run)
 
 
 @pytest.mark.full
