@@ -317,7 +317,7 @@ time.sleep(60)
 SENDING = """\
 from pipeline.config.load import load
 from pipeline.record.mlflow.delivery import Delivery
-Delivery(folder, load("digits", []), "http://127.0.0.1:9", 1).deliver()
+Delivery(folder, load("digits", []), "http://127.0.0.1:9", 1).send_rows()
 """
 REPORT = """\
 import sys
