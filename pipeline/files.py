@@ -8,7 +8,7 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -29,32 +29,27 @@ def temporary_sibling(path: Path, *, shared: bool = False) -> Path:
 
 
 @contextmanager
-def replacing(path: Path, *, shared: bool = False, check: Callable[[], None] = lambda: None) -> Iterator[Path]:
+def replacing(path: Path, *, shared: bool = False) -> Iterator[Path]:
     """Yield a temporary sibling of `path`, and rename it to `path` if the block succeeds.
 
     If the block fails, the temporary file is removed and `path` does not change. Raises OSError.
-    shared: see `temporary_sibling`. check: called before the block, and right before the file is
-    renamed; it may end the process.
+    shared: see `temporary_sibling`.
     """
     temporary = temporary_sibling(path, shared=shared)
-    check()
     try:
         yield temporary
-        check()
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def atomic_write(
-    path: Path, data: bytes, *, durable: bool = True, shared: bool = False, check: Callable[[], None] = lambda: None
-) -> None:
+def atomic_write(path: Path, data: bytes, *, durable: bool = True, shared: bool = False) -> None:
     """Replace a file by `data`, completely or not at all. Raises OSError.
 
     durable: sync the data to the disk before the file gets its name. shared: see
-    `temporary_sibling`. check: see `replacing`.
+    `temporary_sibling`.
     """
-    with replacing(path, shared=shared, check=check) as temporary, open(temporary, "wb") as file:
+    with replacing(path, shared=shared) as temporary, open(temporary, "wb") as file:
         file.write(data)
         if durable:
             file.flush()

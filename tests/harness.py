@@ -372,6 +372,21 @@ def assert_resumes(folder: Path, words: list[str], stop_at: int, nproc: int = 2)
     return uninterrupted
 
 
+def save_checkpoint(run: Path, contents: dict[str, Any], step: int) -> Path:
+    """Write a checkpoint into a run's folder, and return its path."""
+    from pipeline.record.checkpoint import CheckpointWriter  # imports torch
+    from pipeline.record.folder import RunFolder
+
+    folder = RunFolder(run)
+    folder.checkpoints.mkdir(parents=True, exist_ok=True)
+    writer = CheckpointWriter(folder, 1, print)
+    writer.save(contents, step, None)
+    writer.wait()
+    path = writer.path_of_step(step)
+    assert path, "the checkpoint was not saved, see above"
+    return path
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the complete lines of a JSON-lines file, which may not exist yet."""
     if not path.exists():

@@ -29,13 +29,21 @@ def contents(step: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def run(tmp_path: Path) -> RunFolder:
+    """Return the folder of a run without files."""
+    folder = RunFolder(tmp_path / "run")
+    folder.checkpoints.mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def folder(run: RunFolder) -> Path:
     """Return a folder with checkpoints of steps 1 and 2."""
-    writer = CheckpointWriter(tmp_path, keep=2, log=pytest.fail)
+    writer = CheckpointWriter(run, keep=2, log=pytest.fail)
     for step in (1, 2):
         writer.save(contents(step), step, None)
     writer.wait()
-    return tmp_path
+    return run.checkpoints
 
 
 @pytest.mark.fault("C2")
@@ -82,13 +90,9 @@ def test_no_verifying_checkpoint_is_an_error_and_not_a_fresh_start(folder: Path)
 @pytest.mark.parametrize("call", ["read_bytes", "iterdir", "stat"])
 @pytest.mark.parametrize("resume", ["auto", "runs"])
 def test_storage_out_of_reach_is_no_damage(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, code: int, call: str, resume: str
+    run: RunFolder, folder: Path, monkeypatch: pytest.MonkeyPatch, code: int, call: str, resume: str
 ) -> None:
-    run = RunFolder(folder / "run")
-    run.checkpoints.mkdir(parents=True)
-    for path in list_checkpoints(folder):
-        path.rename(run.checkpoints / path.name)
-    failing, real = [run.path, run.checkpoints, list_checkpoints(run.checkpoints)[0]], getattr(Path, call)
+    failing, real = [run.path, folder, list_checkpoints(folder)[0]], getattr(Path, call)
 
     def fail(path: Path, **options: Any) -> Any:
         if path in failing:
@@ -125,19 +129,19 @@ def test_a_checkpoint_that_would_unpack_to_more_than_its_size_is_refused(tmp_pat
     assert decode((tmp_path / "stored.pt").read_bytes(), "stored.pt")["format"] == 1
 
 
-def test_only_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
-    writer = CheckpointWriter(tmp_path, keep=2, log=pytest.fail)
+def test_only_the_newest_and_the_best_are_kept(run: RunFolder) -> None:
+    writer = CheckpointWriter(run, keep=2, log=pytest.fail)
     for step in range(1, 8):
         writer.save(contents(step), step, best_step=min(step, 3))
     writer.wait()
-    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [7, 6, 3]
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert [step_of(path) for path in list_checkpoints(run.checkpoints)] == [7, 6, 3]
+    assert not [path for path in run.checkpoints.iterdir() if path.name.startswith(".")]
 
 
 def test_a_checkpoint_is_synced_before_it_is_renamed_and_older_ones_are_deleted_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = CheckpointWriter(tmp_path, keep=1, log=pytest.fail)
+    writer = CheckpointWriter(run, keep=1, log=pytest.fail)
     writer.save(contents(1), 1, None)
     writer.wait()
     done = []
@@ -147,7 +151,7 @@ def test_a_checkpoint_is_synced_before_it_is_renamed_and_older_ones_are_deleted_
 
         def call(target: Any, *more: Any) -> Any:
             path = Path(f"/proc/self/fd/{target}").resolve() if isinstance(target, int) else Path(target)
-            done.append((name, "folder" if path == tmp_path else path.name[:6]))
+            done.append((name, "folder" if path == run.checkpoints else path.name[:6]))
             return real(target, *more)
 
         monkeypatch.setattr(os, name, call)
@@ -159,13 +163,13 @@ def test_a_checkpoint_is_synced_before_it_is_renamed_and_older_ones_are_deleted_
     assert done == [("fsync", ".step-"), ("rename", ".step-"), ("fsync", "folder"), ("unlink", "step-0")]
 
 
-def test_a_checkpoint_is_not_changed_by_the_next_step(tmp_path: Path) -> None:
+def test_a_checkpoint_is_not_changed_by_the_next_step(run: RunFolder) -> None:
     state = contents(1)
-    writer = CheckpointWriter(tmp_path, keep=2, log=pytest.fail)
+    writer = CheckpointWriter(run, keep=2, log=pytest.fail)
     writer.save(state, 1, None)
     state["model"]["weight"].zero_()
     writer.wait()
-    (path,) = list_checkpoints(tmp_path)
+    (path,) = list_checkpoints(run.checkpoints)
     assert decode(read_verified(path), path)["model"]["weight"][0, 0] == 1
 
 
@@ -187,8 +191,9 @@ def test_an_unreadable_checkpoint_is_one_error(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.fault("C1")
 def test_a_full_disk_costs_no_step_and_is_logged(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
-    writer = CheckpointWriter(small_disk / "run", keep=2, log=lines.append)
-    (small_disk / "run").mkdir()
+    run = RunFolder(small_disk / "run")
+    run.checkpoints.mkdir(parents=True)
+    writer = CheckpointWriter(run, keep=2, log=lines.append)
     (small_disk / "filler").write_bytes(bytes(56 << 10))
     for step in range(1, 8):
         writer.save(contents(step), step, None)
@@ -206,7 +211,7 @@ def test_a_full_disk_costs_no_step_and_is_logged(small_disk: Path, monkeypatch: 
     writer.save(contents(8), 8, None)
     writer.wait()
     assert not writer.should_give_up
-    assert [step_of(path) for path in list_checkpoints(small_disk / "run")] == [8]
+    assert [step_of(path) for path in list_checkpoints(run.checkpoints)] == [8]
 
 
 def test_a_checkpoint_that_is_removed_while_the_folder_is_read_is_passed_over(folder: Path) -> None:
@@ -214,20 +219,20 @@ def test_a_checkpoint_that_is_removed_while_the_folder_is_read_is_passed_over(fo
     assert step_of(checkpoint_files.find(folder)) == 2
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_does_not_make_a_save_fail(tmp_path: Path) -> None:
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_make_a_save_fail(run: RunFolder) -> None:
     lines: list[str] = []
     mirrored: list[int] = []
-    writer = CheckpointWriter(tmp_path, 1, lines.append, on_saved=lambda: mirrored.append(1))
+    writer = CheckpointWriter(run, 1, lines.append, on_saved=lambda: mirrored.append(1))
     writer.save(contents(1), 1, None)
     writer.wait()
-    (old,) = list_checkpoints(tmp_path)
+    (old,) = list_checkpoints(run.checkpoints)
     subprocess.run(["mount", "--bind", str(old), str(old)], check=True)  # a file that is mounted on is busy
     try:
         for step in (2, 3):
             writer.save(contents(step), step, None)
             writer.wait()
             assert not writer.last_failed
-        assert [step_of(path) for path in list_checkpoints(tmp_path)] == [3, 1]
+        assert [step_of(path) for path in list_checkpoints(run.checkpoints)] == [3, 1]
     finally:
         subprocess.run(["umount", str(old)], check=True)
     assert len(mirrored) == 3

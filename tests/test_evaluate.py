@@ -15,7 +15,7 @@ import pytest
 import scipy.special
 import torch
 from evaluate_worlds import make_model
-from harness import DONE, SMALL, Job, Result, quick, read_rows
+from harness import DONE, SMALL, Job, Result, quick, read_rows, save_checkpoint
 from object_store import Bucket
 from sklearn import metrics
 from sklearn.calibration import calibration_curve
@@ -33,7 +33,7 @@ from pipeline.data.store import Store
 from pipeline.group import Group
 from pipeline.model.architectures import Normalise
 from pipeline.operate.pack import pack
-from pipeline.record.checkpoint import CheckpointWriter, decode, weights_digest
+from pipeline.record.checkpoint import decode, weights_digest
 from pipeline.record.checkpoint_files import read_verified
 from pipeline.record.predictions import NO_PREDICTION, Predictions
 from pipeline.record.receipt import best_checkpoint
@@ -323,9 +323,7 @@ def plain_run(tmp_path_factory: pytest.TempPathFactory, plain: Path) -> Path:
         "model": get_model(config.model.arch, num_classes=10).state_dict(), "average": None, "config": config.to_yaml(),
         "classes": [str(label) for label in range(10)], "step": 7, "epoch": 1, "data": scan(plain, HoldOut()).digest,
     }  # fmt: skip
-    writer = CheckpointWriter(folder / "checkpoints", 1, pytest.fail)
-    writer.save(contents, 7, None)
-    writer.wait()
+    save_checkpoint(folder, contents, 7)
     return folder
 
 
@@ -475,9 +473,7 @@ def test_an_inconsistent_checkpoint_is_one_line(
     change: dict[str, object], says: str
 ) -> None:  # fmt: skip
     (path,) = (plain_run / "checkpoints").iterdir()
-    writer = CheckpointWriter(tmp_path, 1, pytest.fail)
-    writer.save({**decode(read_verified(path), path), **change}, 7, None)
-    writer.wait()
+    save_checkpoint(tmp_path, {**decode(read_verified(path), path), **change}, 7)
     image = next((digits / "val/3").iterdir())
     words = [str(image) if word == "IMAGE" else word for word in command[1:]]
     assert main([command[0], str(tmp_path), *words]) in (2, 4)

@@ -7,11 +7,11 @@ import stat
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, free_port, pipeline, quick
+from harness import SMALL, Job, free_port, pipeline, quick, save_checkpoint
 
 from pipeline.cli.main import main
 from pipeline.config.load import from_yaml
-from pipeline.record.checkpoint import CheckpointWriter, decode
+from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import read_verified
 
 
@@ -78,10 +78,7 @@ def test_a_model_whose_logits_are_not_finite_is_not_exported(tmp_path: Path, dig
     (path,) = (tmp_path / "run/checkpoints").iterdir()
     contents = decode(read_verified(path), path)
     contents["model"]["fc.bias"].fill_(math.nan)
-    (tmp_path / "broken").mkdir()
-    writer = CheckpointWriter(tmp_path / "broken", 1, pytest.fail)
-    writer.save(contents, 1, None)
-    writer.wait()
+    save_checkpoint(tmp_path / "broken", contents, 1)
     result = quick("export", str(tmp_path / "broken"), "--to", form)
     assert result.code == 3, result.err
     assert re.fullmatch(
@@ -108,10 +105,7 @@ def test_a_run_on_a_store_that_does_not_answer_is_compared_on_noise(
     contents = decode(read_verified(path), path)
     data = ("data.source=pack", "data.root=s3://bucket/pack")
     contents["config"] = from_yaml(contents["config"], "test", [*data]).to_yaml()
-    (tmp_path / "stored").mkdir()
-    writer = CheckpointWriter(tmp_path / "stored", 1, pytest.fail)
-    writer.save(contents, 1, None)
-    writer.wait()
+    save_checkpoint(tmp_path / "stored", contents, 1)
     words = ["export", str(tmp_path / "stored"), "--to", "safetensors"]
     assert main(words) == 0
     assert "on 8 images of noise" in capsys.readouterr().out

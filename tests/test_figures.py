@@ -14,6 +14,7 @@ from PIL import Image
 from pipeline.cli.main import main
 from pipeline.record import figures
 from pipeline.record.figures import EVALUATION_FIGURES, Tile, draw_contact_sheet
+from pipeline.record.folder import RunFolder
 from pipeline.record.predictions import Predictions, SavedEvaluation, load_evaluation, save_augmented, save_evaluation
 
 CLASSES = ["$5", "$10", "naïve cat"]
@@ -67,11 +68,12 @@ def test_twenty_thousand_classes_are_drawn_in_little_memory(tmp_path: Path) -> N
 
 
 def test_the_figures_need_only_the_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report, predictions = tmp_path / "report", make_predictions()
+    run = RunFolder(tmp_path)
+    predictions = make_predictions()
     pixels = np.zeros((2, 3, 8, 8), np.uint8)
-    save_evaluation(report, 12, SavedEvaluation(predictions, CLASSES, predictions.most_confident_mistakes(2), pixels))
-    save_augmented(report, pixels, CLASSES[:2])
-    saved = load_evaluation(report / "data" / "step-00000012.npz")
+    save_evaluation(run, 12, SavedEvaluation(predictions, CLASSES, predictions.most_confident_mistakes(2), pixels))
+    save_augmented(run, pixels, CLASSES[:2])
+    saved = load_evaluation(run.report / "data" / "step-00000012.npz")
     assert saved.classes == CLASSES
     assert saved.mistakes.tolist() == [3, 4]
     rows = [{"time": 1, "step": step, "metrics": {"train/loss": 1 / step, "val/top1": 0.5}} for step in (1, 2, 3)]
@@ -79,10 +81,10 @@ def test_the_figures_need_only_the_run_folder(tmp_path: Path, capsys: pytest.Cap
     assert main(["report", str(tmp_path)]) == 0
     line = capsys.readouterr().out
     for name in ("curves", "confusion", "classes", "reliability", "mistakes", "augmentation"):
-        with Image.open(report / f"{name}.png") as image:
+        with Image.open(run.report / f"{name}.png") as image:
             assert min(image.size) > 100
         assert f"{name}.png" in line
-    path = report / "data" / "step-00000012.npz"
+    path = run.report / "data" / "step-00000012.npz"
     path.write_bytes(path.read_bytes()[:100])
     assert main(["report", str(tmp_path)]) == 0
     assert "confusion.png cannot be drawn: step-00000012.npz is damaged" in capsys.readouterr().err

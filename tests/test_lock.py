@@ -18,7 +18,6 @@ from mlflow import MlflowClient
 
 from pipeline import files
 from pipeline.errors import TemporaryError
-from pipeline.files import atomic_write
 from pipeline.record import lock
 from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.folder import STARTED_BY_RUN, RunFolder
@@ -228,21 +227,26 @@ def test_a_lock_whose_file_another_process_has_rewritten_is_lost(tmp_path: Path)
     own.drop()
 
 
-def test_a_checkpoint_is_not_renamed_once_the_folder_is_taken_over(tmp_path: Path) -> None:
+def test_a_checkpoint_is_not_renamed_once_the_folder_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[list[str]] = []
+    folder = RunFolder(tmp_path)
+    folder.checkpoints.mkdir()
 
     def check() -> None:
-        calls.append(sorted(path.name for path in tmp_path.iterdir()))
+        calls.append(sorted(path.name for path in folder.checkpoints.iterdir()))
         if len(calls) == 2:
             raise OSError("in place of the end of the process")
 
+    monkeypatch.setattr(folder, "check_ours", check)
     lines: list[str] = []
-    writer = CheckpointWriter(tmp_path, 2, lines.append, check)
+    writer = CheckpointWriter(folder, 2, lines.append)
     writer.save({}, 1, None)
     writer.wait()
     assert calls[0] == []
     assert [name.startswith(".step-00000001") for name in calls[1]] == [True]
-    assert not list(tmp_path.glob("step-*"))
+    assert not list(folder.checkpoints.glob("step-*"))
 
 
 def test_what_a_frozen_holder_still_writes_goes_to_a_file_of_its_own(tmp_path: Path, holder: Holder) -> None:
@@ -274,9 +278,8 @@ def test_a_restart_copies_no_journal(tmp_path: Path) -> None:
         assert path.stat().st_ino == inode
 
 
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_a_file_is_not_replaced_once_the_folder_is_taken_over(tmp_path: Path, is_shared: bool) -> None:
-    path = tmp_path / "receipt.json"
+def test_a_file_is_not_replaced_once_the_folder_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, path = RunFolder(tmp_path), tmp_path / "receipt.json"
     path.write_text("old")
 
     def check() -> None:
@@ -284,8 +287,9 @@ def test_a_file_is_not_replaced_once_the_folder_is_taken_over(tmp_path: Path, is
             assert temporary[0].read_text() == "new"
             raise OSError("in place of the end of the process")
 
+    monkeypatch.setattr(folder, "check_ours", check)
     with pytest.raises(OSError, match="in place of"):
-        atomic_write(path, b"new", shared=is_shared, check=check)
+        folder.write(path, b"new")
     assert path.read_text() == "old"
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import save_checkpoint
 from torch.nn.functional import softmax
 from torchvision.models import get_model
 from torchvision.transforms.functional import normalize, resize
@@ -13,7 +14,6 @@ from torchvision.transforms.functional import normalize, resize
 from pipeline.cli.main import main
 from pipeline.config.load import load
 from pipeline.data.images import decode
-from pipeline.record.checkpoint import CheckpointWriter
 
 ARCH = "shufflenet_v2_x0_5"
 CLASSES = [f"digit {label}" for label in range(10)]
@@ -32,10 +32,8 @@ def save_run(folder: Path, scale: float = 1, classes: list[Any] = CLASSES) -> Pa
     config = load("digits", [f"model.arch={ARCH}", "run.device=cpu", "data.workers=0"])
     model = get_model(ARCH, num_classes=10)
     model.fc.weight.data.mul_(scale)
-    writer = CheckpointWriter(folder / "checkpoints", 1, pytest.fail)
     contents = {"model": model.state_dict(), "average": None, "config": config.to_yaml(), "classes": classes}
-    writer.save(contents, 7, None)
-    writer.wait()
+    save_checkpoint(folder, contents, 7)
     return folder
 
 

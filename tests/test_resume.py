@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from harness import environment, quick
+from harness import environment, quick, save_checkpoint
 from place import SMALL, Place
 
 from pipeline import errors
 from pipeline.config.load import load
 from pipeline.errors import NotFiniteError, RequestError, StorageError, TemporaryError
 from pipeline.operate.launch import _config_after_restart
-from pipeline.record.checkpoint import CheckpointWriter, decode
+from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import step_of
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
@@ -324,10 +324,7 @@ def test_a_checkpoint_without_a_part_is_refused(place: Place, part: str) -> None
     contents = decode(path.read_bytes(), path)
     del contents[part]
     shutil.rmtree(path.parent)
-    writer = CheckpointWriter(path.parent, 1, pytest.fail)
-    path.parent.mkdir()
-    writer.save(contents, 1, None)
-    writer.wait()
+    save_checkpoint(path.parent.parent, contents, 1)
     for words in (["run.dir=runs/done"], ["run.dir=runs/new", "run.resume=runs/done"]):
         for command in (place.doctor, place.train):
             code, err = command(*words, "train.max_steps=2")

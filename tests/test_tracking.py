@@ -53,6 +53,7 @@ from pipeline.data.images import decode
 from pipeline.group import Group
 from pipeline.model.architectures import build
 from pipeline.record import checkpoint, checkpoint_files, provenance
+from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal, read
 from pipeline.record.predictions import Predictions, SavedEvaluation, save_evaluation
 from pipeline.record.trace import Trace
@@ -438,7 +439,7 @@ def test_a_figure_that_cannot_be_drawn_holds_back_nothing_else(
     evaluation = SavedEvaluation(
         Predictions(zero + 1, zero, zero.astype(np.float32)), ["0"], empty, np.empty((0, 3, 8, 8), np.uint8)
     )
-    save_evaluation(run.folder / "report", 8, evaluation)
+    save_evaluation(RunFolder(run.folder), 8, evaluation)
     result = sync(run, MLFLOW_TRACKING_URI=second.uri)
     assert result.code == 0, result.err
     assert "classes of step 8 is not shown: " in result.err

@@ -8,14 +8,13 @@ import threading
 from pathlib import Path
 
 import pytest
-from harness import DONE, Job, pipeline
+from harness import DONE, Job, pipeline, save_checkpoint
 
 from pipeline.cli.main import main, parse
 from pipeline.config.help import all_keys
 from pipeline.config.load import load
 from pipeline.data.sources import make_synthetic, open_source
 from pipeline.model.architectures import build
-from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.journal import Journal
 from pipeline.train import session
 
@@ -326,9 +325,7 @@ def save_run(run: Path) -> None:
         "model": build(config.model, 4).state_dict(), "average": None, "config": config.to_yaml(), "epoch": 1,
         "step": 2, "classes": list(source.classes), "data": source.digest, "world": 1,
     }  # fmt: skip
-    writer = CheckpointWriter(run / "checkpoints", 1, pytest.fail)
-    writer.save(contents, 2, None)
-    writer.wait()
+    save_checkpoint(run, contents, 2)
 
 
 def paths(root: Path) -> set[str]:

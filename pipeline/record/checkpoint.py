@@ -32,6 +32,7 @@ from pipeline.files import sync_folder, temporary_sibling
 from pipeline.model.architectures import build
 from pipeline.model.weights import load_weights, map_tensors
 from pipeline.record.checkpoint_files import NAME, list_checkpoints, read_verified, step_of
+from pipeline.record.folder import RunFolder
 from pipeline.record.terminal import format_duration
 
 FORMAT = 1
@@ -196,15 +197,11 @@ class CheckpointWriter:
     """The writer of one run's checkpoints, on rank 0."""
 
     def __init__(
-        self, folder: Path, keep: int, log: Callable[[str], None],
-        check_ours: Callable[[], None] = lambda: None, on_saved: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
-        """check_ours: called before each change; ends the process if the run was taken over.
-
-        on_saved: called in the writing thread when a file is complete.
-        """
-        self._folder, self._keep, self._log = folder, keep, log
-        self._check_ours, self._on_saved = check_ours, on_saved
+        self, folder: RunFolder, keep: int, log: Callable[[str], None], on_saved: Callable[[], None] = lambda: None
+    ) -> None:
+        """on_saved: called in the writing thread when a file is complete."""
+        self._folder, self._check_ours = folder.checkpoints, folder.check_ours
+        self._keep, self._log, self._on_saved = keep, log, on_saved
         self._thread: threading.Thread | None = None
         self._failures, self._failing_since = 0, 0.0
         self._kept_files: set[Path] = set()

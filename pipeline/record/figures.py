@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import one_line
-from pipeline.files import atomic_write
 from pipeline.record import predictions
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
@@ -66,7 +65,7 @@ def draw_report(folder: RunFolder, log: Callable[[str], None]) -> list[Path]:
                 draw(drawn)
                 data = drawn.read_bytes() if drawn.exists() else b""
             if data:
-                atomic_write(path, data, check=folder.check_ours)
+                folder.write(path, data)
         except Exception as error:  # whatever is damaged: the rest is drawn
             log(f"{path.name} cannot be drawn: {one_line(error, 300) or type(error).__name__}")
         else:

@@ -1,7 +1,7 @@
 """A run's folder: the paths in it, its lock, and how earlier files are set aside for a fresh start.
 
 Promise: one run at a time writes here. Rank 0 holds the lock (`record.lock`), and whatever writes
-here calls `check_ours` first. This module does not import torch.
+here uses `write`, or calls `check_ours` first. This module does not import torch.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import os
 import shlex
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.config.schema import Config
@@ -133,6 +134,24 @@ class RunFolder:
         """
         self._lock.check()
 
+    @contextlib.contextmanager
+    def replacing(self, path: Path) -> Iterator[Path]:
+        """Do what `files.replacing` does, as long as the folder is ours (see `check_ours`)."""
+        self.check_ours()
+        with replacing(path) as temporary:
+            yield temporary
+            self.check_ours()
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Replace a file of the folder by `data`, completely or not at all, if the folder is ours.
+
+        Raises OSError.
+        """
+        with self.replacing(path) as temporary, open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
     def set_aside(self) -> Path | None:
         """Move an earlier run's files into a new subfolder; return that, or None without files."""
         self.check_ours()
@@ -197,7 +216,7 @@ class RunFolder:
         """
         for path in (self.journal, self.trace, self.sync_log):
             if path.exists():
-                with replacing(path, check=self.check_ours) as temporary:
+                with self.replacing(path) as temporary:
                     shutil.copyfile(path, temporary)
                     with open(temporary, "rb") as copy:
                         os.fsync(copy.fileno())

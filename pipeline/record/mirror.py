@@ -27,7 +27,7 @@ from typing import BinaryIO
 
 from pipeline.data.store import MissingError, Store
 from pipeline.errors import FAILURE, RequestError, RunError, StorageError, TemporaryError
-from pipeline.files import atomic_write, parse_json, replacing
+from pipeline.files import parse_json
 from pipeline.record.checkpoint_files import NAME, list_checkpoints, read_verified, step_of
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal, last_event, run_id
@@ -166,7 +166,7 @@ class Mirror:
             if found.has_newer_records:
                 folder.delivered.unlink(missing_ok=True)  # it counts bytes of the journal that is replaced
                 for record in _records(folder):
-                    with suppress(MissingError), replacing(record, check=folder.check_ours) as temporary:
+                    with suppress(MissingError), folder.replacing(record) as temporary:
                         _download_record(self._store, record.name, temporary, newest)
                 if newest is None and found.journal.exists():
                     self._log(f"{self} holds no complete checkpoint of its run: training begins at step 0")
@@ -468,6 +468,6 @@ def _owner(folder: RunFolder) -> str:
     """Return what identifies this folder as the owner of a lease, and no copy of it."""
     if not folder.mirror.exists():
         data = json.dumps({"owner": secrets.token_hex(8)}).encode()
-        atomic_write(folder.mirror, data, check=folder.check_ours)
+        folder.write(folder.mirror, data)
     status = folder.mirror.stat()
     return hashlib.sha256(folder.mirror.read_bytes() + f"{status.st_dev} {status.st_ino}".encode()).hexdigest()

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from pipeline.config.credentials import without_password
 from pipeline.config.load import from_yaml
-from pipeline.files import atomic_write, parse_json
+from pipeline.files import parse_json
 from pipeline.plan import Plan
 from pipeline.record import predictions
 from pipeline.record.folder import RunFolder
@@ -48,7 +48,7 @@ def write_page(folder: RunFolder) -> Path:
     """Write the page of a run into its `report/`, and return the file. Raises OSError."""
     folder.report.mkdir(exist_ok=True)
     path = folder.report / FILE_NAME
-    atomic_write(path, render_page(folder).encode(), check=folder.check_ours)
+    folder.write(path, render_page(folder).encode())
     return path
 
 

@@ -9,7 +9,7 @@ import io
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from zipfile import ZipFile
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.files import atomic_write
+from pipeline.record.folder import RunFolder
 
 AUGMENTED_FILE = "augmented.npz"
 CONFIDENCE_UNIT = 2**30
@@ -180,13 +180,11 @@ def saved_evaluations(report: Path) -> list[Path]:
     return sorted((report / "data").glob("step-*.npz"))
 
 
-def save_evaluation(
-    report: Path, step: int, evaluation: SavedEvaluation, check: Callable[[], None] = lambda: None
-) -> None:
-    """Save an evaluation. Raises OSError if it cannot be written. check: see `files.replacing`."""
+def save_evaluation(folder: RunFolder, step: int, evaluation: SavedEvaluation) -> None:
+    """Save an evaluation. Raises OSError if it cannot be written."""
     classes, predictions = np.array(evaluation.classes), asdict(evaluation.predictions)
-    path = evaluation_file(report, step)
-    _save(path, check, **predictions, classes=classes, shown=evaluation.mistakes, pixels=evaluation.pixels)
+    path = evaluation_file(folder.report, step)
+    _save(folder, path, **predictions, classes=classes, shown=evaluation.mistakes, pixels=evaluation.pixels)
 
 
 def load_evaluation(path: Path) -> SavedEvaluation:
@@ -206,14 +204,9 @@ def load_evaluation(path: Path) -> SavedEvaluation:
     return SavedEvaluation(Predictions(labels, predicted, confidence), classes.tolist(), mistakes, pixels)
 
 
-def save_augmented(
-    report: Path, pixels: NDArray[np.uint8], captions: list[str], check: Callable[[], None] = lambda: None
-) -> None:
-    """Save the first training images as augmentation changed them.
-
-    pixels: [K, 3, H, W]. check: see `files.replacing`.
-    """
-    _save(report / "data" / AUGMENTED_FILE, check, pixels=pixels, captions=np.array(captions))
+def save_augmented(folder: RunFolder, pixels: NDArray[np.uint8], captions: list[str]) -> None:
+    """Save the first training images as augmentation changed them. pixels: [K, 3, H, W]."""
+    _save(folder, folder.report / "data" / AUGMENTED_FILE, pixels=pixels, captions=np.array(captions))
 
 
 def load_augmented(report: Path) -> tuple[NDArray[np.uint8], list[str]]:
@@ -250,8 +243,8 @@ def _damaged(path: Path, why: str) -> ValueError:
     return ValueError(f"{path.name} is damaged ({why}): remove it, the next evaluation saves another")
 
 
-def _save(path: Path, check: Callable[[], None], **arrays: Any) -> None:
+def _save(folder: RunFolder, path: Path, **arrays: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)
-    atomic_write(path, buffer.getvalue(), check=check)
+    folder.write(path, buffer.getvalue())

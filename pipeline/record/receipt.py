@@ -22,7 +22,7 @@ from typing import Any
 
 from pipeline.config.load import from_yaml
 from pipeline.errors import RequestError, RunError
-from pipeline.files import atomic_write, parse_json, read_limited
+from pipeline.files import parse_json, read_limited
 from pipeline.record.checkpoint_files import list_checkpoints, step_of
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
@@ -125,7 +125,7 @@ class Receipt:
         """Update the file. An error (a full disk, a damaged file) is logged; training continues."""
         try:
             text = self.text()
-            atomic_write(self._folder.receipt, text.encode(), check=self._folder.check_ours)
+            self._folder.write(self._folder.receipt, text.encode())
         except (OSError, ValueError, RunError) as error:
             log(f"receipt could not be written: {error}; the next evaluation or start tries again")
 

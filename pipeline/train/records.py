@@ -16,7 +16,6 @@ from pipeline.config.schema import Config
 from pipeline.data.index import Index
 from pipeline.data.sources import Source
 from pipeline.errors import RunError
-from pipeline.files import atomic_write
 from pipeline.plan import Plan
 from pipeline.record import page, sender
 from pipeline.record.checkpoint import CheckpointWriter
@@ -53,8 +52,8 @@ class Records:
             mirror.abandon_after(resumed_from)  # first: a restart must not restore what is set aside here
         prepare_folder(resumed_from, state.best_step, folder, log)
         errors.clear_failure(folder.path)
-        atomic_write(folder.config, config.to_yaml().encode(), check=folder.check_ours)
-        atomic_write(folder.plan, json.dumps(plan.to_dict(), indent=1).encode(), check=folder.check_ours)
+        folder.write(folder.config, config.to_yaml().encode())
+        folder.write(folder.plan, json.dumps(plan.to_dict(), indent=1).encode())
         self._config, self._folder, self._mirror, self._terminal = config, folder, mirror, terminal
         self._classes = source.classes
         seen = config
@@ -68,9 +67,7 @@ class Records:
         worlds = [start["tags"]["world"] for start in events(folder.journal, "started")]
         self._journal = Journal(folder.journal, log, state.step if evaluated else state.step - 1)
         on_saved = mirror.upload if mirror else lambda: None
-        self._checkpoints = CheckpointWriter(
-            folder.checkpoints, config.checkpoint.keep, log, folder.check_ours, on_saved
-        )
+        self._checkpoints = CheckpointWriter(folder, config.checkpoint.keep, log, on_saved)
         self._trace = Trace(folder.trace, state.step) if config.run.trace else None
         facts = {
             "recipe": config.recipe,

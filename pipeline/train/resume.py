@@ -17,7 +17,6 @@ from pipeline.config.schema import Config
 from pipeline.data.manifest import find_cached_index
 from pipeline.data.sources import Source, data_root
 from pipeline.errors import RequestError, StorageError
-from pipeline.files import atomic_write
 from pipeline.group import Group
 from pipeline.model.architectures import meta_model
 from pipeline.model.functions import model_provenance
@@ -110,7 +109,7 @@ def prepare_folder(used: Path | None, best_step: int | None, folder: RunFolder, 
     best = [path for path in (used, *list_checkpoints(used.parent)) if step_of(path) == best_step]
     try:
         for path in dict.fromkeys((used, *best[:1])):  # the best alone would be taken for the newest
-            atomic_write(folder.checkpoints / path.name, read_verified(path), check=folder.check_ours)
+            folder.write(folder.checkpoints / path.name, read_verified(path))
     except StorageError as defect:
         log(f"a checkpoint is not copied: {defect}")
 

@@ -60,8 +60,8 @@ class Samples:
         if len(batch.mix):
             images = mix_images(images.float(), batch.mix).round().to(torch.uint8)
         captions = [self._source.classes[label] for label in batch.labels.tolist()]
-        pixels, check = _small(images).numpy(), self._folder.check_ours
-        self._keep(lambda: predictions.save_augmented(self._report, pixels, captions, check))
+        pixels = _small(images).numpy()
+        self._keep(lambda: predictions.save_augmented(self._folder, pixels, captions))
 
     def save_evaluation(self, result: EvalResult) -> None:
         """Keep the predictions of an evaluation, and the images of its most confident mistakes."""
@@ -78,8 +78,7 @@ class Samples:
                 self._log(f"the most confident mistakes cannot be shown: {outage}")
                 break
         kept = SavedEvaluation(result.predictions, list(self._source.classes), mistakes, _small(images).numpy())
-        step, check = result.evaluation.step, self._folder.check_ours
-        self._keep(lambda: predictions.save_evaluation(self._report, step, kept, check))
+        self._keep(lambda: predictions.save_evaluation(self._folder, result.evaluation.step, kept))
 
     def draw_report(self) -> None:
         """Draw the report of the run, in another process."""

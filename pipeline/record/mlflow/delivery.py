@@ -20,7 +20,7 @@ from typing import Any
 from pipeline.config.credentials import without_password
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, TemporaryError
-from pipeline.files import atomic_write, parse_json
+from pipeline.files import parse_json
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import MEASURED, final_status, is_row_start, last_event, read
 from pipeline.record.mlflow import connection, parts
@@ -191,7 +191,8 @@ class Delivery:
         if self._due:
             entry["due"] = self._due
         progress = json.dumps({**self._progress(), self._server: entry}, indent=1)
-        atomic_write(self._folder.delivered, progress.encode(), check=self.check_ours)
+        self.check_ours()
+        self._folder.write(self._folder.delivered, progress.encode())
 
     def _send_event(self, run: MlflowRun, event: dict[str, Any]) -> None:
         """Send the status that an event brings, and note the parts that are due after it."""
