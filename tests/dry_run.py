@@ -40,11 +40,12 @@ from pipeline.guards.watchdog import Watchdog
 from pipeline.model.architectures import Normalise
 from pipeline.parallel import ddp
 from pipeline.plan import DataSize, make_plan
+from pipeline.record.folder import RunFolder
 from pipeline.record.terminal import NullTerminal
-from pipeline.telemetry.profiler import NullProfiler
 from pipeline.telemetry.timing import make_timer
 from pipeline.train import evaluate, loop, optimizer, session, state, step
-from pipeline.train.records import NullRecords
+from pipeline.train.job import Job, Process
+from pipeline.train.records import Records
 from pipeline.train.trainer import Trainer
 from pipeline.world import World
 
@@ -108,14 +109,16 @@ CASES = {
 }
 FAULTS = {
     "mixing on the CPU": Fault(
-        step._run_pass, "mix_images(pixels, batch.mix)", "mix_images(pixels.cpu(), batch.mix.cpu())", MIXED
+        step.run_pass, "mix_images(pixels, batch.mix)", "mix_images(pixels.cpu(), batch.mix.cpu())", MIXED
     ),
     "labels by way of the CPU": Fault(
-        step._run_pass, "Targets(batch.labels)\n", "Targets(batch.labels.cpu().to(pixels.device))\n", MIXED
+        step.run_pass, "Targets(batch.labels)\n", "Targets(batch.labels.cpu().to(pixels.device))\n", MIXED
     ),
     "mean on the CPU": Fault(Normalise.__init__, "torch.tensor(MEAN, device=device)", "torch.tensor(MEAN)", MIXED),
-    "loss sum on the CPU": Fault(step.forward_backward, "torch.zeros((), device=device)", "torch.zeros(())", MIXED),
-    "a printed loss": Fault(step.forward_backward, "loss_sum += loss", "print(loss.item())", MIXED),
+    "loss sum on the CPU": Fault(
+        step.Step.forward_backward, "torch.zeros((), device=group.device)", "torch.zeros(())", MIXED
+    ),
+    "a printed loss": Fault(step.Step.forward_backward, "loss_sum += loss", "print(loss.item())", MIXED),
     "a count on the host": Fault(
         state.TrainState.add_to_totals, "(logits.argmax(1) == labels).sum()", "int((logits.argmax(1) == labels).sum())",
         MIXED,
@@ -174,23 +177,21 @@ def run(case: Case, result: Result, *words: str) -> str:
     source = replace(source, val=replace(source.val, count=10))
     plan = make_plan(config, world, replace(IMAGENET, num_classes=config.data.num_classes))
     with FakeTensorMode(allow_non_fake_inputs=True), fake_cuda.FakeCuda(READABLE) as cuda:
-        timer, watchdog = make_timer(device), Watchdog(300, Path(os.devnull), 0, StopRequest())
-        plan, state = session._build(
-            config, plan, FakeGroup(world, device), None, timer, watchdog, StopRequest(), NullTerminal(),
-            is_resumed=config.model.init is not None,
-        )  # fmt: skip
-        trainer = Trainer(
-            config, plan, state, source, NullRecords(), NullTerminal(), timer=timer, watchdog=watchdog,
-            stop=StopRequest(), profiler=NullProfiler(),
-        )  # fmt: skip
+        stop = StopRequest()
+        watchdog = Watchdog(300, Path(os.devnull), 0, stop)
+        process = Process(FakeGroup(world, device), NullTerminal(), make_timer(device), watchdog, stop)
+        job = Job(config, plan, source, RunFolder(config.run_dir))
+        job, state = session.build_state(job, process, None, is_resumed=config.model.init is not None)
+        plan = job.plan
+        trainer = Trainer(job, process, state, Records())
         data = TrainBatches(source.train, config, plan, rank=0)
         stream = transfer.to_device(batches(data, range(100), plan, pin=False), device)
         with cuda.watch(result.evaluation):
-            trainer.evaluator.evaluate(0, trainer.asked_to_stop)
+            trainer.evaluator.evaluate(0, process.terminal, process.asked_to_stop)
         with cuda.watch(result.updates):
             for _ in range(UPDATES):
-                step.update_once(trainer, stream)
-        step.update_once(trainer, stream)  # after which a report and a comparison of the weights are due
+                loop.update_once(trainer, stream)
+        loop.update_once(trainer, stream)  # after which a report and a comparison of the weights are due
         loop.save(trainer, is_last=True)
         result.peak_gib = cuda.peak_bytes / 2**30
     return f"{plan.world} × {plan.micro_batch}"

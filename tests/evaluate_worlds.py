@@ -17,7 +17,7 @@ from streams import prepare
 from torch import nn
 
 from pipeline.group import Group, ProcessGroup
-from pipeline.record.terminal import make_terminal
+from pipeline.record.terminal import NullTerminal
 from pipeline.train.evaluate import EvalResult, Evaluator
 from pipeline.world import World
 
@@ -36,8 +36,8 @@ def make_model() -> nn.Module:
 def evaluate(root: Path, group: Group, model: nn.Module) -> EvalResult:
     """Evaluate the model on the digits in `root`, in batches of 48."""
     config, plan, source = prepare(root, 1, "evaluate.batch=48", "augment.size=32", "data.workers=0")
-    evaluator = Evaluator(model, source.val, config, plan, group, make_terminal(is_main=False))
-    result = evaluator.evaluate(1, lambda: False)
+    evaluator = Evaluator(model, source.val, config, plan, group)
+    result = evaluator.evaluate(1, NullTerminal(), lambda: False)
     assert result
     return result
 

@@ -379,10 +379,10 @@ def save_checkpoint(run: Path, contents: dict[str, Any], step: int) -> Path:
 
     folder = RunFolder(run)
     folder.checkpoints.mkdir(parents=True, exist_ok=True)
-    writer = CheckpointWriter(folder, 1, print)
+    writer = CheckpointWriter(folder, 1, print, print)
     writer.save(contents, step, None)
     writer.wait()
-    path = writer.path_of_step(step)
+    path = folder.checkpoint_of_step(step)
     assert path, "the checkpoint was not saved, see above"
     return path
 

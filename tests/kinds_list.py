@@ -7,7 +7,6 @@ import io
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,6 @@ from pipeline.data.order import Order
 from pipeline.group import Group
 from pipeline.guards.nonfinite import LossGuard
 from pipeline.model import zoo
-from pipeline.model.architectures import Normalise
 from pipeline.parallel import choose_strategy
 from pipeline.plan import DataSize, Plan, make_plan
 from pipeline.randomness import generator, seed_network
@@ -38,7 +36,7 @@ from pipeline.record.terminal import NullTerminal
 from pipeline.telemetry.timing import StepTimer
 from pipeline.train.evaluate import Evaluator
 from pipeline.train.state import TrainState
-from pipeline.train.step import apply_gradients, forward_backward
+from pipeline.train.step import Step
 from pipeline.world import World
 
 CPU = torch.device("cpu")
@@ -66,10 +64,10 @@ def plan_of(*words: str) -> tuple[Config, Plan]:
     return config, make_plan(config, World(), DataSize(IMAGES, 16, 10))
 
 
-def updates(model: Callable[[], nn.Module], *words: str) -> Iterator[tuple[Any, Tensor]]:
-    """Make a small run, update its weights by the project's own code, and yield it and each loss.
+def updates(model: Callable[[], nn.Module], *words: str) -> Iterator[tuple[TrainState, Step, Tensor]]:
+    """Make a small run, update its weights by the project's own code, and yield its parts.
 
-    It has the parts of a `Trainer` that an update needs.
+    These are its state, what made the update, and the loss.
     """
     config, plan = plan_of(*words)
     seed_network(0, "weights")
@@ -78,23 +76,19 @@ def updates(model: Callable[[], nn.Module], *words: str) -> Iterator[tuple[Any, 
         module = module.to(memory_format=torch.channels_last)
     strategy = choose_strategy(config, plan, module, Group(World(), CPU))
     state = TrainState.build(strategy, LossGuard(strategy, ""), config)
-    trainer: Any = SimpleNamespace(
-        state=state, strategy=strategy, group=strategy.group, config=config, plan=plan, timer=StepTimer(),
-        normalise=Normalise(CPU, channels_last=config.model.channels_last), current_batches=[],
-    )  # fmt: skip
+    step = Step(config, plan, state, StepTimer())
     while True:
-        loss, _ = forward_backward(trainer, batches(config, plan, state.step))
-        apply_gradients(trainer)
-        yield trainer, loss
+        loss = step.forward_backward(batches(config, plan, state.step))
+        step.apply_gradients()
+        yield state, step, loss
 
 
 def train(model: Callable[[], nn.Module], *words: str) -> list[Tensor]:
     """Return the state of a small run after two updates, its last loss, and its logits."""
-    trainer, loss = next(islice(updates(model, *words), 1, None))
-    state = trainer.state
+    state, step, loss = next(islice(updates(model, *words), 1, None))
     state.model.eval()
     with torch.inference_mode():
-        logits = state.model(trainer.normalise(trainer.current_batches[0].images))
+        logits = state.model(step.normalise(step.used[0].images))
     moments = [value for of in state.optimizer.state.values() for value in of.values() if isinstance(value, Tensor)]
     averages = state.ema.state_dict().values() if state.ema else ()
     return [loss, logits, *state.model.state_dict().values(), *averages, *moments, state.totals]
@@ -280,10 +274,10 @@ def evaluation() -> Iterator[Tensor]:
     config, plan = plan_of("evaluate.flip=true")
     seed_network(0, "weights")
     images: Any = Held()
-    evaluator = Evaluator(vit(), images, config, plan, Group(World(), CPU), NullTerminal())
-    result = evaluator.evaluate(0, lambda: False)
+    evaluator = Evaluator(vit(), images, config, plan, Group(World(), CPU))
+    result = evaluator.evaluate(0, NullTerminal(), lambda: False)
     assert result
-    assert not result.defects
+    assert not result.bad_images
     yield torch.tensor(list(result.evaluation.figures.values()), dtype=torch.float64)
     yield torch.from_numpy(result.predictions.confidence)
 

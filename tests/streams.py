@@ -21,10 +21,11 @@ from pipeline.model.architectures import build
 from pipeline.parallel import choose_strategy
 from pipeline.plan import Plan, make_plan
 from pipeline.randomness import seed_network
+from pipeline.record.folder import RunFolder
 from pipeline.record.terminal import NullTerminal
-from pipeline.telemetry.profiler import NullProfiler
 from pipeline.telemetry.timing import StepTimer
-from pipeline.train.records import NullRecords
+from pipeline.train.job import Job, Process
+from pipeline.train.records import Records
 from pipeline.train.state import TrainState
 from pipeline.train.trainer import Trainer
 from pipeline.world import World
@@ -58,10 +59,9 @@ def make_trainer(root: Path, *overrides: str) -> Trainer:
     strategy = choose_strategy(config, plan, build(config.model, 10), Group(World(), torch.device("cpu")))
     timer = StepTimer()
     state = TrainState.build(strategy, make_loss_guard(strategy, timer, config.start_again), config)
-    return Trainer(
-        config, plan, state, source, NullRecords(), NullTerminal(), timer=timer, stop=StopRequest(),
-        watchdog=Watchdog(300, Path(os.devnull), 0, StopRequest()), profiler=NullProfiler(),
-    )  # fmt: skip
+    stop = StopRequest()
+    process = Process(strategy.group, NullTerminal(), timer, Watchdog(300, Path(os.devnull), 0, stop), stop)
+    return Trainer(Job(config, plan, source, RunFolder(config.run_dir)), process, state, Records())
 
 
 def stream(root: Path, steps: range, *overrides: str, world: int = 1) -> tuple[list[GlobalBatch], set[tuple[int, str]]]:

@@ -39,7 +39,7 @@ def run(tmp_path: Path) -> RunFolder:
 @pytest.fixture
 def folder(run: RunFolder) -> Path:
     """Return a folder with checkpoints of steps 1 and 2."""
-    writer = CheckpointWriter(run, keep=2, log=pytest.fail)
+    writer = CheckpointWriter(run, keep=2, log=pytest.fail, on_saved=print)
     for step in (1, 2):
         writer.save(contents(step), step, None)
     writer.wait()
@@ -130,7 +130,7 @@ def test_a_checkpoint_that_would_unpack_to_more_than_its_size_is_refused(tmp_pat
 
 
 def test_only_the_newest_and_the_best_are_kept(run: RunFolder) -> None:
-    writer = CheckpointWriter(run, keep=2, log=pytest.fail)
+    writer = CheckpointWriter(run, keep=2, log=pytest.fail, on_saved=print)
     for step in range(1, 8):
         writer.save(contents(step), step, best_step=min(step, 3))
     writer.wait()
@@ -141,7 +141,7 @@ def test_only_the_newest_and_the_best_are_kept(run: RunFolder) -> None:
 def test_a_checkpoint_is_synced_before_it_is_renamed_and_older_ones_are_deleted_last(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = CheckpointWriter(run, keep=1, log=pytest.fail)
+    writer = CheckpointWriter(run, keep=1, log=pytest.fail, on_saved=print)
     writer.save(contents(1), 1, None)
     writer.wait()
     done = []
@@ -165,7 +165,7 @@ def test_a_checkpoint_is_synced_before_it_is_renamed_and_older_ones_are_deleted_
 
 def test_a_checkpoint_is_not_changed_by_the_next_step(run: RunFolder) -> None:
     state = contents(1)
-    writer = CheckpointWriter(run, keep=2, log=pytest.fail)
+    writer = CheckpointWriter(run, keep=2, log=pytest.fail, on_saved=print)
     writer.save(state, 1, None)
     state["model"]["weight"].zero_()
     writer.wait()
@@ -193,7 +193,7 @@ def test_a_full_disk_costs_no_step_and_is_logged(small_disk: Path, monkeypatch: 
     lines: list[str] = []
     run = RunFolder(small_disk / "run")
     run.checkpoints.mkdir(parents=True)
-    writer = CheckpointWriter(run, keep=2, log=lines.append)
+    writer = CheckpointWriter(run, keep=2, log=lines.append, on_saved=print)
     (small_disk / "filler").write_bytes(bytes(56 << 10))
     for step in range(1, 8):
         writer.save(contents(step), step, None)
@@ -221,8 +221,8 @@ def test_a_checkpoint_that_is_removed_while_the_folder_is_read_is_passed_over(fo
 
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_make_a_save_fail(run: RunFolder) -> None:
     lines: list[str] = []
-    mirrored: list[int] = []
-    writer = CheckpointWriter(run, 1, lines.append, on_saved=lambda: mirrored.append(1))
+    mirrored: list[Path] = []
+    writer = CheckpointWriter(run, 1, lines.append, on_saved=mirrored.append)
     writer.save(contents(1), 1, None)
     writer.wait()
     (old,) = list_checkpoints(run.checkpoints)

@@ -37,7 +37,7 @@ from pipeline.record.checkpoint import decode, weights_digest
 from pipeline.record.checkpoint_files import read_verified
 from pipeline.record.predictions import NO_PREDICTION, Predictions
 from pipeline.record.receipt import best_checkpoint
-from pipeline.record.terminal import make_terminal
+from pipeline.record.terminal import NullTerminal
 from pipeline.train.evaluate import EvalResult, Evaluator
 from pipeline.train.state import LOSS_UNIT, MAX_LOSS, Evaluation
 from pipeline.world import World
@@ -141,7 +141,7 @@ def evaluate_model(digits: Path, model: nn.Module, *overrides: str) -> EvalResul
     """Evaluate the model on the digits in batches of 48."""
     config, plan, source = prepare(digits, 1, "evaluate.batch=48", *overrides)
     group = Group(World(), torch.device("cpu"))
-    result = Evaluator(model, source.val, config, plan, group, make_terminal(is_main=False)).evaluate(1, lambda: False)
+    result = Evaluator(model, source.val, config, plan, group).evaluate(1, NullTerminal(), lambda: False)
     assert result
     return result
 

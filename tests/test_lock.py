@@ -241,7 +241,7 @@ def test_a_checkpoint_is_not_renamed_once_the_folder_is_taken_over(
 
     monkeypatch.setattr(folder, "check_ours", check)
     lines: list[str] = []
-    writer = CheckpointWriter(folder, 2, lines.append)
+    writer = CheckpointWriter(folder, 2, lines.append, print)
     writer.save({}, 1, None)
     writer.wait()
     assert calls[0] == []

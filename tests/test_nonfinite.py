@@ -11,7 +11,6 @@ from pipeline.errors import NotFiniteError
 from pipeline.guards.nonfinite import DeviceLossGuard, LossGuard
 from pipeline.train import loop
 from pipeline.train.state import LOSS_UNIT, MAX_LOSS
-from pipeline.train.step import apply_gradients, forward_backward
 
 
 class Run:
@@ -19,18 +18,19 @@ class Run:
 
     def __init__(self, digits: Path, *words: str, on_device: bool = False) -> None:
         self.trainer = make_trainer(digits, "model.arch=shufflenet_v2_x0_5", "batch.global=24", *words)
-        self.state = self.trainer.state
+        self.state, job = self.trainer.state, self.trainer.job
         if on_device:
-            self.state.loss_guard = DeviceLossGuard(self.state.strategy, self.trainer.timer, "start again")
-        self.batch = TrainBatches(self.trainer.train_images, self.trainer.config, self.trainer.plan, 0)[0]
+            self.state.loss_guard = DeviceLossGuard(self.state.strategy, self.trainer.process.timer, "start again")
+        self.batch = TrainBatches(job.source.train, job.config, job.plan, 0)[0]
 
     def step(self, *, with_nan: bool = False) -> bool:
         """Train one step; return True, without an update, if the guard found a bad loss."""
-        loss, used = forward_backward(self.trainer, iter([self.batch]))
+        step = self.trainer.step
+        loss = step.forward_backward(iter([self.batch]))
         loss = loss * torch.nan if with_nan else loss  # gradients stay finite: only the guard can stop the update
-        is_bad = self.state.loss_guard.check(self.state.step + 1, loss, used)
+        is_bad = self.state.loss_guard.check(self.state.step + 1, loss, step.used)
         if not is_bad:
-            apply_gradients(self.trainer)
+            step.apply_gradients()
         return is_bad
 
     def weights(self) -> list[torch.Tensor]:

@@ -38,7 +38,7 @@ from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import read_verified
 from pipeline.train.optimizer import make_optimizer
 from pipeline.train.state import TrainState
-from pipeline.train.step import apply_gradients, forward_backward
+from pipeline.train.step import Step
 from pipeline.world import World, from_environment
 
 COMMON = ("batch.accumulate=2", "train.clip=0.5", "train.ema=0.9", "model.channels_last=true")
@@ -385,23 +385,24 @@ def test_nothing_leaves_an_fsdp_step_whose_loss_is_nan(
     name: str, skips: bool, digits: Path, group: ProcessGroup
 ) -> None:
     trainer = make_trainer(digits, "model.arch=shufflenet_v2_x0_5", "batch.global=24", f"optimizer.name={name}")
-    strategy = FSDPStrategy(trainer.config, trainer.plan, trainer.state.model, group)
-    guard = DeviceLossGuard(strategy, trainer.timer, trainer.config.start_again)  # as on a GPU
-    state = TrainState.build(strategy, guard, trainer.config)
-    trainer.state, trainer.strategy, trainer.group = state, strategy, group
-    batch = TrainBatches(trainer.train_images, trainer.config, trainer.plan, 0)[0]
+    config, plan, timer = trainer.job.config, trainer.job.plan, trainer.process.timer
+    strategy = FSDPStrategy(config, plan, trainer.state.model, group)
+    guard = DeviceLossGuard(strategy, timer, config.start_again)  # as on a GPU
+    state = TrainState.build(strategy, guard, config)
+    step = Step(config, plan, state, timer)
+    batch = TrainBatches(trainer.job.source.train, config, plan, 0)[0]
     for factor in (1, torch.nan):
         before = [param.full_tensor().clone() for param in state.model.parameters()]  # type: ignore[operator]
         assert state.confirmed_step == state.step
-        loss, used = forward_backward(trainer, iter([batch]))
-        assert not state.loss_guard.check(state.step + 1, loss * factor, used), "the host does not know yet"
-        apply_gradients(trainer)
+        loss = step.forward_backward(iter([batch]))
+        assert not state.loss_guard.check(state.step + 1, loss * factor, step.used), "the host does not know yet"
+        step.apply_gradients()
     after = [param.full_tensor() for param in state.model.parameters()]  # type: ignore[operator]
     assert all(map(torch.equal, before, after)) == skips, "fused AdamW skips the update of sharded weights"
     with pytest.raises(NotFiniteError, match=r"the loss is nan at step 2 on rank 0 .*: the step is not saved;"):
         _ = state.confirmed_step
-    loss, used = forward_backward(trainer, iter([batch]))
-    assert state.loss_guard.check(3, loss, used), "the run ends at the next step at the latest"
+    loss = step.forward_backward(iter([batch]))
+    assert state.loss_guard.check(3, loss, step.used), "the run ends at the next step at the latest"
 
 
 def test_processes_started_by_hand_need_the_address_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:

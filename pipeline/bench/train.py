@@ -39,12 +39,13 @@ from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
 from pipeline.record.terminal import NullTerminal
 from pipeline.telemetry.mfu import MfuMeter, make_mfu_meter
-from pipeline.telemetry.profiler import NullProfiler
 from pipeline.telemetry.timing import StepTimer, make_timer
+from pipeline.train.job import Job, Process
+from pipeline.train.listener import Listener, Update
+from pipeline.train.loop import update_once
 from pipeline.train.optimizer import make_optimizer
-from pipeline.train.records import NullRecords
+from pipeline.train.records import Records
 from pipeline.train.state import TrainState
-from pipeline.train.step import update_once
 from pipeline.train.trainer import Trainer
 from pipeline.world import from_environment
 
@@ -290,11 +291,11 @@ def _our_step(
     strategy = choose_strategy(config, plan, model, group)
     timer = timer or make_timer(group.device)
     state = TrainState.build(strategy, make_loss_guard(strategy, timer, config.start_again), config)
-    trainer = Trainer(
-        config, plan, state, source, JournalOnly(journal) if journal else NullRecords(), NullTerminal(), timer=timer,
-        watchdog=Watchdog(config.run.timeout, Path(os.devnull), group.rank, stop := StopRequest()), stop=stop,
-        profiler=NullProfiler(),
-    )  # fmt: skip
+    stop = StopRequest()
+    watchdog = Watchdog(config.run.timeout, Path(os.devnull), group.rank, stop)
+    process = Process(group, NullTerminal(), timer, watchdog, stop)
+    job = Job(config, plan, source, RunFolder(config.run_dir))
+    trainer = Trainer(job, process, state, Records([ToJournalOnly(journal)] if journal else []))
     return partial(update_once, trainer, stream)
 
 
@@ -348,11 +349,12 @@ def _workers_cpu_seconds() -> float:
     return sum(supervision.cpu_seconds(process.pid) for process in active_children() if process.pid)
 
 
-class JournalOnly(NullRecords):
-    """Records that write metrics to a journal, and nothing else."""
+class ToJournalOnly(Listener):
+    """Writes metrics to a journal."""
 
     def __init__(self, path: Path) -> None:
         self._journal = Journal(path, lambda _: None)
 
-    def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        self._journal.log_metrics(step, metrics)
+    def stepped(self, update: Update) -> None:
+        if update.metrics:
+            self._journal.log_metrics(update.step, update.metrics)

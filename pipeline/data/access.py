@@ -7,6 +7,7 @@ import stat
 import unicodedata
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from pipeline.errors import RequestError, TemporaryError
 
@@ -50,6 +51,14 @@ HIDDEN = "hidden or system"
 
 class UnreadableError(Exception):
     """An image file that cannot be read, or that changed since it was indexed."""
+
+
+class BadImage(NamedTuple):
+    """An image that cannot be decoded, for people."""
+
+    id: int
+    name: str
+    reason: str
 
 
 class OutageError(TemporaryError):

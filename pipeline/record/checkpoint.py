@@ -197,16 +197,15 @@ class CheckpointWriter:
     """The writer of one run's checkpoints, on rank 0."""
 
     def __init__(
-        self, folder: RunFolder, keep: int, log: Callable[[str], None], on_saved: Callable[[], None] = lambda: None
+        self, folder: RunFolder, keep: int, log: Callable[[str], None], on_saved: Callable[[Path], None]
     ) -> None:
-        """on_saved: called in the writing thread when a file is complete."""
+        """on_saved: called in the writing thread with each file that is complete."""
         self._folder, self._check_ours = folder.checkpoints, folder.check_ours
         self._keep, self._log, self._on_saved = keep, log, on_saved
         self._thread: threading.Thread | None = None
         self._failures, self._failing_since = 0, 0.0
         self._kept_files: set[Path] = set()
         """Old checkpoints that could not be removed: each is named once."""
-        self._saved: Path | None = None
 
     def save(self, contents: dict[str, Any], step: int, best_step: int | None, patience_s: float = 0) -> None:
         """Copy the state and start writing it, after the previous write has ended.
@@ -224,15 +223,6 @@ class CheckpointWriter:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-
-    def pop_saved(self) -> Path | None:
-        """Return the last file that was completed since the last call, or None."""
-        saved, self._saved = self._saved, None
-        return saved
-
-    def path_of_step(self, step: int) -> Path | None:
-        """Return the checkpoint of that step, or None."""
-        return next((path for path in list_checkpoints(self._folder) if step_of(path) == step), None)
 
     @property
     def should_give_up(self) -> bool:
@@ -261,10 +251,10 @@ class CheckpointWriter:
         if saved:
             with suppress(OSError):  # of a listing: the next save tries again
                 self._prune(best_step)
-            self._on_saved()
+            self._on_saved(saved)
 
-    def _write(self, snapshot: dict[str, Any], step: int, outlook: str) -> bool:
-        """Return True if the checkpoint is on the disk. outlook: what follows if it is not."""
+    def _write(self, snapshot: dict[str, Any], step: int, outlook: str) -> Path | None:
+        """Return the file once it is on the disk, or None. outlook: what follows if it is not."""
         temporary = temporary_sibling(self._folder / f"step-{step:08d}", shared=True)
         self._check_ours()
         try:
@@ -278,7 +268,6 @@ class CheckpointWriter:
             saved = self._folder / f"step-{step:08d}.{digest[:16]}.pt"
             os.rename(temporary, saved)
             sync_folder(self._folder)
-            self._failures, self._saved = 0, saved
         except (OSError, RuntimeError) as error:
             self._failing_since = self._failing_since if self._failures else time.monotonic()
             self._failures += 1
@@ -290,7 +279,9 @@ class CheckpointWriter:
             self._log(f"checkpoint of step {step} was not saved ({failures}): {reason}; {outlook}")
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
-        return not self._failures
+            return None
+        self._failures = 0
+        return saved
 
     def _prune(self, best_step: int | None) -> None:
         """Delete all but the newest `keep` and the best.

@@ -17,6 +17,7 @@ from pipeline.config.schema import Config
 from pipeline.data.access import storage_outage
 from pipeline.errors import RequestError, RunError, StorageError
 from pipeline.files import FULL, replacing
+from pipeline.record.checkpoint_files import list_checkpoints, step_of
 from pipeline.record.lock import HeldLock
 
 _LOCK, _SENDER_LOCK = "lock", "mlflow.lock"
@@ -61,6 +62,10 @@ class RunFolder:
     def contains(self, checkpoint: Path) -> bool:
         """Return True if the checkpoint is in this folder, by whatever path it is named."""
         return checkpoint.parent.resolve() == self.checkpoints.resolve()
+
+    def checkpoint_of_step(self, step: int) -> Path | None:
+        """Return the newest checkpoint of that step, or None."""
+        return next((path for path in list_checkpoints(self.checkpoints) if step_of(path) == step), None)
 
     def advice_after_failure(self, error: RunError, config: Config) -> str:
         """Return what the user can do after a start of `config` that failed permanently."""

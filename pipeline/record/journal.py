@@ -13,6 +13,7 @@ Rows: {"time": ms, "step": n, "metrics": {key: value}}, and events {"time": ms, 
 import json
 import math
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -116,6 +117,8 @@ class Journal:
     def __init__(self, path: Path, log: Callable[[str], None], resumed_at: int | None = None) -> None:
         """resumed_at: the step after which figures of earlier starts no longer count, if any."""
         self._log = log
+        self._lock = threading.Lock()
+        """Held while a row is written: the thread that saves checkpoints writes rows, too."""
         self._last_steps: dict[str, int] = {}
         """The last logged step of each metric."""
         self._discarded: dict[tuple[str, int], float] = {}
@@ -148,7 +151,8 @@ class Journal:
         self._append({"event": name, **fields})
 
     def _append(self, row: dict[str, Any]) -> None:
-        is_known = bool(self._lines.pending)
-        error = self._lines.append({"time": time.time_ns() // 1_000_000, **row})
+        with self._lock:
+            is_known = bool(self._lines.pending)
+            error = self._lines.append({"time": time.time_ns() // 1_000_000, **row})
         if error and not is_known:
             self._log(f"journal could not be written: {error.strerror}; its rows are kept until it can")

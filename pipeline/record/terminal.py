@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 
-from pipeline.data.sources import Images
+from pipeline.data.access import BadImage
 from pipeline.streams import QUIET
 
 _BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
@@ -43,10 +43,10 @@ class Terminal:
             padded = f"{name:<{width}}"
             self.log(f"  {f'{_BOLD}{padded}{_PLAIN}' if self._has_colour else padded}  {text}")
 
-    def log_bad_images(self, images: Images, defects: list[tuple[int, str]]) -> None:
-        """Name each validation image that could not be decoded. defects: (sample id, reason)."""
-        for sample, defect in defects:
-            self.log(f"bad image {images.name(sample)}: {defect}; it counts as a wrong prediction")
+    def log_bad_images(self, bad_images: list[BadImage]) -> None:
+        """Name each validation image that could not be decoded."""
+        for bad in bad_images:
+            self.log(f"bad image {bad.name}: {bad.reason}; it counts as a wrong prediction")
 
     def progress(self, *parts: str) -> None:
         """Replace the live line on a terminal; otherwise print a line at most every ten seconds.

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipeline.config.schema import Config
+from pipeline.data.access import BadImage
 from pipeline.data.augment import evaluation_geometry
 from pipeline.data.batch import NO_LABEL, Batch
 from pipeline.data.loader import EvalBatches, batches
@@ -54,8 +55,7 @@ def _fixed_kernels() -> Iterator[None]:
 class EvalResult(NamedTuple):
     evaluation: Evaluation
     predictions: Predictions
-    defects: list[tuple[int, str]]
-    """(sample id, reason) of each image that cannot be decoded."""
+    bad_images: list[BadImage]
     failed_reads: Sequence[Sequence[int]] = ()
     """See `Batch.failed_reads`: those of this process."""
 
@@ -74,7 +74,6 @@ class Evaluator:
         config: Config,
         resources: Resources,
         group: Group,
-        terminal: Terminal,
         predict: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.images = images
@@ -84,15 +83,16 @@ class Evaluator:
         self._precision = config.train.precision
         self._resources = resources
         self._group = group
-        self._terminal = terminal
         self._normalise = Normalise(group.device, channels_last=config.model.channels_last)
         self._size = evaluation_geometry(config.evaluate, config.augment)[0]
         self._flips = config.evaluate.flip
 
-    def evaluate(self, step: int, asked_to_stop: Callable[[], bool]) -> EvalResult | None:
+    def evaluate(self, step: int, terminal: Terminal, asked_to_stop: Callable[[], bool]) -> EvalResult | None:
         """Return the model's result, or None in all processes if one is asked to stop.
 
         Raises OutageError in all processes if the images of one stay out of reach.
+
+        terminal: shows the progress.
         """
         group, device = self._group, self._group.device
         mine = range(group.rank, len(self._data), group.size)
@@ -123,13 +123,14 @@ class Evaluator:
                         group.raise_together(outage)
                     if is_stopping:
                         return None
-                    self._terminal.progress(f"validation {done / rounds:4.0%}", f"{len(self.images):,} images")
+                    terminal.progress(f"validation {done / rounds:4.0%}", f"{len(self.images):,} images")
         finally:
             loader.close()
             for module in in_training:
                 module.training = True
         images, correct1, correct5, not_finite, correct1_plain = group.all_reduce(counts).tolist()
         all_defects = sorted(defect for part in group.all_gather(defects) for defect in part)
+        bad_images = [BadImage(sample, self.images.name(sample), reason) for sample, reason in all_defects]
         labels, predicted, confidence, losses = group.all_reduce(per_image).numpy()
         predictions = Predictions(
             (labels - 1).astype(np.int32), predicted.astype(np.int32), confidence / CONFIDENCE_UNIT
@@ -142,7 +143,7 @@ class Evaluator:
             classes=predictions.classes_with_images,
             correct1_plain=correct1_plain if self._flips else None,
         )  # fmt: skip
-        return EvalResult(evaluation, predictions, all_defects, failed_reads)
+        return EvalResult(evaluation, predictions, bad_images, failed_reads)
 
     def _count(self, batch: Batch, per_image: Tensor) -> Tensor:
         """Evaluate a batch, and set its columns of `per_image`, [4, images].

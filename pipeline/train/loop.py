@@ -5,14 +5,16 @@ evaluation evaluates when it resumes, and the end of training is no special case
 the same in all processes: it comes from the plan, from the state, or from `any_rank`.
 """
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import nullcontext
 
+from pipeline.data.access import BadImage
 from pipeline.data.batch import Batch
 from pipeline.errors import NotFiniteError, StorageError, TemporaryError
 from pipeline.record.checkpoint import MAX_FAILING_S, MAX_FAILURES, all_finite
+from pipeline.train.listener import Evaluated, Update
 from pipeline.train.state import Evaluation
-from pipeline.train.step import update_once
 from pipeline.train.trainer import Trainer
 
 LAST_SAVE_S = 60
@@ -27,53 +29,100 @@ def train(trainer: Trainer, batches: Iterator[Batch], *, is_saved: bool) -> Eval
     Raises TemporaryError, after a save, if a process was asked to stop, and what `update_once` and
     `save` raise: in all processes together.
     """
-    state, plan, timer, metrics = trainer.state, trainer.plan, trainer.timer, trainer.metrics
+    state, plan, metrics = trainer.state, trainer.job.plan, trainer.metrics
+    timer, watchdog = trainer.process.timer, trainer.process.watchdog
     first_step = state.step
     saved = (state.step, state.is_evaluated) if is_saved else None
     is_stopping = False
-    trainer.profiler.at_step(state.step)
     while True:
         is_best = False
         if plan.evaluates_at(state.step) and not state.is_evaluated and not is_stopping:
-            with timer.charge("validation"):
-                evaluation = evaluate(trainer)
-            if evaluation is None:
-                is_stopping = True
-            else:
-                is_best = state.add_evaluation(evaluation)
-                with timer.charge("tracking"):
-                    metrics.after_evaluation(state, is_best)
+            found = evaluate(trainer)
+            is_stopping = found is None  # asked to stop meanwhile: the next start evaluates
+            is_best = found is not None and found.is_best
         if (is_stopping or is_best or plan.saves_at(state.step)) and saved != (state.step, state.is_evaluated):
-            with timer.charge("checkpoint"), trainer.watchdog.allow_pause():  # a disk may be slow
+            with timer.charge("checkpoint"), watchdog.allow_pause():  # a disk may be slow
                 save(trainer, is_last=is_stopping or state.step >= plan.last_step, is_stopping=is_stopping)
             saved = (state.step, state.is_evaluated)
             metrics.restart_window()
         if is_stopping:
             raise TemporaryError("asked to stop", f"step {state.step} is saved, the same command resumes from it")
-        metrics.end_of_epoch(state)
+        if spent := metrics.end_of_epoch(state.step):
+            for listener in trainer.records.listeners:
+                listener.measured(state.step, spent)
         if state.step >= plan.last_step:
             assert state.evaluation is not None
             return state.evaluation
 
         compiles = plan.compiles_at(state.step, is_first=state.step == first_step)
-        with trainer.watchdog.allow_compilation(trainer.group) if compiles else nullcontext():
+        with watchdog.allow_compilation(trainer.process.group) if compiles else nullcontext():
             is_stopping = update_once(trainer, batches)
 
 
-def evaluate(trainer: Trainer) -> Evaluation | None:
+def update_once(trainer: Trainer, batches: Iterator[Batch]) -> bool:
+    """Train on the next global batch and update the weights once.
+
+    Return True if any process was asked to stop.
+
+    batches: this process's passes, in order. Raises in all processes: NotFiniteError if the loss is
+    not finite, OutageError if the data stays out of reach, StorageError if too many images are bad,
+    DivergedError if weights differ.
+    """
+    state, step, plan = trainer.state, trainer.step, trainer.job.plan
+    group, timer = trainer.process.group, trainer.process.timer
+    trainer.stragglers.begin_step()
+    loss = step.forward_backward(batches)
+    used = step.used
+    with timer.charge("communication"):
+        # the only exchange of a step beside the gradients: whatever one process knows, all decide
+        is_stopping, is_bad, has_defects, has_outage = group.any_rank(
+            trainer.process.asked_to_stop(),
+            state.loss_guard.check(state.step + 1, loss, used),
+            any(batch.defects for batch in used),
+            any(batch.outage for batch in used),
+        )
+    if has_outage:  # nothing is saved: batch norm has counted images that are none
+        group.raise_together(next((batch.outage for batch in used if batch.outage), None))
+    if is_bad:
+        raise state.loss_guard.error()
+    if has_defects:
+        _record_bad_images(trainer, used)
+    with timer.charge("optimizer"):
+        step.apply_gradients()
+    with timer.charge("tracking"):
+        for batch in used:
+            trainer.metrics.add_failed_reads(batch.failed_reads)
+        ids, digest = _trace(trainer, used) if trainer.job.config.run.trace else ([], "")
+        best_top1 = state.best.top1 if state.best else None
+        metrics = trainer.metrics.after_update(state)
+        update = Update(state.step, plan.epoch_at(state.step - 1), ids, digest, metrics, best_top1)
+        for listener in trainer.records.listeners:
+            listener.stepped(update)
+    if plan.watches_at(state.step):
+        trainer.divergence.compare(state.step)
+    return is_stopping
+
+
+def evaluate(trainer: Trainer) -> Evaluated | None:
     """Evaluate the current model. Return None if a process was asked to stop meanwhile."""
-    state = trainer.state
-    step = state.confirmed_step
-    trainer.divergence.compare(step)
-    trainer.strategy.broadcast_buffers(state.eval_model)
-    result = trainer.evaluator.evaluate(step, trainer.asked_to_stop)
-    if result is None:
-        return None
-    trainer.terminal.log_bad_images(trainer.evaluator.images, result.defects)
-    trainer.records.keep_predictions(result)
-    for counts in result.failed_reads:
-        trainer.metrics.add_failed_reads(counts)
-    return result.evaluation
+    state, process, strategy = trainer.state, trainer.process, trainer.state.strategy
+    with process.timer.charge("validation"):
+        step = state.confirmed_step
+        trainer.divergence.compare(step)
+        strategy.broadcast_buffers(state.eval_model)
+        result = trainer.evaluator.evaluate(step, process.terminal, process.asked_to_stop)
+        if result is None:
+            return None
+        for counts in result.failed_reads:
+            trainer.metrics.add_failed_reads(counts)
+        is_best = state.add_evaluation(result.evaluation)
+    with process.timer.charge("tracking"):
+        row = state.receipt_row()
+        evaluated = Evaluated(result.evaluation, result.predictions, result.bad_images, row, is_best)
+        for listener in trainer.records.listeners:
+            listener.evaluated(evaluated)
+    trainer.metrics.restart_window()
+    return evaluated
 
 
 def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
@@ -85,23 +134,25 @@ def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
     Raises NotFiniteError if weights are not finite, StorageError if saves fail, DivergedError if
     weights differ.
     """
-    state, group, records = trainer.state, trainer.group, trainer.records
+    state, job, group = trainer.state, trainer.job, trainer.process.group
+    log, writer = trainer.process.terminal.log, trainer.records.checkpoints
     step = state.confirmed_step
     trainer.divergence.compare(step)
-    trainer.strategy.average_buffers(state.model)
+    state.strategy.average_buffers(state.model)
     if state.ema is not None:
-        trainer.strategy.average_buffers(state.ema)
-    records.wait_for_save()
+        state.strategy.average_buffers(state.ema)
+    if writer:
+        writer.wait()
     best = state.best_step
     not_finite, gave_up, best_is_lost, is_removed = group.any_rank(
         not all_finite(state.model.state_dict().values()),
-        records.gave_up_saving,
-        best is not None and best != step and records.lacks_checkpoint(best),
-        records.is_folder_removed,
+        writer is not None and writer.should_give_up,
+        writer is not None and best is not None and best != step and job.folder.checkpoint_of_step(best) is None,
+        writer is not None and writer.is_folder_removed,
     )
     removed = StorageError(
-        f"run.dir={trainer.config.run_dir} was removed or renamed during the run, step {step} is lost: leave a run's"
-        " folder where it is until the run ends"
+        f"run.dir={job.folder.path} was removed or renamed during the run, step {step} is lost: leave a run's folder"
+        " where it is until the run ends"
     )
     if not_finite:
         raise NotFiniteError(f"weights are not finite at step {step}: not saved; the earlier checkpoints are good")
@@ -111,20 +162,24 @@ def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
         limit = f"{MAX_FAILURES} times in a row and for {MAX_FAILING_S // 60} minutes"
         raise StorageError(f"saves failed {limit}, step {step} is lost", "free disk space")
     if best_is_lost:
-        trainer.terminal.log(
+        log(
             f"the checkpoint of the best model, step {best:,}, is not in the run's folder: the best is chosen again"
             " from here"
         )
         state.forget_best()
-    warning = trainer.strategy.precision_warning()
-    if warning:
-        trainer.terminal.log(warning)
+    if warning := state.strategy.precision_warning():
+        log(warning)
+    # all processes: a sharded state is gathered here
     contents = state.to_dict(group.all_reduce(state.totals))
-    patience_s = min(LAST_SAVE_S, trainer.config.run.timeout / 2) if is_last and not is_stopping else 0
-    records.save(contents, trainer.plan.epoch_at(step), step, state.best_step, patience_s)
-    if is_last:
-        records.wait_for_save()
-    failed, is_removed = group.any_rank(is_last and records.last_save_failed, records.is_folder_removed)
+    if writer:
+        patience_s = min(LAST_SAVE_S, job.config.run.timeout / 2) if is_last and not is_stopping else 0
+        epoch = job.plan.epoch_at(step)
+        writer.save({**contents, **trainer.records.identity, "epoch": epoch}, step, state.best_step, patience_s)
+        if is_last:
+            writer.wait()
+    failed, is_removed = group.any_rank(
+        writer is not None and is_last and writer.last_failed, writer is not None and writer.is_folder_removed
+    )
     if failed and is_removed:
         raise removed
     if failed and is_stopping:
@@ -133,3 +188,36 @@ def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
         )
     if failed:
         raise StorageError(f"the last checkpoint, of step {step}, could not be saved", "free disk space")
+
+
+def _trace(trainer: Trainer, used: list[Batch]) -> tuple[list[int], str]:
+    """Return the sample ids of the last update in global order, and one digest over all samples."""
+    assert trainer.state.confirmed_step  # nothing of a step whose loss is bad is recorded
+    parts = trainer.process.group.all_gather([(batch.ids.tolist(), batch.digests.numpy().tobytes()) for batch in used])
+    passes = [ids_and_digests for part in parts for ids_and_digests in part]
+    digest = hashlib.sha256(b"".join(digests for _, digests in passes)).hexdigest()
+    return [sample for ids, _ in passes for sample in ids], digest
+
+
+def _record_bad_images(trainer: Trainer, used: list[Batch]) -> None:
+    """Tell of each bad image once.
+
+    Raises StorageError, in all processes, if there are more than data.max_bad allows.
+    """
+    known, images, config = trainer.state.bad_images, trainer.job.source.train, trainer.job.config
+    new = []
+    for defects in trainer.process.group.all_gather([defect for batch in used for defect in batch.defects]):
+        for sample, reason in defects:
+            if sample not in known:
+                known[sample] = reason
+                new.append(BadImage(sample, images.name(sample), reason))
+    for listener in trainer.records.listeners:
+        listener.found(new)
+    limit = config.data.max_bad * trainer.job.plan.train_images
+    if len(known) > limit:
+        raise StorageError(
+            f"{len(known)} of {trainer.job.plan.train_images:,} training images cannot be decoded, more than"
+            f" data.max_bad={config.data.max_bad:g} allows ({limit:.0f})",
+            "raise data.max_bad to train without them, or"
+            f" fix the files that 'pipeline data check' names and {config.start_again}",
+        )

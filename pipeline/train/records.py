@@ -1,22 +1,19 @@
-"""All that rank 0 writes: journal, receipt, trace, checkpoints, samples, and the MLflow sender.
-
-The other processes have `NullRecords`, so the code that trains asks nowhere who it is.
-"""
+"""All that rank 0 writes: the listeners of a run, in one list."""
 
 import json
 import shlex
-import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pipeline import errors
 from pipeline.config.credentials import without_password
-from pipeline.config.schema import Config
+from pipeline.data.access import BadImage
 from pipeline.data.index import Index
-from pipeline.data.sources import Source
 from pipeline.errors import RunError
-from pipeline.plan import Plan
 from pipeline.record import page, sender
 from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.folder import RunFolder
@@ -25,91 +22,206 @@ from pipeline.record.mirror import Mirror
 from pipeline.record.provenance import provenance
 from pipeline.record.receipt import Receipt
 from pipeline.record.sender import Sender
-from pipeline.record.terminal import Terminal
 from pipeline.record.trace import Trace
 from pipeline.supervision import launch_id
-from pipeline.train.evaluate import EvalResult
+from pipeline.telemetry.profiler import Profiler
+from pipeline.train.job import Job, Process
+from pipeline.train.listener import End, Evaluated, Listener, Start, Update
+from pipeline.train.progress import ToTerminal
 from pipeline.train.resume import prepare_folder
-from pipeline.train.samples import Samples
+from pipeline.train.samples import ToReport
 from pipeline.train.state import TrainState
 
 
+@dataclass(frozen=True)
 class Records:
-    """The records of one start of a run. All methods are cheap, except those that wait."""
+    """What this process records: rank 0 everything, the others nothing."""
 
-    def __init__(
-        self, config: Config, plan: Plan, state: TrainState, folder: RunFolder, source: Source,
-        resumed_from: Path | None, evaluated: dict[str, Any] | None, mirror: Mirror | None, terminal: Terminal,
-    ) -> None:  # fmt: skip
-        """Open everything and record the start. Raises OSError if the folder cannot be written.
+    listeners: list[Listener] = field(default_factory=list)
+    """In the order in which they are told what happens."""
+    checkpoints: CheckpointWriter | None = None
+    identity: dict[str, Any] = field(default_factory=dict)
+    """What a checkpoint contains in addition to the state: what it is a checkpoint of."""
+    mirror: Mirror | None = None
+    tracker: "ToMLflow | None" = None
 
-        Raises RunError if the mirror cannot record a rollback.
 
-        resumed_from: the checkpoint. evaluated: its receipt row, if its model is evaluated.
-        """
-        log = terminal.log
-        if mirror:
-            mirror.abandon_after(resumed_from)  # first: a restart must not restore what is set aside here
-        prepare_folder(resumed_from, state.best_step, folder, log)
-        errors.clear_failure(folder.path)
-        folder.write(folder.config, config.to_yaml().encode())
-        folder.write(folder.plan, json.dumps(plan.to_dict(), indent=1).encode())
-        self._config, self._folder, self._mirror, self._terminal = config, folder, mirror, terminal
-        self._classes = source.classes
-        seen = config
-        if config.data.source == "pack":  # it keeps its orientation; predict turns images as the training did
-            seen = config.replacing("data", orientation="apply" if source.train.upright else "ignore")
-        # what a checkpoint contains in addition to the state
-        self._identity = {
-            "config": seen.to_yaml(), "data": source.digest, "split": _hash_split(source.index),
-            "classes": list(source.classes), "world": plan.world,
-        }  # fmt: skip
-        worlds = [start["tags"]["world"] for start in events(folder.journal, "started")]
-        self._journal = Journal(folder.journal, log, state.step if evaluated else state.step - 1)
-        on_saved = mirror.upload if mirror else lambda: None
-        self._checkpoints = CheckpointWriter(folder, config.checkpoint.keep, log, on_saved)
-        self._trace = Trace(folder.trace, state.step) if config.run.trace else None
-        facts = {
-            "recipe": config.recipe,
-            **({"changes": config.changes} if config.changes else {}),
-            **_continued_run(resumed_from, folder),
-            "world": plan.world,
-            "processes_a_node": plan.local_world,
-            "threads": plan.threads,
-            **({"portable": "yes" if plan.is_portable else plan.portable_reason} if plan.portable_reason else {}),
-            "epochs": config.train.epochs,
-            "data": source.digest,
-            **provenance(config.recipe, config.model.arch, state.strategy.group.device),
-        }
-        if worlds and worlds[-1] != plan.world:
-            self._journal.log_event("resized", step=state.step, processes=plan.world, before=worlds[-1])
-        self._journal.log_event(
-            "started",
-            step=state.step,
-            resumed=resumed_from is not None,
-            checkpoint=resumed_from.name if resumed_from else None,
-            launch=launch_id(),
-            resume=config.run.resume,
-            tags=facts,
-        )
-        if evaluated:  # a checkpoint is synced and the journal is not: a machine may have lost this row
-            self._journal.log_event("evaluated", **evaluated)
-        self._receipt = Receipt(folder)
-        self._receipt.write(log)
-        self._samples = Samples(folder, source, config, state.step, log) if config.track.report else None
-        if self._samples:
-            self._samples.save_augmented(plan)
-        if config.track.uri != "none" and (ignored := sender.ignored_variables()):
-            log(f"MLflow{ignored}")
-        self._sender: Sender | None = None
+def open_records(
+    job: Job, process: Process, state: TrainState, resumed_from: Path | None, mirror: Mirror | None
+) -> Records:
+    """Return this process's records, once the start is recorded.
+
+    All processes call this together and raise together: RequestError or StorageError if the folder
+    cannot be written, RequestError if a required tracker is away, RunError if the mirror cannot
+    record a rollback.
+
+    resumed_from: the checkpoint. mirror: that of rank 0, which holds its lease.
+    """
+    group, config = process.group, job.config
+    evaluated = state.receipt_row() if state.is_evaluated else None
+    records = Records()
+    error: RunError | None = None
+    if group.is_main:
         try:
-            self._sender = sender.start(config, folder)
-        except OSError as error:
-            log(f"MLflow's sender could not be started: {error.strerror}; 'pipeline sync' sends the journal later")
-        if mirror:
-            mirror.start()
+            if mirror:
+                mirror.abandon_after(resumed_from)  # first: a restart must not restore what is set aside here
+            _prepare_folder(job, state, resumed_from, process.terminal.log)
+            facts = _facts(job, resumed_from, group.device)
+            start = Start(state.step, resumed_from, config.run.resume, facts, evaluated)
+            records = _list_records(job, process, start, mirror)
+            for listener in records.listeners:
+                listener.started(start)
+        except OSError as reason:
+            error = job.folder.write_error(reason)
+        except RunError as reason:
+            error = reason
+    group.raise_together(error)
+    if config.track.required:
+        group.raise_together(group.run_long_task(records.tracker.error if records.tracker else lambda: None))
+    return records
 
-    def wait_for_tracker(self) -> RunError | None:
+
+def _list_records(job: Job, process: Process, start: Start, mirror: Mirror | None) -> Records:
+    """Return the records of rank 0, whose folder is prepared."""
+    config, folder, log = job.config, job.folder, process.terminal.log
+    journal = ToJournal(job, start, mirror, log)
+    tracker = ToMLflow(job, log) if config.track.uri != "none" else None
+    listeners: list[Listener | None] = [
+        journal,
+        ToReceipt(folder, log),
+        ToTrace(folder, start.step) if config.run.trace else None,
+        ToReport(job, start.step, log) if config.track.report else None,
+        tracker,
+        ToMirror(mirror) if mirror else None,
+        ToProfile(job, process.group.device, log) if config.profile.steps else None,
+        ToTerminal(job.plan, process.terminal, process.group.world.cpus),
+    ]
+    told = [listener for listener in listeners if listener]
+
+    def saved(checkpoint: Path) -> None:
+        for listener in told:
+            listener.saved(checkpoint)
+
+    writer = CheckpointWriter(folder, config.checkpoint.keep, log, saved)
+    return Records(told, writer, _identity(job), mirror, tracker)
+
+
+class ToJournal(Listener):
+    """Writes the rows from which the other records can be made again."""
+
+    def __init__(self, job: Job, start: Start, mirror: Mirror | None, log: Callable[[str], None]) -> None:
+        self._folder, self._classes, self._mirror = job.folder, job.source.classes, mirror
+        self._world = job.plan.world
+        self._worlds = [event["tags"]["world"] for event in events(job.folder.journal, "started")]
+        self._journal = Journal(job.folder.journal, log, start.step if start.evaluated else start.step - 1)
+
+    def started(self, start: Start) -> None:
+        if self._worlds and self._worlds[-1] != self._world:
+            self._event("resized", step=start.step, processes=self._world, before=self._worlds[-1])
+        self._event(
+            "started",
+            step=start.step,
+            resumed=start.checkpoint is not None,
+            checkpoint=start.checkpoint.name if start.checkpoint else None,
+            launch=launch_id(),
+            resume=start.resume,
+            tags=start.facts,
+        )
+        if start.evaluated:  # a checkpoint is synced and the journal is not: a machine may have lost this row
+            self._event("evaluated", **start.evaluated)
+
+    def found(self, bad_images: list[BadImage]) -> None:
+        for bad in bad_images:
+            self._event("bad image", id=bad.id, file=bad.name, defect=bad.reason)
+
+    def stepped(self, update: Update) -> None:
+        if update.metrics:
+            self.measured(update.step, update.metrics)
+
+    def measured(self, step: int, metrics: dict[str, float]) -> None:
+        self._folder.check_ours()
+        self._journal.log_metrics(step, metrics)
+
+    def evaluated(self, result: Evaluated) -> None:
+        evaluation = result.evaluation
+        recalls = result.predictions.recalls(self._classes)
+        metrics = {
+            "val/top1": evaluation.top1,
+            "val/top5": evaluation.top5,
+            "val/images": float(evaluation.images),
+            **{f"val/{name}": value for name, value in evaluation.figures.items()},
+        }
+        self.measured(evaluation.step, {f"val/recall/{name}": value for name, value in recalls.items()})
+        self.measured(evaluation.step, metrics)
+        self._event("evaluated", **result.row)
+
+    def saved(self, checkpoint: Path) -> None:
+        self._log_mirror()
+        self._event("saved", checkpoint=checkpoint.name)
+
+    def ended(self, end: End) -> None:
+        self._log_mirror()
+        path = end.best and self._folder.checkpoint_of_step(end.best.step)
+        best = {"step": end.best.step, "file": path.name} if end.best and path else None
+        self._event("ended", status=end.status, step=end.step, line=end.line, best=best)
+
+    def _event(self, name: str, **fields: Any) -> None:
+        self._folder.check_ours()
+        self._journal.log_event(name, **fields)
+
+    def _log_mirror(self) -> None:
+        """Record what the mirror's thread has done since the last call."""
+        while self._mirror and self._mirror.failures:
+            self._event("mirror failed", reason=self._mirror.failures.pop(0))
+        while self._mirror and self._mirror.uploaded:
+            self._event("mirrored", checkpoint=self._mirror.uploaded.pop(0))
+
+
+class ToReceipt(Listener):
+    """Writes `receipt.json`, from the rows of the journal."""
+
+    def __init__(self, folder: RunFolder, log: Callable[[str], None]) -> None:
+        self._receipt, self._log = Receipt(folder), log
+
+    def started(self, start: Start) -> None:
+        self._receipt.write(self._log)
+
+    def evaluated(self, result: Evaluated) -> None:
+        self._receipt.write(self._log)
+
+    def ended(self, end: End) -> None:
+        self._receipt.write(self._log)
+
+
+class ToTrace(Listener):
+    """Writes which samples each update used."""
+
+    def __init__(self, folder: RunFolder, step: int) -> None:
+        self._folder, self._trace = folder, Trace(folder.trace, step)
+
+    def stepped(self, update: Update) -> None:
+        self._folder.check_ours()
+        self._trace.append(update.step, update.epoch, update.sample_ids, update.batch_sha256)
+
+
+class ToMLflow(Listener):
+    """Starts the process that sends the journal's rows to MLflow, and waits for it at the end."""
+
+    def __init__(self, job: Job, log: Callable[[str], None]) -> None:
+        self._config, self._folder, self._log = job.config, job.folder, log
+        self._sender: Sender | None = None
+
+    def started(self, start: Start) -> None:
+        if ignored := sender.ignored_variables():
+            self._log(f"MLflow{ignored}")
+        try:
+            self._sender = sender.start(self._config, self._folder)
+        except OSError as error:
+            self._log(
+                f"MLflow's sender could not be started: {error.strerror}; 'pipeline sync' sends the journal later"
+            )
+
+    def error(self) -> RunError | None:
         """Return None once MLflow is reached, or the error if it is not at the first attempt."""
         try:
             if self._sender:
@@ -118,231 +230,106 @@ class Records:
             return error
         return None
 
-    def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """Record the metrics of a step."""
-        self._folder.check_ours()
-        self._journal.log_metrics(step, metrics)
-
-    def log_event(self, name: str, **fields: Any) -> None:
-        """Record an event."""
-        self._folder.check_ours()
-        self._journal.log_event(name, **fields)
-
-    def log_evaluation(self, row: dict[str, Any]) -> None:
-        """Record an evaluated model in journal and receipt."""
-        self.log_event("evaluated", **row)
-        self._receipt.write(self._terminal.log)
-
-    def log_sample_ids(self, step: int, epoch: int, ids: list[int], batch_sha256: str) -> None:
-        """Record which samples an update used."""
-        if self._trace:
-            self._folder.check_ours()
-            self._trace.append(step, epoch, ids, batch_sha256)
-
-    def keep_predictions(self, result: EvalResult) -> None:
-        """Record the recall of each class, and keep the predictions for the report."""
-        recalls = result.predictions.recalls(self._classes)
-        self.log_metrics(result.evaluation.step, {f"val/recall/{name}": value for name, value in recalls.items()})
-        if self._samples:
-            self._samples.save_evaluation(result)
-
-    def save(self, state: dict[str, Any], epoch: int, step: int, best_step: int | None, patience_s: float) -> None:
-        """Start to write a checkpoint, in a thread, which retries for `patience_s`."""
-        self._log_mirror_events()
-        self._checkpoints.save({**state, **self._identity, "epoch": epoch}, step, best_step, patience_s)
-
-    def wait_for_save(self) -> None:
-        """Return when no checkpoint is being written, and record the last that was completed."""
-        self._checkpoints.wait()
-        if saved := self._checkpoints.pop_saved():
-            self.log_event("saved", checkpoint=saved.name)
-
-    @property
-    def gave_up_saving(self) -> bool:
-        """True if saves have failed for so long that the run must end."""
-        return self._checkpoints.should_give_up
-
-    @property
-    def last_save_failed(self) -> bool:
-        return self._checkpoints.last_failed
-
-    @property
-    def is_folder_removed(self) -> bool:
-        return self._checkpoints.is_folder_removed
-
-    def lacks_checkpoint(self, step: int) -> bool:
-        """Return True if the folder has no checkpoint of `step`."""
-        return self._checkpoints.path_of_step(step) is None
-
-    def finish(self, state: TrainState, line: str, seconds_left: Callable[[], float | None]) -> None:
-        """Record the end of a finished run, also in the mirror.
-
-        If a node is lost later, the Job needs no other node to complete. seconds_left: see `end`.
-        """
-        self._record_end(state, "FINISHED", line)
-        if self._mirror:
-            self._mirror.close(seconds_left)
-
-    def deliver(self, state: TrainState, seconds_left: Callable[[], float | None]) -> None:
-        """Make the report of a finished run, wait for the sender, and log a summary."""
-        if self._samples:
-            self._samples.draw_report()
-            self._samples.write_page()
-        self._close_sender(seconds_left)
-        self._terminal.log_summary(self._summary(state))
-
-    def end(self, state: TrainState, status: str, line: str, seconds_left: Callable[[], float | None]) -> None:
-        """Record the end of a run without a result; let the sender and the mirror deliver it.
-
-        status: FAILED or KILLED, as MLflow has it. seconds_left: the time until this process must
-        end, or None.
-        """
-        self._record_end(state, status, line)
-        if self._samples:
-            self._samples.write_page()
-        if self._mirror:
-            self._mirror.upload()  # meanwhile
-        self._close_sender(seconds_left)
-        if self._mirror:
-            self._mirror.close(seconds_left)
-
-    def _record_end(self, state: TrainState, status: str, line: str) -> None:
-        self.wait_for_save()
-        self._folder.check_ours()
-        self._log_mirror_events()
-        self._journal.log_event("ended", status=status, step=state.step, line=line, best=self._best_file(state))
-        self._receipt.write(self._terminal.log)
-
-    def _close_sender(self, seconds_left: Callable[[], float | None]) -> None:
-        log = self._terminal.log
-        if self._sender and not self._sender.close(log, seconds_left):
+    def closed(self, end: End) -> None:
+        if self._sender and not self._sender.close(self._log, end.seconds_left):
             command = f"pipeline sync {shlex.quote(str(self._folder.path))}"
             reason = f" ({last})" if (last := sender.last_failure(self._folder)) else ""
-            log(f"MLflow did not take everything{reason}: the journal keeps it, '{command}' sends it")
-
-    def crash(self, step: int, status: str, line: str) -> None:
-        """Record a crash at `step`, once a checkpoint that is being written is complete."""
-        self.wait_for_save()
-        self.log_event("ended", status=status, step=step, line=line)
-
-    def flush_mirror(self, seconds: float) -> None:
-        """Upload what the mirror lacks, for at most `seconds`.
-
-        The disk may be gone after this process.
-        """
-        if self._mirror:
-            end = time.monotonic() + seconds
-            self._mirror.close(lambda: end - time.monotonic())
-
-    def _log_mirror_events(self) -> None:
-        while self._mirror and self._mirror.failures:
-            self._journal.log_event("mirror failed", reason=self._mirror.failures.pop(0))
-        while self._mirror and self._mirror.uploaded:
-            self._journal.log_event("mirrored", checkpoint=self._mirror.uploaded.pop(0))
-
-    def _summary(self, state: TrainState) -> dict[str, str]:
-        best, file = state.best, self._best_file(state)
-        rows = {}
-        if best is None:
-            rows["best"] = "none: no validation had finite logits, so no model is sent or registered"
-        last = state.evaluation
-        is_last = best is not None and last is not None and best.step == last.step
-        if best and last and file:
-            rows["best"] = f"step {best.step:,}, top-1 {best.top1:.4f}"
-            rows["best"] += " (the last)" if is_last else f"; last: step {last.step:,}, top-1 {last.top1:.4f}"
-            rows["best"] += f": {self._folder.checkpoints / file['file']}"
-        if self._config.track.report:
-            rows["report"] = str(self._folder.report / page.FILE_NAME)
-        uri = sender.tracking_uri(self._config, self._folder)
-        rows["tracker"] = without_password(uri) if uri else "none: the journal alone"
-        if self._mirror:
-            rows["mirror"] = f"{self._config.checkpoint.mirror}{' (incomplete)' if self._mirror.error else ''}"
-        run_dir = shlex.quote(str(self._folder.path))
-        rows["use it"] = f"pipeline predict {run_dir}{'' if is_last or not file else ' --best'} IMAGE ..."
-        return rows
-
-    def _best_file(self, state: TrainState) -> dict[str, Any] | None:
-        path = self._checkpoints.path_of_step(state.best.step) if state.best else None
-        return {"step": state.best.step, "file": path.name} if state.best and path else None
+            self._log(f"MLflow did not take everything{reason}: the journal keeps it, '{command}' sends it")
 
 
-class NullRecords(Records):
-    """Writes nothing: for every process but rank 0."""
+class ToProfile(Listener):
+    """Has torch's profiler record the steps of `profile.steps`."""
 
-    gave_up_saving = False
-    last_save_failed = False
-    is_folder_removed = False
+    def __init__(self, job: Job, device: torch.device, log: Callable[[str], None]) -> None:
+        assert job.config.profile.steps
+        self._profiler = Profiler(*job.config.profile.steps, job.folder.report, device, log)
 
-    def __init__(self) -> None:
-        pass
+    def started(self, start: Start) -> None:
+        self._profiler.at_step(start.step)
 
-    def wait_for_tracker(self) -> None:
-        return None
-
-    def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
-        pass
-
-    def log_event(self, name: str, **fields: Any) -> None:
-        pass
-
-    def log_evaluation(self, row: dict[str, Any]) -> None:
-        pass
-
-    def log_sample_ids(self, step: int, epoch: int, ids: list[int], batch_sha256: str) -> None:
-        pass
-
-    def keep_predictions(self, result: EvalResult) -> None:
-        pass
-
-    def save(self, state: dict[str, Any], epoch: int, step: int, best_step: int | None, patience_s: float) -> None:
-        pass
-
-    def wait_for_save(self) -> None:
-        pass
-
-    def lacks_checkpoint(self, step: int) -> bool:
-        return False
-
-    def finish(self, state: TrainState, line: str, seconds_left: Callable[[], float | None]) -> None:
-        pass
-
-    def deliver(self, state: TrainState, seconds_left: Callable[[], float | None]) -> None:
-        pass
-
-    def end(self, state: TrainState, status: str, line: str, seconds_left: Callable[[], float | None]) -> None:
-        pass
-
-    def crash(self, step: int, status: str, line: str) -> None:
-        pass
-
-    def flush_mirror(self, seconds: float) -> None:
-        pass
+    def stepped(self, update: Update) -> None:
+        self._profiler.at_step(update.step)
 
 
-def open_records(
-    config: Config, plan: Plan, state: TrainState, folder: RunFolder, source: Source, resumed_from: Path | None,
-    mirror: Mirror | None, terminal: Terminal,
-) -> Records:  # fmt: skip
-    """Return this process's records. All processes call this together, and raise together.
+class ToMirror(Listener):
+    """Has the mirror upload what is new."""
 
-    Raises RequestError or StorageError if the folder cannot be written, RequestError if a required
-    tracker is away.
-    """
-    group = state.strategy.group
-    evaluated = state.receipt_row() if state.is_evaluated else None
-    records: Records = NullRecords()
-    error: RunError | None = None
-    if group.is_main:
-        try:
-            records = Records(config, plan, state, folder, source, resumed_from, evaluated, mirror, terminal)
-        except OSError as reason:
-            error = folder.write_error(reason)
-        except RunError as reason:
-            error = reason
-    group.raise_together(error)
-    if config.track.required:
-        group.raise_together(group.run_long_task(records.wait_for_tracker))
-    return records
+    def __init__(self, mirror: Mirror) -> None:
+        self._mirror = mirror
+
+    def started(self, start: Start) -> None:
+        self._mirror.start()
+
+    def saved(self, checkpoint: Path) -> None:
+        self._mirror.upload()
+
+    def ended(self, end: End) -> None:
+        if end.is_finished:  # complete before the others leave: if this node is lost later, nobody must start again
+            self._mirror.close(end.seconds_left)
+        else:
+            self._mirror.upload()  # while other listeners deliver
+
+    def closed(self, end: End) -> None:
+        self._mirror.close(end.seconds_left)
+
+
+def describe_result(job: Job, end: End, mirror: Mirror | None) -> dict[str, str]:
+    """Return the last lines of a finished run, by name."""
+    config, folder, best, last = job.config, job.folder, end.best, end.last
+    file = best and folder.checkpoint_of_step(best.step)
+    is_last = best is not None and last is not None and best.step == last.step
+    rows = {}
+    if best is None:
+        rows["best"] = "none: no validation had finite logits, so no model is sent or registered"
+    if best and last and file:
+        rows["best"] = f"step {best.step:,}, top-1 {best.top1:.4f}"
+        rows["best"] += " (the last)" if is_last else f"; last: step {last.step:,}, top-1 {last.top1:.4f}"
+        rows["best"] += f": {file}"
+    if config.track.report:
+        rows["report"] = str(folder.report / page.FILE_NAME)
+    uri = sender.tracking_uri(config, folder)
+    rows["tracker"] = without_password(uri) if uri else "none: the journal alone"
+    if mirror:
+        rows["mirror"] = f"{config.checkpoint.mirror}{' (incomplete)' if mirror.error else ''}"
+    run_dir = shlex.quote(str(folder.path))
+    rows["use it"] = f"pipeline predict {run_dir}{'' if is_last or not file else ' --best'} IMAGE ..."
+    return rows
+
+
+def _identity(job: Job) -> dict[str, Any]:
+    config, source, index = job.config, job.source, job.source.index
+    if config.data.source == "pack":  # it keeps its orientation; predict turns images as the training did
+        config = config.replacing("data", orientation="apply" if source.train.upright else "ignore")
+    return {
+        "config": config.to_yaml(), "data": source.digest, "split": _hash_split(index),
+        "classes": list(source.classes), "world": job.plan.world,
+    }  # fmt: skip
+
+
+def _prepare_folder(job: Job, state: TrainState, resumed_from: Path | None, log: Callable[[str], None]) -> None:
+    """Set aside what this start replaces, and write what it was asked for. Raises OSError."""
+    folder = job.folder
+    prepare_folder(resumed_from, state.best_step, folder, log)
+    errors.clear_failure(folder.path)
+    folder.write(folder.config, job.config.to_yaml().encode())
+    folder.write(folder.plan, json.dumps(job.plan.to_dict(), indent=1).encode())
+
+
+def _facts(job: Job, resumed_from: Path | None, device: torch.device) -> dict[str, Any]:
+    """Return the tags of a run: what it is made of, on which machine."""
+    config, plan = job.config, job.plan
+    return {
+        "recipe": config.recipe,
+        **({"changes": config.changes} if config.changes else {}),
+        **_continued_run(resumed_from, job.folder),
+        "world": plan.world,
+        "processes_a_node": plan.local_world,
+        "threads": plan.threads,
+        **({"portable": "yes" if plan.is_portable else plan.portable_reason} if plan.portable_reason else {}),
+        "epochs": config.train.epochs,
+        "data": job.source.digest,
+        **provenance(config.recipe, config.model.arch, device),
+    }
 
 
 def _continued_run(resumed_from: Path | None, folder: RunFolder) -> dict[str, str]:

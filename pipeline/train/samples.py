@@ -1,8 +1,7 @@
 """Data that rank 0 keeps for the report: predictions, and images as the model saw them.
 
-Another process draws it.
-
-A failure to keep something, such as a full disk, is logged and does not stop training.
+Another process draws it. A failure to keep something, such as a full disk, is logged and does not
+stop training.
 """
 
 import os
@@ -14,45 +13,39 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pipeline.config.schema import Config
 from pipeline.data.access import OutageError, UnreadableError
 from pipeline.data.augment import center_crop, evaluation_geometry, resize_image
 from pipeline.data.images import BadImageError, decode
 from pipeline.data.loader import TrainBatches
 from pipeline.data.mix import mix_images
-from pipeline.data.sources import Source
-from pipeline.plan import Plan
 from pipeline.record import predictions
-from pipeline.record.folder import STARTED_BY_RUN, RunFolder
+from pipeline.record.folder import STARTED_BY_RUN
 from pipeline.record.page import write_page
 from pipeline.record.predictions import SavedEvaluation
-from pipeline.train.evaluate import EvalResult
+from pipeline.train.job import Job
+from pipeline.train.listener import End, Evaluated, Listener, Start
 
 _COUNT = 16
 _MAX_SIDE = 112
 _DRAWING_TIMEOUT_S = 120
 
 
-class Samples:
-    def __init__(
-        self, folder: RunFolder, source: Source, config: Config, step: int, log: Callable[[str], None]
-    ) -> None:
+class ToReport(Listener):
+    def __init__(self, job: Job, step: int, log: Callable[[str], None]) -> None:
         """Continue after `step`: remove files of later steps, which the resumed run repeats."""
-        report = folder.report
-        for kept in (report / "data").glob("step-*.npz"):
-            if kept > predictions.evaluation_file(report, step):
-                folder.check_ours()
+        self._folder, self._report = job.folder, job.folder.report
+        for kept in (self._report / "data").glob("step-*.npz"):
+            if kept > predictions.evaluation_file(self._report, step):
+                self._folder.check_ours()
                 kept.unlink()
-        self._folder, self._report = folder, report
-        self._source = source
-        self._config = config
+        self._config, self._plan, self._source = job.config, job.plan, job.source
         self._log = log
 
-    def save_augmented(self, plan: Plan) -> None:
+    def started(self, start: Start) -> None:
         """Keep the first training images as the model sees them, once a run."""
         if (self._report / "data" / predictions.AUGMENTED_FILE).exists():
             return
-        few = replace(plan, micro_batch=min(_COUNT, plan.micro_batch), accumulate=1)
+        few = replace(self._plan, micro_batch=min(_COUNT, self._plan.micro_batch), accumulate=1)
         batch = TrainBatches(self._source.train, self._config, few, 0)[0]
         if batch.outage:
             return self._log(f"no picture of the augmentation: {batch.outage}")
@@ -63,7 +56,7 @@ class Samples:
         pixels = _small(images).numpy()
         self._keep(lambda: predictions.save_augmented(self._folder, pixels, captions))
 
-    def save_evaluation(self, result: EvalResult) -> None:
+    def evaluated(self, result: Evaluated) -> None:
         """Keep the predictions of an evaluation, and the images of its most confident mistakes."""
         size, resize = evaluation_geometry(self._config.evaluate, self._config.augment)
         val = self._source.val
@@ -80,8 +73,14 @@ class Samples:
         kept = SavedEvaluation(result.predictions, list(self._source.classes), mistakes, _small(images).numpy())
         self._keep(lambda: predictions.save_evaluation(self._folder, result.evaluation.step, kept))
 
-    def draw_report(self) -> None:
-        """Draw the report of the run, in another process."""
+    def closed(self, end: End) -> None:
+        """Write the web page of the run, with the pictures if it is finished."""
+        if end.is_finished:
+            self._draw()
+        self._keep(lambda: write_page(self._folder))
+
+    def _draw(self) -> None:
+        """Draw the pictures of the report, in another process."""
         self._folder.check_ours()
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         environment[STARTED_BY_RUN] = "1"
@@ -101,10 +100,6 @@ class Samples:
             return
         if done.returncode:
             self._log(f"{self._report} was not drawn: {done.stderr.strip()[-200:]}")
-
-    def write_page(self) -> None:
-        """Write the web page of the run, with the pictures that are drawn."""
-        self._keep(lambda: write_page(self._folder))
 
     def _keep(self, save: Callable[[], object]) -> None:
         self._folder.check_ours()

@@ -9,6 +9,7 @@ deliver it, and no process exits before rank 0 has saved.
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
@@ -47,12 +48,13 @@ from pipeline.record.mirror import Mirror
 from pipeline.record.receipt import Receipt
 from pipeline.record.terminal import Terminal, make_terminal
 from pipeline.supervision import kill_stopped_peers, launch_id, report_to_agent, stop_restarts
-from pipeline.telemetry.profiler import make_profiler
-from pipeline.telemetry.timing import StepTimer, make_timer
+from pipeline.telemetry.timing import make_timer
 from pipeline.train.evaluate import Evaluator
+from pipeline.train.job import Job, Process
+from pipeline.train.listener import End
 from pipeline.train.loop import train
 from pipeline.train.pretrained import freeze, load_pretrained
-from pipeline.train.records import NullRecords, Records, open_records
+from pipeline.train.records import Records, describe_result, open_records
 from pipeline.train.resume import VerifiedCheckpoint, broadcast_contents, resume
 from pipeline.train.state import Evaluation, TrainState
 from pipeline.train.step import warm_up
@@ -72,9 +74,9 @@ class Prepared:
 
     source: Source
     plan: Plan
-    found: VerifiedCheckpoint | None
+    found: VerifiedCheckpoint | None = None
     """The checkpoint to resume from."""
-    weights: dict[str, Tensor] | None
+    weights: dict[str, Tensor] | None = None
     """First weights, if model.init names some and no checkpoint replaces them."""
     mirror: Mirror | None = None
     """Holds the lease of `checkpoint.mirror`."""
@@ -93,10 +95,14 @@ def run_training(
     """
     terminal = make_terminal(is_main=world.is_main)
     request = request_digest(config, world)
-    trainer, is_saved = _set_up(config, world, folder, prepare, stop, terminal)
-    plan, state, group, watchdog = trainer.plan, trainer.state, trainer.group, trainer.watchdog
+    prepared = _prepare(config, world, folder, prepare, stop) if prepare else None
+    if prepared:
+        _announce(config, folder, prepared, terminal)
+    trainer, is_saved = _set_up(config, world, folder, prepared, stop)
+    job, process, state = trainer.job, trainer.process, trainer.state
+    group, watchdog, plan = process.group, process.watchdog, job.plan
     try:
-        data = TrainBatches(trainer.train_images, config, plan, group.rank)
+        data = TrainBatches(job.source.train, config, plan, group.rank)
         positions = range(state.step * plan.accumulate, max(state.step, plan.last_step) * plan.accumulate)
         watchdog.begin_training(partial(_record_hang, trainer), config.same_command)
         with closing(batches(data, positions, plan, pin=group.device.type == "cuda")) as loaded:
@@ -111,22 +117,26 @@ def run_training(
         error.remedy = error.remedy.replace("the same command", config.same_command)
         with _saving_failure(config, folder, request, terminal):
             errors.save_failure(folder.path, error, request)  # the mirror gets it, too
-            group.run_long_task(partial(_end, trainer, error))
+            group.run_long_task(partial(_leave, trainer, error))
             group.shutdown()
             raise
     except Exception as error:
         _crash(trainer, error, is_secondary=groups.is_peer_failure(error))
     line = _done_line(plan.epoch_at(state.step), evaluation, state.weights_digest())
     watchdog.stop()
+    end = _end(trainer, "FINISHED", line)
     try:
-        group.run_long_task(partial(trainer.records.finish, state, line, stop.seconds_left))
+        group.run_long_task(partial(_record_end, trainer, end))
         group.shutdown()
     except RuntimeError as error:
         # rank 0 has recorded the end by now, whichever rank is lost meanwhile
         if not (group.is_main and groups.is_peer_failure(error) and final_status(folder.journal) == "FINISHED"):
             raise
         terminal.log("another process was lost after the last step: the run is finished all the same")
-    trainer.records.deliver(state, stop.seconds_left)  # the other ranks leave meanwhile, and free their GPUs
+    for listener in trainer.records.listeners:  # the other ranks leave meanwhile, and free their GPUs
+        listener.closed(end)
+    if trainer.records.listeners:
+        terminal.log_summary(describe_result(job, end, trainer.records.mirror))
     return line
 
 
@@ -136,10 +146,10 @@ def run_evaluation(config: Config, world: World, contents: dict[str, Any], sourc
     group = _join(config, world)
     source = _broadcast_source(config, group, source)
     model = eval_model(contents, config.model).to(group.device)
-    evaluator = Evaluator(model, source.val, config, divide_resources(config, world), group, terminal)
-    result = evaluator.evaluate(contents["step"], lambda: False)
+    evaluator = Evaluator(model, source.val, config, divide_resources(config, world), group)
+    result = evaluator.evaluate(contents["step"], terminal, lambda: False)
     assert result is not None
-    terminal.log_bad_images(source.val, result.defects)
+    terminal.log_bad_images(result.bad_images)
     terminal.log(f"validation: {result.evaluation.line}")
     recalls = result.predictions.lowest_recalls(len(source.classes), _SHOWN_RECALLS)
     shown = [f"{shorten(source.classes[label], 24)} {correct}/{images}" for label, correct, images in recalls]
@@ -152,13 +162,27 @@ def run_evaluation(config: Config, world: World, contents: dict[str, Any], sourc
     return _done_line(contents["epoch"], result.evaluation, weights_digest(eval_weights(contents)))
 
 
+def _prepare(
+    config: Config, world: World, folder: RunFolder, prepare: Callable[[], Prepared], stop: StopRequest
+) -> Prepared:
+    """Return rank 0's findings. Raises EarlyStopError at a signal: nothing is changed yet."""
+    watchdog = _new_watchdog(config, world, folder, stop)
+    watchdog.start()
+    try:
+        with stop.raise_on_signal():
+            return prepare()
+    finally:
+        watchdog.stop()
+
+
+def _new_watchdog(config: Config, world: World, folder: RunFolder, stop: StopRequest) -> Watchdog:
+    # longer than a collective may take, so that a collective that fails reports its own error
+    timeout_s = config.run.timeout + _MARGIN_S
+    return Watchdog(timeout_s, folder.path / f"hang-rank-{world.rank}.txt", world.rank, stop, folder.check_ours)
+
+
 def _set_up(
-    config: Config,
-    world: World,
-    folder: RunFolder,
-    prepare: Callable[[], Prepared] | None,
-    stop: StopRequest,
-    terminal: Terminal,
+    config: Config, world: World, folder: RunFolder, prepared: Prepared | None, stop: StopRequest
 ) -> tuple[Trainer, bool]:
     """Join the group, build all parts, load the state and open the records.
 
@@ -167,23 +191,8 @@ def _set_up(
     The checkpoint's bytes and contents are local here, so that training does not keep them in
     memory.
     """
-    # longer than a collective may take, so that a collective that fails reports its own error
-    new_watchdog = partial(
-        Watchdog, config.run.timeout + _MARGIN_S, folder.path / f"hang-rank-{world.rank}.txt", world.rank, stop,
-        folder.check_ours,
-    )  # fmt: skip
-    prepared = None
-    if prepare:
-        watchdog = new_watchdog()
-        watchdog.start()
-        try:
-            with stop.raise_on_signal():
-                prepared = prepare()
-        finally:
-            watchdog.stop()
-        _announce(config, folder, prepared, terminal)
+    terminal = make_terminal(is_main=world.is_main)
     found = prepared.found if prepared else None
-    weights = prepared.weights if prepared else None
     mirror = prepared.mirror if prepared else None
     with ExitStack() as setting_up:
         with _saving_failure(config, folder, request_digest(config, world), terminal):
@@ -192,33 +201,28 @@ def _set_up(
                 group = _join(config, world)
             if not group.is_main:
                 folder.join_holder()  # rank 0, which has the lock by now
-            watchdog = new_watchdog()
+            watchdog = _new_watchdog(config, world, folder, stop)
             setting_up.callback(watchdog.stop)
             watchdog.start()
             group.set_device_timeout(config.run.timeout + COMPILATION_S + _GPU_MARGIN_S)
+            process = Process(group, terminal, make_timer(group.device), watchdog, stop)
             _check_same_request(config, group)
             source = _broadcast_source(config, group, prepared.source if prepared else None)
-            plan = _agree_on_plan(config, group, source)
+            job = Job(config, _agree_on_plan(config, group, source), source, folder)
             contents = broadcast_contents(found, group)
-            timer = make_timer(group.device)
-            plan, state = _build(
-                config, plan, group, weights, timer, watchdog, stop, terminal, is_resumed=contents is not None
-            )
+            weights = prepared.weights if prepared else None
+            job, state = build_state(job, process, weights, is_resumed=contents is not None)
             watchdog.beat()
-            profiler = make_profiler(config, folder.report, group, terminal.log)
             if contents:
                 resume(state, contents, config, group, terminal.log)
             resumed_from = found.path if found else None
             (is_moved,) = group.any_rank(resumed_from is not None and not folder.contains(resumed_from))
-        if _is_finished(plan, state, folder, terminal):
-            records: Records = NullRecords()
+        if _is_finished(job, state, terminal):
+            records = Records()
             group.run_long_task(partial(_update_mirror, mirror, stop))
         else:
-            records = open_records(config, plan, state, folder, source, resumed_from, mirror, terminal)
-        trainer = Trainer(
-            config, plan, state, source, records, terminal,
-            timer=timer, watchdog=watchdog, stop=stop, profiler=profiler,
-        )  # fmt: skip
+            records = open_records(job, process, state, resumed_from, mirror)
+        trainer = Trainer(job, process, state, records)
         setting_up.pop_all()  # the watchdog also watches the training
     return trainer, not is_moved
 
@@ -231,9 +235,9 @@ def _announce(config: Config, folder: RunFolder, prepared: Prepared, terminal: T
     terminal.show(f"{config.recipe} in {folder.path}\n{prepared.plan.table()}")
 
 
-def _is_finished(plan: Plan, state: TrainState, folder: RunFolder, terminal: Terminal) -> bool:
+def _is_finished(job: Job, state: TrainState, terminal: Terminal) -> bool:
     """Return True, in all processes, if an earlier start finished this run and recorded that."""
-    group = state.strategy.group
+    plan, folder, group = job.plan, job.folder, state.strategy.group
     (is_unrecorded,) = group.any_rank(group.is_main and final_status(folder.journal) != "FINISHED")
     if state.step < plan.last_step or not state.is_evaluated or is_unrecorded:
         return False
@@ -319,25 +323,17 @@ def _agree_on_plan(config: Config, group: Group, source: Source) -> Plan:
     return plan
 
 
-def _build(
-    config: Config,
-    plan: Plan,
-    group: Group,
-    weights: dict[str, Tensor] | None,
-    timer: StepTimer,
-    watchdog: Watchdog,
-    stop: StopRequest,
-    terminal: Terminal,
-    *,
-    is_resumed: bool,
-) -> tuple[Plan, TrainState]:
+def build_state(
+    job: Job, process: Process, weights: dict[str, Tensor] | None, *, is_resumed: bool
+) -> tuple[Job, TrainState]:
     """Build the model, its strategy and its state, and warm up.
 
-    Return also the plan, with passes that fit the memory.
+    Return also the job, with passes that fit the memory.
 
     First weights are a function of the seed, or rank 0's `weights`.
     """
-    log = terminal.log
+    config, plan = job.config, job.plan
+    group, log, watchdog = process.group, process.terminal.log, process.watchdog
     if _is_deterministic(config, on_gpu=group.device.type == "cuda"):
         log("deterministic: bit-identical every time; kernels are slower and the number of threads is fixed")
     log(f"creating {config.model.arch} for {plan.num_classes} classes on {group.device} ...")
@@ -356,41 +352,58 @@ def _build(
     if strategy.notice:
         log(strategy.notice)
     if group.size > 1:
-        strategy.on_gradients_computed(partial(timer.switch_to, "communication"))
-    state = TrainState.build(strategy, make_loss_guard(strategy, timer, config.start_again), config)
+        strategy.on_gradients_computed(partial(process.timer.switch_to, "communication"))
+    state = TrainState.build(strategy, make_loss_guard(strategy, process.timer, config.start_again), config)
     watchdog.beat()
     if strategy.warms_up:
         first_weights = copy_to_host(model.state_dict())  # the warm-up pass changes the running statistics
         with watchdog.allow_compilation(group) if plan.compiles else nullcontext():
-            _warm_up(config, plan, strategy, timer, stop)
+            _warm_up(config, plan, strategy, process)
         load_weights(model, first_weights)
-    return plan, state
+    return replace(job, plan=plan), state
 
 
-def _warm_up(config: Config, plan: Plan, strategy: Strategy, timer: StepTimer, stop: StopRequest) -> None:
+def _warm_up(config: Config, plan: Plan, strategy: Strategy, process: Process) -> None:
     """Run the discarded pass, in which a model is compiled.
 
     Raises RequestError if it cannot be compiled, TemporaryError if a signal ended the compiler.
     """
     normalise = Normalise(strategy.group.device, channels_last=config.model.channels_last)
     if not plan.compiles:
-        return warm_up(strategy, normalise, timer, plan)
+        return warm_up(strategy, normalise, process.timer, plan)
     from torch._dynamo.exc import TorchDynamoException  # takes a second to import
 
     try:
-        warm_up(strategy, normalise, timer, plan)
+        warm_up(strategy, normalise, process.timer, plan)
     except TorchDynamoException as error:
-        stop.check()
+        process.stop.check()
         raise RequestError(
             f"{config.model.arch} cannot be compiled", f"train with train.compile=off ({one_line(error)})"
         ) from error
 
 
-def _end(trainer: Trainer, error: RunError) -> None:
+def _end(trainer: Trainer, status: str, line: str) -> End:
+    """Return the end of this run. status: FINISHED, FAILED or KILLED."""
+    state = trainer.state
+    return End(state.step, status, line, state.best, state.evaluation, trainer.process.stop.seconds_left)
+
+
+def _record_end(trainer: Trainer, end: End) -> None:
+    """Record the end, once a checkpoint that is being written is complete."""
+    if trainer.records.checkpoints:
+        trainer.records.checkpoints.wait()
+    for listener in trainer.records.listeners:
+        listener.ended(end)
+
+
+def _leave(trainer: Trainer, error: RunError) -> None:
     """Tell the launcher, the tracker and the mirror why there is no result."""
     if error.code == errors.CRASH:
-        report_to_agent(str(error), is_secondary=not trainer.group.is_main)
-    trainer.records.end(trainer.state, _status(error), str(error), trainer.stop.seconds_left)
+        report_to_agent(str(error), is_secondary=not trainer.process.group.is_main)
+    end = _end(trainer, _status(error), str(error))
+    _record_end(trainer, end)
+    for listener in trainer.records.listeners:
+        listener.closed(end)
 
 
 def _update_mirror(mirror: Mirror | None, stop: StopRequest) -> None:
@@ -403,8 +416,8 @@ def _update_mirror(mirror: Mirror | None, stop: StopRequest) -> None:
 def _record_hang(trainer: Trainer, error: RunError) -> None:
     """Tell the launcher and the journal that this process exits. A peer may have failed first."""
     report_to_agent(str(error), is_secondary=True)
-    kill_stopped_peers(trainer.group.local_peer_pids)
-    trainer.records.crash(trainer.state.step, _status(error), str(error))
+    kill_stopped_peers(trainer.process.group.local_peer_pids)
+    _record_end(trainer, _end(trainer, _status(error), str(error)))
 
 
 def _status(error: RunError) -> str:
@@ -416,21 +429,23 @@ def _crash(trainer: Trainer, error: Exception, *, is_secondary: bool = False) ->
 
     is_secondary: another process failed first.
     """
-    trainer.watchdog.stop()
-    group, step = trainer.group, trainer.state.step
-    ids = [sample for batch in trainer.current_batches for sample in batch.ids.tolist()]
+    trainer.process.watchdog.stop()
+    group, step = trainer.process.group, trainer.state.step
+    ids = [sample for batch in trainer.step.used for sample in batch.ids.tolist()]
     is_known = isinstance(error, RunError)
     reason = str(error) if is_known else summary("".join(traceback.format_exception_only(error)))
     line = f"rank {group.rank} failed at step {step + 1} ({format_sample_ids(ids)}): {reason}"
     report_to_agent(line, is_secondary=is_secondary)
     kill_stopped_peers(group.local_peer_pids)
-    trainer.records.crash(step, "FAILED", "crashed")  # before anything is printed
+    _record_end(trainer, _end(trainer, "FAILED", "crashed"))  # before anything is printed
     details = str(error) if is_known else "".join(traceback.format_exception(error))
     print(f"{details}\npipeline: {line}", file=sys.stderr, flush=True)
     code = error.code if isinstance(error, RunError) else errors.CRASH
     if code in errors.PERMANENT:
         stop_restarts()
-    trainer.records.flush_mirror(_CRASH_MIRROR_S)
+    if trainer.records.mirror:  # the disk may be gone after this process
+        last = time.monotonic() + _CRASH_MIRROR_S
+        trainer.records.mirror.close(lambda: last - time.monotonic())
     os._exit(code)
 
 
