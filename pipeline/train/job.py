@@ -1,0 +1,40 @@
+"""What is trained, and by which process."""
+
+from dataclasses import dataclass
+
+from pipeline.config.schema import Config
+from pipeline.data.sources import Source
+from pipeline.group import Group
+from pipeline.guards.signals import StopRequest
+from pipeline.guards.watchdog import Watchdog
+from pipeline.plan import Plan
+from pipeline.record.folder import RunFolder
+from pipeline.record.terminal import Terminal
+from pipeline.telemetry.timing import StepTimer
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, on which data, and where it is recorded: the same in all processes."""
+
+    config: Config
+    plan: Plan
+    source: Source
+    folder: RunFolder
+
+
+@dataclass(frozen=True)
+class Process:
+    """What each process of a job has, whatever it trains."""
+
+    group: Group
+    terminal: Terminal
+    """Shows nothing on ranks other than 0."""
+    timer: StepTimer
+    watchdog: Watchdog
+    stop: StopRequest
+
+    def asked_to_stop(self) -> bool:
+        """Report progress to the watchdog. Return True if a signal asked to stop."""
+        self.watchdog.beat()
+        return self.stop.is_set()

@@ -1,0 +1,101 @@
+"""The interface of whatever is told, on rank 0, what happens in a run.
+
+`records.open_records` lists the listeners in the order in which they are told. The other ranks have
+none, so the code that trains asks nowhere who it is.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.data.access import BadImage
+from pipeline.record.predictions import Predictions
+from pipeline.train.state import Evaluation
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of a run whose state is loaded."""
+
+    step: int
+    checkpoint: Path | None
+    """The file that it resumes from."""
+    resume: str
+    """`run.resume`, as the command gave it."""
+    facts: dict[str, Any]
+    """Tags of the run."""
+    evaluated: dict[str, Any] | None
+    """The receipt's row of the model that it resumes from, if that is evaluated."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """An update of the weights."""
+
+    step: int
+    epoch: int
+    sample_ids: list[int] = field(default_factory=list)
+    """Those of the global batch, in order, if `run.trace`."""
+    batch_sha256: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the steps since the last report, if one is due."""
+    best_top1: float | None = None
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """An evaluation of the model."""
+
+    evaluation: Evaluation
+    predictions: Predictions
+    bad_images: list[BadImage]
+    row: dict[str, Any]
+    """The receipt's row."""
+    is_best: bool
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of a run, with or without a result."""
+
+    step: int
+    status: str
+    """FINISHED, FAILED or KILLED, as MLflow has it."""
+    line: str
+    best: Evaluation | None
+    last: Evaluation | None
+    seconds_left: Callable[[], float | None]
+    """Returns the time until this process must end, or None."""
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status == "FINISHED"
+
+
+class Listener:
+    """Is told what happens in a run. A method does nothing unless a listener overrides it."""
+
+    def started(self, start: Start) -> None:
+        """Handle the start of training."""
+
+    def found(self, bad_images: list[BadImage]) -> None:
+        """Handle training images that cannot be decoded. Each is told once in a run."""
+
+    def stepped(self, update: Update) -> None:
+        """Handle an update of the weights."""
+
+    def measured(self, step: int, metrics: dict[str, float]) -> None:
+        """Handle the seconds of an epoch, by what they were spent on."""
+
+    def evaluated(self, result: Evaluated) -> None:
+        """Handle an evaluation of the model."""
+
+    def saved(self, checkpoint: Path) -> None:
+        """Handle a complete checkpoint, in the thread that wrote it."""
+
+    def ended(self, end: End) -> None:
+        """Handle the end of training. The other ranks wait."""
+
+    def closed(self, end: End) -> None:
+        """Handle the end of this process. After a result, the other ranks have left."""
