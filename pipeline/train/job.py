@@ -1,4 +1,4 @@
-"""What is trained, and by which process."""
+"""The job: its request, data and folder, and the process that works on it."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from pipeline.telemetry.timing import StepTimer
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, on which data, and where it is recorded: the same in all processes."""
+    """The request, the data and the folder of a run: the same in all processes."""
 
     config: Config
     plan: Plan
@@ -25,7 +25,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Process:
-    """What each process of a job has, whatever it trains."""
+    """One process of a job: its group, output, clocks and signals."""
 
     group: Group
     terminal: Terminal

@@ -39,7 +39,7 @@ class Update:
     """Those of the global batch, in order, if `run.trace`."""
     batch_sha256: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the steps since the last report, if one is due."""
+    """Those of the steps since the last report, if one is due."""
     best_top1: float | None = None
 
 

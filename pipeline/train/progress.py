@@ -1,4 +1,4 @@
-"""What rank 0 shows of a run while it trains."""
+"""The output of rank 0 while it trains."""
 
 import math
 import os

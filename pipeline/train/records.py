@@ -35,13 +35,13 @@ from pipeline.train.state import TrainState
 
 @dataclass(frozen=True)
 class Records:
-    """What this process records: rank 0 everything, the others nothing."""
+    """The records of this process: on rank 0 all, on the others none."""
 
     listeners: list[Listener] = field(default_factory=list)
     """In the order in which they are told what happens."""
     checkpoints: CheckpointWriter | None = None
     identity: dict[str, Any] = field(default_factory=dict)
-    """What a checkpoint contains in addition to the state: what it is a checkpoint of."""
+    """The parts of a checkpoint that are not the state: configuration, data, classes, world."""
     mirror: Mirror | None = None
     tracker: "ToMLflow | None" = None
 
