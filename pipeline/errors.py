@@ -18,7 +18,9 @@ saved: the next start checks again.
 """
 
 import contextlib
+import difflib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -47,6 +49,19 @@ def summary(text: str, length: int = 600) -> str:
     lines = [line for line in text.splitlines() if not line.startswith("  ") and "Traceback (most" not in line]
     line = one_line(" ".join(lines), len(text))
     return line if len(line) <= length else f"{line[: length // 2]} ... {line[-length // 2 :]}"
+
+
+def list_first(items: list[str], limit: int) -> str:
+    """Return the first `limit` items, separated by commas, and the number of the others."""
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + more
+
+
+def nearest(word: str, words: Sequence[str], cutoff: float = 0.5) -> str:
+    """Return "; did you mean X?" for the closest of `words`, or "". `word` may lack its section."""
+    close = [key for key in words if key.endswith(f".{word}")]
+    close = close or difflib.get_close_matches(word, words, n=1, cutoff=cutoff)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 class RunError(Exception):

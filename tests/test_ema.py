@@ -15,8 +15,9 @@ from pipeline.config.schema import Model
 from pipeline.group import ProcessGroup
 from pipeline.model.architectures import build
 from pipeline.model.ema import make_ema, update_ema
+from pipeline.model.weights import weights_digest
 from pipeline.parallel.ddp import synchronise_batch_norm
-from pipeline.record.checkpoint import decode, weights_digest
+from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import read_verified
 from pipeline.world import World
 

@@ -32,8 +32,9 @@ from pipeline.data.manifest import scan
 from pipeline.data.store import Store
 from pipeline.group import Group
 from pipeline.model.architectures import Normalise
+from pipeline.model.weights import weights_digest
 from pipeline.operate.pack import pack
-from pipeline.record.checkpoint import decode, weights_digest
+from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import read_verified
 from pipeline.record.predictions import NO_PREDICTION, Predictions
 from pipeline.record.receipt import best_checkpoint

@@ -18,8 +18,8 @@ from pipeline.config.load import load
 from pipeline.group import Group
 from pipeline.model.architectures import build, meta_model
 from pipeline.model.loss import Targets
-from pipeline.parallel import Strategy
 from pipeline.parallel.ddp import DDPStrategy
+from pipeline.parallel.strategy import Strategy
 from pipeline.plan import DataSize, Plan, make_plan
 from pipeline.world import World
 

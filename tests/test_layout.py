@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import pipeline
+from pipeline.lazy import PARTS, part
 
 PACKAGE = Path(pipeline.__file__).parent
 FILES = {
@@ -147,6 +148,15 @@ def test_the_stops_from_data_to_weights_in_the_design_exist() -> None:
     for number, (_, name) in enumerate(stops[1:], 1):
         last = name.rpartition(".")[2]
         assert any(last in body for body in bodies[:number]), f"no earlier stop names {name}"
+
+
+def test_each_part_that_is_imported_by_name_exists_and_the_core_does_not_import_it() -> None:
+    modules = {name: PARTS[name].partition(":")[0] for name in PARTS}
+    core = reached("pipeline.train.session")
+    for name, module in modules.items():
+        assert module in FILES, name
+        assert module not in core, name
+        assert part(name)
 
 
 def test_only_their_own_modules_import_mlflow_docker_and_clients_of_stores() -> None:

@@ -17,7 +17,7 @@ from pipeline.group import Group, ProcessGroup, is_peer_failure
 from pipeline.guards.signals import StopRequest
 from pipeline.guards.stragglers import StragglerWatch
 from pipeline.guards.watchdog import COMPILATION_S, Watchdog
-from pipeline.parallel import Strategy
+from pipeline.parallel.strategy import Strategy
 from pipeline.plan import DataSize, make_plan
 from pipeline.record.folder import RunFolder
 from pipeline.train import session

@@ -15,10 +15,10 @@ from pipeline.cli import arguments
 from pipeline.config.schema import Config
 from pipeline.config.trust import trust
 from pipeline.errors import RequestError, printable_line
+from pipeline.model.weights import digest_and_checksums
 from pipeline.operate import verify as commands
 from pipeline.operate.against import against
 from pipeline.operate.compare import Run, compare
-from pipeline.record.checkpoint import digest_and_checksums
 from pipeline.record.folder import RunFolder
 from pipeline.record.receipt import Receipt, read_receipt
 

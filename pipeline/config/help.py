@@ -1,6 +1,5 @@
 """The help text for the configuration's keys, and the error lines for invalid keys and values."""
 
-import difflib
 import sys
 import textwrap
 from functools import cache
@@ -8,6 +7,7 @@ from typing import Any
 
 from pipeline.config.credentials import hide_credentials
 from pipeline.config.schema import Config, Section
+from pipeline.errors import nearest
 
 
 def describe_keys(width: int = 80) -> str:
@@ -21,13 +21,6 @@ def describe_keys(width: int = 80) -> str:
             section = key.partition(".")[0] if "." in key else "top level"
             blocks.setdefault(section, []).append("\n      ".join([f"  {key}={value}", *lines]))
     return "\n\n".join("\n".join([f"{section}:", *keys]) for section, keys in blocks.items())
-
-
-def nearest(word: str, words: list[str], cutoff: float = 0.5) -> str:
-    """Return "; did you mean X?" for the closest of `words`, or "". `word` may lack its section."""
-    close = [key for key in words if key.endswith(f".{word}")]
-    close = close or difflib.get_close_matches(word, words, n=1, cutoff=cutoff)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def explain(error: Any) -> tuple[str, str]:

@@ -18,11 +18,11 @@ import yaml
 from pydantic import ValidationError
 
 from pipeline.config.credentials import split_credentials
-from pipeline.config.help import explain, is_section, nearest, not_a_section, show, unknown_key
+from pipeline.config.help import explain, is_section, not_a_section, show, unknown_key
 from pipeline.config.recipes import RECIPES, recipe_names
 from pipeline.config.schema import MAY_CHANGE_ON_RESUME, Config
 from pipeline.config.trust import trust
-from pipeline.errors import RequestError
+from pipeline.errors import RequestError, nearest
 
 MAX_YAML_BYTES = 1 << 16
 _AUTO = ("auto", "none", "null", "~")

@@ -6,7 +6,7 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from pipeline.data.access import OutageError
-from pipeline.data.index import list_first
+from pipeline.errors import list_first
 
 NO_LABEL = -1
 """Label of a validation image that cannot be decoded: it counts, and no prediction is right."""

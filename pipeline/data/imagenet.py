@@ -25,9 +25,9 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.data.access import outage_error, printable_name
-from pipeline.data.index import Index, Split, SplitImages, list_first
+from pipeline.data.index import Index, Split, SplitImages
 from pipeline.data.sources import Source
-from pipeline.errors import RequestError
+from pipeline.errors import RequestError, list_first
 
 TRAIN = "ILSVRC2012_img_train.tar"
 VAL = "ILSVRC2012_img_val.tar"

@@ -14,18 +14,16 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.access import UnreadableError, normal_path, printable_name
 from pipeline.data.holdout import HoldOut
+from pipeline.errors import list_first
 from pipeline.files import parse_json
 from pipeline.plan import DataSize
-
-if TYPE_CHECKING:
-    from pipeline.data.store import Store
 
 MISSING = -1
 """Size of an image whose file cannot be read, such as a dangling link."""
@@ -127,8 +125,8 @@ class Split:
 class SplitImages:
     """Images listed by a split. Subclasses read a folder, a pack, an archive or a bucket."""
 
-    root: "Path | Store"
-    """The folder, the archive, or the place in a bucket."""
+    root: Path
+    """The folder or the archive."""
     split: Split
     upright: bool = field(default=True, kw_only=True)
     """Images are turned as their EXIF orientation says."""
@@ -295,9 +293,3 @@ def describe_ignored(ignored: dict[str, int]) -> str:
     """Return the number of files and folders that are left out by the reason, the largest first."""
     by_number = sorted(ignored.items(), key=lambda item: (-item[1], item[0]))
     return list_first([f"{count:,} {reason.removeprefix('extension ')}" for reason, count in by_number], 6)
-
-
-def list_first(items: list[str], limit: int) -> str:
-    """Return the first `limit` items, separated by commas, and the number of the others."""
-    more = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + more

@@ -38,9 +38,9 @@ from pipeline.data.access import (
 )
 from pipeline.data.checksums import digest_of_sums, read_sums
 from pipeline.data.holdout import HoldOut
-from pipeline.data.index import MISSING, Index, Split, describe_ignored, list_first
+from pipeline.data.index import MISSING, Index, Split, describe_ignored
 from pipeline.data.store import Store
-from pipeline.errors import RequestError
+from pipeline.errors import RequestError, list_first
 from pipeline.files import atomic_write
 from pipeline.streams import log
 

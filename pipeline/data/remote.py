@@ -103,7 +103,7 @@ class Cache:
 class StoreImages(SplitImages):
     """One split of a pack in a bucket."""
 
-    root: Store
+    root: Store  # type: ignore[assignment]
     split_name: str
     cache: Cache | None = None
     _local: threading.local = field(default_factory=threading.local, compare=False)

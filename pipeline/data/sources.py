@@ -21,10 +21,10 @@ from pipeline.config.schema import Config
 from pipeline.data import pack
 from pipeline.data.access import PLACE_OF_DATA, UnreadableError, class_of, open_regular, raise_if_outage, read_error
 from pipeline.data.holdout import HoldOut
-from pipeline.data.index import MISSING, Index, Split, SplitImages, describe_ignored, list_first
+from pipeline.data.index import MISSING, Index, Split, SplitImages, describe_ignored
 from pipeline.data.manifest import check_has_validation, open_index, scan, scan_validation
 from pipeline.data.store import Store, is_store
-from pipeline.errors import RequestError, StorageError
+from pipeline.errors import RequestError, StorageError, list_first
 from pipeline.files import temporary_sibling
 from pipeline.plan import DataSize
 from pipeline.randomness import derive

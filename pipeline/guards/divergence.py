@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import DivergedError
-from pipeline.parallel import Strategy
+from pipeline.parallel.strategy import Strategy
 from pipeline.plan import Plan
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

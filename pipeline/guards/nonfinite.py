@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeline.data.batch import Batch, format_sample_ids
 from pipeline.errors import NotFiniteError
-from pipeline.parallel import Strategy
+from pipeline.parallel.strategy import Strategy
 from pipeline.telemetry.timing import StepTimer
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.parallel import Strategy
+from pipeline.parallel.strategy import Strategy
 
 _SLOW, _RECOVERED = 1.5, 1.2  # own time over the median of the others
 _REPORTS_IN_A_ROW = 2

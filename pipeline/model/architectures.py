@@ -9,16 +9,20 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from pipeline.config.help import nearest
 from pipeline.config.schema import Model
 from pipeline.config.trust import is_function
-from pipeline.errors import RequestError
-from pipeline.model import zoo
-from pipeline.model.functions import check_arguments, is_timm, own_builder, timm_builder
+from pipeline.errors import RequestError, nearest, one_line
+from pipeline.lazy import part
 
 # ImageNet's channel means and standard deviations, as in torchvision's recipes, for 0..255
 MEAN = (123.675, 116.28, 103.53)
 STD = (58.395, 57.12, 57.375)
+
+_NOT_AN_ARGUMENT = (
+    "num_classes", "weights", "weights_backbone", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay",
+    "checkpoint_path", "cache_dir", "scriptable", "exportable", "no_jit", "features_only", "in_chans",
+)  # fmt: skip
+"""Arguments that would fetch or open weights, or make another kind of model."""
 
 # With an auxiliary head, the model returns a tuple in training.
 _OPTIONS = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}
@@ -37,10 +41,10 @@ def build(options: Model, num_classes: int) -> nn.Module:
     """
     arch, args = options.arch, options.args
     if is_function(arch):
-        builder = own_builder(arch)
+        builder = part("function")(arch)
     else:
-        check_arguments(args)
-        builder = timm_builder(arch) if is_timm(arch) else _torchvision_builder(arch)
+        _check_arguments(args)
+        builder = part("timm")(arch) if arch.startswith("timm/") else _torchvision_builder(arch)
     try:
         model = builder(num_classes=num_classes, **args)
     except RequestError:
@@ -49,15 +53,25 @@ def build(options: Model, num_classes: int) -> nn.Module:
         if not args and not is_function(arch):
             raise
         given = f" with model.args={args}" if args else ""
-        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        problem = f"{type(error).__name__}: {one_line(error)}"
         raise RequestError(f"model.arch={arch} cannot be made{given} ({problem})", "correct its arguments") from error
     if not isinstance(model, nn.Module) or not any(True for _ in model.parameters()):
         raise RequestError(f"model.arch={arch} returns a {type(model).__name__}, not a torch.nn.Module with parameters")
     return model.to(memory_format=torch.channels_last) if options.channels_last else model
 
 
+def _check_arguments(args: dict[str, Any]) -> None:
+    """Raise RequestError for an argument that a model of torchvision or timm must not get."""
+    for name in args:
+        if name in _NOT_AN_ARGUMENT:
+            raise RequestError(
+                f"model.args.{name} cannot be set", "weights come from model.init, classes from the data"
+            )
+
+
 def _torchvision_builder(arch: str) -> Callable[..., nn.Module]:
-    names = [*torchvision.models.list_models(module=torchvision.models), *zoo.MODELS]
+    zoo = part("zoo")
+    names = [*torchvision.models.list_models(module=torchvision.models), *zoo]
     if arch not in names:
         problem = f"model.arch={arch} is not a classification model of torchvision {torchvision.__version__}"
         for task in ("detection", "segmentation", "video", "optical_flow", "quantization"):
@@ -67,7 +81,7 @@ def _torchvision_builder(arch: str) -> Callable[..., nn.Module]:
                 )
         close = nearest(arch, names, 0.7)
         raise RequestError(problem + close, "" if close else f"the models are {', '.join(names)}")
-    builder = zoo.MODELS.get(arch) or partial(torchvision.models.get_model, arch, weights=None)
+    builder = zoo.get(arch) or partial(torchvision.models.get_model, arch, weights=None)
     return partial(builder, **_OPTIONS.get(arch, {}))
 
 

@@ -11,34 +11,13 @@ import re
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from torch import nn
 
-from pipeline.config.help import nearest
 from pipeline.config.trust import check_is_trusted, is_function
-from pipeline.errors import RequestError
+from pipeline.errors import RequestError, nearest, one_line
 
 _TIMM = "timm/"
-_NOT_AN_ARGUMENT = (
-    "num_classes", "weights", "weights_backbone", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay",
-    "checkpoint_path", "cache_dir", "scriptable", "exportable", "no_jit", "features_only", "in_chans",
-)  # fmt: skip
-"""Arguments that would fetch or open weights, or make another kind of model."""
-
-
-def is_timm(arch: str) -> bool:
-    """Return True if `arch` is timm/NAME."""
-    return arch.startswith(_TIMM)
-
-
-def check_arguments(args: dict[str, Any]) -> None:
-    """Raise RequestError for an argument that a model of torchvision or timm must not get."""
-    for name in args:
-        if name in _NOT_AN_ARGUMENT:
-            raise RequestError(
-                f"model.args.{name} cannot be set", "weights come from model.init, classes from the data"
-            )
 
 
 def timm_builder(arch: str) -> Callable[..., nn.Module]:
@@ -76,7 +55,7 @@ def own_builder(arch: str) -> Callable[..., nn.Module]:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # it is the user's code
-        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        problem = f"{type(error).__name__}: {one_line(error)}"
         raise RequestError(
             f"model.arch={arch} cannot be imported ({problem})",
             "install the package, or start in the folder that holds it",

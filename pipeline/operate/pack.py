@@ -37,7 +37,7 @@ from pipeline.data.access import UnreadableError, check_folder
 from pipeline.data.augment import resize_image
 from pipeline.data.holdout import HoldOut
 from pipeline.data.images import BadImageError, Picture, decode
-from pipeline.data.index import MISSING, Index, Split, describe_ignored, list_first
+from pipeline.data.index import MISSING, Index, Split, describe_ignored
 from pipeline.data.pack import (
     FORMAT,
     INDEX,
@@ -53,7 +53,7 @@ from pipeline.data.pack import (
 )
 from pipeline.data.sources import Source
 from pipeline.data.store import MissingError, Store
-from pipeline.errors import RequestError, StorageError
+from pipeline.errors import RequestError, StorageError, list_first
 from pipeline.files import parse_json
 from pipeline.machine import available_cpus, start_failure
 from pipeline.operate.pack_target import Target, open_target

@@ -169,7 +169,8 @@ def _checkpoint_of(run: Run, step: int) -> Path:
         steps = ", ".join(map(str, sorted(found)))
         raise RequestError(f"{run.folder.checkpoints} has no checkpoint of step {step}", f"it has those of {steps}")
 
-    from pipeline.record.checkpoint import eval_weights, read_model, weights_digest
+    from pipeline.model.weights import weights_digest
+    from pipeline.record.checkpoint import eval_weights, read_model
 
     digest = f"sha256:{weights_digest(eval_weights(read_model(found[step])))}"
     stated = next((row["weights"] for row in run.rows if row["step"] == step), digest)

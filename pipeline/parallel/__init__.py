@@ -7,15 +7,10 @@ from torch import nn
 
 from pipeline.config.schema import Config
 from pipeline.group import Group
-from pipeline.parallel.dataparallel import DataParallelStrategy
+from pipeline.lazy import part
 from pipeline.parallel.ddp import DDPStrategy
-from pipeline.parallel.exact import ExactStrategy
-from pipeline.parallel.fsdp import FSDPStrategy
-from pipeline.parallel.stages import StagesStrategy
 from pipeline.parallel.strategy import Strategy
 from pipeline.plan import Plan
-
-__all__ = ["Strategy", "choose_strategy"]
 
 
 def choose_strategy(config: Config, plan: Plan, model: nn.Module, group: Group) -> Strategy:
@@ -23,16 +18,13 @@ def choose_strategy(config: Config, plan: Plan, model: nn.Module, group: Group) 
 
     One process has nothing to exchange, except in exact mode.
     """
+    kind: type[Strategy] = DDPStrategy
     if config.run.exact:
-        return ExactStrategy(config, plan, model, group)
-    if config.parallel == "dataparallel":
-        return DataParallelStrategy(config, plan, model, group)
-    if group.size == 1:
-        return Strategy(config, plan, model, group)
-    match config.parallel:
-        case "fsdp":
-            return FSDPStrategy(config, plan, model, group)
-        case "stages":
-            return StagesStrategy(config, plan, model, group)
-        case _:
-            return DDPStrategy(config, plan, model, group)
+        kind = part("exact")
+    elif config.parallel == "dataparallel":
+        kind = part("dataparallel")
+    elif group.size == 1:
+        kind = Strategy
+    elif config.parallel != "ddp":
+        kind = part(config.parallel)
+    return kind(config, plan, model, group)

@@ -7,10 +7,8 @@ from torch import Tensor, nn
 
 from pipeline.config.schema import Model
 from pipeline.config.trust import is_function
-from pipeline.data.index import list_first
-from pipeline.errors import RequestError
+from pipeline.errors import RequestError, list_first
 from pipeline.model.architectures import build, meta_model
-from pipeline.model.functions import is_timm
 
 # Layers for images whose gradient torch's deterministic mode refuses on CUDA: those that its
 # documentation lists and whose kernels call alertNotDeterministic (torch 2.14). Of torchvision's
@@ -30,7 +28,7 @@ def check_shapes(options: Model, num_classes: int, batch: int, sizes: Sequence[i
     RequestError if there is no such model, if the images or the batch are too small for it, or if
     it does not return logits, [B, classes].
     """
-    hint = " or set model.args.img_size" if is_timm(options.arch) else ""
+    hint = " or set model.args.img_size" if options.arch.startswith("timm/") else ""
     smallest = "augment.size" if len(sizes) == 1 else "augment.first_size"
     passes = [(batch, sizes[0], True, f"raise {smallest}{hint}")]
     passes += [(batch, side, True, f"set augment.size={sizes[0]}") for side in sizes[1:]]

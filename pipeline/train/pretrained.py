@@ -15,9 +15,8 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from pipeline.config.help import nearest
 from pipeline.config.schema import MODEL_URI_PREFIX, Model
-from pipeline.errors import RequestError, StorageError, TemporaryError
+from pipeline.errors import RequestError, StorageError, TemporaryError, nearest
 from pipeline.group import Group
 from pipeline.model.architectures import pretrained_weights
 from pipeline.model.weights import load_weights

@@ -36,11 +36,12 @@ from pipeline.guards.nonfinite import make_loss_guard
 from pipeline.guards.signals import StopRequest
 from pipeline.guards.watchdog import COMPILATION_S, Watchdog
 from pipeline.model.architectures import Normalise, build
-from pipeline.model.weights import load_weights
-from pipeline.parallel import Strategy, choose_strategy
+from pipeline.model.weights import load_weights, weights_digest
+from pipeline.parallel import choose_strategy
+from pipeline.parallel.strategy import Strategy
 from pipeline.plan import Plan, divide_resources, make_plan, request_digest
 from pipeline.portable import portability, use_exact_roots
-from pipeline.record.checkpoint import copy_to_host, eval_model, eval_weights, weights_digest
+from pipeline.record.checkpoint import copy_to_host, eval_model, eval_weights
 from pipeline.record.figures import shorten
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import final_status

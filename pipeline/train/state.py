@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from pipeline.config.schema import Config
 from pipeline.guards.nonfinite import LossGuard
-from pipeline.model.weights import load_weights
-from pipeline.parallel import Strategy
-from pipeline.record.checkpoint import digest_and_checksums
+from pipeline.model.weights import digest_and_checksums, load_weights
+from pipeline.parallel.strategy import Strategy
 from pipeline.train.optimizer import make_optimizer
 
 LOSS_UNIT = 2**20

@@ -16,7 +16,7 @@ from pipeline.data.mix import MIX_COLUMNS, mix_images, own_label_weights, swap_p
 from pipeline.model.architectures import Normalise
 from pipeline.model.ema import update_ema
 from pipeline.model.loss import Targets
-from pipeline.parallel import Strategy
+from pipeline.parallel.strategy import Strategy
 from pipeline.plan import Plan
 from pipeline.randomness import seed_network
 from pipeline.telemetry.timing import StepTimer
