@@ -142,8 +142,8 @@ def test_the_stops_from_data_to_weights_in_the_design_exist() -> None:
     bodies = []
     for file, name in stops:
         node: ast.AST = ast.parse((PACKAGE.parent / file).read_text())
-        for part in name.split("."):
-            node = next(inner for inner in ast.walk(node) if getattr(inner, "name", None) == part)
+        for inner_name in name.split("."):
+            node = next(inner for inner in ast.walk(node) if getattr(inner, "name", None) == inner_name)
         bodies.append(ast.unparse(node))
     for number, (_, name) in enumerate(stops[1:], 1):
         last = name.rpartition(".")[2]

@@ -4,7 +4,6 @@ Promise: only code that the user named runs here (`config.trust`). timm is impor
 `timm/NAME`, and gets no argument that makes it fetch or open a file.
 """
 
-import hashlib
 import importlib
 import os
 import re
@@ -14,7 +13,7 @@ from functools import partial
 
 from torch import nn
 
-from pipeline.config.trust import check_is_trusted, is_function
+from pipeline.config.trust import check_is_trusted
 from pipeline.errors import RequestError, nearest, one_line
 
 _TIMM = "timm/"
@@ -65,13 +64,3 @@ def own_builder(arch: str) -> Callable[..., nn.Module]:
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise RequestError(f"model.arch={arch}: {module_name} has no function {name}{nearest(name, functions)}")
     return function  # type: ignore[no-any-return]
-
-
-def model_provenance(arch: str) -> dict[str, str]:
-    """Return what made the model, for the receipt: the digest of a function's module."""
-    module = importlib.import_module(arch.partition(":")[0]) if is_function(arch) else None
-    file = getattr(module, "__file__", None)
-    if file is None:
-        return {}
-    with open(file, "rb") as code:
-        return {"model_file": os.path.basename(file), "model_sha256": hashlib.file_digest(code, "sha256").hexdigest()}

@@ -1,6 +1,8 @@
 """The provenance of a run: commit, image, packages, machine. No run depends on these facts."""
 
 import getpass
+import hashlib
+import importlib
 import os
 import platform
 import subprocess
@@ -12,8 +14,8 @@ from pathlib import Path
 import torch
 
 from pipeline import __version__
+from pipeline.config.trust import is_function
 from pipeline.device import driver_version
-from pipeline.model.functions import model_provenance
 
 
 def provenance(recipe: str, arch: str, device: torch.device) -> dict[str, str]:
@@ -84,3 +86,13 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return platform.machine()
+
+
+def model_provenance(arch: str) -> dict[str, str]:
+    """Return what made the model, for the receipt: the digest of a function's module."""
+    module = importlib.import_module(arch.partition(":")[0]) if is_function(arch) else None
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return {}
+    with open(file, "rb") as code:
+        return {"model_file": os.path.basename(file), "model_sha256": hashlib.file_digest(code, "sha256").hexdigest()}

@@ -19,12 +19,12 @@ from pipeline.data.sources import Source, data_root
 from pipeline.errors import RequestError, StorageError
 from pipeline.group import Group
 from pipeline.model.architectures import meta_model
-from pipeline.model.functions import model_provenance
 from pipeline.record.checkpoint import decode, decode_state, read_named
 from pipeline.record.checkpoint_files import find as find_checkpoint
 from pipeline.record.checkpoint_files import list_checkpoints, newest_verified, read_verified, step_of
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import events, known_checkpoints
+from pipeline.record.provenance import model_provenance
 from pipeline.train.state import TrainState
 
 
