@@ -1,14 +1,13 @@
 """The device of this process: a usable GPU, or the CPU if the request allows it."""
 
 import os
-import re
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from pipeline.config.schema import Config
-from pipeline.errors import RequestError
+from pipeline.errors import RequestError, summary
 from pipeline.machine import has_gpu, no_gpu_error
 from pipeline.world import World, is_launched
 
@@ -39,29 +38,19 @@ def choose_device(config: Config, world: World) -> torch.device:
             "start one process per GPU, or set run.device=cpu",
         )
     device = torch.device("cuda", 0 if sees_only_its_gpu else world.local_rank)
-    capability = torch.cuda.get_device_capability(device)
-    built_for = torch.cuda.get_arch_list()
-    if not any(_supports(arch, capability) for arch in built_for):
+    try:
+        torch.cuda.set_device(device)
+        _compute(device)
+    except RuntimeError as error:  # torch may have no kernels for a GPU that is older or newer than itself
         raise RequestError(
-            f"{torch.cuda.get_device_name(device)} is of compute capability {capability[0]}.{capability[1]}; torch"
-            f" {torch.__version__} is built for {' '.join(built_for)}",
+            f"torch {torch.__version__} cannot use the GPU {device} ({summary(str(error), 200)})",
             "install a build for it, or set run.device=cpu",
-        )
-    torch.cuda.set_device(device)
+        ) from None
     return device
 
 
-def _supports(arch: str, capability: tuple[int, int]) -> bool:
-    """Return True if code built for `arch` runs on a GPU of this compute capability.
-
-    A binary (sm_86) runs on later minor versions of its major version, PTX (compute_86) on all
-    later versions.
-    """
-    match = re.fullmatch(r"(sm|compute)_(\d+)(\d)[a-z]?", arch)
-    if not match:
-        return False
-    built = int(match[2]), int(match[3])
-    return built <= capability and (match[1] == "compute" or built[0] == capability[0])
+def _compute(device: torch.device) -> None:
+    torch.ones(1, device=device).add_(1).item()
 
 
 def driver_version() -> str:

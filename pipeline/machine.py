@@ -16,20 +16,20 @@ from pathlib import Path
 from pipeline.errors import RequestError
 
 _DEVICES = Path("/dev")
-ENLARGE_SHARED_MEMORY = "enlarge it (docker: --shm-size, k8s render: --shm)"
 _WSL_CUDA = Path("/usr/lib/wsl/lib/libcuda.so.1")
+_CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+ENLARGE_SHARED_MEMORY = "enlarge it (docker: --shm-size, k8s render: --shm)"
 
 
 def available_cpus() -> int:
-    """Return the CPUs that the affinity mask and the cgroup (v2 or v1) allow, at least 1.
+    """Return the CPUs that the affinity mask and the cgroup allow, at least 1.
 
     The mask is that of the torchrun agent if there is one: with --numa-binding it binds each rank
     to some of the CPUs, and the ranks of a machine divide all of them.
     """
     agent_pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0  # 0: this process
-    cpus = len(os.sched_getaffinity(agent_pid))
-    quota = _cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
-    return max(1, min(cpus, int(quota))) if quota else cpus
+    quotas = [quota // period for quota, period in _cgroup_limits("cpu.max")]
+    return max(1, min([len(os.sched_getaffinity(agent_pid)), *quotas]))
 
 
 @contextmanager
@@ -43,19 +43,10 @@ def resource_limit(kind: int, limit: int) -> Iterator[None]:
         resource.setrlimit(kind, (soft, hard))
 
 
-def available_memory() -> int | None:
-    """Return the bytes of memory that the cgroup (v2 or v1) allows, or None if unknown."""
-    root = Path("/sys/fs/cgroup")
-    limits = []
-    with suppress(OSError, ValueError, StopIteration):
-        files = [level / "memory.max" for level in _cgroup_levels(root, Path("/proc/self/cgroup"))]
-        for file in (*files, root / "memory/memory.limit_in_bytes"):
-            if file.exists() and (text := file.read_text(encoding="utf-8").strip()) != "max":
-                limits.append(int(text))
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        total = next(line for line in lines if line.startswith("MemTotal:"))
-        return min([*limits, 1024 * int(total.split()[1])])
-    return None
+def available_memory() -> int:
+    """Return the bytes of memory that this machine has, or that the cgroup allows."""
+    limits = [limit for (limit,) in _cgroup_limits("memory.max")]
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limits])
 
 
 def shared_memory_bytes() -> int | None:
@@ -94,52 +85,28 @@ def missing_to_compile() -> str:
 
 def has_gpu() -> bool:
     """Return True if this machine has a GPU, usable or not, that the environment does not hide."""
-    return _has_gpu_device() and not hidden_gpus()
-
-
-def hidden_gpus() -> str:
-    """Return the setting in the environment that hides this machine's GPUs, or ""."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
     # CUDA stops at a word that is neither an index nor a UUID: -1, or NoDevFiles from Slurm
-    is_hidden = _has_gpu_device() and not re.match(r"\s*(\d|GPU-|MIG-)", visible)
-    return f"CUDA_VISIBLE_DEVICES='{visible}'" if is_hidden else ""
+    is_visible = re.match(r"\s*(\d|GPU-|MIG-)", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
+    return bool(is_visible) and (any(_DEVICES.glob("nvidia[0-9]*")) or _WSL_CUDA.exists())
 
 
 def no_gpu_error() -> RequestError:
-    if hidden := hidden_gpus():
-        return RequestError(f"run.device=cuda, but {hidden} hides the GPUs", "unset it, or use run.device=cpu, or auto")
+    remedy = "use run.device=cpu, or auto, or look at CUDA_VISIBLE_DEVICES"
     if "KUBERNETES_SERVICE_HOST" in os.environ:  # set in every pod
-        remedy = (
-            "unless NVIDIA's container runtime is the node's default, render with --runtime-class (runtimeClassName)"
-        )
-        return RequestError("run.device=cuda, but this container has no GPU", f"{remedy}; for CPUs render with --cpu")
-    return RequestError("run.device=cuda, but this machine has no GPU", "use run.device=cpu, or auto")
+        remedy = "render with --runtime-class nvidia, or with --cpu"
+    return RequestError("run.device=cuda, but no GPU is visible here", remedy)
 
 
-def _has_gpu_device() -> bool:
-    # WSL2 has one device for GPUs of all makers; the driver of an NVIDIA GPU adds its CUDA library
-    return any(_DEVICES.glob("nvidia[0-9]*")) or ((_DEVICES / "dxg").exists() and _WSL_CUDA.exists())
+def _cgroup_limits(file: str) -> list[list[int]]:
+    """Return the numbers in a file of this process's cgroup (v2) and of each one above it.
 
-
-def _cgroup_quota(root: Path, own: Path) -> float | None:
-    """Return the CPUs that the cgroup allows, or None. own: /proc/self/cgroup."""
-    limits = []
+    A level without a limit says "max", and is left out.
+    """
     with suppress(OSError, ValueError):
-        for level in _cgroup_levels(root, own):
-            if (level / "cpu.max").exists():
-                quota, period = (level / "cpu.max").read_text(encoding="utf-8").split()
-                if quota != "max":
-                    limits.append(int(quota) / int(period))
-        if limits:
-            return min(limits)
-        quota_us = int((root / "cpu/cpu.cfs_quota_us").read_text(encoding="utf-8"))
-        return quota_us / int((root / "cpu/cpu.cfs_period_us").read_text(encoding="utf-8")) if quota_us > 0 else None
-    return None
-
-
-def _cgroup_levels(root: Path, own: Path) -> list[Path]:
-    """Return the folders of this process's cgroup and of those above it; each may have a limit."""
-    lines = own.read_text(encoding="utf-8").splitlines()
-    name = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/").strip("/")
-    folder = root / name
-    return [level for level in (folder, *folder.parents) if level.is_relative_to(root)]
+        lines = _OWN_CGROUP.read_text(encoding="utf-8").splitlines()
+        name = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/").strip("/")
+        folder = _CGROUPS / name
+        files = [level / file for level in (folder, *folder.parents) if level.is_relative_to(_CGROUPS)]
+        texts = [path.read_text(encoding="utf-8") for path in files if path.exists()]
+        return [[int(word) for word in text.split()] for text in texts if "max" not in text]
+    return []

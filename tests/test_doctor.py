@@ -141,31 +141,12 @@ def test_a_refusal_by_mlflow_is_named_and_stops_no_training(tmp_path: Path, digi
     assert "Connection refused" in findings(unreachable)["MLflow"]["line"]
 
 
-@pytest.mark.parametrize(
-    ("built_for", "capability", "is_supported"),
-    [
-        (["sm_80", "sm_90", "compute_90"], (7, 0), False),
-        (["sm_75", "sm_120", "compute_120"], (10, 0), False),
-        (["sm_80", "compute_90"], (10, 0), True),
-        (["sm_100", "sm_120"], (10, 3), True),
-        (["sm_86"], (8, 0), False),
-        (["sm_86"], (9, 0), False),
-        (["sm_90a"], (9, 0), True),
-    ],
-)
-def test_a_gpu_that_torch_is_not_built_for_is_named(
-    monkeypatch: pytest.MonkeyPatch, built_for: list[str], capability: tuple[int, int], is_supported: bool
-) -> None:
-    answers = {"is_available": True, "device_count": 1, "get_device_capability": capability, "get_arch_list": built_for,
-               "get_device_name": "Card", "set_device": None}  # fmt: skip
-    for name, answer in answers.items():
+@pytest.mark.skipif(machine.has_gpu(), reason="needs a machine without a GPU")
+def test_a_gpu_that_torch_cannot_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, answer in {"is_available": True, "device_count": 1, "set_device": None}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    config = load("digits", ["run.device=cuda"])
-    if is_supported:
-        assert choose_device(config, HERE) == torch.device("cuda", 0)
-    else:
-        with pytest.raises(errors.RequestError, match="^Card is of compute capability {}[.]{}; ".format(*capability)):
-            choose_device(config, HERE)
+    with pytest.raises(errors.RequestError, match="cannot use the GPU cuda:0"):
+        choose_device(load("digits", ["run.device=cuda"]), HERE)
 
 
 class CheckInputs:
@@ -221,7 +202,8 @@ def test_the_disk_is_measured_also_if_another_process_removes_the_file(
             path.unlink()
 
     monkeypatch.setattr(os, "fsync", sync)
-    assert min(checks.disk_speed(RunFolder(tmp_path))) > 0
+    monkeypatch.setattr(checks, "_SLOW_MIB_S", 0)
+    assert "MiB/s with sync" in checks.check_disk_speed(RunFolder(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -264,20 +246,6 @@ def test_doctor_and_plan_tell_how_many_cores_feed_the_gpus(
     plan = quick("plan", "digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}", *words)
     assert re.search(rf"\n  loader         {warning}{row}", plan.out), plan.out
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_docker_engine_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    docker = tmp_path / "docker"
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setenv("DOCKER_HOST", "unix:///nosuch")
-    for script, says in (
-        ("exit 1", "start it, or join the group docker"),
-        ('[ "$1" = version ]', "install the plugin"),
-    ):
-        docker.write_text(f"#!/bin/sh\n{script}\n")
-        docker.chmod(0o755)
-        with pytest.raises(errors.TemporaryError, match=says):
-            checks.check_docker()
 
 
 @pytest.mark.parametrize(("status", "says"), [(500, "answers 500"), (200, "other bytes")])

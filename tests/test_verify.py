@@ -500,7 +500,7 @@ def test_a_run_that_cannot_be_repeated_is_refused_before_it_starts(copy: Path, t
     assert "from another run's checkpoint" in refused(lambda contents: contents["starts"][0].update(step=3))
     assert "not a receipt of format 1" in refused(lambda contents: contents.update(format=2))
     if not machine.has_gpu():
-        assert "has no GPU" in refused(lambda contents: contents["starts"][0].update(device_type="cuda"))
+        assert "no GPU is visible" in refused(lambda contents: contents["starts"][0].update(device_type="cuda"))
     (tmp_path / "receipt.json").write_text("[" * 200_000)
     assert "has no readable receipt (it is nested too deeply)" in refused(run=tmp_path)
     assert verify(tmp_path).error.startswith(f"{tmp_path} has no readable receipt"), "as a command it is one line"

@@ -147,9 +147,7 @@ def _prepare(
 
     try:
         log = make_terminal(is_main=True).log
-        line = request.check_gpus_are_supported(config, here)
-        if config.run.device == "auto" and machine.hidden_gpus():
-            log(line)
+        request.check_gpus_are_supported(config, here)
         found = find(config, folder, source, log)
         weights = request.check_model_builds(config, plan, here, is_resumed=found is not None)
     except BaseException:  # at a signal, too

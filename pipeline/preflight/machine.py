@@ -1,17 +1,14 @@
-"""Checks of this machine: CPUs, memory, /dev/shm, disk, Docker, image decoding, loader, all-reduce.
+"""Checks of this machine: CPUs, memory, /dev/shm, disk, image decoding, loader, all-reduce.
 
 Each returns a line for the user, or raises a RunError whose message ends with what to do. A check
 takes a second or two, and removes what it writes. Some import torch. None communicates with ranks
 on other machines.
 """
 
-import errno
 import math
 import os
 import re
 import shutil
-import socket
-import subprocess
 import tempfile
 import time
 from dataclasses import replace
@@ -33,7 +30,6 @@ _SLOW_MIB_S = 5
 _SAMPLES = 8
 _TIMED_IMAGES = 32
 _ALL_REDUCE_FLOATS = 4 * _MIB
-_DOCKER_SOCKET = "/var/run/docker.sock"
 _LOCAL_FILE_SYSTEMS = ("ext4", "ext3", "xfs", "btrfs", "zfs", "overlay", "tmpfs", "f2fs")
 
 
@@ -47,12 +43,9 @@ def check_cpu_per_process(here: World) -> str:
 
 def check_memory(plan: Plan) -> str:
     """Check that memory is enough for the processes, their workers and the batches in /dev/shm."""
-    limit = machine.available_memory()
     workers = plan.workers * plan.local_world
     needed = (plan.local_world * _PROCESS_BYTES + workers * _WORKER_BYTES + plan.prefetch_bytes) / _GIB
-    if limit is None:
-        return f"about {needed:.1f} GiB needed"
-    available = limit / _GIB
+    available = machine.available_memory() / _GIB
     if needed > available:
         problem = f"{plan.local_world} processes and {workers} loader workers need about {needed:.1f} GiB"
         remedy = "give the container more, or lower data.workers, data.prefetch or evaluate.batch"
@@ -73,18 +66,6 @@ def check_shared_memory_exists(plan: Plan, here: World) -> str:
 
 def check_disk_speed(folder: RunFolder) -> str:
     """Check that the disk of run.dir stores 8 MiB, synced, at an acceptable speed."""
-    place, (rate, _) = folder.nearest_existing(), disk_speed(folder)
-    if rate < _SLOW_MIB_S:
-        problem = f"{place} is written at {rate:.1f} MiB/s with sync, and each save waits for the one before"
-        raise TemporaryError(problem, "use a faster disk, or raise checkpoint.every")
-    return f"{place} is written at {rate:,.0f} MiB/s with sync"
-
-
-def disk_speed(folder: RunFolder) -> tuple[float, float]:
-    """Return the MiB/s at which run.dir's disk writes 8 MiB, synced, and then reads them.
-
-    Raises StorageError if they cannot be written.
-    """
     place = folder.nearest_existing()
     start = time.perf_counter()
     try:
@@ -93,17 +74,16 @@ def disk_speed(folder: RunFolder) -> tuple[float, float]:
                 file.write(os.urandom(_WRITE_BYTES))
                 file.flush()
                 os.fsync(file.fileno())
-                written = time.perf_counter()
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # read the disk, not the page cache
-                file.seek(0)
-                file.read()
-                read = time.perf_counter()
             finally:
                 Path(file.name).unlink(missing_ok=True)  # another process may have removed it
     except OSError as error:
         problem = f"8 MiB cannot be written to {place} ({error.strerror})"
         raise StorageError(problem, "make room, or give another run.dir") from None
-    return _WRITE_BYTES / _MIB / (written - start), _WRITE_BYTES / _MIB / (read - written)
+    rate = _WRITE_BYTES / _MIB / (time.perf_counter() - start)
+    if rate < _SLOW_MIB_S:
+        problem = f"{place} is written at {rate:.1f} MiB/s with sync, and each save waits for the one before"
+        raise TemporaryError(problem, "use a faster disk, or raise checkpoint.every")
+    return f"{place} is written at {rate:,.0f} MiB/s with sync"
 
 
 def check_run_folder_is_shared(config: Config, folder: RunFolder, here: World) -> str:
@@ -242,41 +222,11 @@ def _all_reduce(rank: int, count: int, folder: str, backend: str) -> None:
     dist.destroy_process_group()
 
 
-def check_docker() -> str:
-    """Check that Docker's engine and Compose answer, if this machine is set up to have them."""
-    if shutil.which("docker") is None or not ("DOCKER_HOST" in os.environ or _has_listener(_DOCKER_SOCKET)):
-        return "no engine: only `docker compose` and `pipeline rehearse` need one"
-    engine = _output(["docker", "version", "--format", "{{.Server.Version}}"])
-    if engine is None:
-        raise TemporaryError("Docker's engine does not answer", "start it, or join the group docker")
-    compose = _output(["docker", "compose", "version", "--short"])
-    if compose is None:
-        raise TemporaryError(f"Docker {engine} has no compose", "install the plugin Compose v2")
-    return f"Docker {engine}, Compose {compose}"
-
-
-def _has_listener(address: str) -> bool:
-    """Return True if a process listens on the Unix socket, even if it refuses this user."""
-    with socket.socket(socket.AF_UNIX) as connection:
-        return connection.connect_ex(address) not in (errno.ENOENT, errno.ECONNREFUSED)
-
-
-def _output(command: list[str]) -> str | None:
-    """Return the command's standard output, or None if it fails."""
-    try:
-        result = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return result.stdout.strip()
-
-
 def _file_system(place: Path) -> str:
     """Return the type of the file system that holds `place`, such as ext4 or nfs4."""
-    kind, deepest = "unknown", -1
-    for line in Path("/proc/self/mountinfo").read_bytes().decode("latin-1").split("\n")[:-1]:  # one byte, one character
+    real, kinds = Path(os.path.realpath(place)), dict[Path, str]()
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").strip().split("\n"):
         mount, _, details = line.partition(" - ")
         name = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), mount.split(" ")[4])
-        mount_point = Path(os.fsdecode(name.encode("latin-1")))
-        if Path(os.path.realpath(place)).is_relative_to(mount_point) and len(mount_point.parts) >= deepest:
-            kind, deepest = details.split()[0], len(mount_point.parts)
-    return kind
+        kinds[Path(name)] = details.split()[0]  # of two mounts on one folder the later one is seen
+    return next((kinds[folder] for folder in (real, *real.parents) if folder in kinds), "unknown")

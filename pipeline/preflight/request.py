@@ -209,8 +209,7 @@ def check_names_resolve(endpoint: str) -> str:
 def check_gpus_are_supported(config: Config, here: World) -> str:
     """Check that this build of torch can use the GPUs of this machine."""
     if not here.has_gpu:
-        reason = f"{hidden} hides the GPUs" if (hidden := machine.hidden_gpus()) else "no GPU"
-        return reason if config.run.device == "cuda" else f"{reason}; training on CPU"
+        return "no GPU is visible; training on CPU"
     if config.run.device == "cpu":
         return "not used: run.device=cpu"
     from pipeline.device import choose_device
