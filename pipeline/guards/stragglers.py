@@ -21,6 +21,8 @@ _REPORTS_IN_A_ROW = 2
 
 
 class StragglerWatch:
+    """Does nothing with one process, and if processes wait for each other within each pass."""
+
     def __init__(self, strategy: Strategy, log: Callable[[str], None]) -> None:
         self._group, self._log = strategy.group, log
         self._start: Any = None
@@ -29,18 +31,23 @@ class StragglerWatch:
         self._slow_rank: int | None = None
         self._times_in_a_row = 0
         self._named: set[int] = set()
-        strategy.on_gradients_computed(self._end_pass)
+        self._is_on = strategy.group.size > 1 and strategy.is_replicated
+        if self._is_on:
+            strategy.on_gradients_computed(self._end_pass)
 
     def begin_step(self) -> None:
         """Start to measure a step. Called before its passes."""
-        self._start = self._now()
+        if self._is_on:
+            self._start = self._now()
 
     def pop_times(self) -> Tensor:
         """Return [processes] int64: microseconds since the last call at this rank, 0 at the others.
 
-        Called when a report is due, whose sum has just waited for the device: the events have
-        completed.
+        Returns [0] if the watch does nothing. Called when a report is due, whose sum has just
+        waited for the device: the events have completed.
         """
+        if not self._is_on:
+            return torch.zeros(0, dtype=torch.int64)
         if self._group.device.type == "cuda":
             seconds = sum(start.elapsed_time(end) / 1000 for start, end in self._steps)
         else:
@@ -52,6 +59,8 @@ class StragglerWatch:
 
     def log_slow_rank(self, times: list[int], steps: int) -> dict[str, float]:
         """Log a slow rank, and return metrics. times: microseconds of each rank for `steps`."""
+        if not times:
+            return {}
         slowest = max(range(len(times)), key=lambda rank: times[rank])
         others = median(spent for rank, spent in enumerate(times) if rank != slowest)
         ratio = times[slowest] / max(1, others)
@@ -83,26 +92,3 @@ class StragglerWatch:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
-
-
-class NullStragglerWatch(StragglerWatch):
-    """For one process, and for processes that wait for each other within each pass."""
-
-    def __init__(self) -> None:
-        pass
-
-    def begin_step(self) -> None:
-        pass
-
-    def pop_times(self) -> Tensor:
-        return torch.zeros(0, dtype=torch.int64)
-
-    def log_slow_rank(self, times: list[int], steps: int) -> dict[str, float]:
-        return {}
-
-
-def make_straggler_watch(strategy: Strategy, log: Callable[[str], None]) -> StragglerWatch:
-    """Return the watch of this run."""
-    if strategy.group.size > 1 and strategy.is_replicated:
-        return StragglerWatch(strategy, log)
-    return NullStragglerWatch()

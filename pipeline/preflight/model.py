@@ -1,13 +1,14 @@
 """Checks that a model can take the passes of a plan, by shapes alone."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.config.schema import Model
 from pipeline.config.trust import is_function
-from pipeline.errors import RequestError, list_first
+from pipeline.errors import RequestError, list_first, one_line
 from pipeline.model.architectures import build, meta_model
 
 # Layers for images whose gradient torch's deterministic mode refuses on CUDA: those that its
@@ -35,43 +36,38 @@ def check_shapes(options: Model, num_classes: int, batch: int, sizes: Sequence[i
     passes.append((2, eval_size, False, f"raise evaluate.size{hint}"))
     for images, side, is_training, remedy in passes:
         try:
-            found, expected = _try_pass(options, num_classes, images, side, is_training=is_training)
+            logits = _try_pass(options, num_classes, images, side, is_training=is_training)
         except RequestError:
             raise
         except Exception as error:  # batch norm, for one, raises ValueError for one value per channel
             raise RequestError(
-                f"{options.arch} cannot take passes of {images} images of {side} px"
-                f" ({' '.join(str(error).split())[:300]})",
+                f"{options.arch} cannot take passes of {images} images of {side} px ({one_line(error, 300)})",
                 f"{remedy}, or have more images in a pass (batch.global,"
                 " batch.accumulate, exact.shards, number of processes)",
             ) from None
-        if found != expected:
+        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        if found not in [(images, num_classes), (min(images, 2), num_classes)]:
             raise RequestError(
-                f"model.arch={options.arch} returns {found} for {expected[0]} images, not logits of shape {expected}",
+                f"model.arch={options.arch} returns {found} for {images} images, not logits of shape"
+                f" {(images, num_classes)}",
                 "give a model that returns one number per class",
             )
 
 
-def _try_pass(
-    options: Model, num_classes: int, images: int, side: int, *, is_training: bool
-) -> tuple[tuple[int, ...] | str, tuple[int, ...]]:
-    """Run a pass; return the shape (or the type) of what it returns, and [B, classes]."""
-    model = meta_model(options, num_classes)
+@torch.no_grad()
+def _try_pass(options: Model, num_classes: int, images: int, side: int, *, is_training: bool) -> Any:
+    model = meta_model(options, num_classes).train(is_training)
     try:
-        logits = _forward(model, images, side, is_training=is_training)
+        return _forward(model, images, side)
     except Exception:
         if not is_function(options.arch):
             raise
-        images = min(images, 2)
-        logits = _forward(build(options, num_classes), images, side, is_training=is_training)
-    found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-    return found, (images, num_classes)
+        return _forward(build(options, num_classes).train(is_training), min(images, 2), side)
 
 
-def _forward(model: nn.Module, images: int, side: int, *, is_training: bool) -> object:
-    with next(model.parameters()).device, torch.no_grad():
-        logits: object = model.train(is_training)(torch.zeros(images, 3, side, side))
-    return logits
+def _forward(model: nn.Module, images: int, side: int) -> Any:
+    with next(model.parameters()).device:
+        return model(torch.zeros(images, 3, side, side))
 
 
 def check_gradients_are_deterministic(model: nn.Module, arch: str, batch: int, size: int) -> None:
@@ -82,8 +78,7 @@ def check_gradients_are_deterministic(model: nn.Module, arch: str, batch: int, s
     the model there is no gradient.
     """
     try:
-        with torch.device("meta"):
-            nodes = [model.train()(torch.empty(batch, 3, size, size)).grad_fn]
+        nodes = [_forward(model.train(), batch, size).grad_fn]
     except Exception:
         if not is_function(arch):
             raise
@@ -124,6 +119,5 @@ def check_weights_have_gradients(options: Model, num_classes: int, model: nn.Mod
 
 
 def _weights_with_gradient(model: nn.Module, batch: int, size: int) -> set[str]:
-    with next(model.parameters()).device:
-        model.train()(torch.zeros(batch, 3, size, size)).sum().backward()
-    return {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    _forward(model.train(), batch, size).sum().backward()
+    return {name for name, param in model.named_parameters() if param.grad is not None}

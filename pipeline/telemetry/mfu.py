@@ -22,13 +22,15 @@ _SHARE_OF_PEAK = {"bf16": 1.0, "fp16": 1.0, "tf32": 0.5}
 
 
 class MfuMeter:
-    def __init__(self, options: Model, num_classes: int, peak: float) -> None:
-        """Measure against `peak`: FLOP/s of all devices of the job together."""
+    def __init__(self, options: Model, num_classes: int, peak: float | None) -> None:
+        """Measure against `peak`: FLOP/s of all devices of the job together, None if unknown."""
         self._options, self._num_classes, self._peak = options, num_classes, peak
         self._flops: dict[int, int] = {}
 
     def metrics(self, images_per_s: float, size: int) -> dict[str, float]:
         """Return the metrics of a job at `images_per_s` images of `size` × `size` px."""
+        if self._peak is None:
+            return {}
         if size not in self._flops:
             try:
                 self._flops[size] = flops_per_image(self._options, self._num_classes, size)
@@ -37,24 +39,12 @@ class MfuMeter:
         return {"time/mfu": images_per_s * self._flops[size] / self._peak} if self._flops[size] else {}
 
 
-class NullMfuMeter(MfuMeter):
-    """For a device or a precision whose peak is not known."""
-
-    def __init__(self) -> None:
-        pass
-
-    def metrics(self, images_per_s: float, size: int) -> dict[str, float]:
-        return {}
-
-
 def make_mfu_meter(config: Config, num_classes: int, devices: int, device: torch.device) -> MfuMeter:
     """Return the meter of a job on `devices` devices like this one."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     peak = next((peak for part, peak in _PEAKS if part in name), None)
     share = _SHARE_OF_PEAK.get(config.train.precision)
-    if peak is None or share is None:
-        return NullMfuMeter()
-    return MfuMeter(config.model, num_classes, peak * share * devices)
+    return MfuMeter(config.model, num_classes, peak * share * devices if peak and share else None)
 
 
 def flops_per_image(options: Model, num_classes: int, size: int) -> int:

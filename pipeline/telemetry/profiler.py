@@ -34,16 +34,12 @@ class Profiler:
         elif step == self._last and self._is_recording:  # a run that resumes within the window records nothing
             self._profile.stop()
             self._is_recording = False
-            self._write()
-
-    def _write(self) -> None:
-        try:
-            self._file.parent.mkdir(exist_ok=True)
-            self._profile.export_chrome_trace(str(self._file))
-        except (OSError, RuntimeError) as error:
-            self._log(f"the profile could not be written: {error}")
-        else:
-            self._log(f"profile of steps {self._first} to {self._last}: {self._file}")
+            try:
+                self._file.parent.mkdir(exist_ok=True)
+                self._profile.export_chrome_trace(str(self._file))
+                self._log(f"profile of steps {self._first} to {self._last}: {self._file}")
+            except (OSError, RuntimeError) as error:
+                self._log(f"the profile could not be written: {error}")
 
 
 class NullProfiler(Profiler):

@@ -33,15 +33,18 @@ Seconds = dict[Entry, float]
 _ON_DEVICE: tuple[Entry, ...] = ("copy", "forward_backward", "communication", "optimizer")
 _MAX_EVENTS = 256  # pending events, before the completed ones are read
 
-_NOTEWORTHY: Seconds = {
-    "data": 0.1,
-    "copy": 0.2,
-    "communication": 0.25,
-    "validation": 0.4,
-    "checkpoint": 0.1,
-    "tracking": 0.02,
-}
-"""Shares of the time above which an entry is worth a line of advice."""
+_ADVICE: dict[Entry, tuple[float, str, str]] = {
+    "data": (0.1, "waiting for data", ""),
+    "copy": (0.2, "converting the images on the device", "check what else uses the GPU"),
+    "communication": (
+        0.25, "waiting for the other processes",
+        "raise batch.global or batch.accumulate, so that they meet less often; look for a slow rank or network",
+    ),
+    "validation": (0.4, "validation", "raise evaluate.every or evaluate.batch"),
+    "checkpoint": (0.1, "saving", "raise checkpoint.every, or put run.dir on a faster disk"),
+    "tracking": (0.02, "logging metrics", "raise track.every, or put run.dir on a faster disk"),
+}  # fmt: skip
+"""The share of the time above which an entry is worth a line of advice, its name, and a remedy."""
 _MIN_AVOIDABLE_S = 1.0
 """Seconds of an epoch below which it is not: a start of a few seconds has noise."""
 
@@ -136,28 +139,15 @@ def advise(spent: Seconds, plan: Plan, cpus: int) -> tuple[Entry, str] | None:
     total = max(1e-9, sum(spent.values()))
     above: Seconds = {
         entry: spent[entry] / total
-        for entry, share in _NOTEWORTHY.items()
+        for entry, (share, _, _) in _ADVICE.items()
         if spent[entry] > max(share * total, _MIN_AVOIDABLE_S)
     }
     if not above:
         return None
     largest = max(above, key=lambda entry: above[entry])
-    match largest:
-        case "data":
-            what, remedy = "waiting for data", f"{_workers(spent, plan, cpus)}, or pack the data (pipeline data pack)"
-        case "copy":
-            what, remedy = "converting the images on the device", "check what else uses the GPU"
-        case "communication":
-            what = "waiting for the other processes"
-            remedy = (
-                "raise batch.global or batch.accumulate, so that they meet less often; look for a slow rank or network"
-            )
-        case "validation":
-            what, remedy = "validation", "raise evaluate.every or evaluate.batch"
-        case "checkpoint":
-            what, remedy = "saving", "raise checkpoint.every, or put run.dir on a faster disk"
-        case _:
-            what, remedy = "logging metrics", "raise track.every, or put run.dir on a faster disk"
+    _, what, remedy = _ADVICE[largest]
+    if largest == "data":
+        remedy = f"{_workers(spent, plan, cpus)}, or pack the data (pipeline data pack)"
     return largest, f"{what} {above[largest]:.0%}: {remedy}"
 
 
