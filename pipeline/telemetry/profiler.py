@@ -11,9 +11,6 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from pipeline.config.schema import Config
-from pipeline.group import Group
-
 
 class Profiler:
     def __init__(self, first: int, last: int, folder: Path, device: torch.device, log: Callable[[str], None]) -> None:
@@ -40,20 +37,3 @@ class Profiler:
                 self._log(f"profile of steps {self._first} to {self._last}: {self._file}")
             except (OSError, RuntimeError) as error:
                 self._log(f"the profile could not be written: {error}")
-
-
-class NullProfiler(Profiler):
-    """For the other ranks, and for profile.steps=none."""
-
-    def __init__(self) -> None:
-        pass
-
-    def at_step(self, step: int) -> None:
-        pass
-
-
-def make_profiler(config: Config, report: Path, group: Group, log: Callable[[str], None]) -> Profiler:
-    """Return the profiler of this run. report: the run's folder of that name."""
-    if config.profile.steps is None or not group.is_main:
-        return NullProfiler()
-    return Profiler(*config.profile.steps, report, group.device, log)
