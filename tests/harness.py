@@ -67,9 +67,19 @@ def environment(**extra: str) -> dict[str, str]:
 
 def pipeline(*arguments: str, cwd: Path | None = None, timeout: float = 300, **env: str) -> Result:
     """Run a command and wait for its end."""
+    return _python("-m", "pipeline", *arguments, cwd=cwd, timeout=timeout, **env)
+
+
+def bench(name: str, *arguments: str, launcher: tuple[str, ...] = (), cwd: Path | None = None, **env: str) -> Result:
+    """Run a script of benchmarks/ and wait for its end. launcher: arguments before the script."""
+    script = Path(__file__).parent.parent / f"benchmarks/{name}.py"
+    return _python(*launcher, str(script), *arguments, cwd=cwd, timeout=600, **env)
+
+
+def _python(*arguments: str, cwd: Path | None, timeout: float, **env: str) -> Result:
     start = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "pipeline", *arguments],
+        [sys.executable, *arguments],
         capture_output=True, text=True, timeout=timeout, cwd=cwd, env=environment(**env), check=False,
     )  # fmt: skip
     return Result(done.returncode, done.stdout, done.stderr, time.monotonic() - start)

@@ -46,13 +46,6 @@ NOT_RUN = {
     "data pack photos s3:": "needs an object store: tests/test_store_pack.py",
     "data check s3:": "needs an object store: tests/test_store_pack.py",
     "sync runs/my": "needs an object store",
-    "bench data": "tests/test_bench.py",
-    "bench store": "needs an object store: tests/test_store_data.py",
-    "bench train": "tests/test_bench.py",
-    "bench track": "tests/test_bench.py",
-    "bench comm": "tests/test_bench.py",
-    "bench gpu": "needs a GPU",
-    "bench top1": "takes minutes",
 }
 """Commands that the test does not run, and why."""
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, kill, pipeline, read_rows
+from harness import SMALL, Job, bench, kill, pipeline, read_rows
 from mlflow.entities import Run
 from server import Server
 
@@ -52,8 +52,8 @@ def test_runs_of_one_recipe_have_what_differs_as_a_tag(tmp_path: Path, digits: P
 
 def test_seeds_of_one_bench_are_children_of_one_parent(tmp_path: Path, digits: Path, server: Server) -> None:
     words = [word for word in SMALL if not word.startswith("track.uri")]
-    result = pipeline(
-        "bench", "top1", "digits", "--seeds", "2", f"data.root={digits}", "train.max_steps=4", "data.workers=0",
+    result = bench(
+        "top1", "digits", "--seeds", "2", f"data.root={digits}", "train.max_steps=4", "data.workers=0",
         f"track.uri={server.uri}", "track.experiment=seeds", *words, cwd=tmp_path,
     )  # fmt: skip
     assert result.code == 0, result.err

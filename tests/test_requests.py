@@ -143,7 +143,7 @@ def test_an_unreadable_path_is_refused(
      ("data make synthetic {long}", 2), ("data get imagenette {long}", 2), ("data import imagenet {long} out", 2),
      ("data pack {long} out", 2), ("data pack {digits} {long}", 4), ("evaluate {long}", 2), ("evaluate {long}/run", 2),
      ("predict {long} a.png", 2), ("export {long} --to torch.export", 2), ("report {long}", 2), ("verify {long}", 2),
-     ("sync {long}", 2), ("k8s render --out {long}", 2), ("bench data --images {long}", 2)],
+     ("sync {long}", 2), ("k8s render --out {long}", 2)],
 )  # fmt: skip
 def test_an_unreadable_path_is_one_line_for_every_command(
     tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],

@@ -33,7 +33,7 @@ def parsers(parser: Parser, name: str = "") -> Iterator[tuple[str, Parser]]:
 
 
 COMMANDS = [name for name, _ in parsers(make_parser())]
-GROUPS = ["", "data", "k8s", "bench"]
+GROUPS = ["", "data", "k8s"]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import resource
 import socket
 import subprocess
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import SHARING, SMALL, Job, free_port, pipeline, quick, read_rows
+from harness import SHARING, SMALL, Job, bench, free_port, quick, read_rows
 from object_store import Bucket, FaultProxy
 from streams import prepare, stream
 from test_pack import encoded, photo
@@ -591,9 +590,9 @@ def test_bench_store_compares_both_epochs_and_leaves_nothing_behind(tmp_path: Pa
     for number in range(4):
         (tmp_path / f"photos/a/{number}.jpg").write_bytes(encoded(photo(120, 160, number), quality=90))
     words = ("--images", str(tmp_path / "photos"), "--rounds", "1", "--steps", "1", "--json")
-    result = pipeline("bench", "store", f"{bucket.place}/scratch", *words)
+    result = bench("store", f"{bucket.place}/scratch", *words)
     assert result.code == 0, result.err
     rows = json.loads(result.out)["rows"]
     assert [row["name"] for row in rows] == ["local pack", "bucket, no cache", "bucket, epoch 1", "bucket, epoch 2"]
-    assert all(re.fullmatch(r"CPU [\d.]+ ms an image(, [\d,]+ images/s a core)?", row["remark"]) for row in rows)
+    assert all(row["images_per_s"] > 0 for row in rows)
     assert not bucket.names()

@@ -191,6 +191,7 @@ verify runs/done --against nosuch | nosuch
 report photos | photos
 sync nosuch | nosuch
 recipes --json | --json
+bench train --only plain | benchmarks/NAME.py
 doctor digits --gang | nccl-tests
 k8s render --nodes 2 --gang-check | nccl-tests
 runs | 'pipeline report RUN_DIR'
@@ -218,12 +219,6 @@ data pack photos s3://Bucket | s3://Bucket
 data check differ --json | c in val/ only
 data check packed --write-sums | --write-sums
 data check torn-pack | torn-pack
-bench bogus | 'bogus'
-bench data --images=nosuch | --images nosuch
-bench store bucket --images=photos | s3://bucket/prefix
-bench train nosuch | 'nosuch' is not key=value
-bench train --only plian | --only
-bench top1 digits --seeds 0 | --seeds
 rehearse digits | --nodes
 rehearse digits --nodes=5 | 95 or 100
 rehearse digits --nodes=2 --gpus=2 --nproc=2 | --nproc 2

@@ -15,6 +15,7 @@ from pipeline.errors import RequestError
 
 _LINKS = "measure the links with nccl-tests, and a node's GPUs with 'dcgmi diag'"
 REPLACED: dict[str, str] = {
+    "bench": "run python benchmarks/NAME.py from the source",
     "--gang": _LINKS,
     "--gang-check": _LINKS,
     "completion": "argcomplete's 'register-python-argcomplete pipeline' prints that script",

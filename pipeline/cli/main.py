@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from pipeline import __version__, errors, streams, supervision, world
-from pipeline.cli import bench, data, machine, run
+from pipeline.cli import data, machine, run
 from pipeline.cli.arguments import Parser, refuse_replaced_command
 from pipeline.config.credentials import without_password
 from pipeline.config.trust import trust
@@ -54,22 +54,30 @@ def command() -> NoReturn:
         if os.getcwd() not in sys.path:
             # child processes must not add it: a data folder from elsewhere may hold a yaml.py
             os.environ["PYTHONSAFEPATH"] = "1"
-    code = main()
+    exit_with(main())
+
+
+def exit_with(code: int) -> NoReturn:
+    """Exit the process; see `command` for the reason of os._exit."""
     if "RANK" in os.environ:
         os._exit(code)
     sys.exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. Only rank 0 prints the result."""
-    streams.tolerate_failures()
+    """Run one command and return its exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    has_ranks = words[:1] in (["train"], ["evaluate"]) or words[:2] == ["bench", "comm"]
-    if not has_ranks:
+    if words[:1] not in (["train"], ["evaluate"]):
         world.forget_launcher()
+    return execute(words, make_parser())
+
+
+def execute(words: Sequence[str], parser: Parser) -> int:
+    """Run what `parser` finds in the words; return the exit code. Only rank 0 prints the result."""
+    streams.tolerate_failures()
     is_main, is_first_here = world.is_first("RANK"), world.is_first("LOCAL_RANK")
     try:
-        options = parse(words)
+        options = parse(words, parser)
         result = options.run(options)
         code = result if isinstance(result, int) else errors.OK
         if is_main and not isinstance(result, int):
@@ -117,17 +125,17 @@ def make_parser() -> Parser:
     parser = Parser(prog="pipeline", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"pipeline {__version__}")
     commands = parser.add_commands("COMMAND")
-    for module in (run, data, machine, bench):
+    for module in (run, data, machine):
         module.add_commands(commands)
     return parser
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
+def parse(words: Sequence[str], parser: Parser | None = None) -> argparse.Namespace:
     """Return a command's options. Raises RequestError if they are wrong.
 
     key=value words may come before and after the flags, which argparse alone does not allow.
     """
-    parser = make_parser()
+    parser = parser or make_parser()
     if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow; this ends the process
         import argcomplete
 

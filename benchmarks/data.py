@@ -1,0 +1,157 @@
+"""Compare our data loader with other loaders, from image files to batches in the training process.
+
+  python benchmarks/data.py --images data/imagenette/train --peers
+
+All have the same images, number of workers and batch size. Each turn starts its own workers and is
+timed after a warm-up. `reference` does what pytorch/examples does: ImageFolder, Pillow,
+torchvision's transforms, float32. `plain`, `lossless` and `lossy` are our loader, from image files,
+a lossless pack, and a pack of the level `max-side=500,q=90`, which holds smaller images.
+
+Quality is part of the comparison: `pixel_diff` is the mean absolute difference, on the scale of 0
+to 255, to the reference's crop of the same image. It is not measured for other loaders.
+"""
+
+import os
+from argparse import Namespace
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torchvision
+from peers import Job, make_turn, time_batches
+from PIL import Image
+from rounds import Row, Turn, add_size, interleave, run_script, show
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torchvision import transforms
+
+from pipeline.cli.arguments import Parser, path
+from pipeline.config.load import load
+from pipeline.config.schema import Config
+from pipeline.data.access import is_image
+from pipeline.data.augment import draw_crop
+from pipeline.data.loader import TrainBatches, batches
+from pipeline.data.sources import Source, open_source
+from pipeline.errors import RequestError
+from pipeline.machine import available_cpus
+from pipeline.model.architectures import MEAN, STD
+from pipeline.operate import pack
+from pipeline.plan import Plan, make_plan
+from pipeline.world import World
+
+WORKERS = 2
+SIZE = 224
+_BATCH = 128
+_MAX_IMAGES = 2000
+_WARM_UP = 4  # batches: those that the workers had ready, or had started, when the first one arrived
+_PEERS = ("torchvision", "simplejpeg", "spdl", "dali", "litdata")
+
+
+def compare(options: Namespace) -> str:
+    steps = options.steps
+    with TemporaryDirectory() as scratch, ExitStack() as stack:
+        folder = Path(scratch)
+        root = folder / "images"
+        num_images = link_images(options.images, root)
+        batch = min(_BATCH, num_images)
+        rows = _our_rows(folder, root, batch, steps)
+        for name in _PEERS if options.peers else ():
+            job = Job(root / "train", folder / name, batch, SIZE, WORKERS)
+            turn = make_turn(name, job, _WARM_UP, steps, stack)
+            rows.append(Row(name, turn, rows[0], pixel_diff=None))
+        interleave(rows, options.rounds)
+    for row in rows:
+        row.remark = "" if row.pixel_diff is None else f"pixels {row.pixel_diff:.2f}"
+    return show(f"{num_images:,} images, {WORKERS} workers, batch {batch}, {SIZE} px", rows, options)
+
+
+def link_images(images: Path, root: Path, at_least: int = 1) -> int:
+    """Link an even selection of at most 2,000 images below `root`; return how many.
+
+    They go to two classes in turn: no loader's speed depends on the class. Fewer images than
+    `at_least` are linked several times.
+    """
+    root_of_images = images.resolve()
+    found = [file for file in root_of_images.rglob("*") if is_image(os.fsencode(file.relative_to(root_of_images)))]
+    found.sort()
+    if not found:
+        raise RequestError(f"--images {images} holds no image: name an image folder, preferably of photos")
+    found *= -(-at_least // len(found))
+    chosen = [found[i] for i in np.linspace(0, len(found) - 1, min(len(found), _MAX_IMAGES)).astype(int)]
+    for number, file in enumerate(chosen):
+        for split in ("train", "val") if number < 2 else ("train",):
+            folder = root / split / str(number % 2)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{number:05d}{file.suffix}").symlink_to(file)
+    return len(chosen)
+
+
+def _our_rows(folder: Path, root: Path, batch: int, steps: int) -> list[Row]:
+    """Return the reference, and our loader on files and packs."""
+    reference = Row("reference", _reference_turn(root, batch, steps))
+    rows = [reference]
+    for name, level in (("plain", ""), ("lossless", "lossless"), ("lossy", "max-side=500,q=90")):
+        if level:
+            pack.pack(root, folder / name, level, 0.1)
+        config, plan, source = open_loader("pack" if level else "folder", folder / name if level else root, batch)
+        dataset = TrainBatches(source.train, config, plan, 0)
+        pixel_diff = _pixel_diff(root, dataset, config)
+        rows.append(Row(name, partial(time_loader, dataset, plan, steps), reference, pixel_diff))
+    return rows
+
+
+def open_loader(kind: str, root: Path | str, batch: int, *more: str) -> tuple[Config, Plan, Source]:
+    """Return what our loader needs. more: further overrides."""
+    overrides = [f"data.source={kind}", f"data.root={root}", f"data.workers={WORKERS}", f"batch.global={batch}",
+                 f"augment.size={SIZE}", "augment.scale=[0.08, 1]", "augment.ratio=[0.75, 1.33333333]",
+                 "augment.flip=0.5", "train.epochs=1000000", *more]  # fmt: skip
+    config = load("digits", overrides)
+    source = open_source(config)
+    return config, make_plan(config, World(cpus=available_cpus()), source.size), source
+
+
+def time_loader(dataset: Dataset[Any], plan: Plan, steps: int, warm_up: int = _WARM_UP) -> tuple[float, float]:
+    """Run a turn of our loader; return its images/s, and the CPU seconds of an image."""
+    with closing(batches(dataset, range(10**9), plan, pin=False)) as stream:
+        return time_batches(stream, warm_up, steps, plan.global_batch)
+
+
+def _reference_turn(root: Path, batch: int, steps: int) -> Turn:
+    crop, flip = transforms.RandomResizedCrop(SIZE), transforms.RandomHorizontalFlip()
+    augment = transforms.Compose([crop, flip, transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
+    dataset = torchvision.datasets.ImageFolder(str(root / "train"), augment)
+    endless = RandomSampler(dataset, num_samples=10**12)
+    loader = DataLoader(dataset, batch, sampler=endless, num_workers=WORKERS)
+    return lambda: time_batches(iter(loader), _WARM_UP, steps, batch)
+
+
+def _pixel_diff(root: Path, dataset: TrainBatches, config: Config) -> float:
+    """Compare the first images of our loader with the reference's, cropped at the same place."""
+    batch = dataset[0]
+    differences = []
+    for sample, pixels in zip(batch.ids.tolist()[:64], batch.images, strict=False):
+        with Image.open(root / dataset.images.name(sample)) as file:
+            image = file.convert("RGB")
+        crop, is_flipped = draw_crop(image.height, image.width, config.augment, config.run.seed, (0, sample, 0))
+        expected = np.asarray(transforms.functional.resized_crop(image, *crop, [SIZE, SIZE]))
+        if is_flipped:
+            expected = expected[:, ::-1]
+        differences.append(np.abs(pixels.permute(1, 2, 0).numpy().astype(int) - expected).mean())
+    return round(float(np.mean(differences)), 3)
+
+
+def add_flags(parser: Parser) -> None:
+    """Add the flags that both benchmarks of loaders have."""
+    help = "an image folder, preferably of photos; at most 2,000 of its images are used"
+    parser.add_argument("--images", type=path, required=True, metavar="DIR", help=help)
+    help = "also compare other loaders, which benchmarks/requirements.txt names"
+    parser.add_argument("--peers", action="store_true", help=help)
+    add_size(parser)
+
+
+if __name__ == "__main__":
+    parser = Parser(description=__doc__)
+    add_flags(parser)
+    run_script(parser, compare)
