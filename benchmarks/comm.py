@@ -1,8 +1,6 @@
 """Compare exact mode with DistributedDataParallel, in the same group of processes.
 
-  torchrun --nproc-per-node 2 benchmarks/comm.py
-
-Both rows have one batch in memory. One process exchanges nothing.
+torchrun --nproc-per-node 2 benchmarks/comm.py
 """
 
 from argparse import Namespace

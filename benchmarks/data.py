@@ -89,16 +89,14 @@ def link_images(images: Path, root: Path, at_least: int = 1) -> int:
 
 
 def _our_rows(folder: Path, root: Path, batch: int, steps: int) -> list[Row]:
-    """Return the reference, and our loader on files and packs."""
-    reference = Row("reference", _reference_turn(root, batch, steps))
-    rows = [reference]
+    rows = [Row("reference", _reference_turn(root, batch, steps))]
     for name, level in (("plain", ""), ("lossless", "lossless"), ("lossy", "max-side=500,q=90")):
         if level:
             pack.pack(root, folder / name, level, 0.1)
         config, plan, source = open_loader("pack" if level else "folder", folder / name if level else root, batch)
         dataset = TrainBatches(source.train, config, plan, 0)
-        pixel_diff = _pixel_diff(root, dataset, config)
-        rows.append(Row(name, partial(time_loader, dataset, plan, steps), reference, pixel_diff))
+        turn = partial(time_loader, dataset, plan, steps)
+        rows.append(Row(name, turn, rows[0], _pixel_diff(root, dataset, config)))
     return rows
 
 

@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import get_context, set_start_method
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -61,6 +61,7 @@ def make_turn(peer: str, job: Job, warm_up: int, steps: int, stack: ExitStack) -
 
 def _run_turn(peer: str, job: Job, warm_up: int, steps: int) -> tuple[float, float]:
     os.dup2(2, 1)  # some loaders print: standard output is for our result
+    set_start_method("fork", force=True)  # of their workers: a function in a function cannot be pickled
     return time_batches(_LOADERS[peer](job), warm_up, steps, job.batch)
 
 
@@ -97,7 +98,8 @@ def _spdl(job: Job) -> Iterator[Any]:
     from spdl.pipeline import PipelineBuilder
 
     torch.set_num_threads(1)  # it makes the images in threads
-    crop, files = _make_crop("simplejpeg", job.size), job.files
+    crop, files = _make_crop("spdl", job.size), job.files
+    crop(files[0].read_bytes())  # an error in its threads would only be logged
 
     def paths() -> Iterator[Path]:
         while True:
@@ -121,9 +123,14 @@ def _make_crop(package: str, size: int) -> Callable[[bytes], Any]:
     augment = v2.Compose([v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip()])
 
     def crop(data: bytes) -> Any:
+        if package == "torchvision":
+            return augment(decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB))
         if package == "simplejpeg":
             return augment(torch.from_numpy(simplejpeg.decode_jpeg(data)).permute(2, 0, 1))
-        return augment(decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB))
+        import spdl.io
+
+        frame = spdl.io.load_image(data, filter_desc="format=pix_fmts=rgb24")
+        return augment(spdl.io.to_torch(frame).permute(2, 0, 1))
 
     return crop
 
@@ -155,9 +162,7 @@ def _litdata(job: Job) -> Iterator[Any]:
 
     while True:
         dataset = Crops(str(job.folder), shuffle=True, drop_last=True)
-        options = {"batch_size": job.batch, "num_workers": job.workers}
-        # forked, because a class in a function cannot be pickled
-        yield from StreamingDataLoader(dataset, multiprocessing_context="fork", **options)
+        yield from StreamingDataLoader(dataset, batch_size=job.batch, num_workers=job.workers)
 
 
 def _read_bytes(path: str) -> bytes:

@@ -4,9 +4,8 @@
 
 For each seed, `pipeline train` trains the recipe; with a `track.uri`, MLflow has these runs below
 one parent. Then the plain loop trains on the same folder for as many seconds as that whole process
-took, start and validation included; its own start and validation do not count. It has random crop
-and flip of torchvision, one loader worker per CPU, and the recipe's network, image size, batch,
-optimizer, schedule and label smoothing.
+took; its own start and validation do not count. It has torchvision's crop and flip, one loader
+worker per CPU, and network, image size, batch, optimizer, schedule and smoothing of the recipe.
 """
 
 import subprocess
