@@ -46,10 +46,8 @@ class Suite:
     def __init__(self, folder: Path, options: Namespace) -> None:
         self._folder, self._options = folder, options
         self._deadline = time.monotonic() + _TIME_LIMIT_S
-        self._weights: dict[str, str] = {}
-        """Mode of a run -> digest of its weights, when it ran for the first time."""
-        self.failed: list[str] = []
-        """Names of the rows that failed."""
+        self._weights: dict[str, str] = {}  # mode -> digest of the weights of its first run
+        self.failed: list[str] = []  # rows
 
     def measure(self, part: str) -> None:
         """Run a part and print its rows."""

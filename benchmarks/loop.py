@@ -137,8 +137,8 @@ def plain_step(setup: Setup, batch: Batch, script: str = "") -> Callable[[], Non
 
     script: do what `train_one_epoch` of that project does in a step. In train.py (timm 1.0) it
     reads the loss from the device, in references/classification/train.py (torchvision 0.26) also
-    two accuracies. Both have SGD as torch makes it by default, and the precision, memory format and
-    compilation of the configuration, whether the script has a flag for it or not.
+    two accuracies. Both have torch's default SGD, and precision, memory format and compilation of
+    the configuration.
     """
     config, plan, device = setup.config, setup.plan, setup.group.device
     options, precision = config.optimizer, config.train.precision

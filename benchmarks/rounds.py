@@ -40,10 +40,8 @@ class Row:
     """Reason why it could not run to the end."""
     remark: str = ""
     """Text after the figures in the table."""
-    speeds: list[float] = field(default_factory=list)
-    """Images/s of each round."""
-    cpu_s: list[float] = field(default_factory=list)
-    """CPU seconds of an image in each round, where they are measured."""
+    speeds: list[float] = field(default_factory=list)  # images/s of each round
+    cpu_s: list[float] = field(default_factory=list)  # CPU seconds of an image, where they are measured
 
     @property
     def cost(self) -> str:

@@ -5,7 +5,6 @@
 All read the same pictures from the same store, with the same number of workers and the same batch.
 The ratios refer to our loader on a local pack. It is also measured without a cache, in epoch 1,
 whose cache is empty at the start, and in epoch 2, when everything is in it; the others in epoch 1.
-A store on the same machine takes the loaders' cores: the CPU time of an image says more then.
 """
 
 import secrets

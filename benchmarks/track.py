@@ -4,8 +4,7 @@
 
 `reference` reports no metrics. `tracked` reports like a run, each `track.every`: a row of the
 journal, which the sender process sends to MLflow, to a temporary database or to the server that
-`track.uri` or MLFLOW_TRACKING_URI names. The ratio is imprecise on a noisy machine, so the time
-that journal and sender take is also measured directly.
+`track.uri` or MLFLOW_TRACKING_URI names. Their time is also measured directly.
 """
 
 from argparse import Namespace
@@ -30,8 +29,6 @@ from pipeline.train.listener import Listener, Update
 
 
 class ToJournal(Listener):
-    """Writes metrics to a journal, and nothing else."""
-
     def __init__(self, path: Path) -> None:
         self._journal = Journal(path, lambda _: None)
 
