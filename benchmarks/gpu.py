@@ -36,8 +36,7 @@ _MODEL = (
     "model.arch=resnet50", "model.channels_last=true", "augment.size=224", "train.precision=bf16",
     "data.source=synthetic", "data.num_images=4096", "train.epochs=10000",
 )  # fmt: skip
-_PARTS = {"headline": 70, "bf16": 50, "fp16": 75, "jpeg": 55, "checks": 90}
-"""The parts in their order, and the seconds that each is estimated to take on one H100."""
+_PARTS = {"headline": 70, "bf16": 50, "fp16": 75, "jpeg": 55, "checks": 90}  # seconds on one H100, estimated
 
 
 class Suite:
