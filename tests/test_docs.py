@@ -94,15 +94,6 @@ def test_commands_parse_and_links_exist(page: Path) -> None:
         assert any((ROOT / "tests").rglob(name)), name
 
 
-def test_every_feature_names_a_test_or_a_page() -> None:
-    rows = re.findall(r"^\| ([ABC]\d+) \|(.*)\|$", (ROOT / "docs" / "features.md").read_text(), re.MULTILINE)
-    for table in "ABC":
-        numbers = [int(name[1:]) for name, _ in rows if name[0] == table]
-        assert numbers == list(range(1, len(numbers) + 1)), table
-    for name, cells in rows:
-        assert re.search(r"`test_\w+\.py`|\]\(\w+\.md\)", cells), name
-
-
 def test_there_are_commands_to_check() -> None:
     assert sum(len(list(commands(page))) for page in PAGES) > 10
 
