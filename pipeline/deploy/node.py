@@ -3,7 +3,7 @@
 torchrun accepts every flag as a variable `PET_<FLAG>`. So the command of a container is torchrun
 itself, without a shell in between that would not pass signals on. With these values a run recovers
 by itself from a lost worker, a lost node and a lost node 0 (measured on Kubernetes 1.36, see
-docs/kubernetes.md).
+docs/operations.md).
 """
 
 from collections.abc import Sequence

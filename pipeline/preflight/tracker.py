@@ -17,7 +17,7 @@ from pipeline.record.folder import RunFolder
 from pipeline.record.mlflow.connection import not_installed, request, root_cause
 from pipeline.record.sender import ignored_variables, tracking_uri
 
-_CAUSES = "docs/troubleshooting.md, 'MLflow', lists causes"
+_CAUSES = "docs/operations.md, 'MLflow', lists causes"
 
 
 def check_server_answers(config: Config, folder: RunFolder) -> str:
