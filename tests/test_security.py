@@ -43,6 +43,7 @@ from pipeline.data.index import Index
 from pipeline.deploy.k8s import RenderOptions, render
 from pipeline.errors import RequestError, StorageError, TemporaryError
 from pipeline.model.architectures import meta_model, pretrained_weights
+from pipeline.model.weights import weights_digest
 from pipeline.preflight.tracker import check_server_answers
 from pipeline.record import checkpoint, checkpoint_files
 from pipeline.record.folder import RunFolder
@@ -264,7 +265,7 @@ def test_a_logged_model_has_the_predictions_and_weights_of_its_checkpoint(
     read = pretrained.read(options, meta_model(options, len(CLASSES)))
     path = checkpoint_files.find(run_dir)
     weights = checkpoint.decode(path.read_bytes(), path)["model"]
-    assert checkpoint.weights_digest(read) == checkpoint.weights_digest(weights)
+    assert weights_digest(read) == weights_digest(weights)
 
 
 def test_the_remedy_for_a_logged_model_without_weights_works(

@@ -52,6 +52,7 @@ from pipeline.config.schema import Model
 from pipeline.data.images import decode
 from pipeline.group import Group
 from pipeline.model.architectures import build
+from pipeline.model.weights import weights_digest
 from pipeline.record import checkpoint, checkpoint_files, provenance
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal, read
@@ -296,7 +297,7 @@ def test_mlflow_shows_the_complete_run_and_its_folder_alone_restores_it(
     pretrained.load_pretrained(model, weights, options, Group(World(), torch.device("cpu")), lambda _: None)
     path = run.folder / "checkpoints" / best["file"]
     expected = checkpoint.eval_weights(checkpoint.decode(checkpoint_files.read_verified(path), path))
-    assert checkpoint.weights_digest(model.state_dict()) == checkpoint.weights_digest(expected)
+    assert weights_digest(model.state_dict()) == weights_digest(expected)
 
 
 @pytest.mark.full

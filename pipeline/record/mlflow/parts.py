@@ -103,6 +103,7 @@ def _name(run: Any) -> str:
 def send_inputs(run: MlflowRun, folder: RunFolder, config: Config) -> None:
     """Send the data as an input of the run."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
+    from mlflow.exceptions import MlflowException
 
     digest = Receipt(folder).contents()["data"]
     options = config.data
@@ -111,7 +112,11 @@ def send_inputs(run: MlflowRun, folder: RunFolder, config: Config) -> None:
     profile = json.dumps({key: plan[key] for key in ("train_images", "val_images", "num_classes")})
     name = Path(options.root or options.source).name or options.source
     dataset = Dataset(name, digest[:36], options.source, source, profile=profile)  # MLflow takes 36 characters
-    run.client.log_inputs(run.run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
+    inputs = [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])]
+    try:
+        run.client.log_inputs(run.run_id, inputs)
+    except MlflowException:  # another run may have added the same data at the same moment
+        run.client.log_inputs(run.run_id, inputs)
 
 
 def send_files(run: MlflowRun, folder: RunFolder) -> None:
