@@ -14,8 +14,8 @@ from dry_run import CASES, FAULTS, UPDATES, Result
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="the fake CUDA device needs a C compiler (cc)")
 
 EXPECTED_ERRORS = {
-    "mixing on the CPU": "HostWaitError: _run_pass",
-    "labels by way of the CPU": "HostWaitError: _run_pass",
+    "mixing on the CPU": "HostWaitError: run_pass",
+    "labels by way of the CPU": "HostWaitError: run_pass",
     "mean on the CPU": "FakeTensorDeviceMismatchError: Expected all tensors to be on the same device",
     "loss sum on the CPU": "RuntimeError: FakeTensor is wrapped to wrong device, found cpu, expected cuda:0",
     "a printed loss": "HostWaitError: forward_backward",
