@@ -2,11 +2,11 @@
 
   python benchmarks/track.py --rounds 60 --steps 10
 
-`reference` reports no metrics. `tracked` reports like a run, each `track.every`: a row of the
-journal, which the sender process sends to MLflow, to a temporary database or to the server that
-`track.uri` or MLFLOW_TRACKING_URI names. Their time is also measured directly.
+`reference` reports no metrics. `tracked` writes a row of the journal each `track.every`, which the
+sender process sends to MLflow: to a temporary database, or where `track.uri` says.
 """
 
+import json
 from argparse import Namespace
 from dataclasses import replace
 from functools import partial
@@ -41,12 +41,12 @@ def compare(options: Namespace) -> str:
     words = [*DEFAULTS, "track.uri=auto", "track.required=true", "track.experiment=bench", *options.overrides]
     config = load("digits", words)
     setup = prepare(config, deterministic=config.is_deterministic_on_gpus)
-    plan = setup.plan
-    batch = setup.first_batch()
+    plan, batch = setup.plan, setup.first_batch()
     with TemporaryDirectory() as scratch:
         folder = RunFolder(Path(scratch) / "bench")
         folder.path.mkdir()
         atomic_write(folder.config, config.to_yaml().encode())
+        atomic_write(folder.plan, json.dumps(plan.to_dict()).encode())
         silent = replace(setup, plan=replace(plan, log_every=plan.last_step))
         reference = Row("reference", timed(silent, options.steps, partial(make_update(silent), repeat(batch))))
         timer = make_timer(setup.group.device)
