@@ -389,7 +389,7 @@ def save_checkpoint(run: Path, contents: dict[str, Any], step: int) -> Path:
 
     folder = RunFolder(run)
     folder.checkpoints.mkdir(parents=True, exist_ok=True)
-    writer = CheckpointWriter(folder, 1, print, print)
+    writer = CheckpointWriter(folder, 1, print, lambda _: None)
     writer.save(contents, step, None)
     writer.wait()
     path = folder.checkpoint_of_step(step)

@@ -96,10 +96,10 @@ def run_training(
     """
     terminal = make_terminal(is_main=world.is_main)
     request = request_digest(config, world)
-    prepared = _prepare(config, world, folder, prepare, stop) if prepare else None
-    if prepared:
-        _announce(config, folder, prepared, terminal)
-    trainer, is_saved = _set_up(config, world, folder, prepared, stop)
+    # nothing here refers to what is prepared, so that training keeps no checkpoint in memory
+    trainer, is_saved = _set_up(
+        config, world, folder, _prepare(config, world, folder, prepare, stop) if prepare else None, stop
+    )
     job, process, state = trainer.job, trainer.process, trainer.state
     group, watchdog, plan = process.group, process.watchdog, job.plan
     try:
@@ -166,14 +166,19 @@ def run_evaluation(config: Config, world: World, contents: dict[str, Any], sourc
 def _prepare(
     config: Config, world: World, folder: RunFolder, prepare: Callable[[], Prepared], stop: StopRequest
 ) -> Prepared:
-    """Return rank 0's findings. Raises EarlyStopError at a signal: nothing is changed yet."""
+    """Return rank 0's findings, and show the plan.
+
+    Raises EarlyStopError at a signal: nothing is changed before.
+    """
     watchdog = _new_watchdog(config, world, folder, stop)
     watchdog.start()
     try:
         with stop.raise_on_signal():
-            return prepare()
+            prepared = prepare()
     finally:
         watchdog.stop()
+    _announce(config, folder, prepared, make_terminal(is_main=True))
+    return prepared
 
 
 def _new_watchdog(config: Config, world: World, folder: RunFolder, stop: StopRequest) -> Watchdog:
