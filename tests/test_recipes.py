@@ -65,7 +65,9 @@ def test_the_published_receipts_are_of_the_recipes_as_they_are_now() -> None:
         receipt = json.loads(path.read_text())
         start = receipt["starts"][0]
         run = receipt["config"]["run"]
-        words = [*start.get("changes", "").split(), f"run.dir={run['dir']}", f"run.trace={run['trace']}"]
+        keep = receipt["config"]["checkpoint"]["keep"]
+        place = [f"run.dir={run['dir']}", f"run.trace={run['trace']}", f"checkpoint.keep={keep}"]
+        words = [*start.get("changes", "").split(), *place]
         if "portable" not in run:  # of version 0.2
             words += ["data.split_by=file", "data.orientation=ignore", "run.portable=false"]
         expected = load(start["recipe"], words)
