@@ -331,7 +331,8 @@ def test_a_change_of_the_code_reuses_the_cached_packages(images: None, tmp_path:
         shutil.copy(ROOT / name, tmp_path)
     for path in ROOT.glob("requirements*.lock"):
         shutil.copy(path, tmp_path)
-    shutil.copytree(ROOT / "pipeline", tmp_path / "pipeline", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("pipeline", "benchmarks"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     with open(tmp_path / "pipeline/world.py", "a") as file:
         file.write("# changed\n")
     base = ["--build-arg", f"BASE_IMAGE={os.environ['BASE_IMAGE']}"] if "BASE_IMAGE" in os.environ else []
