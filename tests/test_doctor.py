@@ -142,10 +142,23 @@ def test_a_refusal_by_mlflow_is_named_and_stops_no_training(tmp_path: Path, digi
 
 
 @pytest.mark.skipif(machine.has_gpu(), reason="needs a machine without a GPU")
-def test_a_gpu_that_torch_cannot_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [
+        ("CUDA error: no kernel image is available for execution on the device", errors.RequestError),
+        ("CUDA out of memory. Tried to allocate 2.00 MiB.", errors.TemporaryError),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_named_and_only_a_full_one_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, cause: str, kind: type[errors.RunError]
+) -> None:
+    def fail(_: torch.device) -> None:
+        raise RuntimeError(cause)
+
     for name, answer in {"is_available": True, "device_count": 1, "set_device": None}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
-    with pytest.raises(errors.RequestError, match="cannot use the GPU cuda:0"):
+    monkeypatch.setattr("pipeline.device._compute", fail)
+    with pytest.raises(kind, match="cannot use the GPU cuda:0"):
         choose_device(load("digits", ["run.device=cuda"]), HERE)
 
 
