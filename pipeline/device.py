@@ -15,8 +15,8 @@ from pipeline.world import World, is_launched
 def choose_device(config: Config, world: World) -> torch.device:
     """Return this process's device.
 
-    Raises RequestError if a GPU is requested or present and cannot be used; never falls back to the
-    CPU.
+    Raises RequestError if a GPU is requested or present and torch cannot use it, TemporaryError if
+    it is full or fails; never falls back to the CPU.
     """
     wanted = config.run.device
     if wanted == "cpu" or (wanted == "auto" and not has_gpu() and not torch.cuda.is_available()):
