@@ -236,7 +236,8 @@ class Job:
         return self.folder.with_suffix(".out").read_text()
 
     def log(self) -> str:
-        return self.folder.with_suffix(".err").read_text()
+        path = self.folder.with_suffix(".err")
+        return path.read_text() if path.exists() else ""
 
     def trace(self) -> list[dict[str, Any]]:
         """Return the rows of trace.jsonl: one for each training step."""

@@ -559,7 +559,7 @@ def test_a_signal_ends_the_wait_for_a_lease(make_job: Callable[..., Mirrored], b
     lease.take()
     job = make_job("train.max_steps=8")
     job.start()
-    job.wait_until(lambda: "waiting up to" in job.folder.with_suffix(".err").read_text(), "the wait", 60)
+    job.wait_until(lambda: "waiting up to" in job.log(), "the wait", 60)
     assert job.process
     kill(job.process.pid, signal.SIGTERM)
     assert job.wait(5 * SHARING).code == 75
