@@ -557,7 +557,9 @@ def test_a_stalled_store_delays_no_stop(make_job: Callable[..., Mirrored], fault
 def test_a_signal_ends_the_wait_for_a_lease(make_job: Callable[..., Mirrored], bucket: Bucket) -> None:
     lease = Lease(Store(bucket.place + "/run"), "another folder")
     lease.take()
+    lease.drop(is_released=False)  # as if its holder were dead
     job = make_job("train.max_steps=8")
+    job.prelude += "lease.LEASE_S = 60\n"  # longer than a start takes on a busy machine
     job.start()
     job.wait_until(lambda: "waiting up to" in job.log(), "the wait", 60)
     assert job.process
