@@ -33,7 +33,8 @@ from pipeline.config.load import load
 from pipeline.config.recipes import recipe_names
 from pipeline.data import transfer
 from pipeline.data.loader import TrainBatches, batches
-from pipeline.data.sources import SyntheticImages, open_source
+from pipeline.data.sources import open_source
+from pipeline.data.synthetic import SyntheticImages
 from pipeline.group import Group
 from pipeline.guards.signals import StopRequest
 from pipeline.guards.watchdog import Watchdog

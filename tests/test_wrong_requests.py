@@ -13,7 +13,8 @@ from harness import DONE, Job, pipeline, save_checkpoint
 from pipeline.cli.main import main, parse
 from pipeline.config.help import all_keys
 from pipeline.config.load import load
-from pipeline.data.sources import make_synthetic, open_source
+from pipeline.data.sources import open_source
+from pipeline.data.synthetic import make_synthetic
 from pipeline.model.architectures import build
 from pipeline.record.journal import Journal
 from pipeline.train import session

@@ -4,7 +4,8 @@ import argparse
 from pathlib import Path
 
 from pipeline.cli.arguments import Commands, Parser, add_command, path, path_or_uri, positive_int, share
-from pipeline.data.store import Store, is_store
+from pipeline.data.access import is_bucket
+from pipeline.data.store import Store
 from pipeline.errors import RequestError
 
 
@@ -141,7 +142,7 @@ def _folder(text: str) -> str:
 
 def _place(text: str) -> Path | Store:
     """Return the folder or the place in a bucket that an argument names."""
-    if is_store(text):
+    if is_bucket(text):
         return Store(text)
     if "://" in text:
         raise RequestError(f"{text} is not allowed: give a folder, or s3://bucket/prefix")

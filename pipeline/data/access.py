@@ -5,9 +5,13 @@ import os
 import re
 import stat
 import unicodedata
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipeline.errors import RequestError, TemporaryError
 
@@ -39,6 +43,8 @@ READ_FAILURES = (
 )  # fmt: skip
 """The kinds of failed attempts to read an image from a bucket, each of which is made again."""
 
+PACK_FILE = "pack.json"
+"""The file in the folder of a pack that lists its shards."""
 _SPLIT_NAME = re.compile(
     r"(?:(?P<train>train|training|trn)|(?P<val>val|valid|validation|validate|eval|evaluation|dev|hold[\W_]*out)|"
     r"(?P<test>tests?|testing|tst)|(?P<other>images?|imgs?|jpegimages|labels?|annotations?|masks?|unlabell?ed))"
@@ -47,6 +53,11 @@ _SPLIT_NAME = re.compile(
 )  # fmt: skip
 HIDDEN = "hidden or system"
 """The reason for leaving out a file or folder for which `is_hidden` is true."""
+
+
+def is_bucket(place: object) -> bool:
+    """Return True for s3://…, False for a path of this machine."""
+    return str(place).startswith("s3://")
 
 
 class UnreadableError(Exception):
@@ -59,6 +70,33 @@ class BadImage(NamedTuple):
     id: int
     name: str
     reason: str
+
+
+class Images(Protocol):
+    """The images of one split."""
+
+    @property
+    def labels(self) -> NDArray[np.int32]:
+        """The class of each image, [N]."""
+
+    @property
+    def upright(self) -> bool:
+        """Images are turned as their EXIF orientation says."""
+
+    def __len__(self) -> int: ...
+    def name(self, i: int) -> str: ...
+    def label(self, i: int) -> int: ...
+    def read(self, i: int) -> bytes | NDArray[np.uint8]:
+        """Return the bytes of the file, or decoded pixels [3, H, W] uint8.
+
+        Raises UnreadableError if this image cannot be read, OutageError if its storage cannot.
+        """
+
+    def expect(self, samples: Iterable[int]) -> None:
+        """Prepare to read these images next, in this order. Only a bucket looks at them."""
+
+    def pop_failed_reads(self) -> list[int]:
+        """Return the failed attempts since the last call by `READ_FAILURES`; [] if not a bucket."""
 
 
 class OutageError(TemporaryError):

@@ -152,7 +152,7 @@ class SplitImages:
         return size
 
     def expect(self, samples: Iterable[int]) -> None:
-        """See `sources.Images`. A disk needs no warning."""
+        """See `access.Images`. A disk needs no warning."""
 
     def pop_failed_reads(self) -> list[int]:
         return []

@@ -31,14 +31,13 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from pipeline.config.schema import Config
-from pipeline.data.access import OutageError, UnreadableError
+from pipeline.data.access import Images, OutageError, UnreadableError
 from pipeline.data.augment import SampleKey, augment, center_crop, evaluation_geometry
 from pipeline.data.batch import NO_LABEL, Batch, Defect
 from pipeline.data.images import BadImageError, Picture, decode
 from pipeline.data.mix import MIX_COLUMNS, draw_mix
 from pipeline.data.order import Order
 from pipeline.data.shared_memory import Allocate, SharedBatches, SlotDataset, exit_worker
-from pipeline.data.sources import Images
 from pipeline.errors import StorageError
 from pipeline.machine import describe_shared_memory, start_failure
 from pipeline.plan import Plan, Resources

@@ -39,7 +39,6 @@ from pipeline.data.access import (
 from pipeline.data.checksums import digest_of_sums, read_sums
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import MISSING, Index, Split, describe_ignored
-from pipeline.data.store import Store
 from pipeline.errors import RequestError, list_first
 from pipeline.files import atomic_write
 from pipeline.streams import log
@@ -196,7 +195,7 @@ def scan(root: Path, hold_out: HoldOut) -> Index:
     return index
 
 
-def check_train_classes(index: Index, root: Path | Store) -> None:
+def check_train_classes(index: Index, root: str | Path) -> None:
     """Raise RequestError that names the classes without an image to train, if there are any."""
     counts = np.bincount(index.train.labels, minlength=len(index.classes))
     empty = [index.classes[label] for label in np.flatnonzero(counts == 0)]
@@ -208,7 +207,7 @@ def check_train_classes(index: Index, root: Path | Store) -> None:
         )
 
 
-def check_has_validation(index: Index, root: Path | Store) -> None:
+def check_has_validation(index: Index, root: str | Path) -> None:
     """Raise RequestError if there is no image to validate on."""
     if not len(index.val):
         remedy = "add images"

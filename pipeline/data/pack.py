@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.data.access import (
+    PACK_FILE,
     PLACE_OF_DATA,
     OutageError,
     UnreadableError,
@@ -46,7 +47,7 @@ from pipeline.files import atomic_write, parse_json
 
 FORMAT = 2
 """The format of new packs. In format 1, of version 0.2, no image is turned upright."""
-SUMMARY = "pack.json"
+SUMMARY = PACK_FILE
 INDEX = "pack.index"
 REQUEST = ".packing.json"
 """The file that is in a pack until it is complete."""
@@ -132,6 +133,14 @@ class PackImages(SplitImages):
         if len(data) != size or zlib.crc32(data) != crc:
             raise UnreadableError(f"{path.name} has changed at byte {offset:,} since it was packed")
         return file_or_pixels(data)
+
+
+def open_images(root: Path, index: Index) -> tuple[PackImages, PackImages]:
+    """Return the training and validation images of a pack in a folder."""
+    return (
+        PackImages(root, index.train, "train", upright=index.upright),
+        PackImages(root, index.val, "val", upright=index.upright),
+    )
 
 
 def file_or_pixels(data: bytes) -> bytes | NDArray[np.uint8]:

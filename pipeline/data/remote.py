@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.data import pack
 from pipeline.data.access import READ_FAILURES, UnreadableError
 from pipeline.data.index import MAX_FILE_BYTES, Index, Split, SplitImages
 from pipeline.data.pack import NOT_PACKED, cache_folder, file_or_pixels, shard_name
@@ -165,11 +166,20 @@ def _without_cache(place: str, split: Split, split_name: str, upright: bool) -> 
     return StoreImages(Store(place), split, split_name, upright=upright)
 
 
-def open_images(store: Store, index: Index, cache: Path | None, cache_bytes: int) -> tuple[StoreImages, StoreImages]:
+def open_index(place: str, cache: Path | None) -> Index:
+    """Return the index of a pack in a bucket. Raises RequestError, OutageError."""
+    store = Store(place)
+    index = pack.open_index(store, cache)
+    check_ranges(store, index)
+    return index
+
+
+def open_images(place: str, index: Index, cache: Path | None, cache_gib: float) -> tuple[StoreImages, StoreImages]:
     """Return the training and validation images of a pack in a bucket.
 
-    cache: see `data.cache`, with at most `cache_bytes`.
+    cache: see `data.cache`, with at most `cache_gib`.
     """
+    store, cache_bytes = Store(place), int(cache_gib * 2**30)
     train = val = None
     if cache:
         folder = cache_folder(cache, index.digest)

@@ -51,11 +51,6 @@ class MissingError(RunError):
     """An object that does not exist."""
 
 
-def is_store(place: object) -> bool:
-    """Return True for s3://…, False for a path of this machine."""
-    return str(place).startswith(SCHEME)
-
-
 @dataclass(frozen=True)
 class StoredObject:
     name: str

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from pipeline.data import checksums, manifest, pack, sources
-from pipeline.data.access import UnreadableError, check_folder, printable_name
+from pipeline.data.access import Images, UnreadableError, check_folder, printable_name
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import Index
 from pipeline.data.store import ConflictError, MissingError, Store
@@ -49,7 +49,7 @@ class Findings:
         self._undecodable: list[int] = []
         self._done = 0
 
-    def look_at(self, images: sources.Images, ids: Sequence[int], first: int) -> None:
+    def look_at(self, images: Images, ids: Sequence[int], first: int) -> None:
         """Read, hash and decode these images of a split. first: the position of its image 0."""
         from pipeline.data.images import BadImageError, Picture  # imports torch
 
@@ -80,7 +80,7 @@ class Findings:
 
     def look_at_all(self, root: Path) -> None:
         """Look at all images of a folder or of a pack in a folder."""
-        source = sources.source_from_index(root, self.index)
+        source = sources.source_from_index(str(root), self.index)
         self.look_at(source.train, range(len(source.train)), 0)
         self.look_at(source.val, range(len(source.val)), len(source.train))
 
@@ -258,7 +258,7 @@ def _check_images(root: Path, val_split: float, *, write_sums: bool) -> tuple[Fi
 def _check_pack(root: Path | Store) -> tuple[Findings, str]:
     """Look at all images of a pack. Return what was found, and the kind of pack."""
     index, summary = pack.open_index(root), pack.read_summary(root)
-    manifest.check_train_classes(index, root)
+    manifest.check_train_classes(index, str(root))
     found = Findings(index)
     if isinstance(root, Store):
         found.look_at_bucket(root, summary["shards"])

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from pipeline.data import cifar10, manifest, sources
-from pipeline.data.access import UnreadableError, check_folder
+from pipeline.data import cifar10, manifest, sources, synthetic
+from pipeline.data.access import Images, UnreadableError, check_folder
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import Split
 from pipeline.data.pack import Level
@@ -26,9 +26,9 @@ def make(kind: str, out: str | None, num_images: int, num_classes: int, side: in
     """Write the digits or synthetic images as an image folder. Return a line that describes it."""
     root = Path(out or f"data/{kind}")
     if kind == "digits":
-        sources.make_digits(root)
+        synthetic.make_digits(root)
     else:
-        sources.make_synthetic(root, num_images, num_classes, side)
+        synthetic.make_synthetic(root, num_images, num_classes, side)
     return f"made {root}: {manifest.scan(root, HoldOut()).size.describe()}"
 
 
@@ -70,7 +70,7 @@ def _open_archives(folder: Path) -> sources.Source:
 def _unpack(source: sources.Source, out: Path) -> Iterator[int]:
     """Write each image that does not exist yet. Yield the number of images after each part."""
 
-    def write(images: sources.Images, split: Split, i: int) -> None:
+    def write(images: Images, split: Split, i: int) -> None:
         path = out / os.fsdecode(split.name(i))
         if path.exists() and path.stat().st_size == split.sizes[i]:
             return
@@ -98,7 +98,7 @@ def _parts(count: int) -> Iterator[range]:
 def get(kind: str, out: str | None) -> str:
     """Fetch a data set with torchvision's downloader. Return a line that describes it."""
     root = Path(out or f"data/{kind}")
-    sources.check_absent(root)
+    synthetic.check_absent(root)
     download = root.parent / f".{root.name}.download"
     try:
         download.mkdir(parents=True, exist_ok=True)

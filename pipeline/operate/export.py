@@ -93,7 +93,7 @@ def _comparison_images(
     from pipeline.data.access import OutageError
     from pipeline.data.augment import evaluation_geometry
     from pipeline.data.loader import EvalBatches
-    from pipeline.data.sources import open_validation
+    from pipeline.operate.validation import open_validation
 
     try:
         images = open_validation(config, contents, trained, overrides)[0].val

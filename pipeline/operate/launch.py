@@ -26,6 +26,7 @@ from pipeline.data.store import Store
 from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.guards.signals import LAUNCHER_REPORTS, SIGNALS, EarlyStopError, StopRequest
 from pipeline.operate.inputs import check_target
+from pipeline.operate.validation import open_validation
 from pipeline.plan import Plan, make_plan
 from pipeline.preflight import request
 from pipeline.preflight.store import check_mirror
@@ -222,7 +223,7 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
     if here.is_main:
         if config.run.device == "cuda" and not machine.has_gpu():
             raise machine.no_gpu_error()
-        source, description = sources.open_validation(config, contents, trained, overrides)
+        source, description = open_validation(config, contents, trained, overrides)
         print(f"evaluating {path} on {description}", file=sys.stderr, flush=True)
 
     return run_evaluation(config, here, contents, source)

@@ -20,8 +20,9 @@ from typing import TypeVar
 from pipeline import errors, world
 from pipeline.config.load import load
 from pipeline.config.schema import Config
+from pipeline.data.access import is_bucket
 from pipeline.data.sources import Source
-from pipeline.data.store import Store, is_store
+from pipeline.data.store import Store
 from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.plan import Plan, make_plan
 from pipeline.preflight import machine, request, store, tracker
@@ -119,7 +120,7 @@ def _check_request(
     report.run("device", lambda: request.check_device(config, here))
     uncached = config.replacing("data", cache=None)  # a check must not write to it
     source = report.run("data", lambda: request.open_data(uncached, run), lambda source: source.size.describe())
-    if source and is_store(config.data.root):
+    if source and is_bucket(config.data.root):
         report.run("data store", lambda: store.check_reads(source.train))
     if mirror_place := config.checkpoint.mirror:
         report.run("mirror", lambda: store.check_mirror(Store(mirror_place)))

@@ -17,11 +17,10 @@ from pipeline import errors, machine
 from pipeline.config.load import from_yaml, refuse_changes
 from pipeline.config.schema import Config
 from pipeline.data import sources
-from pipeline.data.access import is_non_empty_folder, printable_name
+from pipeline.data.access import is_bucket, is_non_empty_folder, printable_name
 from pipeline.data.index import Index
 from pipeline.data.manifest import SPLITS, find_cached_index, find_missing_folder
 from pipeline.data.sources import Source
-from pipeline.data.store import is_store
 from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.plan import Plan, request_digest
 from pipeline.preflight.tracker import check_database_is_writable
@@ -101,7 +100,7 @@ def _check_data_is_present(config: Config, folder: RunFolder, digest: str | None
     """Raise TemporaryError if data.root, or a folder of the data with this digest, is away."""
     root, before = config.data.root, _previous_config(folder)
     is_same = before and before.data.source == config.data.source != "digits" and before.data.root == root
-    if root is None or is_store(root) or not is_same:
+    if root is None or is_bucket(root) or not is_same:
         return
     if not is_non_empty_folder(Path(root)):
         problem = f"data.root={root} is missing or empty, and the run in {config.run_dir} was trained on it"

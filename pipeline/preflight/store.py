@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.data.access import UnreadableError
-from pipeline.data.sources import Images
+from pipeline.data.access import Images, UnreadableError
 from pipeline.data.store import ConflictError, Store
 from pipeline.errors import RequestError, RunError
 
