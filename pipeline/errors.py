@@ -51,6 +51,15 @@ def summary(text: str, length: int = 600) -> str:
     return line if len(line) <= length else f"{line[: length // 2]} ... {line[-length // 2 :]}"
 
 
+def count_of(number: int, noun: str, plural: str = "s") -> str:
+    """Return `2 images`. plural: what the noun has at its end then."""
+    return f"{number:,} {noun}" + ("" if number == 1 else plural)
+
+
+def mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
+
+
 def list_first(items: list[str], limit: int) -> str:
     """Return the first `limit` items, separated by commas, and the number of the others."""
     more = f" and {len(items) - limit} more" if len(items) > limit else ""

@@ -17,7 +17,7 @@ from typing import Any
 
 from pipeline.config.duration import Duration
 from pipeline.config.schema import Config
-from pipeline.errors import RequestError
+from pipeline.errors import RequestError, count_of, mib
 from pipeline.machine import ENLARGE_SHARED_MEMORY
 from pipeline.portable import portability
 from pipeline.world import World
@@ -28,7 +28,6 @@ _STEPS_TO_REPAY_COMPILATION = 2_000
 An estimate, not measured: to compile takes a minute or more, and a compiled step of 200 ms is 15 %
 shorter. A plan does not know the time of a step.
 """
-_MAX_BALANCE_ROWS = 20
 
 
 @dataclass(frozen=True)
@@ -183,57 +182,6 @@ class Plan(Resources):
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def table(self) -> str:
-        """Return the plan as text, one line per quantity."""
-        rows = self.rows()
-        width = max(map(len, rows))
-        return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
-
-    def rows(self) -> dict[str, str]:
-        """Return the plan's quantities by name, with the arithmetic behind them."""
-        nodes = self.world // self.local_world
-        left_out = self.train_images % self.global_batch
-        epochs = self.last_step / self.steps_per_epoch
-        total = f" of {self.total_steps:,}" if self.last_step < self.total_steps else ""
-        growth = ""
-        if self.first_size < self.image_size:
-            growth = f", {self.first_size} px up to epoch {self.grows_from:g}, growing until {self.grows_until:g}"
-        rest = f"{left_out:,} images left out, different ones each epoch"
-        if self.balance != "none":
-            rest = f"images drawn with replacement, data.balance={self.balance}"
-        repeats = f", {self.repeats} views of each in a batch" if self.repeats > 1 else ""
-        warmup = f", {self.warmup_steps:,} steps of warm-up" if self.warmup_steps else ""
-        rows = {
-            "data": DataSize(self.train_images, self.val_images, self.num_classes, self.notes).describe(),
-            "world": f"{_count(self.world, 'process', 'es')} on {_count(nodes, 'node')},"
-            f" {_count(self.threads, 'thread')} each",
-            "batch": f"{self.global_batch} = {self.world} × {self.accumulate} × {self.micro_batch}"
-            " (processes × accumulation × images a pass)",
-            "stages": f"{self.world} = {self.world // self.stages} × {self.stages} (copies × stages); a copy's pass"
-            f" of {self.micro_batch * self.stages} images = {self.micro_batches} × {self.bn_batch}"
-            " (micro-batches × images)",
-            "workers": f"{self.workers} a process = ⌈{self.workers_per_node} a node / {self.local_world}⌉,"
-            f" {_mib(self.prefetch_bytes)} of /dev/shm a node",
-            "epoch": f"{self.steps_per_epoch:,} steps = ⌊{self.train_images:,} / {self.global_batch}⌋ ({rest})",
-            "steps": f"{self.last_step:,}{total} ({epochs:.4g} epochs)",
-            "images": f"{self.image_size} px{growth}{repeats}; {self.eval_size} px in validation",
-            "compiled": ("yes: " if self.compiles else "no: ") + self.compile_reason,
-            "portable": ("yes: " if self.is_portable else "no: ") + self.portable_reason,
-            "precision": self.precision_note,
-            "learning rate": f"{self.peak_lr:.6g} = {self.peak_lr * 256 / self.global_batch:.6g} ×"
-            f" {self.global_batch} / 256 (optimizer.lr is for 256 images), {self.schedule}{warmup}",
-            "validation": f"every {self.evaluate_every:,} steps, {math.ceil(self.val_images / self.eval_batch):,}"
-            f" batches of {self.eval_batch}, each image once",
-            "checkpoint": f"every {self.checkpoint_every:,} steps",
-        }
-        if self.stages == 1:
-            del rows["stages"]
-        if not self.portable_reason:
-            del rows["portable"]
-        if not self.precision_note:
-            del rows["precision"]
-        return rows
-
 
 def request_digest(config: Config, world: World) -> str:
     """Return a SHA-256 that identifies a request: its configuration and its number of processes.
@@ -249,34 +197,6 @@ def fsdp_slices(config: Config, plan: Resources) -> int:
     return plan.world if config.fsdp.shard == "all" else plan.local_world
 
 
-def memory_row(config: Config, parameters: int, plan: Resources) -> str:
-    """Return the table's row about the memory of weights, gradients and optimizer per process."""
-    moments = config.optimizer.moments
-    copies = 2 + moments
-    total = 4 * parameters * copies
-    row = (
-        f"  memory         {parameters:,} parameters × 4 bytes × {copies} (weights, gradients, {moments} of the"
-        f" optimizer) = {_mib(total)}"
-    )
-    parts = {"fsdp": fsdp_slices(config, plan), "stages": config.stages.count}.get(config.parallel, 1)
-    if parts == 1:
-        return f"{row} a process, plus activations"
-    return (
-        f"{row}, of which a process has about 1/{parts} = {_mib(total // parts)}, plus activations; rank 0 has"
-        f" {_mib(4 * parameters * (1 + moments))} more in host memory while it saves, twice if on a CPU"
-    )
-
-
-def gathered_row(config: Config, parameters: int, plan: Plan, pass_bytes: int) -> str:
-    """Return the table's row about what FSDP sends. pass_bytes: weights gathered in a pass."""
-    place = ", within a machine," if config.fsdp.shard == "node" else ""
-    return (
-        f"  gathered       {_mib(plan.accumulate * pass_bytes)} of weights a step and process{place} ="
-        f" {_count(plan.accumulate, 'pass', 'es')} × {_mib(pass_bytes)} (blocks forward and backward, the rest once);"
-        f" {_mib(4 * parameters)} of gradients are summed once a step"
-    )
-
-
 def class_shares(balance: str, counts: Sequence[int]) -> list[float]:
     """Return the probability that an image of the training has each class.
 
@@ -286,29 +206,6 @@ def class_shares(balance: str, counts: Sequence[int]) -> list[float]:
     weights = [{"none": count, "sqrt": math.sqrt(count), "uniform": float(count > 0)}[balance] for count in counts]
     total = math.fsum(weights)
     return [weight / total for weight in weights]
-
-
-def effective_counts(plan: Plan, counts: Sequence[int]) -> list[float]:
-    """Return the expected number of images of each class in an epoch."""
-    images = plan.steps_per_epoch * plan.global_batch
-    return [images * share for share in class_shares(plan.balance, counts)]
-
-
-def balance_rows(plan: Plan, counts: dict[str, int]) -> list[str]:
-    """Return a row for each class, or for the smallest and largest of many.
-
-    counts: training images of each class by its name.
-    """
-    effective = effective_counts(plan, list(counts.values()))
-    by_size = sorted(zip(counts.items(), effective, strict=True), key=lambda row: row[0][1])
-    rows = [
-        f"    {name}: {_count(count, 'image')}, {drawn:,.1f} an epoch ({drawn / max(1, count):.2f} × each)"
-        for (name, count), drawn in by_size
-    ]
-    if len(rows) > _MAX_BALANCE_ROWS:
-        half = _MAX_BALANCE_ROWS // 2
-        rows[half:-half] = [f"    … {len(rows) - 2 * half:,} classes between them (all: --json)"]
-    return rows
 
 
 def make_plan(config: Config, world: World, data: DataSize) -> Plan:
@@ -343,7 +240,7 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
     needed = plan.prefetch_bytes
     if world.shared_memory is not None and needed > world.shared_memory:
         raise RequestError(
-            f"loader workers hold {_mib(needed)} of batches ready and /dev/shm has {_mib(world.shared_memory)}",
+            f"loader workers hold {mib(needed)} of batches ready and /dev/shm has {mib(world.shared_memory)}",
             f"{ENLARGE_SHARED_MEMORY}, or lower data.workers,"
             " data.prefetch or evaluate.batch (data.workers=0 needs none)",
         )
@@ -407,7 +304,7 @@ def _accumulate(config: Config, world: int) -> int:
         batches = f"{below} or {above}" if below else f"{above}"
         worlds = "" if global_batch % accumulate else _near_divisors(global_batch // accumulate, world)
         raise RequestError(
-            f"batch.global={global_batch} does not divide by {_count(world, 'process', 'es')} × batch.accumulate="
+            f"batch.global={global_batch} does not divide by {count_of(world, 'process', 'es')} × batch.accumulate="
             f"{accumulate} = {passes}",
             f"the nearest batch.global that works is {batches}{f'; worlds that work are {worlds}' if worlds else ''}",
         )
@@ -429,14 +326,14 @@ def _shards_per_process(config: Config, world: int) -> int:
         )
     if shards % world:
         raise RequestError(
-            f"run.exact=true cuts each batch into exact.shards={shards}, which {_count(world, 'process', 'es')} cannot"
-            " share evenly",
+            f"run.exact=true cuts each batch into exact.shards={shards}, which {count_of(world, 'process', 'es')}"
+            " cannot share evenly",
             f"worlds that work are {_near_divisors(shards, world)}",
         )
     if config.batch.accumulate > shards // world:
         raise RequestError(
             f"batch.accumulate={config.batch.accumulate} asks for more passes than exact.shards={shards} gives"
-            f" {_count(world, 'process', 'es')}, {shards // world} each",
+            f" {count_of(world, 'process', 'es')}, {shards // world} each",
             "raise exact.shards",
         )
     return shards // world
@@ -595,11 +492,3 @@ def _near_divisors(number: int, near: int) -> str:
     """Return the six divisors of `number` that are nearest to `near`, ascending, as text."""
     divisors = {n for i in range(1, math.isqrt(number) + 1) if number % i == 0 for n in (i, number // i)}
     return ", ".join(map(str, sorted(sorted(divisors, key=lambda n: abs(n - near))[:6])))
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else plural)
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.1f} MiB"

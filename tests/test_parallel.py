@@ -33,7 +33,8 @@ from pipeline.model.partition import StageModule, remove_layers, split_into_stag
 from pipeline.parallel.dataparallel import AutocastModel
 from pipeline.parallel.fsdp import FSDPStrategy, blocks, gathered_bytes, units
 from pipeline.parallel.strategy import autocast
-from pipeline.plan import DataSize, Plan, make_plan, memory_row
+from pipeline.plan import DataSize, Plan, make_plan
+from pipeline.plan_table import memory_row
 from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import read_verified
 from pipeline.train.optimizer import make_optimizer

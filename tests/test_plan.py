@@ -12,7 +12,8 @@ from harness import quick
 from pipeline import machine, world
 from pipeline.config.load import load
 from pipeline.errors import RequestError
-from pipeline.plan import DataSize, Plan, balance_rows, divide_resources, effective_counts, make_plan
+from pipeline.plan import DataSize, Plan, divide_resources, make_plan
+from pipeline.plan_table import balance_rows, effective_counts, rows, table
 from pipeline.world import World
 
 DIGITS = DataSize(train_images=1437, val_images=360, num_classes=10)
@@ -128,7 +129,7 @@ def test_images_grow_between_epochs_as_in_ffcv() -> None:
     sizes = [plan.image_size_at(epoch * plan.steps_per_epoch) for epoch in range(88)]
     assert sizes == [160] * 71 + [192] * 17
     assert plan.image_size_at(71 * plan.steps_per_epoch - 1) == 160
-    assert "192 px, 160 px up to epoch 65, growing until 76; 192 px in validation" in plan.table()
+    assert "192 px, 160 px up to epoch 65, growing until 76; 192 px in validation" in table(plan)
     assert {plan_of().image_size_at(step) for step in range(168)} == {32}
     wide = plan_of("augment.size=120", "augment.first_size=40", "augment.growth=[0, 11 epochs]")
     assert sorted({wide.image_size_at(step) for step in range(168)}) == [40, 64, 96, 120]
@@ -143,7 +144,7 @@ def test_images_that_grow_too_late_are_refused() -> None:
 def compiled(*words: str, **world_fields: object) -> str:
     config = load("digits", ["run.portable=false", *words])
     plan = make_plan(config, World(**world_fields), DIGITS)  # type: ignore[arg-type]
-    return next(line.split(maxsplit=1)[1] for line in plan.table().splitlines() if line.startswith("  compiled"))
+    return next(line.split(maxsplit=1)[1] for line in table(plan).splitlines() if line.startswith("  compiled"))
 
 
 def test_the_plan_shows_whether_the_model_is_compiled_and_why() -> None:
@@ -196,7 +197,7 @@ def test_cuda_graphs_are_refused_by_name_where_they_cannot_be() -> None:
 
 def test_the_plan_says_that_fp32_is_slow_on_a_gpu() -> None:
     def note(*words: str, has_gpu: bool) -> str | None:
-        return make_plan(load("digits", list(words)), World(has_gpu=has_gpu), DIGITS).rows().get("precision")
+        return rows(make_plan(load("digits", list(words)), World(has_gpu=has_gpu), DIGITS)).get("precision")
 
     fp32 = note(has_gpu=True)
     assert fp32 is not None
@@ -368,4 +369,4 @@ def test_a_balanced_plan_says_how_often_each_class_is_drawn() -> None:
     assert many[10] == "    … 10 classes between them (all: --json)"
     assert many[0].startswith("    class 0: 1 image, ")
     assert many[-1].startswith("    class 29: 30 images, ")
-    assert "images drawn with replacement, data.balance=sqrt" in plan.table()
+    assert "images drawn with replacement, data.balance=sqrt" in table(plan)

@@ -30,7 +30,8 @@ from pipeline.data.order import Order
 from pipeline.data.shared_memory import SharedBatches
 from pipeline.data.transfer import to_device
 from pipeline.errors import StorageError
-from pipeline.plan import DataSize, Resources, effective_counts, make_plan
+from pipeline.plan import DataSize, Resources, make_plan
+from pipeline.plan_table import effective_counts
 from pipeline.randomness import derive
 from pipeline.world import World
 

@@ -179,7 +179,8 @@ def _add_plan(commands: Commands) -> None:
 def _plan(options: argparse.Namespace) -> str:
     from pipeline.config.load import load
     from pipeline.data.sources import class_counts, data_size
-    from pipeline.plan import balance_rows, divisors, effective_counts, fsdp_slices, gathered_row, make_plan, memory_row
+    from pipeline.plan import divisors, fsdp_slices, make_plan
+    from pipeline.plan_table import balance_rows, effective_counts, gathered_row, memory_row, table
 
     config = load(options.recipe, options.overrides)
     this_machine = world.World(cpus=machine.available_cpus(), has_gpu=machine.has_gpu())
@@ -216,7 +217,7 @@ def _plan(options: argparse.Namespace) -> str:
         rows.append("  classes        not counted before the digits are made")
     elif counts:
         rows += ["  classes        by their number of images", *balance_rows(plan, counts)]
-    return "\n".join([title, plan.table(), *rows])
+    return "\n".join([title, table(plan), *rows])
 
 
 def _loader_row(config: "Config", plan: "Plan", here: world.World, gpu_images_per_s: int) -> str:

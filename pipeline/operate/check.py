@@ -22,7 +22,7 @@ from pipeline.data.access import Images, UnreadableError, check_folder, printabl
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import Index
 from pipeline.data.store import ConflictError, MissingError, Store
-from pipeline.errors import RequestError, StorageError, TemporaryError
+from pipeline.errors import RequestError, StorageError, TemporaryError, count_of
 from pipeline.machine import available_cpus
 
 DARK = 8
@@ -165,10 +165,10 @@ class Findings:
 
     def page(self, root: Path | Store, kind: str, end: str) -> str:
         """Return what was found as text: counts, warnings, and a last line that sums it up."""
-        images = f"{_count(len(self.digests), 'image')} in {len(self.index.classes):,} classes"
+        images = f"{count_of(len(self.digests), 'image')} in {len(self.index.classes):,} classes"
         lines = [f"{root}: {images}", *self._table()]
         if self.turned:
-            lines.append(f"turned upright as their EXIF orientation says: {_count(self.turned, 'image')}")
+            lines.append(f"turned upright as their EXIF orientation says: {count_of(self.turned, 'image')}")
         warnings = list(self._warnings())
         for found, reason, names in warnings:
             lines += [f"warning: {found}: {reason}", *(f"  {name}" for name in names[:_LISTED])]
@@ -177,7 +177,7 @@ class Findings:
         summary = f"can be used, but has {', '.join(found for found, _, _ in warnings)}" if warnings else "is good"
         summary += f": {kind}{self.index.size.describe()}, digest {self.index.digest[:16]}{end}"
         if self.defects:
-            summary = f"is not good: {_count(len(self.defects), 'defect')}"
+            summary = f"is not good: {count_of(len(self.defects), 'defect')}"
         return "\n".join([*lines, f"{root} {summary}"])
 
     def _table(self) -> list[str]:
@@ -201,13 +201,13 @@ class Findings:
         ):  # fmt: skip
             if pairs:
                 names = [" = ".join(map(self.name, pair)) for pair in pairs]
-                yield f"{_count(len(pairs), 'image')} {place}", "the same bytes", names
+                yield f"{count_of(len(pairs), 'image')} {place}", "the same bytes", names
         if self.dark:
-            yield _count(len(self.dark), "dark image"), f"all pixels are below {DARK} of 255", self.dark
+            yield count_of(len(self.dark), "dark image"), f"all pixels are below {DARK} of 255", self.dark
         if not len(self.index.val):
             yield "no validation images", "the accuracy is not measured", []
         elif empty := [name for name, _, held_out in self.counts() if not held_out]:
-            classes = _count(len(empty), "class", "classes")
+            classes = count_of(len(empty), "class", "es")
             yield f"{classes} without a validation image", "the accuracy is not measured there", empty
 
 
@@ -234,7 +234,7 @@ def check(root: Path | Store, val_split: float, *, write_sums: bool, as_json: bo
     for name, defect in () if as_json else found.defects.items():
         print(f"{name}: {defect}", file=sys.stderr)
     print(result, flush=True)
-    raise StorageError(f"{_count(len(found.defects), 'defect')} in {place}: {remedy}")
+    raise StorageError(f"{count_of(len(found.defects), 'defect')} in {place}: {remedy}")
 
 
 def _check_images(root: Path, val_split: float, *, write_sums: bool) -> tuple[Findings, str]:
@@ -274,10 +274,6 @@ def _sha256(data: bytes | np.ndarray[Any, Any]) -> bytes:
     if isinstance(data, bytes):
         return hashlib.sha256(data).digest()
     return hashlib.sha256(f"{data.shape}".encode() + data.tobytes()).digest()
-
-
-def _count(number: int, singular: str, plural: str = "") -> str:
-    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
 
 
 def _read_shards(store: Store, names: list[str]) -> Iterator[tuple[BinaryIO, str]]:

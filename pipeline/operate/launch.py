@@ -28,6 +28,7 @@ from pipeline.guards.signals import LAUNCHER_REPORTS, SIGNALS, EarlyStopError, S
 from pipeline.operate.inputs import check_target
 from pipeline.operate.validation import open_validation
 from pipeline.plan import Plan, make_plan
+from pipeline.plan_table import table
 from pipeline.preflight import request
 from pipeline.preflight.store import check_mirror
 from pipeline.record.folder import RunFolder
@@ -154,7 +155,7 @@ def _prepare(
     except BaseException:  # at a signal, too
         _release(folder, mirror)
         raise
-    return Prepared(source, plan, found, weights, mirror, config.run.resume)
+    return Prepared(source, table(plan), found, weights, mirror, config.run.resume)
 
 
 def _applies_once(config: Config) -> bool:

@@ -25,6 +25,7 @@ from pipeline.data.sources import Source
 from pipeline.data.store import Store
 from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.plan import Plan, make_plan
+from pipeline.plan_table import table
 from pipeline.preflight import machine, request, store, tracker
 from pipeline.record import mirror
 from pipeline.record.folder import RunFolder
@@ -126,7 +127,7 @@ def _check_request(
         report.run("mirror", lambda: store.check_mirror(Store(mirror_place)))
     plan, resume = None, None
     if source:
-        plan = report.run("plan", lambda: make_plan(config, here, source.size), lambda plan: f"\n{plan.table()}")
+        plan = report.run("plan", lambda: make_plan(config, here, source.size), lambda plan: f"\n{table(plan)}")
         resume = report.run("resume", lambda: _check_resume(config, folder, run, source), lambda resume: resume[0])
     if plan and resume:
         build = partial(request.check_model_builds, config, plan, here, is_resumed=resume[1])

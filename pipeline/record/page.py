@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline import plan_table
 from pipeline.config.credentials import without_password
 from pipeline.config.load import from_yaml
 from pipeline.files import parse_json
@@ -217,7 +218,7 @@ def _evaluations(folder: RunFolder) -> dict[str, Any]:
 
 
 def _plan(folder: RunFolder) -> dict[str, str]:
-    return Plan(**parse_json(folder.plan.read_text(encoding="utf-8"))).rows()
+    return plan_table.rows(Plan(**parse_json(folder.plan.read_text(encoding="utf-8"))))
 
 
 def _facts(folder: RunFolder) -> dict[str, Any]:

@@ -74,7 +74,8 @@ class Prepared:
     """The findings of rank 0 before the group forms."""
 
     source: Source
-    plan: Plan
+    table: str
+    """The plan, as text."""
     found: VerifiedCheckpoint | None = None
     """The checkpoint to resume from."""
     weights: dict[str, Tensor] | None = None
@@ -238,7 +239,7 @@ def _announce(config: Config, folder: RunFolder, prepared: Prepared, terminal: T
     if prepared.resume == "never":
         aside = folder.set_aside()
         terminal.show(f"moved the contents of {folder.path} to {aside}" if aside else "a fresh start")
-    terminal.show(f"{config.recipe} in {folder.path}\n{prepared.plan.table()}")
+    terminal.show(f"{config.recipe} in {folder.path}\n{prepared.table}")
 
 
 def _is_finished(job: Job, state: TrainState, terminal: Terminal) -> bool:
