@@ -33,12 +33,6 @@ class _Checked:
 class LossGuard:
     """Checks each loss on the host, before the update."""
 
-    skip: Tensor | None = None
-    """[] float32 on the device: 1 where this step must not update anything.
-
-    None: the host has checked already.
-    """
-
     def __init__(self, strategy: Strategy, start_again: str) -> None:
         """start_again: how to start the run again, for the error."""
         self._strategy, self._start_again = strategy, start_again
@@ -51,6 +45,12 @@ class LossGuard:
         """
         self._last = _Checked(step, loss, batches)
         return not bool(torch.isfinite(loss)) or bool(self._strategy.has_overflow())
+
+    def skip_bad_update(self, optimizer: torch.optim.Optimizer, *, has_scaler: bool) -> None:
+        """Have the device leave the next update out if the loss was bad.
+
+        Here the host has checked. has_scaler: a GradScaler decides about the update.
+        """
 
     def sync(self) -> None:
         """Raise NotFiniteError in all processes if the last step's loss was bad.
@@ -92,7 +92,8 @@ class DeviceLossGuard(LossGuard):
         device = strategy.group.device
         is_cuda = device.type == "cuda"
         self._timer = timer
-        self.skip: Tensor = torch.zeros((), device=device)
+        self._is_bad = torch.zeros((), device=device)
+        """[] float32: 1 if the loss of this step was bad in any process."""
         self._flag = torch.zeros((), pin_memory=is_cuda)  # a copy to unpinned memory would wait for the device
         # blocking: the host sleeps while it waits; without it, it spins, which takes a core per GPU
         self._copied = torch.cuda.Event(blocking=True) if is_cuda else None  # type: ignore[no-untyped-call]
@@ -100,14 +101,22 @@ class DeviceLossGuard(LossGuard):
     def check(self, step: int, loss: Tensor, batches: list[Batch]) -> bool:
         bad = (~torch.isfinite(loss) | self._strategy.has_overflow()).to(torch.int64)
         self._strategy.group.all_reduce_async(bad).wait()  # the stream waits, the host does not
-        self.skip.copy_(bad.clamp_(max=1))
+        self._is_bad.copy_(bad.clamp_(max=1))
         if self._was_bad():
             return True  # `error` then names the step before
         self._last = _Checked(step, loss, batches)
-        self._flag.copy_(self.skip, non_blocking=True)
+        self._flag.copy_(self._is_bad, non_blocking=True)
         if self._copied:
             self._copied.record()
         return False
+
+    def skip_bad_update(self, optimizer: torch.optim.Optimizer, *, has_scaler: bool) -> None:
+        if has_scaler:  # it skips the update if it finds a NaN in any gradient
+            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            first = next(parameter.grad for parameter in parameters if parameter.grad is not None)
+            first.masked_fill_(self._is_bad > 0, torch.nan)
+        elif optimizer.defaults.get("fused"):  # its kernel skips the update where this is 1
+            optimizer.found_inf = self._is_bad  # type: ignore[attr-defined]
 
     def sync(self) -> None:
         with self._timer.charge("communication"):

@@ -53,12 +53,7 @@ class Step:
     def apply_gradients(self) -> None:
         """Update the weights at this step's learning rate; the state is then one step further."""
         state, config, scaler = self._state, self._config, self._state.strategy.scaler
-        skip = state.loss_guard.skip
-        if skip is not None and scaler.is_enabled():  # the scaler skips the update for a gradient that is NaN
-            first = next(parameter.grad for parameter in state.model.parameters() if parameter.grad is not None)
-            first.masked_fill_(skip > 0, torch.nan)
-        elif skip is not None and state.optimizer.defaults.get("fused"):  # a fused optimizer skips it for this flag
-            state.optimizer.found_inf = skip  # type: ignore[attr-defined]
+        state.loss_guard.skip_bad_update(state.optimizer, has_scaler=scaler.is_enabled())
         if config.train.clip is not None:
             scaler.unscale_(state.optimizer)  # the norm is that of the true gradient
             state.strategy.clip_gradients(config.train.clip)
