@@ -17,14 +17,13 @@ from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import torchvision
 from peers import Job, make_turn, time_batches
 from PIL import Image
 from rounds import Row, Turn, add_size, interleave, run_script, show
-from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 from torchvision import transforms
 
 from pipeline.cli.arguments import Parser, path
@@ -110,7 +109,7 @@ def open_loader(kind: str, root: Path | str, batch: int, *more: str) -> tuple[Co
     return config, make_plan(config, World(cpus=available_cpus()), source.size), source
 
 
-def time_loader(dataset: Dataset[Any], plan: Plan, steps: int, warm_up: int = _WARM_UP) -> tuple[float, float]:
+def time_loader(dataset: TrainBatches, plan: Plan, steps: int, warm_up: int = _WARM_UP) -> tuple[float, float]:
     """Run a turn of our loader; return its images/s, and the CPU seconds of an image."""
     with closing(batches(dataset, range(10**9), plan, pin=False)) as stream:
         return time_batches(stream, warm_up, steps, plan.global_batch)

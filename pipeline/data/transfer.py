@@ -4,12 +4,52 @@ Promise: the same batches in the same order. Copies run on their own stream, fro
 that neither the CPU nor the kernels of the step wait for them.
 """
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cache
+from queue import Full, Queue
 
 import torch
 
 from pipeline.data.batch import Batch
+
+_MOVED = ("images", "labels", "mix")
+
+
+def pinned(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Yield the batches in pinned memory, from which a GPU reads by itself.
+
+    A thread copies them, one ahead. It raises here what `batches` raises there.
+    """
+    device = torch.cuda.current_device()
+    ready: Queue[Batch | BaseException | None] = Queue(1)
+    is_closed = threading.Event()
+
+    def put(item: Batch | BaseException | None) -> None:
+        while not is_closed.is_set():
+            with suppress(Full):
+                return ready.put(item, timeout=0.5)
+
+    def copy() -> None:
+        torch.cuda.set_device(device)  # else it makes a context on the first GPU
+        try:
+            for batch in batches:
+                put(batch._replace(**{name: getattr(batch, name).pin_memory() for name in _MOVED}))
+                if is_closed.is_set():
+                    return
+            put(None)
+        except BaseException as error:
+            put(error)
+
+    threading.Thread(target=copy, name="pinned", daemon=True).start()
+    try:
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        is_closed.set()
 
 
 def to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
@@ -25,8 +65,7 @@ def _to_gpu(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     previous: tuple[Batch, torch.cuda.Event] | None = None
     for batch in batches:
         with torch.cuda.stream(stream):
-            names = ("images", "labels", "mix")
-            moved = batch._replace(**{name: getattr(batch, name).to(device, non_blocking=True) for name in names})
+            moved = batch._replace(**{name: getattr(batch, name).to(device, non_blocking=True) for name in _MOVED})
             copied = stream.record_event()
         if previous:
             yield _ready(*previous)

@@ -1,0 +1,168 @@
+"""Processes that make the batches of a loader ahead of time.
+
+Promise: batches arrive in the order of their positions. Worker k of n makes every n-th batch, from
+the k-th on, so nothing has to be dealt out. It stays `prefetch` batches ahead: for each
+batch that is taken from its pipe it gets an empty message, and makes one more.
+
+Images travel in memory that both processes map (a memfd): they are not copied, /dev/shm need not be
+large, and the kernel takes the memory back when nothing refers to it, however a process ends.
+"""
+
+import math
+import mmap
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.data.batch import Batch
+from pipeline.supervision import die_with_parent
+
+Allocate = Callable[[int, int], Tensor]
+"""(count, size) -> [count, 3, size, size] uint8, channels last as in decoded images."""
+_START_TIMEOUT_S = 15  # of a worker: a fork and a few lines of Python
+
+
+class BatchMaker(Protocol):
+    def make_batch(self, position: int, following: Sequence[int], allocate: Allocate) -> Batch:
+        """Return the batch of this position, with its images in memory from `allocate`.
+
+        following: the positions that this process makes next.
+        """
+
+
+class WorkersDiedError(Exception):
+    """A worker died or did not start. It is no fault of a batch, so another may make it."""
+
+
+class Workers:
+    """Worker processes for some positions. They ignore signals to stop: close them."""
+
+    def __init__(self, maker: BatchMaker, positions: Sequence[int], count: int, prefetch: int) -> None:
+        """Start `count` processes. Raises OSError, or WorkersDiedError if one does not start.
+
+        A worker is forked from a process with native threads, and may hang forever in a lock that
+        one of them held at the fork (Python before 3.11.10: cpython#112275).
+        """
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+        try:
+            for number in range(count):
+                pipe, theirs = Pipe()
+                self._pipes.append(pipe)
+                mine = positions[number::count]
+                process = get_context("fork").Process(
+                    target=_work, args=(maker, mine, prefetch, theirs, os.getpid()), daemon=True
+                )
+                process.start()
+                self._processes.append(process)
+                theirs.close()  # else its end would go unnoticed
+            for pipe in self._pipes:
+                if not pipe.poll(_START_TIMEOUT_S):
+                    raise WorkersDiedError(f"a worker did not start in {_START_TIMEOUT_S} s")
+                pipe.recv()
+        except BaseException as error:
+            self.close()
+            if isinstance(error, EOFError):
+                raise WorkersDiedError("a worker died at its start") from None
+            raise
+        self._count = len(positions)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches in order.
+
+        Raises WorkersDiedError; RuntimeError with the traceback of an error in a worker.
+        """
+        for i in range(self._count):
+            yield _receive(self._pipes[i % len(self._pipes)])
+
+    def close(self) -> None:
+        """End the processes at once, also those that wait for a slow disk."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+
+def _receive(pipe: Connection) -> Batch:
+    """Return the next batch of a worker, and let it make one more."""
+    try:
+        fields, shape = pipe.recv()
+        if isinstance(fields, str):
+            raise RuntimeError(f"in a loader worker: {fields}")
+        images = _map_images(recv_handle(pipe), shape)
+    except (EOFError, OSError) as error:
+        raise WorkersDiedError(str(error) or "its pipe was closed") from None
+    with suppress(OSError):  # it may have made its last batch, and have left
+        pipe.send_bytes(b"")
+    tensors = {name: torch.from_numpy(value) for name, value in fields.items() if isinstance(value, np.ndarray)}
+    return Batch(**fields | tensors | {"images": images})
+
+
+def _work(maker: BatchMaker, positions: Sequence[int], prefetch: int, pipe: Connection, parent: int) -> None:
+    """Make the batches of `positions`: the life of a worker."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # a launcher's signals are for the process that trains
+    die_with_parent(parent)
+    pipe.send("started")
+    try:
+        for i, position in enumerate(positions):
+            if i >= prefetch:
+                pipe.recv_bytes()
+            memory: list[int] = []
+
+            def allocate(count: int, size: int, memory: list[int] = memory) -> Tensor:
+                memory.append(_new_memory(count * size * size * 3))
+                return _map_images(os.dup(memory[-1]), (count, size, size, 3))
+
+            batch = maker.make_batch(position, positions[i + 1 : i + 1 + prefetch], allocate)
+            shape = batch.images.permute(0, 2, 3, 1).shape  # as they are in memory
+            fields = batch._asdict() | {"images": None}
+            arrays = {name: value.numpy() if isinstance(value, Tensor) else value for name, value in fields.items()}
+            pipe.send((arrays, tuple(shape)))
+            send_handle(pipe, memory[-1], 0)
+            os.close(memory[-1])
+            del batch, fields, arrays  # the memory belongs to the other process now
+    except (EOFError, ConnectionError):
+        pass  # the other end is closed: nobody wants more
+    except OSError as error:
+        print(f"a loader worker has no memory for its batch: {error}", file=sys.stderr)
+    except BaseException:
+        with suppress(OSError):
+            pipe.send((traceback.format_exc(), ()))
+    sys.stderr.flush()
+    os._exit(0)  # no exit handlers of the process that it was forked from
+
+
+def allocate(count: int, size: int) -> Tensor:
+    """Allocate memory in this process."""
+    return torch.empty((count, size, size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+
+
+def _new_memory(num_bytes: int) -> int:
+    """Return a file of `num_bytes` in memory. Raises OSError if there is no room for it."""
+    file = os.memfd_create("batch")
+    os.posix_fallocate(file, 0, max(1, num_bytes))  # else a write without room would be a bus error
+    return file
+
+
+def _map_images(file: int, shape: tuple[int, ...]) -> Tensor:
+    """Return the images [count, 3, height, width] of a file, and close it.
+
+    shape: (count, height, width, 3).
+    """
+    memory = mmap.mmap(file, max(1, math.prod(shape)))
+    os.close(file)
+    images = torch.frombuffer(memory, dtype=torch.uint8, count=math.prod(shape))
+    return images.view(shape).permute(0, 3, 1, 2)
