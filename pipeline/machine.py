@@ -18,7 +18,6 @@ from pipeline.errors import RequestError
 _DEVICES = Path("/dev")
 _WSL_CUDA = Path("/usr/lib/wsl/lib/libcuda.so.1")
 _CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-ENLARGE_SHARED_MEMORY = "enlarge it (docker: --shm-size, k8s render: --shm)"
 
 
 def available_cpus() -> int:
@@ -49,28 +48,11 @@ def available_memory() -> int:
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limits])
 
 
-def shared_memory_bytes() -> int | None:
-    """Return the size of /dev/shm in bytes, or None if unknown."""
-    with suppress(OSError):  # not its free part: a run that was killed a moment ago may still hold some
-        return shutil.disk_usage("/dev/shm").total
-    return None
-
-
-def describe_shared_memory() -> str:
-    """Return how full /dev/shm is, and what to do if it is too small."""
-    try:
-        usage = shutil.disk_usage("/dev/shm")
-    except OSError as error:
-        return f"/dev/shm ({error.strerror}): mount a tmpfs on it"
-    room = f"{usage.free / 2**20:,.1f} of {usage.total / 2**20:,.1f} MiB free"
-    return f"/dev/shm ({room}): {ENLARGE_SHARED_MEMORY}"
-
-
 def start_failure(processes: str, error: OSError, otherwise: str) -> str:
     """Return why processes cannot start, and what to do. otherwise: the option that needs fewer."""
     remedy = "raise the limits on processes, memory and open files"
     if error.errno in (errno.ENOSPC, errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSYS):
-        remedy = f"they keep semaphores in {describe_shared_memory()}"  # see sem_overview(7)
+        remedy = "give them a /dev/shm (docker: --shm-size, k8s render: --shm) for semaphores"  # see sem_overview(7)
     return f"{processes} cannot start: {error.strerror}: {remedy}, or {otherwise}"
 
 

@@ -17,8 +17,7 @@ from typing import Any
 
 from pipeline.config.duration import Duration
 from pipeline.config.schema import Config
-from pipeline.errors import RequestError, count_of, mib
-from pipeline.machine import ENLARGE_SHARED_MEMORY
+from pipeline.errors import RequestError, count_of
 from pipeline.portable import portability
 from pipeline.world import World
 
@@ -166,7 +165,7 @@ class Plan(Resources):
 
     @property
     def prefetch_bytes(self) -> int:
-        """Return the bytes of /dev/shm for the batches (uint8 pixels) that a node's workers hold.
+        """Return the bytes of memory for the batches (uint8 pixels) that a node's workers hold.
 
         Each process has the prefetched batches, one in use and one just received, for training and
         again for evaluation.
@@ -218,7 +217,7 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
     num_sizes = len({_size_at(epoch, *growth) for epoch in range(config.train.epochs)})
     compiles, compile_reason = _compilation(config, world, length.total_steps, num_sizes)
     is_portable, portable_reason = portability(config, world)
-    plan = Plan(
+    return Plan(
         **vars(divide_resources(config, world)), **vars(data),
         global_batch=global_batch, process_batch=global_batch // world.size,
         micro_batch=micro_batch, accumulate=accumulate, stages=stages, micro_batches=micro_batches,
@@ -237,14 +236,6 @@ def make_plan(config: Config, world: World, data: DataSize) -> Plan:
         is_portable=is_portable, portable_reason=portable_reason, precision_note=_precision_note(config, world),
         balance=config.data.balance,
     )  # fmt: skip
-    needed = plan.prefetch_bytes
-    if world.shared_memory is not None and needed > world.shared_memory:
-        raise RequestError(
-            f"loader workers hold {mib(needed)} of batches ready and /dev/shm has {mib(world.shared_memory)}",
-            f"{ENLARGE_SHARED_MEMORY}, or lower data.workers,"
-            " data.prefetch or evaluate.batch (data.workers=0 needs none)",
-        )
-    return plan
 
 
 def divide_batch(config: Config, world: int) -> tuple[int, int, int, int]:

@@ -41,7 +41,7 @@ def rows(plan: Plan) -> dict[str, str]:
         f" of {plan.micro_batch * plan.stages} images = {plan.micro_batches} × {plan.bn_batch}"
         " (micro-batches × images)",
         "workers": f"{plan.workers} a process = ⌈{plan.workers_per_node} a node / {plan.local_world}⌉,"
-        f" {mib(plan.prefetch_bytes)} of /dev/shm a node",
+        f" {mib(plan.prefetch_bytes)} of batches ready on a node",
         "epoch": f"{plan.steps_per_epoch:,} steps = ⌊{plan.train_images:,} / {plan.global_batch}⌋ ({rest})",
         "steps": f"{plan.last_step:,}{total} ({epochs:.4g} epochs)",
         "images": f"{plan.image_size} px{growth}{repeats}; {plan.eval_size} px in validation",

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, replace
 
 from pipeline.errors import RequestError
-from pipeline.machine import available_cpus, has_gpu, missing_to_compile, shared_memory_bytes
+from pipeline.machine import available_cpus, has_gpu, missing_to_compile
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 ALONE = "unset RANK and WORLD_SIZE to train or evaluate alone"
@@ -27,8 +27,6 @@ class World:
     local_rank: int = 0
     cpus: int = 1
     """CPUs that the processes of this machine may use together."""
-    shared_memory: int | None = None
-    """Size of /dev/shm in bytes; None if unknown."""
     init_method: str | None = None
     """Rendezvous address tcp://HOST:PORT; None: that of MASTER_ADDR and MASTER_PORT."""
     has_gpu: bool = False
@@ -75,7 +73,7 @@ def forget_launcher() -> None:
 def from_environment() -> World:
     """Return this process's world. Raises RequestError if a launcher's variables are invalid."""
     alone = World(
-        cpus=available_cpus(), shared_memory=shared_memory_bytes(),
+        cpus=available_cpus(),
         has_gpu=has_gpu(), missing_to_compile=missing_to_compile(),
     )  # fmt: skip
     if not is_launched():

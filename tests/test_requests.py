@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import Job, Result, environment, free_port, pipeline, quick
+from harness import SMALL, Job, Result, environment, free_port, pipeline, quick
 from place import Place
 
 from pipeline.cli.main import main
@@ -188,18 +188,16 @@ def test_storage_out_of_reach_is_temporary_for_every_command(
     assert ("give the same command again once its storage is back" in line) == (code == 75)
 
 
-def test_shared_memory_that_is_too_small_is_refused(tmp_path: Path, digits: Path, without_torch: Path) -> None:
+@pytest.mark.fault("E5")
+def test_a_small_dev_shm_is_enough_for_loader_workers(tmp_path: Path, digits: Path) -> None:
     mount = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
     small = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, "sh"]
     if subprocess.run([*small, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this system has no mount namespaces")
     train = [sys.executable, "-m", "pipeline", "train", "digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}"]
-    done = subprocess.run(
-        [*small, *train, "data.workers=2", "track.uri=none"],
-        capture_output=True, text=True, env=environment(PYTHONPATH=str(without_torch)), check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert done.stderr.startswith("pipeline: loader workers hold 2.7 MiB of batches ready and /dev/shm has 1.0 MiB: ")
+    words = [*SMALL, "data.workers=2", "train.max_steps=4"]
+    done = subprocess.run([*small, *train, *words], capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_launcher_inside_a_launcher_is_refused(tmp_path: Path, without_torch: Path) -> None:

@@ -2,11 +2,10 @@
 
 import hashlib
 import os
-import pickle
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,21 +13,17 @@ import torch
 from harness import children, kill
 from streams import GlobalBatch, joined, prepare, stream
 from torch.nn import functional
-from torch.utils.data import Dataset
-from torch.utils.data._utils.collate import default_convert
-from torch.utils.data._utils.pin_memory import pin_memory
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from pipeline.config.load import load
 from pipeline.config.schema import Augment
-from pipeline.data import loader
+from pipeline.data import loader, workers
 from pipeline.data.augment import SampleKey, augment
 from pipeline.data.batch import Batch
 from pipeline.data.images import Picture
 from pipeline.data.loader import TrainBatches, batches
 from pipeline.data.order import Order
-from pipeline.data.shared_memory import SharedBatches
 from pipeline.data.transfer import to_device
+from pipeline.data.workers import Allocate, allocate
 from pipeline.errors import StorageError
 from pipeline.plan import DataSize, Resources, make_plan
 from pipeline.plan_table import effective_counts
@@ -48,7 +43,6 @@ def reference(digits: Path) -> list[GlobalBatch]:
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
 @pytest.mark.parametrize("workers", [0, 2, 4])
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_every_global_batch_is_the_same_however_it_is_made(
     digits: Path, reference: list[GlobalBatch], world: int, workers: int, accumulate: int
 ) -> None:
@@ -69,8 +63,8 @@ def test_policies_and_mixes_are_the_same_however_they_are_made(
     words = (f"augment.policy={policy}", "augment.erase=0.5", "augment.mixup=0.2", "augment.cutmix=1")
     expected, _ = stream(digits, range(28, 31), *words, "data.workers=0")
     assert not {batch.pixels for batch in expected} & {batch.pixels for batch in reference}, "the policy changes pixels"
-    for world, workers, accumulate in ((1, 2, 2), (2, 0, 1), (4, 2, 1)):
-        more = (f"data.workers={workers}", f"batch.accumulate={accumulate}")
+    for world, num_workers, accumulate in ((1, 2, 2), (2, 0, 1), (4, 2, 1)):
+        more = (f"data.workers={num_workers}", f"batch.accumulate={accumulate}")
         assert stream(digits, range(28, 31), *words, *more, world=world)[0] == expected
     assert stream(digits, range(29, 31), *words, "data.workers=1")[0] == expected[1:]
 
@@ -292,83 +286,33 @@ def test_a_killed_loader_worker_costs_no_batch(digits: Path, reference: list[Glo
     assert set(children(os.getpid())) <= before
 
 
-def test_a_connection_that_breaks_before_its_worker_is_dead_costs_no_batch(
-    digits: Path, reference: list[GlobalBatch], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fetch, calls = _MultiProcessingDataLoaderIter._try_get_data, []
-
-    def broken_once(self: Any, *arguments: Any) -> Any:  # as for one in five killed workers
-        calls.append(self)
-        if len(calls) == 3:
-            kill(self._workers[0].pid, signal.SIGKILL)
-            raise ConnectionResetError(104, "Connection reset by peer")
-        return fetch(self, *arguments)
-
-    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_try_get_data", broken_once)
-    assert stream(digits, STEPS, "data.workers=2")[0] == reference
-    assert calls[0] is not calls[-1]
-
-
-def mapped_file(address: int) -> str:
-    """Return the inode of the file that is mapped at `address`."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, _, _, _, inode, *_ = line.split()
-        start, end = (int(bound, 16) for bound in span.split("-"))
-        if start <= address < end:
-            return inode
-    raise AssertionError(f"nothing is mapped at {address:x}")
-
-
-def test_shared_memory_is_reused_once_nothing_refers_to_it(digits: Path) -> None:
+def test_a_batch_keeps_its_memory_as_long_as_something_refers_to_it(digits: Path) -> None:
     config, plan, source = prepare(digits, 1, "data.workers=2")
     data, steps = TrainBatches(source.train, config, plan, 0), range(40)
-    held, addresses, files = [], set(), set()
-    for step, batch in zip(steps, batches(data, steps, plan, pin=False), strict=True):
-        if step < 20:
-            addresses.add(batch.images.data_ptr())
-            files.add(mapped_file(batch.images.data_ptr()))
-        elif step % 5 == 0:
-            held.append((step, batch.images[7:9]))  # a view is enough to keep the memory
-    assert len(addresses) <= 2 * plan.prefetch + 2
-    assert len(files) == 1, "separate memory would be a separate file"
+    made = batches(data, steps, plan, pin=False)
+    held = [(step, batch.images[7:9]) for step, batch in zip(steps, made, strict=True) if step % 5 == 0]
     for step, images in held:
         assert torch.equal(images, data[step].images[7:9]), "it was not overwritten"
-    assert len({images.data_ptr() for _, images in held}) == len(held)
+    maps = Path("/proc/self/maps").read_text()
+    assert maps.count("/memfd:batch") == len(held), "the memory of the others was given back"
 
 
-def test_without_shared_memory_batches_are_the_same(
-    digits: Path, reference: list[GlobalBatch], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pipeline.data.shared_memory._FOLDER", "/nonexistent")
-    assert stream(digits, STEPS, "data.workers=2")[0] == reference
-
-
-def test_the_dataloader_does_not_unpack_the_batch_of_a_worker(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, plan, source = prepare(digits, 1)
-    data = TrainBatches(source.train, config, plan, 0)
-    shared = SharedBatches(data, 1)
-    (request,) = shared.requests([3])
-    batch = shared[request]
-    assert default_convert(batch) is batch, "it is not unpacked"
-    monkeypatch.setattr("pipeline.data.shared_memory.pin_memory", lambda batch: batch)  # needs a GPU
-    pinned = pin_memory(pickle.loads(pickle.dumps(batch)))
-    assert torch.equal(pinned.images, data[3].images)
-    assert torch.equal(pinned.ids, data[3].ids)
-
-
-class FailingDataset(Dataset[Batch]):
-    """Kills its process at position 1, sleeps at 2, raises at 3, cannot be sent at 4."""
+class FailingMaker:
+    """Kills its process at position 1, sleeps at 2, raises at 3."""
 
     def __getitem__(self, position: int) -> Batch:
+        return self.make_batch(position, (), allocate)
+
+    def make_batch(self, position: int, following: Sequence[int], allocate: Allocate) -> Batch:
         if position == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if position == 2:
             time.sleep(60)
         if position == 3:
             raise ConnectionResetError("mine")
-        if position == 4:
-            return lambda: None  # type: ignore[return-value]
-        return position  # type: ignore[return-value]
+        one = torch.tensor([position])
+        none = torch.empty((0, 5))
+        return Batch(allocate(1, 2), one, one, none, none, [])
 
 
 LOADER = {"world": 1, "local_world": 1, "prefetch": 1, "threads": 1, "eval_batch": 1}
@@ -377,7 +321,7 @@ LOADER = {"world": 1, "local_world": 1, "prefetch": 1, "threads": 1, "eval_batch
 def test_a_worker_that_hangs_in_its_fork_is_replaced(
     digits: Path, reference: list[GlobalBatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader, "_START_TIMEOUT_S", 1)
+    monkeypatch.setattr(workers, "_START_TIMEOUT_S", 1)
     hangs = [True]
     os.register_at_fork(after_in_child=lambda: hangs and time.sleep(1000), after_in_parent=hangs.clear)
     assert stream(digits, STEPS, "data.workers=2")[0] == reference
@@ -385,45 +329,25 @@ def test_a_worker_that_hangs_in_its_fork_is_replaced(
 
 
 def test_workers_that_keep_dying_at_one_batch_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "_MAX_REBUILDS", 1)  # detecting a death takes 5 s
-    loaded = batches(FailingDataset(), range(3), Resources(**LOADER, workers_per_node=1, workers=1), pin=False)
-    assert next(loaded) == 0
-    with pytest.raises(StorageError, match="loader workers died 2 times at one batch: look at memory and /dev/shm"):
+    monkeypatch.setattr(loader, "_MAX_REBUILDS", 1)
+    loaded = batches(FailingMaker(), range(3), Resources(**LOADER, workers_per_node=1, workers=1), pin=False)
+    assert next(loaded).ids.tolist() == [0]
+    with pytest.raises(StorageError, match="loader workers died 2 times at one batch"):
         next(loaded)
 
 
-def test_a_batch_that_cannot_be_sent_ends_the_run(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(loader, "_MAX_REBUILDS", 0)
-    loaded = batches(FailingDataset(), [0, 4], Resources(**LOADER, workers_per_node=1, workers=1), pin=False)
-    assert next(loaded) == 0
-    with pytest.raises(StorageError, match="loader workers died 1 times at one batch: look at memory and /dev/shm"):
-        next(loaded)
-    assert capfd.readouterr().err.startswith("a loader worker cannot return its batch: ")
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_in_a_worker_is_not_taken_for_its_death(workers: int) -> None:
-    loaded = batches(
-        FailingDataset(), [0, 3], Resources(**LOADER, workers_per_node=workers, workers=workers), pin=False
-    )
-    assert next(loaded) == 0
-    with pytest.raises(ConnectionResetError, match="mine"):
+def test_an_error_in_a_worker_is_not_taken_for_its_death() -> None:
+    loaded = batches(FailingMaker(), [0, 3], Resources(**LOADER, workers_per_node=1, workers=1), pin=False)
+    assert next(loaded).ids.tolist() == [0]
+    with pytest.raises(RuntimeError, match="ConnectionResetError: mine"):
         next(loaded)
 
 
 def test_a_worker_that_waits_for_a_slow_disk_delays_no_exit() -> None:
     before = set(children(os.getpid()))
-    loaded = batches(FailingDataset(), [0, 2, 2], Resources(**LOADER, workers_per_node=2, workers=2), pin=False)
-    assert next(loaded) == 0
+    loaded = batches(FailingMaker(), [0, 2, 2], Resources(**LOADER, workers_per_node=2, workers=2), pin=False)
+    assert next(loaded).ids.tolist() == [0]
     start = time.monotonic()
     loaded.close()
     assert time.monotonic() - start < 4  # 10 s or even 60 s if the workers were only asked to exit
     assert set(children(os.getpid())) <= before
-
-
-def test_a_worker_reports_its_errors_but_not_the_end_of_its_parent(capsys: pytest.CaptureFixture[str]) -> None:
-    for error in (EOFError(), ConnectionResetError(), OSError("disk failed")):
-        loader._report_unless_parent_is_gone(type(error), error, None)
-    assert capsys.readouterr().err.splitlines() == ["OSError: disk failed"]

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from pipeline.data.batch import Batch
+from pipeline.errors import CRASH
 from pipeline.supervision import die_with_parent
 
 Allocate = Callable[[int, int], Tensor]
@@ -115,34 +116,34 @@ def _work(maker: BatchMaker, positions: Sequence[int], prefetch: int, pipe: Conn
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a launcher's signals are for the process that trains
     die_with_parent(parent)
-    pipe.send("started")
-    try:
+    with suppress(EOFError, OSError):  # the other end is closed: nobody wants more
+        pipe.send("started")
         for i, position in enumerate(positions):
             if i >= prefetch:
                 pipe.recv_bytes()
-            memory: list[int] = []
+            _send(pipe, maker, position, positions[i + 1 : i + 1 + prefetch])
+    os._exit(0)  # without the exit handlers of the process that it was forked from
 
-            def allocate(count: int, size: int, memory: list[int] = memory) -> Tensor:
-                memory.append(_new_memory(count * size * size * 3))
-                return _map_images(os.dup(memory[-1]), (count, size, size, 3))
 
-            batch = maker.make_batch(position, positions[i + 1 : i + 1 + prefetch], allocate)
-            shape = batch.images.permute(0, 2, 3, 1).shape  # as they are in memory
-            fields = batch._asdict() | {"images": None}
-            arrays = {name: value.numpy() if isinstance(value, Tensor) else value for name, value in fields.items()}
-            pipe.send((arrays, tuple(shape)))
-            send_handle(pipe, memory[-1], 0)
-            os.close(memory[-1])
-            del batch, fields, arrays  # the memory belongs to the other process now
-    except (EOFError, ConnectionError):
-        pass  # the other end is closed: nobody wants more
-    except OSError as error:
-        print(f"a loader worker has no memory for its batch: {error}", file=sys.stderr)
+def _send(pipe: Connection, maker: BatchMaker, position: int, following: Sequence[int]) -> None:
+    """Make a batch and send it, or the traceback of what was raised. Raises OSError."""
+    files: list[int] = []
+
+    def allocate(count: int, size: int) -> Tensor:
+        files.append(_new_memory(count * size * size * 3))
+        return _map_images(os.dup(files[-1]), (count, size, size, 3))
+
+    try:
+        batch = maker.make_batch(position, following, allocate)
+        shape = tuple(batch.images.permute(0, 2, 3, 1).shape)  # as they are in memory
+        fields = batch._asdict() | {"images": None}
+        arrays = {name: value.numpy() if isinstance(value, Tensor) else value for name, value in fields.items()}
     except BaseException:
-        with suppress(OSError):
-            pipe.send((traceback.format_exc(), ()))
-    sys.stderr.flush()
-    os._exit(0)  # no exit handlers of the process that it was forked from
+        pipe.send((traceback.format_exc(), ()))
+        return
+    pipe.send((arrays, shape))
+    send_handle(pipe, files[-1], 0)
+    os.close(files[-1])
 
 
 def allocate(count: int, size: int) -> Tensor:
@@ -151,9 +152,13 @@ def allocate(count: int, size: int) -> Tensor:
 
 
 def _new_memory(num_bytes: int) -> int:
-    """Return a file of `num_bytes` in memory. Raises OSError if there is no room for it."""
+    """Return a file of `num_bytes` in memory. Ends this process if there is no room for it."""
     file = os.memfd_create("batch")
-    os.posix_fallocate(file, 0, max(1, num_bytes))  # else a write without room would be a bus error
+    try:
+        os.posix_fallocate(file, 0, max(1, num_bytes))  # else a write without room would be a bus error
+    except OSError as error:
+        print(f"a loader worker has no memory for its batch: {error.strerror}", file=sys.stderr, flush=True)
+        os._exit(CRASH)  # others may make it
     return file
 
 

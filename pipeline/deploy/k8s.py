@@ -288,7 +288,7 @@ def _check_plan(request: RenderOptions, config: Config) -> None:
     nodes = _allowed_nodes(request, config)[-1] if request.min_nodes else request.nodes
     world = World(
         size=nodes * request.processes, local_size=request.processes, cpus=request.cpus_of_pod,
-        shared_memory=_bytes(request.shm_of_pod), has_gpu=request.gpus > 0,
+        has_gpu=request.gpus > 0,
     )  # fmt: skip
     size = known_size(config)
     if size is None:

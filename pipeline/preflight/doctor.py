@@ -160,7 +160,6 @@ def _check_machine(
     if report.error or not source or not plan:
         return
     report.run("memory", lambda: machine.check_memory(plan), fatal=False)
-    report.run("/dev/shm", lambda: machine.check_shared_memory_exists(plan, here))
     report.run("disk speed", lambda: machine.check_disk_speed(folder), fatal=False)
     report.run("shared disk", lambda: machine.check_run_folder_is_shared(config, folder, here), fatal=False)
     report.run("disk space", lambda: machine.check_disk_space(config, plan, folder))

@@ -42,7 +42,7 @@ def check_cpu_per_process(here: World) -> str:
 
 
 def check_memory(plan: Plan) -> str:
-    """Check that memory is enough for the processes, their workers and the batches in /dev/shm."""
+    """Check that memory is enough for the processes, their workers and their batches."""
     workers = plan.workers * plan.local_world
     needed = (plan.local_world * _PROCESS_BYTES + workers * _WORKER_BYTES + plan.prefetch_bytes) / _GIB
     available = machine.available_memory() / _GIB
@@ -51,17 +51,6 @@ def check_memory(plan: Plan) -> str:
         remedy = "give the container more, or lower data.workers, data.prefetch or evaluate.batch"
         raise RequestError(f"{problem}, but only {available:.1f} GiB are available", remedy)
     return f"about {needed:.1f} of {available:.1f} GiB needed"
-
-
-def check_shared_memory_exists(plan: Plan, here: World) -> str:
-    """Check that /dev/shm exists if loader workers need it; the plan checks its size."""
-    if plan.workers and here.shared_memory is None:
-        remedy = "mount a tmpfs on it (Docker's --shm-size, in Kubernetes an emptyDir of medium Memory)"
-        problem = "/dev/shm does not exist, and loader workers pass their batches through it"
-        raise RequestError(problem, f"{remedy}, or set data.workers=0")
-    if here.shared_memory is None:
-        return "not needed without loader workers"
-    return f"{plan.prefetch_bytes / _MIB:,.1f} of {here.shared_memory / _MIB:,.0f} MiB needed"
 
 
 def check_disk_speed(folder: RunFolder) -> str:
