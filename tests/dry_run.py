@@ -44,7 +44,7 @@ from pipeline.plan import DataSize, make_plan
 from pipeline.record.folder import RunFolder
 from pipeline.record.terminal import NullTerminal
 from pipeline.telemetry.timing import make_timer
-from pipeline.train import evaluate, loop, optimizer, session, state, step
+from pipeline.train import build, evaluate, loop, optimizer, state, step
 from pipeline.train.job import Job, Process
 from pipeline.train.records import Records
 from pipeline.train.trainer import Trainer
@@ -182,7 +182,7 @@ def run(case: Case, result: Result, *words: str) -> str:
         watchdog = Watchdog(300, Path(os.devnull), 0, stop)
         process = Process(FakeGroup(world, device), NullTerminal(), make_timer(device), watchdog, stop)
         job = Job(config, plan, source, RunFolder(config.run_dir))
-        job, state = session.build_state(job, process, None, is_resumed=config.model.init is not None)
+        job, state = build.build_state(job, process, None, is_resumed=config.model.init is not None)
         plan = job.plan
         trainer = Trainer(job, process, state, Records())
         data = TrainBatches(source.train, config, plan, rank=0)
