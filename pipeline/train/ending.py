@@ -23,7 +23,7 @@ def end_of(trainer: Trainer, status: str, line: str) -> End:
     return End(state.step, status, line, state.best, state.evaluation, trainer.process.stop.seconds_left)
 
 
-def _recordend_of(trainer: Trainer, end: End) -> None:
+def record_end(trainer: Trainer, end: End) -> None:
     """Record the end, once a checkpoint that is being written is complete."""
     if trainer.records.checkpoints:
         trainer.records.checkpoints.wait()
@@ -36,7 +36,7 @@ def leave(trainer: Trainer, error: RunError) -> None:
     if error.code == errors.CRASH:
         report_to_agent(str(error), is_secondary=not trainer.process.group.is_main)
     end = end_of(trainer, _status(error), str(error))
-    _recordend_of(trainer, end)
+    record_end(trainer, end)
     for listener in trainer.records.listeners:
         listener.closed(end)
 
@@ -45,7 +45,7 @@ def record_hang(trainer: Trainer, error: RunError) -> None:
     """Tell the launcher and the journal that this process exits. A peer may have failed first."""
     report_to_agent(str(error), is_secondary=True)
     kill_stopped_peers(trainer.process.group.local_peer_pids)
-    _recordend_of(trainer, end_of(trainer, _status(error), str(error)))
+    record_end(trainer, end_of(trainer, _status(error), str(error)))
 
 
 def _status(error: RunError) -> str:
@@ -65,7 +65,7 @@ def crash(trainer: Trainer, error: Exception, *, is_secondary: bool = False) -> 
     line = f"rank {group.rank} failed at step {step + 1} ({format_sample_ids(ids)}): {reason}"
     report_to_agent(line, is_secondary=is_secondary)
     kill_stopped_peers(group.local_peer_pids)
-    _recordend_of(trainer, end_of(trainer, "FAILED", "crashed"))  # before anything is printed
+    record_end(trainer, end_of(trainer, "FAILED", "crashed"))  # before anything is printed
     details = str(error) if is_known else "".join(traceback.format_exception(error))
     print(f"{details}\npipeline: {line}", file=sys.stderr, flush=True)
     code = error.code if isinstance(error, RunError) else errors.CRASH
