@@ -1,4 +1,4 @@
-"""The resources of this machine: CPUs, memory, /dev/shm, a compiler, GPUs. Read without torch.
+"""The resources of this machine: CPUs, memory, a compiler, GPUs. Read without torch.
 
 CPUs and memory are those that this process may use, by its affinity mask and its cgroup's limits.
 """

@@ -31,7 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pipeline.config.load import load
 from pipeline.config.recipes import recipe_names
-from pipeline.data import transfer
+from pipeline.data import loader, transfer
 from pipeline.data.loader import TrainBatches, batches
 from pipeline.data.sources import open_source
 from pipeline.data.synthetic import SyntheticImages
@@ -218,6 +218,7 @@ def main(names: list[str]) -> None:
     torch.set_num_threads(1)
     fake_cuda.install()
     ddp.DistributedDataParallel = LocalDDP  # type: ignore[misc, assignment]
+    loader.pinned = iter  # type: ignore[assignment]  # its thread would be outside of the fake device
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=GPUS)
     if names == ["--memory"]:
         return print_memory()

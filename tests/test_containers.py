@@ -351,7 +351,6 @@ def test_a_change_of_the_code_reuses_the_cached_packages(images: None, tmp_path:
         ({"OVERRIDES": "batch.global=97"}, "batch.global=97 does not divide by 2 processes"),
         ({"OVERRIDES": "data.source=folder data.root=/data/imagenet"}, "/data/imagenet is not a folder"),
         ({"DATA": "/no/such/folder"}, "/no/such/folder"),
-        ({"SHM_SIZE": "1mb", "OVERRIDES": "run.dir=/runs/other"}, "/dev/shm has 1.0 MiB"),
     ],
 )
 def test_a_wrong_request_prints_one_clear_line(project: Project, env: dict[str, str], says: str) -> None:

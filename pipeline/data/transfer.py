@@ -32,8 +32,8 @@ def pinned(batches: Iterable[Batch]) -> Iterator[Batch]:
                 return ready.put(item, timeout=0.5)
 
     def copy() -> None:
-        torch.cuda.set_device(device)  # else it makes a context on the first GPU
         try:
+            torch.cuda.set_device(device)  # else it makes a context on the first GPU
             for batch in batches:
                 put(batch._replace(**{name: getattr(batch, name).pin_memory() for name in _MOVED}))
                 if is_closed.is_set():

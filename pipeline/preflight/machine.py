@@ -1,4 +1,4 @@
-"""Checks of this machine: CPUs, memory, /dev/shm, disk, image decoding, loader, all-reduce.
+"""Checks of this machine: CPUs, memory, disk, image decoding, loader, all-reduce.
 
 Each returns a line for the user, or raises a RunError whose message ends with what to do. A check
 takes a second or two, and removes what it writes. Some import torch. None communicates with ranks
@@ -24,7 +24,7 @@ from pipeline.world import World
 
 _MIB, _GIB = 2**20, 2**30
 _PROCESS_BYTES, _WORKER_BYTES = _GIB, _GIB // 4
-"""Memory of a CPU process with torch, and of a loader worker without /dev/shm (measured)."""
+"""Memory of a CPU process with torch, and of a loader worker without its batches (measured)."""
 _WRITE_BYTES = 8 * _MIB
 _SLOW_MIB_S = 5
 _SAMPLES = 8

@@ -40,7 +40,7 @@ ROWS = {
     "E2": Row("bits flipped in images", "`data check` names each by its checksum"),
     "E3": Row("1, 7, 48, 97, 1,000 images; 1 to 4 processes", "each image once; the same integers; too few: exit 2"),
     "E4": Row("a file added, removed, changed between runs", "refused and named"),
-    "E5": Row("a /dev/shm that is too small", "exit 2 naming the size needed"),
+    "E5": Row("a /dev/shm that is too small", "the loader trains; never a bare bus error"),
     "E6": Row("an index of many images, many epochs", "a worker's memory does not grow"),
     "E7": Row("a small PNG that decodes to 1.3 GB", "refused before it is decoded"),
     "F1": Row("killed and resumed with other numbers of processes, exact mode", _SAME),

@@ -154,22 +154,20 @@ def test_a_start_on_a_full_disk_prints_one_line_and_exits_4(small_disk: Path, di
 
 
 @pytest.mark.usefixtures("jpegtran")
-@pytest.mark.parametrize(("command", "filled"), [("train", 2048), ("evaluate", 2032), ("pack", 2048)])
-def test_a_full_dev_shm_is_named_with_its_size(place: Place, command: str, filled: int) -> None:
+@pytest.mark.parametrize("command", ["train", "evaluate", "pack"])
+def test_a_full_dev_shm_stops_no_loader_and_is_named_by_pack(place: Place, command: str) -> None:
     words = {
         "train": ["train", "digits", *PLACE, "data.workers=2", "run.dir=runs/new"],
         "evaluate": ["evaluate", "runs/done", "data.workers=2"],
         "pack": ["data", "pack", "images", "packed", "--workers", "2"],
     }[command]
-    fill = f"head -c {filled}k /dev/zero >/dev/shm/full"
-    script = f'mount -t tmpfs -o size=2m tmpfs /dev/shm; {fill}; exec "$@"'
+    script = 'mount -t tmpfs -o size=2m tmpfs /dev/shm; head -c 2048k /dev/zero >/dev/shm/full; exec "$@"'
     shell = ["unshare", "--mount", "sh", "-c", script, "sh", sys.executable, "-m", "pipeline", *words]
     done = subprocess.run(shell, capture_output=True, text=True, cwd=place.path, env=environment(), check=False)
-    assert done.returncode == 4, done.stderr
     assert "Traceback" not in done.stderr
-    line = done.stderr.splitlines()[-1]
-    assert "cannot start: No space left on device" in line
-    assert "/dev/shm (0.0 of 2.0 MiB free): enlarge it (docker: --shm-size, k8s render: --shm)" in line
+    assert done.returncode == (4 if command == "pack" else 0), done.stderr
+    if command == "pack":
+        assert "cannot start: No space left on device: give them a /dev/shm" in done.stderr.splitlines()[-1]
 
 
 def test_a_long_path_of_temporary_files_is_no_obstacle_and_nothing_stays_there(place: Place) -> None:
