@@ -26,6 +26,7 @@ from rounds import Row, Turn, add_size, interleave, run_script, show
 from torch.utils.data import DataLoader, RandomSampler
 from torchvision import transforms
 
+from pipeline.addons.datasets import write_pack as pack
 from pipeline.cli.arguments import Parser, path
 from pipeline.config.load import load
 from pipeline.config.schema import Config
@@ -36,7 +37,6 @@ from pipeline.data.sources import Source, open_source
 from pipeline.errors import RequestError
 from pipeline.machine import available_cpus
 from pipeline.model.architectures import MEAN, STD
-from pipeline.operate import pack
 from pipeline.plan import Plan, make_plan
 from pipeline.world import World
 

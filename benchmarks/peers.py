@@ -20,7 +20,7 @@ from typing import Any
 from PIL import EpsImagePlugin
 from rounds import Turn, TurnError, workers_cpu_seconds
 
-from pipeline.data.store import Store
+from pipeline.addons.store.bucket import Store
 from pipeline.errors import one_line
 
 EpsImagePlugin.gs_binary = False  # Pillow would start Ghostscript for a file that says it is EPS

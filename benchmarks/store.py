@@ -19,10 +19,10 @@ from data import SIZE, WORKERS, add_flags, link_images, open_loader, time_loader
 from peers import Job, make_turn
 from rounds import Row, interleave, run_script, show
 
+from pipeline.addons.datasets import write_pack as pack
+from pipeline.addons.store.bucket import Store
 from pipeline.cli.arguments import Parser
 from pipeline.data.loader import TrainBatches
-from pipeline.data.store import Store
-from pipeline.operate import pack
 
 _BATCH = 64
 _WARM_UP = 12  # batches: more than all workers read ahead, so that connections are open

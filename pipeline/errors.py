@@ -20,7 +20,7 @@ saved: the next start checks again.
 import contextlib
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -162,3 +162,13 @@ def load_failure(folder: Path, request: str) -> RunError | None:
 def clear_failure(folder: Path) -> None:
     """Remove the saved failure: the request has changed, or `run.resume` says to resume."""
     (folder / FAILURE).unlink(missing_ok=True)
+
+
+def shorten(name: str, width: float, width_of: Callable[[str], float] = len) -> str:
+    """Return a class's name in one line of at most `width`, by default in characters."""
+    name = " ".join(name.split())
+    if width_of(name) <= width:
+        return name
+    while name and width_of(f"{name}…") > width:
+        name = name[:-1]
+    return f"{name}…"

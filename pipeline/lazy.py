@@ -1,4 +1,4 @@
-"""Parts that few runs need: a request names one of them, and it is imported then.
+"""The add-ons: a request names one of them, and it is imported then.
 
 The core imports none of them, so nobody has to read them in order to read the core.
 """
@@ -6,20 +6,51 @@ The core imports none of them, so nobody has to read them in order to read the c
 import importlib
 from typing import Any
 
+COMMANDS = (
+    "pipeline.cli.run",
+    "pipeline.addons.models.commands",
+    "pipeline.addons.report.commands",
+    "pipeline.addons.mlflow.commands",
+    "pipeline.addons.datasets.commands",
+    "pipeline.addons.ops.commands",
+    "pipeline.addons.deploy.commands",
+)
+"""The modules that add commands, in the order of the help."""
+
 PARTS = {
-    "dataparallel": "pipeline.parallel.dataparallel:DataParallelStrategy",
+    # strategies, by `parallel`; exact.py is of the core
+    "dataparallel": "pipeline.addons.shard.dataparallel:DataParallelStrategy",
     "exact": "pipeline.parallel.exact:ExactStrategy",
-    "fsdp": "pipeline.parallel.fsdp:FSDPStrategy",
-    "stages": "pipeline.parallel.stages:StagesStrategy",
-    "digits": "pipeline.data.synthetic:make_digits",
-    "synthetic": "pipeline.data.synthetic:synthetic_source",
-    "pack": "pipeline.data.pack:open_index",
-    "images of a pack": "pipeline.data.pack:open_images",
-    "pack in a bucket": "pipeline.data.remote:open_index",
-    "images in a bucket": "pipeline.data.remote:open_images",
-    "function": "pipeline.model.functions:own_builder",
-    "timm": "pipeline.model.functions:timm_builder",
-    "zoo": "pipeline.model.zoo:MODELS",
+    "fsdp": "pipeline.addons.shard.fsdp:FSDPStrategy",
+    "gathered bytes": "pipeline.addons.shard.fsdp:gathered_bytes",
+    "stages": "pipeline.addons.shard.stages:StagesStrategy",
+    # data, by `data.source`
+    "digits": "pipeline.addons.datasets.synthetic:make_digits",
+    "synthetic": "pipeline.addons.datasets.synthetic:synthetic_source",
+    "pack": "pipeline.addons.datasets.pack:open_index",
+    "images of a pack": "pipeline.addons.datasets.pack:open_images",
+    "pack in a bucket": "pipeline.addons.store.remote:open_index",
+    "images in a bucket": "pipeline.addons.store.remote:open_images",
+    "mirror": "pipeline.addons.store.listener:open_mirror",
+    "mirror listener": "pipeline.addons.store.listener:ToMirror",
+    # models
+    "function": "pipeline.addons.models.functions:own_builder",
+    "timm": "pipeline.addons.models.functions:timm_builder",
+    "zoo": "pipeline.addons.models.zoo:MODELS",
+    "check target": "pipeline.addons.models.inputs:check_target",
+    "evaluation images": "pipeline.addons.models.validation:open_validation",
+    "fit passes": "pipeline.addons.models.memory:fit_model",
+    "freeze": "pipeline.addons.models.pretrained:freeze",
+    "load first weights": "pipeline.addons.models.pretrained:load_pretrained",
+    # operation
+    "check model": "pipeline.addons.ops.model:check_model_builds",
+    "check tracker's database": "pipeline.addons.mlflow.tracker:check_database_is_writable",
+    "loader row": "pipeline.addons.ops.machine:loader_row",
+    "local rendezvous": "pipeline.addons.deploy.local_rendezvous:LocalRendezvous",
+    "mfu meter": "pipeline.addons.ops.mfu:make_mfu_meter",
+    "profiler": "pipeline.addons.ops.profiler:ToProfile",
+    "report": "pipeline.addons.report.samples:ToReport",
+    "straggler watch": "pipeline.addons.ops.stragglers:StragglerWatch",
 }
 """By the name with which the core asks for it, each part as module:attribute."""
 

@@ -93,7 +93,7 @@ def outage(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make the digits as an image folder, once for all tests."""
-    from pipeline.data.synthetic import make_digits
+    from pipeline.addons.datasets.synthetic import make_digits
 
     root = tmp_path_factory.mktemp("data") / "digits"
     make_digits(root)

@@ -29,12 +29,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from pipeline.addons.datasets.synthetic import SyntheticImages
 from pipeline.config.load import load
 from pipeline.config.recipes import recipe_names
 from pipeline.data import loader, transfer
 from pipeline.data.loader import TrainBatches, batches
 from pipeline.data.sources import open_source
-from pipeline.data.synthetic import SyntheticImages
 from pipeline.group import Group
 from pipeline.guards.signals import StopRequest
 from pipeline.guards.watchdog import Watchdog

@@ -25,7 +25,7 @@ if __name__ == "__main__":
 import torch
 from harness import SMALL, Job, by_hand, spawned, two_nodes
 
-from pipeline.data.synthetic import make_digits
+from pipeline.addons.datasets.synthetic import make_digits
 from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import find, read_verified
 

@@ -245,8 +245,8 @@ def _fork_ranks() -> None:
 def _serve() -> None:
     import torch.distributed.run  # noqa: F401 (import torch and ours once, before the forks)
 
+    import pipeline.addons.ops.doctor
     import pipeline.operate.launch
-    import pipeline.preflight.doctor
     import pipeline.train.session  # noqa: F401
 
     _fork_ranks()

@@ -19,6 +19,7 @@ from torch.nn import functional
 from torchvision.models.convnext import CNBlockConfig
 from torchvision.models.vision_transformer import EncoderBlock
 
+from pipeline.addons.models import zoo
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.data.augment import SampleKey, augment, draw_crop, resize_image
@@ -28,7 +29,6 @@ from pipeline.data.mix import draw_mix
 from pipeline.data.order import Order
 from pipeline.group import Group
 from pipeline.guards.nonfinite import LossGuard
-from pipeline.model import zoo
 from pipeline.parallel import choose_strategy
 from pipeline.plan import DataSize, Plan, make_plan
 from pipeline.randomness import generator, seed_network

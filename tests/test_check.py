@@ -12,9 +12,9 @@ import pytest
 from harness import quick
 from PIL import Image
 
+from pipeline.addons.datasets.check import Findings
+from pipeline.addons.datasets.write_pack import pack
 from pipeline.data.index import Index, Split
-from pipeline.operate.check import Findings
-from pipeline.operate.pack import pack
 
 PACK_0_2 = Path(__file__).parent / "pack-0.2"
 

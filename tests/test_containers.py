@@ -260,7 +260,7 @@ def test_the_image_has_the_prerequisites_of_torch_compile(project: Project) -> N
 
 
 def test_the_image_has_jpegtran(project: Project) -> None:
-    code = "from pipeline.data.jpeg_restarts import check_jpegtran; check_jpegtran(); print('usable')"
+    code = "from pipeline.addons.datasets.jpeg_restarts import check_jpegtran; check_jpegtran(); print('usable')"
     found = project.compose("run", "--rm", "--no-deps", "--entrypoint", "python", "trainer", "-c", code)
     assert "usable" in found
 

@@ -15,11 +15,11 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
+from pipeline.addons.datasets.write_pack import pack
 from pipeline.config.load import load
 from pipeline.data.access import UnreadableError
 from pipeline.data.images import _16_BIT_MODES, _FORMATS, MAX_PIXELS, BadImageError, decode
 from pipeline.data.sources import open_source
-from pipeline.operate.pack import pack
 
 Pixels = NDArray[np.uint8] | None
 """[H, W, 3], or None for a file that cannot be decoded."""

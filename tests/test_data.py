@@ -27,6 +27,7 @@ from place import SMALL, Place
 from streams import joined, prepare, stream
 from test_pack import encoded, photo
 
+from pipeline.addons.datasets.write_pack import pack as make_pack
 from pipeline.config.load import load
 from pipeline.data import checksums, images, manifest
 from pipeline.data.access import OutageError, UnreadableError, printable_name
@@ -39,7 +40,6 @@ from pipeline.data.loader import EvalBatches, TrainBatches, batches
 from pipeline.data.manifest import open_index, scan, scan_validation
 from pipeline.data.sources import open_source, source_from_index
 from pipeline.errors import RequestError
-from pipeline.operate.pack import pack as make_pack
 from pipeline.plan import DataSize
 
 PIXELS = np.stack(np.broadcast_arrays(*np.ogrid[0:240:6, 0:240:5], np.uint16(90)), -1).astype(np.uint8)  # [40, 48, 3]

@@ -26,15 +26,15 @@ from place import SMALL, Place
 from server import Server, train
 from test_proxy import CERT, make_certificate
 
+from pipeline.addons.mlflow.connection import check_not_moved
+from pipeline.addons.mlflow.registry import fetch_model
+from pipeline.addons.mlflow.run import find_run
+from pipeline.addons.mlflow.tracker import check_server_answers
 from pipeline.config.credentials import without_password
 from pipeline.config.load import load
 from pipeline.errors import RequestError, TemporaryError
-from pipeline.preflight.tracker import check_server_answers
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import is_row_start
-from pipeline.record.mlflow.connection import check_not_moved
-from pipeline.record.mlflow.registry import fetch_model
-from pipeline.record.mlflow.run import find_run
 from pipeline.record.sender import TRAINING_DONE
 
 UPLOADS = "^PUT /api/2.0/mlflow-artifacts/"

@@ -16,6 +16,8 @@ import torchvision
 from harness import environment, free_port
 
 from pipeline import device, machine
+from pipeline.addons.ops.doctor import examine
+from pipeline.addons.ops.model import check_gradients_are_deterministic, check_model_builds
 from pipeline.config.load import load
 from pipeline.config.schema import Model
 from pipeline.device import choose_device
@@ -26,8 +28,6 @@ from pipeline.model.architectures import meta_model
 from pipeline.operate import launch
 from pipeline.plan import DataSize, make_plan
 from pipeline.preflight import request
-from pipeline.preflight.doctor import examine
-from pipeline.preflight.model import check_gradients_are_deterministic
 from pipeline.world import World
 
 DETERMINISTIC, EXACT = "run.deterministic=true", "run.exact=true"
@@ -132,7 +132,7 @@ def refuse_gradients(arch: str, *words: str, has_gpu: bool = True, size: int = 6
     config = load("digits", [f"model.arch={arch}", f"augment.size={size}", "batch.global=8", *words])
     here = World(has_gpu=has_gpu)
     try:
-        request.check_model_builds(config, make_plan(config, here, DataSize(96, 96, 10)), here, is_resumed=True)
+        check_model_builds(config, make_plan(config, here, DataSize(96, 96, 10)), here, is_resumed=True)
     except RequestError as error:
         return str(error)
     return None

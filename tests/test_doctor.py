@@ -21,18 +21,20 @@ from object_store import Bucket, FaultProxy
 from torch import nn
 
 from pipeline import errors, machine
+from pipeline.addons.datasets.write_pack import pack
+from pipeline.addons.deploy import node
+from pipeline.addons.mlflow import tracker
+from pipeline.addons.ops import doctor, sanity
+from pipeline.addons.ops import machine as checks
+from pipeline.addons.store import check as store
+from pipeline.addons.store.bucket import Store
 from pipeline.config.load import load
 from pipeline.data import images
 from pipeline.data.sources import open_source
-from pipeline.data.store import Store
-from pipeline.deploy import node
 from pipeline.device import choose_device
 from pipeline.errors import NotFiniteError
 from pipeline.model.architectures import build
-from pipeline.operate.pack import pack
 from pipeline.plan import make_plan, request_digest
-from pipeline.preflight import machine as checks
-from pipeline.preflight import request, sanity, store, tracker
 from pipeline.record.folder import RunFolder
 from pipeline.world import World
 
@@ -119,9 +121,9 @@ def test_a_node_runs_only_the_checks_of_a_node(tmp_path: Path, digits: Path, nod
 def test_a_host_name_that_does_not_resolve_is_a_temporary_error(
     tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request, "_NAMES_TIMEOUT_S", 1)
+    monkeypatch.setattr(doctor, "_NAMES_TIMEOUT_S", 1)
     with pytest.raises(errors.TemporaryError, match=r"no-such-node\.invalid does not resolve"):
-        request.check_names_resolve("no-such-node.invalid:29500")
+        doctor.check_names_resolve("no-such-node.invalid:29500")
 
 
 @pytest.mark.parametrize("status", [403, pytest.param(500, marks=pytest.mark.full)])

@@ -23,17 +23,17 @@ from streams import make_trainer, prepare
 from torch import Tensor, nn
 from torchvision.models import get_model
 
+from pipeline.addons.datasets.write_pack import pack
+from pipeline.addons.store.bucket import Store
 from pipeline.cli.main import main
 from pipeline.config.load import load
 from pipeline.data.batch import NO_LABEL
 from pipeline.data.holdout import HoldOut
 from pipeline.data.loader import EvalBatches
 from pipeline.data.manifest import scan
-from pipeline.data.store import Store
 from pipeline.group import Group
 from pipeline.model.architectures import Normalise
 from pipeline.model.weights import weights_digest
-from pipeline.operate.pack import pack
 from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import read_verified
 from pipeline.record.predictions import NO_PREDICTION, Predictions

@@ -11,9 +11,9 @@ import pytest
 from matplotlib.text import Text
 from PIL import Image
 
+from pipeline.addons.report import figures
+from pipeline.addons.report.figures import EVALUATION_FIGURES, Tile, draw_contact_sheet
 from pipeline.cli.main import main
-from pipeline.record import figures
-from pipeline.record.figures import EVALUATION_FIGURES, Tile, draw_contact_sheet
 from pipeline.record.folder import RunFolder
 from pipeline.record.predictions import Predictions, SavedEvaluation, load_evaluation, save_augmented, save_evaluation
 

@@ -12,14 +12,14 @@ from scipy.io import savemat
 from test_pack import encoded, file_digests, photo
 from torchvision.datasets import Imagenette
 
+from pipeline.addons.datasets import cifar10, imagenet
+from pipeline.addons.datasets.make import get, import_imagenet
+from pipeline.addons.datasets.write_pack import pack
 from pipeline.cli.main import main
-from pipeline.data import cifar10, imagenet
 from pipeline.data.holdout import HoldOut
 from pipeline.data.images import decode
 from pipeline.data.manifest import scan
 from pipeline.errors import RequestError, StorageError
-from pipeline.operate.data import get, import_imagenet
-from pipeline.operate.pack import pack
 
 CLASSES = {"n01440764": 3, "n02102040": 5, "n02979186": 4}
 TRUTH = ["n02979186", "n01440764", "n02102040", "n01440764"]
@@ -206,7 +206,7 @@ def test_cifar10_is_fetched_as_an_image_folder(tmp_path: Path, monkeypatch: pyte
     archive, out = tmp_path / ".cifar10.download/cifar-10-binary.tar.gz", tmp_path / "cifar10"
     archive.parent.mkdir()
     make_cifar10(archive, bytes(range(10)))
-    monkeypatch.setattr("pipeline.operate.data._CIFAR10_MD5", hashlib.md5(archive.read_bytes()).hexdigest())
+    monkeypatch.setattr("pipeline.addons.datasets.make._CIFAR10_MD5", hashlib.md5(archive.read_bytes()).hexdigest())
     assert get("cifar10", str(out)) == f"fetched {out}: 50 images to train, 10 held out, 10 classes"
     assert not archive.parent.exists()
 

@@ -320,13 +320,13 @@ time.sleep(60)
 """
 SENDING = """\
 from pipeline.config.load import load
-from pipeline.record.mlflow.delivery import Delivery
+from pipeline.addons.mlflow.delivery import Delivery
 Delivery(folder, load("digits", []), "http://127.0.0.1:9", 1).send_rows()
 """
 REPORT = """\
 import sys
 from pathlib import Path
-from pipeline.operate.report import report
+from pipeline.addons.report.write import report
 from pipeline.record import figures
 
 run = Path(sys.argv[1])

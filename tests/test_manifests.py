@@ -20,10 +20,10 @@ from harness import pipeline
 from manifests import Document, containers, one, pod_of, problems, problems_alone, request_of, settings
 
 import pipeline as package
-from pipeline.cli.machine import EXAMPLES
+from pipeline.addons.deploy import node
+from pipeline.addons.deploy.commands import EXAMPLES
+from pipeline.addons.deploy.k8s import RenderOptions, render, render_example, render_sync
 from pipeline.config.load import load
-from pipeline.deploy import node
-from pipeline.deploy.k8s import RenderOptions, render, render_example, render_sync
 
 IMAGE = f"registry.example/train@sha256:{64 * '0'}"
 K8S = Path(package.__file__).parents[1] / "k8s"

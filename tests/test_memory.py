@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pipeline.addons.models.memory import fit_passes, make_try_pass
 from pipeline.config.load import load
 from pipeline.data.order import Order
 from pipeline.errors import RequestError
 from pipeline.group import Group
-from pipeline.guards.memory import fit_passes, make_try_pass
 from pipeline.plan import DataSize, Plan, make_plan
 from pipeline.world import World
 

@@ -18,11 +18,11 @@ from harness import SHARING, SMALL, Job, Result, kill, quick, read_rows
 from mlflow import MlflowClient
 from object_store import Bucket, FaultProxy
 
-from pipeline.data.store import Store, StoredObject
+from pipeline.addons.store.bucket import Store, StoredObject
+from pipeline.addons.store.lease import LEASE_S, Lease
+from pipeline.addons.store.mirror import Mirror
 from pipeline.record.checkpoint_files import step_of
 from pipeline.record.folder import RunFolder
-from pipeline.record.lease import LEASE_S, Lease
-from pipeline.record.mirror import Mirror
 
 LEASE = 3
 """Seconds of a lease in these tests; the real ones would take a minute each."""
@@ -431,7 +431,7 @@ def test_of_two_processes_one_gets_the_lease(bucket: Bucket) -> None:
 def test_a_foreign_lease_is_taken_over_once_it_is_old(
     contents: bytes, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("pipeline.record.lease.LEASE_S", 1)
+    monkeypatch.setattr("pipeline.addons.store.lease.LEASE_S", 1)
     bucket.write("lease.json", contents)
     lease = Lease(Store(bucket.place), "owner")
     lease.take()
@@ -442,7 +442,7 @@ def test_a_foreign_lease_is_taken_over_once_it_is_old(
 def test_a_lease_is_taken_over_also_if_the_store_does_not_say_the_time(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.record.lease.LEASE_S", 2)
+    monkeypatch.setattr("pipeline.addons.store.lease.LEASE_S", 2)
     monkeypatch.setattr(StoredObject, "age_s", 0.0)
     bucket.write("lease.json", b"{}")
     lease = Lease(Store(bucket.place), "owner")

@@ -17,19 +17,18 @@ from torch import nn
 from torchvision import models
 from torchvision.models.regnet import BlockParams
 
+from pipeline.addons.models.pretrained import freeze
+from pipeline.addons.ops.model import check_model_builds, check_shapes
 from pipeline.config.load import load
 from pipeline.config.schema import Model
 from pipeline.errors import RequestError
 from pipeline.model.architectures import build, parameter_groups
 from pipeline.model.weights import load_weights
 from pipeline.plan import DataSize, make_plan
-from pipeline.preflight.model import check_shapes
-from pipeline.preflight.request import check_model_builds
 from pipeline.record.checkpoint import copy_to_host, decode
 from pipeline.record.checkpoint_files import read_verified
 from pipeline.record.provenance import provenance
 from pipeline.train.optimizer import check_optimizer_exists
-from pipeline.train.pretrained import freeze
 from pipeline.world import World
 
 FAMILIES = {

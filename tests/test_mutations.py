@@ -10,15 +10,16 @@ import pytest
 from PIL import Image
 from test_pack import LEVELS, copy_folder, encoded, photo
 
+from pipeline.addons.datasets import jpeg_restarts
+from pipeline.addons.datasets.pack import Level
+from pipeline.addons.datasets.write_pack import encode
+from pipeline.addons.datasets.write_pack import pack as make
 from pipeline.config.load import load
-from pipeline.data import jpeg, jpeg_restarts
+from pipeline.data import jpeg
 from pipeline.data.access import UnreadableError
 from pipeline.data.images import BadImageError, Picture
-from pipeline.data.pack import Level
 from pipeline.data.sources import open_source
 from pipeline.errors import RequestError
-from pipeline.operate.pack import encode
-from pipeline.operate.pack import pack as make
 
 MUTATIONS = 300
 MAX_SECONDS = 30

@@ -22,11 +22,11 @@ from object_store import ERRORS, Bucket, FaultProxy, S3Server, hostile_store
 from pycurl import HTTP_CODE, Curl
 from test_security import foreign_server
 
-from pipeline.data import store as store_module
+from pipeline.addons.datasets.pack_target import open_target
+from pipeline.addons.store import bucket as store_module
+from pipeline.addons.store.bucket import ConflictError, MissingError, Store
 from pipeline.data.access import OutageError
-from pipeline.data.store import ConflictError, MissingError, Store
 from pipeline.errors import RequestError, RunError
-from pipeline.operate.pack_target import open_target
 
 BYTES = random.Random(0).randbytes
 LARGE = 33 << 20  # more than one part
@@ -411,7 +411,7 @@ def test_an_upload_that_is_killed_leaves_no_object(bucket: Bucket, fault_proxy: 
     path.write_bytes(bytes(LARGE))
     fault_proxy.latency_ms = 300
     program = (
-        "import sys; from pathlib import Path; from pipeline.data.store import Store;"
+        "import sys; from pathlib import Path; from pipeline.addons.store.bucket import Store;"
         " Store(sys.argv[1]).upload(Path(sys.argv[2]), 'large')"
     )
     command = [sys.executable, "-c", program, bucket.place, str(path)]

@@ -24,9 +24,14 @@ from harness import SMALL, environment, kill, quick
 from PIL import Image
 from streams import stream
 
+from pipeline.addons.datasets import jpeg_restarts, pack
+from pipeline.addons.datasets import write_pack as packing
+from pipeline.addons.datasets.check import check
+from pipeline.addons.datasets.write_pack import encode
+from pipeline.addons.datasets.write_pack import pack as make
 from pipeline.cli.main import main
 from pipeline.config.load import load
-from pipeline.data import jpeg, jpeg_restarts, pack
+from pipeline.data import jpeg
 from pipeline.data.access import UnreadableError
 from pipeline.data.holdout import HoldOut
 from pipeline.data.images import BadImageError, Picture, decode
@@ -34,10 +39,6 @@ from pipeline.data.manifest import scan
 from pipeline.data.sources import open_source
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import temporary_sibling
-from pipeline.operate import pack as packing
-from pipeline.operate.check import check
-from pipeline.operate.pack import encode
-from pipeline.operate.pack import pack as make
 from pipeline.record import terminal
 
 LEVELS = ("lossless", "max-side=100,q=90", "raw=64")

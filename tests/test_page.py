@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from browser import NO_BROWSER, Browser, find_program
 
+from pipeline.addons.report.page import render_page
 from pipeline.cli.main import main
 from pipeline.config.load import load
 from pipeline.plan import DataSize, make_plan
 from pipeline.record.folder import RunFolder
-from pipeline.record.page import render_page
 from pipeline.record.predictions import Predictions, SavedEvaluation, save_augmented, save_evaluation
 from pipeline.world import World
 

@@ -22,6 +22,9 @@ from torchvision import models
 from torchvision.models.convnext import CNBlockConfig
 from torchvision.models.regnet import BlockParams
 
+from pipeline.addons.shard.dataparallel import AutocastModel
+from pipeline.addons.shard.fsdp import FSDPStrategy, blocks, gathered_bytes, units
+from pipeline.addons.shard.partition import StageModule, remove_layers, split_into_stages
 from pipeline.config.load import load
 from pipeline.config.schema import Model
 from pipeline.data.loader import TrainBatches
@@ -29,9 +32,6 @@ from pipeline.errors import NotFiniteError, RequestError
 from pipeline.group import Group, ProcessGroup
 from pipeline.guards.nonfinite import DeviceLossGuard
 from pipeline.model.architectures import build, meta_model
-from pipeline.model.partition import StageModule, remove_layers, split_into_stages
-from pipeline.parallel.dataparallel import AutocastModel
-from pipeline.parallel.fsdp import FSDPStrategy, blocks, gathered_bytes, units
 from pipeline.parallel.strategy import autocast
 from pipeline.plan import DataSize, Plan, make_plan
 from pipeline.plan_table import memory_row

@@ -10,13 +10,13 @@ from harness import SMALL, Job, assert_resumes, quick
 from torch import nn
 from torchvision import models
 
+from pipeline.addons.models.pretrained import freeze
 from pipeline.config.load import load
 from pipeline.config.schema import Model
 from pipeline.errors import RequestError
 from pipeline.model.architectures import build
 from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import read_verified
-from pipeline.train.pretrained import freeze
 
 
 @pytest.mark.full

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.addons.ops.profiler import Profiler
 from pipeline.config.load import load
 from pipeline.errors import RequestError
-from pipeline.telemetry.profiler import Profiler
 
 
 @pytest.mark.parametrize("start", [0, 1])

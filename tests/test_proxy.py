@@ -11,9 +11,9 @@ import pytest
 from harness import SMALL, Job, free_port, quick
 from server import Server
 
+from pipeline.addons.mlflow.tracker import check_server_answers
 from pipeline.config.load import load
 from pipeline.errors import TemporaryError
-from pipeline.preflight.tracker import check_server_answers
 from pipeline.record.folder import RunFolder
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from harness import SMALL, Job, Result, free_port
 
+from pipeline.addons.ops.stragglers import StragglerWatch
 from pipeline.config.load import load
 from pipeline.data.sources import open_source
 from pipeline.group import Group, ProcessGroup, is_peer_failure
 from pipeline.guards.signals import StopRequest
-from pipeline.guards.stragglers import StragglerWatch
 from pipeline.guards.watchdog import COMPILATION_S, Watchdog
 from pipeline.parallel.strategy import Strategy
 from pipeline.plan import DataSize, make_plan

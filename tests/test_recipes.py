@@ -9,8 +9,8 @@ import torch
 import yaml
 from torch.nn import functional
 
+from pipeline.addons.models import zoo
 from pipeline.config.load import RECIPES, from_yaml, load
-from pipeline.model import zoo
 from pipeline.plan import DataSize, make_plan
 from pipeline.world import World
 

@@ -21,8 +21,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from harness import environment, pipeline
 
-from pipeline.deploy import recovery
-from pipeline.deploy.recovery import ApiServer, Log, connect, end_overdue_pods
+from pipeline.addons.deploy import recovery
+from pipeline.addons.deploy.recovery import ApiServer, Log, connect, end_overdue_pods
 from pipeline.errors import RequestError
 
 PODS = "/api/v1/namespaces/vision/pods"
@@ -291,7 +291,7 @@ def test_the_same_line_is_printed_once_a_minute(
 
 def test_sigterm_ends_it_at_once_with_0(api: Api) -> None:
     api.add("trainer-1-x7k2p", ended_s_ago=60)
-    code = f"import pathlib, pipeline.deploy.recovery as r; r.recover(pathlib.Path({str(api.account)!r}))"
+    code = f"import pathlib, pipeline.addons.deploy.recovery as r; r.recover(pathlib.Path({str(api.account)!r}))"
     process = subprocess.Popen(
         [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, env=environment(**os.environ)
     )

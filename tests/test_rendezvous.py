@@ -28,7 +28,7 @@ from harness import (
     torchrun,
 )  # fmt: skip
 
-from pipeline.deploy.membership import LOST_S, STOPPING_S, Membership, Node
+from pipeline.addons.deploy.membership import LOST_S, STOPPING_S, Membership, Node
 from pipeline.record.checkpoint_files import step_of
 
 LEADER = 1

@@ -11,10 +11,10 @@ import pytest
 from harness import SMALL, Job, Result, environment, free_port, pipeline, quick
 from place import Place
 
+from pipeline.addons.ops.model import check_shapes
 from pipeline.cli.main import main
 from pipeline.config.schema import Model
 from pipeline.errors import RequestError
-from pipeline.preflight.model import check_shapes
 
 
 @pytest.fixture(scope="session")
@@ -182,7 +182,7 @@ def test_storage_out_of_reach_is_temporary_for_every_command(
     def fail(*_: object) -> None:
         raise OSError(number, os.strerror(number), "journal.jsonl")
 
-    monkeypatch.setattr("pipeline.deploy.k8s.render", fail)
+    monkeypatch.setattr("pipeline.addons.deploy.k8s.render", fail)
     assert main(["k8s", "render"]) == code
     (line,) = capsys.readouterr().err.splitlines()
     assert ("give the same command again once its storage is back" in line) == (code == 75)

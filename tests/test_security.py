@@ -34,24 +34,24 @@ from test_predict import CLASSES, run_dir  # noqa: F401 — a fixture
 from torch import nn
 from torchvision.datasets.folder import default_loader
 
+from pipeline.addons.deploy.k8s import RenderOptions, render
+from pipeline.addons.mlflow.connection import check_artifact_host
+from pipeline.addons.mlflow.exported_program import read_weights
+from pipeline.addons.mlflow.model import export_model
+from pipeline.addons.mlflow.tracker import check_server_answers
+from pipeline.addons.models import pretrained
 from pipeline.cli.main import main
 from pipeline.config.load import from_yaml, load
 from pipeline.config.schema import Model
 from pipeline.data import manifest
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import Index
-from pipeline.deploy.k8s import RenderOptions, render
 from pipeline.errors import RequestError, StorageError, TemporaryError
 from pipeline.model.architectures import meta_model, pretrained_weights
 from pipeline.model.weights import weights_digest
-from pipeline.preflight.tracker import check_server_answers
 from pipeline.record import checkpoint, checkpoint_files
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
-from pipeline.record.mlflow.connection import check_artifact_host
-from pipeline.record.mlflow.exported_program import read_weights
-from pipeline.record.mlflow.model import export_model
-from pipeline.train import pretrained
 
 ROOT = Path(__file__).parents[1]
 ARCH = "shufflenet_v2_x0_5"

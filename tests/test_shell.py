@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from harness import SMALL, Job, environment, read_rows
 
+from pipeline.addons.ops import doctor
 from pipeline.cli.arguments import Parser
 from pipeline.cli.main import main, make_parser
 from pipeline.config import recipes
 from pipeline.config.help import all_keys
-from pipeline.preflight import doctor
 from pipeline.record.receipt import best_checkpoint, rank
 
 ROOT = Path(__file__).parent.parent

@@ -22,14 +22,15 @@ from streams import prepare, stream
 from test_pack import encoded, photo
 from test_security import foreign_server
 
-from pipeline.data import pack, ranges
+from pipeline.addons.datasets import pack
+from pipeline.addons.datasets.write_pack import pack as make
+from pipeline.addons.store import ranges
+from pipeline.addons.store.ranges import Range, RangeReader, RangesIgnoredError
+from pipeline.addons.store.remote import StoreImages
 from pipeline.data.access import READ_FAILURES, OutageError, UnreadableError
 from pipeline.data.loader import RetryingReader
-from pipeline.data.ranges import Range, RangeReader, RangesIgnoredError
-from pipeline.data.remote import StoreImages
 from pipeline.data.sources import Images, open_source
 from pipeline.errors import RequestError
-from pipeline.operate.pack import pack as make
 
 KINDS = {
     "403": "denied", "500": "server_error", "503": "slow_down", "truncate": "truncated", "corrupt": "wrong_bytes",
@@ -578,7 +579,7 @@ def test_other_data_imports_none_of_it(digits: Path) -> None:
         "import sys, pipeline.train.session; from pipeline.config.load import load\n"
         "from pipeline.data.sources import open_source\n"
         f"open_source(load('digits', ['data.root={digits}'])).train.read(0)\n"
-        "names = ('boto3', 'botocore', 'pycurl', 'pipeline.data.ranges', 'pipeline.data.remote')\n"
+        "names = ('boto3', 'botocore', 'pycurl', 'pipeline.addons.store.ranges', 'pipeline.addons.store.remote')\n"
         "print([name for name in names if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -17,11 +17,11 @@ from test_check import good, make_odd  # noqa: F401 — a fixture
 from test_import import archives  # noqa: F401 — a fixture
 from test_pack import copy_folder, encoded, photo
 
-from pipeline.data.store import Store
+from pipeline.addons.datasets.check import check
+from pipeline.addons.datasets.make import import_imagenet
+from pipeline.addons.datasets.write_pack import pack
+from pipeline.addons.store.bucket import Store
 from pipeline.errors import RequestError
-from pipeline.operate.check import check
-from pipeline.operate.data import import_imagenet
-from pipeline.operate.pack import pack
 
 pytestmark = pytest.mark.usefixtures("jpegtran")
 

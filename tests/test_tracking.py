@@ -47,6 +47,7 @@ from torch.nn.functional import softmax
 from torchvision.models import get_model
 from torchvision.transforms.functional import normalize, resize
 
+from pipeline.addons.models import pretrained
 from pipeline.config.load import RECIPES, load
 from pipeline.config.schema import Model
 from pipeline.data.images import decode
@@ -58,7 +59,6 @@ from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal, read
 from pipeline.record.predictions import Predictions, SavedEvaluation, save_evaluation
 from pipeline.record.trace import Trace
-from pipeline.train import pretrained
 from pipeline.world import World
 
 # no server, a server that replies with errors, a server that never replies; the others with --full

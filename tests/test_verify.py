@@ -11,14 +11,14 @@ import torch
 from harness import SMALL, Job, Result, kill, quick
 
 from pipeline import machine
+from pipeline.addons.ops import verify as commands
+from pipeline.addons.ops.against import against
+from pipeline.addons.ops.compare import Run, compare
 from pipeline.cli import arguments
 from pipeline.config.schema import Config
 from pipeline.config.trust import trust
 from pipeline.errors import RequestError, printable_line
 from pipeline.model.weights import digest_and_checksums
-from pipeline.operate import verify as commands
-from pipeline.operate.against import against
-from pipeline.operate.compare import Run, compare
 from pipeline.record.folder import RunFolder
 from pipeline.record.receipt import Receipt, read_receipt
 

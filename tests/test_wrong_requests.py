@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from harness import DONE, Job, pipeline, save_checkpoint
 
+from pipeline.addons.datasets.synthetic import make_synthetic
 from pipeline.cli.main import main, parse
 from pipeline.config.help import all_keys
 from pipeline.config.load import load
 from pipeline.data.sources import open_source
-from pipeline.data.synthetic import make_synthetic
 from pipeline.model.architectures import build
 from pipeline.record.journal import Journal
 from pipeline.train import session

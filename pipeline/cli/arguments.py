@@ -177,3 +177,20 @@ def matching(pattern: str, expected: str) -> Callable[[str], str]:
         return text
 
     return check
+
+
+TARGET_HELP = "a run's folder (its last checkpoint) or a checkpoint file"
+
+
+def add_best(parser: Parser) -> None:
+    help = "use the run's best checkpoint (highest top-1 in validation) instead of the last"
+    parser.add_argument("--best", action="store_true", help=help)
+
+
+def target_of(options: argparse.Namespace) -> str:
+    """Return the path or URI of the model to use: with --best, the run's best checkpoint."""
+    if not options.best:
+        return str(options.target)
+    from pipeline.record.receipt import best_checkpoint
+
+    return str(best_checkpoint(options.target))

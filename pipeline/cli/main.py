@@ -5,19 +5,20 @@ A command's result goes to standard output, its log and the one line of an error
 
 import argparse
 import contextlib
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from pipeline import __version__, errors, streams, supervision, world
-from pipeline.cli import data, machine, run
 from pipeline.cli.arguments import Parser, refuse_replaced_command
 from pipeline.config.credentials import without_password
 from pipeline.config.trust import trust
 from pipeline.data.access import storage_outage
 from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
 from pipeline.guards import signals
+from pipeline.lazy import COMMANDS
 
 _DESCRIPTION = """\
 Train image classifiers with PyTorch DDP. Kill a run, restart it, resize it:
@@ -125,8 +126,8 @@ def make_parser() -> Parser:
     parser = Parser(prog="pipeline", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"pipeline {__version__}")
     commands = parser.add_commands("COMMAND")
-    for module in (run, data, machine):
-        module.add_commands(commands)
+    for module in COMMANDS:
+        importlib.import_module(module).add_commands(commands)
     return parser
 
 

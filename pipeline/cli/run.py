@@ -1,18 +1,16 @@
-"""The commands train, recipes, plan, evaluate, predict, verify, report, export, sync."""
+"""The commands train, recipes, plan, evaluate."""
 
 import argparse
 import faulthandler
 import json
 import os
 import signal
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline import machine, streams, supervision, world
 from pipeline.cli import arguments
 from pipeline.cli.arguments import (
     Commands,
-    Parser,
     add_command,
     add_gpu_speed,
     add_overrides,
@@ -21,38 +19,18 @@ from pipeline.cli.arguments import (
     count_or_range,
     path_or_uri,
     positive_int,
-    step_range,
 )
 from pipeline.errors import RequestError
-from pipeline.guards.signals import StopRequest, handle
+from pipeline.guards.signals import StopRequest
+from pipeline.lazy import part
 
 if TYPE_CHECKING:
-    from pipeline.config.schema import Config
-    from pipeline.plan import Plan
-
-_TARGET_HELP = "a run's folder (its last checkpoint) or a checkpoint file"
+    pass
 
 
 def add_commands(commands: Commands) -> None:
-    for add in (
-        _add_train, _add_recipes, _add_plan, _add_evaluate, _add_predict, _add_verify, _add_report,
-        _add_export, _add_sync,
-    ):  # fmt: skip
+    for add in (_add_train, _add_recipes, _add_plan, _add_evaluate):
         add(commands)
-
-
-def _add_best(parser: Parser) -> None:
-    help = "use the run's best checkpoint (highest top-1 in validation) instead of the last"
-    parser.add_argument("--best", action="store_true", help=help)
-
-
-def _target(options: argparse.Namespace) -> str:
-    """Return the path or URI of the model to use: with --best, the run's best checkpoint."""
-    if not options.best:
-        return str(options.target)
-    from pipeline.record.receipt import best_checkpoint
-
-    return str(best_checkpoint(options.target))
 
 
 class _HelpWithKeys(argparse.Action):
@@ -115,9 +93,9 @@ def _add_evaluate(commands: Commands) -> None:
         " counts exactly once, at any number of processes.",
         "pipeline evaluate runs/digits", "pipeline evaluate runs/digits --best --nproc 2",
     )  # fmt: skip
-    parser.add_argument("target", type=path_or_uri, metavar="RUN_DIR|CHECKPOINT", help=_TARGET_HELP)
+    parser.add_argument("target", type=path_or_uri, metavar="RUN_DIR|CHECKPOINT", help=arguments.TARGET_HELP)
     add_overrides(parser)
-    _add_best(parser)
+    arguments.add_best(parser)
     add_trust(parser)
     parser.add_argument("--nproc", type=positive_int, metavar="N", help="start N processes on this machine")
 
@@ -125,39 +103,7 @@ def _add_evaluate(commands: Commands) -> None:
 def _evaluate(options: argparse.Namespace) -> str | int:
     from pipeline.operate import launch
 
-    return launch.evaluate(_target(options), options.overrides, options.nproc)
-
-
-def _add_predict(commands: Commands) -> None:
-    parser = add_command(
-        commands, "predict", _predict, "classify images: the five most likely classes and their probabilities",
-        "Classify each IMAGE, and each image in a folder, with the model of a checkpoint, of a run's last"
-        " checkpoint, or of MLflow's model registry (at MLFLOW_TRACKING_URI, or else in runs/mlflow.db). Images that"
-        " cannot be decoded are named and skipped.",
-        "pipeline predict runs/digits --best photo.png", "pipeline predict models:/digits@best photos/ --json",
-    )  # fmt: skip
-    add = parser.add_argument
-    add("target", type=path_or_uri, metavar="CHECKPOINT|RUN_DIR|models:/NAME@ALIAS", help="the model to use")
-    add("images", nargs="+", type=path_or_uri, metavar="IMAGE", help="image files, or folders of them")
-    _add_best(parser)
-    add_trust(parser)
-    add("--json", action="store_true", help="print JSON")
-    help = "also draw the first 64 images with their predicted classes"
-    add("--sheet", type=arguments.path, metavar="FILE.png", help=help)
-
-
-def _predict(options: argparse.Namespace) -> str:
-    from pipeline.operate import inputs
-
-    inputs.check_model(options.target)
-    inputs.check_images(options.images)
-    inputs.check_output("--sheet", options.sheet)
-    if options.sheet and options.sheet.suffix != ".png":
-        raise RequestError(f"--sheet {options.sheet} is not allowed: give the name of a .png file")
-
-    from pipeline.operate import predict
-
-    return predict.predict(_target(options), options.images, as_json=options.json, sheet=options.sheet)
+    return launch.evaluate(arguments.target_of(options), options.overrides, options.nproc)
 
 
 def _add_plan(commands: Commands) -> None:
@@ -202,12 +148,10 @@ def _plan(options: argparse.Namespace) -> str:
     parameters = sum(param.numel() for param in model.parameters())
     rows = [memory_row(config, parameters, plan)]
     if options.gpu_images_per_s:
-        rows.append(_loader_row(config, plan, here, options.gpu_images_per_s))
+        rows.append(part("loader row")(config, plan, here, options.gpu_images_per_s))
     if config.parallel == "fsdp" and plan.world > 1:
-        from pipeline.parallel.fsdp import gathered_bytes
-
         slices, is_bf16 = fsdp_slices(config, plan), config.train.precision == "bf16"
-        pass_bytes = gathered_bytes(model, slices, is_bf16=is_bf16)
+        pass_bytes = part("gathered bytes")(model, slices, is_bf16=is_bf16)
         rows.append(gathered_row(config, parameters, plan, pass_bytes))
     if options.json:
         texts = dict(row.split(maxsplit=1) for row in rows)
@@ -218,116 +162,3 @@ def _plan(options: argparse.Namespace) -> str:
     elif counts:
         rows += ["  classes        by their number of images", *balance_rows(plan, counts)]
     return "\n".join([title, table(plan), *rows])
-
-
-def _loader_row(config: "Config", plan: "Plan", here: world.World, gpu_images_per_s: int) -> str:
-    """Return the table's row about the cores that feed the GPUs, which it measures here."""
-    from pipeline.preflight.machine import check_loader_feeds_gpus
-    from pipeline.preflight.request import open_data
-    from pipeline.record.folder import RunFolder
-
-    uncached = config.replacing("data", cache=None)  # a check must not write to it
-    source = open_data(uncached, RunFolder(config.run_dir))
-    try:
-        line = check_loader_feeds_gpus(config, plan, source, here, gpu_images_per_s)
-    except RequestError as error:
-        line = f"too few cores: {error}"
-    return f"  loader         {line}"
-
-
-def _add_verify(commands: Commands) -> None:
-    parser = add_command(
-        commands, "verify", _verify, "repeat a run from its receipt and compare the weights",
-        "Train the run in RUN_DIR again from its receipt, in a temporary folder, and compare weights and"
-        " checkpoints. Prints 'identical: …' (exit 0), or 'differs: …' (exit 1) with the first step and tensor that"
-        " differ. With --against it trains nothing and compares two receipts: exit 1 if nothing explains a difference.",
-        "pipeline verify runs/digits --steps 50", "pipeline verify runs/digits --steps 84-112",
-        "pipeline verify runs/digits --against docs/receipts",
-    )  # fmt: skip
-    parser.add_argument("run_dir", type=arguments.path, metavar="RUN_DIR", help="the run's folder")
-    kind = parser.add_mutually_exclusive_group()
-    help = "repeat only the first N steps (default: all); A-B repeats from the checkpoint of step A, which is trusted"
-    kind.add_argument("--steps", type=step_range, metavar="N|A-B", default=(0, None), help=help)
-    help = "compare with the receipt of the same configuration in FOLDER, a run's folder or a folder of them"
-    kind.add_argument("--against", type=arguments.path, metavar="FOLDER", help=help)
-    help = "with --against: a text, which the result names if it has the digest of the weights"
-    parser.add_argument("--page", type=arguments.path, metavar="FILE", help=help)
-    add_trust(parser)
-
-
-def _verify(options: argparse.Namespace) -> int:
-    if options.against:
-        from pipeline.operate.against import against
-
-        return against(options.run_dir, options.against, options.page)
-    if options.page:
-        raise RequestError("--page needs --against", "give both, or leave --page out")
-    handle(signal.default_int_handler)  # SIGTERM ends the repeated training and removes its folder, as Ctrl-C does
-
-    from pipeline.operate import verify
-
-    start, steps = options.steps
-    return verify.verify(options.run_dir, steps, start)
-
-
-def _add_report(commands: Commands) -> None:
-    parser = add_command(
-        commands, "report", _report, "draw a run's learning curves, confusions and mistakes",
-        "Draw the learning curves, confusions and mistakes of a run into its folder report/, and write"
-        " report/index.html, a web page of the run in one file. Works during the run, after it, and on another"
-        " machine.",
-        "pipeline report runs/digits",
-    )  # fmt: skip
-    parser.add_argument("run_dir", type=arguments.path, metavar="RUN_DIR", help="the run's folder")
-
-
-def _report(options: argparse.Namespace) -> str:
-    from pipeline.operate.report import report
-
-    return report(options.run_dir)
-
-
-def _add_export(commands: Commands) -> None:
-    parser = add_command(
-        commands, "export", _export, "write the trained model in another format and check it on validation images",
-        "Write the model of a checkpoint, or of a run's last checkpoint, to export/ in the run's folder."
-        " torch.export and onnx map pixels from 0 to 255 to probabilities; safetensors holds only the weights.",
-        "pipeline export runs/digits --best --to onnx",
-    )  # fmt: skip
-    add = parser.add_argument
-    add("target", type=path_or_uri, metavar="RUN_DIR|CHECKPOINT", help=_TARGET_HELP)
-    add_overrides(parser)
-    _add_best(parser)
-    add_trust(parser)
-    add("--to", required=True, choices=("torch.export", "onnx", "safetensors"), help="format of the exported file")
-    add("--out", type=arguments.path, metavar="FILE", help="write to this file instead")
-
-
-def _export(options: argparse.Namespace) -> str:
-    from pipeline.operate import export
-
-    return export.export(Path(_target(options)), options.to, options.out, options.overrides)
-
-
-def _add_sync(commands: Commands) -> None:
-    parser = add_command(
-        commands, "sync", _sync, "send to MLflow the part of a run's journal that it does not have yet",
-        "Send to MLflow what it does not have yet of the run in RUN_DIR, after its server could not be reached."
-        " MLFLOW_TRACKING_URI names the server; otherwise it is the run's own (track.uri).",
-        "pipeline sync runs/digits",
-    )  # fmt: skip
-    add = parser.add_argument
-    add("run_dir", type=arguments.path, metavar="RUN_DIR", help="the run's folder")
-    add("--follow", action="store_true", help="keep sending until standard input ends; training runs use this")
-    add_trust(parser)
-
-
-def _sync(options: argparse.Namespace) -> str:
-    from pipeline.operate.inputs import check_run_folder
-    from pipeline.record.mlflow.sync import sync
-
-    check_run_folder(options.run_dir)
-    if options.follow:  # the end of standard input ends it
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    sync(options.run_dir, follow=options.follow)
-    return f"everything in {options.run_dir} has been sent to MLflow"

@@ -11,7 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -22,24 +22,21 @@ from pipeline.config.load import MAX_YAML_BYTES, for_evaluation, from_yaml, load
 from pipeline.config.schema import Config
 from pipeline.data import sources
 from pipeline.data.sources import Source
-from pipeline.data.store import Store
 from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.guards.signals import LAUNCHER_REPORTS, SIGNALS, EarlyStopError, StopRequest
-from pipeline.operate.inputs import check_target
-from pipeline.operate.validation import open_validation
+from pipeline.lazy import part
 from pipeline.plan import Plan, make_plan
 from pipeline.plan_table import table
 from pipeline.preflight import request
-from pipeline.preflight.store import check_mirror
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import last_event
-from pipeline.record.mirror import Mirror
 from pipeline.record.terminal import make_terminal
 from pipeline.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from pipeline.train.listener import Mirror
     from pipeline.train.session import Prepared
 
 
@@ -67,10 +64,12 @@ def train(
             if last_event(folder.journal, "started") == start:
                 raise
             return TemporaryError.code  # rank 0 has said which step it saved
-    prepare, mirror = None, None
+    prepare: Callable[[], Prepared] | None = None
+    mirror: Mirror | None = None
     if here.is_main:
         _check_launch_has_id(config)
-        mirror = stop.run(partial(_open_mirror, config, folder)) if config.checkpoint.mirror else None
+        if config.checkpoint.mirror:
+            mirror = stop.run(partial(part("mirror"), config, folder, partial(_has_applied_resume, config)))
         if mirror:
             config = load(recipe, overrides)  # the run that it restored may be of an earlier version
         portable.prepare(config, here)
@@ -112,36 +111,14 @@ def check_request(config: Config, here: World, folder: RunFolder) -> tuple[Sourc
     return source, plan
 
 
-def _open_mirror(config: Config, folder: RunFolder) -> Mirror:
-    """Take the run's folder and the lease of its mirror, and restore from the mirror what is newer.
-
-    Comes before the checks, because they look at the run that is resumed.
-    """
-    assert config.checkpoint.mirror
-    folder.check_writable()
-    store = Store(config.checkpoint.mirror)
-    check_mirror(store)
-    folder.hold()
-    try:
-        mirror = Mirror(store, folder, make_terminal(is_main=True).log, config.same_command)
-        mirror.open(config.run.resume, partial(_has_applied_resume, config))
-    except OSError as error:
-        folder.release()
-        raise folder.write_error(error) from None
-    except RunError:
-        folder.release()
-        raise
-    return mirror
-
-
-def _release(folder: RunFolder, mirror: Mirror | None) -> None:
+def _release(folder: RunFolder, mirror: "Mirror | None") -> None:
     if mirror:
         mirror.close()
     folder.release()
 
 
 def _prepare(
-    config: Config, here: World, folder: RunFolder, source: Source, plan: Plan, mirror: Mirror | None = None
+    config: Config, here: World, folder: RunFolder, source: Source, plan: Plan, mirror: "Mirror | None" = None
 ) -> "Prepared":
     """Run the checks that need torch; return what they loaded. A wrong request leaves no folder."""
     from pipeline.train.resume import find
@@ -151,7 +128,7 @@ def _prepare(
         log = make_terminal(is_main=True).log
         request.check_gpus_are_supported(config, here)
         found = find(config, folder, source, log)
-        weights = request.check_model_builds(config, plan, here, is_resumed=found is not None)
+        weights = part("check model")(config, plan, here, is_resumed=found is not None)
     except BaseException:  # at a signal, too
         _release(folder, mirror)
         raise
@@ -208,7 +185,7 @@ def _config_after_restart(config: Config) -> Config:
 def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
     """Run `pipeline evaluate`; return the done line, or the exit code of the processes started."""
     here = _read_world(nproc)
-    check_target(target)
+    part("check target")(target)
     if nproc and nproc > 1:
         return start_processes(nproc, ["evaluate", target, *overrides])
     _prepare_evaluation(Path(target), overrides, here)
@@ -224,7 +201,7 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
     if here.is_main:
         if config.run.device == "cuda" and not machine.has_gpu():
             raise machine.no_gpu_error()
-        source, description = open_validation(config, contents, trained, overrides)
+        source, description = part("evaluation images")(config, contents, trained, overrides)
         print(f"evaluating {path} on {description}", file=sys.stderr, flush=True)
 
     return run_evaluation(config, here, contents, source)
@@ -298,11 +275,9 @@ def start_processes(
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
         from torch.numa.binding import AffinityMode, NumaOptions
 
-        from pipeline.operate.local_rendezvous import LocalRendezvous
-
     # one line says why a run ended; the agent's own report would bury it
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    rendezvous_handler_registry.register("local", LocalRendezvous)
+    rendezvous_handler_registry.register("local", part("local rendezvous"))
     os.environ[LAUNCHER_REPORTS] = "1"
     with tempfile.TemporaryDirectory(prefix="pipeline-ranks-", ignore_cleanup_errors=True) as reports:
         config = LaunchConfig(

@@ -7,9 +7,7 @@ train. None changes anything, except that `open_data` makes the digits if they a
 """
 
 import os
-import socket
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,8 +20,8 @@ from pipeline.data.index import Index
 from pipeline.data.manifest import SPLITS, find_cached_index, find_missing_folder
 from pipeline.data.sources import Source
 from pipeline.errors import RequestError, RunError, TemporaryError
+from pipeline.lazy import part
 from pipeline.plan import Plan, request_digest
-from pipeline.preflight.tracker import check_database_is_writable
 from pipeline.randomness import FIXED_ORDER_ALGORITHM
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import last_event
@@ -31,9 +29,7 @@ from pipeline.record.sender import tracking_uri
 from pipeline.world import World
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-_NAMES_TIMEOUT_S = 60
+    pass
 
 
 def check_run_folder_is_writable(config: Config, folder: RunFolder) -> str:
@@ -46,7 +42,7 @@ def check_run_folder_is_writable(config: Config, folder: RunFolder) -> str:
         )
     uri = tracking_uri(config, folder)
     if config.track.required:
-        check_database_is_writable(uri)
+        part("check tracker's database")(uri)
     return f"{folder.path} can be written"
 
 
@@ -140,69 +136,6 @@ def finished_line(plan: Plan, folder: RunFolder) -> str | None:
     """Return the `done` line of a run that is finished, otherwise None."""
     end = last_event(folder.journal)
     return end["line"] if end.get("status") == "FINISHED" and end["step"] >= plan.last_step else None
-
-
-def check_model_builds(config: Config, plan: Plan, here: World, *, is_resumed: bool) -> "dict[str, Tensor] | None":
-    """Check that the model can be built, run, frozen, split and differentiated as planned.
-
-    Returns the initial weights if model.init names some. A resumed run does not need them: its
-    weights are in the checkpoint.
-    """
-    from pipeline.model.architectures import parameter_groups
-    from pipeline.model.partition import split_into_stages
-    from pipeline.preflight.model import check_gradients_are_deterministic, check_shapes, check_weights_have_gradients
-    from pipeline.train import pretrained
-    from pipeline.train.optimizer import check_optimizer_exists
-
-    check_optimizer_exists(config)
-    check_shapes(config.model, plan.num_classes, plan.bn_batch, plan.image_sizes, plan.eval_size)
-    model = check_model_exists(config, plan.num_classes)
-    parameter_groups(model, config.optimizer.weight_decay)
-    if config.parallel == "ddp" and here.size > 1 and not config.run.exact:
-        check_weights_have_gradients(config.model, plan.num_classes, model, plan.bn_batch, plan.first_size)
-    if config.is_deterministic_on_gpus and here.uses_gpu(config.run.device):
-        check_gradients_are_deterministic(model, config.model.arch, plan.bn_batch, plan.first_size)
-    if config.parallel == "fsdp":
-        from pipeline.parallel.fsdp import check_can_shard
-
-        check_can_shard(model)
-    if plan.stages > 1:
-        split_into_stages(model, config.model.arch, plan.stages, plan.image_size)
-    if config.model.init and not is_resumed:
-        return pretrained.read(config.model, model)
-    return None
-
-
-def check_model_exists(config: Config, num_classes: int) -> "nn.Module":
-    """Check that torchvision has the model and the modules to freeze; return it without weights."""
-    from pipeline.model.architectures import meta_model
-    from pipeline.train import pretrained
-
-    model = meta_model(config.model, num_classes)
-    if config.model.freeze:
-        pretrained.freeze(model, config.model.freeze)
-    return model
-
-
-def check_names_resolve(endpoint: str) -> str:
-    """Check that this node's host name and that of the rendezvous `endpoint` (HOST:PORT) resolve.
-
-    Waits up to a minute: Kubernetes gives pods their names one after another.
-    """
-    rendezvous = endpoint.rpartition(":")[0] or endpoint
-    deadline = time.monotonic() + _NAMES_TIMEOUT_S
-    addresses: dict[str, str] = {}
-    for name in (socket.getfqdn(), rendezvous):
-        while name not in addresses:
-            try:
-                addresses[name] = socket.gethostbyname(name)
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    problem = f"the host name {name} does not resolve after {_NAMES_TIMEOUT_S} s ({error.strerror})"
-                    remedy = "look at the Service (publishNotReadyAddresses, selector) and at the pod's subdomain"
-                    raise TemporaryError(problem, remedy) from None
-                time.sleep(1)
-    return ", ".join(f"{name} is {address}" for name, address in addresses.items())
 
 
 def check_gpus_are_supported(config: Config, here: World) -> str:

@@ -9,8 +9,8 @@ from torch import Tensor
 from pipeline import randomness
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, one_line
-from pipeline.guards.memory import fit_passes, make_try_pass
 from pipeline.guards.nonfinite import make_loss_guard
+from pipeline.lazy import part
 from pipeline.model.architectures import Normalise, build
 from pipeline.model.weights import load_weights
 from pipeline.parallel import choose_strategy
@@ -19,7 +19,6 @@ from pipeline.plan import Plan
 from pipeline.record.checkpoint import copy_to_host
 from pipeline.train.job import Job, Process
 from pipeline.train.join import is_deterministic
-from pipeline.train.pretrained import freeze, load_pretrained
 from pipeline.train.state import TrainState
 from pipeline.train.step import warm_up
 
@@ -41,12 +40,12 @@ def build_state(
     randomness.seed_network(config.run.seed, "weights")
     model = build(config.model, plan.num_classes).to(group.device)
     if config.model.init and not is_resumed:
-        load_pretrained(model, weights, config.model, group, log)
+        part("load first weights")(model, weights, config.model, group, log)
     if config.model.freeze:
-        log(freeze(model, config.model.freeze))
+        log(part("freeze")(model, config.model.freeze))
     if group.device.type == "cuda" and config.parallel == "ddp":
         watchdog.beat()
-        plan = fit_passes(config, plan, group, make_try_pass(model, config, plan, group.device), log)
+        plan = part("fit passes")(config, plan, group, model, log)
     if plan.compiles:
         log("compiling at the first step, which takes a minute or so ...")
     strategy = choose_strategy(config, plan, model, group)

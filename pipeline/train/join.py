@@ -10,11 +10,10 @@ from pipeline.config.schema import Config
 from pipeline.data.index import Index
 from pipeline.data.sources import Source, open_source, sent_source
 from pipeline.device import choose_device
-from pipeline.errors import RequestError, RunError
+from pipeline.errors import RequestError, RunError, shorten
 from pipeline.group import Group
 from pipeline.plan import Plan, divide_resources, make_plan
 from pipeline.portable import portability, use_exact_roots
-from pipeline.record.figures import shorten
 from pipeline.record.terminal import make_terminal
 from pipeline.supervision import launch_id
 from pipeline.world import World

@@ -7,7 +7,7 @@ none, so the code that trains asks nowhere who it is.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pipeline.data.access import BadImage
 from pipeline.record.predictions import Predictions
@@ -71,6 +71,26 @@ class End:
     @property
     def is_finished(self) -> bool:
         return self.status == "FINISHED"
+
+
+class Mirror(Protocol):
+    """A copy of the run's folder elsewhere, which this process holds the lease of."""
+
+    error: str
+    """Why it is incomplete, or ""."""
+    failures: list[str]
+    uploaded: list[str]
+    """Names of checkpoints that it has since the last look."""
+
+    def start(self) -> None: ...
+
+    def abandon_after(self, used: Path | None) -> None:
+        """Record that a restart must not use checkpoints after `used`. Raises RunError."""
+
+    def upload(self) -> None: ...
+
+    def close(self, seconds_left: Callable[[], float | None] = ...) -> None:
+        """Upload what is left, in the time that is left, and give the lease back."""
 
 
 class Listener:

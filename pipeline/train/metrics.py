@@ -10,14 +10,14 @@ import resource
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from pipeline.config.schema import Config
 from pipeline.data.access import READ_FAILURES
-from pipeline.guards.stragglers import StragglerWatch
+from pipeline.lazy import part
 from pipeline.plan import Plan
-from pipeline.telemetry.mfu import make_mfu_meter
 from pipeline.telemetry.timing import ENTRIES, Seconds
 from pipeline.train.job import Process
 from pipeline.train.state import LOSS_UNIT, TrainState
@@ -26,10 +26,10 @@ from pipeline.train.state import LOSS_UNIT, TrainState
 class Metrics:
     """Computes the metrics of training. All processes call it together."""
 
-    def __init__(self, config: Config, plan: Plan, process: Process, stragglers: StragglerWatch) -> None:
+    def __init__(self, config: Config, plan: Plan, process: Process, stragglers: Any) -> None:
         self._plan, self._group, self._timer = plan, process.group, process.timer
         self._stragglers = stragglers
-        self._mfu = make_mfu_meter(config, plan.num_classes, plan.world, process.group.device)
+        self._mfu = part("mfu meter")(config, plan.num_classes, plan.world, process.group.device)
         self._failed_reads = torch.zeros(len(READ_FAILURES), dtype=torch.int64)
         """Counts of this process since the last report."""
         self._has_bucket = False

@@ -14,22 +14,20 @@ from pipeline.config.credentials import without_password
 from pipeline.data.access import BadImage
 from pipeline.data.index import Index
 from pipeline.errors import RunError
-from pipeline.record import page, sender
+from pipeline.lazy import part
+from pipeline.record import sender
 from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal, events, run_id
-from pipeline.record.mirror import Mirror
 from pipeline.record.provenance import provenance
 from pipeline.record.receipt import Receipt
 from pipeline.record.sender import Sender
 from pipeline.record.trace import Trace
 from pipeline.supervision import launch_id
-from pipeline.telemetry.profiler import Profiler
 from pipeline.train.job import Job, Process
-from pipeline.train.listener import End, Evaluated, Listener, Start, Update
+from pipeline.train.listener import End, Evaluated, Listener, Mirror, Start, Update
 from pipeline.train.progress import ToTerminal
 from pipeline.train.resume import prepare_folder
-from pipeline.train.samples import ToReport
 from pipeline.train.state import TrainState
 
 
@@ -90,10 +88,10 @@ def _list_records(job: Job, process: Process, start: Start, mirror: Mirror | Non
         journal,
         ToReceipt(folder, log),
         ToTrace(folder, start.step) if config.run.trace else None,
-        ToReport(job, start.step, log) if config.track.report else None,
+        part("report")(job, start.step, log) if config.track.report else None,
         tracker,
-        ToMirror(mirror) if mirror else None,
-        ToProfile(job, process.group.device, log) if config.profile.steps else None,
+        part("mirror listener")(mirror) if mirror else None,
+        part("profiler")(job, process.group.device, log) if config.profile.steps else None,
         ToTerminal(job.plan, process.terminal, process.group.world.cpus),
     ]
     told = [listener for listener in listeners if listener]
@@ -237,42 +235,6 @@ class ToMLflow(Listener):
             self._log(f"MLflow did not take everything{reason}: the journal keeps it, '{command}' sends it")
 
 
-class ToProfile(Listener):
-    """Has torch's profiler record the steps of `profile.steps`."""
-
-    def __init__(self, job: Job, device: torch.device, log: Callable[[str], None]) -> None:
-        assert job.config.profile.steps
-        self._profiler = Profiler(*job.config.profile.steps, job.folder.report, device, log)
-
-    def started(self, start: Start) -> None:
-        self._profiler.at_step(start.step)
-
-    def stepped(self, update: Update) -> None:
-        self._profiler.at_step(update.step)
-
-
-class ToMirror(Listener):
-    """Has the mirror upload what is new."""
-
-    def __init__(self, mirror: Mirror) -> None:
-        self._mirror = mirror
-
-    def started(self, start: Start) -> None:
-        self._mirror.start()
-
-    def saved(self, checkpoint: Path) -> None:
-        self._mirror.upload()
-
-    def ended(self, end: End) -> None:
-        if end.is_finished:  # complete before the others leave: if this node is lost later, nobody must start again
-            self._mirror.close(end.seconds_left)
-        else:
-            self._mirror.upload()  # while other listeners deliver
-
-    def closed(self, end: End) -> None:
-        self._mirror.close(end.seconds_left)
-
-
 def describe_result(job: Job, end: End, mirror: Mirror | None) -> dict[str, str]:
     """Return the last lines of a finished run, by name."""
     config, folder, best, last = job.config, job.folder, end.best, end.last
@@ -286,7 +248,7 @@ def describe_result(job: Job, end: End, mirror: Mirror | None) -> dict[str, str]
         rows["best"] += " (the last)" if is_last else f"; last: step {last.step:,}, top-1 {last.top1:.4f}"
         rows["best"] += f": {file}"
     if config.track.report:
-        rows["report"] = str(folder.report / page.FILE_NAME)
+        rows["report"] = str(folder.report / "index.html")
     uri = sender.tracking_uri(config, folder)
     rows["tracker"] = without_password(uri) if uri else "none: the journal alone"
     if mirror:

@@ -20,16 +20,14 @@ from pipeline.config.schema import Config
 from pipeline.data.loader import LoaderError, TrainBatches, batches
 from pipeline.data.sources import Source
 from pipeline.data.transfer import to_device
-from pipeline.errors import RunError
+from pipeline.errors import RunError, shorten
 from pipeline.guards.signals import StopRequest
 from pipeline.guards.watchdog import COMPILATION_S, Watchdog
 from pipeline.model.weights import weights_digest
 from pipeline.plan import divide_resources, request_digest
 from pipeline.record.checkpoint import eval_model, eval_weights
-from pipeline.record.figures import shorten
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import final_status
-from pipeline.record.mirror import Mirror
 from pipeline.record.receipt import Receipt
 from pipeline.record.terminal import Terminal, make_terminal
 from pipeline.telemetry.timing import make_timer
@@ -38,6 +36,7 @@ from pipeline.train.ending import crash, end_of, leave, record_end, record_hang
 from pipeline.train.evaluate import Evaluator
 from pipeline.train.job import Job, Process
 from pipeline.train.join import agree_on_plan, broadcast_source, check_same_request, join
+from pipeline.train.listener import Mirror
 from pipeline.train.loop import train
 from pipeline.train.records import Records, describe_result, open_records
 from pipeline.train.resume import VerifiedCheckpoint, broadcast_contents, resume

@@ -1,7 +1,7 @@
 """A run that is ready to train: its parts, complete when they are put together."""
 
 from pipeline.guards.divergence import make_divergence_watch
-from pipeline.guards.stragglers import StragglerWatch
+from pipeline.lazy import part
 from pipeline.train.evaluate import Evaluator
 from pipeline.train.job import Job, Process
 from pipeline.train.metrics import Metrics
@@ -17,7 +17,7 @@ class Trainer:
         self.job, self.process, self.state, self.records = job, process, state, records
         config, plan, strategy = job.config, job.plan, state.strategy
         self.step = Step(config, plan, state, process.timer)
-        self.stragglers = StragglerWatch(strategy, process.terminal.log)
+        self.stragglers = part("straggler watch")(strategy, process.terminal.log)
         self.metrics = Metrics(config, plan, process, self.stragglers)
         self.divergence = make_divergence_watch(strategy, plan)
         predict = strategy.make_predictor(state.eval_model)

@@ -22,7 +22,7 @@ from engine import docker
 from harness import SMALL, Job, children, command_line, environment, kill, read_rows, variable
 
 from faults.pods import Pods, rendered
-from pipeline.deploy.rehearse import LABEL
+from pipeline.addons.deploy.rehearse import LABEL
 
 EVERY = 7
 WORDS = (*SMALL, f"checkpoint.every={EVERY} steps", "track.uri=none")

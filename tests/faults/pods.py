@@ -30,7 +30,7 @@ import yaml
 from harness import Job, children, command_line, kill, variable
 from manifests import Document, one, pod_of, settings
 
-from pipeline.deploy.k8s import RenderOptions, render
+from pipeline.addons.deploy.k8s import RenderOptions, render
 from pipeline.supervision import process_stat
 
 BIN = Path(sys.executable).parent

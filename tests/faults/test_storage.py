@@ -20,10 +20,10 @@ from place import SMALL as PLACE
 from place import Place
 
 from faults.ledger import Notes
+from pipeline.addons.mlflow.sync import _lock_sending
 from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
 from pipeline.record.checkpoint_files import read_verified, step_of
 from pipeline.record.folder import RunFolder
-from pipeline.record.mlflow.sync import _lock_sending
 
 
 def job(folder: Path, digits: Path, *more: str, nproc: int = 1, **env: str) -> Job:

@@ -1,0 +1,149 @@
+"""Commands for data sets: data make, get, import, pack, check."""
+
+import argparse
+from pathlib import Path
+
+from pipeline.addons.store.bucket import Store
+from pipeline.cli.arguments import Commands, Parser, add_command, path, path_or_uri, positive_int, share
+from pipeline.data.access import is_bucket
+from pipeline.errors import RequestError
+
+
+def add_commands(commands: Commands) -> None:
+    help = "make, download, import, pack or check a data set"
+    data = commands.add_parser("data", help=help, description=f"{help.capitalize()}.")
+    actions = data.add_commands("ACTION")
+    for add in (_add_make, _add_get, _add_import, _add_pack, _add_check):
+        add(actions)
+
+
+def _add_make(actions: Commands) -> None:
+    help = "write the built-in digits, or synthetic images, as an image folder"
+    examples = "pipeline data make digits", "pipeline data make synthetic photos --images 500 --classes 4"
+    add = add_command(actions, "make", _make, help, "", *examples).add_argument
+    add("kind", choices=("digits", "synthetic"), help="which images")
+    add("out", nargs="?", type=_folder, metavar="OUT", help="folder to make (default data/<kind>)")
+    add("--images", type=positive_int, metavar="N", help="synthetic: training images (default 1000)")
+    add("--classes", type=positive_int, metavar="N", help="synthetic: classes (default 10)")
+    add("--side", type=positive_int, metavar="PX", help="synthetic: side in pixels (default 64)")
+
+
+def _make(options: argparse.Namespace) -> str:
+    from pipeline.addons.datasets import make as data
+
+    sizes = options.images, options.classes, options.side
+    if options.kind == "digits" and any(sizes):
+        raise RequestError("--images, --classes and --side are for synthetic images: leave them out with 'digits'")
+    images, classes, side = (size or default for size, default in zip(sizes, (1000, 10, 64), strict=True))
+    return data.make(options.kind, options.out, images, classes, side)
+
+
+def _add_get(actions: Commands) -> None:
+    help = "download a published data set as an image folder"
+    parser = add_command(actions, "get", _get, help, "", "pipeline data get imagenette",
+        "pipeline data get cifar10")  # fmt: skip
+    parser.add_argument("kind", choices=("imagenette", "cifar10"), help="which data set")
+    parser.add_argument("out", nargs="?", type=_folder, metavar="OUT", help="folder to make (default data/<kind>)")
+
+
+def _get(options: argparse.Namespace) -> str:
+    from pipeline.addons.datasets import make as data
+
+    return data.get(options.kind, options.out)
+
+
+def _add_import(actions: Commands) -> None:
+    parser = add_command(
+        actions, "import", _import, "unpack ImageNet's published archives into an image folder or a pack",
+        "Turn ImageNet's published archives into an image folder or a pack. ARCHIVES holds ILSVRC2012_img_train.tar,"
+        " ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz. Images are read directly from the archives. The"
+        " same command continues an interrupted import.",
+        "pipeline data import imagenet ARCHIVES data/imagenet",
+    )  # fmt: skip
+    parser.add_argument("kind", choices=("imagenet",), help="which data set")
+    parser.add_argument("archives", type=path, metavar="ARCHIVES", help="folder with the three archives")
+    parser.add_argument("out", type=path_or_uri, metavar="OUT", help="folder to make, or s3://bucket/prefix of a pack")
+    parser.add_argument("--pack", metavar="LEVEL", help="make a pack of this level, see 'pipeline data pack --help'")
+    _add_workers(parser)
+
+
+def _import(options: argparse.Namespace) -> str:
+    from pipeline.addons.datasets import make as data
+
+    return data.import_imagenet(options.archives, _place(options.out), options.pack, options.workers)
+
+
+def _add_pack(actions: Commands) -> None:
+    parser = add_command(
+        actions, "pack", _pack, "pack an image folder into a few indexed tar files, which load faster",
+        "Pack the image folder SRC into OUT: a few tar files with an index, so that an image is one read and takes"
+        " less decoding. The same command continues an interrupted pack. Train from it with"
+        " data.source=pack data.root=OUT: sample ids, order and labels are those of the folder. With s3://bucket/prefix"
+        " as OUT, each worker keeps one tar file, of at most about 1 GiB, in TMPDIR until it is uploaded.",
+        "pipeline data pack photos packed --level max-side=500,q=90",
+        "pipeline data pack photos s3://my-data/photos",
+    )  # fmt: skip
+    parser.add_argument("src", type=path, metavar="SRC", help="image folder to read")
+    parser.add_argument("out", type=path_or_uri, metavar="OUT", help="folder to make, or s3://bucket/prefix")
+    parser.add_argument(
+        "--level", default="lossless", metavar="LEVEL",
+        help="lossless: JPEGs with restart markers, pixels unchanged; max-side=500,q=90: re-encoded, lossy; raw=256:"
+        " uncompressed pixels, the shorter side scaled to 256 (default lossless)",
+    )  # fmt: skip
+    _add_workers(parser)
+    _add_val_split(parser)
+
+
+def _pack(options: argparse.Namespace) -> str:
+    from pipeline.addons.datasets import write_pack as pack
+
+    return pack.pack(options.src, _place(options.out), options.level, options.val_split, options.workers)
+
+
+def _add_check(actions: Commands) -> None:
+    parser = add_command(
+        actions, "check", _check, "check every file of an image folder or a pack, and name each defect",
+        "Check the layout and the checksums of an image folder or a pack, and that each image decodes. Names each"
+        " defect; exit 4 if there is one. Also says what was left out, and warns of equal images, dark images and"
+        " classes without a validation image.",
+        "pipeline data check photos --write-sums",
+        "pipeline data check s3://my-data/photos --json",
+    )  # fmt: skip
+    parser.add_argument(
+        "root", type=path_or_uri, metavar="FOLDER", help="image folder or pack, or s3://bucket/prefix of a pack"
+    )
+    parser.add_argument("--write-sums", action="store_true", help="write SHA256SUMS, which later checks compare with")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    _add_val_split(parser)
+
+
+def _check(options: argparse.Namespace) -> str:
+    from pipeline.addons.datasets.check import check
+
+    return check(_place(options.root), options.val_split, write_sums=options.write_sums, as_json=options.json)
+
+
+def _add_val_split(parser: Parser) -> None:
+    help = "share of each class to hold out if the folder has no val/, as data.val_split (default 0.1; 0: none)"
+    parser.add_argument("--val-split", type=share, default=0.1, metavar="SHARE", help=help)
+
+
+def _add_workers(parser: Parser) -> None:
+    help = "processes that pack (default one for each CPU core that this command may use)"
+    parser.add_argument("--workers", type=positive_int, metavar="N", help=help)
+
+
+def _folder(text: str) -> str:
+    if "://" in text:
+        remedy = "'pipeline data pack FOLDER s3://bucket/prefix' copies one into a bucket"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a folder: make it here; {remedy}")
+    return path_or_uri(text)
+
+
+def _place(text: str) -> Path | Store:
+    """Return the folder or the place in a bucket that an argument names."""
+    if is_bucket(text):
+        return Store(text)
+    if "://" in text:
+        raise RequestError(f"{text} is not allowed: give a folder, or s3://bucket/prefix")
+    return Path(text)

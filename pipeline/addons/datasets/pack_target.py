@@ -1,0 +1,180 @@
+"""Places that `pipeline data pack` writes to: a folder, or s3://bucket/prefix.
+
+Promise: in both, a file of the pack has its name only once it is complete. A folder has a lock: one
+process packs into it. A bucket has no lock, because it would outlive a killed process. So two
+starts of the same request may pack into one prefix at the same time. They write the same bytes, and
+each skips the shards that the other has completed. Different requests cannot share a prefix: the
+first to write its request there keeps it.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from pipeline.addons.datasets.pack import REQUEST
+from pipeline.addons.store.bucket import ConflictError, MissingError, Store
+from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
+from pipeline.files import atomic_write, lock, replacing, temporary_sibling
+
+_LOCK = ".lock"
+_LOCK_TIMEOUT_S = 5
+_GIB = 1 << 30
+
+
+class Target(Protocol):
+    """The place of one pack. Names are those of its files."""
+
+    def exists(self, name: str) -> bool: ...
+
+    def is_empty(self) -> bool:
+        """Return True if nothing is there that keeps a first start from packing into it."""
+
+    def read(self, name: str) -> bytes | None:
+        """Return a file, or None if there is none."""
+
+    def write(self, name: str, data: bytes) -> None: ...
+
+    def write_first(self, name: str, data: bytes) -> None:
+        """Write a file unless there is one."""
+
+    def create(self, name: str) -> AbstractContextManager[BinaryIO]:
+        """Yield a new file on a local disk. It gets its name if the block succeeds."""
+
+    def check_room(self, size: int) -> None:
+        """Raise StorageError if the disk of incomplete shards has no room for `size` bytes."""
+
+    def hidden(self) -> list[str]:
+        """Return the hidden JSON files that an incomplete pack has: its request and metadata."""
+
+    def clean(self) -> None:
+        """Remove the hidden files and unfinished uploads, which a complete pack does not need."""
+
+    def hold(self) -> AbstractContextManager[None]:
+        """Keep other processes out if the place has a lock. Raise errors of the disk as ours.
+
+        Raises TemporaryError if another process holds the lock, StorageError if it cannot write.
+        """
+
+
+def open_target(place: Path | Store) -> Target:
+    """Return the target of this place. A forked process opens its own: a Store survives no fork."""
+    return _Folder(place) if isinstance(place, Path) else _Bucket(Store(place.place))
+
+
+class _Folder:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def exists(self, name: str) -> bool:
+        return (self._path / name).exists()
+
+    def is_empty(self) -> bool:
+        ignored = (_LOCK, temporary_sibling(self._path / REQUEST).name)
+        return all(path.name in ignored for path in self._path.iterdir())
+
+    def read(self, name: str) -> bytes | None:
+        with suppress(FileNotFoundError):
+            return (self._path / name).read_bytes()
+        return None
+
+    def write(self, name: str, data: bytes) -> None:
+        atomic_write(self._path / name, data)
+
+    write_first = write  # this process holds the lock
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[BinaryIO]:
+        with replacing(self._path / name) as temporary, open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+
+    def check_room(self, size: int) -> None:
+        pass  # the pack itself needs the room
+
+    def hidden(self) -> list[str]:
+        return [path.name for path in self._path.glob(".*.json")]
+
+    def clean(self) -> None:
+        for name in self.hidden():
+            (self._path / name).unlink()
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        try:
+            self._path.mkdir(parents=True, exist_ok=True)
+            with open(self._path / _LOCK, "w", encoding="utf-8") as file:
+                # the workers of a killed command hold its lock for another instant
+                if not lock(file.fileno(), _LOCK_TIMEOUT_S, inherited=True):
+                    raise TemporaryError(f"{self._path} is being packed by another process: wait for it")
+                yield
+                (self._path / _LOCK).unlink()
+        except RequestError:
+            (self._path / _LOCK).unlink()
+            raise
+        except (FileExistsError, NotADirectoryError):
+            raise RequestError(f"{self._path} is not a folder: name one, or a new one") from None
+        except OSError as error:
+            raise StorageError(f"{self._path} cannot be written: {error.strerror}") from None
+
+
+class _Bucket:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def exists(self, name: str) -> bool:
+        return self._store.head(name) is not None
+
+    def is_empty(self) -> bool:
+        return next(self._store.list(), None) is None
+
+    def read(self, name: str) -> bytes | None:
+        with suppress(MissingError):
+            return self._store.read(name)
+        return None
+
+    def write(self, name: str, data: bytes) -> None:
+        self._store.write(name, data)
+
+    def write_first(self, name: str, data: bytes) -> None:
+        with suppress(ConflictError):
+            self._store.write(name, data, if_absent=True)
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[BinaryIO]:
+        # a file without a name: the kernel frees it however this process ends
+        with tempfile.TemporaryFile() as file:
+            yield file
+            file.flush()
+            self._store.upload(Path(f"/proc/self/fd/{file.fileno()}"), name)
+
+    def check_room(self, size: int) -> None:
+        folder = tempfile.gettempdir()
+        free = shutil.disk_usage(folder).free
+        if size > free:
+            raise StorageError(
+                f"the shards on their way to {self._store} need about {size / _GIB:.2f} GiB in {folder}, and only"
+                f" {free / _GIB:.2f} GiB are free: make room, or set TMPDIR to a folder on a larger disk"
+            )
+
+    def hidden(self) -> list[str]:
+        return [stored.name for stored in self._store.list(".") if stored.name.endswith(".json")]
+
+    def clean(self) -> None:
+        for name in self.hidden():
+            self._store.delete(name)
+        with suppress(RunError):  # the pack is complete, and some credentials may not list uploads
+            for split in ("train-", "val-"):
+                self._store.abort_uploads(split)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            problem = f"the temporary files of a pack on its way to {self._store} cannot be written ({error})"
+            raise StorageError(f"{problem}: make room, or set TMPDIR to a folder on a larger disk") from None

@@ -1,0 +1,350 @@
+"""`pipeline k8s render`: write the Kubernetes manifests for a recipe, an image, N nodes and G GPUs.
+
+Promise: `k8s/` in this repository is what this renders for the defaults. Nodes, processes and
+timeouts are given once and written wherever they belong, and a pod gets the same variables as a
+node of a rehearsal (`deploy.node`). The templates are in `manifests/`, in the order in which they
+are applied.
+"""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from ipaddress import ip_network
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from pipeline import __version__
+from pipeline.addons.deploy import node
+from pipeline.addons.ops.model import check_model_builds, check_model_exists
+from pipeline.config.load import from_yaml, load, recipe_text
+from pipeline.config.schema import Config
+from pipeline.config.trust import is_function
+from pipeline.data.sources import known_size
+from pipeline.errors import RequestError, StorageError
+from pipeline.files import FULL, atomic_write, target_of
+from pipeline.plan import divide_batch, make_plan
+from pipeline.world import World
+
+_TEMPLATES = Path(__file__).parent / "manifests"
+_NEED_CLAIMS = ("stage-imagenet", "trainjob")
+_PUBLIC_ADDRESSES: dict[str, tuple[str, ...]] = {
+    "0.0.0.0/0": ("10.0.0.0/8", "100.64.0.0/10", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16"),
+    "::/0": ("fc00::/7", "fe80::/10"),
+}
+"""All addresses -> except those of private networks and of a cloud's metadata service."""
+_LOCK_MEMORY = ("setpriv", "--reuid=10001", "--inh-caps=+ipc_lock", "--ambient-caps=+ipc_lock")
+"""Starts a command as user 10001 with the capability IPC_LOCK, in a container of root."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenderOptions:
+    recipe: str = "digits"
+    overrides: Sequence[str] = ()
+    nodes: int = 2
+    """Pods, and the most that train."""
+    min_nodes: int | None = None
+    """The fewest that train; None: all."""
+    gpus: int = 1
+    """GPUs of a node, one process each; 0: train on the CPU."""
+    nproc: int = 1
+    """Processes of a node without GPUs."""
+    image: str = f"ddp-pipeline:{__version__}"
+    mlflow_image: str = f"ddp-pipeline-mlflow:{__version__}"
+    mlflow_auth: bool = False
+    """MLflow requires a password, that of the Secret `mlflow-auth`."""
+    pull_secret: str | None = None
+    namespace: str = "ddp-pipeline"
+    storage_class: str | None = None
+    """None: the cluster's default."""
+    store: str | None = None
+    """s3://bucket/prefix of data and runs, in place of volumes that the pods share."""
+    store_endpoint: str | None = None
+    """URL of a store other than AWS's."""
+    store_cidr: str | None = None
+    """Addresses of the store. None: those that `store_endpoint` names, or every public one."""
+    service_account: str | None = None
+    """The trainers' ServiceAccount, with rights to the bucket. None: the namespace's default."""
+    single_node: bool = False
+    """All pods on one machine (kind, minikube): volumes for one node, and no anti-affinity."""
+    cpus: int | None = None
+    """CPUs of a pod. None: 8 per process with GPUs, 2 without."""
+    memory: str | None = None
+    shm: str | None = None
+    numa_binding: str | None = None
+    """torchrun's option of that name: which CPUs a process is bound to."""
+    runtime_class: str | None = None
+    """The pods' RuntimeClass. None: the node's default container runtime."""
+    priority_class: str | None = None
+    queue: str | None = None
+    """Kueue's LocalQueue that admits the Job."""
+    gang: str | None = None
+    """`native`: Kubernetes 1.37 starts all pods together or none."""
+    topology: str | None = None
+    """A node label: prefer nodes that share its value, such as one zone or one rack."""
+    rdma: str | None = None
+    """The resource of an RDMA device, one for each pod."""
+    recovery: bool = True
+    """Include the controller that ends the pods of a lost node."""
+
+    @property
+    def processes(self) -> int:
+        """Return the processes of a pod."""
+        return self.gpus or self.nproc
+
+    @property
+    def cpus_of_pod(self) -> int:
+        return self.cpus or (8 if self.gpus else 2) * self.processes
+
+    @property
+    def memory_of_pod(self) -> str:
+        return self.memory or f"{node.memory_gib(self.gpus, self.nproc)}Gi"
+
+    @property
+    def shm_of_pod(self) -> str:
+        return self.shm or f"{(8 if self.gpus else 1) * self.processes}Gi"
+
+
+def render(request: RenderOptions) -> dict[str, str]:
+    """Return the text of each manifest by file name.
+
+    Raises RequestError if the recipe or a value is invalid.
+    """
+    request = _use_store(_require_gpus(request))
+    overrides = [*request.overrides, "run.dir=/runs"]  # in a pod run.dir comes from the ConfigMap
+    config = load(request.recipe, overrides)
+    node.check_resume_is_auto(config)
+    _check_run_dir(request)
+    _check_store(request, config)
+    _check_pods(request, config)
+    _check_plan(request, config)
+    names = sorted(path.name for path in _TEMPLATES.glob("[0-9]*.yaml"))
+    if not request.recovery:
+        names.remove("60-recovery.yaml")
+    values = _values(request)
+    manifests = {name: _fill(name, values) for name in names}
+    config_map = "10-config.yaml"
+    try:
+        recipe = yaml.safe_load(manifests[config_map])["data"]["recipe.yaml"]
+        config_in_pod = from_yaml(recipe, config_map, overrides, is_saved=False)
+    except (yaml.YAMLError, RequestError):
+        config_in_pod = None
+    if config_in_pod is None or config_in_pod.to_yaml() != config.to_yaml():
+        remedy = "start its lines without indentation, and use plain letters in its name"
+        raise RequestError(f"recipe {request.recipe} changes when it is embedded in a ConfigMap: {remedy}")
+    return manifests
+
+
+def render_example(request: RenderOptions, name: str) -> dict[str, str]:
+    """Return the text of an example, by file name. name: that of a file in manifests/examples/."""
+    if request.store and name in _NEED_CLAIMS:
+        raise RequestError(f"--example {name} mounts the claim data, and --store has none: leave one of the two out")
+    if request.mlflow_auth and name == "mlflow-shared":
+        # MLflow keeps its users in a file beside it: this server has no disk, and may have replicas
+        raise RequestError(
+            "--example mlflow-shared starts a server without a password: leave --mlflow-auth out, and add --app-name"
+            " basic-auth, the Secret mlflow-auth and an MLFLOW_AUTH_CONFIG_PATH with your database_uri yourself"
+        )
+    return {f"{name}.yaml": _fill(f"examples/{name}.yaml", _values(_require_gpus(request)))}
+
+
+def render_sync(request: RenderOptions, run: str) -> dict[str, str]:
+    """Return the text of a Job that sends the run in /runs/`run` to MLflow, by file name.
+
+    It may call the function that makes the recipe's model.
+    """
+    if request.store:
+        mirror = f"{request.store.rstrip('/')}/runs/{run}"
+        raise RequestError(
+            f"--sync {run} reads the claim runs, and --store has none: copy {mirror} to a folder, then run 'pipeline"
+            " sync FOLDER'"
+        )
+    job = re.sub("[^a-z0-9]+", "-", f"sync-{run.lower()}").strip("-")[:63].rstrip("-")
+    arch = load(request.recipe, [*request.overrides]).model.arch
+    trusted = arch if is_function(arch) else ""
+    return {f"{job}.yaml": _fill("sync.yaml", {**vars(request), "sync": run, "sync_job": job, "trusted": trusted})}
+
+
+def _fill(template: str, values: dict[str, object]) -> str:
+    templates = Environment(loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True)
+    templates.filters["quoted"] = json.dumps
+    text: str = templates.get_template(template).render(values)
+    return text
+
+
+def _require_gpus(request: RenderOptions) -> RenderOptions:
+    """Return the request with run.device=cuda if its pods have GPUs and no device is given.
+
+    Otherwise a pod whose container runtime gives it no GPU would train on the CPU.
+    """
+    is_given = any(word.startswith("run.device=") for word in request.overrides)
+    if not request.gpus or is_given or load(request.recipe, list(request.overrides)).run.device != "auto":
+        return request
+    return replace(request, overrides=[*request.overrides, "run.device=cuda"])
+
+
+def _use_store(request: RenderOptions) -> RenderOptions:
+    """Return the request with data and run in `request.store`, where the recipe names no bucket."""
+    if not request.store:
+        return request
+    store, config, words = request.store.rstrip("/"), load(request.recipe, list(request.overrides)), []
+    if config.data.source == "pack" and not str(config.data.root).startswith("s3://"):
+        words.append(f"data.root={store}/data")
+    if not config.checkpoint.mirror:
+        words.append(f"checkpoint.mirror={store}$(RUN_DIR)")  # RUN_DIR is /runs/NAME: a mirror holds one run
+    return replace(request, store=store, overrides=[*request.overrides, *words])
+
+
+def _check_store(request: RenderOptions, config: Config) -> None:
+    """Raise RequestError for what needs a bucket and has none, or a volume that all pods share."""
+    if not request.store:
+        for given, place in (
+            ("--store-endpoint ", request.store_endpoint), ("--store-cidr ", request.store_cidr),
+            ("data.root=", config.data.root), ("checkpoint.mirror=", config.checkpoint.mirror),
+        ):  # fmt: skip
+            if place and (given.startswith("--") or place.startswith("s3://")):
+                raise RequestError(
+                    f"{given}{place} is for pods that may reach a bucket: add --store s3://BUCKET/PREFIX"
+                )
+        return
+    if config.data.source == "folder":
+        raise RequestError(
+            "data.source=folder needs a volume that all pods share, and --store has none: run 'pipeline data pack"
+            f" {config.data.root} {request.store}/data', and add data.source=pack"
+        )
+    if config.data.cache and Path("/data") not in Path(config.data.cache).parents:
+        raise RequestError(
+            f"data.cache={config.data.cache} is not on the pods' disk for it: give data.cache=/data/cache"
+        )
+    for word in request.overrides:
+        if word.startswith("checkpoint.mirror=") and "=s3://" not in word:
+            raise RequestError(f"{word} would lose the run with the disk of its pod: leave it out")
+
+
+def _store_values(request: RenderOptions) -> dict[str, object]:
+    """Return the variables of the templates that say where the store is.
+
+    Raises RequestError for an endpoint whose namespace is not known.
+    """
+    url = urlsplit(request.store_endpoint or "https://s3.amazonaws.com")
+    host, port = url.hostname or "", url.port or {"http": 80, "https": 443}[url.scheme]
+    service = re.fullmatch(r"[^.]+\.([^.]+)\.svc(\.cluster\.local)?", host)
+    namespace, addresses = None, _PUBLIC_ADDRESSES
+    if request.store_cidr:
+        addresses = {request.store_cidr: ()}
+    elif service:
+        namespace, addresses = service[1], {}
+    elif ":" in host or re.fullmatch(r"[\d.]+", host):
+        addresses = {str(ip_network(host)): ()}
+    elif "." not in host:
+        raise RequestError(
+            f"--store-endpoint {request.store_endpoint} does not say in which namespace {host} is: give"
+            f" {url.scheme}://{host}.NAMESPACE.svc:{port}"
+        )
+    return {"store_port": port, "store_namespace": namespace, "store_addresses": addresses}
+
+
+def _check_run_dir(request: RenderOptions) -> None:
+    given = [word for word in request.overrides if word.startswith("run.dir=")]
+    if given:
+        raise RequestError(f"{given[0]} has no effect in a pod: set RUN_DIR in 10-config.yaml, or rename the recipe")
+
+
+def _check_pods(request: RenderOptions, config: Config) -> None:
+    """Raise RequestError if the options contradict each other, or the recipe."""
+    memory, shm = request.memory_of_pod, request.shm_of_pod
+    if 2 * _bytes(shm) > _bytes(memory):
+        raise RequestError(
+            f"--shm {shm} is more than half of --memory {memory}, of which it is a part: give more memory, or less for"
+            " /dev/shm"
+        )
+    if request.gpus and request.nproc != 1:
+        raise RequestError(f"--nproc {request.nproc} is for pods without GPUs: add --cpu, or give --gpus instead")
+    if not request.gpus and request.numa_binding:
+        raise RequestError(f"--numa-binding {request.numa_binding} binds to the CPUs next to a GPU: leave --cpu out")
+    if not request.gpus and request.rdma:
+        raise RequestError(f"--rdma {request.rdma} is for NCCL, which needs GPUs: leave --cpu out")
+    if request.gang and request.queue:
+        raise RequestError(f"--gang {request.gang} and --queue {request.queue} both start all pods together: give one")
+    if not request.gpus and config.run.device == "cuda":
+        raise RequestError("run.device=cuda, but pods with --cpu have no GPU: leave one of the two out")
+    if request.gpus and config.run.device == "cpu":
+        raise RequestError("run.device=cpu, but the pods ask for GPUs: add --cpu, or leave run.device out")
+    if not request.gpus and config.model.batchnorm == "sync" and request.nodes * request.processes > 1:
+        raise RequestError("model.batchnorm=sync: torch synchronises batch norm on GPUs only; use local or average")
+
+
+def _allowed_nodes(request: RenderOptions, config: Config) -> tuple[int, ...]:
+    """Return the numbers of nodes that may train. Raises RequestError if there is none."""
+    return node.allowed_nodes(config, request.min_nodes or request.nodes, request.nodes, request.processes)
+
+
+def _check_plan(request: RenderOptions, config: Config) -> None:
+    """Run the checks of a start that need neither the cluster nor its data."""
+    nodes = _allowed_nodes(request, config)[-1] if request.min_nodes else request.nodes
+    world = World(
+        size=nodes * request.processes, local_size=request.processes, cpus=request.cpus_of_pod,
+        has_gpu=request.gpus > 0,
+    )  # fmt: skip
+    size = known_size(config)
+    if size is None:
+        divide_batch(config, world.size)
+        check_model_exists(config, num_classes=1000)
+    else:
+        plan = make_plan(config, world, size)
+        check_model_builds(config, plan, world, is_resumed=True)  # model.init is in the cluster
+
+
+def _bytes(memory: str) -> int:
+    """Return the bytes of an amount such as 512Mi, 64Gi or 1Ti."""
+    match = re.fullmatch(r"(\d+)([MGT])i", memory)
+    if not match:
+        raise RequestError(f"{memory} is not an amount of memory, such as 512Mi or 64Gi")
+    return int(match[1]) << {"M": 20, "G": 30, "T": 40}[match[2]]
+
+
+def write(manifests: dict[str, str], folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in manifests.items():
+            atomic_write(target_of(folder / name), text.encode())
+    except OSError as error:
+        kind = StorageError if error.errno in FULL else RequestError
+        path = error.filename or folder
+        raise kind(f"{path} cannot be written: {error.strerror}: give --out a folder that can") from None
+
+
+def _values(request: RenderOptions) -> dict[str, object]:
+    """Return the variables of the templates: the request's fields, and what follows from them."""
+    name, text = recipe_text(request.recipe)
+    access = "ReadWriteOnce" if request.single_node or request.store else "ReadWriteMany"
+    shared = [] if request.store else [("data", access, "300Gi"), ("runs", access, "50Gi")]
+    arguments = ["/recipe/recipe.yaml", *request.overrides, "run.dir=$(RUN_DIR)"]
+    torchrun, *module = node.COMMAND
+    binding = [f"--numa-binding={request.numa_binding}"] if request.numa_binding else []
+    config = load(request.recipe, list(request.overrides))
+    allowed = _allowed_nodes(request, config) if request.min_nodes else ()
+    environment = node.environment(request.nodes, request.processes, request.min_nodes, allowed)
+    if request.rdma:
+        environment["NCCL_NET"] = "IB"  # InfiniBand or RoCE; without it NCCL falls back to TCP and only logs that
+    if request.store_endpoint:
+        environment["AWS_ENDPOINT_URL"] = request.store_endpoint
+    return {
+        **vars(request),
+        "job": node.JOB, "host": node.host_name(0), "environment": environment,
+        "run": name, "recipe": text.rstrip(), "access": access,
+        "claims": [*shared, ("mlflow", "ReadWriteOnce", "20Gi")],
+        **_store_values(request),
+        "data_size": f"{math.ceil(config.data.cache_gib * 11 / 10) if config.data.cache else 1}Gi",
+        "cpus": str(request.cpus_of_pod), "memory": request.memory_of_pod, "shm": request.shm_of_pod,
+        "spread": request.nodes > 1 and not request.single_node,
+        "backoff_limit": node.max_replacements(request.nodes, request.min_nodes),
+        "grace_period": node.SHUTDOWN_TIMEOUT_S + 30,
+        "init": ", ".join([*(_LOCK_MEMORY if request.rdma else ()), "tini", "--"]),
+        "command": ", ".join([torchrun, *binding, *module]),
+        "arguments": ", ".join(json.dumps(argument) for argument in arguments),
+    }  # fmt: skip

@@ -1,0 +1,370 @@
+"""`pipeline rehearse`: run the multi-node job on this machine, with one container per node.
+
+Promise: the rehearsal runs what the cluster runs: the same image, the same name and variables of
+each node (`deploy.node`), and a preflight before each start. A node that fails is replaced, as by
+the Job controller, until too many have failed. Everything created (network, volume, containers) is
+removed at the end, also on Ctrl-C: all of it has one label, and removal finds it by that label, not
+by what this process remembers.
+"""
+
+import contextlib
+import json
+import math
+import queue
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import docker
+from docker import DockerClient
+from docker.errors import APIError, DockerException, ImageNotFound
+from docker.models.containers import Container
+from docker.types import DeviceRequest, IPAMConfig, IPAMPool
+
+from pipeline import errors
+from pipeline.addons.deploy import node as node_settings
+from pipeline.config.load import load
+from pipeline.config.schema import Config
+from pipeline.errors import CRASH, OK, RequestError, TemporaryError
+from pipeline.guards.signals import handle
+
+LABEL = "ddp-pipeline.rehearsal"
+_POLL_S = 0.5
+_BACK_OFF_S = 1.0
+_LAST_NODES_S = 40.0  # longer than torchrun gives the ranks of a node to end
+_API_TIMEOUT_S = 60
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault to inject into a node when the journal reaches a step."""
+
+    node: int
+    step: int
+    seconds: float | None = None
+    """Seconds without a network; None: the node is killed."""
+
+    def __str__(self) -> str:
+        if self.seconds is None:
+            return f"kill node {self.node}"
+        return f"disconnect node {self.node} for {self.seconds:g} s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RehearsalOptions:
+    recipe: str
+    overrides: list[str]
+    num_nodes: int
+    min_nodes: int | None = None
+    """The job also trains with fewer nodes, down to this number. None: `num_nodes`."""
+    nproc: int = 1
+    """Processes of a node without GPUs; otherwise there is one for each GPU."""
+    gpus: int = 0
+    """GPUs of a node; 0: the nodes train on the CPU."""
+    image: str = "ddp-pipeline"
+    data: Path | None = None
+    """Folder of this machine that is mounted read-only as /data in the nodes."""
+    runs: str | None = None
+    """Docker volume for /runs in the nodes, which is kept; None: one that is removed at the end."""
+    faults: Sequence[Fault] = ()
+    env: Sequence[str] = ()
+    """Additional variables of the nodes, as NAME=VALUE."""
+
+    @property
+    def processes(self) -> int:
+        """Processes of a node."""
+        return self.gpus or self.nproc
+
+
+def rehearse(request: RehearsalOptions) -> str | int:
+    """Run a rehearsal; return the done line, or exit code 1 if a node failed for good.
+
+    Raises the error of a preflight that fails permanently.
+    """
+    if request.gpus and request.nproc != 1:
+        raise RequestError(f"--nproc {request.nproc} is for nodes without GPUs: leave --nproc or --gpus out")
+    config = load(request.recipe, [f"run.dir=/runs/{Path(request.recipe).stem}", *request.overrides])
+    node_settings.check_resume_is_auto(config)
+    allowed = node_settings.allowed_nodes(
+        config, request.min_nodes or request.num_nodes, request.num_nodes, request.processes
+    )
+    for fault in request.faults:
+        if fault.node >= request.num_nodes:
+            nodes = request.num_nodes
+            raise RequestError(f"node {fault.node} does not exist: with --nodes {nodes} the nodes are 0 to {nodes - 1}")
+    with contextlib.closing(_connect_to_docker()) as client:
+        handle(signal.default_int_handler)  # SIGINT, too: shells ignore it in background jobs
+        with _open_cluster(client, request, config, allowed) as cluster:
+            return cluster.run()
+
+
+class Cluster:
+    """The nodes of one rehearsal, each in a container with a thread that runs it."""
+
+    def __init__(
+        self, client: DockerClient, request: RehearsalOptions, config: Config, allowed: Sequence[int], name: str,
+        image: Any,
+    ) -> None:  # fmt: skip
+        self._client, self._request, self._config, self._name, self._image = client, request, config, name, image
+        self._allowed = allowed
+        """Numbers of nodes that divide the batch."""
+        self._nodes: dict[int, Container] = {}
+        self._addresses: dict[int, str] = {}
+        self._exits: queue.Queue[tuple[int, int | Exception]] = queue.Queue()
+        """(node, its exit code, or the error that ended its thread)."""
+        self._reconnect_times: dict[int, float] = {}
+        """Disconnected node -> the monotonic time at which it gets its network again."""
+        self._done_line = ""
+        self._network: Any = None
+        self._create_lock = threading.Lock()
+        self._closed = False
+
+    def run(self) -> str | int:
+        """Run all nodes with the faults, replacing those that fail; return as `rehearse` does."""
+        self._create_network()
+        for node in range(self._request.num_nodes):
+            self._start_node(node)
+        faults = sorted(self._request.faults, key=lambda fault: fault.step)
+        codes: dict[int, int] = {}
+        replaced, limit = 0, node_settings.max_replacements(self._request.num_nodes, self._request.min_nodes)
+        deadline = math.inf
+        while len(codes) < self._request.num_nodes:
+            self._reconnect_nodes()
+            if time.monotonic() > deadline:
+                self._kill_others(codes)
+            while faults and faults[0].step <= self._last_reported_step():
+                self._inject(faults.pop(0))
+            try:
+                node, end = self._exits.get(timeout=_POLL_S)
+            except queue.Empty:
+                continue
+            if isinstance(end, Exception) and not isinstance(end, TemporaryError):
+                raise end
+            code = end if isinstance(end, int) else TemporaryError.code
+            if code == OK or OK in codes.values():  # once one node has succeeded, the training is complete
+                codes[node] = code
+                deadline = min(deadline, time.monotonic() + _LAST_NODES_S)
+            elif replaced == limit:
+                _log(f"node {node} exited with {code}, and {limit} nodes were replaced already: giving up")
+                return CRASH
+            else:
+                replaced += 1
+                _log(f"node {node} exited with {code} and is replaced ({replaced} of at most {limit})")
+                time.sleep(_BACK_OFF_S)
+                self._start_node(node)
+        _log(", ".join(f"node {node} exited with {code}" for node, code in sorted(codes.items())))
+        for fault in faults:
+            _log(f"the training ended before step {fault.step}: did not {fault}")
+        return self._done_line or CRASH
+
+    def _kill_others(self, codes: dict[int, int]) -> None:
+        """End the nodes that still wait for one that has succeeded."""
+        for node, container in list(self._nodes.items()):
+            if node not in codes:
+                with contextlib.suppress(APIError):  # it may just have ended
+                    container.kill()
+
+    def close(self) -> None:
+        """Prevent the node threads from creating more containers."""
+        with self._create_lock:
+            self._closed = True
+
+    def _create_network(self) -> None:
+        """Create a network with an explicit subnet.
+
+        Docker lets a container ask for an address only in such a network, and a node must get its
+        own address again when it is reconnected. A temporary network finds a subnet that is free.
+        """
+        settings: dict[str, Any] = {"labels": {LABEL: self._name}, "driver": "bridge"}
+        temporary = self._client.networks.create(self._name, **settings)
+        temporary.reload()
+        subnet = temporary.attrs["IPAM"]["Config"][0]["Subnet"]
+        temporary.remove()
+        ipam = IPAMConfig(pool_configs=[IPAMPool(subnet=subnet)])
+        self._network = self._client.networks.create(self._name, ipam=ipam, **settings)
+
+    def _start_node(self, node: int) -> None:
+        threading.Thread(target=self._run_node, args=(node,), daemon=True).start()
+
+    def _run_node(self, node: int) -> None:
+        """Run a node from its preflight to its end, like a pod, and put its exit into the queue."""
+        try:
+            self._preflight(node)
+            if node in self._nodes:
+                self._nodes[node].remove(force=True)
+            container = self._create_container(f"{self._name}-{node}", node, list(node_settings.COMMAND))
+            stream = container.attach(stream=True, demux=True, logs=True)  # before the start, to miss no output
+            container.start()
+            container.reload()
+            self._addresses[node] = container.attrs["NetworkSettings"]["Networks"][self._name]["IPAddress"]
+            self._nodes[node] = container
+            self._forward_output(node, stream)
+            self._exits.put((node, container.wait()["StatusCode"]))
+        except Exception as error:  # also when the containers are removed at the end; nothing reads the queue then
+            self._exits.put((node, error))
+
+    def _preflight(self, node: int) -> None:
+        """Run `pipeline doctor` as a pod's init container does. Raises RunError if it fails."""
+        container = self._create_container(f"{self._name}-{node}-preflight", node, ["pipeline", "doctor"])
+        container.start()
+        code = container.wait()["StatusCode"]
+        lines = container.logs(stdout=False).decode(errors="replace").splitlines()
+        container.remove(force=True)
+        if code != OK:
+            for line in lines[:-1]:
+                _log(line, f"node {node} preflight | ")
+            last = lines[-1] if lines else f"the preflight of node {node} exited with {code}"
+            raise errors.from_exit_code(code)(last.removeprefix("pipeline: "))
+
+    def _create_container(self, name: str, node: int, command: list[str]) -> Container:
+        """Create a container of a node, as restricted as a pod under Pod Security `restricted`."""
+        request, recipe = self._request, self._request.recipe
+        volumes = {request.runs or self._name: {"bind": "/runs", "mode": "rw"}}
+        if request.data:
+            volumes[str(request.data.resolve())] = {"bind": "/data", "mode": "ro"}
+        if Path(recipe).suffix in (".yaml", ".yml"):
+            recipe = f"/recipe/{Path(recipe).name}"
+            volumes[str(Path(request.recipe).resolve())] = {"bind": recipe, "mode": "ro"}
+        arguments = [recipe, *request.overrides, f"run.dir={self._config.run_dir}"]
+        gpus = [str(node * request.gpus + i) for i in range(request.gpus)]
+        host_name = node_settings.host_name(node)
+        host, _, domain = host_name.partition(".")
+        with self._create_lock:
+            if self._closed:
+                raise InterruptedError("the rehearsal is over")
+            return self._client.containers.create(
+                self._image, name=name, labels={LABEL: self._name}, entrypoint=command, command=arguments,
+                environment=self._environment(), hostname=host, domainname=domain, network=self._name,
+                networking_config={self._name: self._client.api.create_endpoint_config(aliases=[host_name])},
+                device_requests=[DeviceRequest(device_ids=gpus, capabilities=[["gpu"]])] if gpus else None,
+                volumes=volumes, read_only=True, tmpfs={"/tmp": "size=8g"}, shm_size="1g",
+                mem_limit=f"{node_settings.memory_gib(request.gpus, request.nproc)}g", pids_limit=32768,
+                cap_drop=["ALL"], security_opt=["no-new-privileges:true"], init=True,
+            )  # fmt: skip
+
+    def _environment(self) -> dict[str, str]:
+        digests = self._image.attrs.get("RepoDigests") or []
+        return {
+            **node_settings.environment(
+                self._request.num_nodes, self._request.processes, self._request.min_nodes, self._allowed
+            ),
+            "PIPELINE_IMAGE": digests[0] if digests else self._request.image,
+            "PIPELINE_IMAGE_ID": self._image.id,
+            **dict(variable.split("=", 1) for variable in self._request.env),
+        }
+
+    def _forward_output(self, node: int, stream: Iterator[tuple[bytes | None, bytes | None]]) -> None:
+        """Log a node's output line by line until it ends, and keep its done line.
+
+        stream: chunks of (standard output, standard error).
+        """
+        incomplete = [b"", b""]
+        for chunks in stream:
+            for i, chunk in enumerate(chunks):
+                *lines, incomplete[i] = (incomplete[i] + (chunk or b"")).split(b"\n")
+                for line in lines:
+                    text = line.decode(errors="replace").rstrip("\r")
+                    if i == 0 and text.startswith("done "):
+                        self._done_line = text
+                    _log(text, f"node {node} | ")
+
+    def _last_reported_step(self) -> int:
+        """Return the step of the journal's last row, or 0 if no node can read it now."""
+        for node, container in list(self._nodes.items()):
+            if node in self._reconnect_times:
+                continue
+            with contextlib.suppress(Exception):  # the node may end at any moment
+                _, text = container.exec_run(["tail", "-n", "1", f"{self._config.run_dir}/journal.jsonl"])
+                return int(json.loads(text)["step"])
+        return 0
+
+    def _inject(self, fault: Fault) -> None:
+        _log(f"step {fault.step}: {fault}")
+        container = self._nodes[fault.node]
+        try:
+            if fault.seconds is None:
+                container.kill()
+            else:
+                self._network.disconnect(container)
+                self._reconnect_times[fault.node] = time.monotonic() + fault.seconds
+        except APIError as error:
+            _log(f"cannot {fault}: {error.explanation}")
+
+    def _reconnect_nodes(self) -> None:
+        """Reconnect the nodes that have been disconnected for long enough."""
+        for node, reconnect_time in list(self._reconnect_times.items()):
+            if time.monotonic() >= reconnect_time:
+                del self._reconnect_times[node]
+                settings = {"aliases": [node_settings.host_name(node)], "ipv4_address": self._addresses[node]}
+                with contextlib.suppress(APIError):  # the node may have ended
+                    self._network.connect(self._nodes[node], **settings)
+                    _log(f"node {node} is connected again")
+
+
+@contextlib.contextmanager
+def _open_cluster(
+    client: DockerClient, request: RehearsalOptions, config: Config, allowed: Sequence[int]
+) -> Iterator[Cluster]:
+    """Create a cluster and its volume; at the end remove everything with the cluster's label."""
+    try:
+        image = client.images.get(request.image)
+    except ImageNotFound:
+        remedy = "build it with 'docker compose build trainer', or name another with --image"
+        raise RequestError(f"image {request.image!r} is not on this machine: {remedy}") from None
+    name = f"rehearsal-{uuid.uuid4().hex[:8]}"
+    cluster = Cluster(client, request, config, allowed, name, image)
+    try:
+        if request.runs is None:
+            client.volumes.create(name, labels={LABEL: name})
+        _log(f"{name}: {request.num_nodes} nodes with image {request.image} ({image.short_id})")
+        yield cluster
+    except APIError as error:
+        raise RequestError(f"Docker refused a request: {error.explanation}") from None
+    finally:
+        handle(signal.SIG_IGN)  # a second Ctrl-C must not interrupt the removal
+        cluster.close()
+        _remove_all(client, name)
+
+
+def _remove_all(client: DockerClient, name: str) -> None:
+    """Remove all of a rehearsal. Raises APIError if a container stays for a minute."""
+    labelled = {"label": f"{LABEL}={name}"}
+    deadline = time.monotonic() + _API_TIMEOUT_S
+    while containers := client.containers.list(all=True, filters=labelled, ignore_removed=True):
+        for container in containers:
+            try:
+                container.remove(force=True)
+            except APIError:  # a preflight may be removing its own container: try again until it is gone
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_POLL_S)
+    for network in client.networks.list(filters=labelled):
+        network.remove()
+    for volume in client.volumes.list(filters=labelled):
+        volume.remove(force=True)
+
+
+def _connect_to_docker() -> DockerClient:
+    """Connect to the engine of DOCKER_HOST or of this machine. Raises RequestError if none."""
+    try:
+        client = docker.from_env(timeout=_API_TIMEOUT_S)
+        client.ping()
+        return client
+    except DockerException as error:
+        causes = ("Permission denied", "No such file or directory", "Connection refused")
+        cause = next((cause for cause in causes if cause in str(error)), str(error))
+        raise RequestError(f"no Docker engine answers ({cause}): start it, or set DOCKER_HOST to its address") from None
+
+
+_log_lock = threading.Lock()
+
+
+def _log(text: str, prefix: str = "rehearsal | ") -> None:
+    with _log_lock:
+        print(f"{prefix}{text}", file=sys.stderr, flush=True)

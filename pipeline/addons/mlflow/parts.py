@@ -1,0 +1,159 @@
+"""The parts of a run other than its metrics, status, figures and model.
+
+Promise: each may be sent any number of times, and is there once.
+"""
+
+import json
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from pipeline.addons.mlflow import connection
+from pipeline.addons.mlflow.run import MlflowRun, find_run
+from pipeline.addons.report.description import describe_run
+from pipeline.addons.report.page import FILE_NAME, render_page
+from pipeline.config.credentials import without_password
+from pipeline.config.load import flatten, from_yaml
+from pipeline.config.schema import Config
+from pipeline.errors import printable_line
+from pipeline.files import parse_json
+from pipeline.record.folder import RunFolder
+from pipeline.record.journal import events, run_id
+from pipeline.record.receipt import Receipt
+from pipeline.record.sender import tracking_uri, uri_in_environment
+
+_DESCRIPTION, _CONTINUED = "mlflow.note.content", "continued by"
+_PARENT, _PARENT_TAG = "mlflow.parentRunId", "pipeline.parent"
+
+
+def send_parameters(run: MlflowRun, config: Config) -> None:
+    """Send each key as a parameter, and as a tag of the same name if its value has changed since.
+
+    MLflow's parameters are immutable: they keep the values of the first start.
+    """
+    from mlflow.entities import Param, RunTag
+
+    data = run.client.get_run(run.run_id).data
+    values = {key: str(value) for key, value in flatten(config).items()}
+    missing = [Param(key, value) for key, value in values.items() if key not in data.params]
+    known = values | data.params | {key: data.tags[key] for key in values if key in data.tags}
+    changed = [RunTag(key, value) for key, value in values.items() if known[key] != value]
+    run.client.log_batch(run.run_id, params=missing, tags=changed)
+
+
+def send_tags(run: MlflowRun, folder: RunFolder) -> None:
+    """Send the tags of the starts; where they differ, those of the last."""
+    from mlflow.entities import RunTag
+
+    tags: dict[str, Any] = {}
+    for start in events(folder.journal, "started"):
+        tags |= start["tags"]
+    run.client.log_batch(run.run_id, tags=[RunTag(key, str(tag)) for key, tag in tags.items()])
+
+
+def send_parent(run: MlflowRun, config: Config) -> None:
+    """Put the run below the one that groups the runs with the same `track.parent`."""
+    if config.track.parent and _PARENT not in run.client.get_run(run.run_id).data.tags:
+        run.client.set_tag(run.run_id, _PARENT, _parent_id(run, config.track.parent))
+
+
+def _parent_id(run: MlflowRun, name: str) -> str:
+    """Return the id of the run that groups others under `name`: the oldest, or a new one."""
+
+    def oldest() -> Any | None:
+        query = f"tags.`{_PARENT_TAG}` = '{name}'"
+        return next(iter(run.client.search_runs([run.experiment_id], query, order_by=["attributes.start_time"])), None)
+
+    found = oldest()
+    if found is None:
+        created = run.client.create_run(run.experiment_id, tags={_PARENT_TAG: name}, run_name=name)
+        run.client.set_terminated(created.info.run_id)
+        found = oldest() or created
+        if found.info.run_id != created.info.run_id:  # another child has created it at the same moment
+            run.client.delete_run(created.info.run_id)
+    return str(found.info.run_id)
+
+
+def send_description(run: MlflowRun, folder: RunFolder, config: Config) -> None:
+    """Send the description that the UI shows above the run."""
+    run.client.set_tag(run.run_id, _DESCRIPTION, describe_run(folder, config))
+
+
+def send_links(run: MlflowRun, folder: RunFolder) -> bool:
+    """Name the run that this one continues, and this one there; return False if it is not there."""
+    starts = events(folder.journal, "started")
+    origin = next((start["tags"]["continues"] for start in starts if "continues" in start["tags"]), None)
+    if origin is None:
+        return True
+    before = find_run(run.client, origin)
+    if before is None:
+        return False
+    run.client.set_tag(run.run_id, "continues", _name(before))
+    ours, others = _name(run.client.get_run(run.run_id)), before.data.tags.get(_CONTINUED, "")
+    if ours not in others:
+        run.client.set_tag(before.info.run_id, _CONTINUED, f"{others}, {ours}".removeprefix(", "))
+    return True
+
+
+def _name(run: Any) -> str:
+    return f"{run.info.run_name} (run {run.info.run_id} of experiment {run.info.experiment_id})"
+
+
+def send_inputs(run: MlflowRun, folder: RunFolder, config: Config) -> None:
+    """Send the data as an input of the run."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+    from mlflow.exceptions import MlflowException
+
+    digest = Receipt(folder).contents()["data"]
+    options = config.data
+    source = json.dumps({"source": options.source, "root": options.root})
+    plan = parse_json(folder.plan.read_text(encoding="utf-8"))
+    profile = json.dumps({key: plan[key] for key in ("train_images", "val_images", "num_classes")})
+    name = Path(options.root or options.source).name or options.source
+    dataset = Dataset(name, digest[:36], options.source, source, profile=profile)  # MLflow takes 36 characters
+    inputs = [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])]
+    try:
+        run.client.log_inputs(run.run_id, inputs)
+    except MlflowException:  # another run may have added the same data at the same moment
+        run.client.log_inputs(run.run_id, inputs)
+
+
+def send_files(run: MlflowRun, folder: RunFolder) -> None:
+    """Send configuration, plan, journal and receipt, and the report."""
+    for path in (folder.config, folder.plan, folder.journal):
+        if path.exists():
+            run.client.log_artifact(run.run_id, str(path))
+    for path in sorted(folder.report.glob("*.png")):
+        run.client.log_artifact(run.run_id, str(path), folder.report.name)
+    # made here: rank 0 may not have written these files yet, or may never do so
+    run.client.log_text(run.run_id, Receipt(folder).text(), folder.receipt.name)
+    if folder.report.exists():
+        run.client.log_text(run.run_id, render_page(folder), f"{folder.report.name}/{FILE_NAME}")
+
+
+def note_verification(folder: RunFolder, result: str) -> str:
+    """Add the result of `pipeline verify` to the run as a tag, and return a line for the user."""
+    try:
+        config = from_yaml(folder.config.read_text(encoding="utf-8"), str(folder.config))
+        named = uri_in_environment()
+        uri = named or tracking_uri(config, folder)
+        if uri is None:
+            return "not noted in MLflow: track.uri=none"
+        if not named and not uri.startswith("sqlite:"):  # others may have written the run's files
+            shown = printable_line(without_password(uri))
+            return f"not noted in MLflow: set MLFLOW_TRACKING_URI={shown} if that server may be contacted"
+        address = connection.configure(uri, connection.REQUEST_TIMEOUT_S)
+        if address.startswith("sqlite:///") and not Path(address.removeprefix("sqlite:///")).exists():
+            return f"not noted in MLflow: {address} is not there"
+
+        from mlflow import MlflowClient
+
+        client = MlflowClient(address)
+        run = find_run(client, run_id(folder.journal) or "")
+        if run is None:
+            return f"not noted in MLflow: the run is not at {without_password(uri)}"
+        client.set_tag(run.info.run_id, "verified", f"{time.strftime('%F %T')} on {socket.gethostname()}: {result}")
+    except Exception as error:  # the result is worth more than its note
+        return f"not noted in MLflow: {connection.root_cause(error)}"
+    return f"noted in MLflow at {without_password(uri)} as the run's tag `verified`"

@@ -1,0 +1,158 @@
+"""`pipeline sync`: sends a run to MLflow, from its journal alone.
+
+With --follow it is the sender process beside a training run.
+
+A request that fails costs seconds and nothing else. It is retried while training runs, and once
+more at its end; `pipeline sync RUN_DIR` delivers whatever is left.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from pathlib import Path
+
+from pipeline.addons.mlflow.connection import FILE_TIMEOUT_S, REQUEST_TIMEOUT_S, log, request_timeout, root_cause
+from pipeline.addons.mlflow.delivery import Delivery
+from pipeline.config.credentials import without_password
+from pipeline.config.load import from_yaml
+from pipeline.config.schema import Config
+from pipeline.errors import RequestError, RunError, TemporaryError
+from pipeline.record.folder import RunFolder
+from pipeline.record.sender import READY, TRAINING_DONE, tracking_uri, uri_in_environment
+
+_POLL_S = 0.5
+_MAX_PAUSE_S = 30
+_RANK_0_KILLED_S = REQUEST_TIMEOUT_S + 2  # a request that hangs is given up by then, and FAILED is sent
+_RANK_0_DONE_S = 7  # rank 0 waits no longer than this for a server to which no connection can be made
+
+
+def sync(path: Path, *, follow: bool) -> None:
+    """Send the run in the folder `path` to the server in the environment, otherwise to its own.
+
+    follow: send until standard input says that training is over and the last row is sent. Raises
+    RequestError if `path` is not a run's folder, TemporaryError if the server does not accept
+    everything.
+    """
+    folder = RunFolder(path)
+    try:
+        config = from_yaml(folder.config.read_text(encoding="utf-8", errors="replace"), str(folder.config))
+    except OSError as error:
+        problem = f"{path} is not the folder of a run that has started ({folder.config.name}: {error.strerror})"
+        raise RequestError(f"{problem}: give a run's folder, such as runs/digits") from None
+    named = os.environ.get("PIPELINE_TRACK_URI") or uri_in_environment()
+    uri = named or tracking_uri(config, folder)
+    if uri is None:
+        raise RequestError(f"the run in {path} has track.uri=none: name a server with MLFLOW_TRACKING_URI")
+    try:
+        if follow:
+            _sync_beside_training(folder, config, uri)
+        else:
+            _sync_once(folder, config, uri)
+    except RunError:
+        raise
+    except Exception as error:
+        address = without_password(uri)
+        raise TemporaryError(f"MLflow at {address} did not take everything: {root_cause(error)}") from error
+
+
+def _sync_once(folder: RunFolder, config: Config, uri: str) -> None:
+    _lock_sending(folder)
+    delivery = Delivery(folder, config, uri, FILE_TIMEOUT_S)
+    delivery.import_mlflow()
+    delivery.send_rows()
+    if not folder.is_held():
+        delivery.mark_failed()
+    _send_parts(delivery)
+
+
+def _send_parts(delivery: Delivery, *more: str) -> None:
+    """Send all parts that are due, and `more`. Raises an error if one could not be sent."""
+    delivery.retry_parts(*more)
+    with request_timeout(FILE_TIMEOUT_S):
+        while delivery.send_part():
+            pass
+    delivery.check_complete()
+
+
+def _sync_beside_training(folder: RunFolder, config: Config, uri: str) -> None:
+    """Deliver until training is over, and tell rank 0 how the first attempt went.
+
+    Raises the error of the last attempt.
+    """
+    folder.join_holder()
+    delivery = Delivery(folder, config, uri, REQUEST_TIMEOUT_S)
+    training_over = _watch_rank_0(delivery)
+    answer = os.dup(1)
+    os.dup2(2, 1)  # once rank 0 is dead, whatever mlflow prints to the pipe would end this process
+    _lock_sending(folder)
+    os.nice(10)  # training has priority
+    delivery.import_mlflow()
+    failure: Exception | None = None
+    has_answered, has_more, pause = False, False, _POLL_S
+    while True:
+        is_last = training_over.is_set()  # read before delivering, so that every row written until then is delivered
+        try:
+            delivery.send_rows()
+            if is_last:
+                delivery.mark_failed()
+                _send_parts(delivery, "files")  # the report is drawn after the end is recorded
+            has_more = has_answered and delivery.send_part()
+            if failure is not None:
+                log("MLflow accepts requests again")
+            failure, pause = None, _POLL_S
+        except Exception as error:  # no failure of a tracker may reach training
+            if failure is None:
+                log(f"MLflow does not accept requests: {root_cause(error)}")
+            failure, has_more, pause = error, False, min(_MAX_PAUSE_S, pause * 2)
+        if not has_answered:
+            has_answered = True
+            line = READY if failure is None else root_cause(failure)
+            with contextlib.suppress(OSError):  # rank 0 may be gone
+                os.write(answer, f"{line}\n".encode(errors="backslashreplace"))
+        if is_last:
+            break
+        if not has_more:
+            training_over.wait(pause)
+    if failure is not None:
+        raise failure
+
+
+def _watch_rank_0(delivery: Delivery) -> threading.Event:
+    """Return an event that is set when rank 0 is done or dead; end this process soon after.
+
+    A killed rank 0 leaves no process behind for longer than a few seconds, and a rank 0 that
+    waits for this process does not wait for a server that does not answer. The limit is enforced
+    with `os._exit` in a thread, since the main thread may hang in a request. The thread starts
+    before mlflow is imported, which takes seconds.
+    """
+    training_over = threading.Event()
+
+    def watch() -> None:
+        word = os.read(0, len(TRAINING_DONE))
+        training_over.set()
+        if word == TRAINING_DONE:
+            delivery.imported.wait()
+            time.sleep(_RANK_0_DONE_S)
+            while delivery.is_reachable:
+                time.sleep(_POLL_S)
+        else:
+            time.sleep(_RANK_0_KILLED_S)
+            with contextlib.suppress(Exception):
+                delivery.mark_failed()  # the main thread may still draw figures
+        log("gave up: the journal keeps what was not delivered")
+        os._exit(TemporaryError.code)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return training_over
+
+
+def _lock_sending(folder: RunFolder) -> None:
+    """Take the lock that a run's only sender holds. Raises TemporaryError if it stays held.
+
+    The wait is longer than a sender lives after rank 0 was killed.
+    """
+    try:
+        folder.sender_lock.take(2 * _RANK_0_KILLED_S)
+    except OSError as error:
+        raise folder.write_error(error) from None

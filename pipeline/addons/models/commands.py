@@ -1,0 +1,67 @@
+"""The commands predict and export."""
+
+import argparse
+from pathlib import Path
+
+from pipeline.cli import arguments
+from pipeline.cli.arguments import Commands, add_command, add_overrides, add_trust, path_or_uri
+from pipeline.errors import RequestError
+
+
+def add_commands(commands: Commands) -> None:
+    _add_predict(commands)
+    _add_export(commands)
+
+
+def _add_predict(commands: Commands) -> None:
+    parser = add_command(
+        commands, "predict", _predict, "classify images: the five most likely classes and their probabilities",
+        "Classify each IMAGE, and each image in a folder, with the model of a checkpoint, of a run's last"
+        " checkpoint, or of MLflow's model registry (at MLFLOW_TRACKING_URI, or else in runs/mlflow.db). Images that"
+        " cannot be decoded are named and skipped.",
+        "pipeline predict runs/digits --best photo.png", "pipeline predict models:/digits@best photos/ --json",
+    )  # fmt: skip
+    add = parser.add_argument
+    add("target", type=path_or_uri, metavar="CHECKPOINT|RUN_DIR|models:/NAME@ALIAS", help="the model to use")
+    add("images", nargs="+", type=path_or_uri, metavar="IMAGE", help="image files, or folders of them")
+    arguments.add_best(parser)
+    add_trust(parser)
+    add("--json", action="store_true", help="print JSON")
+    help = "also draw the first 64 images with their predicted classes"
+    add("--sheet", type=arguments.path, metavar="FILE.png", help=help)
+
+
+def _predict(options: argparse.Namespace) -> str:
+    from pipeline.addons.models import inputs
+
+    inputs.check_model(options.target)
+    inputs.check_images(options.images)
+    inputs.check_output("--sheet", options.sheet)
+    if options.sheet and options.sheet.suffix != ".png":
+        raise RequestError(f"--sheet {options.sheet} is not allowed: give the name of a .png file")
+
+    from pipeline.addons.models import predict
+
+    return predict.predict(arguments.target_of(options), options.images, as_json=options.json, sheet=options.sheet)
+
+
+def _add_export(commands: Commands) -> None:
+    parser = add_command(
+        commands, "export", _export, "write the trained model in another format and check it on validation images",
+        "Write the model of a checkpoint, or of a run's last checkpoint, to export/ in the run's folder."
+        " torch.export and onnx map pixels from 0 to 255 to probabilities; safetensors holds only the weights.",
+        "pipeline export runs/digits --best --to onnx",
+    )  # fmt: skip
+    add = parser.add_argument
+    add("target", type=path_or_uri, metavar="RUN_DIR|CHECKPOINT", help=arguments.TARGET_HELP)
+    add_overrides(parser)
+    arguments.add_best(parser)
+    add_trust(parser)
+    add("--to", required=True, choices=("torch.export", "onnx", "safetensors"), help="format of the exported file")
+    add("--out", type=arguments.path, metavar="FILE", help="write to this file instead")
+
+
+def _export(options: argparse.Namespace) -> str:
+    from pipeline.addons.models import export
+
+    return export.export(Path(arguments.target_of(options)), options.to, options.out, options.overrides)

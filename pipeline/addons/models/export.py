@@ -1,0 +1,163 @@
+"""`pipeline export`: write the trained model in another format and compare it with the original.
+
+Promise: a file that is written was loaded again, and gave the model's own probabilities on
+validation images, one by one and in one batch. `torch.export` and `onnx` hold the model as
+`ExportedModel`, from pixels of 0 to 255 to probabilities, for any number of images. `safetensors`
+holds only the weights, by name; its metadata describes their model.
+"""
+
+import importlib.util
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.addons.models.inputs import check_output, check_target
+from pipeline.errors import NotFiniteError, RequestError, StorageError
+from pipeline.files import replacing, target_of
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from pipeline.config.schema import Config
+
+_SUFFIXES = {"torch.export": "pt2", "onnx": "onnx", "safetensors": "safetensors"}
+_LIBRARIES = {"torch.export": (), "onnx": ("onnx", "onnxruntime", "onnxscript"), "safetensors": ("safetensors",)}
+_IMAGES = 8
+_TOLERANCE = 1e-4
+
+Predictor = Callable[["Tensor"], "Tensor"]
+"""[B, 3, H, W] float32 of 0..255 -> [B, classes] probabilities."""
+
+
+def export(target: Path, kind: str, out: Path | None, overrides: list[str]) -> str:
+    """Run `pipeline export`; return the file's path and its largest difference from the model.
+
+    Raises RequestError if a library of the format is not installed, NotFiniteError if the logits
+    are not finite.
+    """
+    check_target(target)
+    check_output("--out", out)
+    missing = [name for name in _LIBRARIES[kind] if importlib.util.find_spec(name) is None]
+    if missing:
+        problem = f"--to {kind} needs {' and '.join(missing)}, not part of the lock file"
+        raise RequestError(f"{problem}: pip install {' '.join(missing)}")
+
+    import torch
+
+    from pipeline.config.load import for_evaluation
+    from pipeline.model.architectures import ExportedModel
+    from pipeline.record import checkpoint, checkpoint_files
+
+    source = checkpoint_files.find(target)
+    contents = checkpoint.read_model(source)
+    trained, config = for_evaluation(contents["config"], str(source), overrides)
+    model = checkpoint.eval_model(contents, config.model)
+    pixels, description = _comparison_images(config, contents, trained, overrides)
+    served = ExportedModel(model).eval()
+    with torch.inference_mode():
+        expected: Tensor = served(pixels)
+    if not checkpoint.all_finite([expected]):
+        raise NotFiniteError(f"the logits of {source} are not finite on {description}: use another checkpoint")
+
+    folder = source.absolute().parent
+    run = folder.parent if folder.name == "checkpoints" else folder
+    path = out or run / "export" / f"{source.name.split('.')[0]}.{_SUFFIXES[kind]}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(target_of(path)) as temporary:
+            if kind == "safetensors":
+                loaded = _write_safetensors(model, config, contents, temporary)
+            else:
+                loaded = (_write_onnx if kind == "onnx" else _write_torch_export)(served, pixels, temporary)
+            difference = _largest_difference(expected, loaded, pixels)
+            if not difference <= _TOLERANCE:  # also true for NaN
+                problem = f"probabilities of the {kind} model differ from the original's by up to {difference:.1e}"
+                raise StorageError(f"{problem}: nothing was written; try another format")
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error.strerror}") from None
+    limit = f"no probability differs by more than {difference:.1e}"
+    return f"{path}: the model of step {contents['step']}; on {description}, in one batch and one by one, {limit}"
+
+
+def _comparison_images(
+    config: "Config", contents: dict[str, Any], trained: "Config", overrides: list[str]
+) -> tuple["Tensor", str]:
+    """Return validation images, [8, 3, size, size] float32 of 0..255, and their description.
+
+    Noise replaces them if the training data is not here and the overrides name no other data.
+    """
+    import torch
+
+    from pipeline.addons.models.validation import open_validation
+    from pipeline.data.access import OutageError
+    from pipeline.data.augment import evaluation_geometry
+    from pipeline.data.loader import EvalBatches
+
+    try:
+        images = open_validation(config, contents, trained, overrides)[0].val
+        batch = EvalBatches(images, config.replacing("evaluate", batch=_IMAGES))[0].readable()
+    except (RequestError, OutageError):
+        if any(override.startswith("data.") for override in overrides):
+            raise
+        size, _ = evaluation_geometry(config.evaluate, config.augment)
+        noise = torch.randint(256, (_IMAGES, 3, size, size), generator=torch.Generator().manual_seed(0))
+        return noise.float(), f"{_IMAGES} images of noise (validation images not found; give data.root=FOLDER)"
+    return batch.images.contiguous().float(), f"{len(batch.images)} validation images"
+
+
+def _largest_difference(expected: "Tensor", loaded: Predictor, pixels: "Tensor") -> float:
+    import torch
+
+    with torch.inference_mode():
+        batched = loaded(pixels)
+        single = torch.cat([loaded(pixels[i : i + 1]) for i in range(len(pixels))])
+        return float(torch.maximum((batched - expected).abs(), (single - expected).abs()).max())
+
+
+def _write_torch_export(served: "nn.Module", pixels: "Tensor", path: Path) -> Predictor:
+    import torch
+
+    program = torch.export.export(served, (pixels[:2],), dynamic_shapes=({0: torch.export.Dim("images")},))
+    buffer = io.BytesIO()  # torch aborts the process if it cannot write to a file
+    torch.export.save(program, buffer)
+    path.write_bytes(buffer.getbuffer())
+    with open(path, "rb") as file:  # given a path, torch.export requires the suffix .pt2
+        loaded: Predictor = torch.export.load(file).module()
+    return loaded
+
+
+def _write_onnx(served: "nn.Module", pixels: "Tensor", path: Path) -> Predictor:
+    import onnxruntime
+    import torch
+
+    program = torch.onnx.export(
+        served, (pixels[:2],), dynamo=True, verbose=False, input_names=["pixels"], output_names=["probabilities"],
+        dynamic_shapes=({0: torch.export.Dim("images")},),
+    )  # fmt: skip
+    assert program is not None
+    program.save(path)
+    model = path if str(path).isprintable() else path.read_bytes()  # it opens no path that is not UTF-8
+    session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(None, {"pixels": images.numpy()})[0])
+
+
+def _write_safetensors(model: "nn.Module", config: "Config", contents: dict[str, Any], path: Path) -> Predictor:
+    import torch
+    from safetensors.torch import load, save
+
+    from pipeline.model.architectures import ExportedModel, build
+    from pipeline.model.weights import load_weights
+
+    metadata = {
+        "arch": config.model.arch, "args": json.dumps(config.model.args), "step": str(contents["step"]),
+        "classes": json.dumps(contents["classes"]),
+        "pixels": "RGB of 0 to 255, minus the mean and divided by the deviation of ImageNet",
+    }  # fmt: skip
+    # safetensors refuses tensors that share memory, such as tied weights
+    weights = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in model.state_dict().items()}
+    path.write_bytes(save(weights, metadata))  # save_file makes a file that only its owner can read
+    loaded = build(config.model, len(contents["classes"]))
+    load_weights(loaded, load(path.read_bytes()))
+    return ExportedModel(loaded).eval()

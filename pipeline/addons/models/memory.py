@@ -1,0 +1,103 @@
+"""Passes that fit: if one needs more memory than the device has, smaller passes make the same step.
+
+Promise: global batch, order, augmentation and mixing stay the same, since passes only slice a
+global batch. What changes is the pass: batch norm sees fewer images at once, and sums are rounded
+elsewhere. So a deterministic run is refused instead, with the batch.accumulate that fits. All
+processes use the number of passes that the process with the least memory needs. A pass is tried
+before any gradient is exchanged, so a process that fails leaves no other one waiting.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from pipeline.config.schema import Config
+from pipeline.errors import RequestError
+from pipeline.group import Group
+from pipeline.model.architectures import Normalise
+from pipeline.parallel.strategy import autocast
+from pipeline.plan import Plan
+
+
+def fit_model(config: Config, plan: Plan, group: Group, model: nn.Module, log: Callable[[str], None]) -> Plan:
+    """Return the plan with as many passes a step as the memory needs, see `fit_passes`."""
+    return fit_passes(config, plan, group, make_try_pass(model, config, plan, group.device), log)
+
+
+def fit_passes(
+    config: Config, plan: Plan, group: Group, try_pass: Callable[[int], None], log: Callable[[str], None]
+) -> Plan:
+    """Return the plan with as many passes a step as the memory needs.
+
+    try_pass: runs a pass of the given number of images in this process; raises
+    torch.OutOfMemoryError if they are too many. Raises RequestError if no pass fits, or if the run
+    cannot have more: a deterministic one, or one with CUDA graphs.
+    """
+    images, unit = plan.process_batch, 2 if config.mixes else 1  # mixing needs pairs
+    for accumulate in range(plan.accumulate, images // unit + 1, plan.accumulate):
+        if images % accumulate or images // accumulate % unit:
+            continue
+        (too_large,) = group.any_rank(not fits(try_pass, images // accumulate))
+        if too_large:
+            continue
+        if accumulate == plan.accumulate:
+            return plan
+        shortage = f"a pass of {plan.micro_batch} images does not fit into the memory of {_name(group.device)}"
+        if config.is_deterministic_on_gpus:
+            key = "exact.shards" if config.run.exact else "batch.accumulate"
+            value = accumulate * (plan.world if config.run.exact else 1)
+            raise RequestError(f"{shortage}, and fewer at once would change the bits: {key}={value} fits").collective()
+        if config.train.compile == "reduce-overhead":
+            remedy = "lower batch.global, or use train.compile=on"
+            raise RequestError(f"{shortage}, and train.compile=reduce-overhead needs one pass", remedy).collective()
+        log(
+            f"{shortage}: {accumulate} passes of {images // accumulate} make the same batch"
+            f" (batch.accumulate={accumulate})"
+        )
+        return replace(plan, accumulate=accumulate, micro_batch=images // accumulate)
+    raise RequestError(
+        f"not even a pass of {unit} of {plan.image_size} px fits into the memory of {_name(group.device)}",
+        "choose a smaller model.arch or augment.size, or parallel=fsdp",
+    ).collective()
+
+
+def make_try_pass(model: nn.Module, config: Config, plan: Plan, device: torch.device) -> Callable[[int], None]:
+    """Return a function that tries a pass of so many images, with room for moments and EMA."""
+    copies = config.optimizer.moments + (1 if config.train.ema is not None else 0)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    normalise = Normalise(device, channels_last=config.model.channels_last)
+
+    def try_pass(images: int) -> None:
+        buffers = [buffer.clone() for buffer in model.buffers()]  # running statistics
+        held = torch.empty(4 * copies * parameters, dtype=torch.uint8, device=device)
+        blank = torch.zeros((images, 3, plan.image_size, plan.image_size), dtype=torch.uint8)
+        try:
+            with autocast(device, config.train.precision):
+                logits = model(normalise(blank))
+            logits.float().sum().backward()
+        finally:
+            del held
+            model.zero_grad()
+            for buffer, before in zip(model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+            torch.cuda.empty_cache()
+
+    return try_pass
+
+
+def fits(try_pass: Callable[[int], None], images: int) -> bool:
+    """Return True if a pass of so many images fits into the memory."""
+    try:
+        try_pass(images)
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+def _name(device: torch.device) -> str:
+    if device.type != "cuda":
+        return str(device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    return f"{torch.cuda.get_device_name(device)} ({total / 2**30:.0f} GiB)"

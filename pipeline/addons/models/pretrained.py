@@ -1,0 +1,134 @@
+"""First weights from torchvision, a file, a run or MLflow, with a head for the data's classes.
+
+Rank 0 reads them and sends them to all processes, so no other process needs the file or the
+network. The tensors whose shape does not fit are those of the head: it keeps its random weights,
+and the run logs that. On resume the checkpoint's weights replace them.
+
+Frozen modules have no gradient, no decay and no moment, and stay in evaluation mode: running
+statistics that followed the new data would no longer match the frozen weights.
+"""
+
+import os
+import urllib.error
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from pipeline.config.schema import MODEL_URI_PREFIX, Model
+from pipeline.errors import RequestError, StorageError, TemporaryError, nearest
+from pipeline.group import Group
+from pipeline.model.architectures import pretrained_weights
+from pipeline.model.weights import load_weights
+from pipeline.record import checkpoint, checkpoint_files
+
+
+def read(options: Model, model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that `model.init` names and that fit the shapes of `model`.
+
+    Raises RequestError if they cannot be found or are of another architecture, TemporaryError if
+    they cannot be fetched now.
+    """
+    assert options.init is not None
+    given, wanted = _read(options.arch, options.init), model.state_dict()
+    fitting = {name: tensor for name, tensor in given.items() if name in wanted and wanted[name].shape == tensor.shape}
+    if 2 * len(fitting) < len(wanted):
+        raise RequestError(
+            f"model.init={options.init} fits {len(fitting)} of {len(wanted)} tensors of {options.arch}",
+            "it is of another architecture; set model.arch to its own",
+        )
+    return fitting
+
+
+def load_pretrained(
+    model: nn.Module, weights: dict[str, Tensor] | None, options: Model, group: Group, log: Callable[[str], None]
+) -> None:
+    """Load the `weights` that `read` returned on rank 0 into `model`, in every process."""
+    if weights is not None:
+        load_weights(model, weights, strict=False)
+        random = [name for name in model.state_dict() if name not in weights]
+        log(f"first weights from {options.init}" + (f"; {', '.join(random)} start random" if random else ""))
+    group.broadcast(list(model.state_dict().values()))
+
+
+def freeze(model: nn.Module, names: str) -> str:
+    """Freeze the modules that `model.freeze` names.
+
+    Return a line that says how many weights are still trained.
+
+    Raises RequestError for a module that the model does not have, or if nothing is left to train.
+    """
+    children = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
+    heads = _heads(model, children)
+    modules = dict(model.named_modules())
+    if names == "backbone":
+        chosen = [name for name in children if name not in heads]
+    else:
+        chosen = [name.strip() for name in names.split(",")]
+    own = dict(model.named_parameters(recurse=False)) if names == "backbone" else {}  # a transformer's class token
+    for parameter in own.values():
+        parameter.requires_grad_(False)
+    for name in chosen:
+        if name not in modules or not name:
+            close = nearest(name, list(modules))
+            raise RequestError(
+                f"model.freeze={names}: the model has no module {name!r}{close}",
+                "" if close else f"it has {', '.join(children)}, and the modules in them",
+            )
+        modules[name].eval().requires_grad_(False)
+    left = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    if not left:
+        raise RequestError(
+            f"model.freeze={names} leaves nothing to train", f"do not freeze the head, {', '.join(heads)}"
+        )
+    total = sum(parameter.numel() for parameter in model.parameters())
+    return f"{', '.join([*own, *chosen])} frozen: {left:,} of {total:,} weights are trained"
+
+
+def _heads(model: nn.Module, children: list[str]) -> list[str]:
+    """Return the names of the children with a classifier.
+
+    They are those that timm's `get_classifier` names, or the last child.
+    """
+    is_timm = type(model).__module__.startswith("timm.")
+    named = model.get_classifier() if is_timm else ()  # type: ignore[operator]
+    classifiers = [*named] if isinstance(named, (tuple, list)) else [named]
+    heads = [name for name in children if any(module in classifiers for module in model.get_submodule(name).modules())]
+    return heads or children[-1:]
+
+
+def _read(arch: str, init: str) -> dict[str, Tensor]:
+    if init.startswith(MODEL_URI_PREFIX):
+        from pipeline.addons.mlflow.registry import fetch_model
+
+        return checkpoint.eval_weights(fetch_model(init))
+    if os.path.isfile(init) and not checkpoint_files.NAME.fullmatch(Path(init).name):
+        return checkpoint.read_state_dict(Path(init))
+    if os.path.exists(init):
+        try:
+            path = checkpoint_files.find(Path(init))
+        except StorageError as error:
+            raise RequestError(f"model.init={init} is not allowed: {error.problem}", error.remedy) from None
+        return checkpoint.eval_weights(checkpoint.read_model(path))
+    names = pretrained_weights(arch)
+    if init not in names:
+        close = nearest(init, list(names))
+        raise RequestError(
+            f"model.init={init} is neither a file or folder here, nor models:/NAME@ALIAS, nor one of torchvision's"
+            f" weights of {arch}{close}",
+            "" if close else f"there are {', '.join(names) or 'none'}",
+        )
+    try:
+        weights: dict[str, Tensor] = names[init].get_state_dict(progress=False, check_hash=True, weights_only=True)
+    except (OSError, urllib.error.URLError) as error:
+        raise TemporaryError(
+            f"model.init={init} cannot be fetched ({error})",
+            "put the file into torch's cache (TORCH_HOME), or name a path",
+        ) from error
+    except Exception as error:  # torch raises many types for a file that holds no weights
+        raise StorageError(
+            f"model.init={init}: its file in torch's cache (TORCH_HOME) holds no weights"
+            f" ({' '.join(str(error).split())[:200]})",
+            "remove it",
+        ) from None
+    return weights

@@ -1,0 +1,160 @@
+"""Checks that a model can take the passes of a plan, by shapes alone."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.addons.models import pretrained
+from pipeline.addons.shard.fsdp import check_can_shard
+from pipeline.addons.shard.partition import split_into_stages
+from pipeline.config.schema import Config, Model
+from pipeline.config.trust import is_function
+from pipeline.errors import RequestError, list_first, one_line
+from pipeline.model.architectures import build, meta_model, parameter_groups
+from pipeline.plan import Plan
+from pipeline.train.optimizer import check_optimizer_exists
+from pipeline.world import World
+
+# Layers for images whose gradient torch's deterministic mode refuses on CUDA: those that its
+# documentation lists and whose kernels call alertNotDeterministic (torch 2.14). Of torchvision's
+# classification models AlexNet and VGG have one.
+_NOT_DETERMINISTIC = (
+    "AdaptiveAvgPool2D", "AdaptiveMaxPool2D", "FractionalMaxPool2D", "GridSampler2D", "MaxUnpool2D",
+    "UpsampleBicubic2D",
+)  # fmt: skip
+
+
+def check_model_builds(config: Config, plan: Plan, here: World, *, is_resumed: bool) -> dict[str, Tensor] | None:
+    """Check that the model can be built, run, frozen, split and differentiated as planned.
+
+    Returns the initial weights if model.init names some. A resumed run does not need them: its
+    weights are in the checkpoint.
+    """
+    check_optimizer_exists(config)
+    check_shapes(config.model, plan.num_classes, plan.bn_batch, plan.image_sizes, plan.eval_size)
+    model = check_model_exists(config, plan.num_classes)
+    parameter_groups(model, config.optimizer.weight_decay)
+    if config.parallel == "ddp" and here.size > 1 and not config.run.exact:
+        check_weights_have_gradients(config.model, plan.num_classes, model, plan.bn_batch, plan.first_size)
+    if config.is_deterministic_on_gpus and here.uses_gpu(config.run.device):
+        check_gradients_are_deterministic(model, config.model.arch, plan.bn_batch, plan.first_size)
+    if config.parallel == "fsdp":
+        check_can_shard(model)
+    if plan.stages > 1:
+        split_into_stages(model, config.model.arch, plan.stages, plan.image_size)
+    if config.model.init and not is_resumed:
+        return pretrained.read(config.model, model)
+    return None
+
+
+def check_model_exists(config: Config, num_classes: int) -> nn.Module:
+    """Check that torchvision has the model and the modules to freeze; return it without weights."""
+    model = meta_model(config.model, num_classes)
+    if config.model.freeze:
+        pretrained.freeze(model, config.model.freeze)
+    return model
+
+
+def check_shapes(options: Model, num_classes: int, batch: int, sizes: Sequence[int], eval_size: int) -> None:
+    """Try an evaluation pass, and a training pass of each size, on the meta device: shapes alone.
+
+    sizes: the sides of the training images, in ascending order.
+
+    A model that needs values, as one of your own may, is tried with two images on the CPU. Raises
+    RequestError if there is no such model, if the images or the batch are too small for it, or if
+    it does not return logits, [B, classes].
+    """
+    hint = " or set model.args.img_size" if options.arch.startswith("timm/") else ""
+    smallest = "augment.size" if len(sizes) == 1 else "augment.first_size"
+    passes = [(batch, sizes[0], True, f"raise {smallest}{hint}")]
+    passes += [(batch, side, True, f"set augment.size={sizes[0]}") for side in sizes[1:]]
+    passes.append((2, eval_size, False, f"raise evaluate.size{hint}"))
+    for images, side, is_training, remedy in passes:
+        try:
+            logits = _try_pass(options, num_classes, images, side, is_training=is_training)
+        except RequestError:
+            raise
+        except Exception as error:  # batch norm, for one, raises ValueError for one value per channel
+            raise RequestError(
+                f"{options.arch} cannot take passes of {images} images of {side} px ({one_line(error, 300)})",
+                f"{remedy}, or have more images in a pass (batch.global,"
+                " batch.accumulate, exact.shards, number of processes)",
+            ) from None
+        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        if found not in [(images, num_classes), (min(images, 2), num_classes)]:
+            raise RequestError(
+                f"model.arch={options.arch} returns {found} for {images} images, not logits of shape"
+                f" {(images, num_classes)}",
+                "give a model that returns one number per class",
+            )
+
+
+@torch.no_grad()
+def _try_pass(options: Model, num_classes: int, images: int, side: int, *, is_training: bool) -> Any:
+    model = meta_model(options, num_classes).train(is_training)
+    try:
+        return _forward(model, images, side)
+    except Exception:
+        if not is_function(options.arch):
+            raise
+        return _forward(build(options, num_classes).train(is_training), min(images, 2), side)
+
+
+def _forward(model: nn.Module, images: int, side: int) -> Any:
+    with next(model.parameters()).device:
+        return model(torch.zeros(images, 3, side, side))
+
+
+def check_gradients_are_deterministic(model: nn.Module, arch: str, batch: int, size: int) -> None:
+    """Check that CUDA can compute the gradients of `model`, on the meta device, the same each time.
+
+    Raises RequestError if it cannot: in its deterministic mode torch refuses such a layer, but only
+    in the first backward pass. It refuses it also if the layer changes no size; in a frozen part of
+    the model there is no gradient.
+    """
+    try:
+        nodes = [_forward(model.train(), batch, size).grad_fn]
+    except Exception:
+        if not is_function(arch):
+            raise
+        return  # a model that needs values: torch itself refuses the layer, in the first backward pass
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        layer = node.name().removesuffix("Backward0")
+        if layer in _NOT_DETERMINISTIC:
+            raise RequestError(
+                f"{arch} has the layer {layer.replace('2D', '2d')}, whose gradient on a GPU differs each time",
+                "choose another model.arch, or train without run.deterministic and run.exact, or with run.device=cpu",
+            )
+        new = {before for before, _ in node.next_functions if before} - seen
+        seen |= new
+        nodes += new
+
+
+def check_weights_have_gradients(options: Model, num_classes: int, model: nn.Module, batch: int, size: int) -> None:
+    """Check that each trained weight of `model`, on the meta device, takes part in a training pass.
+
+    DDP waits for every gradient. Raises RequestError if the gradient of a weight never comes.
+    """
+    try:
+        with_gradient = _weights_with_gradient(model, batch, size)
+    except Exception:
+        try:  # a model that needs values
+            with_gradient = _weights_with_gradient(build(options, num_classes), min(batch, 2), size)
+        except Exception:  # a model that needs values and more images: DDP itself reports a gradient that never comes
+            return
+    unused = [name for name, param in model.named_parameters() if param.requires_grad and name not in with_gradient]
+    if unused:
+        raise RequestError(
+            f"model.arch={options.arch} does not use {list_first(unused, 3)} for its logits, but with several"
+            " processes parallel=ddp needs a gradient of each weight",
+            "remove the unused layers, set requires_grad=False on their weights, or train with run.exact=true",
+        )
+
+
+def _weights_with_gradient(model: nn.Module, batch: int, size: int) -> set[str]:
+    _forward(model.train(), batch, size).sum().backward()
+    return {name for name, param in model.named_parameters() if param.grad is not None}
