@@ -327,7 +327,7 @@ REPORT = """\
 import sys
 from pathlib import Path
 from pipeline.addons.report.write import report
-from pipeline.record import figures
+from pipeline.addons.report import figures
 
 run = Path(sys.argv[1])
 

@@ -29,8 +29,8 @@ LEASE = 3
 PART_BYTES = 1 << 18
 """Half of the size from which an object is sent in parts: a checkpoint here has 3 MB."""
 SHORT_LEASE = f"""
-from pipeline.data import store
-from pipeline.record import lease, mirror
+from pipeline.addons.store import bucket as store
+from pipeline.addons.store import lease, mirror
 store._PART_BYTES = {PART_BYTES}
 mirror.FINISH_S = 10
 lease.LEASE_S, lease.RENEW_S, lease._POLL_S = {LEASE}, 0.5, 0.2

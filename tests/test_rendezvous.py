@@ -247,7 +247,7 @@ def test_an_agent_that_finds_no_peer_leaves_with_75(tmp_path: Path, digits: Path
 FINISHED_NODE = """
 import sys
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters
-from pipeline.deploy import rendezvous
+from pipeline.addons.deploy import rendezvous
 rendezvous._is_this_machine = lambda host: False  # both nodes are this machine
 rendezvous.Rendezvous(RendezvousParameters("pipeline", sys.argv[1], "test", 2, 2))
 """
