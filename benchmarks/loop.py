@@ -49,7 +49,7 @@ from pipeline.parallel.strategy import autocast, compile_mode
 from pipeline.plan import Plan, make_plan
 from pipeline.record.folder import RunFolder
 from pipeline.record.terminal import NullTerminal
-from pipeline.telemetry.timing import StepTimer, make_timer
+from pipeline.timing import StepTimer, make_timer
 from pipeline.train.job import Job, Process
 from pipeline.train.listener import Listener
 from pipeline.train.loop import update_once
@@ -123,7 +123,7 @@ def make_update(
     config, plan, group = setup.config, setup.plan, setup.group
     model: nn.Module = build(config.model, plan.num_classes).to(group.device)
     strategy = choose_strategy(config, plan, model, group)
-    timer = timer or make_timer(group.device)
+    timer = timer or make_timer(group.device.type)
     state = TrainState.build(strategy, make_loss_guard(strategy, timer, config.start_again), config)
     stop = StopRequest()
     watchdog = Watchdog(config.run.timeout, Path(os.devnull), group.rank, stop)

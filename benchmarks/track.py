@@ -24,7 +24,7 @@ from pipeline.files import atomic_write
 from pipeline.record import sender
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
-from pipeline.telemetry.timing import make_timer
+from pipeline.timing import make_timer
 from pipeline.train.listener import Listener, Update
 
 
@@ -49,7 +49,7 @@ def compare(options: Namespace) -> str:
         atomic_write(folder.plan, json.dumps(plan.to_dict()).encode())
         silent = replace(setup, plan=replace(plan, log_every=plan.last_step))
         reference = Row("reference", timed(silent, options.steps, partial(make_update(silent), repeat(batch))))
-        timer = make_timer(setup.group.device)
+        timer = make_timer(setup.group.device.type)
         step = partial(make_update(setup, ToJournal(folder.journal), timer=timer), repeat(batch))
         tracked = Row("tracked", timed(setup, options.steps, step), reference)
         tracker = sender.start(config, folder)  # after the loop has made the journal

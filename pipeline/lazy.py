@@ -43,6 +43,8 @@ PARTS = {
     "freeze": "pipeline.addons.models.pretrained:freeze",
     "load first weights": "pipeline.addons.models.pretrained:load_pretrained",
     # operation
+    "advice": "pipeline.addons.ops.timing:ToAdvice",
+    "gpu timer": "pipeline.addons.ops.timing:CudaStepTimer",
     "check model": "pipeline.addons.ops.model:check_model_builds",
     "check tracker's database": "pipeline.addons.mlflow.tracker:check_database_is_writable",
     "loader row": "pipeline.addons.ops.machine:loader_row",
@@ -50,6 +52,7 @@ PARTS = {
     "mfu meter": "pipeline.addons.ops.mfu:make_mfu_meter",
     "profiler": "pipeline.addons.ops.profiler:ToProfile",
     "report": "pipeline.addons.report.samples:ToReport",
+    "tracker": "pipeline.addons.mlflow.listener:ToMLflow",
     "straggler watch": "pipeline.addons.ops.stragglers:StragglerWatch",
 }
 """By the name with which the core asks for it, each part as module:attribute."""

@@ -43,7 +43,7 @@ from pipeline.parallel import ddp
 from pipeline.plan import DataSize, make_plan
 from pipeline.record.folder import RunFolder
 from pipeline.record.terminal import NullTerminal
-from pipeline.telemetry.timing import make_timer
+from pipeline.timing import make_timer
 from pipeline.train import build, evaluate, loop, optimizer, state, step
 from pipeline.train.job import Job, Process
 from pipeline.train.records import Records
@@ -180,7 +180,7 @@ def run(case: Case, result: Result, *words: str) -> str:
     with FakeTensorMode(allow_non_fake_inputs=True), fake_cuda.FakeCuda(READABLE) as cuda:
         stop = StopRequest()
         watchdog = Watchdog(300, Path(os.devnull), 0, stop)
-        process = Process(FakeGroup(world, device), NullTerminal(), make_timer(device), watchdog, stop)
+        process = Process(FakeGroup(world, device), NullTerminal(), make_timer(device.type), watchdog, stop)
         job = Job(config, plan, source, RunFolder(config.run_dir))
         job, state = build.build_state(job, process, None, is_resumed=config.model.init is not None)
         plan = job.plan

@@ -33,7 +33,7 @@ from pipeline.parallel import choose_strategy
 from pipeline.plan import DataSize, Plan, make_plan
 from pipeline.randomness import generator, seed_network
 from pipeline.record.terminal import NullTerminal
-from pipeline.telemetry.timing import StepTimer
+from pipeline.timing import StepTimer
 from pipeline.train.evaluate import Evaluator
 from pipeline.train.state import TrainState
 from pipeline.train.step import Step

@@ -23,7 +23,7 @@ from pipeline.plan import Plan, make_plan
 from pipeline.randomness import seed_network
 from pipeline.record.folder import RunFolder
 from pipeline.record.terminal import NullTerminal
-from pipeline.telemetry.timing import StepTimer
+from pipeline.timing import StepTimer
 from pipeline.train.job import Job, Process
 from pipeline.train.records import Records
 from pipeline.train.state import TrainState

@@ -15,7 +15,7 @@ from pipeline.group import Group
 from pipeline.guards.nonfinite import DeviceLossGuard
 from pipeline.parallel.exact import ExactStrategy
 from pipeline.plan import DataSize, make_plan
-from pipeline.telemetry.timing import StepTimer
+from pipeline.timing import StepTimer
 from pipeline.world import World
 
 

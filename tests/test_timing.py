@@ -10,6 +10,7 @@ from harness import read_rows
 from test_ranks import inject, job
 from torch.optim import SGD
 
+from pipeline.addons.ops.timing import advise
 from pipeline.config.load import load
 from pipeline.data.loader import TrainBatches
 from pipeline.data.sources import open_source
@@ -19,7 +20,7 @@ from pipeline.plan import DataSize, Plan, make_plan
 from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
-from pipeline.telemetry.timing import ENTRIES, Entry, Seconds, StepTimer, advise
+from pipeline.timing import ENTRIES, Entry, Seconds, StepTimer
 from pipeline.train import session
 from pipeline.train.evaluate import Evaluator
 from pipeline.world import World

@@ -21,13 +21,16 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class DivergenceWatch:
-    def __init__(self, strategy: Strategy) -> None:
+    """Does nothing in one process, if processes have different parts, and with run.watch=none."""
+
+    def __init__(self, strategy: Strategy, plan: Plan) -> None:
         self._strategy = strategy
+        self._is_on = plan.world > 1 and plan.watch_every and strategy.is_replicated
         self._equal_at: int | None = None
 
     def compare(self, step: int) -> None:
         """Raise DivergedError in all processes if their weights differ."""
-        if step == self._equal_at:
+        if not self._is_on or step == self._equal_at:
             return
         tensors, group = self._strategy.replicated_tensors(), self._strategy.group
         sums = group.all_gather(torch.stack([bit_sum(tensor) for tensor in tensors.values()]).tolist())
@@ -38,23 +41,6 @@ class DivergenceWatch:
                 " that rank's device, memory and software",
             )
         self._equal_at = step
-
-
-class NullDivergenceWatch(DivergenceWatch):
-    """For one process, for processes with different parts of the model, and for run.watch=none."""
-
-    def __init__(self) -> None:
-        pass
-
-    def compare(self, step: int) -> None:
-        pass
-
-
-def make_divergence_watch(strategy: Strategy, plan: Plan) -> DivergenceWatch:
-    """Return the watch of this run."""
-    if plan.world > 1 and plan.watch_every and strategy.is_replicated:
-        return DivergenceWatch(strategy)
-    return NullDivergenceWatch()
 
 
 def bit_sum(tensor: Tensor) -> Tensor:

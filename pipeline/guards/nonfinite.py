@@ -18,7 +18,7 @@ from torch import Tensor
 from pipeline.data.batch import Batch, format_sample_ids
 from pipeline.errors import NotFiniteError
 from pipeline.parallel.strategy import Strategy
-from pipeline.telemetry.timing import StepTimer
+from pipeline.timing import StepTimer
 
 
 @dataclass

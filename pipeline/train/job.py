@@ -10,7 +10,7 @@ from pipeline.guards.watchdog import Watchdog
 from pipeline.plan import Plan
 from pipeline.record.folder import RunFolder
 from pipeline.record.terminal import Terminal
-from pipeline.telemetry.timing import StepTimer
+from pipeline.timing import StepTimer
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,11 @@ from contextlib import nullcontext
 
 from pipeline.data.access import BadImage
 from pipeline.data.batch import Batch
-from pipeline.errors import NotFiniteError, StorageError, TemporaryError
-from pipeline.record.checkpoint import MAX_FAILING_S, MAX_FAILURES, all_finite
+from pipeline.errors import StorageError, TemporaryError
 from pipeline.train.listener import Evaluated, Update
+from pipeline.train.save import save
 from pipeline.train.state import Evaluation
 from pipeline.train.trainer import Trainer
-
-LAST_SAVE_S = 60
 
 
 def train(trainer: Trainer, batches: Iterator[Batch], *, is_saved: bool) -> Evaluation:
@@ -123,71 +121,6 @@ def evaluate(trainer: Trainer) -> Evaluated | None:
             listener.evaluated(evaluated)
     trainer.metrics.restart_window()
     return evaluated
-
-
-def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
-    """Have rank 0 save the state.
-
-    is_last: return only when it is on the disk. Unless the run is stopping, too, a save that fails
-    is then tried again, while the other ranks wait.
-
-    Raises NotFiniteError if weights are not finite, StorageError if saves fail, DivergedError if
-    weights differ.
-    """
-    state, job, group = trainer.state, trainer.job, trainer.process.group
-    log, writer = trainer.process.terminal.log, trainer.records.checkpoints
-    step = state.confirmed_step
-    trainer.divergence.compare(step)
-    state.strategy.average_buffers(state.model)
-    if state.ema is not None:
-        state.strategy.average_buffers(state.ema)
-    if writer:
-        writer.wait()
-    best = state.best_step
-    not_finite, gave_up, best_is_lost, is_removed = group.any_rank(
-        not all_finite(state.model.state_dict().values()),
-        writer is not None and writer.should_give_up,
-        writer is not None and best is not None and best != step and job.folder.checkpoint_of_step(best) is None,
-        writer is not None and writer.is_folder_removed,
-    )
-    removed = StorageError(
-        f"run.dir={job.folder.path} was removed or renamed during the run, step {step} is lost: leave a run's folder"
-        " where it is until the run ends"
-    )
-    if not_finite:
-        raise NotFiniteError(f"weights are not finite at step {step}: not saved; the earlier checkpoints are good")
-    if gave_up and is_removed:
-        raise removed
-    if gave_up:
-        limit = f"{MAX_FAILURES} times in a row and for {MAX_FAILING_S // 60} minutes"
-        raise StorageError(f"saves failed {limit}, step {step} is lost", "free disk space")
-    if best_is_lost:
-        log(
-            f"the checkpoint of the best model, step {best:,}, is not in the run's folder: the best is chosen again"
-            " from here"
-        )
-        state.forget_best()
-    if warning := state.strategy.precision_warning():
-        log(warning)
-    # all processes: a sharded state is gathered here
-    contents = state.to_dict(group.all_reduce(state.totals))
-    if writer:
-        patience_s = min(LAST_SAVE_S, job.config.run.timeout / 2) if is_last and not is_stopping else 0
-        epoch = job.plan.epoch_at(step)
-        writer.save({**contents, **trainer.records.identity, "epoch": epoch}, step, state.best_step, patience_s)
-        if is_last:
-            writer.wait()
-    failed, is_removed = group.any_rank(
-        writer is not None and is_last and writer.last_failed, writer is not None and writer.is_folder_removed
-    )
-    if failed and is_removed:
-        raise removed
-    if failed and is_stopping:
-        raise TemporaryError(
-            "asked to stop", f"step {step} could not be saved, the same command resumes from the newest checkpoint"
-        )
-    if failed:
-        raise StorageError(f"the last checkpoint, of step {step}, could not be saved", "free disk space")
 
 
 def _trace(trainer: Trainer, used: list[Batch]) -> tuple[list[int], str]:

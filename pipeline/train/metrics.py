@@ -18,7 +18,7 @@ from pipeline.config.schema import Config
 from pipeline.data.access import READ_FAILURES
 from pipeline.lazy import part
 from pipeline.plan import Plan
-from pipeline.telemetry.timing import ENTRIES, Seconds
+from pipeline.timing import ENTRIES, Seconds
 from pipeline.train.job import Process
 from pipeline.train.state import LOSS_UNIT, TrainState
 

@@ -8,19 +8,15 @@ from pipeline.data.access import BadImage
 from pipeline.plan import Plan
 from pipeline.record.terminal import Terminal, format_duration
 from pipeline.supervision import process_stat
-from pipeline.telemetry.timing import ENTRIES, Entry, Seconds, advise, describe
 from pipeline.train.listener import Evaluated, Listener, Update
 
 
 class ToTerminal(Listener):
-    """Shows progress, validations, bad images, and where the time went."""
+    """Shows progress, validations and bad images."""
 
-    def __init__(self, plan: Plan, terminal: Terminal, cpus: int) -> None:
-        """cpus: those of this machine, for advice."""
-        self._plan, self._terminal, self._cpus = plan, terminal, cpus
+    def __init__(self, plan: Plan, terminal: Terminal) -> None:
+        self._plan, self._terminal = plan, terminal
         self._is_first_step = True
-        self._spent: Seconds = dict.fromkeys(ENTRIES, 0.0)
-        self._advised: set[Entry] = set()
 
     def found(self, bad_images: list[BadImage]) -> None:
         for bad in bad_images:
@@ -32,16 +28,6 @@ class ToTerminal(Listener):
             self._terminal.log(f"first step done {_seconds_since_start():.1f} s after the start")
         if update.metrics:
             self._show_progress(update)
-
-    def measured(self, step: int, metrics: dict[str, float]) -> None:
-        spent: Seconds = {entry: metrics[f"time/{entry}_s"] for entry in ENTRIES}
-        self._spent = {entry: self._spent[entry] + spent[entry] for entry in ENTRIES}
-        advice = advise(spent, self._plan, self._cpus)
-        if advice and advice[0] not in self._advised:
-            self._advised.add(advice[0])
-            self._terminal.log(advice[1])
-        if step >= self._plan.last_step:
-            self._terminal.log(f"{format_duration(sum(self._spent.values()))} since the start: {describe(self._spent)}")
 
     def evaluated(self, result: Evaluated) -> None:
         evaluation, num_classes = result.evaluation, self._plan.num_classes

@@ -21,7 +21,6 @@ from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal, events, run_id
 from pipeline.record.provenance import provenance
 from pipeline.record.receipt import Receipt
-from pipeline.record.sender import Sender
 from pipeline.record.trace import Trace
 from pipeline.supervision import launch_id
 from pipeline.train.job import Job, Process
@@ -41,7 +40,7 @@ class Records:
     identity: dict[str, Any] = field(default_factory=dict)
     """The parts of a checkpoint that are not the state: configuration, data, classes, world."""
     mirror: Mirror | None = None
-    tracker: "ToMLflow | None" = None
+    tracker: Any = None
 
 
 def open_records(
@@ -83,7 +82,7 @@ def _list_records(job: Job, process: Process, start: Start, mirror: Mirror | Non
     """Return the records of rank 0, whose folder is prepared."""
     config, folder, log = job.config, job.folder, process.terminal.log
     journal = ToJournal(job, start, mirror, log)
-    tracker = ToMLflow(job, log) if config.track.uri != "none" else None
+    tracker = part("tracker")(job, log) if config.track.uri != "none" else None
     listeners: list[Listener | None] = [
         journal,
         ToReceipt(folder, log),
@@ -92,7 +91,8 @@ def _list_records(job: Job, process: Process, start: Start, mirror: Mirror | Non
         tracker,
         part("mirror listener")(mirror) if mirror else None,
         part("profiler")(job, process.group.device, log) if config.profile.steps else None,
-        ToTerminal(job.plan, process.terminal, process.group.world.cpus),
+        ToTerminal(job.plan, process.terminal),
+        part("advice")(job.plan, process.group.world.cpus, log),
     ]
     told = [listener for listener in listeners if listener]
 
@@ -200,39 +200,6 @@ class ToTrace(Listener):
     def stepped(self, update: Update) -> None:
         self._folder.check_ours()
         self._trace.append(update.step, update.epoch, update.sample_ids, update.batch_sha256)
-
-
-class ToMLflow(Listener):
-    """Starts the process that sends the journal's rows to MLflow, and waits for it at the end."""
-
-    def __init__(self, job: Job, log: Callable[[str], None]) -> None:
-        self._config, self._folder, self._log = job.config, job.folder, log
-        self._sender: Sender | None = None
-
-    def started(self, start: Start) -> None:
-        if ignored := sender.ignored_variables():
-            self._log(f"MLflow{ignored}")
-        try:
-            self._sender = sender.start(self._config, self._folder)
-        except OSError as error:
-            self._log(
-                f"MLflow's sender could not be started: {error.strerror}; 'pipeline sync' sends the journal later"
-            )
-
-    def error(self) -> RunError | None:
-        """Return None once MLflow is reached, or the error if it is not at the first attempt."""
-        try:
-            if self._sender:
-                self._sender.wait_until_ready()
-        except RunError as error:
-            return error
-        return None
-
-    def closed(self, end: End) -> None:
-        if self._sender and not self._sender.close(self._log, end.seconds_left):
-            command = f"pipeline sync {shlex.quote(str(self._folder.path))}"
-            reason = f" ({last})" if (last := sender.last_failure(self._folder)) else ""
-            self._log(f"MLflow did not take everything{reason}: the journal keeps it, '{command}' sends it")
 
 
 def describe_result(job: Job, end: End, mirror: Mirror | None) -> dict[str, str]:

@@ -30,7 +30,7 @@ from pipeline.record.folder import RunFolder
 from pipeline.record.journal import final_status
 from pipeline.record.receipt import Receipt
 from pipeline.record.terminal import Terminal, make_terminal
-from pipeline.telemetry.timing import make_timer
+from pipeline.timing import make_timer
 from pipeline.train.build import build_state
 from pipeline.train.ending import crash, end_of, leave, record_end, record_hang
 from pipeline.train.evaluate import Evaluator
@@ -192,7 +192,7 @@ def _set_up(
             setting_up.callback(watchdog.stop)
             watchdog.start()
             group.set_device_timeout(config.run.timeout + COMPILATION_S + _GPU_MARGIN_S)
-            process = Process(group, terminal, make_timer(group.device), watchdog, stop)
+            process = Process(group, terminal, make_timer(group.device.type), watchdog, stop)
             check_same_request(config, group)
             source = broadcast_source(config, group, prepared.source if prepared else None)
             job = Job(config, agree_on_plan(config, group, source), source, folder)

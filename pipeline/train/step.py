@@ -19,7 +19,7 @@ from pipeline.model.loss import Targets
 from pipeline.parallel.strategy import Strategy
 from pipeline.plan import Plan
 from pipeline.randomness import seed_network
-from pipeline.telemetry.timing import StepTimer
+from pipeline.timing import StepTimer
 from pipeline.train.state import TrainState
 
 

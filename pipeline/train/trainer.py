@@ -1,6 +1,6 @@
 """A run that is ready to train: its parts, complete when they are put together."""
 
-from pipeline.guards.divergence import make_divergence_watch
+from pipeline.guards.divergence import DivergenceWatch
 from pipeline.lazy import part
 from pipeline.train.evaluate import Evaluator
 from pipeline.train.job import Job, Process
@@ -19,6 +19,6 @@ class Trainer:
         self.step = Step(config, plan, state, process.timer)
         self.stragglers = part("straggler watch")(strategy, process.terminal.log)
         self.metrics = Metrics(config, plan, process, self.stragglers)
-        self.divergence = make_divergence_watch(strategy, plan)
+        self.divergence = DivergenceWatch(strategy, plan)
         predict = strategy.make_predictor(state.eval_model)
         self.evaluator = Evaluator(state.eval_model, job.source.val, config, plan, process.group, predict)

@@ -1,38 +1,24 @@
-"""Time accounting: every moment of training is charged to exactly one entry.
-
-Promise: the entries sum to the wall time. Why it holds: a timer always charges exactly one entry,
-and switches from entry to entry; what has no name is `other`. A switch costs less than a
-microsecond and never waits for a device.
+"""Where the time of a training went: measured on a GPU, and advice on what takes too much of it.
 
 A GPU works asynchronously, so the time that the host spends in the entries of a step is divided in
 the proportions that events on the device's stream show. The events are read long after they have
 completed.
-
-`communication` is what a step waits for other processes: from the moment when its own gradients are
-computed to the end of the backward pass, and in the agreement that follows. Data sent while
-gradients are still being computed costs nothing, and is not in it.
 """
 
 import math
-import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from pipeline.plan import Plan
-
-Entry = Literal[
-    "data", "copy", "forward_backward", "communication", "optimizer", "validation", "checkpoint", "tracking", "other"
-]
-ENTRIES: tuple[Entry, ...] = get_args(Entry)
-Seconds = dict[Entry, float]
+from pipeline.record.terminal import format_duration
+from pipeline.timing import ENTRIES, Entry, Seconds, StepTimer
+from pipeline.train.listener import Listener
 
 _ON_DEVICE: tuple[Entry, ...] = ("copy", "forward_backward", "communication", "optimizer")
 _MAX_EVENTS = 256  # pending events, before the completed ones are read
-
 _ADVICE: dict[Entry, tuple[float, str, str]] = {
     "data": (0.1, "waiting for data", ""),
     "copy": (0.2, "converting the images on the device", "check what else uses the GPU"),
@@ -47,40 +33,6 @@ _ADVICE: dict[Entry, tuple[float, str, str]] = {
 """The share of the time above which an entry is worth a line of advice, its name, and a remedy."""
 _MIN_AVOIDABLE_S = 1.0
 """Seconds of an epoch below which it is not: a start of a few seconds has noise."""
-
-
-class StepTimer:
-    """The timer of a host that does all the work itself."""
-
-    def __init__(self) -> None:
-        self.seconds: Seconds = dict.fromkeys(ENTRIES, 0.0)
-        """Charged to each entry since the timer was made."""
-        self._popped = dict(self.seconds)
-        self._entry: Entry = "other"
-        self._since = time.perf_counter()
-
-    @contextmanager
-    def charge(self, entry: Entry) -> Iterator[None]:
-        """Charge the time in this context to `entry`, except for contexts inside it."""
-        before = self._entry
-        self.switch_to(entry)
-        try:
-            yield
-        finally:
-            self.switch_to(before)
-
-    def switch_to(self, entry: Entry) -> None:
-        """Charge the time from now on to `entry`, until the enclosing `charge` ends."""
-        now = time.perf_counter()
-        self.seconds[self._entry] += now - self._since
-        self._entry, self._since = entry, now
-
-    def pop(self) -> Seconds:
-        """Return what was charged since the last call; the sum is the wall time since then."""
-        self.switch_to(self._entry)
-        spent = {entry: self.seconds[entry] - self._popped[entry] for entry in ENTRIES}
-        self._popped = dict(self.seconds)
-        return spent
 
 
 class CudaStepTimer(StepTimer):
@@ -122,9 +74,24 @@ class CudaStepTimer(StepTimer):
             self._device[entry] += start.elapsed_time(end) / 1000
 
 
-def make_timer(device: torch.device) -> StepTimer:
-    """Return the timer for steps on `device`."""
-    return CudaStepTimer() if device.type == "cuda" else StepTimer()
+class ToAdvice(Listener):
+    """Says what an epoch waited for, once each, and at the end where the time went."""
+
+    def __init__(self, plan: Plan, cpus: int, log: Callable[[str], None]) -> None:
+        """cpus: those of this machine."""
+        self._plan, self._cpus, self._log = plan, cpus, log
+        self._spent: Seconds = dict.fromkeys(ENTRIES, 0.0)
+        self._advised: set[Entry] = set()
+
+    def measured(self, step: int, metrics: dict[str, float]) -> None:
+        spent: Seconds = {entry: metrics[f"time/{entry}_s"] for entry in ENTRIES}
+        self._spent = {entry: self._spent[entry] + spent[entry] for entry in ENTRIES}
+        advice = advise(spent, self._plan, self._cpus)
+        if advice and advice[0] not in self._advised:
+            self._advised.add(advice[0])
+            self._log(advice[1])
+        if step >= self._plan.last_step:
+            self._log(f"{format_duration(sum(self._spent.values()))} since the start: {describe(self._spent)}")
 
 
 def describe(spent: Seconds) -> str:
