@@ -191,8 +191,8 @@ def evaluate(target: str, overrides: list[str], nproc: int | None) -> str | int:
     _prepare_evaluation(Path(target), overrides, here)
 
     with _freeze_imports():
+        from pipeline.operate.evaluate import run_evaluation
         from pipeline.record import checkpoint, checkpoint_files
-        from pipeline.train.session import run_evaluation
 
     path = checkpoint_files.find(Path(target))
     contents = checkpoint.read_model(path)

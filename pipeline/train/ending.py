@@ -1,4 +1,4 @@
-"""The ways in which a run ends without a result, and how its end is recorded."""
+"""The ways in which a run ends, and how its end is recorded."""
 
 import os
 import sys
@@ -11,10 +11,19 @@ from pipeline.data.batch import format_sample_ids
 from pipeline.errors import RunError, TemporaryError, summary
 from pipeline.supervision import kill_stopped_peers, report_to_agent, stop_restarts
 from pipeline.train.listener import End
+from pipeline.train.state import Evaluation
 from pipeline.train.trainer import Trainer
 
 _CRASH_MIRROR_S = 10
 """Seconds that a process that crashes may upload to the mirror."""
+
+
+def done_line(epoch: int, evaluation: Evaluation, weights: str) -> str:
+    """Return the result line of a training or an evaluation."""
+    return (
+        f"done step={evaluation.step} epoch={epoch} top1={evaluation.top1:.4f} top5={evaluation.top5:.4f}"
+        f" images={evaluation.images}/{evaluation.total} weights=sha256:{weights}"
+    )
 
 
 def end_of(trainer: Trainer, status: str, line: str) -> End:

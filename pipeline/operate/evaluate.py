@@ -1,0 +1,39 @@
+"""The validation of a checkpoint, by one or more processes."""
+
+from typing import Any
+
+from pipeline.config.schema import Config
+from pipeline.data.sources import Source
+from pipeline.errors import shorten
+from pipeline.model.weights import weights_digest
+from pipeline.plan import divide_resources
+from pipeline.record.checkpoint import eval_model, eval_weights
+from pipeline.record.terminal import make_terminal
+from pipeline.train.ending import done_line
+from pipeline.train.evaluate import Evaluator
+from pipeline.train.join import broadcast_source, join
+from pipeline.world import World
+
+_SHOWN_RECALLS = 10
+
+
+def run_evaluation(config: Config, world: World, contents: dict[str, Any], source: Source | None) -> str:
+    """Validate a checkpoint's contents as one process of `world`, and return the result line."""
+    terminal = make_terminal(is_main=world.is_main)
+    group = join(config, world)
+    source = broadcast_source(config, group, source)
+    model = eval_model(contents, config.model).to(group.device)
+    evaluator = Evaluator(model, source.val, config, divide_resources(config, world), group)
+    result = evaluator.evaluate(contents["step"], terminal, lambda: False)
+    assert result is not None
+    terminal.log_bad_images(result.bad_images)
+    terminal.log(f"validation: {result.evaluation.line}")
+    recalls = result.predictions.lowest_recalls(len(source.classes), _SHOWN_RECALLS)
+    shown = [f"{shorten(source.classes[label], 24)} {correct}/{images}" for label, correct, images in recalls]
+    count, balanced = result.predictions.classes_with_images, result.evaluation.describe_balanced(len(source.classes))
+    part = f"the lowest of {count:,} classes" if len(shown) < count else "each class"
+    terminal.log(f"{balanced}, recall of {part}: {', '.join(shown)}")
+    if result.evaluation.warning:
+        terminal.log(result.evaluation.warning)
+    group.shutdown()
+    return done_line(contents["epoch"], result.evaluation, weights_digest(eval_weights(contents)))
