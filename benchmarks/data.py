@@ -36,7 +36,7 @@ from pipeline.data.loader import TrainBatches, batches
 from pipeline.data.sources import Source, open_source
 from pipeline.errors import RequestError
 from pipeline.machine import available_cpus
-from pipeline.model.architectures import MEAN, STD
+from pipeline.model.normalise import MEAN, STD
 from pipeline.plan import Plan, make_plan
 from pipeline.world import World
 

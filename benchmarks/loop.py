@@ -43,7 +43,8 @@ from pipeline.group import Group
 from pipeline.guards.nonfinite import make_loss_guard
 from pipeline.guards.signals import StopRequest
 from pipeline.guards.watchdog import Watchdog
-from pipeline.model.architectures import Normalise, build
+from pipeline.model.architectures import build
+from pipeline.model.normalise import Normalise
 from pipeline.parallel import choose_strategy
 from pipeline.parallel.strategy import autocast, compile_mode
 from pipeline.plan import Plan, make_plan

@@ -29,7 +29,8 @@ from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.data.sources import data_root, data_size
 from pipeline.errors import RequestError
-from pipeline.model.architectures import MEAN, STD, build
+from pipeline.model.architectures import build
+from pipeline.model.normalise import MEAN, STD
 from pipeline.plan import make_plan
 from pipeline.train.optimizer import make_optimizer
 from pipeline.world import World
@@ -41,7 +42,6 @@ def compare(options: Namespace) -> str:
     if kind not in ("folder", "digits"):
         raise RequestError(f"data.source={kind}: the plain loop reads only image folders; use folder or digits")
     torch.set_num_threads(machine.available_cpus())
-    name = f"plain {config.model.arch}"
     parent = f"track.parent=top1 {config.recipe} {time.strftime('%F %H.%M.%S')}"
     lines, top1s = [], []
     for seed in range(options.seeds):
@@ -49,10 +49,10 @@ def compare(options: Namespace) -> str:
         seconds, top1 = _train_recipe(recipe, words, f"seed-{seed}")
         torch.manual_seed(seed)
         top1s.append((top1, _train_plain(config, seconds)))
-        lines.append(f"seed {seed}, {seconds:.0f} s: {recipe} {top1:.4f}, {name} {top1s[-1][1]:.4f}")
+        lines.append(f"seed {seed}, {seconds:.0f} s: {recipe} {top1:.4f}, plain {top1s[-1][1]:.4f}")
         print(lines[-1], file=sys.stderr, flush=True)
     ours, others = (f"{mean(part):.4f} ({min(part):.4f} to {max(part):.4f})" for part in zip(*top1s, strict=True))
-    lines.append(f"mean top-1 in the same time: {recipe} {ours}, {name} {others}")
+    lines.append(f"mean top-1 in the same time: {recipe} {ours}, plain {config.model.arch} {others}")
     return "\n".join(lines)
 
 

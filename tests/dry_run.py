@@ -38,7 +38,7 @@ from pipeline.data.sources import open_source
 from pipeline.group import Group
 from pipeline.guards.signals import StopRequest
 from pipeline.guards.watchdog import Watchdog
-from pipeline.model.architectures import Normalise
+from pipeline.model.normalise import Normalise
 from pipeline.parallel import ddp
 from pipeline.plan import DataSize, make_plan
 from pipeline.record.folder import RunFolder

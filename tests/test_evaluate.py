@@ -32,7 +32,7 @@ from pipeline.data.holdout import HoldOut
 from pipeline.data.loader import EvalBatches
 from pipeline.data.manifest import scan
 from pipeline.group import Group
-from pipeline.model.architectures import Normalise
+from pipeline.model.normalise import Normalise
 from pipeline.model.weights import weights_digest
 from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import read_verified

@@ -305,10 +305,11 @@ def test_temporary_files_of_containers_with_equal_process_ids_differ(
 
 FAILURE = """\
 from pipeline.errors import StorageError
-from pipeline.record.terminal import make_terminal
 from pipeline.config.load import load
-from pipeline.train.session import _saving_failure
-with _saving_failure(load("digits", []), folder, "request", make_terminal(is_main=False)):
+from pipeline.guards.signals import StopRequest
+from pipeline.train.session import Session
+from pipeline.world import World
+with Session(load("digits", []), World(rank=1, size=2), folder, StopRequest())._saving_failure():
     raise StorageError("why")
 """
 HANG = """\

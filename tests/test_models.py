@@ -22,13 +22,13 @@ from pipeline.addons.ops.model import check_model_builds, check_shapes
 from pipeline.config.load import load
 from pipeline.config.schema import Model
 from pipeline.errors import RequestError
-from pipeline.model.architectures import build, parameter_groups
+from pipeline.model.architectures import build
 from pipeline.model.weights import load_weights
 from pipeline.plan import DataSize, make_plan
 from pipeline.record.checkpoint import copy_to_host, decode
 from pipeline.record.checkpoint_files import read_verified
 from pipeline.record.provenance import provenance
-from pipeline.train.optimizer import check_optimizer_exists
+from pipeline.train.optimizer import check_optimizer_exists, parameter_groups
 from pipeline.world import World
 
 FAMILIES = {

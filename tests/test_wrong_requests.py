@@ -340,7 +340,7 @@ def test_a_wrong_request_is_one_line_and_changes_nothing(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setattr("signal.signal", lambda *_: None)  # keep the handlers of the test process
     monkeypatch.setattr("faulthandler.register", lambda *_: None)
-    monkeypatch.setattr(session, "_join", lambda *_: pytest.fail("the training starts"))
+    monkeypatch.setattr(session, "join", lambda *_: pytest.fail("the training starts"))
     monkeypatch.setattr("pipeline.operate.launch.start_processes", lambda *_: in_this_process(words))
     while re.match(r"[A-Z_]+=", words[0]):
         monkeypatch.setenv(*words.pop(0).split("=", 1))

@@ -1,22 +1,17 @@
-"""Classification models by name, their parameter groups, and input normalisation."""
+"""Classification models by name."""
 
-from collections.abc import Callable, Collection
-from fnmatch import fnmatchcase
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torchvision
-from torch import Tensor, nn
+from torch import nn
 
 from pipeline.config.schema import Model
 from pipeline.config.trust import is_function
 from pipeline.errors import RequestError, nearest, one_line
 from pipeline.lazy import part
-
-# ImageNet's channel means and standard deviations, as in torchvision's recipes, for 0..255
-MEAN = (123.675, 116.28, 103.53)
-STD = (58.395, 57.12, 57.375)
 
 _NOT_AN_ARGUMENT = (
     "num_classes", "weights", "weights_backbone", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay",
@@ -97,62 +92,3 @@ def meta_model(options: Model, num_classes: int) -> nn.Module:
             return build(options, num_classes)
     except (NotImplementedError, RuntimeError, RequestError):  # RegNet computes its widths with tensors
         return build(options, num_classes).to("meta")
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return the weights, with weight decay, and the norms (ndim < 2) and biases, without.
-
-    A model may name more parameters without weight decay, or patterns of them, as timm's do
-    (`no_weight_decay`). Raises RequestError if it gives anything else.
-    """
-    patterns = getattr(model, "no_weight_decay", ())
-    if callable(patterns):
-        patterns = patterns()
-    is_collection = isinstance(patterns, Collection) and not isinstance(patterns, str)
-    if not is_collection or not all(isinstance(pattern, str) for pattern in patterns):
-        problem = f"no_weight_decay of {type(model).__name__} gives a {type(patterns).__name__}"
-        raise RequestError(problem, "give a set of parameters' names, as strings")
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, param in model.named_parameters():
-        if param.requires_grad:
-            is_named = any(fnmatchcase(name, pattern) for pattern in patterns)
-            groups[param.ndim >= 2 and not name.endswith("bias") and not is_named].append(param)
-    return [
-        {"params": groups[True], "weight_decay": weight_decay},
-        {"params": groups[False], "weight_decay": 0.0},
-    ]
-
-
-class Normalise:
-    """Conversion of uint8 pixels to the model's input.
-
-    It runs on the device, so that images are transferred as bytes and not as floats.
-    """
-
-    def __init__(self, device: torch.device, *, channels_last: bool) -> None:
-        self._device = device
-        self._mean = torch.tensor(MEAN, device=device).view(1, 3, 1, 1)
-        self._scale = 1 / torch.tensor(STD, device=device).view(1, 3, 1, 1)
-        self._format = torch.channels_last if channels_last else torch.contiguous_format
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """Return float32 images on the device. images: [B, 3, H, W] uint8, on any device."""
-        images = images.to(self._device, non_blocking=True)
-        return images.to(torch.float32, memory_format=self._format).sub_(self._mean).mul_(self._scale)
-
-
-class ExportedModel(nn.Module):
-    """The model for export, with normalisation and softmax."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.mean: Tensor
-        self.std: Tensor
-        self.register_buffer("mean", torch.tensor(MEAN).view(1, 3, 1, 1))
-        self.register_buffer("std", torch.tensor(STD).view(1, 3, 1, 1))
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Return probabilities [B, classes]. pixels: [B, 3, H, W] float32 in 0..255."""
-        logits: Tensor = self.model((pixels - self.mean) / self.std)
-        return logits.softmax(1)

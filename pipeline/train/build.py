@@ -11,7 +11,8 @@ from pipeline.config.schema import Config
 from pipeline.errors import RequestError, one_line
 from pipeline.guards.nonfinite import make_loss_guard
 from pipeline.lazy import part
-from pipeline.model.architectures import Normalise, build
+from pipeline.model.architectures import build
+from pipeline.model.normalise import Normalise
 from pipeline.model.weights import load_weights
 from pipeline.parallel import choose_strategy
 from pipeline.parallel.strategy import Strategy

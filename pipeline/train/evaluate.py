@@ -29,7 +29,7 @@ from pipeline.data.batch import NO_LABEL, Batch
 from pipeline.data.loader import EvalBatches, batches
 from pipeline.data.transfer import to_device
 from pipeline.group import Group
-from pipeline.model.architectures import Normalise
+from pipeline.model.normalise import Normalise
 from pipeline.parallel.strategy import autocast
 from pipeline.plan import Resources
 from pipeline.record.predictions import CONFIDENCE_UNIT, NO_PREDICTION, Predictions

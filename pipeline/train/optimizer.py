@@ -5,7 +5,9 @@ LAMB: You et al., "Large batch optimization for deep learning", 2020. Muon: Jord
 "Muon is scalable for LLM training", 2025. It updates matrices and convolutions, AdamW all else.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError
-from pipeline.model.architectures import parameter_groups
 
 
 def check_optimizer_exists(config: Config) -> None:
@@ -50,6 +51,30 @@ def make_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
             for parameter in group["params"]:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return the weights, with weight decay, and the norms (ndim < 2) and biases, without.
+
+    A model may name more parameters without weight decay, or patterns of them, as timm's do
+    (`no_weight_decay`). Raises RequestError if it gives anything else.
+    """
+    patterns = getattr(model, "no_weight_decay", ())
+    if callable(patterns):
+        patterns = patterns()
+    is_collection = isinstance(patterns, Collection) and not isinstance(patterns, str)
+    if not is_collection or not all(isinstance(pattern, str) for pattern in patterns):
+        problem = f"no_weight_decay of {type(model).__name__} gives a {type(patterns).__name__}"
+        raise RequestError(problem, "give a set of parameters' names, as strings")
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            is_named = any(fnmatchcase(name, pattern) for pattern in patterns)
+            groups[param.ndim >= 2 and not name.endswith("bias") and not is_named].append(param)
+    return [
+        {"params": groups[True], "weight_decay": weight_decay},
+        {"params": groups[False], "weight_decay": 0.0},
+    ]
 
 
 def _timm(name: str) -> Callable[..., torch.optim.Optimizer]:

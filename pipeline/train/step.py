@@ -13,9 +13,9 @@ from torch import Tensor
 from pipeline.config.schema import Config
 from pipeline.data.batch import Batch
 from pipeline.data.mix import MIX_COLUMNS, mix_images, own_label_weights, swap_partners
-from pipeline.model.architectures import Normalise
 from pipeline.model.ema import update_ema
 from pipeline.model.loss import Targets
+from pipeline.model.normalise import Normalise
 from pipeline.parallel.strategy import Strategy
 from pipeline.plan import Plan
 from pipeline.randomness import seed_network

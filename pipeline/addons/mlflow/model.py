@@ -115,8 +115,8 @@ def export_model(contents: dict[str, Any], config: Config, destination: Path) ->
 
     import mlflow.pytorch
     from mlflow.models import Model, infer_signature
+    from pipeline.addons.models.exported_model import ExportedModel
     from pipeline.data.augment import evaluation_geometry
-    from pipeline.model.architectures import ExportedModel
     from pipeline.record.checkpoint import eval_model
 
     # in train mode the export would keep dropout and update batch norm's statistics

@@ -46,8 +46,8 @@ def export(target: Path, kind: str, out: Path | None, overrides: list[str]) -> s
 
     import torch
 
+    from pipeline.addons.models.exported_model import ExportedModel
     from pipeline.config.load import for_evaluation
-    from pipeline.model.architectures import ExportedModel
     from pipeline.record import checkpoint, checkpoint_files
 
     source = checkpoint_files.find(target)
@@ -147,7 +147,8 @@ def _write_safetensors(model: "nn.Module", config: "Config", contents: dict[str,
     import torch
     from safetensors.torch import load, save
 
-    from pipeline.model.architectures import ExportedModel, build
+    from pipeline.addons.models.exported_model import ExportedModel
+    from pipeline.model.architectures import build
     from pipeline.model.weights import load_weights
 
     metadata = {

@@ -16,7 +16,7 @@ from torch import nn
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError
 from pipeline.group import Group
-from pipeline.model.architectures import Normalise
+from pipeline.model.normalise import Normalise
 from pipeline.parallel.strategy import autocast
 from pipeline.plan import Plan
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from pipeline import world
+from pipeline.addons.models.exported_model import ExportedModel
 from pipeline.addons.report.figures import Tile, draw_contact_sheet, drawn_name
 from pipeline.config.load import from_yaml
 from pipeline.config.schema import MODEL_URI_PREFIX
@@ -31,7 +32,6 @@ from pipeline.data.sources import FolderImages
 from pipeline.device import choose_device
 from pipeline.errors import NotFiniteError, RequestError, StorageError
 from pipeline.files import atomic_write, target_of
-from pipeline.model.architectures import ExportedModel
 from pipeline.plan import divide_resources
 from pipeline.record import checkpoint, checkpoint_files
 from pipeline.record.terminal import Terminal

@@ -12,9 +12,9 @@ from pipeline.addons.shard.partition import split_into_stages
 from pipeline.config.schema import Config, Model
 from pipeline.config.trust import is_function
 from pipeline.errors import RequestError, list_first, one_line
-from pipeline.model.architectures import build, meta_model, parameter_groups
+from pipeline.model.architectures import build, meta_model
 from pipeline.plan import Plan
-from pipeline.train.optimizer import check_optimizer_exists
+from pipeline.train.optimizer import check_optimizer_exists, parameter_groups
 from pipeline.world import World
 
 # Layers for images whose gradient torch's deterministic mode refuses on CUDA: those that its

@@ -22,7 +22,8 @@ from pipeline.data.loader import EvalBatches, TrainBatches
 from pipeline.data.sources import Source
 from pipeline.device import choose_device
 from pipeline.errors import RequestError
-from pipeline.model.architectures import Normalise, build
+from pipeline.model.architectures import build
+from pipeline.model.normalise import Normalise
 from pipeline.plan import Plan
 from pipeline.randomness import generator, seed_network
 from pipeline.world import World

@@ -35,11 +35,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError
 from pipeline.group import Group
-from pipeline.model.architectures import parameter_groups
 from pipeline.model.ema import make_ema
 from pipeline.model.weights import map_tensors, replace_tensors
 from pipeline.parallel.strategy import Strategy
 from pipeline.plan import Plan, fsdp_slices
+from pipeline.train.optimizer import parameter_groups
 
 _CAST_BY_AUTOCAST = {kind.forward for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)}
 """Forward functions that use weights only as autocast casts them, to bf16."""

@@ -31,11 +31,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from pipeline.addons.shard.partition import StageModule, remove_layers, split_into_stages
 from pipeline.config.schema import Config
 from pipeline.group import Group
-from pipeline.model.architectures import parameter_groups
 from pipeline.model.loss import Targets, classification_loss
 from pipeline.model.weights import map_tensors, replace_tensors
 from pipeline.parallel.strategy import Strategy, autocast
 from pipeline.plan import Plan
+from pipeline.train.optimizer import parameter_groups
 
 
 class StagesStrategy(Strategy):
