@@ -172,7 +172,6 @@ def test_only_their_own_modules_import_mlflow_docker_and_clients_of_stores() -> 
     assert importers("mlflow") <= {module for module in FILES if module.startswith("pipeline.addons.mlflow")}
     assert importers("docker") <= {"pipeline.addons.deploy.rehearse"}
     assert importers("boto3") == {"pipeline.addons.store.bucket"}
-    assert importers("pycurl") == {"pipeline.addons.store.ranges"}
 
 
 def test_nothing_is_unpickled() -> None:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,6 @@ from typing import Any
 import pytest
 from harness import SHARING
 from object_store import ERRORS, Bucket, FaultProxy, S3Server, hostile_store
-from pycurl import HTTP_CODE, Curl
 from test_security import foreign_server
 
 from pipeline.addons.datasets.pack_target import open_target
@@ -40,11 +40,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def get(url: str, first: int, last: int) -> tuple[int, bytes]:
     """Return the status and the body of a ranged read without credentials."""
-    curl = Curl()
-    curl.setopt(curl.URL, url)
-    curl.setopt(curl.RANGE, f"{first}-{last}")
-    body = curl.perform_rb()
-    return int(curl.getinfo(HTTP_CODE)), body
+    asked = urllib.request.Request(url, headers={"Range": f"bytes={first}-{last}"})
+    with urllib.request.urlopen(asked) as answer:
+        return answer.status, answer.read()
 
 
 class TestFaultProxy:

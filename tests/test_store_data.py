@@ -280,7 +280,7 @@ def test_a_reader_that_expects_other_images_drops_the_former(place: str, packed:
         assert [found.read(i) for i in range(start, start + 5)] == local[start : start + 5]
     assert found.read(7) == local[7], "not expected"
     assert isinstance(found, StoreImages)
-    reader = found._reader_of_this_process()
+    reader = found._reader()
     assert reader
     found.expect([])
     assert not reader._reads
@@ -579,7 +579,7 @@ def test_other_data_imports_none_of_it(digits: Path) -> None:
         "import sys, pipeline.train.session; from pipeline.config.load import load\n"
         "from pipeline.data.sources import open_source\n"
         f"open_source(load('digits', ['data.root={digits}'])).train.read(0)\n"
-        "names = ('boto3', 'botocore', 'pycurl', 'pipeline.addons.store.ranges', 'pipeline.addons.store.remote')\n"
+        "names = ('boto3', 'botocore', 'pipeline.addons.store.ranges', 'pipeline.addons.store.remote')\n"
         "print([name for name in names if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -16,7 +16,6 @@ of a size gives the same rate of hits, and the best possible one.
 
 import mmap
 import os
-import threading
 import zlib
 from collections.abc import Iterable
 from contextlib import suppress
@@ -31,14 +30,12 @@ from pipeline.addons.datasets import pack
 from pipeline.addons.datasets.pack import NOT_PACKED, cache_folder, file_or_pixels, shard_name
 from pipeline.addons.store.bucket import Store
 from pipeline.addons.store.ranges import Range, RangeReader, RangesIgnoredError
-from pipeline.data.access import READ_FAILURES, UnreadableError
+from pipeline.data.access import UnreadableError
 from pipeline.data.index import MAX_FILE_BYTES, Index, Split, SplitImages
 from pipeline.errors import RequestError
 from pipeline.streams import log
 
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-_INHERITED: list[RangeReader] = []
-"""Readers of the process that forked this one: to close them would end its connections."""
 
 
 class Cache:
@@ -107,7 +104,8 @@ class StoreImages(SplitImages):
     root: Store  # type: ignore[assignment]
     split_name: str
     cache: Cache | None = None
-    _local: threading.local = field(default_factory=threading.local, compare=False)
+    _readers: dict[int, RangeReader] = field(default_factory=dict, compare=False)
+    """By the process: one that is forked needs its own."""
 
     def read(self, i: int) -> bytes | NDArray[np.uint8]:
         part = self.part(i)
@@ -128,35 +126,20 @@ class StoreImages(SplitImages):
         wanted = [i for i, size in zip(wanted, sizes, strict=True) if 0 < size <= MAX_FILE_BYTES]
         if self.cache:
             wanted = [i for i in wanted if not self.cache.has(i)]
-        if wanted or self._reader_of_this_process():
-            self._reader().expect(wanted)
+        self._reader().expect(wanted)
 
     def pop_failed_reads(self) -> list[int]:
-        reader = self._reader_of_this_process()
-        return reader.pop_failures() if reader else [0] * len(READ_FAILURES)
+        return self._reader().pop_failures()
 
     def part(self, i: int) -> Range:
         """Return where image i is."""
         shard, offset, crc = self.split.places[3 * i : 3 * i + 3].tolist()
         return Range(shard_name(self.split_name, shard), offset, self.size(i), crc)
 
-    def _reader_of_this_process(self) -> RangeReader | None:
-        """Return the reader of this thread and process, if it has one: a fork needs its own."""
-        process: int
-        reader: RangeReader | None
-        process, reader = getattr(self._local, "reader", (0, None))
-        if reader and process != os.getpid():
-            _INHERITED.append(reader)
-            self._local.reader = 0, None
-            return None
-        return reader
-
     def _reader(self) -> RangeReader:
-        reader = self._reader_of_this_process()
-        if not reader:
-            reader = RangeReader(str(self.root), self.part)
-            self._local.reader = os.getpid(), reader
-        return reader
+        if os.getpid() not in self._readers:
+            self._readers[os.getpid()] = RangeReader(str(self.root), self.part)
+        return self._readers[os.getpid()]
 
     def __reduce__(self) -> tuple[Any, ...]:  # a process that is not forked has no client and no cache
         return _without_cache, (str(self.root), self.split, self.split_name, self.upright)
