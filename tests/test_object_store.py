@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -194,7 +195,8 @@ def test_a_large_object_is_streamed_and_ranges_are_read_with_a_presigned_url(buc
     url = store.presign("large", 60)
     assert "X-Amz-Signature=" in url, "version 4: what boto3 does by default is refused by most stores"
     assert get(url, 5, 1004) == (206, large[5:1005])
-    assert get(url.replace("large", "larger"), 5, 1004)[0] == 403
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        get(url.replace("large", "larger"), 5, 1004)
 
 
 def test_an_object_that_changes_while_it_is_streamed_is_an_error(bucket: Bucket) -> None:

@@ -23,8 +23,9 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -229,16 +230,14 @@ class RangeReader:
 
     def _connect(self, url: str) -> HTTPConnection:
         """Connect this thread to the store, through the proxy that the environment names."""
-        store, connection = urlsplit(url), None
+        store = urlsplit(url)
         proxy = "" if proxy_bypass(store.netloc) else getproxies().get(store.scheme, "")
         self._local.prefix = f"http://{store.netloc}" if proxy and store.scheme == "http" else ""
         address = urlsplit(proxy) if proxy else store
-        if store.scheme == "https":
-            connection = HTTPSConnection(address.hostname or "", address.port, timeout=_CONNECT_S, context=self._tls)
-            if proxy:
-                connection.set_tunnel(store.hostname or "", store.port)
-        else:
-            connection = HTTPConnection(address.hostname or "", address.port, timeout=_CONNECT_S)
+        connect: Any = partial(HTTPSConnection, context=self._tls) if store.scheme == "https" else HTTPConnection
+        connection: HTTPConnection = connect(address.hostname, address.port, timeout=_CONNECT_S)
+        if proxy and store.scheme == "https":
+            connection.set_tunnel(store.hostname or "", store.port)
         try:
             connection.connect()
         except (HTTPException, OSError) as error:
@@ -257,10 +256,12 @@ class RangeReader:
             if time.monotonic() > until:
                 try:
                     self._store = self._store or Store(self._place)
-                    found, lasts = self._store.presign(name, _SIGNED_S), _SIGN_AGAIN_S
+                    found = self._store.presign(name, _SIGNED_S)
+                    until = time.monotonic() + _SIGN_AGAIN_S
                 except RunError as error:  # the source of the credentials may be away for a moment
-                    self._store, found, lasts = None, error, _REFUSED_S
-                self._urls[name] = found, time.monotonic() + lasts
+                    self._store, found = None, error
+                    until = time.monotonic() + _REFUSED_S
+                self._urls[name] = found, until
         if isinstance(found, RunError):
             raise _FailedRead("denied", str(found))
         return found
