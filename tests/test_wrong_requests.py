@@ -256,7 +256,7 @@ k8s render --store s3://bucket/x/ --sync digits | s3://bucket/x/runs/digits
 k8s render --store s3://bucket --example stage-imagenet | --store
 k8s render digits run.dir=/runs/x --nodes 4 | run.dir
 k8s render digits model.init=DEFAULT model.freeze=nose | 'nose'
-k8s render digits augment.size=2000 evaluate.batch=4096 | --shm
+k8s render digits augment.size=2000 evaluate.batch=4096 | --memory
 k8s render imagenet.yaml --nodes 4 | resnet18
 k8s render mix.yaml --nodes 2 | an even number
 MLFLOW_TRACKING_URI=htp://foo train digits | MLFLOW_TRACKING_URI=htp://foo

@@ -1,4 +1,4 @@
-"""Where the time of a training went: measured on a GPU, and advice on what takes too much of it.
+"""The time of a training: measured on a GPU, and advice on what takes too much of it.
 
 A GPU works asynchronously, so the time that the host spends in the entries of a step is divided in
 the proportions that events on the device's stream show. The events are read long after they have
