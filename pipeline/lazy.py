@@ -35,6 +35,7 @@ PARTS = {
     "mirror listener": "pipeline.addons.store.listener:ToMirror",
     # models
     "function": "pipeline.addons.models.functions:own_builder",
+    "no such model": "pipeline.addons.models.functions:no_such_model",
     "timm": "pipeline.addons.models.functions:timm_builder",
     "zoo": "pipeline.addons.models.zoo:MODELS",
     "check target": "pipeline.addons.models.inputs:check_target",

@@ -10,7 +10,7 @@ from torch import nn
 
 from pipeline.config.schema import Model
 from pipeline.config.trust import is_function
-from pipeline.errors import RequestError, nearest, one_line
+from pipeline.errors import RequestError, one_line
 from pipeline.lazy import part
 
 _NOT_AN_ARGUMENT = (
@@ -21,12 +21,6 @@ _NOT_AN_ARGUMENT = (
 
 # With an auxiliary head, the model returns a tuple in training.
 _OPTIONS = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}
-
-
-def pretrained_weights(arch: str) -> dict[str, Any]:
-    """Return torchvision's pretrained weights of an architecture, by name."""
-    names = torchvision.models.list_models(module=torchvision.models)
-    return dict(torchvision.models.get_model_weights(arch).__members__) if arch in names else {}
 
 
 def build(options: Model, num_classes: int) -> nn.Module:
@@ -68,21 +62,9 @@ def _torchvision_builder(arch: str) -> Callable[..., nn.Module]:
     zoo = part("zoo")
     names = [*torchvision.models.list_models(module=torchvision.models), *zoo]
     if arch not in names:
-        problem = f"model.arch={arch} is not a classification model of torchvision {torchvision.__version__}"
-        for task in ("detection", "segmentation", "video", "optical_flow", "quantization"):
-            if arch in torchvision.models.list_models(module=getattr(torchvision.models, task)):
-                raise RequestError(
-                    f"{problem}, but one for {task.replace('_', ' ')}", f"the models are {', '.join(names)}"
-                )
-        close = nearest(arch, names, 0.7)
-        raise RequestError(problem + close, "" if close else f"the models are {', '.join(names)}")
+        raise part("no such model")(arch, names)
     builder = zoo.get(arch) or partial(torchvision.models.get_model, arch, weights=None)
     return partial(builder, **_OPTIONS.get(arch, {}))
-
-
-def count_parameters(options: Model, num_classes: int) -> int:
-    """Return the number of parameters of the model, without allocating them."""
-    return sum(param.numel() for param in meta_model(options, num_classes).parameters())
 
 
 def meta_model(options: Model, num_classes: int) -> nn.Module:

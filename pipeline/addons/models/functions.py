@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
+import torchvision
 from torch import nn
 
 from pipeline.config.trust import check_is_trusted
@@ -64,3 +65,15 @@ def own_builder(arch: str) -> Callable[..., nn.Module]:
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise RequestError(f"model.arch={arch}: {module_name} has no function {name}{nearest(name, functions)}")
     return function  # type: ignore[no-any-return]
+
+
+def no_such_model(arch: str, names: list[str]) -> RequestError:
+    """Return the error about a name that is not one of torchvision's classifiers `names`."""
+    problem = f"model.arch={arch} is not a classification model of torchvision {torchvision.__version__}"
+    for task in ("detection", "segmentation", "video", "optical_flow", "quantization"):
+        if arch in torchvision.models.list_models(module=getattr(torchvision.models, task)):
+            return RequestError(
+                f"{problem}, but one for {task.replace('_', ' ')}", f"the models are {', '.join(names)}"
+            )
+    close = nearest(arch, names, 0.7)
+    return RequestError(problem + close, "" if close else f"the models are {', '.join(names)}")

@@ -12,13 +12,14 @@ import os
 import urllib.error
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import torchvision
 from torch import Tensor, nn
 
 from pipeline.config.schema import MODEL_URI_PREFIX, Model
 from pipeline.errors import RequestError, StorageError, TemporaryError, nearest
 from pipeline.group import Group
-from pipeline.model.architectures import pretrained_weights
 from pipeline.model.weights import load_weights
 from pipeline.record import checkpoint, checkpoint_files
 
@@ -132,3 +133,9 @@ def _read(arch: str, init: str) -> dict[str, Tensor]:
             "remove it",
         ) from None
     return weights
+
+
+def pretrained_weights(arch: str) -> dict[str, Any]:
+    """Return torchvision's pretrained weights of an architecture, by name."""
+    names = torchvision.models.list_models(module=torchvision.models)
+    return dict(torchvision.models.get_model_weights(arch).__members__) if arch in names else {}

@@ -97,10 +97,11 @@ def check_run_folder_is_shared(config: Config, folder: RunFolder, here: World) -
 
 def check_disk_space(config: Config, plan: Plan, folder: RunFolder) -> str:
     """Check that the disk holds the checkpoints to keep, the best one and the one being written."""
-    from pipeline.model.architectures import count_parameters
+    from pipeline.model.architectures import meta_model
 
     copies = 1 + config.optimizer.moments + (1 if config.train.ema is not None else 0)
-    checkpoint_bytes = 4 * copies * count_parameters(config.model, plan.num_classes)
+    parameters = sum(parameter.numel() for parameter in meta_model(config.model, plan.num_classes).parameters())
+    checkpoint_bytes = 4 * copies * parameters
     present = sum(path.stat().st_size for path in folder.checkpoints.glob("step-*.pt"))
     keep = config.checkpoint.keep
     needed = max(0, (keep + 2) * checkpoint_bytes - present) / _GIB
