@@ -10,21 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from pipeline.config.load import from_yaml, refuse_changes
 from pipeline.config.schema import Config
-from pipeline.data.manifest import find_cached_index
-from pipeline.data.sources import Source, data_root
+from pipeline.data.sources import Source
 from pipeline.errors import RequestError, StorageError
 from pipeline.group import Group
-from pipeline.model.architectures import meta_model
+from pipeline.lazy import part
 from pipeline.record.checkpoint import decode, decode_state, read_named
 from pipeline.record.checkpoint_files import find as find_checkpoint
 from pipeline.record.checkpoint_files import list_checkpoints, newest_verified, read_verified, step_of
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import events, known_checkpoints
-from pipeline.record.provenance import model_provenance
+from pipeline.record.journal import known_checkpoints
 from pipeline.train.state import TrainState
 
 
@@ -71,8 +67,8 @@ def find(config: Config, folder: RunFolder, source: Source, log: Callable[[str],
     path, data = verified
     contents = decode_state(data, path)
     _refuse_others(contents, config, source)
-    _refuse_another_model(contents, config, path)
-    _log_changed_code(config, path, log)
+    part("refuse another model")(contents, config, path)
+    part("log changed code")(config, path, log)
     return VerifiedCheckpoint(path, data, contents)
 
 
@@ -138,59 +134,14 @@ def resume(
     state.load_dict(contents, is_main=group.is_main)
 
 
-def describe_data_change(config: Config, source: Source, before: str, fallback_cache: Path) -> str:
-    """Return how the data differs from that with digest `before`, if its index is cached."""
-    if source.index is None:
-        return "the synthetic source has another size"
-    index = find_cached_index(data_root(config), fallback_cache, before)
-    if index is None:
-        return f"its digest is {source.digest[:16]}, not {before[:16]}"
-    # version 0.2 sorted names as the system spells them
-    lines = list(index.differences(source.index)) or ["its names are sorted in another way, in Unicode's form NFC"]
-    return "; ".join(lines[:3]) + (f" and {len(lines) - 3} more" if len(lines) > 3 else "")
-
-
 def _refuse_others(contents: dict[str, Any], config: Config, source: Source) -> None:
     """Raise RequestError if a checkpoint is of another configuration or of other data."""
     refuse_changes(from_yaml(contents["config"], "the checkpoint's configuration"), config)
     if contents["data"] != source.digest:
-        changed = describe_data_change(config, source, contents["data"], config.run_dir / "index")
+        changed = part("data change")(config, source, contents["data"], config.run_dir / "index")
         raise RequestError(
             f"the data is not that of the checkpoint at step {contents['step']}: {changed}",
             f"restore it, give the folder that holds it with data.root=FOLDER, or {config.start_again}",
-        )
-
-
-def _refuse_another_model(contents: dict[str, Any], config: Config, path: Path) -> None:
-    """Raise RequestError if the weights do not fit the model that this start builds."""
-    before = _shapes(contents["model"])
-    now = _shapes(meta_model(config.model, len(contents["classes"])).state_dict())
-    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    if changed:
-        name = changed[0]
-        others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        raise RequestError(
-            f"model.arch={config.model.arch} is not the model in {path}: {name} {before.get(name, 'missing')} ->"
-            f" {now.get(name, 'missing')}{others}",
-            f"restore the code that made it, or {config.start_again}",
-        )
-
-
-def _shapes(weights: dict[str, Any]) -> dict[str, list[int]]:
-    """Return the shape of each tensor of a state dict, by name."""
-    return {name: list(value.shape) for name, value in weights.items() if isinstance(value, Tensor)}
-
-
-def _log_changed_code(config: Config, path: Path, log: Callable[[str], None]) -> None:
-    """Log a line if the file of the model's function has changed since a start saved `path`."""
-    digest = model_provenance(config.model.arch).get("model_sha256")
-    starts = events(RunFolder(path.absolute().parent.parent).journal, "started") if digest else []
-    starts = [start for start in starts if start["step"] < step_of(path)]
-    before = starts[-1]["tags"].get("model_sha256") if starts else None
-    if before and before != digest:
-        log(
-            f"the file of model.arch={config.model.arch} has changed since {path.name} was saved: its SHA-256 began"
-            f" {before[:16]}; training continues with the new code"
         )
 
 

@@ -116,7 +116,7 @@ def _refuse_what_cannot_repeat(run: Run, config: Config, start: int) -> None:
         raise machine.no_gpu_error()
     source = sources.open_source(config)
     if source.digest != receipt["data"]:
-        from pipeline.train.resume import describe_data_change
+        from pipeline.addons.ops.changes import describe_data_change
 
         changed = describe_data_change(config, source, str(receipt["data"]), run_dir / "index")
         raise RequestError(f"the data differs from that of the run in {run_dir}: {changed}; restore it")
