@@ -29,21 +29,22 @@ def train(trainer: Trainer, batches: Iterator[Batch], *, is_saved: bool) -> Eval
     """
     state, plan, metrics = trainer.state, trainer.job.plan, trainer.metrics
     timer, watchdog = trainer.process.timer, trainer.process.watchdog
-    first_step = state.step
+    first_step = state.step  # above 0 if the run was resumed
+    # what the newest checkpoint holds: a step is saved again once its evaluation is known
     saved = (state.step, state.is_evaluated) if is_saved else None
     is_stopping = False
     while True:
         is_best = False
         if plan.evaluates_at(state.step) and not state.is_evaluated and not is_stopping:
-            found = evaluate(trainer)
-            is_stopping = found is None  # asked to stop meanwhile: the next start evaluates
+            found = evaluate(trainer)  # None: asked to stop meanwhile, and the next start evaluates
+            is_stopping = found is None
             is_best = found is not None and found.is_best
         if (is_stopping or is_best or plan.saves_at(state.step)) and saved != (state.step, state.is_evaluated):
             with timer.charge("checkpoint"), watchdog.allow_pause():  # a disk may be slow
                 save(trainer, is_last=is_stopping or state.step >= plan.last_step, is_stopping=is_stopping)
             saved = (state.step, state.is_evaluated)
             metrics.restart_window()
-        if is_stopping:
+        if is_stopping:  # all processes are here, and the step is on the disk
             raise TemporaryError("asked to stop", f"step {state.step} is saved, the same command resumes from it")
         if spent := metrics.end_of_epoch(state.step):
             for listener in trainer.records.listeners:
@@ -52,6 +53,7 @@ def train(trainer: Trainer, batches: Iterator[Batch], *, is_saved: bool) -> Eval
             assert state.evaluation is not None
             return state.evaluation
 
+        # the first pass with images of a size compiles the model: minutes that are no hang
         compiles = plan.compiles_at(state.step, is_first=state.step == first_step)
         with watchdog.allow_compilation(trainer.process.group) if compiles else nullcontext():
             is_stopping = update_once(trainer, batches)
@@ -69,10 +71,11 @@ def update_once(trainer: Trainer, batches: Iterator[Batch]) -> bool:
     state, step, plan = trainer.state, trainer.step, trainer.job.plan
     group, timer = trainer.process.group, trainer.process.timer
     trainer.stragglers.begin_step()
-    loss = step.forward_backward(batches)
+    loss = step.forward_backward(batches)  # the gradients are summed over the processes, the weights as before
     used = step.used
     with timer.charge("communication"):
-        # the only exchange of a step beside the gradients: whatever one process knows, all decide
+        # the only exchange of a step beside the gradients: whatever one process knows, all decide.
+        # A process that left by itself would leave the others waiting in their next collective.
         is_stopping, is_bad, has_defects, has_outage = group.any_rank(
             trainer.process.asked_to_stop(),
             state.loss_guard.check(state.step + 1, loss, used),
@@ -81,15 +84,16 @@ def update_once(trainer: Trainer, batches: Iterator[Batch]) -> bool:
         )
     if has_outage:  # nothing is saved: batch norm has counted images that are none
         group.raise_together(next((batch.outage for batch in used if batch.outage), None))
-    if is_bad:
+    if is_bad:  # on a GPU this is about the step before: the host never waits for the device
         raise state.loss_guard.error()
-    if has_defects:
+    if has_defects:  # other images are in their place, so the update is made
         _record_bad_images(trainer, used)
     with timer.charge("optimizer"):
         step.apply_gradients()
     with timer.charge("tracking"):
         for batch in used:
             trainer.metrics.add_failed_reads(batch.failed_reads)
+        # rank 0 alone has listeners, but all processes take part in the sums that they write
         ids, digest = _trace(trainer, used) if trainer.job.config.run.trace else ([], "")
         best_top1 = state.best.top1 if state.best else None
         metrics = trainer.metrics.after_update(state)
@@ -106,7 +110,7 @@ def evaluate(trainer: Trainer) -> Evaluated | None:
     state, process, strategy = trainer.state, trainer.process, trainer.state.strategy
     with process.timer.charge("validation"):
         step = state.confirmed_step
-        trainer.divergence.compare(step)
+        trainer.divergence.compare(step)  # an evaluation of weights that differ would say nothing
         strategy.broadcast_buffers(state.eval_model)
         result = trainer.evaluator.evaluate(step, process.terminal, process.asked_to_stop)
         if result is None:
@@ -115,7 +119,7 @@ def evaluate(trainer: Trainer) -> Evaluated | None:
             trainer.metrics.add_failed_reads(counts)
         is_best = state.add_evaluation(result.evaluation)
     with process.timer.charge("tracking"):
-        row = state.receipt_row()
+        row = state.receipt_row()  # in all processes: a sharded model is gathered for its digest
         evaluated = Evaluated(result.evaluation, result.predictions, result.bad_images, row, is_best)
         for listener in trainer.records.listeners:
             listener.evaluated(evaluated)

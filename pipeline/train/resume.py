@@ -51,7 +51,9 @@ def find(config: Config, folder: RunFolder, source: Source, log: Callable[[str],
         return None
     try:
         if config.run.resume == "auto":
+            # a damaged file is named and passed over: the one before it is complete
             verified = newest_verified(folder.checkpoints, log, config.start_again)
+            # files that the journal knows are gone: to start afresh would silently lose a run
             if verified is None and (known := known_checkpoints(folder.journal)):
                 raise StorageError(
                     f"{config.run_dir} holds no checkpoint, and its journal names {known[-1]}",
@@ -65,7 +67,7 @@ def find(config: Config, folder: RunFolder, source: Source, log: Callable[[str],
     if verified is None:
         return None
     path, data = verified
-    contents = decode_state(data, path)
+    contents = decode_state(data, path)  # weights_only: a file never executes
     _refuse_others(contents, config, source)
     part("refuse another model")(contents, config, path)
     part("log changed code")(config, path, log)

@@ -42,28 +42,30 @@ class Step:
             with self._timer.charge("data"):
                 batch = next(batches)
             self.used.append(batch)
+            # dropout draws from a generator that is seeded by position: no state of it to save
             seed_network(self._config.run.seed, "network", state.step, group.rank * passes + micro)
             with self._timer.charge("forward_backward"):
                 # gradients add up over the passes; only the last one exchanges them
                 loss, logits = run_pass(state.strategy, self.normalise, self._timer, micro, batch)
-            state.add_to_totals(loss, logits, batch.labels)
+            state.add_to_totals(loss, logits, batch.labels)  # stays on the device: reading it would wait
             loss_sum += loss
         return loss_sum
 
     def apply_gradients(self) -> None:
         """Update the weights at this step's learning rate; the state is then one step further."""
         state, config, scaler = self._state, self._config, self._state.strategy.scaler
+        # if the loss was bad, the device leaves the update out: the host learns of it a step later
         state.loss_guard.skip_bad_update(state.optimizer, has_scaler=scaler.is_enabled())
         if config.train.clip is not None:
             scaler.unscale_(state.optimizer)  # the norm is that of the true gradient
             state.strategy.clip_gradients(config.train.clip)
-        learning_rate = self._plan.learning_rate(state.step)
+        learning_rate = self._plan.learning_rate(state.step)  # of the step alone: no scheduler, no state
         for param_group in state.optimizer.param_groups:
             param_group["lr"] = learning_rate
-        scaler.step(state.optimizer)
+        scaler.step(state.optimizer)  # optimizer.step(), unless fp16 gradients overflowed
         scaler.update()
         state.optimizer.zero_grad()
-        state.step += 1
+        state.step += 1  # from here on the run is one position further
         if state.ema is not None:
             assert config.train.ema is not None
             update_ema(state.ema, state.model, state.step, config.train.ema)
