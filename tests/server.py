@@ -1,15 +1,23 @@
-"""Start and kill a real MLflow server, and read what it has stored."""
+"""A real MLflow server that can be killed, and a proxy that refuses some of its requests."""
 
+import contextlib
+import http.client
 import os
 import signal
+import socket
+import ssl
+import struct
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import mlflow
 from harness import Job, environment, free_port, read_rows
-from mlflow.entities import Run
+from mlflow.entities import LoggedModel, Run
 
 _WORDS = (
     "model.arch=shufflenet_v2_x0_5", "batch.global=48", "run.device=cpu", "run.threads=1", "data.workers=0",
@@ -75,6 +83,17 @@ class Server:
         experiments = [experiment.experiment_id for experiment in self.client.search_experiments()]
         return list(self.client.search_runs(experiments, f"tags.`pipeline.run` = '{tag}'"))
 
+    def models(self, job: Job) -> list[LoggedModel]:
+        """Return the models that a training has logged."""
+        run = self.run_of(job).info
+        return list(self.client.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'"))
+
+    def check_points(self, job: Job) -> None:
+        """Fail unless the server has each metric of the journal exactly once."""
+        rows = [row for row in read_rows(job.folder / "journal.jsonl") if "metrics" in row]
+        points = [(row["step"], key, value, row["time"]) for row in rows for key, value in row["metrics"].items()]
+        assert self.points(self.run_of(job)) == sorted(points)
+
     def last_step(self, job: Job) -> int:
         return max(point.step for point in self.client.get_metric_history(self.run_of(job).info.run_id, "train/loss"))
 
@@ -85,3 +104,72 @@ class Server:
             for key in run.data.metrics
             for point in self.client.get_metric_history(run.info.run_id, key)
         )
+
+
+class Gateway:
+    """An HTTP or HTTPS proxy in front of a server, which refuses some requests.
+
+    A context manager: it listens inside.
+    """
+
+    def __init__(self, upstream: str, fault: Callable[[str, int], str], certificate: Path | None = None) -> None:
+        """fault: of `METHOD /path` and the size of the body, returns "", "reset", or an answer.
+
+        An answer is a status, and a body that is not a page in HTML.
+        """
+        self.fault = fault
+        self.requests: list[str] = []
+        self.seen: list[tuple[str, bytes]] = []
+        """The header Authorization and the body of each request."""
+        gateway = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                asked, size = f"{self.command} {self.path}", int(self.headers.get("Content-Length", 0))
+                gateway.requests.append(asked)
+                fault = gateway.fault(asked, size)
+                if fault == "reset":
+                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    self.close_connection = True
+                    return
+                body = self.rfile.read(size)
+                gateway.seen.append((self.headers.get("Authorization", ""), asked.encode() + body))
+                if fault:
+                    status, _, text = fault.partition(" ")
+                    self.answer(int(status), {}, text.encode() or b"<html><h1>Refused</h1></html>")
+                    return
+                connection = http.client.HTTPConnection(upstream.removeprefix("http://"), timeout=60)
+                with contextlib.closing(connection):
+                    connection.request(self.command, self.path, body, dict(self.headers))
+                    answer = connection.getresponse()
+                    left_out = ("transfer-encoding", "content-length", "connection")
+                    headers = {name: value for name, value in answer.getheaders() if name.lower() not in left_out}
+                    self.answer(answer.status, headers, answer.read())
+
+            do_POST = do_PUT = do_PATCH = do_DELETE = do_GET
+
+            def answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
+                self.send_response_only(status)
+                for name, value in (headers | {"Content-Length": str(len(body))}).items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.uri = f"http://127.0.0.1:{self._server.server_port}"
+        if certificate:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+            self.uri = self.uri.replace("http", "https")
+
+    def __enter__(self) -> "Gateway":
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()

@@ -1,20 +1,13 @@
 """Each part of a run arrives though another is refused, and nothing that failed is forgotten."""
 
-import contextlib
-import http.client
 import json
 import re
 import shutil
-import socket
 import sqlite3
-import ssl
-import struct
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import mlflow
@@ -23,10 +16,9 @@ from harness import Job, Result, environment, quick, read_rows
 from mlflow.entities import Run
 from object_store import FaultProxy
 from place import SMALL, Place
-from server import Server, train
+from server import Gateway, Server, train
 from test_proxy import CERT, make_certificate
 
-from pipeline.addons.mlflow.connection import check_not_moved
 from pipeline.addons.mlflow.registry import fetch_model
 from pipeline.addons.mlflow.run import find_run
 from pipeline.addons.mlflow.tracker import check_server_answers
@@ -34,77 +26,11 @@ from pipeline.config.credentials import without_password
 from pipeline.config.load import load
 from pipeline.errors import RequestError, TemporaryError
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import is_row_start
 from pipeline.record.sender import TRAINING_DONE
 
 UPLOADS = "^PUT /api/2.0/mlflow-artifacts/"
 PARTS = {"description", "inputs", "files", "figures", "model"}
 """The parts that `parts_at` looks for."""
-
-
-class Gateway:
-    """An HTTP or HTTPS proxy in front of a server, which refuses some requests.
-
-    A context manager: it listens inside.
-    """
-
-    def __init__(self, upstream: str, fault: Callable[[str, int], str], certificate: Path | None = None) -> None:
-        """fault: of `METHOD /path` and the size of the body, returns "", "reset", or a status.
-
-        The answer with a status is a page in HTML.
-        """
-        self.fault = fault
-        self.requests: list[str] = []
-        gateway = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                asked, size = f"{self.command} {self.path}", int(self.headers.get("Content-Length", 0))
-                gateway.requests.append(asked)
-                fault = gateway.fault(asked, size)
-                if fault == "reset":
-                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                    self.close_connection = True
-                    return
-                body = self.rfile.read(size)
-                if fault:
-                    self.answer(int(fault), {"Content-Type": "text/html"}, b"<html><h1>Refused</h1></html>")
-                    return
-                connection = http.client.HTTPConnection(upstream.removeprefix("http://"), timeout=60)
-                with contextlib.closing(connection):
-                    connection.request(self.command, self.path, body, dict(self.headers))
-                    answer = connection.getresponse()
-                    left_out = ("transfer-encoding", "content-length", "connection")
-                    headers = {name: value for name, value in answer.getheaders() if name.lower() not in left_out}
-                    self.answer(answer.status, headers, answer.read())
-
-            do_POST = do_PUT = do_PATCH = do_DELETE = do_GET
-
-            def answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
-                self.send_response_only(status)
-                for name, value in (headers | {"Content-Length": str(len(body))}).items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.uri = f"http://127.0.0.1:{self._server.server_port}"
-        if certificate:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(certificate)
-            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
-            self.uri = self.uri.replace("http", "https")
-
-    def __enter__(self) -> "Gateway":
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
 
 @pytest.fixture(scope="module")
@@ -174,10 +100,6 @@ def wait_until(condition: Callable[[], object], what: str, timeout: float = 30) 
         time.sleep(0.1)
 
 
-def points(job: Job) -> int:
-    return sum(len(row["metrics"]) for row in read_rows(job.folder / "journal.jsonl") if "metrics" in row)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(("is_killed", "status"), [(False, "FINISHED"), (True, "FAILED")])
 def test_uploads_that_are_not_answered_hold_back_metrics_and_status_for_seconds(
@@ -206,45 +128,14 @@ def test_uploads_that_are_not_answered_hold_back_metrics_and_status_for_seconds(
             if is_killed:
                 assert sender.wait(30) == 75
             else:
-                assert len(server.points(server.run_of(run))) == points(run)
+                server.check_points(run)
         finally:
             sender.kill()
             sender.wait()
     if is_killed:
         assert sync(run, server.uri).code == 0
         assert server.run_of(run).info.status == status
-        assert len(server.points(server.run_of(run))) == points(run)
-
-
-@pytest.mark.full
-def test_a_file_that_changes_while_it_is_sent_is_sent_again(server: Server, run: Job, tmp_path: Path) -> None:
-    """The last rows of the training are written while the journal without them is sent."""
-    journal = run.folder / "journal.jsonl"
-    whole = journal.read_bytes()
-    lines = whole.splitlines(keepends=True)
-    started = next(number for number, line in enumerate(lines) if b'"started"' in line)
-    journal.write_bytes(b"".join(lines[: started + 1]))
-
-    def end_training(asked: str, _: int) -> str:
-        if asked.startswith("PUT ") and asked.endswith("/journal.jsonl") and journal.stat().st_size < len(whole):
-            with open(journal, "ab") as file:
-                file.write(b"".join(lines[started + 1 :]))
-            wait_until(lambda: server.run_of(run).info.status == "FINISHED", "status FINISHED", 4)
-        return ""
-
-    with Gateway(server.uri, end_training) as gateway:
-        sender = follow(run, gateway.uri, tmp_path / "log")
-        try:
-            assert sender.stdin
-            wait_until(lambda: journal.stat().st_size == len(whole), "end of the training")
-            sender.stdin.write(TRAINING_DONE)
-            sender.stdin.close()
-            assert sender.wait(300) == 0, (tmp_path / "log").read_text()  # it exports the model with low priority
-        finally:
-            sender.kill()
-            sender.wait()
-    copy = server.client.download_artifacts(server.run_of(run).info.run_id, "journal.jsonl", str(tmp_path))
-    assert Path(copy).read_bytes() == whole
+        server.check_points(run)
 
 
 REFUSED: dict[str, tuple[Callable[[str, int], str], set[str], set[str]]] = {
@@ -277,24 +168,12 @@ def test_a_refused_call_holds_back_its_part_alone_until_the_next_sync(server: Se
     assert refused.code == 75
     assert {part for part in PARTS if re.search(rf" {part}( and [\w ]+)?: ", refused.error)} == held, refused.error
     assert found.info.status == "FINISHED"
-    assert len(points_before) == points(run)
+    server.check_points(run)
     assert arrived <= parts_before
     assert later.code == 0, later.err
     found = server.run_of(run)
     assert parts_at(server, found) == PARTS
     assert server.points(found) == points_before
-
-
-@pytest.mark.full
-def test_a_model_whose_checkpoint_was_away_is_sent_later(server: Server, run: Job) -> None:
-    checkpoints = run.folder / "checkpoints"
-    moved = checkpoints.rename(run.folder / "moved")
-    refused = sync(run, server.uri)
-    moved.rename(checkpoints)
-    later = sync(run, server.uri)
-    assert (refused.code, later.code) == (75, 0), refused.err + later.err
-    assert "model: " in refused.error
-    assert server.run_of(run).outputs.model_outputs
 
 
 @pytest.mark.full
@@ -312,28 +191,6 @@ def test_a_run_stays_one_when_its_experiment_changes(server: Server, run: Job) -
     assert "another" in config.read_text()
     assert sync(run, server.uri).code == 0
     server.run_of(run)
-
-
-@pytest.mark.full
-def test_a_run_names_all_that_continue_it_also_if_it_comes_last(server: Server, run: Job, tmp_path: Path) -> None:
-    forget_end(run)
-    (origin,) = [row["run"] for row in read_rows(run.folder / "journal.jsonl") if "run" in row]
-    others = []
-    for name in ("before", "after"):
-        job = Job(Path(shutil.copytree(run.folder, tmp_path / name)), run.arguments)
-        change_rows(job, lambda row, name=name: row | {"run": f"{origin}-{name}"} if "run" in row else row)
-        change_rows(
-            job,
-            lambda row: row | {"tags": row["tags"] | {"continues": origin}} if row.get("event") == "started" else row,
-        )
-        others.append(job)
-    for job in (others[0], run, others[1], others[0]):
-        assert sync(job, server.uri).code == 0
-    found = server.run_of(run)
-    for job in others:
-        other = server.run_of(job)
-        assert found.info.run_id in other.data.tags["continues"]
-        assert found.data.tags["continued by"].count(other.info.run_id) == 1
 
 
 def test_a_run_is_found_among_more_than_a_thousand_experiments(tmp_path: Path) -> None:
@@ -370,12 +227,6 @@ def test_a_password_with_a_blank_is_refused_and_not_shown(tmp_path: Path) -> Non
     assert "%20" in refused.error
     assert "CANARY" not in refused.err
     assert without_password("mysql://h/db?pwd=CANARY&passphrase=CANARY&ssl=1") == "mysql://h/db?ssl=1"
-
-
-def test_the_position_in_a_journal_that_lost_rows_is_noticed(tmp_path: Path) -> None:
-    journal = tmp_path / "journal.jsonl"
-    journal.write_text('{"time": 1}\n{"time": 2}\n')
-    assert [offset for offset in range(40) if is_row_start(journal, offset)] == [0, 12, 24]
 
 
 @pytest.mark.parametrize(
@@ -424,39 +275,6 @@ def test_variables_of_mlflow_are_used_or_named(place: Place) -> None:
         assert f"mlflow experiments restore --experiment-id {experiment.experiment_id}" in said
     client.restore_experiment(experiment.experiment_id)
     assert quick("sync", "runs/new", cwd=place.path).code == 0
-
-
-def test_after_a_project_moved_nothing_is_made_at_its_former_place(place: Place) -> None:
-    words = ("digits", *TRACKED, "run.dir=runs/first")
-    assert quick("train", *words, cwd=place.path).code == 0
-    moved = place.path.with_name("moved")
-    place.path.rename(moved)
-    client = mlflow.MlflowClient(f"sqlite:///{moved}/runs/mlflow.db")
-    (experiment,) = [found for found in client.search_experiments() if found.name == "digits"]
-    (model,) = client.search_logged_models([experiment.experiment_id])
-    for command in (("predict", f"models:/{model.model_id}", "images/val"), ("sync", "runs/second")):
-        if command[0] == "sync":
-            done = quick("train", *words[:-1], "run.dir=runs/second", cwd=moved)
-            assert done.code == 0
-        refused = quick(*command, cwd=moved)
-        assert refused.code in (2, 75)
-        assert f"make {place.path}/runs/mlartifacts a link to {moved}/runs/mlartifacts" in refused.error
-        assert not place.path.exists()
-    (place.path / "runs").mkdir(parents=True)
-    (place.path / "runs/mlartifacts").symlink_to(moved / "runs/mlartifacts")
-    assert quick("sync", "runs/second", cwd=moved).code == 0
-    assert quick("predict", f"models:/{model.model_id}", "images/val", cwd=moved).code == 0
-
-
-def test_only_files_beside_a_moved_database_are_refused(tmp_path: Path) -> None:
-    database, elsewhere = f"sqlite:///{tmp_path}/new/mlflow.db", f"{tmp_path}/old/mlartifacts/1/2/artifacts"
-    (tmp_path / "new").mkdir()
-    check_not_moved(elsewhere, database)  # `mlflow server --default-artifact-root` names any place
-    (tmp_path / "new/mlartifacts").mkdir()
-    with pytest.raises(RequestError, match="was moved"):
-        check_not_moved(elsewhere, database)
-    (tmp_path / "old").symlink_to(tmp_path / "new")
-    check_not_moved(elsewhere, database)
 
 
 def test_a_user_id_without_a_name_is_the_user_of_the_run() -> None:

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torchvision.models import get_model
 
 from pipeline.addons.datasets.write_pack import pack
+from pipeline.addons.models.best import best_checkpoint
+from pipeline.addons.report.evaluations import most_confident_mistakes, most_confused_classes
 from pipeline.addons.store.bucket import Store
 from pipeline.cli.main import main
 from pipeline.config.load import load
@@ -37,7 +39,6 @@ from pipeline.model.weights import weights_digest
 from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import read_verified
 from pipeline.record.predictions import NO_PREDICTION, Predictions
-from pipeline.record.receipt import best_checkpoint
 from pipeline.record.terminal import NullTerminal
 from pipeline.train.evaluate import EvalResult, Evaluator
 from pipeline.train.state import LOSS_UNIT, MAX_LOSS, Evaluation
@@ -162,8 +163,8 @@ def test_images_whose_logits_are_not_finite_are_counted_and_wrong(digits: Path, 
     correct, total = predictions.count_correct(10)
     assert (correct.sum(), total.sum()) == (found.correct1, found.images), "the figures show the same counts"
     assert found.correct1 <= finite.correct1
-    assert NO_PREDICTION not in predictions.predicted[predictions.most_confident_mistakes(1000)]
-    assert len(predictions.most_confused_classes(10, 10)) == 10
+    assert NO_PREDICTION not in predictions.predicted[most_confident_mistakes(predictions, 1000)]
+    assert len(most_confused_classes(predictions, 10, 10)) == 10
 
 
 class RecordCudnn(nn.Module):

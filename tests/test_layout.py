@@ -203,7 +203,7 @@ def test_modules_that_check_a_request_do_not_import_torch() -> None:
     modules = (
         "config.load", "plan", "world", "supervision", "machine", "errors", "files", "randomness", "data.manifest",
         "data.sources", "record.folder", "preflight.request", "operate.launch", "addons.report.figures",
-        "addons.report.page", "addons.report.description", "addons.report.write", "addons.deploy.recovery", "__main__",
+        "addons.report.page", "addons.report.summary", "addons.report.commands", "addons.deploy.recovery", "__main__",
     )  # fmt: skip
     names = [f"pipeline.{module}" for module in modules]
     code = (

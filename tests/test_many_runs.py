@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import SMALL, Job, bench, kill, pipeline, read_rows
+from harness import SMALL, Job, bench, kill, pipeline
 from mlflow.entities import Run
 from server import Server
 
@@ -34,13 +34,6 @@ def finished(folder: Path, digits: Path, server: Server, *more: str) -> tuple[Jo
     result = run.start().wait()
     assert result.code == 0, result.err
     return run, server.run_of(run)
-
-
-def check_points(server: Server, run: Job) -> None:
-    """Fail unless the server has each metric of the journal once."""
-    rows = [row for row in read_rows(run.folder / "journal.jsonl") if "metrics" in row]
-    points = [(row["step"], key, value, row["time"]) for row in rows for key, value in row["metrics"].items()]
-    assert server.points(server.run_of(run)) == sorted(points)
 
 
 def test_runs_of_one_recipe_have_what_differs_as_a_tag(tmp_path: Path, digits: Path, server: Server) -> None:
@@ -101,7 +94,7 @@ def test_a_sync_by_hand_beside_a_live_sender_names_it_and_sends_nothing(
     assert run.wait().code == 75
     assert server.run_of(run).info.status == "KILLED"
     assert pipeline("sync", str(run.folder)).code == 0
-    check_points(server, run)
+    server.check_points(run)
     assert server.run_of(run).info.status == "KILLED"
 
 
@@ -113,7 +106,7 @@ def test_a_sender_that_outlives_its_training_and_a_sync_by_hand_send_each_metric
     assert run.process
     kill(run.process.pid, signal.SIGKILL)
     assert pipeline("sync", str(run.folder)).code == 0  # waits until the sender has noticed
-    check_points(server, run)
+    server.check_points(run)
     assert server.run_of(run).info.status == "FAILED"
 
 
@@ -128,5 +121,5 @@ def test_two_resumes_within_a_second_are_one_run_with_one_status(tmp_path: Path,
     result = run.wait()
     assert result.code == 0, result.err
     assert pipeline("sync", str(run.folder)).code == 0
-    check_points(server, run)
+    server.check_points(run)
     assert server.run_of(run).info.status == "FINISHED"

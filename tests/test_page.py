@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from browser import NO_BROWSER, Browser, find_program
 
+from pipeline.addons.report.evaluations import SavedEvaluation, save_augmented, save_evaluation
 from pipeline.addons.report.page import render_page
 from pipeline.cli.main import main
 from pipeline.config.load import load
 from pipeline.plan import DataSize, make_plan
 from pipeline.record.folder import RunFolder
-from pipeline.record.predictions import Predictions, SavedEvaluation, save_augmented, save_evaluation
+from pipeline.record.predictions import Predictions
 from pipeline.world import World
 
 HOSTILE = "<script>alert(1)</script>"

@@ -1,13 +1,12 @@
 """A server of MLflow 2, and one whose files are in S3, get what they can take of a run."""
 
 import shutil
-import sqlite3
 from pathlib import Path
 
 import boto3
 import mlflow
 import pytest
-from harness import Job, pipeline, read_rows
+from harness import Job, pipeline
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.store.artifact.s3_artifact_repo import _cached_get_s3_client
 from object_store import S3Server, Weed
@@ -33,13 +32,11 @@ def run(original: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
 
 def check_metrics_and_files(run: Job, server: Server) -> None:
     """Fail unless the server has all of a finished run but its model, and each metric once."""
-    rows = [row for row in read_rows(run.folder / "journal.jsonl") if "metrics" in row]
-    points = [(row["step"], key, value, row["time"]) for row in rows for key, value in row["metrics"].items()]
     found = server.run_of(run)
     mlflow.set_tracking_uri(server.uri)
     repository = get_artifact_repository(found.info.artifact_uri)
     assert found.info.status == "FINISHED"
-    assert server.points(found) == sorted(points)
+    server.check_points(run)
     assert found.data.params["model.arch"] == "shufflenet_v2_x0_5"
     assert {"recipe", "torch", "mlflow.note.content"} <= found.data.tags.keys()
     assert {file.path for file in repository.list_artifacts()} >= FILES
@@ -91,29 +88,3 @@ def test_an_artifact_store_that_is_away_holds_back_no_metric(
     assert all(f"{part}: " in refused.error for part in ("files", "figures", "model"))
     assert found.info.status == "FINISHED"
     assert "mlflow.note.content" in found.data.tags
-
-
-def test_a_model_of_which_the_server_has_some_files_is_completed(run: Job, tmp_path: Path) -> None:
-    """The store breaks after some files of the model: the next `sync` sends the others."""
-    server = Server(tmp_path).start().wait_ready()
-    try:
-        pipeline("sync", str(run.folder), MLFLOW_TRACKING_URI=server.uri)
-        experiment = server.run_of(run).info.experiment_id
-        mlflow.set_tracking_uri(server.uri)
-        (model,) = server.client.search_logged_models([experiment])
-        (weights,) = (tmp_path / "artifacts").rglob("model.pt2")
-        (others,) = (tmp_path / "artifacts").rglob("requirements.txt")
-        others.unlink()
-        before = weights.stat().st_mtime_ns
-        with sqlite3.connect(tmp_path / "mlflow.db") as database:
-            database.execute("UPDATE logged_models SET status = 1")  # LoggedModelStatus.PENDING
-        (run.folder / "mlflow.json").unlink()
-        result = pipeline("sync", str(run.folder), MLFLOW_TRACKING_URI=server.uri)
-        (completed,) = server.client.search_logged_models([experiment])
-    finally:
-        server.kill()
-    assert result.code == 0, result.err
-    assert completed.model_id == model.model_id
-    assert completed.status == "READY"
-    assert others.exists()
-    assert weights.stat().st_mtime_ns == before

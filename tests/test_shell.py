@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 from harness import SMALL, Job, environment, read_rows
 
+from pipeline.addons.models.best import best_checkpoint
 from pipeline.addons.ops import doctor
 from pipeline.cli.arguments import Parser
 from pipeline.cli.main import main, make_parser
 from pipeline.config import recipes
 from pipeline.config.help import all_keys
-from pipeline.record.receipt import best_checkpoint, rank
+from pipeline.record.receipt import rank
 
 ROOT = Path(__file__).parent.parent
 

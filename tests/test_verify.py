@@ -14,13 +14,14 @@ from pipeline import machine
 from pipeline.addons.ops import verify as commands
 from pipeline.addons.ops.against import against
 from pipeline.addons.ops.compare import Run, compare
+from pipeline.addons.ops.receipt import read_receipt
 from pipeline.cli import arguments
 from pipeline.config.schema import Config
 from pipeline.config.trust import trust
 from pipeline.errors import RequestError, printable_line
 from pipeline.model.weights import digest_and_checksums
 from pipeline.record.folder import RunFolder
-from pipeline.record.receipt import Receipt, read_receipt
+from pipeline.record.receipt import Receipt
 
 
 def job(folder: Path, digits: Path, *more: str, nproc: int = 1) -> Job:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from pipeline.errors import RequestError
+from pipeline.lazy import part
 
 _LINKS = "measure the links with nccl-tests, and a node's GPUs with 'dcgmi diag'"
 REPLACED: dict[str, str] = {
@@ -191,6 +192,4 @@ def target_of(options: argparse.Namespace) -> str:
     """Return the path or URI of the model to use: with --best, the run's best checkpoint."""
     if not options.best:
         return str(options.target)
-    from pipeline.record.receipt import best_checkpoint
-
-    return str(best_checkpoint(options.target))
+    return str(part("best checkpoint")(options.target))

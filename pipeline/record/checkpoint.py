@@ -11,7 +11,6 @@ The training loop waits only while the state is copied; a thread writes the file
 After five failures in a row, and ten minutes, the run ends with exit code 4.
 """
 
-import errno
 import hashlib
 import io
 import os
@@ -23,13 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pipeline.config.schema import Model
-from pipeline.errors import RequestError, StorageError, one_line
-from pipeline.files import sync_folder, temporary_sibling
-from pipeline.model.architectures import build
-from pipeline.model.weights import load_weights, map_tensors
+from pipeline.errors import StorageError, one_line
+from pipeline.files import FULL, sync_folder, temporary_sibling
+from pipeline.model.weights import map_tensors
 from pipeline.record.checkpoint_files import NAME, list_checkpoints, read_verified, step_of
 from pipeline.record.folder import RunFolder
 from pipeline.record.terminal import format_duration
@@ -49,7 +46,7 @@ _STATE_PARTS = _MODEL_PARTS | {
 def decode(data: bytes, origin: Path | str) -> dict[str, Any]:
     """Return the contents of verified bytes. Raises StorageError for any other format."""
     try:
-        _check_unpacked_size(data)
+        check_unpacked_size(data)
         contents = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises half a dozen kinds for what is not its own
         raise StorageError(f"{origin} is not a checkpoint: {one_line(error)}") from None
@@ -59,7 +56,7 @@ def decode(data: bytes, origin: Path | str) -> dict[str, Any]:
     return dict(contents)
 
 
-def _check_unpacked_size(data: bytes) -> None:
+def check_unpacked_size(data: bytes) -> None:
     """Raise ValueError if an archive states more bytes than it has, as only a hostile one does.
 
     torch.save compresses nothing. Without this check, 6 MB could fill the memory.
@@ -74,6 +71,11 @@ def _check_unpacked_size(data: bytes) -> None:
 def read_model(path: Path) -> dict[str, Any]:
     """Return the contents of a checkpoint. Raises StorageError if it is damaged or has no model."""
     return _decode_parts(read_named(path), path, _MODEL_PARTS)
+
+
+def decode_state(data: bytes, path: Path) -> dict[str, Any]:
+    """Return the contents of verified bytes. Raises StorageError if a part to resume is missing."""
+    return _decode_parts(data, path, _STATE_PARTS)
 
 
 def read_named(path: Path) -> bytes:
@@ -92,72 +94,13 @@ def read_named(path: Path) -> bytes:
         raise
 
 
-def decode_state(data: bytes, path: Path) -> dict[str, Any]:
-    """Return the contents of verified bytes. Raises StorageError if a part to resume is missing."""
-    return _decode_parts(data, path, _STATE_PARTS)
-
-
 def _decode_parts(data: bytes, path: Path, parts: dict[str, Any]) -> dict[str, Any]:
     contents = decode(data, path)
-    damaged = [part for part, kinds in parts.items() if part not in contents or not isinstance(contents[part], kinds)]
-    if not damaged and not all(isinstance(name, str) for name in contents["classes"]):
-        damaged = ["classes"]
-    if damaged:
-        problem = f"its part '{damaged[0]}' is missing or damaged"
-        raise StorageError(f"{path} is not a checkpoint of this pipeline: {problem}")
+    for name, kinds in parts.items():
+        is_there = name in contents and isinstance(contents[name], kinds)
+        if not is_there or (name == "classes" and not all(isinstance(label, str) for label in contents[name])):
+            raise StorageError(f"{path} is not a checkpoint of this pipeline: its part '{name}' is missing or damaged")
     return contents
-
-
-def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file that safetensors or torch.save wrote, by name.
-
-    A training program's dict around them (`state_dict`, `model`, `model_state_dict`) and DDP's
-    prefix are removed. Raises StorageError if the file holds no state dict.
-    """
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            found: Any = load_file(path)
-        else:
-            data = path.read_bytes()
-            if data.startswith(b"PK"):  # torch's format before 1.6 is no archive
-                _check_unpacked_size(data)
-            found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        for name in ("state_dict", "model", "model_state_dict"):
-            if isinstance(found.get(name), dict):
-                found = found[name]
-        weights = {name.removeprefix("module."): value for name, value in found.items() if isinstance(value, Tensor)}
-        if not weights:
-            raise ValueError("it holds no tensors")
-    except ImportError:
-        raise RequestError(f"{path} needs safetensors", "pip install safetensors") from None
-    except Exception as error:  # torch and safetensors raise half a dozen kinds for what is not their own
-        raise StorageError(f"{path} is not a state dict: {one_line(error)}") from None
-    return weights
-
-
-def eval_weights(contents: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the state dict that was evaluated: that of the EMA if there is one."""
-    weights: dict[str, Tensor] = contents["average"] or contents["model"]
-    return weights
-
-
-def eval_model(contents: dict[str, Any], options: Model) -> nn.Module:
-    """Return the model that was evaluated, in eval mode.
-
-    Raises RequestError if its architecture is unknown, StorageError if the weights do not fit it.
-    """
-    model = build(options, len(contents["classes"])).eval()
-    try:
-        load_weights(model, eval_weights(contents))
-    except (RuntimeError, ValueError) as error:
-        raise StorageError(
-            f"the weights of the checkpoint are not those of a {options.arch} with {len(contents['classes'])} classes,"
-            f" as its configuration says ({one_line(error, 120)} …)",
-            "use another checkpoint",
-        ) from None
-    return model
 
 
 def copy_to_host(value: Any) -> Any:
@@ -177,12 +120,10 @@ class CheckpointWriter:
         self, folder: RunFolder, keep: int, log: Callable[[str], None], on_saved: Callable[[Path], None]
     ) -> None:
         """on_saved: called in the writing thread with each file that is complete."""
-        self._folder, self._check_ours = folder.checkpoints, folder.check_ours
+        self._run, self._folder = folder, folder.checkpoints
         self._keep, self._log, self._on_saved = keep, log, on_saved
         self._thread: threading.Thread | None = None
         self._failures, self._failing_since = 0, 0.0
-        self._kept_files: set[Path] = set()
-        """Old checkpoints that could not be removed: each is named once."""
 
     def save(self, contents: dict[str, Any], step: int, best_step: int | None, patience_s: float = 0) -> None:
         """Copy the state and start writing it, after the previous write has ended.
@@ -190,9 +131,8 @@ class CheckpointWriter:
         patience_s: time for which a save that fails is tried again.
         """
         self.wait()
-        snapshot = copy_to_host({"format": FORMAT, **contents})
-        work = (snapshot, step, best_step, patience_s)
-        self._thread = threading.Thread(target=self._write_patiently, args=work, name="checkpoint-writer")
+        work = (copy_to_host({"format": FORMAT, **contents}), step, best_step, patience_s)
+        self._thread = threading.Thread(target=self._save, args=work, name="checkpoint-writer")
         self._thread.start()
 
     def wait(self) -> None:
@@ -216,24 +156,26 @@ class CheckpointWriter:
     def last_failed(self) -> bool:
         return self._failures > 0
 
-    def _write_patiently(self, snapshot: dict[str, Any], step: int, best_step: int | None, patience_s: float) -> None:
+    def _save(self, snapshot: dict[str, Any], step: int, best_step: int | None, patience_s: float) -> None:
         end = time.monotonic() + patience_s
-        outlook = f"the run ends once saves have failed {MAX_FAILURES} times and for {format_duration(MAX_FAILING_S)}"
-        if patience_s:
-            outlook = f"trying again for {patience_s:g} s"
-        while not (saved := self._write(snapshot, step, outlook)) and time.monotonic() + _RETRY_S < end:
-            if self.is_folder_removed:
+        while True:
+            try:
+                saved = self._write(snapshot, step)
                 break
+            except (OSError, RuntimeError) as error:
+                self._log_failure(error, step, patience_s)
+            if self.is_folder_removed or time.monotonic() + _RETRY_S >= end:
+                return
             time.sleep(_RETRY_S)
-        if saved:
-            with suppress(OSError):  # of a listing: the next save tries again
-                self._prune(best_step)
-            self._on_saved(saved)
+        self._failures = 0
+        with suppress(OSError):  # of a listing: the next save tries again
+            self._prune(best_step)
+        self._on_saved(saved)
 
-    def _write(self, snapshot: dict[str, Any], step: int, outlook: str) -> Path | None:
-        """Return the file once it is on the disk, or None. outlook: what follows if it is not."""
+    def _write(self, snapshot: dict[str, Any], step: int) -> Path:
+        """Return the file once it is on the disk."""
         temporary = temporary_sibling(self._folder / f"step-{step:08d}", shared=True)
-        self._check_ours()
+        self._run.check_ours()
         try:
             with open(temporary, "wb") as file:
                 torch.save(snapshot, file)
@@ -241,46 +183,41 @@ class CheckpointWriter:
                 os.fsync(file.fileno())
             with open(temporary, "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-            self._check_ours()
+            self._run.check_ours()
             saved = self._folder / f"step-{step:08d}.{digest[:16]}.pt"
             os.rename(temporary, saved)
             sync_folder(self._folder)
-        except (OSError, RuntimeError) as error:
-            self._failing_since = self._failing_since if self._failures else time.monotonic()
-            self._failures += 1
-            failures = f"{self._failures} in a row, for {format_duration(time.monotonic() - self._failing_since)}"
-            reason = _reason(error)
-            if self.is_folder_removed:
-                reason = f"{self._folder} was removed or renamed"
-                outlook = f"the run ends once saves have failed {MAX_FAILURES} times"
-            self._log(f"checkpoint of step {step} was not saved ({failures}): {reason}; {outlook}")
+        except BaseException:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
-            return None
-        self._failures = 0
+            raise
         return saved
+
+    def _log_failure(self, error: Exception, step: int, patience_s: float) -> None:
+        self._failing_since = self._failing_since if self._failures else time.monotonic()
+        self._failures += 1
+        failures = f"{self._failures} in a row, for {format_duration(time.monotonic() - self._failing_since)}"
+        reason = f"{self._folder} was removed or renamed" if self.is_folder_removed else _reason(error)
+        limit = f"the run ends after {MAX_FAILURES} failures in a row and {format_duration(MAX_FAILING_S)}"
+        outlook = f"trying again for {patience_s:g} s" if patience_s else limit
+        self._log(f"checkpoint of step {step} was not saved ({failures}): {reason}; {outlook}")
 
     def _prune(self, best_step: int | None) -> None:
         """Delete all but the newest `keep` and the best.
 
-        Of two with the same step the newer stays: it was saved after the evaluation. A file that
-        cannot be deleted is named, and the others are deleted.
+        Of two with the same step the newer stays: it was saved after the evaluation.
         """
         kept: list[int] = []
         for path in list_checkpoints(self._folder):
             step = step_of(path)
-            if path.is_dir():  # not written by this class
-                continue
-            if step in kept or (len(kept) >= self._keep and step != best_step):
-                self._check_ours()
-                try:
-                    path.unlink(missing_ok=True)
-                except OSError as error:
-                    if path not in self._kept_files:
-                        self._log(f"{path} is old and could not be removed: {error.strerror}: remove it yourself")
-                    self._kept_files.add(path)
-            else:
+            if step not in kept and (len(kept) < self._keep or step == best_step):
                 kept.append(step)
+                continue
+            self._run.check_ours()
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:  # or a folder of that name, which nobody here has made
+                self._log(f"{path} is old and could not be removed: {error.strerror}: remove it yourself")
 
 
 def _reason(error: BaseException) -> str:
@@ -288,6 +225,6 @@ def _reason(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__context__
-    if cause and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{cause.strerror}: free disk space"
-    return (cause and cause.strerror) or str(error)
+    if cause is None:
+        return str(error)
+    return f"{cause.strerror}: free disk space" if cause.errno in FULL else cause.strerror or str(cause)

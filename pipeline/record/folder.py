@@ -17,17 +17,11 @@ from pipeline.config.schema import Config
 from pipeline.data.access import storage_outage
 from pipeline.errors import RequestError, RunError, StorageError
 from pipeline.files import FULL, replacing
+from pipeline.lazy import part
 from pipeline.record.checkpoint_files import list_checkpoints, step_of
-from pipeline.record.lock import HeldLock
+from pipeline.record.lock import Lock
 
-_LOCK, _SENDER_LOCK = "lock", "mlflow.lock"
-_LOCKS = (_LOCK, _SENDER_LOCK, f".{_LOCK}.new", f".{_SENDER_LOCK}.new")
-_MIRROR = "mirror.json"
-_KEPT_AT_FRESH_START = (*_LOCKS, _MIRROR, "index")  # held locks, the data's index
-SPEED_TEST_PREFIX = ".doctor-"
-"""Start of the name of a temporary file with which a machine measures the disk."""
-STARTED_BY_RUN = "PIPELINE_STARTED_BY_RUN"
-"""Environment variable of `pipeline report` if a run starts it: it then writes for that run."""
+_KEPT_AT_FRESH_START = ("lock", "mlflow.lock", "mirror.json", "index")  # held locks, the mirror's, the data's
 _LOCK_PATIENCE_S = 2.0  # a holder that was just killed needs a moment to disappear
 
 
@@ -43,12 +37,12 @@ class RunFolder:
         self.delivered = path / "mlflow.json"
         self.sync_log = path / "sync.log"
         self.report = path / "report"
-        self.mirror = path / _MIRROR
+        self.mirror = path / "mirror.json"
         """Identifies this folder to the lease of its mirror."""
-        self._lock = HeldLock(path / _LOCK, f"run.dir={path}", "wait for it, stop it, or give another run.dir")
-        self.sender_lock = HeldLock(
-            path / _SENDER_LOCK, str(path / _SENDER_LOCK), "it sends the whole journal to MLflow, wait for it"
-        )
+        make_lock = part("lock")
+        self.lock: Lock = make_lock(path / "lock", f"run.dir={path}", "wait for it, stop it, or give another run.dir")
+        sending = path / "mlflow.lock"
+        self.sender_lock: Lock = make_lock(sending, f"{sending}", "it sends the whole journal to MLflow, wait for it")
         self._is_new = False
 
     def nearest_existing(self) -> Path:
@@ -94,50 +88,39 @@ class RunFolder:
             raise self._not_writable(f"{place} is read-only")
 
     def hold(self) -> None:
-        """Take the lock, for as long as this process lives, also from a holder that is frozen.
+        """Take the lock, for as long as this process lives.
 
         Raises TemporaryError, which names the holder, if another process holds it; what
         `write_error` returns if the folder cannot be written.
         """
         try:
             is_new = not self.path.exists()
-            if self._lock.take(_LOCK_PATIENCE_S):
-                self._remove_hidden_files()
-                self._copy_open_files()
+            if self.lock.take(_LOCK_PATIENCE_S):
+                part("part from former holder")(self)
             self._is_new = is_new
             self.checkpoints.mkdir(exist_ok=True)
-        except OSError as error:
+        except (OSError, RunError) as error:
             self.release()
-            raise self.write_error(error) from None
-        except RunError:
-            self.release()
-            raise
+            raise (error if isinstance(error, RunError) else self.write_error(error)) from None
 
     def release(self) -> None:
         """Drop the lock. Remove the folder if `hold` made it and it is still empty."""
+        made = [self.checkpoints, self.mirror, self.lock.path]
         with contextlib.suppress(OSError):
-            if self._is_new and {*os.listdir(self.path)} <= {_LOCK, _MIRROR, self.checkpoints.name}:
+            if self._is_new and {*self.path.iterdir()} <= {*made}:
                 self.checkpoints.rmdir()
-                for name in (_MIRROR, _LOCK):
-                    (self.path / name).unlink(missing_ok=True)
+                for path in made[1:]:
+                    path.unlink(missing_ok=True)
                 self.path.rmdir()
-        self._lock.drop()
+        self.lock.drop()
         self._is_new = False
-
-    def is_held(self) -> bool:
-        """Return True if another process holds the lock, False also if there are no locks here."""
-        return self._lock.is_held()
-
-    def join_holder(self) -> None:
-        """Remember the process that holds the lock now: this process writes on its behalf."""
-        self._lock.join_holder()
 
     def check_ours(self) -> None:
         """End this process with exit code 75 if another start has taken the folder over.
 
-        Called before each write. Does nothing before `hold` or `join_holder`.
+        Called before each write. Does nothing before `hold` or `lock.join_holder`.
         """
-        self._lock.check()
+        self.lock.check()
 
     @contextlib.contextmanager
     def replacing(self, path: Path) -> Iterator[Path]:
@@ -161,22 +144,26 @@ class RunFolder:
         """Move an earlier run's files into a new subfolder; return that, or None without files."""
         self.check_ours()
         try:
-            entries = (entry for entry in self.path.iterdir() if entry.name not in _KEPT_AT_FRESH_START)
-            old = [entry for entry in entries if not entry.name.startswith("before-")]
-            if not any(entry.name != "checkpoints" or any(entry.iterdir()) for entry in old):
+            old = [
+                entry
+                for entry in self.path.iterdir()
+                if entry.name not in _KEPT_AT_FRESH_START and not entry.name.startswith(("before-", "."))
+            ]
+            if not any(entry != self.checkpoints or any(entry.iterdir()) for entry in old):
                 return None
-            aside = self._new_aside()
-            for entry in old:
-                os.rename(entry, aside / entry.name)
+            aside = self.set_aside_files(old)
             self.checkpoints.mkdir()
             return aside
         except OSError as error:
             raise self.write_error(error) from None
 
-    def set_aside_checkpoints(self, paths: list[Path]) -> Path:
-        """Move checkpoints into a new subfolder, and return that. Raises OSError."""
+    def set_aside_files(self, paths: list[Path]) -> Path:
+        """Move files of this folder into a new subfolder, and return that. Raises OSError."""
         self.check_ours()
-        aside = self._new_aside()
+        stamp = time.strftime("before-%Y%m%d-%H%M%S")
+        numbered = (f"{stamp}-{number}" if number else stamp for number in itertools.count())
+        aside = next(self.path / name for name in numbered if not (self.path / name).exists())
+        aside.mkdir()
         for path in paths:
             os.rename(path, aside / path.name)
         return aside
@@ -194,41 +181,10 @@ class RunFolder:
         RequestError.
         """
         if error.errno in FULL:
-            return StorageError(
-                f"run.dir={self.path} cannot be written: {error.strerror}",
-                "make room, or give another folder with run.dir=FOLDER",
-            )
+            problem = f"run.dir={self.path} cannot be written: {error.strerror}"
+            return StorageError(problem, "make room, or give another folder with run.dir=FOLDER")
         return storage_outage(f"run.dir={self.path}", error) or self._not_writable(error.strerror or "unknown error")
 
     def _not_writable(self, why: str) -> RequestError:
-        return RequestError(
-            f"run.dir={self.path} cannot be written: {why}", "give a folder that can be written, with run.dir=FOLDER"
-        )
-
-    def _remove_hidden_files(self) -> None:
-        """Remove the temporary files of a frozen process, which may still write to them."""
-        for folder in (self.path, self.report, self.report / "data"):
-            for path in folder.glob(".*"):
-                is_in_use = path.name in _LOCKS or path.name.startswith(SPEED_TEST_PREFIX)
-                if not is_in_use and not path.is_dir():
-                    with contextlib.suppress(OSError):  # of another process that writes at this moment
-                        path.unlink()
-
-    def _copy_open_files(self) -> None:
-        """Replace the files that a frozen process appends to by copies.
-
-        What it, or its NFS client, still writes goes to the old file.
-        """
-        for path in (self.journal, self.trace, self.sync_log):
-            if path.exists():
-                with self.replacing(path) as temporary:
-                    shutil.copyfile(path, temporary)
-                    with open(temporary, "rb") as copy:
-                        os.fsync(copy.fileno())
-
-    def _new_aside(self) -> Path:
-        stamp = time.strftime("before-%Y%m%d-%H%M%S")
-        numbered = (f"{stamp}-{number}" if number else stamp for number in itertools.count())
-        aside = next(self.path / name for name in numbered if not (self.path / name).exists())
-        aside.mkdir()
-        return aside
+        problem = f"run.dir={self.path} cannot be written: {why}"
+        return RequestError(problem, "give a folder that can be written, with run.dir=FOLDER")

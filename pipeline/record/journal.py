@@ -41,16 +41,6 @@ def read(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
                     yield row, start
 
 
-def is_row_start(path: Path, offset: int) -> bool:
-    """Return True if a row starts at this byte of the journal, or the last row ends there."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, offset - 1))
-            return offset == 0 or file.read(1) == b"\n"
-    except OSError:
-        return False
-
-
 def run_id(path: Path) -> str | None:
     """Return the id of the run in a journal, or None if it has none."""
     return next((row["run"] for row, _ in read(path) if "run" in row), None)

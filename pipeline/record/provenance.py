@@ -35,24 +35,19 @@ def provenance(recipe: str, arch: str, device: torch.device) -> dict[str, str]:
         **{name: getattr(sys.modules.get(name), "__version__", None) for name in ("simplejpeg", "timm")},
         **model_provenance(arch),
         "device_type": device.type,
-        **(_gpu(device) if device.type == "cuda" else {"device": _cpu_model()}),
+        "device": _cpu_model(),
     }
+    if device.type == "cuda":
+        facts["device"] = torch.cuda.get_device_name(device)
+        facts["driver"], facts["cuda"] = driver_version(), torch.version.cuda
+        facts["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return {name: value for name, value in facts.items() if value}
 
 
-def _gpu(device: torch.device) -> dict[str, str | None]:
-    return {
-        "device": torch.cuda.get_device_name(device),
-        "driver": driver_version(),
-        "cuda": torch.version.cuda,
-        "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
-    }
-
-
-def _build_argument(name: str) -> str | None:
-    """Return a build argument of the container image, or None if it was not given (`unknown`)."""
-    return os.environ.get(name, "").replace("unknown", "") or None
+def _build_argument(name: str) -> str:
+    """Return a build argument of the container image, or "" if it was not given (`unknown`)."""
+    return os.environ.get(name, "").replace("unknown", "")
 
 
 def _user() -> str:
@@ -67,18 +62,16 @@ def _commit() -> str | None:
     Return None if it is in no repository, or in one that does not track it: an environment inside
     another project, say.
     """
-    package = Path(__file__).parents[1]
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parents[1]), *words]
+        return subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=5).decode(errors="replace").strip()
+
     with suppress(OSError, subprocess.SubprocessError):
-        _git(package, "ls-files", "--error-unmatch", "__init__.py")
-        changed = _git(package, "status", "--porcelain", "--", ".")
-        return _git(package, "rev-parse", "HEAD") + ("-dirty" if changed else "")
+        git("ls-files", "--error-unmatch", "__init__.py")
+        changed = git("status", "--porcelain", "--", ".")
+        return git("rev-parse", "HEAD") + ("-dirty" if changed else "")
     return None
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(folder), *arguments]
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=5, check=True)
-    return done.stdout.strip()
 
 
 def _cpu_model() -> str:

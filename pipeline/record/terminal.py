@@ -11,37 +11,34 @@ import time
 from pipeline.data.access import BadImage
 from pipeline.streams import QUIET
 
-_BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
 _LOG_EVERY_S = 10
-_SEPARATOR = "  "
-_DEFAULT_COLUMNS = 80
+_BOLD, _PLAIN, _ERASED = "\x1b[1m", "\x1b[0m", "\r\x1b[K"
 
 
 class Terminal:
     """The output of rank 0."""
 
     def __init__(self) -> None:
-        self._is_live = sys.stderr.isatty()
-        self._has_colour = self._is_live and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        self._live_width = 0
+        self._is_live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self._has_live_line = False
         self._last_progress = time.monotonic()
 
     def log(self, text: str) -> None:
         """Print a line that stays, with the time if this is not a terminal."""
-        self._erase_live_line()
-        stamp = "" if self._is_live else time.strftime("%F %T ")
-        self.show(f"{stamp}{text}")
+        self.show(text if self._is_live else f"{time.strftime('%F %T')} {text}")
 
     def show(self, text: str) -> None:
         """Print lines without the time. All output but the live line goes through here."""
-        print(text, file=sys.stderr, flush=True)
+        print(f"{_ERASED if self._has_live_line else ''}{text}", file=sys.stderr, flush=True)
+        self._has_live_line = False
 
     def log_summary(self, rows: dict[str, str]) -> None:
         """Print a table of names and values."""
+        has_colour = self._is_live and not os.environ.get("NO_COLOR")
         width = max(map(len, rows))
         for name, text in rows.items():
             padded = f"{name:<{width}}"
-            self.log(f"  {f'{_BOLD}{padded}{_PLAIN}' if self._has_colour else padded}  {text}")
+            self.log(f"  {_BOLD + padded + _PLAIN if has_colour else padded}  {text}")
 
     def log_bad_images(self, bad_images: list[BadImage]) -> None:
         """Name each validation image that could not be decoded."""
@@ -53,23 +50,17 @@ class Terminal:
 
         parts: the most important first. A narrow terminal shows those that fit.
         """
+        text = "  ".join(parts)
         if self._is_live:
-            self._erase_live_line()
             room = _columns() - 1  # a line that wraps cannot be erased
-            text = _SEPARATOR.join(parts)
             while len(text) > room and len(parts) > 1:
                 parts = parts[:-1]
-                text = _SEPARATOR.join(parts)
-            print(text[:room], end="", file=sys.stderr, flush=True)
-            self._live_width = len(text[:room])
+                text = "  ".join(parts)
+            print(f"{_ERASED}{text[:room]}", end="", file=sys.stderr, flush=True)
+            self._has_live_line = True
         elif time.monotonic() - self._last_progress >= _LOG_EVERY_S:
             self._last_progress = time.monotonic()
-            self.log(_SEPARATOR.join(parts))
-
-    def _erase_live_line(self) -> None:
-        if self._live_width:
-            print("\r" + " " * self._live_width + "\r", end="", file=sys.stderr)
-            self._live_width = 0
+            self.log(text)
 
 
 class NullTerminal(Terminal):
@@ -85,9 +76,9 @@ class NullTerminal(Terminal):
 def _columns() -> int:
     """Return the width of the terminal that shows standard error; standard output may be a file."""
     try:
-        return os.get_terminal_size(sys.stderr.fileno()).columns or _DEFAULT_COLUMNS
+        return os.get_terminal_size(sys.stderr.fileno()).columns or 80
     except (OSError, ValueError):
-        return shutil.get_terminal_size((_DEFAULT_COLUMNS, 24)).columns
+        return shutil.get_terminal_size().columns
 
 
 def make_terminal(*, is_main: bool) -> Terminal:
@@ -99,6 +90,4 @@ def format_duration(seconds: float) -> str:
     total = round(seconds)
     if total >= 3600:
         return f"{total // 3600} h {total % 3600 // 60:02d} min"
-    if total >= 60:
-        return f"{total // 60} min {total % 60:02d} s"
-    return f"{total} s"
+    return f"{total // 60} min {total % 60:02d} s" if total >= 60 else f"{total} s"

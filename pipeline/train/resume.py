@@ -100,7 +100,7 @@ def prepare_folder(used: Path | None, best_step: int | None, folder: RunFolder, 
     newer = [path for path in list_checkpoints(folder.checkpoints) if _is_newer(path, used)]
     if newer:
         plural = "s" if len(newer) > 1 else ""
-        log(f"{len(newer)} newer checkpoint{plural} set aside in {folder.set_aside_checkpoints(newer)}")
+        log(f"{len(newer)} newer checkpoint{plural} set aside in {folder.set_aside_files(newer)}")
     log(f"resuming from {used}")
     if folder.contains(used):
         return

@@ -121,7 +121,7 @@ class Session:
                 with stop.exit_on_signal() if self._world.size > 1 else stop.raise_on_signal():
                     group = join(config, self._world)
                 if not group.is_main:
-                    folder.join_holder()  # rank 0, which has the lock by now
+                    folder.lock.join_holder()  # rank 0, which has the lock by now
                 watchdog = self._new_watchdog()
                 setting_up.callback(watchdog.stop)
                 watchdog.start()

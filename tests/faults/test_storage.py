@@ -207,7 +207,7 @@ def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pyt
     for hold in (folder.hold, partial(_lock_sending, folder)):
         with pytest.raises(RequestError, match=f"run.dir={tmp_path} cannot be locked: {os.strerror(code)}: .* locks"):
             hold()
-    assert not folder.is_held()
+    assert not folder.lock.is_held()
 
 
 @pytest.mark.full

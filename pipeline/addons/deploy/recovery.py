@@ -13,7 +13,7 @@ Failed, then deletes the pod without grace. The Job controller counts the pod, r
 and starts the replacement. If the deletion fails, only the old pod's object stays.
 
 A dead node cannot be told from one that is cut off and still trains. The lock of the run's folder
-(`record/lock.py`) decides: the replacement takes it over from a dead rank 0, and exits with 75
+(`takeover.py`) decides: the replacement takes it over from a dead rank 0, and exits with 75
 while a living one holds it.
 """
 

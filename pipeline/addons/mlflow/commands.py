@@ -8,10 +8,6 @@ from pipeline.cli.arguments import Commands, add_command, add_trust
 
 
 def add_commands(commands: Commands) -> None:
-    _add_sync(commands)
-
-
-def _add_sync(commands: Commands) -> None:
     parser = add_command(
         commands, "sync", _sync, "send to MLflow the part of a run's journal that it does not have yet",
         "Send to MLflow what it does not have yet of the run in RUN_DIR, after its server could not be reached."

@@ -10,9 +10,8 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from pipeline.config.credentials import split_credentials, without_password
 from pipeline.errors import RequestError, RunError, one_line
@@ -100,17 +99,15 @@ def check_artifact_host(artifact_uri: str, tracking_uri: str) -> None:
     allowed = (*SCHEMES, "http", "https", "dbfs")  # dbfs: at the host of the user's own Databricks profile
     if store.scheme not in allowed:
         raise RequestError(f"{shown}: use an experiment whose files are at one of {', '.join(allowed[1:])}")
+    if store.scheme not in ("http", "https", "mlflow-artifacts"):
+        return
     target = store
     if store.scheme == "mlflow-artifacts":  # mlflow takes the scheme, and a host that is not named, from the server
         target = store._replace(scheme=server.scheme, netloc=store.netloc or server.netloc)
-    if store.scheme not in ("http", "https", "mlflow-artifacts") or _origin(target) == _origin(server):
-        return
     credentials = get_default_host_creds(artifact_uri)
-    if credentials.password or credentials.token or credentials.auth:
-        raise RequestError(
-            f"{shown}, another host, which would be sent your password: use an experiment or a model whose files are on"
-            " the server itself"
-        )
+    if _origin(target) != _origin(server) and (credentials.password or credentials.token or credentials.auth):
+        remedy = "use an experiment or a model whose files are on the server itself"
+        raise RequestError(f"{shown}, another host, which would be sent your password", remedy)
 
 
 def _origin(address: SplitResult) -> tuple[str, str]:
@@ -119,29 +116,9 @@ def _origin(address: SplitResult) -> tuple[str, str]:
     return address.scheme, address.netloc.lower().removesuffix(port)
 
 
-def check_not_moved(artifact_uri: str, tracking_uri: str) -> None:
-    """Raise RequestError if files are at the former place of a local database that was moved.
-
-    They are beside it (`run.open_run`), and mlflow would make the former folders again.
-    """
-    files = urlsplit(artifact_uri)
-    above, is_beside, _ = unquote(files.path).partition(f"/{ARTIFACTS}/")
-    if not (is_beside and files.scheme in LOCAL_SCHEMES and tracking_uri.startswith("sqlite:///")):
-        return
-    former = Path(above, ARTIFACTS)
-    place = Path(tracking_uri.removeprefix("sqlite:///")).absolute().parent / ARTIFACTS
-    if place.is_dir() and former.resolve() != place.resolve():
-        raise RequestError(
-            f"MLflow's database was moved to {place.parent}, and has these files at {former}",
-            f"make {former} a link to {place}, or set track.experiment=NAME",
-        )
-
-
 def not_installed(error: ModuleNotFoundError) -> RequestError:
-    return RequestError(
-        f"tracking needs a Python package that is not installed ({error.name}): pip install mlflow, or set"
-        " track.uri=none"
-    )
+    problem = f"tracking needs a Python package that is not installed ({error.name})"
+    return RequestError(problem, "pip install mlflow, or set track.uri=none")
 
 
 def root_cause(error: BaseException) -> str:
@@ -151,13 +128,10 @@ def root_cause(error: BaseException) -> str:
     """
     while error.__context__ is not None:
         error = error.__context__
-    text = without_password(str(error))
-    if isinstance(error, RunError):
-        return text
-    text = re.sub(r"(header value:|Bearer|Basic) .*", r"\1 …", text, flags=re.DOTALL)
+    text = re.sub(r"(header value:|Bearer|Basic) .*", r"\1 …", without_password(str(error)), flags=re.DOTALL)
     if token := os.environ.get("MLFLOW_TRACKING_TOKEN", "").strip():
         text = text.replace(token, "…")
-    return one_line(text, 300) or type(error).__name__
+    return one_line(text, 1000 if isinstance(error, RunError) else 300) or type(error).__name__
 
 
 def log(line: str) -> None:

@@ -13,22 +13,33 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipeline.addons.mlflow import connection, parts
 from pipeline.addons.mlflow.figures import send_figures
-from pipeline.addons.mlflow.model import register_model, send_model
+from pipeline.addons.mlflow.model import send_model
 from pipeline.addons.mlflow.run import MlflowRun, open_run
 from pipeline.config.credentials import without_password
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, TemporaryError
 from pipeline.files import parse_json
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import MEASURED, final_status, is_row_start, last_event, read
+from pipeline.record.journal import MEASURED, final_status, read
 
 _MAX_METRICS = 1000  # MLflow's limit for one request
+_SENDERS: dict[str, Callable[[MlflowRun], object]] = {
+    "parameters": parts.send_parameters,
+    "tags": parts.send_tags,
+    "parent": parts.send_parent,
+    "description": parts.send_description,
+    "links": parts.send_links,
+    "inputs": parts.send_inputs,
+    "files": parts.send_files,
+    "figures": send_figures,
+    "model": send_model,
+    "registration": send_model,  # a part of its own in version 0.2
+}
 _DUE = {
     "started": ("parameters", "tags", "parent", "description", "links", "inputs", "files"),
     "evaluated": ("figures",),
@@ -36,7 +47,7 @@ _DUE = {
 }
 """The parts that are due after an event, in the order in which they are sent.
 
-After the end of a finished run, also its model and that model's registration.
+After the end of a finished run, also its model.
 """
 
 
@@ -102,13 +113,11 @@ class Delivery:
             return False
         self.check_ours()
         try:
-            if name in ("files", "figures", "model"):
-                connection.check_not_moved(run.artifact_uri, self._uri)
-            if self._senders(run)[name]() is False:
+            if _SENDERS[name](run) is False:
                 self._held[name] = None
-                return True
-            self._due.remove(name)
-            self._save_progress(run)
+            else:
+                self._due.remove(name)
+                self._save_progress(run)
         except Exception as error:
             connection.log(f"{name} not sent, and tried again later: {connection.root_cause(error)}")
             self._held[name] = error
@@ -127,9 +136,8 @@ class Delivery:
     def check_complete(self) -> None:
         """Raise RequestError or TemporaryError if a part could not be sent."""
         failed = {name: error for name, error in self._held.items() if error}
-        for error in failed.values():
-            if isinstance(error, RequestError):
-                raise error
+        if refused := next((error for error in failed.values() if isinstance(error, RequestError)), None):
+            raise refused
         if failed:
             reasons = "; ".join(f"{name}: {connection.root_cause(error)}" for name, error in failed.items())
             raise TemporaryError(f"MLflow at {self._server} did not take everything: {reasons}")
@@ -157,10 +165,10 @@ class Delivery:
         run = open_run(self._folder, self._config, self._uri)
         saved = self._progress().get(self._server, {})
         # a journal that lost its last rows with the power may be shorter than what was sent of it
-        is_noted = saved.get("run_id") == run.run_id and is_row_start(self._folder.journal, saved["offset"])
-        self._offset = saved["offset"] if is_noted else 0
-        self._due = saved.get("due", []) if is_noted else []
-        self._before = saved.get("before", {}) if is_noted else run.last_steps
+        if saved.get("run_id") != run.run_id or not _is_row_start(self._folder.journal, saved["offset"]):
+            saved = {"before": run.last_steps}
+        self._offset, self._due = saved.get("offset", 0), saved.get("due", [])
+        self._before = saved.get("before", {})
         return run
 
     def _lose_server(self) -> None:
@@ -185,11 +193,8 @@ class Delivery:
         return {}
 
     def _save_progress(self, run: MlflowRun) -> None:
-        entry = {"run_id": run.run_id, "experiment_id": run.experiment_id, "offset": self._offset}
-        if self._before:
-            entry["before"] = self._before
-        if self._due:
-            entry["due"] = self._due
+        more = {name: value for name, value in (("before", self._before), ("due", self._due)) if value}
+        entry = {"run_id": run.run_id, "experiment_id": run.experiment_id, "offset": self._offset, **more}
         progress = json.dumps({**self._progress(), self._server: entry}, indent=1)
         self.check_ours()
         self._folder.write(self._folder.delivered, progress.encode())
@@ -200,46 +205,21 @@ class Delivery:
         if event["event"] == "started":
             run.client.update_run(run.run_id, status="RUNNING")
             # what ended the training before is no longer its result
-            self._due = [name for name in self._due if name not in ("model", "registration")]
+            self._due = [name for name in self._due if _SENDERS[name] is not send_model]
         if event["event"] == "ended":
             run.client.set_terminated(run.run_id, event["status"], event["time"])
             if event["status"] == "FINISHED" and event["best"]:
-                due += ("model", "registration")
+                due += ("model",)
         if due:
             self.retry_parts(*due)
 
-    def _senders(self, run: MlflowRun) -> dict[str, Callable[[], object]]:
-        return {
-            "parameters": partial(parts.send_parameters, run, self._config),
-            "tags": partial(parts.send_tags, run, self._folder),
-            "parent": partial(parts.send_parent, run, self._config),
-            "description": partial(parts.send_description, run, self._folder, self._config),
-            "links": partial(parts.send_links, run, self._folder),
-            "inputs": partial(parts.send_inputs, run, self._folder, self._config),
-            "files": partial(parts.send_files, run, self._folder),
-            "figures": partial(send_figures, run, self._folder.report),
-            "model": partial(self._send_model, run),
-            "registration": partial(self._register_model, run),
-        }
 
-    def _send_model(self, run: MlflowRun) -> None:
-        best = self._best()
-        checkpoint = self._folder.checkpoints / best["file"]
-        if not send_model(run, self._folder, self._config, checkpoint, best["step"]):
-            self._due.remove("registration")
-
-    def _register_model(self, run: MlflowRun) -> bool:
-        """Register the model, and return True; return False if the server lacks it."""
-        if "model" in self._due:
-            return False
-        if self._config.track.register_:
-            register_model(run, self._config.track.register_, self._best()["step"])
-        return True
-
-    def _best(self) -> dict[str, Any]:
-        """Return step and file of the checkpoint that is a finished run's result."""
-        best: dict[str, Any] = last_event(self._folder.journal, "ended")["best"]
-        return best
+def _is_row_start(path: Path, offset: int) -> bool:
+    """Return True if a row starts at this byte of the journal, or the last row ends there."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        file.seek(max(0, offset - 1))
+        return offset == 0 or file.read(1) == b"\n"
+    return False
 
 
 def _split_journal(

@@ -5,14 +5,14 @@ from pathlib import Path
 
 from pipeline.addons.mlflow.connection import log, root_cause
 from pipeline.addons.mlflow.run import MlflowRun, file_sizes
+from pipeline.addons.report.evaluations import saved_evaluations, step_of_evaluation
 from pipeline.addons.report.figures import EVALUATION_FIGURES, draw_evaluation
-from pipeline.record.predictions import saved_evaluations, step_of_evaluation
 
 
-def send_figures(run: MlflowRun, report: Path) -> None:
-    """Draw and send the figures of the evaluations in `report`, unless the server has them."""
+def send_figures(run: MlflowRun) -> None:
+    """Draw and send the figures of the run's evaluations, unless the server has them."""
     sent = file_sizes(run.artifact_uri, "images")
-    for evaluation in saved_evaluations(report):
+    for evaluation in saved_evaluations(run.folder.report):
         step = step_of_evaluation(evaluation)
         for name in EVALUATION_FIGURES:
             if not any(image.startswith(f"{name}+step+{step}+") for image in sent):

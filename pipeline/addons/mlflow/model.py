@@ -5,35 +5,45 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.addons.mlflow.connection import FILE_TIMEOUT_S, check_artifact_host, log, request_timeout, root_cause
-from pipeline.addons.mlflow.run import MlflowRun, file_sizes
+from pipeline.addons.mlflow.run import MlflowRun
 from pipeline.config.schema import Config
 from pipeline.config.trust import check_is_trusted
-from pipeline.errors import TemporaryError
-from pipeline.record.folder import RunFolder
-from pipeline.record.journal import read
+from pipeline.record.journal import last_event, read
 
 _SLOWEST_BYTES_PER_S = 1 << 20
-"""The time limit of a file grows with its size: a second for each MiB."""
+"""The time limit of an upload grows with its size: a second for each MiB."""
 _STEP_TAG = "pipeline.step"
 
 
-def send_model(run: MlflowRun, folder: RunFolder, config: Config, checkpoint: Path, step: int) -> bool:
-    """Send the model of a checkpoint, unless the server has it, and return True.
+def send_model(run: MlflowRun) -> None:
+    """Send the model of a finished run's result, and register it, unless the server has both.
 
-    Returns False and logs the reason if it cannot be exported: the run is complete without it.
-    Raises RequestError if its function is not trusted. Files that the server has are not sent
-    again, so that a break costs one file.
+    If it cannot be exported, the reason is logged: the run is complete without it. Raises
+    RequestError if its function is not trusted.
     """
-    found = None
-    for model in _models(run):
-        if model.tags[_STEP_TAG] == str(step):
-            found = model
-        elif not _is_ready(model):
-            run.client.delete_logged_model(model.model_id)
-    if found and _is_ready(found):
-        return True
-    check_is_trusted(config.model.arch)
+    from mlflow.entities import LoggedModelStatus
 
+    best = last_event(run.folder.journal, "ended")["best"]
+    found = None
+    for model in run.client.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'"):
+        if model.tags.get(_STEP_TAG) == str(best["step"]):
+            found = model
+        elif _STEP_TAG in model.tags and model.status != LoggedModelStatus.READY:
+            run.client.delete_logged_model(model.model_id)  # of a result that a later start has replaced
+    if found is None or found.status != LoggedModelStatus.READY:
+        check_is_trusted(run.config.model.arch)
+        found = _upload(run, run.folder.checkpoints / best["file"], best["step"], found)
+    if found and run.config.track.register_:
+        _register(run, run.config.track.register_, found.model_id)
+
+
+def _upload(run: MlflowRun, checkpoint: Path, step: int, found: Any | None) -> Any | None:
+    """Return the model once the server has it, or None if it cannot be exported.
+
+    found: a model that is there already, unfinished: a sender was killed while it sent it.
+    """
+    import mlflow
+    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
     from pipeline.record.checkpoint import decode
     from pipeline.record.checkpoint_files import read_verified
 
@@ -41,58 +51,31 @@ def send_model(run: MlflowRun, folder: RunFolder, config: Config, checkpoint: Pa
     with tempfile.TemporaryDirectory() as scratch:
         exported = Path(scratch) / "model"
         try:
-            description = export_model(contents, config, exported)
+            description = export_model(contents, run.config, exported)
         except (OSError, MemoryError):
             raise  # what is full now may have room later
         except Exception as error:
             log(f"{checkpoint.name} is not logged as a model: {root_cause(error)}")
-            return False
-        description.run_id = run.run_id
-        # one that was found is unfinished: a sender was killed while it sent it
-        found = found or run.client.create_logged_model(run.experiment_id, "model", run.run_id, {_STEP_TAG: str(step)})
-        description.model_id, description.artifact_path = found.model_id, found.artifact_location
+            return None
+        model = found or run.client.create_logged_model(run.experiment_id, "model", run.run_id, {_STEP_TAG: str(step)})
+        description.run_id, description.model_id = run.run_id, model.model_id
+        description.artifact_path = model.artifact_location
         description.save(exported / "MLmodel")
-        _upload(exported, found.artifact_location)
-    _finish(run, folder, found.model_id, step)
-    return True
+        check_artifact_host(model.artifact_location, mlflow.get_tracking_uri())
+        size = sum(path.stat().st_size for path in exported.rglob("*"))
+        with request_timeout(FILE_TIMEOUT_S + size // _SLOWEST_BYTES_PER_S):
+            get_artifact_repository(model.artifact_location).log_artifacts(str(exported))
+    _finish(run, model.model_id, step)
+    return model
 
 
-def _models(run: MlflowRun) -> list[Any]:
-    """Return the models that this pipeline has logged: another program may log some, too."""
-    found = run.client.search_logged_models([run.experiment_id], f"source_run_id = '{run.run_id}'")
-    return [model for model in found if _STEP_TAG in model.tags]
-
-
-def _is_ready(model: Any) -> bool:
-    from mlflow.entities import LoggedModelStatus
-
-    return bool(model.status == LoggedModelStatus.READY)
-
-
-def _upload(folder: Path, uri: str) -> None:
-    """Send the files of a folder that the artifact store lacks; last, the one about all others."""
-    import mlflow
-    from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-
-    check_artifact_host(uri, mlflow.get_tracking_uri())
-    repository = get_artifact_repository(uri)
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    for path in sorted(files, key=lambda path: (path.name == "MLmodel", path)):
-        parent = path.parent.relative_to(folder)
-        place = None if parent == Path() else str(parent)
-        size = path.stat().st_size
-        if path.name == "MLmodel" or file_sizes(uri, place).get(path.name) != size:
-            with request_timeout(FILE_TIMEOUT_S + size // _SLOWEST_BYTES_PER_S):
-                repository.log_artifact(str(path), place)
-
-
-def _finish(run: MlflowRun, folder: RunFolder, model_id: str, step: int) -> None:
+def _finish(run: MlflowRun, model_id: str, step: int) -> None:
     """Give a model its metrics, name it as the run's output, and mark it as complete."""
     from mlflow.entities import LoggedModelOutput, LoggedModelStatus, Metric
 
     metrics = {
         key: Metric(key, value, row["time"], step, model_id=model_id)
-        for row, _ in read(folder.journal)
+        for row, _ in read(run.folder.journal)
         if row.get("step") == step
         for key, value in row.get("metrics", {}).items()
         if key.startswith("val/")
@@ -117,7 +100,7 @@ def export_model(contents: dict[str, Any], config: Config, destination: Path) ->
     from mlflow.models import Model, infer_signature
     from pipeline.addons.models.exported_model import ExportedModel
     from pipeline.data.augment import evaluation_geometry
-    from pipeline.record.checkpoint import eval_model
+    from pipeline.model.trained import eval_model
 
     # in train mode the export would keep dropout and update batch norm's statistics
     served = ExportedModel(eval_model(contents, config.model)).eval()
@@ -136,17 +119,11 @@ def export_model(contents: dict[str, Any], config: Config, destination: Path) ->
     return description
 
 
-def register_model(run: MlflowRun, target: str, step: int) -> None:
-    """Register the model of a step, unless it is, and set its alias. target: NAME or NAME@ALIAS.
-
-    Raises TemporaryError if the server lacks the model.
-    """
+def _register(run: MlflowRun, target: str, model_id: str) -> None:
+    """Register a model, unless it is, and set its alias. target: NAME or NAME@ALIAS."""
     from mlflow.exceptions import MlflowException
 
-    model = next((model for model in _models(run) if _is_ready(model) and model.tags[_STEP_TAG] == str(step)), None)
-    if model is None:
-        raise TemporaryError(f"the server lacks the model of step {step}")
-    source = f"models:/{model.model_id}"
+    source = f"models:/{model_id}"
     name, _, alias = target.partition("@")
     try:
         run.client.create_registered_model(name)
@@ -155,6 +132,6 @@ def register_model(run: MlflowRun, target: str, step: int) -> None:
             raise
     versions = run.client.search_model_versions(f"name = '{name}' and run_id = '{run.run_id}'")
     version = next((version for version in versions if version.source == source), None)
-    version = version or run.client.create_model_version(name, source, run.run_id, model_id=model.model_id)
+    version = version or run.client.create_model_version(name, source, run.run_id, model_id=model_id)
     if alias:
         run.client.set_registered_model_alias(name, alias, version.version)

@@ -11,12 +11,11 @@ from typing import Any
 
 from pipeline.addons.mlflow import connection
 from pipeline.addons.mlflow.run import MlflowRun, find_run
-from pipeline.addons.report.description import describe_run
 from pipeline.addons.report.page import FILE_NAME, render_page
+from pipeline.addons.report.summary import describe_run
 from pipeline.config.credentials import without_password
 from pipeline.config.load import flatten, from_yaml
-from pipeline.config.schema import Config
-from pipeline.errors import printable_line
+from pipeline.errors import RequestError
 from pipeline.files import parse_json
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import events, run_id
@@ -27,7 +26,7 @@ _DESCRIPTION, _CONTINUED = "mlflow.note.content", "continued by"
 _PARENT, _PARENT_TAG = "mlflow.parentRunId", "pipeline.parent"
 
 
-def send_parameters(run: MlflowRun, config: Config) -> None:
+def send_parameters(run: MlflowRun) -> None:
     """Send each key as a parameter, and as a tag of the same name if its value has changed since.
 
     MLflow's parameters are immutable: they keep the values of the first start.
@@ -35,27 +34,27 @@ def send_parameters(run: MlflowRun, config: Config) -> None:
     from mlflow.entities import Param, RunTag
 
     data = run.client.get_run(run.run_id).data
-    values = {key: str(value) for key, value in flatten(config).items()}
+    values = {key: str(value) for key, value in flatten(run.config).items()}
     missing = [Param(key, value) for key, value in values.items() if key not in data.params]
     known = values | data.params | {key: data.tags[key] for key in values if key in data.tags}
     changed = [RunTag(key, value) for key, value in values.items() if known[key] != value]
     run.client.log_batch(run.run_id, params=missing, tags=changed)
 
 
-def send_tags(run: MlflowRun, folder: RunFolder) -> None:
+def send_tags(run: MlflowRun) -> None:
     """Send the tags of the starts; where they differ, those of the last."""
     from mlflow.entities import RunTag
 
     tags: dict[str, Any] = {}
-    for start in events(folder.journal, "started"):
+    for start in events(run.folder.journal, "started"):
         tags |= start["tags"]
     run.client.log_batch(run.run_id, tags=[RunTag(key, str(tag)) for key, tag in tags.items()])
 
 
-def send_parent(run: MlflowRun, config: Config) -> None:
+def send_parent(run: MlflowRun) -> None:
     """Put the run below the one that groups the runs with the same `track.parent`."""
-    if config.track.parent and _PARENT not in run.client.get_run(run.run_id).data.tags:
-        run.client.set_tag(run.run_id, _PARENT, _parent_id(run, config.track.parent))
+    if run.config.track.parent and _PARENT not in run.client.get_run(run.run_id).data.tags:
+        run.client.set_tag(run.run_id, _PARENT, _parent_id(run, run.config.track.parent))
 
 
 def _parent_id(run: MlflowRun, name: str) -> str:
@@ -75,14 +74,14 @@ def _parent_id(run: MlflowRun, name: str) -> str:
     return str(found.info.run_id)
 
 
-def send_description(run: MlflowRun, folder: RunFolder, config: Config) -> None:
+def send_description(run: MlflowRun) -> None:
     """Send the description that the UI shows above the run."""
-    run.client.set_tag(run.run_id, _DESCRIPTION, describe_run(folder, config))
+    run.client.set_tag(run.run_id, _DESCRIPTION, describe_run(run.folder, run.config))
 
 
-def send_links(run: MlflowRun, folder: RunFolder) -> bool:
+def send_links(run: MlflowRun) -> bool:
     """Name the run that this one continues, and this one there; return False if it is not there."""
-    starts = events(folder.journal, "started")
+    starts = events(run.folder.journal, "started")
     origin = next((start["tags"]["continues"] for start in starts if "continues" in start["tags"]), None)
     if origin is None:
         return True
@@ -100,15 +99,15 @@ def _name(run: Any) -> str:
     return f"{run.info.run_name} (run {run.info.run_id} of experiment {run.info.experiment_id})"
 
 
-def send_inputs(run: MlflowRun, folder: RunFolder, config: Config) -> None:
+def send_inputs(run: MlflowRun) -> None:
     """Send the data as an input of the run."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
     from mlflow.exceptions import MlflowException
 
-    digest = Receipt(folder).contents()["data"]
-    options = config.data
+    digest = Receipt(run.folder).contents()["data"]
+    options = run.config.data
     source = json.dumps({"source": options.source, "root": options.root})
-    plan = parse_json(folder.plan.read_text(encoding="utf-8"))
+    plan = parse_json(run.folder.plan.read_text(encoding="utf-8"))
     profile = json.dumps({key: plan[key] for key in ("train_images", "val_images", "num_classes")})
     name = Path(options.root or options.source).name or options.source
     dataset = Dataset(name, digest[:36], options.source, source, profile=profile)  # MLflow takes 36 characters
@@ -119,41 +118,45 @@ def send_inputs(run: MlflowRun, folder: RunFolder, config: Config) -> None:
         run.client.log_inputs(run.run_id, inputs)
 
 
-def send_files(run: MlflowRun, folder: RunFolder) -> None:
+def send_files(run: MlflowRun) -> None:
     """Send configuration, plan, journal and receipt, and the report."""
-    for path in (folder.config, folder.plan, folder.journal):
+    for path in (run.folder.config, run.folder.plan, run.folder.journal):
         if path.exists():
             run.client.log_artifact(run.run_id, str(path))
-    for path in sorted(folder.report.glob("*.png")):
-        run.client.log_artifact(run.run_id, str(path), folder.report.name)
+    for path in sorted(run.folder.report.glob("*.png")):
+        run.client.log_artifact(run.run_id, str(path), run.folder.report.name)
     # made here: rank 0 may not have written these files yet, or may never do so
-    run.client.log_text(run.run_id, Receipt(folder).text(), folder.receipt.name)
-    if folder.report.exists():
-        run.client.log_text(run.run_id, render_page(folder), f"{folder.report.name}/{FILE_NAME}")
+    run.client.log_text(run.run_id, Receipt(run.folder).text(), run.folder.receipt.name)
+    if run.folder.report.exists():
+        run.client.log_text(run.run_id, render_page(run.folder), f"{run.folder.report.name}/{FILE_NAME}")
 
 
 def note_verification(folder: RunFolder, result: str) -> str:
     """Add the result of `pipeline verify` to the run as a tag, and return a line for the user."""
     try:
-        config = from_yaml(folder.config.read_text(encoding="utf-8"), str(folder.config))
-        named = uri_in_environment()
-        uri = named or tracking_uri(config, folder)
-        if uri is None:
-            return "not noted in MLflow: track.uri=none"
-        if not named and not uri.startswith("sqlite:"):  # others may have written the run's files
-            shown = printable_line(without_password(uri))
-            return f"not noted in MLflow: set MLFLOW_TRACKING_URI={shown} if that server may be contacted"
-        address = connection.configure(uri, connection.REQUEST_TIMEOUT_S)
-        if address.startswith("sqlite:///") and not Path(address.removeprefix("sqlite:///")).exists():
-            return f"not noted in MLflow: {address} is not there"
-
-        from mlflow import MlflowClient
-
-        client = MlflowClient(address)
-        run = find_run(client, run_id(folder.journal) or "")
-        if run is None:
-            return f"not noted in MLflow: the run is not at {without_password(uri)}"
-        client.set_tag(run.info.run_id, "verified", f"{time.strftime('%F %T')} on {socket.gethostname()}: {result}")
+        return f"noted in MLflow at {_note(folder, result)} as the run's tag `verified`"
     except Exception as error:  # the result is worth more than its note
         return f"not noted in MLflow: {connection.root_cause(error)}"
-    return f"noted in MLflow at {without_password(uri)} as the run's tag `verified`"
+
+
+def _note(folder: RunFolder, result: str) -> str:
+    config = from_yaml(folder.config.read_text(encoding="utf-8"), str(folder.config))
+    named = uri_in_environment()
+    uri = named or tracking_uri(config, folder)
+    if uri is None:
+        raise RequestError("track.uri=none")
+    shown = without_password(uri)
+    if not named and not uri.startswith("sqlite:"):  # others may have written the run's files
+        raise RequestError(f"set MLFLOW_TRACKING_URI={shown} if that server may be contacted")
+    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
+        raise RequestError(f"{shown} is not there")
+    address = connection.configure(uri, connection.REQUEST_TIMEOUT_S)
+
+    from mlflow import MlflowClient
+
+    client = MlflowClient(address)
+    run = find_run(client, run_id(folder.journal) or "")
+    if run is None:
+        raise RequestError(f"the run is not at {shown}")
+    client.set_tag(run.info.run_id, "verified", f"{time.strftime('%F %T')} on {socket.gethostname()}: {result}")
+    return shown

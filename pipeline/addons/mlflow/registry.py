@@ -57,7 +57,6 @@ def fetch_model(uri: str) -> dict[str, Any]:
             allowed = ", ".join(filter(None, schemes)) if named else f"files on this machine (with {database})"
             raise RequestError(f"{uri} is at {without_password(artifacts)}: models are read only from {allowed}")
         connection.check_artifact_host(artifacts, tracking_uri)
-        connection.check_not_moved(artifacts, tracking_uri)
         with tempfile.TemporaryDirectory() as scratch:
             mlmodel = _fetch_file(artifacts, "MLmodel", _MAX_MLMODEL_BYTES, Path(scratch))
             contents = _parse_mlmodel(uri, mlmodel.read_text(encoding="utf-8"))
@@ -79,32 +78,27 @@ def _fetch_file(artifacts: str, name: str, limit: int, scratch: Path) -> Path:
     from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
     from mlflow.utils.file_utils import local_file_uri_to_path
 
-    missing = RequestError(
-        f"the model at {without_password(artifacts)} has no {name} that this pipeline wrote (a file of at most"
-        f" {limit:,} bytes): give its run's folder, or a checkpoint, instead"
-    )
-    if urlsplit(artifacts).scheme in connection.LOCAL_SCHEMES:
-        path = Path(local_file_uri_to_path(artifacts)) / name
-    else:
-        folder, _, filename = f"{artifacts.rstrip('/')}/{name}".rpartition("/")
-        if file_sizes(folder, None).get(filename, limit + 1) > limit:
-            raise missing
-        path = scratch / filename
-        try:
-            # a server may send more than it lists, and `download_artifacts` takes all that it lists
-            with resource_limit(resource.RLIMIT_FSIZE, limit + 1):
-                get_artifact_repository(folder)._download_file(filename, str(path))
-        except OSError as error:
-            if error.errno != errno.EFBIG:
-                raise
-            raise missing from None
+    path = scratch / Path(name).name
     try:
+        if urlsplit(artifacts).scheme in connection.LOCAL_SCHEMES:
+            path = Path(local_file_uri_to_path(artifacts)) / name
+        else:
+            folder = f"{artifacts.rstrip('/')}/{name}".rpartition("/")[0]
+            if file_sizes(folder, None).get(path.name, limit + 1) <= limit:
+                # a server may send more than it lists
+                with resource_limit(resource.RLIMIT_FSIZE, limit + 1):
+                    get_artifact_repository(folder)._download_file(path.name, str(path))
         status = path.lstat()
-    except OSError:
-        raise missing from None
-    if not stat.S_ISREG(status.st_mode) or status.st_size > limit:
-        raise missing
-    return path
+        if stat.S_ISREG(status.st_mode) and status.st_size <= limit:
+            return path
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EFBIG):
+            raise
+    raise RequestError(
+        f"the model at {without_password(artifacts)} has no {name} that this pipeline wrote (a file of at most"
+        f" {limit:,} bytes)",
+        "give its run's folder, or a checkpoint, instead",
+    )
 
 
 class _Loader(NoAliases, yaml.SafeLoader):

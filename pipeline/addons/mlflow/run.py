@@ -31,8 +31,10 @@ _EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
 
 @dataclass(frozen=True)
 class MlflowRun:
-    """A run on a server, and the client that reaches it."""
+    """A run on a server, the client that reaches it, and where it is here."""
 
+    folder: RunFolder
+    config: Config
     client: "MlflowClient"
     run_id: str
     experiment_id: str
@@ -68,7 +70,7 @@ def open_run(folder: RunFolder, config: Config, uri: str) -> MlflowRun:
         raise TemporaryError(f"{without_password(uri)} answers, but not as MLflow does")
     check_artifact_host(run.info.artifact_uri, uri)
     last_steps = {metric.key: metric.step for metric in run.data.to_proto().metrics}
-    return MlflowRun(client, run.info.run_id, run.info.experiment_id, run.info.artifact_uri, last_steps)
+    return MlflowRun(folder, config, client, run.info.run_id, run.info.experiment_id, run.info.artifact_uri, last_steps)
 
 
 def find_run(client: "MlflowClient", name: str) -> Any | None:
@@ -106,9 +108,8 @@ def _experiment_id(client: "MlflowClient", name: str, artifacts: str | None) -> 
                 raise
     if experiment.lifecycle_stage == "deleted":
         restore = f"mlflow experiments restore --experiment-id {experiment.experiment_id}"
-        raise RequestError(
-            f"the experiment {name} is deleted in MLflow", f"restore it with '{restore}', or set track.experiment=NAME"
-        )
+        remedy = f"restore it with '{restore}', or set track.experiment=NAME"
+        raise RequestError(f"the experiment {name} is deleted in MLflow", remedy)
     return str(experiment.experiment_id)
 
 

@@ -39,21 +39,17 @@ def sync(path: Path, *, follow: bool) -> None:
         config = from_yaml(folder.config.read_text(encoding="utf-8", errors="replace"), str(folder.config))
     except OSError as error:
         problem = f"{path} is not the folder of a run that has started ({folder.config.name}: {error.strerror})"
-        raise RequestError(f"{problem}: give a run's folder, such as runs/digits") from None
-    named = os.environ.get("PIPELINE_TRACK_URI") or uri_in_environment()
-    uri = named or tracking_uri(config, folder)
+        raise RequestError(problem, "give a run's folder, such as runs/digits") from None
+    uri = os.environ.get("PIPELINE_TRACK_URI") or uri_in_environment() or tracking_uri(config, folder)
     if uri is None:
-        raise RequestError(f"the run in {path} has track.uri=none: name a server with MLFLOW_TRACKING_URI")
+        raise RequestError(f"the run in {path} has track.uri=none", "name a server with MLFLOW_TRACKING_URI")
     try:
-        if follow:
-            _sync_beside_training(folder, config, uri)
-        else:
-            _sync_once(folder, config, uri)
+        (_sync_beside_training if follow else _sync_once)(folder, config, uri)
     except RunError:
         raise
     except Exception as error:
-        address = without_password(uri)
-        raise TemporaryError(f"MLflow at {address} did not take everything: {root_cause(error)}") from error
+        shown = without_password(uri)
+        raise TemporaryError(f"MLflow at {shown} did not take everything: {root_cause(error)}") from error
 
 
 def _sync_once(folder: RunFolder, config: Config, uri: str) -> None:
@@ -61,7 +57,7 @@ def _sync_once(folder: RunFolder, config: Config, uri: str) -> None:
     delivery = Delivery(folder, config, uri, FILE_TIMEOUT_S)
     delivery.import_mlflow()
     delivery.send_rows()
-    if not folder.is_held():
+    if not folder.lock.is_held():
         delivery.mark_failed()
     _send_parts(delivery)
 
@@ -80,7 +76,7 @@ def _sync_beside_training(folder: RunFolder, config: Config, uri: str) -> None:
 
     Raises the error of the last attempt.
     """
-    folder.join_holder()
+    folder.lock.join_holder()
     delivery = Delivery(folder, config, uri, REQUEST_TIMEOUT_S)
     training_over = _watch_rank_0(delivery)
     answer = os.dup(1)

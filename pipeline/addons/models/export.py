@@ -48,12 +48,13 @@ def export(target: Path, kind: str, out: Path | None, overrides: list[str]) -> s
 
     from pipeline.addons.models.exported_model import ExportedModel
     from pipeline.config.load import for_evaluation
+    from pipeline.model.trained import eval_model
     from pipeline.record import checkpoint, checkpoint_files
 
     source = checkpoint_files.find(target)
     contents = checkpoint.read_model(source)
     trained, config = for_evaluation(contents["config"], str(source), overrides)
-    model = checkpoint.eval_model(contents, config.model)
+    model = eval_model(contents, config.model)
     pixels, description = _comparison_images(config, contents, trained, overrides)
     served = ExportedModel(model).eval()
     with torch.inference_mode():

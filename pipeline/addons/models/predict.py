@@ -32,6 +32,7 @@ from pipeline.data.sources import FolderImages
 from pipeline.device import choose_device
 from pipeline.errors import NotFiniteError, RequestError, StorageError
 from pipeline.files import atomic_write, target_of
+from pipeline.model.trained import eval_model
 from pipeline.plan import divide_resources
 from pipeline.record import checkpoint, checkpoint_files
 from pipeline.record.terminal import Terminal
@@ -100,7 +101,7 @@ def _classify(contents: dict[str, Any], target: str, images: FolderImages) -> It
     device = choose_device(config, here)
     # a name in a foreign model could write a second line, or control the terminal
     classes = [printable_name(name) for name in contents["classes"]]
-    model = ExportedModel(checkpoint.eval_model(contents, config.model)).eval().to(device)
+    model = ExportedModel(eval_model(contents, config.model)).eval().to(device)
     data = EvalBatches(replace(images, upright=config.data.orientation == "apply"), config)
     resources = divide_resources(config, here)
     # a single batch needs no worker: making it in this process is faster

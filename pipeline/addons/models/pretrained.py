@@ -17,9 +17,11 @@ from typing import Any
 import torchvision
 from torch import Tensor, nn
 
+from pipeline.addons.models.state_dict import read_state_dict
 from pipeline.config.schema import MODEL_URI_PREFIX, Model
 from pipeline.errors import RequestError, StorageError, TemporaryError, nearest
 from pipeline.group import Group
+from pipeline.model.trained import eval_weights
 from pipeline.model.weights import load_weights
 from pipeline.record import checkpoint, checkpoint_files
 
@@ -102,15 +104,15 @@ def _read(arch: str, init: str) -> dict[str, Tensor]:
     if init.startswith(MODEL_URI_PREFIX):
         from pipeline.addons.mlflow.registry import fetch_model
 
-        return checkpoint.eval_weights(fetch_model(init))
+        return eval_weights(fetch_model(init))
     if os.path.isfile(init) and not checkpoint_files.NAME.fullmatch(Path(init).name):
-        return checkpoint.read_state_dict(Path(init))
+        return read_state_dict(Path(init))
     if os.path.exists(init):
         try:
             path = checkpoint_files.find(Path(init))
         except StorageError as error:
             raise RequestError(f"model.init={init} is not allowed: {error.problem}", error.remedy) from None
-        return checkpoint.eval_weights(checkpoint.read_model(path))
+        return eval_weights(checkpoint.read_model(path))
     names = pretrained_weights(arch)
     if init not in names:
         close = nearest(init, list(names))

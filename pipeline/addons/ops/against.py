@@ -15,11 +15,11 @@ from typing import Any
 from pipeline import errors
 from pipeline.addons.models.inputs import check_run_folder
 from pipeline.addons.ops.compare import Run
+from pipeline.addons.ops.receipt import read_receipt
 from pipeline.config.load import training_keys
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, one_line, printable_line
 from pipeline.record.folder import RunFolder
-from pipeline.record.receipt import read_receipt
 
 _VERSIONS = (
     "torch", "torchvision", "glibc", "numpy", "pillow", "simplejpeg", "timm", "model_sha256", "cuda", "cudnn", "nccl",

@@ -204,7 +204,8 @@ def _tensor_by_checksum(old: Run, new: Run) -> str:
 
 def _different_checksums(before: str, now: str, new: Run) -> str:
     """Return the first tensor, in the model's order, whose checksum differs, and their number."""
-    from pipeline.record.checkpoint import eval_weights, read_model
+    from pipeline.model.trained import eval_weights
+    from pipeline.record.checkpoint import read_model
     from pipeline.record.checkpoint_files import list_checkpoints
 
     names = list(eval_weights(read_model(list_checkpoints(new.folder.checkpoints)[0])))

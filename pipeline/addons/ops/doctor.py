@@ -209,7 +209,7 @@ def _check_resume(config: Config, folder: RunFolder, run: RunFolder, source: Sou
     run: `folder`, or what a start would take from its mirror.
     """
     request.check_config_is_compatible(config, run)
-    if run is folder and folder.is_held():
+    if run is folder and folder.lock.is_held():
         return "config is compatible with the run in training now", True
     from pipeline.train.resume import find  # imports torch
 

@@ -20,7 +20,7 @@ from pipeline.data.sources import Source
 from pipeline.errors import RequestError, StorageError, TemporaryError, summary
 from pipeline.plan import Plan
 from pipeline.preflight.request import open_data
-from pipeline.record.folder import SPEED_TEST_PREFIX, RunFolder
+from pipeline.record.folder import RunFolder
 from pipeline.world import World
 
 _MIB, _GIB = 2**20, 2**30
@@ -59,7 +59,7 @@ def check_disk_speed(folder: RunFolder) -> str:
     place = folder.nearest_existing()
     start = time.perf_counter()
     try:
-        with tempfile.NamedTemporaryFile(prefix=SPEED_TEST_PREFIX, dir=place, delete=False) as file:
+        with tempfile.NamedTemporaryFile(prefix=".doctor-", dir=place, delete=False) as file:
             try:
                 file.write(os.urandom(_WRITE_BYTES))
                 file.flush()

@@ -29,12 +29,12 @@ from typing import Any
 from pipeline import errors, machine, supervision
 from pipeline.addons.models.inputs import check_run_folder
 from pipeline.addons.ops.compare import Run, compare
+from pipeline.addons.ops.receipt import read_receipt
 from pipeline.config.schema import Config
 from pipeline.config.trust import check_is_trusted, check_place_is_trusted
 from pipeline.data import sources
 from pipeline.errors import RequestError, TemporaryError, one_line, printable_line
 from pipeline.record.folder import RunFolder
-from pipeline.record.receipt import read_receipt
 
 
 def verify(run_dir: Path, steps: int | None, start: int = 0) -> int:
@@ -44,7 +44,7 @@ def verify(run_dir: Path, steps: int | None, start: int = 0) -> int:
     """
     check_run_folder(run_dir)
     run = Run(read_receipt(RunFolder(run_dir)), RunFolder(run_dir))
-    if run.folder.is_held():
+    if run.folder.lock.is_held():
         raise TemporaryError(f"the run in {run_dir} is still training: wait for its end, or stop it")
     with tempfile.TemporaryDirectory(prefix="pipeline-verify-", ignore_cleanup_errors=True) as scratch:
         repeated = RunFolder(Path(scratch) / "run")
@@ -169,8 +169,9 @@ def _checkpoint_of(run: Run, step: int) -> Path:
         steps = ", ".join(map(str, sorted(found)))
         raise RequestError(f"{run.folder.checkpoints} has no checkpoint of step {step}", f"it has those of {steps}")
 
+    from pipeline.model.trained import eval_weights
     from pipeline.model.weights import weights_digest
-    from pipeline.record.checkpoint import eval_weights, read_model
+    from pipeline.record.checkpoint import read_model
 
     digest = f"sha256:{weights_digest(eval_weights(read_model(found[step])))}"
     stated = next((row["weights"] for row in run.rows if row["step"] == step), digest)

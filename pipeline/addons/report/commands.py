@@ -1,18 +1,20 @@
-"""The command report."""
+"""The command report: make a run's report/ from its folder, during or after it, on any machine."""
 
-import argparse
+import os
+import sys
+from pathlib import Path
 
+from pipeline.addons.report.evaluations import STARTED_BY_RUN
 from pipeline.cli import arguments
 from pipeline.cli.arguments import Commands, add_command
+from pipeline.errors import RequestError, StorageError
+from pipeline.record.folder import RunFolder
 
 
 def add_commands(commands: Commands) -> None:
-    _add_report(commands)
-
-
-def _add_report(commands: Commands) -> None:
     parser = add_command(
-        commands, "report", _report, "draw a run's learning curves, confusions and mistakes",
+        commands, "report", lambda options: report(options.run_dir),
+        "draw a run's learning curves, confusions and mistakes",
         "Draw the learning curves, confusions and mistakes of a run into its folder report/, and write"
         " report/index.html, a web page of the run in one file. Works during the run, after it, and on another"
         " machine.",
@@ -21,7 +23,21 @@ def _add_report(commands: Commands) -> None:
     parser.add_argument("run_dir", type=arguments.path, metavar="RUN_DIR", help="the run's folder")
 
 
-def _report(options: argparse.Namespace) -> str:
-    from pipeline.addons.report.write import report
+def report(path: Path) -> str:
+    """Draw the pictures of a run and write its web page; return a line that names the files."""
+    from pipeline.addons.models.inputs import check_run_folder
+    from pipeline.addons.report.figures import draw_report
+    from pipeline.addons.report.page import write_page
 
-    return report(options.run_dir)
+    check_run_folder(path)
+    folder = RunFolder(path)
+    if STARTED_BY_RUN in os.environ:
+        folder.lock.join_holder()
+    if not folder.journal.exists():
+        raise RequestError(f"{path} is not the folder of a run that has started", "give one, such as runs/digits")
+    try:
+        pictures = draw_report(folder, lambda line: print(line, file=sys.stderr))
+        page = write_page(folder)
+    except OSError as error:
+        raise StorageError(f"{folder.report} cannot be written: {error.strerror}") from None
+    return f"{folder.report}: {', '.join(path.name for path in [page, *pictures])}"

@@ -14,7 +14,6 @@ import shlex
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,20 +21,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline import plan_table
+from pipeline.addons.report import evaluations
+from pipeline.addons.report.summary import repeat_command, summarise
 from pipeline.config.credentials import without_password
 from pipeline.config.load import from_yaml
 from pipeline.files import parse_json
 from pipeline.plan import Plan
-from pipeline.record import predictions
 from pipeline.record.folder import RunFolder
-from pipeline.record.journal import events, read
-from pipeline.record.receipt import Receipt, rank
+from pipeline.record.journal import read
+from pipeline.record.receipt import Receipt
 
 FILE_NAME = "index.html"
 _TEMPLATE = Path(__file__).with_name("page.html")
-_STATUS = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
 _CONFUSIONS = 10  # rows in the table of frequent confusions
-_MAX_START_ROWS = 50  # later starts of a run are shown, earlier ones counted
 
 
 class Picture(NamedTuple):
@@ -85,25 +83,13 @@ def _reason(error: Exception) -> str:
 
 
 def _summary(folder: RunFolder) -> dict[str, Any]:
-    """Return what the run is, its status, and the figures of its last evaluated model."""
-    receipt = Receipt(folder).contents()
-    config, plan, evaluations = receipt["config"], receipt["plan"], receipt["evaluations"]
-    rows = events(folder.journal)
-    last = rows[-1] if rows else {}
-    processes = "1 process" if plan["world"] == 1 else f"{plan['world']} processes"
-    finite = [row for row in evaluations if not row.get("not_finite")]
-    best = max(finite, key=rank, default=None)
-    return {
-        "recipe": config["recipe"],
-        "what": f"{config['model']['arch']} on {plan['train_images']:,} images of {plan['num_classes']:,} classes:"
-        f" {plan['last_step']:,} steps of {plan['global_batch']:,} images on {processes},"
-        f" {config['train']['precision']}",
-        "status": _STATUS.get(last.get("status", ""), "running or killed"),
-        "line": last.get("line", ""),
+    run = summarise(folder)
+    receipt, best = run["receipt"], run["best"]
+    return run | {
         "figures": _figures(receipt),
         "best": {"top1": _number(best["top1"]), "step": f"{best['step']:,}"} if best else None,
-        "began": _utc(rows[0]["time"]) if rows else None,
-        "ended": _utc(last["time"]) if "status" in last else None,
+        "began": _utc(run["began"]),
+        "ended": _utc(run["ended"]),
     }
 
 
@@ -114,11 +100,12 @@ def _figures(receipt: dict[str, Any]) -> dict[str, str]:
     if not receipt["evaluations"]:
         return {}
     last = receipt["evaluations"][-1]
-    return {
-        "step": f"{last['step']}", "epoch": f"{last['step'] / receipt['plan']['steps_per_epoch']:.4g}",
-        "top1": _number(last["top1"]), "top5": _number(last["top5"]), "images": last["images"],
-        "weights": last["weights"],
-    }  # fmt: skip
+    figures = {"step": f"{last['step']}", "epoch": f"{last['step'] / receipt['plan']['steps_per_epoch']:.4g}"}
+    return (
+        figures
+        | {"top1": _number(last["top1"]), "top5": _number(last["top5"])}
+        | {name: last[name] for name in ("images", "weights")}
+    )
 
 
 def _drawn(name: str) -> Callable[[RunFolder], Picture]:
@@ -138,33 +125,25 @@ def _drawn(name: str) -> Callable[[RunFolder], Picture]:
     return load
 
 
-def _last_evaluation(folder: RunFolder) -> predictions.SavedEvaluation:
-    saved = predictions.saved_evaluations(folder.report)
-    if not saved:
-        raise ValueError("no evaluation yet")
-    return predictions.load_evaluation(saved[-1])
-
-
 def _confusions(folder: RunFolder) -> list[tuple[str, str, int]]:
     """Return (true class, predicted class, images) of the most frequent confusions."""
-    evaluation = _last_evaluation(folder)
+    evaluation = evaluations.last_evaluation(folder.report)
     names = evaluation.classes
-    pairs = evaluation.predictions.most_frequent_confusions(_CONFUSIONS)
+    pairs = evaluations.most_frequent_confusions(evaluation.predictions, _CONFUSIONS)
     return [(names[true], names[predicted], images) for true, predicted, images in pairs]
 
 
 def _mistakes(folder: RunFolder) -> list[Picture]:
-    evaluation = _last_evaluation(folder)
-    names, of_all = evaluation.classes, evaluation.predictions
-    tiles = []
-    for image, pixels in zip(evaluation.mistakes, evaluation.pixels, strict=True):
-        predicted, true = names[of_all.predicted[image]], names[of_all.labels[image]]
-        tiles.append(_tile(pixels, f"predicted {predicted} ({of_all.confidence[image]:.2f})", f"true {true}"))
-    return tiles
+    evaluation = evaluations.last_evaluation(folder.report)
+    names = evaluation.classes
+    return [
+        _tile(pixels, f"predicted {names[predicted]} ({confidence:.2f})", f"true {names[true]}")
+        for pixels, predicted, true, confidence in evaluations.shown_mistakes(evaluation)
+    ]
 
 
 def _augmented(folder: RunFolder) -> list[Picture]:
-    return list(map(_tile, *predictions.load_augmented(folder.report)))
+    return list(map(_tile, *evaluations.load_augmented(folder.report)))
 
 
 def _tile(pixels: NDArray[np.uint8], *captions: str) -> Picture:
@@ -193,28 +172,18 @@ def _time_budget(folder: RunFolder) -> list[tuple[str, str, float]]:
     if not total:
         raise ValueError("no epoch is complete yet")
     rows = sorted(seconds.items(), key=lambda item: -item[1])
-    return [(_words(entry), _duration(value), 100 * value / total) for entry, value in rows]
-
-
-def _words(name: str) -> str:
-    return {"forward_backward": "forward and backward"}.get(name, name.replace("_", " "))
+    return [(entry.replace("_", " "), f"{value:,.1f} s", 100 * value / total) for entry, value in rows]
 
 
 def _evaluations(folder: RunFolder) -> dict[str, Any]:
-    evaluations = Receipt(folder).contents()["evaluations"]
-    if not evaluations:
+    rows = Receipt(folder).contents()["evaluations"]
+    if not rows:
         raise ValueError("no evaluation yet")
     keys = ("top1", "top5", "balanced_accuracy", "loss", "train_loss", "ece")
-    rows = [
-        [f"{row['step']:,}", *(_number(row.get(key)) for key in keys), row["images"], row["weights"]]
-        for row in evaluations
+    cells = [
+        [f"{row['step']:,}", *(_number(row.get(key)) for key in keys), row["images"], row["weights"]] for row in rows
     ]
-    balanced = "balanced"
-    with suppress(OSError, ValueError):
-        last = _last_evaluation(folder)
-        count, num_classes = last.predictions.classes_with_images, len(last.classes)
-        balanced += f" ({count:,} of {num_classes:,} classes)" if count < num_classes else ""
-    return {"rows": rows, "balanced": balanced}
+    return {"rows": cells, "balanced": "balanced"}
 
 
 def _plan(folder: RunFolder) -> dict[str, str]:
@@ -227,29 +196,20 @@ def _facts(folder: RunFolder) -> dict[str, Any]:
     starts = receipt["starts"]
     facts = {"run": receipt["run"], "data": receipt["data"], **starts[-1]}
     del facts["step"]
-    rows = [
-        [f"{start['step']:,}", start["world"], start.get("device", ""), start.get("commit", ""), start["version"]]
-        for start in starts
-    ]
+    names = ("world", "device", "commit", "version")
     return {
-        "facts": {_words(name): value for name, value in facts.items() if value is not None},
-        "starts": rows[-_MAX_START_ROWS:],
-        "earlier": max(0, len(rows) - _MAX_START_ROWS),
+        "facts": {name.replace("_", " "): value for name, value in facts.items() if value is not None},
+        "starts": [[f"{start['step']:,}", *(start.get(name, "") for name in names)] for start in starts],
     }
 
 
 def _commands(folder: RunFolder) -> dict[str, str | None]:
     """Return the commands that repeat, verify and use the run."""
     config = from_yaml(folder.config.read_text(encoding="utf-8"), str(folder.config))
-    plan = parse_json(folder.plan.read_text(encoding="utf-8"))
-    nodes, run_dir = plan["world"] // plan["local_world"], shlex.quote(str(folder.path))
-    words = f"train {shlex.quote(str(folder.config))} run.dir={shlex.quote(f'{folder.path}-again')}"
-    start = f"pipeline {words}" + (f" --nproc {plan['world']}" if plan["world"] > 1 else "")
-    if nodes > 1:
-        agent = f"torchrun --nnodes {nodes} --nproc-per-node {plan['local_world']} --rdzv-backend pipeline"
-        start = f"{agent} --rdzv-endpoint HOST:29500 -m pipeline {words}"
+    world = parse_json(folder.plan.read_text(encoding="utf-8"))["world"]
+    run_dir = shlex.quote(str(folder.path))
     return {
-        "repeat": start,
+        "repeat": repeat_command(world, str(folder.config), f"{folder.path}-again"),
         "verify": f"pipeline verify {run_dir}" if config.is_deterministic else None,
         "predict": f"pipeline predict {run_dir} --best IMAGE",
     }
@@ -263,9 +223,5 @@ def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4f}"
 
 
-def _utc(milliseconds: int) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(milliseconds // 1000))
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:,.1f} s" if seconds < 3600 else f"{seconds / 3600:,.1f} h"
+def _utc(milliseconds: int | None) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(milliseconds // 1000)) if milliseconds else ""

@@ -13,15 +13,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from pipeline.addons.report import evaluations
+from pipeline.addons.report.evaluations import STARTED_BY_RUN, SavedEvaluation
 from pipeline.addons.report.page import write_page
 from pipeline.data.access import OutageError, UnreadableError
 from pipeline.data.augment import center_crop, evaluation_geometry, resize_image
 from pipeline.data.images import BadImageError, decode
 from pipeline.data.loader import TrainBatches
 from pipeline.data.mix import mix_images
-from pipeline.record import predictions
-from pipeline.record.folder import STARTED_BY_RUN
-from pipeline.record.predictions import SavedEvaluation
 from pipeline.train.job import Job
 from pipeline.train.listener import End, Evaluated, Listener, Start
 
@@ -35,7 +34,7 @@ class ToReport(Listener):
         """Continue after `step`: remove files of later steps, which the resumed run repeats."""
         self._folder, self._report = job.folder, job.folder.report
         for kept in (self._report / "data").glob("step-*.npz"):
-            if kept > predictions.evaluation_file(self._report, step):
+            if kept > evaluations.evaluation_file(self._report, step):
                 self._folder.check_ours()
                 kept.unlink()
         self._config, self._plan, self._source = job.config, job.plan, job.source
@@ -43,7 +42,7 @@ class ToReport(Listener):
 
     def started(self, start: Start) -> None:
         """Keep the first training images as the model sees them, once a run."""
-        if (self._report / "data" / predictions.AUGMENTED_FILE).exists():
+        if (self._report / "data" / evaluations.AUGMENTED_FILE).exists():
             return
         few = replace(self._plan, micro_batch=min(_COUNT, self._plan.micro_batch), accumulate=1)
         batch = TrainBatches(self._source.train, self._config, few, 0)[0]
@@ -54,13 +53,13 @@ class ToReport(Listener):
             images = mix_images(images.float(), batch.mix).round().to(torch.uint8)
         captions = [self._source.classes[label] for label in batch.labels.tolist()]
         pixels = _small(images).numpy()
-        self._keep(lambda: predictions.save_augmented(self._folder, pixels, captions))
+        self._keep(lambda: evaluations.save_augmented(self._folder, pixels, captions))
 
     def evaluated(self, result: Evaluated) -> None:
         """Keep the predictions of an evaluation, and the images of its most confident mistakes."""
         size, resize = evaluation_geometry(self._config.evaluate, self._config.augment)
         val = self._source.val
-        mistakes = result.predictions.most_confident_mistakes(_COUNT)
+        mistakes = evaluations.most_confident_mistakes(result.predictions, _COUNT)
         images = torch.zeros((len(mistakes), 3, size, size), dtype=torch.uint8)
         for row, image in enumerate(mistakes.tolist()):
             try:
@@ -71,7 +70,7 @@ class ToReport(Listener):
                 self._log(f"the most confident mistakes cannot be shown: {outage}")
                 break
         kept = SavedEvaluation(result.predictions, list(self._source.classes), mistakes, _small(images).numpy())
-        self._keep(lambda: predictions.save_evaluation(self._folder, result.evaluation.step, kept))
+        self._keep(lambda: evaluations.save_evaluation(self._folder, result.evaluation.step, kept))
 
     def closed(self, end: End) -> None:
         """Write the web page of the run, with the pictures if it is finished."""
@@ -87,19 +86,13 @@ class ToReport(Listener):
         command = [sys.executable, "-m", "pipeline", "report", str(self._folder.path)]
         try:
             done = subprocess.run(
-                command,
-                env=environment,
-                capture_output=True,
-                encoding="utf-8",
-                errors="replace",
-                timeout=_DRAWING_TIMEOUT_S,
-                check=False,
+                command, env=environment, capture_output=True, timeout=_DRAWING_TIMEOUT_S, check=False
             )
+            reason = done.stderr.decode(errors="replace").strip()[-200:] if done.returncode else ""
         except (OSError, subprocess.TimeoutExpired) as error:
-            self._log(f"{self._report} was not drawn: {error}")
-            return
-        if done.returncode:
-            self._log(f"{self._report} was not drawn: {done.stderr.strip()[-200:]}")
+            reason = str(error)
+        if reason:
+            self._log(f"{self._report} was not drawn: {reason}")
 
     def _keep(self, save: Callable[[], object]) -> None:
         self._folder.check_ours()

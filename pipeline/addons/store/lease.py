@@ -1,6 +1,6 @@
 """A lease: the right of one process to write to a mirror, held by conditional writes.
 
-It does across machines what `record.lock` does on a disk. The lease is an object. A start creates
+It does across machines what `deploy.takeover` does on a disk. The lease is an object. A start makes
 it with a write that the store refuses if it exists (If-None-Match), and renews it every `RENEW_S`
 with a write that the store refuses if anybody else has changed it (If-Match). A lease that was not
 renewed for `LEASE_S`, by the store's own clock, may be taken over. So two starts never hold one

@@ -162,7 +162,7 @@ class Mirror:
             newest = _newest_verified(self._store, folder, found, Path(place), self._log)
             discarded = [path for path in list_checkpoints(folder.checkpoints) if not found.counts(path.name)]
             if discarded:
-                self._log(f"set aside in {folder.set_aside_checkpoints(discarded)}: {self} was rolled back")
+                self._log(f"set aside in {folder.set_aside_files(discarded)}: {self} was rolled back")
             if found.has_newer_records:
                 folder.delivered.unlink(missing_ok=True)  # it counts bytes of the journal that is replaced
                 for record in _records(folder):

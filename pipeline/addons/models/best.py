@@ -1,0 +1,32 @@
+"""The best checkpoint of a run, for `--best`."""
+
+from pathlib import Path
+
+from pipeline.errors import RequestError
+from pipeline.files import parse_json
+from pipeline.record.checkpoint_files import list_checkpoints, step_of
+from pipeline.record.folder import RunFolder
+from pipeline.record.receipt import rank
+
+
+def best_checkpoint(target: str) -> Path:
+    """Return the checkpoint with the highest top-1 in validation; of equals that of lower loss.
+
+    target: the run's folder. Raises RequestError if it is none or keeps no evaluated checkpoint.
+    """
+    folder = RunFolder(Path(target))
+    if not folder.path.is_dir():
+        raise RequestError(f"--best needs a run's folder, but {target} is not a folder", "leave --best out")
+    try:
+        rows = parse_json(folder.receipt.read_text(encoding="utf-8"))["evaluations"]
+        evaluated = sorted((rank(row) for row in rows if not row.get("not_finite")), reverse=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is damaged"
+        raise RequestError(
+            f"--best cannot read {folder.receipt} ({reason})", "give a run's folder, or a checkpoint without --best"
+        ) from None
+    kept = {step_of(path): path for path in reversed(list_checkpoints(folder.checkpoints))}
+    for *_, step in evaluated:
+        if -step in kept:
+            return kept[-step]
+    raise RequestError(f"{target} has no best checkpoint: none has a validation with finite logits", "leave --best out")

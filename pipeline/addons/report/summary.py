@@ -1,0 +1,59 @@
+"""A summary of a run: what it is, how it ended, how to repeat it. For its page, and for MLflow."""
+
+import shlex
+from typing import Any
+
+from pipeline.config.schema import Config
+from pipeline.errors import count_of
+from pipeline.record.folder import RunFolder
+from pipeline.record.journal import events
+from pipeline.record.receipt import Receipt, rank
+
+_STATUS = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
+_FACTS = ("commit", "image", "image_id", "torch", "device")
+
+
+def summarise(folder: RunFolder) -> dict[str, Any]:
+    """Return the texts and figures that describe a run, and its receipt."""
+    receipt = Receipt(folder).contents()
+    config, plan = receipt["config"], receipt["plan"]
+    rows = events(folder.journal)
+    last = rows[-1] if rows else {}
+    finite = [row for row in receipt["evaluations"] if not row.get("not_finite")]
+    return {
+        "recipe": config["recipe"],
+        "what": f"{config['model']['arch']} on {plan['train_images']:,} images of {plan['num_classes']:,} classes:"
+        f" {plan['last_step']:,} steps of {plan['global_batch']:,} images on"
+        f" {count_of(plan['world'], 'process', 'es')}, {config['train']['precision']}",
+        "status": _STATUS.get(last.get("status", ""), "running or killed"),
+        "line": last.get("line", ""),
+        "best": max(finite, key=rank, default=None),
+        "began": rows[0]["time"] if rows else None,
+        "ended": last["time"] if "status" in last else None,
+        "receipt": receipt,
+    }
+
+
+def repeat_command(world: int, config: str = "config.yaml", run_dir: str = "runs/again") -> str:
+    """Return the command that repeats a run of `world` processes on one machine."""
+    processes = f" --nproc {world}" if world > 1 else ""
+    return f"pipeline train {shlex.quote(config)} run.dir={shlex.quote(run_dir)}{processes}"
+
+
+def describe_run(folder: RunFolder, config: Config) -> str:
+    """Return the description that MLflow shows above a run, in Markdown."""
+    run = summarise(folder)
+    receipt = run["receipt"]
+    starts = receipt["starts"]
+    status = run["status"] + (f", after {len(starts)} starts" if len(starts) > 1 else "")
+    paragraphs = [f"**{run['recipe']}**: {run['what']}.", f"{status}: `{run['line']}`" if run["line"] else f"{status}."]
+    if best := run["best"]:
+        paragraphs.append(f"Best: top-1 {best['top1']:.4f} at step {best['step']:,} ({best['images']} images).")
+    facts = {"data": receipt["data"]} | {name: starts[-1][name] for name in _FACTS if starts and name in starts[-1]}
+    rows = [f"| {name.replace('_', ' ')} | `{value}` |" for name, value in facts.items()]
+    paragraphs.append("\n".join(["| | |", "| --- | --- |", *rows]))
+    command = repeat_command(receipt["plan"]["world"])
+    paragraphs += ["To repeat it, with the file `config.yaml` from the artifacts:", f"```\n{command}\n```"]
+    if config.is_deterministic:
+        paragraphs.append("It is deterministic: `pipeline verify` with its folder compares a repetition bit for bit.")
+    return "\n\n".join(paragraphs)
