@@ -17,11 +17,11 @@ from tempfile import TemporaryDirectory
 from loop import DEFAULTS, make_update, prepare, timed
 from rounds import Row, add_size, interleave, run_script, show
 
+from pipeline.addons.mlflow.sender import start_sender
 from pipeline.cli.arguments import Parser, add_overrides
 from pipeline.config.load import load
 from pipeline.errors import RequestError, TemporaryError
 from pipeline.files import atomic_write
-from pipeline.record import sender
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal
 from pipeline.timing import make_timer
@@ -52,7 +52,7 @@ def compare(options: Namespace) -> str:
         timer = make_timer(setup.group.device.type)
         step = partial(make_update(setup, ToJournal(folder.journal), timer=timer), repeat(batch))
         tracked = Row("tracked", timed(setup, options.steps, step), reference)
-        tracker = sender.start(config, folder)  # after the loop has made the journal
+        tracker = start_sender(config, folder)  # after the loop has made the journal
         if tracker is None:
             raise RequestError("there is nothing to measure with track.uri=none: leave it out")
         tracker.wait_until_ready()

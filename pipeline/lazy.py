@@ -59,7 +59,8 @@ PARTS = {
     "profiler": "pipeline.addons.ops.profiler:ToProfile",
     "refuse another model": "pipeline.addons.ops.changes:refuse_another_model",
     "report": "pipeline.addons.report.samples:ToReport",
-    "tracker": "pipeline.addons.mlflow.listener:ToMLflow",
+    "tracker": "pipeline.addons.mlflow.sender:ToMLflow",
+    "tracking uri": "pipeline.addons.mlflow.uri:tracking_uri",
     "straggler watch": "pipeline.addons.ops.stragglers:StragglerWatch",
 }
 """By the name with which the core asks for it, each part as module:attribute."""

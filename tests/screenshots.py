@@ -2,14 +2,13 @@
 
 The first run is that of `make train`: its terminal, and its web page. The second run trains the
 same recipe on two "nodes", which are two torchrun agents with different host names, and sends its
-data to a real MLflow server, whose pages are shown. The others are ten runs of a search, compared.
+data to a real MLflow server, whose pages are shown.
 """
 
 import argparse
 import contextlib
 import html
 import io
-import json
 import math
 import os
 import pty
@@ -47,7 +46,7 @@ b { color: #fff; }
 class Page:
     name: str
     path: str
-    """Path below the experiment, with placeholders for run and model."""
+    """Path below the experiment, with a placeholder for the run."""
     shows: tuple[str, ...]
     """Texts that the complete page shows."""
     height: int
@@ -58,15 +57,8 @@ class Page:
 PAGES = (
     Page("overview", "runs/{run}", ("To repeat it", "v1"), 1200, clicks=("Show more",)),
     Page("curves", "runs/{run}/model-metrics", ("train/loss", "val/top1"), 1500, clicks=("time",)),
-    Page("images", "runs/{run}/artifacts/report/confusion.png", ("confusion.png",), 950),
-    Page("model", "models/{model}", ("val/top1",), 1000),
-    Page("dataset", "runs/{run}", ("val images",), 700, clicks=("{data}",)),
     Page("system", "runs/{run}/system-metrics", tuple(f"system/{host}/rss_mib" for host in HOSTS), 1100),
 )
-SHOWN = ("newcomer", "mlflow", "search")
-"""The groups: a terminal and the page of its run, one run in MLflow, ten runs compared there."""
-SEARCH = tuple(f"optimizer.lr={rate} run.seed={seed}" for rate in (0.02, 0.05, 0.1, 0.2, 0.4) for seed in (0, 1))
-"""The changes of the recipe in each run of the search."""
 
 
 def train(folder: Path, server: Server) -> Job:
@@ -77,19 +69,6 @@ def train(folder: Path, server: Server) -> Job:
     sent = pipeline("sync", str(job.folder))  # the rest that the sender has not sent yet
     assert sent.code == 0, sent.err
     return job
-
-
-def search(folder: Path, server: Server) -> list[Job]:
-    """Train the runs of a search below one parent."""
-    data = f"data.root={folder / 'data' / 'digits'}"
-    words = ["digits", data, f"track.uri={server.uri}", "track.parent=search", "train.epochs=2", "run.threads=1"]
-    jobs = [Job(folder / "search" / str(number), [*words, *changes.split()]) for number, changes in enumerate(SEARCH)]
-    for job in jobs:
-        result = job.run()
-        assert result.code == 0, result.err
-        sent = pipeline("sync", str(job.folder))
-        assert sent.code == 0, sent.err
-    return jobs
 
 
 def newcomer(browser: Browser, scratch: Path, out: Path) -> None:
@@ -150,29 +129,12 @@ def render(output: str) -> Iterator[str]:
 
 def capture_all(browser: Browser, server: Server, job: Job, out: Path) -> None:
     run = server.run_of(job)
-    (model,) = run.outputs.model_outputs
-    (data_set,) = run.inputs.dataset_inputs
-    names = {
-        "run": run.info.run_id,
-        "model": model.model_id,
-        "data": f"{data_set.dataset.name} ({data_set.dataset.digest})",
-    }
     for page in PAGES:
-        path, clicks = page.path.format(**names), (word.format(**names) for word in page.clicks)
+        path = page.path.format(run=run.info.run_id)
         # Without the query MLflow opens its view of traces.
         url = f"{server.uri}/#/experiments/{run.info.experiment_id}/{path}?workflowType=machine_learning"
-        screenshot = browser.capture(url, WIDTH, page.height, (ASSISTANT, *clicks), page.shows)
+        screenshot = browser.capture(url, WIDTH, page.height, (ASSISTANT, *page.clicks), page.shows)
         save(page.name, screenshot, out)
-
-
-def capture_comparison(browser: Browser, server: Server, jobs: list[Job], out: Path) -> None:
-    runs = [server.run_of(job).info for job in jobs]
-    query = f"runs={json.dumps([run.run_id for run in runs])}&experiments={json.dumps([runs[0].experiment_id])}"
-    shows = (f"Comparing {len(jobs)} Runs", "run.seed")
-    clicks = (ASSISTANT, "Show diff only")
-    url = f"{server.uri}/#/compare-runs?{query}&workflowType=machine_learning"
-    screenshot = browser.capture(url, WIDTH, 1250, clicks, shows)
-    save("comparison", screenshot, out)
 
 
 def save(name: str, screenshot: bytes, out: Path) -> None:
@@ -191,7 +153,6 @@ def main() -> int:
         description="Train the digits, and take screenshots of the terminal, of the run's page and of MLflow."
     )
     parser.add_argument("out", type=Path)
-    parser.add_argument("--only", choices=SHOWN, help="one group of screenshots (default: all)")
     options = parser.parse_args()
     program = find_program()
     if program is None:
@@ -202,19 +163,13 @@ def main() -> int:
         scratch = Path(folder)
         browser = Browser(program, scratch / "profile")
         running.callback(browser.close)
-        shown = (options.only,) if options.only else SHOWN
-        if "newcomer" in shown:
-            newcomer(browser, scratch, options.out)
-        if "mlflow" in shown or "search" in shown:
-            server = Server(scratch).start().wait_ready()
-            running.callback(server.kill)
-        if "search" in shown:
-            capture_comparison(browser, server, search(scratch, server), options.out)
-        if "mlflow" in shown:
-            if subprocess.run([*on_host(HOSTS[0]), "true"], capture_output=True, check=False).returncode:
-                print("two host names need unprivileged user namespaces, which are not available here", file=sys.stderr)
-                return 2
-            capture_all(browser, server, train(scratch / "two-nodes", server), options.out)
+        newcomer(browser, scratch, options.out)
+        server = Server(scratch).start().wait_ready()
+        running.callback(server.kill)
+        if subprocess.run([*on_host(HOSTS[0]), "true"], capture_output=True, check=False).returncode:
+            print("two host names need unprivileged user namespaces, which are not available here", file=sys.stderr)
+            return 2
+        capture_all(browser, server, train(scratch / "two-nodes", server), options.out)
     return 0
 
 

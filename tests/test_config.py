@@ -8,13 +8,13 @@ import pytest
 import yaml
 from faults.ledger import Notes
 
+from pipeline.addons.mlflow.uri import uri_in_environment
 from pipeline.config.credentials import hide_credentials, split_credentials, without_password
 from pipeline.config.duration import Duration
 from pipeline.config.help import all_keys, describe_keys
 from pipeline.config.load import RECIPES, from_yaml, load, refuse_changes
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError
-from pipeline.record.sender import uri_in_environment
 
 DIGITS = (RECIPES / "digits.yaml").read_text()
 

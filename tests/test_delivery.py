@@ -19,6 +19,7 @@ from place import SMALL, Place
 from server import Gateway, Server, train
 from test_proxy import CERT, make_certificate
 
+from pipeline.addons.mlflow import TRAINING_DONE
 from pipeline.addons.mlflow.registry import fetch_model
 from pipeline.addons.mlflow.run import find_run
 from pipeline.addons.mlflow.tracker import check_server_answers
@@ -26,7 +27,6 @@ from pipeline.config.credentials import without_password
 from pipeline.config.load import load
 from pipeline.errors import RequestError, TemporaryError
 from pipeline.record.folder import RunFolder
-from pipeline.record.sender import TRAINING_DONE
 
 UPLOADS = "^PUT /api/2.0/mlflow-artifacts/"
 PARTS = {"description", "inputs", "files", "figures", "model"}

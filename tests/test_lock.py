@@ -16,7 +16,6 @@ import pytest
 from harness import SMALL, Job, assert_each_sample_once, kill
 from mlflow import MlflowClient
 
-from pipeline import files
 from pipeline.addons.deploy import takeover
 from pipeline.addons.deploy.takeover import STALE_S, RefreshedLock
 from pipeline.addons.report.evaluations import STARTED_BY_RUN
@@ -257,16 +256,6 @@ def test_a_restart_copies_no_journal(tmp_path: Path) -> None:
             Journal(path, pytest.fail)
             inodes.add(path.stat().st_ino)
     assert len(inodes) == 1
-
-
-def test_temporary_files_of_containers_with_equal_process_ids_differ(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "step"
-    before = files.temporary_sibling(path, shared=True)
-    assert files.temporary_sibling(path, shared=True) == before
-    monkeypatch.setattr(files, "_PROCESS_TOKEN", "of another")
-    assert files.temporary_sibling(path, shared=True) != before
 
 
 FAILURE = """\

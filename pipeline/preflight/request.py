@@ -25,7 +25,6 @@ from pipeline.plan import Plan, request_digest
 from pipeline.randomness import FIXED_ORDER_ALGORITHM
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import last_event
-from pipeline.record.sender import tracking_uri
 from pipeline.world import World
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def check_run_folder_is_writable(config: Config, folder: RunFolder) -> str:
         raise RequestError(
             f"run.dir={config.run_dir} is data.root, the folder of the images", "give a folder of its own"
         )
-    uri = tracking_uri(config, folder)
+    uri = part("tracking uri")(config, folder)
     if config.track.required:
         part("check tracker's database")(uri)
     return f"{folder.path} can be written"

@@ -15,7 +15,6 @@ from pipeline.data.access import BadImage
 from pipeline.data.index import Index
 from pipeline.errors import RunError
 from pipeline.lazy import part
-from pipeline.record import sender
 from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal, events, run_id
@@ -216,7 +215,7 @@ def describe_result(job: Job, end: End, mirror: Mirror | None) -> dict[str, str]
         rows["best"] += f": {file}"
     if config.track.report:
         rows["report"] = str(folder.report / "index.html")
-    uri = sender.tracking_uri(config, folder)
+    uri = part("tracking uri")(config, folder)
     rows["tracker"] = without_password(uri) if uri else "none: the journal alone"
     if mirror:
         rows["mirror"] = f"{config.checkpoint.mirror}{' (incomplete)' if mirror.error else ''}"

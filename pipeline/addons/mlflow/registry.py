@@ -18,11 +18,11 @@ import yaml
 
 from pipeline.addons.mlflow import connection
 from pipeline.addons.mlflow.run import file_sizes
+from pipeline.addons.mlflow.uri import uri_in_environment
 from pipeline.config.credentials import without_password
 from pipeline.config.load import NoAliases, from_yaml
 from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
 from pipeline.machine import resource_limit
-from pipeline.record.sender import uri_in_environment
 
 _MAX_MLMODEL_BYTES = 4 << 20
 _SERVER_ERRORS = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "IO_ERROR")

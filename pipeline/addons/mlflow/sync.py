@@ -12,14 +12,15 @@ import threading
 import time
 from pathlib import Path
 
+from pipeline.addons.mlflow import READY, TRAINING_DONE
 from pipeline.addons.mlflow.connection import FILE_TIMEOUT_S, REQUEST_TIMEOUT_S, log, request_timeout, root_cause
 from pipeline.addons.mlflow.delivery import Delivery
+from pipeline.addons.mlflow.uri import tracking_uri, uri_in_environment
 from pipeline.config.credentials import without_password
 from pipeline.config.load import from_yaml
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.record.folder import RunFolder
-from pipeline.record.sender import READY, TRAINING_DONE, tracking_uri, uri_in_environment
 
 _POLL_S = 0.5
 _MAX_PAUSE_S = 30

@@ -10,12 +10,12 @@ import uuid
 from pathlib import Path
 
 from pipeline.addons.mlflow.connection import not_installed, request, root_cause
+from pipeline.addons.mlflow.uri import ignored_variables, tracking_uri
 from pipeline.config.credentials import without_password
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError, TemporaryError
 from pipeline.files import parse_json
 from pipeline.record.folder import RunFolder
-from pipeline.record.sender import ignored_variables, tracking_uri
 
 _CAUSES = "docs/operations.md, 'MLflow', lists causes"
 

@@ -20,13 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline import plan_table
 from pipeline.addons.report import evaluations
 from pipeline.addons.report.summary import repeat_command, summarise
 from pipeline.config.credentials import without_password
 from pipeline.config.load import from_yaml
 from pipeline.files import parse_json
-from pipeline.plan import Plan
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
 from pipeline.record.receipt import Receipt
@@ -36,11 +34,11 @@ _TEMPLATE = Path(__file__).with_name("page.html")
 _CONFUSIONS = 10  # rows in the table of frequent confusions
 
 
-class Picture(NamedTuple):
+class Tile(NamedTuple):
+    """A small image."""
+
     uri: str
-    width: int
-    height: int
-    captions: tuple[str, ...] = ()
+    captions: tuple[str, ...]
 
 
 def write_page(folder: RunFolder) -> Path:
@@ -59,7 +57,7 @@ def render_page(folder: RunFolder) -> str:
         "summary": _summary, "curves": _drawn("curves"), "confusion matrix": _drawn("confusion"),
         "frequent confusions": _confusions, "accuracy of each class": _drawn("classes"),
         "reliability diagram": _drawn("reliability"), "mistakes": _mistakes, "augmentation": _augmented,
-        "time budget": _time_budget, "evaluations": _evaluations, "plan": _plan,
+        "time budget": _time_budget, "evaluations": _evaluations,
         "receipt": _facts, "commands": _commands, "configuration": _configuration,
     }  # fmt: skip
     shown: dict[str, Any] = {}
@@ -101,28 +99,13 @@ def _figures(receipt: dict[str, Any]) -> dict[str, str]:
         return {}
     last = receipt["evaluations"][-1]
     figures = {"step": f"{last['step']}", "epoch": f"{last['step'] / receipt['plan']['steps_per_epoch']:.4g}"}
-    return (
-        figures
-        | {"top1": _number(last["top1"]), "top5": _number(last["top5"])}
-        | {name: last[name] for name in ("images", "weights")}
-    )
+    figures |= {name: _number(last[name]) for name in ("top1", "top5")}
+    return figures | {name: last[name] for name in ("images", "weights")}
 
 
-def _drawn(name: str) -> Callable[[RunFolder], Picture]:
-    """Return a function that loads the picture `name` of a report. It raises OSError."""
-
-    def load(folder: RunFolder) -> Picture:
-        from PIL import Image
-
-        data = (folder.report / f"{name}.png").read_bytes()
-        try:
-            with Image.open(io.BytesIO(data)) as image:
-                image.load()
-                return Picture(_data_uri(data), *image.size)
-        except (OSError, SyntaxError) as error:
-            raise ValueError(f"{name}.png is damaged ({error})") from None
-
-    return load
+def _drawn(name: str) -> Callable[[RunFolder], str]:
+    """Return a function that returns the picture `name` of a report. It raises OSError."""
+    return lambda folder: _data_uri((folder.report / f"{name}.png").read_bytes())
 
 
 def _confusions(folder: RunFolder) -> list[tuple[str, str, int]]:
@@ -133,7 +116,7 @@ def _confusions(folder: RunFolder) -> list[tuple[str, str, int]]:
     return [(names[true], names[predicted], images) for true, predicted, images in pairs]
 
 
-def _mistakes(folder: RunFolder) -> list[Picture]:
+def _mistakes(folder: RunFolder) -> list[Tile]:
     evaluation = evaluations.last_evaluation(folder.report)
     names = evaluation.classes
     return [
@@ -142,17 +125,16 @@ def _mistakes(folder: RunFolder) -> list[Picture]:
     ]
 
 
-def _augmented(folder: RunFolder) -> list[Picture]:
+def _augmented(folder: RunFolder) -> list[Tile]:
     return list(map(_tile, *evaluations.load_augmented(folder.report)))
 
 
-def _tile(pixels: NDArray[np.uint8], *captions: str) -> Picture:
+def _tile(pixels: NDArray[np.uint8], *captions: str) -> Tile:
     from PIL import Image
 
     buffer = io.BytesIO()
-    image = Image.fromarray(pixels.transpose(1, 2, 0))
-    image.save(buffer, "PNG")
-    return Picture(_data_uri(buffer.getvalue()), *image.size, captions)
+    Image.fromarray(pixels.transpose(1, 2, 0)).save(buffer, "PNG")
+    return Tile(_data_uri(buffer.getvalue()), captions)
 
 
 def _data_uri(png: bytes) -> str:
@@ -175,19 +157,14 @@ def _time_budget(folder: RunFolder) -> list[tuple[str, str, float]]:
     return [(entry.replace("_", " "), f"{value:,.1f} s", 100 * value / total) for entry, value in rows]
 
 
-def _evaluations(folder: RunFolder) -> dict[str, Any]:
+def _evaluations(folder: RunFolder) -> list[list[Any]]:
     rows = Receipt(folder).contents()["evaluations"]
     if not rows:
         raise ValueError("no evaluation yet")
     keys = ("top1", "top5", "balanced_accuracy", "loss", "train_loss", "ece")
-    cells = [
+    return [
         [f"{row['step']:,}", *(_number(row.get(key)) for key in keys), row["images"], row["weights"]] for row in rows
     ]
-    return {"rows": cells, "balanced": "balanced"}
-
-
-def _plan(folder: RunFolder) -> dict[str, str]:
-    return plan_table.rows(Plan(**parse_json(folder.plan.read_text(encoding="utf-8"))))
 
 
 def _facts(folder: RunFolder) -> dict[str, Any]:

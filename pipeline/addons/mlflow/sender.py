@@ -10,26 +10,58 @@ sender writes one line: whether it reached the server.
 import contextlib
 import os
 import select
+import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 
 from pipeline import world
+from pipeline.addons.mlflow import READY, TRAINING_DONE
+from pipeline.addons.mlflow.uri import ignored_variables, tracking_uri
 from pipeline.config.credentials import without_password
-from pipeline.config.load import check_tracking_uri, mlflow_changes
-from pipeline.config.schema import Config, expand_home
-from pipeline.data.access import printable_name
-from pipeline.errors import RequestError
+from pipeline.config.schema import Config
+from pipeline.errors import RequestError, RunError
 from pipeline.record.folder import RunFolder
 from pipeline.supervision import cpu_seconds
+from pipeline.train.job import Job
+from pipeline.train.listener import End, Listener, Start
 
-READY = "ready"
-# not just the end of the pipe: a loader worker, forked from rank 0, may still hold the pipe open
-TRAINING_DONE = b"over\n"
 _READY_TIMEOUT_S = 60
 # for sending a model; the sender itself gives up on a server that does not answer within seconds
 _FINISH_TIMEOUT_S = 120
+
+
+class ToMLflow(Listener):
+    """Starts the process that sends the journal's rows to MLflow, and waits for it at the end."""
+
+    def __init__(self, job: Job, log: Callable[[str], None]) -> None:
+        self._config, self._folder, self._log = job.config, job.folder, log
+        self._sender: Sender | None = None
+
+    def started(self, start: Start) -> None:
+        if ignored := ignored_variables():
+            self._log(f"MLflow{ignored}")
+        try:
+            self._sender = start_sender(self._config, self._folder)
+        except OSError as error:
+            later = "'pipeline sync' sends the journal later"
+            self._log(f"MLflow's sender could not be started: {error.strerror}; {later}")
+
+    def error(self) -> RunError | None:
+        """Return None once MLflow is reached, or the error if it is not at the first attempt."""
+        try:
+            if self._sender:
+                self._sender.wait_until_ready()
+        except RunError as error:
+            return error
+        return None
+
+    def closed(self, end: End) -> None:
+        if self._sender and not self._sender.close(self._log, end.seconds_left):
+            command = f"pipeline sync {shlex.quote(str(self._folder.path))}"
+            reason = f" ({last})" if (last := self._sender.last_failure()) else ""
+            self._log(f"MLflow did not take everything{reason}: the journal keeps it, '{command}' sends it")
 
 
 class Sender:
@@ -37,10 +69,9 @@ class Sender:
 
     def __init__(self, folder: RunFolder, uri: str) -> None:
         self._folder, self._uri = folder, uri
+        environment = {name: value for name, value in os.environ.items() if name not in world.VARIABLES}
         # the URI is not an argument, since ps shows those
-        environment = {**os.environ, "PIPELINE_TRACK_URI": uri, "CUDA_VISIBLE_DEVICES": ""}
-        for name in world.VARIABLES:
-            environment.pop(name, None)
+        environment |= {"PIPELINE_TRACK_URI": uri, "CUDA_VISIBLE_DEVICES": ""}
         with open(folder.sync_log, "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "pipeline", "sync", str(folder.path), "--follow"],
@@ -88,55 +119,16 @@ class Sender:
             self._process.wait()
         return False  # its process may outlive this one and deliver the rest
 
-
-def tracking_uri(config: Config, folder: RunFolder) -> str | None:
-    """Return the URI of the MLflow server that gets the run, or None for the journal only.
-
-    Raises RequestError if MLflow cannot open it, or a database beside the folder.
-    """
-    if config.track.uri == "none":
-        return None
-    if config.track.uri != "auto":
-        check_tracking_uri("track.uri", config.track.uri)
-        return config.track.uri
-    if uri := uri_in_environment():
-        return uri
-    database = str(folder.path.absolute().parent / "mlflow.db")
-    if mlflow_changes(database):
-        raise RequestError(
-            f"MLflow cannot open {printable_name(database)}, because of a ? or % in the path, or because it is not"
-            " UTF-8",
-            "give another run.dir, name a server with track.uri, or set track.uri=none",
-        )
-    return f"sqlite:///{database}"
-
-
-def last_failure(folder: RunFolder) -> str:
-    """Return the line with which the last sender failed, or ""."""
-    with contextlib.suppress(OSError):
-        *_, last = folder.sync_log.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
-        if last.startswith("pipeline: "):
-            return last.removeprefix("pipeline: ")
-    return ""
-
-
-def ignored_variables() -> str:
-    """Return "" or, for the end of a line, which variables of MLflow a training does not use."""
-    names = [name for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID") if os.environ.get(name)]
-    if not names:
+    def last_failure(self) -> str:
+        """Return the line with which the process has failed, or ""."""
+        with contextlib.suppress(OSError):
+            *_, last = ["", *self._folder.sync_log.read_text(encoding="utf-8", errors="replace").splitlines()]
+            if last.startswith("pipeline: "):
+                return last.removeprefix("pipeline: ")
         return ""
-    return f"; {' and '.join(names)} not used: a training is a run of its own, in the experiment track.experiment"
 
 
-def uri_in_environment() -> str | None:
-    """Return MLFLOW_TRACKING_URI, or None. Raises RequestError if MLflow cannot open it."""
-    uri = expand_home(os.environ.get("MLFLOW_TRACKING_URI", ""))
-    if uri:
-        check_tracking_uri("MLFLOW_TRACKING_URI", uri)
-    return uri or None
-
-
-def start(config: Config, folder: RunFolder) -> Sender | None:
+def start_sender(config: Config, folder: RunFolder) -> Sender | None:
     """Start the sender of a run, if it has a tracker. Raises OSError if that fails."""
     uri = tracking_uri(config, folder)
     return Sender(folder, uri) if uri else None
