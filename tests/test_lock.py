@@ -18,7 +18,7 @@ from mlflow import MlflowClient
 
 from pipeline.addons.deploy import takeover
 from pipeline.addons.deploy.takeover import STALE_S, RefreshedLock
-from pipeline.addons.report.evaluations import STARTED_BY_RUN
+from pipeline.addons.report.commands import STARTED_BY_RUN
 from pipeline.errors import TemporaryError
 from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.folder import RunFolder

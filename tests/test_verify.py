@@ -438,7 +438,7 @@ def test_a_receipt_is_limited_and_its_text_is_printable(
     assert result.isprintable()
     assert len(result) < 2_000
     assert str(RequestError("\x1b[2J\nhere", "…")) == "\\x1b[2J here: …"
-    monkeypatch.setattr("pipeline.record.receipt._MAX_BYTES", 1 << 10)
+    monkeypatch.setattr("pipeline.addons.ops.receipt._MAX_BYTES", 1 << 10)
     with pytest.raises(RequestError, match="has no readable receipt"):
         read_receipt(RunFolder(copy))
 

@@ -4,11 +4,12 @@ import os
 import sys
 from pathlib import Path
 
-from pipeline.addons.report.evaluations import STARTED_BY_RUN
 from pipeline.cli import arguments
 from pipeline.cli.arguments import Commands, add_command
 from pipeline.errors import RequestError, StorageError
-from pipeline.record.folder import RunFolder
+
+STARTED_BY_RUN = "PIPELINE_STARTED_BY_RUN"
+"""Environment variable of `pipeline report` if a run starts it: it then writes for that run."""
 
 
 def add_commands(commands: Commands) -> None:
@@ -28,6 +29,7 @@ def report(path: Path) -> str:
     from pipeline.addons.models.inputs import check_run_folder
     from pipeline.addons.report.figures import draw_report
     from pipeline.addons.report.page import write_page
+    from pipeline.record.folder import RunFolder
 
     check_run_folder(path)
     folder = RunFolder(path)

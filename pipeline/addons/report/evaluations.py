@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from pipeline.record.folder import RunFolder
 from pipeline.record.predictions import NO_PREDICTION, Predictions
 
-STARTED_BY_RUN = "PIPELINE_STARTED_BY_RUN"
-"""Environment variable of `pipeline report` if a run starts it: it then writes for that run."""
 AUGMENTED_FILE = "augmented.npz"
 _MAX_BYTES = 256 << 20
 """Limit of a file's unpacked size: a validation image takes 16 bytes, so 16 million have room."""

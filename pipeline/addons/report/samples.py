@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from pipeline.addons.report import evaluations
-from pipeline.addons.report.evaluations import STARTED_BY_RUN, SavedEvaluation
+from pipeline.addons.report.commands import STARTED_BY_RUN
+from pipeline.addons.report.evaluations import SavedEvaluation
 from pipeline.addons.report.page import write_page
 from pipeline.data.access import OutageError, UnreadableError
 from pipeline.data.augment import center_crop, evaluation_geometry, resize_image
