@@ -55,10 +55,10 @@ class RefreshedLock(Lock):
         return is_taken_over
 
     def drop(self) -> None:
-        self._dropped.set()
         if self._thread:
+            self._dropped.set()
             self._thread.join()
-        self._content = self._thread = None
+            self._content = self._thread = None
         super().drop()
 
     def join_holder(self) -> None:
