@@ -57,7 +57,7 @@ test: setup
 equivalence: setup
 	$(BIN)/python tests/equivalence.py docs/equivalence.md
 
-# a server of MLflow 2, in an environment of its own, for tests/test_servers.py
+# a server of MLflow 2, in an environment of its own, for tests/test_delivery.py
 servers: build/mlflow-2.22/ready
 
 build/mlflow-2.22/ready: tests/mlflow-2.22.txt

@@ -56,6 +56,7 @@ PARTS = {
     "local rendezvous": "pipeline.addons.deploy.local_rendezvous:LocalRendezvous",
     "log changed code": "pipeline.addons.ops.changes:log_changed_code",
     "mfu meter": "pipeline.addons.ops.mfu:make_mfu_meter",
+    "provenance": "pipeline.addons.ops.provenance:provenance",
     "profiler": "pipeline.addons.ops.profiler:ToProfile",
     "refuse another model": "pipeline.addons.ops.changes:refuse_another_model",
     "report": "pipeline.addons.report.samples:ToReport",

@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import boto3
 import mlflow
 import pytest
 from harness import Job, Result, environment, quick, read_rows
 from mlflow.entities import Run
-from object_store import FaultProxy
+from mlflow.store.artifact.s3_artifact_repo import _cached_get_s3_client
+from object_store import FaultProxy, S3Server, Weed
 from place import SMALL, Place
 from server import Gateway, Server, train
 from test_proxy import CERT, make_certificate
@@ -28,6 +30,7 @@ from pipeline.config.load import load
 from pipeline.errors import RequestError, TemporaryError
 from pipeline.record.folder import RunFolder
 
+MLFLOW_2 = Path(__file__).parent.parent / "build/mlflow-2.22/bin/python"
 UPLOADS = "^PUT /api/2.0/mlflow-artifacts/"
 PARTS = {"description", "inputs", "files", "figures", "model"}
 """The parts that `parts_at` looks for."""
@@ -36,7 +39,7 @@ PARTS = {"description", "inputs", "files", "figures", "model"}
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Job:
     """Train a run that no server has."""
-    return train(tmp_path_factory.mktemp("original") / "run", digits)
+    return train(tmp_path_factory.mktemp("original") / "run", digits, "track.register=digits@best")
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +180,52 @@ def test_a_refused_call_holds_back_its_part_alone_until_the_next_sync(server: Se
 
 
 @pytest.mark.full
+@pytest.mark.skipif(not MLFLOW_2.exists(), reason="an environment with MLflow 2.22 is missing: make servers")
+def test_a_server_of_mlflow_2_gets_all_but_the_model_once(run: Job, tmp_path: Path) -> None:
+    old = Server(tmp_path, python=str(MLFLOW_2)).start().wait_ready()
+    try:
+        for _ in range(2):
+            result = sync(run, old.uri)
+            assert result.code == 75, result.err
+            assert "model: " in result.error
+            assert "files: " not in result.error
+        old.check_points(run)
+        assert old.run_of(run).info.status == "FINISHED"
+        assert parts_at(old, old.run_of(run)) == PARTS - {"model"}
+    finally:
+        old.kill()
+
+
+@pytest.mark.full
+def test_an_artifact_store_that_is_away_holds_back_no_metric(
+    run: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    s3: S3Server = Weed(tmp_path / "s3").start()
+    env = {**s3.env, "MLFLOW_S3_ENDPOINT_URL": s3.endpoint}
+    away = dict.fromkeys(("AWS_ENDPOINT_URL", "MLFLOW_S3_ENDPOINT_URL"), "http://127.0.0.1:9")
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    _cached_get_s3_client.cache_clear()  # this process may have the credentials of another server
+    boto3.setup_default_session()
+    root = f"s3://{s3.wait_ready().make_bucket()}/mlflow"
+    own = Server(tmp_path, "--no-serve-artifacts", "--default-artifact-root", root, **env).start().wait_ready()
+    try:
+        refused = sync(run, own.uri, **env | away | {"AWS_MAX_ATTEMPTS": "1"})
+        found = own.run_of(run)
+        own.check_points(run)
+        later = sync(run, own.uri, **env)
+        own.check_points(run)
+        assert parts_at(own, own.run_of(run)) == PARTS
+        assert all(model.artifact_location.startswith(root) for model in own.models(run))
+    finally:
+        own.kill()
+        s3.kill()
+    assert (refused.code, later.code) == (75, 0), refused.err + later.err
+    assert all(f"{part}: " in refused.error for part in ("files", "figures", "model"))
+    assert found.info.status == "FINISHED"
+
+
+@pytest.mark.full
 def test_metrics_that_mlflow_would_log_in_a_thread_are_not_lost(server: Server, run: Job) -> None:
     with FaultProxy(server.uri, only="runs/log-batch", rates={"503": 1}) as proxy:
         assert sync(run, proxy.endpoint, MLFLOW_ENABLE_ASYNC_LOGGING="true").code == 75
@@ -280,7 +329,7 @@ def test_variables_of_mlflow_are_used_or_named(place: Place) -> None:
 def test_a_user_id_without_a_name_is_the_user_of_the_run() -> None:
     names = ("LOGNAME", "USER", "LNAME", "USERNAME")
     env = {name: value for name, value in environment().items() if name not in names}
-    code = "from pipeline.record.provenance import _user; print(_user())"
+    code = "from pipeline.addons.ops.provenance import _user; print(_user())"
     command = ["unshare", "--user", "--map-user=54321", sys.executable, "-c", code]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "uid 54321\n"

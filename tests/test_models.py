@@ -19,6 +19,7 @@ from torchvision.models.regnet import BlockParams
 
 from pipeline.addons.models.pretrained import freeze
 from pipeline.addons.ops.model import check_model_builds, check_shapes
+from pipeline.addons.ops.provenance import provenance
 from pipeline.config.load import load
 from pipeline.config.schema import Model
 from pipeline.errors import RequestError
@@ -27,7 +28,6 @@ from pipeline.model.weights import load_weights
 from pipeline.plan import DataSize, make_plan
 from pipeline.record.checkpoint import copy_to_host, decode
 from pipeline.record.checkpoint_files import read_verified
-from pipeline.record.provenance import provenance
 from pipeline.train.optimizer import check_optimizer_exists, parameter_groups
 from pipeline.world import World
 

@@ -18,7 +18,6 @@ from pipeline.lazy import part
 from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal, events, run_id
-from pipeline.record.provenance import provenance
 from pipeline.record.receipt import Receipt
 from pipeline.record.trace import Trace
 from pipeline.supervision import launch_id
@@ -256,7 +255,7 @@ def _facts(job: Job, resumed_from: Path | None, device: torch.device) -> dict[st
         **({"portable": "yes" if plan.is_portable else plan.portable_reason} if plan.portable_reason else {}),
         "epochs": config.train.epochs,
         "data": job.source.digest,
-        **provenance(config.recipe, config.model.arch, device),
+        **part("provenance")(config.recipe, config.model.arch, device),
     }
 
 

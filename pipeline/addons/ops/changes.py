@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pipeline.addons.ops.provenance import model_provenance
 from pipeline.config.schema import Config
 from pipeline.data.manifest import find_cached_index
 from pipeline.data.sources import Source, data_root
@@ -14,7 +15,6 @@ from pipeline.model.architectures import meta_model
 from pipeline.record.checkpoint_files import step_of
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import events
-from pipeline.record.provenance import model_provenance
 
 
 def describe_data_change(config: Config, source: Source, before: str, fallback_cache: Path) -> str:

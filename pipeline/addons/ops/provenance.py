@@ -64,7 +64,7 @@ def _commit() -> str | None:
     """
 
     def git(*words: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parents[1]), *words]
+        command = ["git", "-C", str(Path(__file__).parents[2]), *words]
         return subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=5).decode(errors="replace").strip()
 
     with suppress(OSError, subprocess.SubprocessError):
