@@ -348,6 +348,8 @@ def test_changed_data_is_refused_and_named(trained: Job, tmp_path: Path, digits:
     image.write_bytes(content + b"\0")
     result = run.run()
     assert (result.code, f"train/3/{image.name} had" in result.error) == (2, True), result.err
+    image.unlink()
+    assert f"train/3/{image.name} is gone" in run.run().error
     image.write_bytes(content)
     assert run.run().done["step"] == "8"
 

@@ -339,21 +339,6 @@ def test_the_last_delivery_may_take_longer_than_run_timeout(tmp_path: Path, digi
     assert required.error.startswith("track.required=true and MLflow at http://127.0.0.1:")
 
 
-@pytest.mark.full
-def test_a_run_killed_during_an_outage_is_failed_once_it_is_sent(tmp_path: Path, digits: Path, good: Server) -> None:
-    with bad_servers() as uris:
-        run = job(tmp_path / "run", digits, uris["silent"], "train.epochs=1000", "train.max_steps=none").start()
-        run.wait_for_step(10)
-        assert run.process
-        kill(run.process.pid, signal.SIGKILL)
-        run.wait_gone(9)
-    assert sync(run, MLFLOW_TRACKING_URI=good.uri).code == 0
-    found = good.run_of(run)
-    assert found.info.status == "FAILED"
-    assert found.info.end_time == read_rows(run.folder / "journal.jsonl")[-1]["time"]
-    good.check_points(run)
-
-
 def test_a_required_tracker_that_is_missing_is_named_at_once(tmp_path: Path, digits: Path) -> None:
     port = free_port()
     result = job(tmp_path / "run", digits, f"http://127.0.0.1:{port}", "track.required=true").start().wait()
