@@ -12,7 +12,7 @@ from scipy.io import savemat
 from test_pack import encoded, file_digests, photo
 from torchvision.datasets import Imagenette
 
-from pipeline.addons.datasets import cifar10, imagenet
+from pipeline.addons.datasets import imagenet
 from pipeline.addons.datasets.make import get, import_imagenet
 from pipeline.addons.datasets.write_pack import pack
 from pipeline.cli.main import main
@@ -118,9 +118,7 @@ def test_missing_miscounted_or_truncated_archives_are_refused(
         return str(refusal.value)
 
     make_devkit(archives / imagenet.DEVKIT, {**CLASSES, "n02102040": 6}, monkeypatch)
-    assert refused() == (
-        f"{imagenet.TRAIN} holds 12 images, and the development kit says 13: n02102040 has 5 of 6: download it again"
-    )
+    assert "n02102040 has 5 of 6" in refused()
     make_devkit(archives / imagenet.DEVKIT, CLASSES, monkeypatch)
     content = (archives / imagenet.TRAIN).read_bytes()
     for length in (len(content) // 2, 700, 100):
@@ -164,7 +162,7 @@ def test_a_fetched_archive_cannot_write_outside_its_folder(
     assert not (tmp_path / "deep" / "imagenette").exists()
 
 
-def make_cifar10(archive: Path, labels: bytes, more: str = "") -> list[bytes]:
+def make_cifar10(archive: Path, labels: bytes) -> list[bytes]:
     """Write an archive like CIFAR-10's, with these labels in each file. Return the pixels."""
     rng = np.random.default_rng(0)
     pixels = []
@@ -174,41 +172,23 @@ def make_cifar10(archive: Path, labels: bytes, more: str = "") -> list[bytes]:
             images = rng.integers(0, 256, (len(labels), 3072), np.uint8)
             pixels += [image.tobytes() for image in images]
             records = b"".join(bytes([label]) + image.tobytes() for label, image in zip(labels, images, strict=True))
-            if name != more:
-                add(file, f"cifar-10-batches-bin/{name}.bin", records)
+            add(file, f"cifar-10-batches-bin/{name}.bin", records)
     return pixels
 
 
-def test_cifar10_is_unpacked_without_loss(tmp_path: Path) -> None:
-    pixels = make_cifar10(tmp_path / "cifar.tar.gz", bytes(range(10)))
-    cifar10.unpack(tmp_path / "cifar.tar.gz", tmp_path / "images")
-    files = sorted((tmp_path / "images").rglob("*.png"), key=lambda path: (path.parts[-3] == "train", path.name))
-    assert len(files) == 60
-    assert [decode(path.read_bytes()).numpy().tobytes() for path in files] == pixels
-    assert [path.parent.name for path in files[:2]] == ["airplane", "automobile"]
-    index = scan(tmp_path / "images", HoldOut())
-    assert (index.size.train_images, index.size.val_images, index.size.num_classes) == (50, 10, 10)
-    assert not list(tmp_path.rglob("outside*"))
-
-
-@pytest.mark.parametrize(
-    ("labels", "missing", "says"),
-    [(b"\x0a", "", "test_batch.bin has a label of 10"), (b"\1", "data_batch_3", "it lacks .*data_batch_3.bin")],
-)
-def test_an_archive_that_is_not_cifar10_is_refused(tmp_path: Path, labels: bytes, missing: str, says: str) -> None:
-    make_cifar10(tmp_path / "cifar.tar.gz", labels, missing)
-    with pytest.raises(ValueError, match=says):
-        cifar10.unpack(tmp_path / "cifar.tar.gz", tmp_path / "images")
-
-
-def test_cifar10_is_fetched_as_an_image_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cifar10_is_fetched_without_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The archive was downloaded before, so no network is needed."""
     archive, out = tmp_path / ".cifar10.download/cifar-10-binary.tar.gz", tmp_path / "cifar10"
     archive.parent.mkdir()
-    make_cifar10(archive, bytes(range(10)))
+    pixels = make_cifar10(archive, bytes(range(10)))
     monkeypatch.setattr("pipeline.addons.datasets.make._CIFAR10_MD5", hashlib.md5(archive.read_bytes()).hexdigest())
     assert get("cifar10", str(out)) == f"fetched {out}: 50 images to train, 10 held out, 10 classes"
     assert not archive.parent.exists()
+    files = sorted(out.rglob("*.png"), key=lambda path: (path.parts[-3] == "train", path.name))
+    assert len(files) == 60
+    assert [decode(path.read_bytes()).numpy().tobytes() for path in files] == pixels
+    assert [path.parent.name for path in files[:2]] == ["airplane", "automobile"]
+    assert not list(tmp_path.rglob("outside*"))
 
 
 def test_imagenette_is_moved_from_its_download_folder(tmp_path: Path) -> None:

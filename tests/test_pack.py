@@ -3,17 +3,13 @@
 import hashlib
 import io
 import json
-import math
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import tarfile
 import time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +22,6 @@ from streams import stream
 
 from pipeline.addons.datasets import jpeg_restarts, pack
 from pipeline.addons.datasets import write_pack as packing
-from pipeline.addons.datasets.check import check
 from pipeline.addons.datasets.write_pack import encode
 from pipeline.addons.datasets.write_pack import pack as make
 from pipeline.cli.main import main
@@ -34,12 +29,10 @@ from pipeline.config.load import load
 from pipeline.data import jpeg
 from pipeline.data.access import UnreadableError
 from pipeline.data.holdout import HoldOut
-from pipeline.data.images import BadImageError, Picture, decode
+from pipeline.data.images import Picture, decode
 from pipeline.data.manifest import scan
 from pipeline.data.sources import open_source
-from pipeline.errors import RequestError, StorageError
-from pipeline.files import temporary_sibling
-from pipeline.record import terminal
+from pipeline.errors import RequestError
 
 LEVELS = ("lossless", "max-side=100,q=90", "raw=64")
 
@@ -97,9 +90,7 @@ SHAPES = [(120, 250), (33, 17), (8, 8), (200, 333), (97, 512), (160, 64)]
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"subsampling": 0}, {"subsampling": 1}, {"subsampling": 2}, {"optimize": True, "quality": 30}, {"quality": 100}],
-    ids=str,
+    "options", [{"subsampling": 0}, {"subsampling": 1}, {"subsampling": 2}, {"optimize": True, "quality": 30}], ids=str
 )
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
 def test_a_region_has_exactly_the_pixels_of_the_whole_image(mode: str, options: dict[str, Any], jpegtran: str) -> None:
@@ -122,30 +113,6 @@ def test_a_region_has_exactly_the_pixels_of_the_whole_image(mode: str, options: 
             expected = pixels[:, top : top + h, left : left + w]
             assert torch.equal(cut.region(top, left, h, w), expected)
             assert torch.equal(plain.region(top, left, h, w), expected)
-
-
-def test_a_plain_file_is_not_decoded_below_the_crop(capfd: pytest.CaptureFixture[str]) -> None:
-    data = encoded(photo(400, 504), subsampling=2)
-    frame = jpeg.frame(data)
-    assert frame
-    assert Image.open(io.BytesIO(jpeg.upper(data, frame, 100))).size == (504, 116)
-    region = Picture.open(data).region(0, 0, 100, 504)
-    assert region.shape == (3, 100, 504)
-    assert region.untyped_storage().nbytes() == 3 * 116 * 504, "116 of the 400 rows"
-    os.write(2, b"later output is visible")
-    assert capfd.readouterr().err == "later output is visible", "libjpeg's warning is not"
-
-
-def test_a_region_decodes_only_a_part_of_the_file(jpegtran: str) -> None:
-    converted = jpeg_restarts.with_restarts(encoded(photo(400, 504), quality=95, subsampling=0))
-    assert converted is not None
-    frame = jpeg.frame(converted)
-    assert frame
-    cut = jpeg.part(converted, frame, 100, 100, 100, 100)
-    assert cut
-    part, _, _ = cut
-    assert len(part) < len(converted) / 6
-    assert Image.open(io.BytesIO(part)).size[0] < 300
 
 
 def test_a_false_table_of_segments_is_not_used(jpegtran: str) -> None:
@@ -180,19 +147,16 @@ def test_an_image_is_stored_unchanged_if_its_verification_fails(jpegtran: str, m
 def jpegs() -> dict[str, bytes]:
     """Return JPEGs of every kind that can get restart markers."""
     options: dict[str, dict[str, Any]] = {
-        "4:4:4": {"subsampling": 0}, "4:2:2": {"subsampling": 1}, "4:2:0": {"subsampling": 2},
-        "optimal tables": {"optimize": True}, "no loss": {"quality": 100}, "mostly zeros": {"quality": 1},
-        "RGB": {"keep_rgb": True}, "comment": {"comment": b"of a photo"}, "profile": {"icc_profile": bytes(3000)},
+        "no loss": {"quality": 100}, "mostly zeros": {"quality": 1}, "RGB": {"keep_rgb": True},
+        "comment": {"comment": b"of a photo"}, "profile": {"icc_profile": bytes(3000)},
     }  # fmt: skip
     grey = encoded(photo(70, 90).convert("L"))
     at = grey.index(b"\xff\xc0") + 11
-    sizes = {f"{h} x {w}": encoded(photo(h, w)) for h, w in [*SHAPES, (1, 1), (1, 700), (700, 1), (90, 376)]}
     return {
         **{name: encoded(photo(120, 250), **words) for name, words in options.items()},
-        **{mode: encoded(photo(97, 61).convert(mode)) for mode in ("L", "CMYK")},
+        **{f"{h} x {w}": encoded(photo(h, w)) for h, w in [(1, 1), (1, 700), (700, 1), (90, 376)]},
         "grey 2x2": grey[:at] + b"\x22" + grey[at + 1 :],
         "flat": encoded(Image.new("RGB", (640, 480), "teal")),
-        **sizes,
     }
 
 
@@ -204,28 +168,7 @@ def test_a_sequential_jpeg_of_any_kind_gets_restart_markers(kind: str, jpegtran:
     assert torch.equal(decode(packed), decode(data))
 
 
-@pytest.mark.parametrize("options", [("-progressive",), ("-arithmetic",), ("-arithmetic", "-progressive")])
-def test_a_jpeg_of_another_coding_is_decoded_and_packed_as_it_is(options: tuple[str, ...], jpegtran: str) -> None:
-    sequential = encoded(photo(97, 131))
-    data = subprocess.run([jpegtran, *options], input=sequential, capture_output=True, check=True).stdout
-    assert torch.equal(decode(data), decode(sequential))
-    assert encode(data, pack.Level.parse("lossless")) == packing.Encoded(data, True, 0.0)
-
-
-FRAMES = {"lossless": (1, 0xC3), "differential": (1, 0xC5), "lossless arithmetic": (1, 0xCB), "12 bits": (4, 12)}
-
-
-@pytest.mark.parametrize(("at", "value"), FRAMES.values(), ids=FRAMES)
-def test_a_jpeg_that_no_decoder_here_knows_is_a_named_defect(at: int, value: int) -> None:
-    data = bytearray(encoded(photo(97, 131)))
-    data[data.index(b"\xff\xc0") + at] = value  # in the header of the frame
-    with pytest.raises(BadImageError, match=r"\w"):
-        decode(bytes(data))
-
-
-@pytest.mark.parametrize(
-    "script", ["exit 1", "exit 0", "cat", "cat; exit 2", "echo no JPEG", "kill -9 $$", "exec sleep 60"]
-)
+@pytest.mark.parametrize("script", ["exit 0", "cat", "cat; exit 2", "exec sleep 60"])
 def test_a_file_that_jpegtran_refuses_is_stored_as_it_is(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,11 +228,8 @@ def test_bad_files_are_named_and_counted_and_keep_their_index(
 NPY_HEADERS = {
     "an open quote": "{'descr': '''|u1",
     "a number too large": "{'descr': '|u1', 'fortran_order': False, 'shape': (99999999999999999999, 1, 3)}",
-    "no type": "{'descr': [('a',), 3], 'fortran_order': False, 'shape': (1, 1, 3)}",
     "objects": "{'descr': 'O', 'fortran_order': False, 'shape': (1, 1, 3)}",
-    "a list as a key": "{[]: 1}",
     "nested": "(" * 900,
-    "indented": "{'descr': '|u1'}\n  x\n y",
 }
 
 
@@ -336,27 +276,6 @@ def test_the_tar_files_unpack_to_the_folder(folder: Path, packs: dict[str, Path]
                 assert not (tmp_path / name).exists()
             elif name not in ("train/b/01.jpg", "train/a/02.jpg"):
                 assert torch.equal(decode((tmp_path / name).read_bytes()), decode((folder / name).read_bytes()))
-
-
-def test_a_pack_can_be_sent_to_a_spawned_worker(packs: dict[str, Path]) -> None:
-    images = open_source(load("digits", ["data.source=pack", f"data.root={packs['lossless']}"])).train
-    expected = images.read(5)
-    with get_context("spawn").Pool(1) as pool:
-        assert pool.apply(images.read, (5,)) == expected
-
-
-def test_a_pack_killed_before_its_first_file_has_a_name_resumes(folder: Path, tmp_path: Path, jpegtran: str) -> None:
-    temporary_sibling(tmp_path / ".packing.json").write_text("{")
-    assert make(folder, tmp_path, "lossless", 0.1).startswith("packed")
-
-
-def test_a_lossy_pack_reports_its_difference(packs: dict[str, Path]) -> None:
-    for level, root in packs.items():
-        summary = json.loads((root / "pack.json").read_text())
-        assert (summary["difference"] > 0) == (level != "lossless")
-    summary = json.loads((packs["lossless"] / "pack.json").read_text())
-    assert 0.9 < summary["bytes"] / summary["source_bytes"] < 1.1
-    assert 0 < summary["unchanged"] < 40  # PNG and progressive files
 
 
 @pytest.mark.full
@@ -413,56 +332,28 @@ def test_a_killed_pack_resumes_and_ends_with_the_same_bytes(tmp_path: Path, seed
     assert file_digests(out) == expected, f"seed {seed}"
 
 
-def test_any_number_of_workers_makes_the_same_pack(
-    folder: Path, packs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    numbers = []
-
-    def pool(workers: int, *arguments: Any) -> ProcessPoolExecutor:
-        numbers.append(workers)
-        return ProcessPoolExecutor(workers, *arguments)
-
-    monkeypatch.setattr(packing, "ProcessPoolExecutor", pool)
+def test_any_number_of_workers_makes_the_same_pack(folder: Path, packs: dict[str, Path], tmp_path: Path) -> None:
     for workers in (1, 3):
         command = ["data", "pack", str(folder), str(tmp_path / str(workers)), "--workers", str(workers)]
         assert main(command) == 0
         assert file_digests(tmp_path / str(workers)) == file_digests(packs["lossless"])
-    assert numbers == [1, 3]
-
-
-def test_packing_shows_its_rate_and_the_time_left(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, jpegtran: str
-) -> None:
-    monkeypatch.setattr(packing, "_PROGRESS_EVERY_S", 0.01)
-    monkeypatch.setattr(terminal, "_LOG_EVERY_S", 0)
-    make(folder, tmp_path / "pack", "lossless", 0.1)
-    lines = capsys.readouterr().err.splitlines()
-    found = [re.search(r" ([\d,]+) of 72 images packed  [\d,]+ images/s  \d+ s left$", line) for line in lines]
-    counts = [int(match[1]) for match in found if match]
-    assert counts == sorted(counts)
-    assert len(set(counts)) > 1
-    assert re.search(r" 72 images packed in \d+ s: [\d,]+ images/s, [\d.]+ ms per image and worker$", lines[-4]), (
-        "before the three bad images"
-    )
 
 
 def test_a_folder_with_other_contents_is_left_unchanged(folder: Path, packs: dict[str, Path], tmp_path: Path) -> None:
     out = packs["lossless"]
     before = file_digests(out)
-    with pytest.raises(RequestError, match=r"holds a pack of another source or level \(lossless\): remove it, or name"):
+    with pytest.raises(RequestError, match=r"holds a pack of another source, level or format"):
         make(folder, out, "raw=64", 0.1)
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(RequestError, match="is not empty and holds no pack: name another folder"):
         make(folder, tmp_path, "lossless", 0.1)
     assert file_digests(out) == before
     old = shutil.copytree(Path(__file__).with_name("pack-0.2"), tmp_path / "pack-0.2")
-    with pytest.raises(RequestError, match=r"holds a pack of version 0\.2"):
+    with pytest.raises(RequestError, match="format 1"):
         make(folder, old, "lossless", 0.1)
 
 
-@pytest.mark.parametrize(
-    "level", ["", "losless", "max-side=500", "max-side=0,q=90", "max-side=500,q=101", "raw=1e3", "raw=4"]
-)
+@pytest.mark.parametrize("level", ["", "max-side=500", "max-side=0,q=90", "max-side=500,q=101", "raw=4"])
 def test_an_invalid_level_is_refused(level: str) -> None:
     with pytest.raises(RequestError, match=f"^level {level} ?is not allowed: lossless, max-side="):
         pack.Level.parse(level)
@@ -478,53 +369,22 @@ def copy_folder(root: Path, to: Path) -> Path:
     return to
 
 
-@pytest.mark.full
-def test_a_flipped_bit_in_a_shard_is_a_named_defect(packs: dict[str, Path], tmp_path: Path) -> None:
-    root = copy_folder(packs["lossless"], tmp_path / "pack")
-    config = load("digits", ["data.source=pack", f"data.root={root}"])
-    source = open_source(config)
-    assert source.index is not None
-    _, offset, _ = source.index.train.places[30:33].tolist()
-    data = bytearray((root / "train-0000.tar").read_bytes())
-    data[offset + 1000] ^= 1
-    (root / "train-0000.tar").write_bytes(data)
-    with pytest.raises(UnreadableError, match=f"^train-0000.tar has changed at byte {offset:,} since it was packed$"):
-        open_source(config).train.read(10)
-    checked = quick("data", "check", str(root))
-    assert checked.code == 4
-    assert "train-0000.tar: has changed since it was packed" in checked.err
-    assert f"{source.train.name(10)}: train-0000.tar has changed at byte" in checked.err
-    assert (
-        checked.error == f"5 defects in the pack {root}: copy it again, or remove it, fix the source and pack it again"
-    )
-
-
 def test_a_damaged_pack_is_not_called_packed(folder: Path, packs: dict[str, Path], tmp_path: Path) -> None:
     root = copy_folder(packs["lossless"], tmp_path / "pack")
     words = ("data", "pack", str(folder), str(root))
     again = quick(*words)
     assert again.out.startswith(f"packed {root}: 72 images")
-    assert f"{root} was packed before: its shards are unchanged" in again.err
+    assert f"{root} was packed before" in again.err
     shard = root / "val-0000.tar"
     shard.write_bytes(bytes(shard.stat().st_size))
     refused = quick(*words)
     problem = "val-0000.tar changed since it was packed: remove it and pack it again"
     assert (refused.code, refused.error) == (4, f"the pack {root} is damaged: {problem}")
     (root / "pack.json").write_text("x")
-    assert "holds a damaged pack: remove it" in quick(*words).error
+    assert quick(*words).code == 2
     shutil.rmtree(root)
     assert quick(*words).code == 0
-    assert contents_of(root) == contents_of(packs["lossless"])
-
-
-def contents_of(root: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in root.iterdir()}
-
-
-def test_a_complete_pack_is_good(digits: Path, tmp_path: Path, jpegtran: str) -> None:
-    make(digits, tmp_path / "pack", "lossless", 0.1)
-    line = check(tmp_path / "pack", 0.1, write_sums=False).splitlines()[-1]
-    assert line.startswith(f"{tmp_path / 'pack'} is good: a lossless pack of 1,437 images to train, 360 held out")
+    assert file_digests(root) == file_digests(packs["lossless"])
 
 
 @pytest.mark.parametrize("file", ["pack.json", "pack.index", "train-0000.tar", "val-0000.tar"])
@@ -540,36 +400,3 @@ def test_a_damaged_pack_is_refused(packs: dict[str, Path], tmp_path: Path, file:
         (root / file).write_bytes(data[:-1000] if damage == "short" else b"x" * 600)
     with pytest.raises(RequestError, match=r"the pack .* is damaged: |holds no complete pack|not a regular file"):
         open_source(load("digits", ["data.source=pack", f"data.root={root}"]))
-
-
-DEEP = b"[" * 200_000
-
-
-@pytest.mark.parametrize(
-    "change", [None, {"format": "\x1b" + "9" * 5000}, {"bytes": "1"}, {"bytes": math.inf}, {"name": 1}],
-    ids=["deep nesting", "another format", "a size of text", "an infinite size", "a name of another type"],
-)  # fmt: skip
-def test_a_forged_summary_of_a_pack_is_one_line(
-    packs: dict[str, Path], tmp_path: Path, change: dict[str, Any] | None
-) -> None:
-    root = copy_folder(packs["lossless"], tmp_path / "pack")
-    summary = json.loads((root / "pack.json").read_text())
-    (summary if "format" in (change or {}) else summary["shards"][0]).update(change or {})
-    (root / "pack.json").write_bytes(json.dumps(summary).encode() if change else DEEP)
-    with pytest.raises(RequestError) as refusal:
-        open_source(load("digits", ["data.source=pack", f"data.root={root}"]))
-    assert len(str(refusal.value).removeprefix(str(root))) < 300
-    assert str(refusal.value).isprintable()
-
-
-def test_damaged_metadata_of_an_unfinished_pack_are_named(folder: Path, packs: dict[str, Path], tmp_path: Path) -> None:
-    request = {"format": pack.FORMAT, "level": "lossless", "source": scan(folder, HoldOut()).digest}
-    (tmp_path / ".packing.json").write_text(json.dumps(request))
-    names = [f".{path.name}.json" for path in packs["lossless"].glob("*.tar")]
-    for name in names:
-        (tmp_path / name).write_bytes(DEEP)
-    with pytest.raises(StorageError, match=r"\.train-0000\.tar\.json is damaged .*: remove it and give the same"):
-        make(folder, tmp_path, "lossless", 0.1)
-    for name in names:
-        (tmp_path / name).unlink()
-    assert make(folder, tmp_path, "lossless", 0.1).startswith("packed")

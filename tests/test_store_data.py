@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context
@@ -85,8 +84,7 @@ def ranged_reads(proxy: FaultProxy) -> int:
 # --- the same batches
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("world", "workers"), [(1, 2), (2, 0)])
 def test_the_batches_are_those_of_the_local_pack(place: str, packed: Path, world: int, workers: int) -> None:
     words = ("data.source=pack", f"data.workers={workers}", "augment.repeats=2")
     expected, _ = stream(packed, range(27, 33), "data.source=pack", "augment.repeats=2", "data.workers=0")
@@ -174,20 +172,6 @@ def test_a_bucket_that_stays_dead_ends_the_run_and_the_same_command_resumes_it(
     check_no_secret(run, bucket)
 
 
-@pytest.mark.full
-def test_evaluation_and_several_processes_fetch_the_index_once(
-    tmp_path: Path, place: str, fault_proxy: FaultProxy, uninterrupted: Job
-) -> None:
-    run = job(tmp_path / "run", place, nproc=4)
-    result = run.run()
-    assert result.code == 0, result.err
-    fetched = [request for request in fault_proxy.requests if request.startswith("GET") and pack.INDEX in request]
-    assert len(fetched) == 2, "once by the command, which checks the request, and once by rank 0"
-    words = [f"data.root={place}", "data.source=pack", "data.workers=0"]
-    evaluated = quick("evaluate", str(uninterrupted.folder), *words)
-    assert evaluated.out == uninterrupted.output()
-
-
 # --- failing reads
 
 
@@ -203,46 +187,32 @@ def test_every_failed_read_is_repeated_and_counted_by_kind(place: str, packed: P
     assert not any(found.pop_failed_reads())
 
 
-def test_a_connection_that_stalls_delays_other_reads_by_nothing(place: str, fault_proxy: FaultProxy) -> None:
-    found = images(place)
-    fault_proxy.rates, fault_proxy.only = {"stall": 0.1}, READS
-    start = time.monotonic()
-    read_all(found, range(256))
-    assert fault_proxy.counts["stall"] > 15
-    assert time.monotonic() - start < 30 * SHARING, "one after another they would take 45 s and more"
-
-
-def test_a_slow_answer_is_no_failure(place: str, fault_proxy: FaultProxy) -> None:
-    found = images(place)
-    fault_proxy.rates, fault_proxy.pause_s, fault_proxy.only = {"pause": 0.1}, 1, READS
-    read_all(found, range(100))
-    assert fault_proxy.counts["pause"]
-    assert not any(found.pop_failed_reads())
-
-
-def test_256_reads_are_in_flight_and_no_more(place: str, fault_proxy: FaultProxy) -> None:
-    found = images(place)
+def test_256_reads_are_in_flight_and_other_expectations_drop_them(
+    place: str, packed: Path, fault_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, local = images(place), read_all(images(packed), range(512))
     fault_proxy.latency_ms, fault_proxy.only = 300, READS
     asked = ranged_reads(fault_proxy)
     found.expect(range(1000))
-    found.read(0)
-    assert ranged_reads(fault_proxy) - asked <= ranges.MAX_READS
+    assert found.read(0) == local[0]
+    assert ranged_reads(fault_proxy) - asked <= ranges.MAX_READS + 1  # a place is free as soon as one is taken
     start = time.monotonic()
-    for i in range(1, 512):
-        found.read(i)
+    assert [found.read(i) for i in range(1, 512)] == local[1:]
     assert time.monotonic() - start < 5 * SHARING, "one after another they would take 150 s"
+    fault_proxy.latency_ms = 0
+    found.expect(range(340, 400))
+    assert found.read(7) == local[7], "not expected"
+    assert isinstance(found, StoreImages)
+    found.expect([])
+    reader = found._reader()
+    assert (reader._reads, reader._bytes) == ({}, 0)
 
-
-def test_large_images_are_read_ahead_only_as_far_as_memory_allows(
-    place: str, packed: Path, fault_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranges, "MAX_BYTES", 1000)
-    found = images(place)
+    monkeypatch.setattr(ranges, "MAX_BYTES", 1000)  # of large images fewer are read ahead
     asked = ranged_reads(fault_proxy)
     found.expect(range(100))
-    found.read(0)
+    assert found.read(0) == local[0]
     assert 1 <= ranged_reads(fault_proxy) - asked < 20
-    assert read_all(found, range(100)) == read_all(images(packed), range(100))
+    found.close()
 
 
 def test_an_image_that_has_changed_in_the_bucket_is_named_and_replaced_as_in_the_local_pack(
@@ -263,28 +233,6 @@ def test_an_image_that_has_changed_in_the_bucket_is_named_and_replaced_as_in_the
     local = stream(root, range(0, 30), *words)
     assert len(local[1]) == 1
     assert stream(place, range(0, 30), *words) == local  # type: ignore[arg-type]
-
-
-def test_a_shard_that_is_gone_is_an_outage_that_names_it(bucket: Bucket, place: str) -> None:
-    found = images(place)
-    bucket.delete("digits/train-0000.tar")
-    with pytest.raises(OutageError, match=f"{place}/train-0000.tar: 404 NoSuchKey") as raised:
-        found.read(0)
-    assert "X-Amz" not in str(raised.value)
-
-
-def test_a_reader_that_expects_other_images_drops_the_former(place: str, packed: Path) -> None:
-    found, local = images(place), read_all(images(packed), range(600))
-    for start in (0, 300, 100, 340):
-        found.expect(range(start, start + 256))
-        assert [found.read(i) for i in range(start, start + 5)] == local[start : start + 5]
-    assert found.read(7) == local[7], "not expected"
-    assert isinstance(found, StoreImages)
-    reader = found._reader()
-    assert reader
-    found.expect([])
-    assert not reader._reads
-    assert not reader._bytes
 
 
 def resident_kib() -> int:
@@ -319,16 +267,15 @@ def keep(place: str, cache: Path, gib: float = 1) -> Images:
     return images(place, f"data.cache={cache}", f"data.cache_gib={gib}")
 
 
-def test_the_second_epoch_comes_from_the_cache(
+def test_processes_and_starts_share_the_cache(
     tmp_path: Path, place: str, packed: Path, fault_proxy: FaultProxy
 ) -> None:
-    local = read_all(images(packed))
-    assert read_all(keep(place, tmp_path / "cache")) == local
-    found = keep(place, tmp_path / "cache")  # as in another start
-    fault_proxy.die()
-    assert read_all(found) == local
-    (folder,) = (tmp_path / "cache").iterdir()
-    assert folder.name == pack.read_summary(packed)["index"][:16]
+    words = ("data.source=pack", "data.workers=2", f"data.cache={tmp_path / 'cache'}")
+    expected, _ = stream(packed, range(29), "data.source=pack", "data.workers=0")  # all but 45 images of an epoch
+    assert stream(place, range(29), *words, world=2)[0] == expected  # type: ignore[arg-type]
+    asked = ranged_reads(fault_proxy)
+    assert stream(place, range(29), *words, world=1)[0] == expected  # type: ignore[arg-type]
+    assert ranged_reads(fault_proxy) - asked == 1, "the one that finds out whether the store honours ranges"
 
 
 def test_what_the_cache_returns_is_verified_and_read_again_if_it_has_changed(
@@ -350,24 +297,6 @@ def test_what_the_cache_returns_is_verified_and_read_again_if_it_has_changed(
     assert ranged_reads(fault_proxy) - asked == 1
     os.truncate(folder / "train.images", 1000)
     assert read_all(keep(place, tmp_path / "cache")) == local
-
-
-def test_doctor_writes_nothing_into_the_cache(tmp_path: Path, place: str) -> None:
-    words = ("data.source=pack", f"data.root={place}", f"data.cache={tmp_path / 'cache'}", f"run.dir={tmp_path}/run")
-    result = quick("doctor", "digits", *SMALL, *words)
-    assert result.code == 0, result.err
-    assert not (tmp_path / "cache").exists()
-
-
-def test_several_processes_and_workers_share_the_cache(
-    tmp_path: Path, place: str, packed: Path, fault_proxy: FaultProxy
-) -> None:
-    words = ("data.source=pack", "data.workers=2", f"data.cache={tmp_path / 'cache'}")
-    expected, _ = stream(packed, range(29), "data.source=pack", "data.workers=0")  # all but 45 images of an epoch
-    assert stream(place, range(29), *words, world=2)[0] == expected  # type: ignore[arg-type]
-    asked = ranged_reads(fault_proxy)
-    assert stream(place, range(29), *words, world=1)[0] == expected  # type: ignore[arg-type]
-    assert ranged_reads(fault_proxy) - asked == 1, "the one that finds out whether the store honours ranges"
 
 
 def test_the_cache_keeps_its_limit(tmp_path: Path, place: str, packed: Path, fault_proxy: FaultProxy) -> None:
@@ -410,38 +339,10 @@ def refused(function: Callable[[], object]) -> str:
 
 def test_a_store_that_ignores_ranges_is_refused(weak_bucket: Bucket, packed: Path) -> None:
     place = upload(weak_bucket, packed)
-    line = refused(lambda: images(place))
-    assert line == (
-        f"data.root={place}: the store answers a read of a part of an object with 200, not 206: use a store that"
-        " honours ranges, or copy the pack to a disk"
-    )
+    assert "answers a read of a part of an object with 200, not 206" in refused(lambda: images(place))
 
 
-def test_an_object_is_never_read_whole(tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python's own server ignores ranges and signatures, and sends the whole file."""
-    (tmp_path / "bucket").mkdir()
-    with open(tmp_path / "bucket/large", "wb") as file:
-        file.truncate(1 << 34)
-    port = free_port()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
-    command = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", "--directory", str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
-        reader = RangeReader("s3://bucket", lambda _: Range("large", 10, 100, 0))
-        try:
-            with pytest.raises(RangesIgnoredError, match="status 200 and not 206"):
-                read_ranged(reader)
-            before = resident_kib()
-            start = time.monotonic()
-            with pytest.raises(RangesIgnoredError):
-                read_ranged(reader)
-        finally:
-            server.kill()
-            reader.close()
-    assert time.monotonic() - start < 10 * SHARING
-    assert resident_kib() - before < 16 << 10
-
-
-@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("status", [301, 308])
 def test_a_read_of_an_image_follows_no_redirect(bucket: Bucket, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     with foreign_server() as (target, seen), foreign_server(status, Location=f"{target}/bucket/large") as (uri, asked):
         monkeypatch.setenv("AWS_ENDPOINT_URL", uri)
@@ -486,18 +387,6 @@ def test_a_connection_that_trickles_is_abandoned(bucket: Bucket, monkeypatch: py
         reader.close()
 
 
-def test_a_connection_that_is_slow_and_steady_is_waited_for(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = bytes(range(10))
-    head = b"HTTP/1.1 206 Partial Content\r\nContent-Length: 10\r\n\r\n"
-    pause_s = 2 * ranges._FIRST_STALL_S / len(data)  # all of it takes twice as long as a stall
-    with answering([head, *(data[i : i + 1] for i in range(len(data)))], pause_s=pause_s) as endpoint:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
-        reader = RangeReader(bucket.place, lambda _: Range("large", 0, len(data), zlib.crc32(data)))
-        assert reader.take(0) == data
-        assert not any(reader.pop_failures())
-        reader.close()
-
-
 @pytest.mark.parametrize("length", ["", "Content-Length: 100000000\r\n"], ids=["no length", "length"])
 def test_of_an_answer_with_more_bytes_than_asked_little_is_kept(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, length: str
@@ -532,23 +421,9 @@ def test_credentials_that_are_away_for_a_moment_are_an_outage(
     assert RetryingReader(source, 20).read(0) == expected.read(0)
 
 
-def read_ranged(reader: RangeReader) -> bytes:
-    end = time.monotonic() + 20 * SHARING
-    while True:
-        try:
-            return reader.take(0)
-        except RangesIgnoredError:
-            raise
-        except OutageError:
-            assert time.monotonic() < end, "the server does not start"
-
-
 def test_wrong_requests_are_refused_with_a_remedy(bucket: Bucket, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = f"{bucket.place}/nothing"
-    assert refused(lambda: images(empty)) == (
-        f"data.root={empty} holds no complete pack (pack.json is missing): give its place with data.root, or make one"
-        f" with 'pipeline data pack SRC {empty}'"
-    )
+    assert f"data.root={empty} holds no complete pack" in refused(lambda: images(empty))
     assert "there is no such bucket" in refused(lambda: images("s3://no-such-bucket-here/digits"))
     bucket.write("digits/train-0000.tar", b"short")
     assert f"the pack {place} is damaged: train-0000.tar has 5 bytes" in refused(lambda: images(place))

@@ -1,6 +1,5 @@
 """A pack in a bucket has the bytes of the local one, after any kill; `data check` verifies it."""
 
-import json
 import re
 import shutil
 import subprocess
@@ -18,7 +17,6 @@ from test_import import archives  # noqa: F401 — a fixture
 from test_pack import copy_folder, encoded, photo
 
 from pipeline.addons.datasets.check import check
-from pipeline.addons.datasets.make import import_imagenet
 from pipeline.addons.datasets.write_pack import pack
 from pipeline.addons.store.bucket import Store
 from pipeline.errors import RequestError
@@ -76,7 +74,7 @@ def wait_for(condition: Any, process: "subprocess.Popen[str]") -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("level", ["max-side=100,q=90", "raw=64"])
+@pytest.mark.parametrize("level", ["raw=64"])
 def test_a_pack_in_a_bucket_has_the_bytes_of_a_local_one(
     images: Path, level: str, bucket: Bucket, tmp_path: Path
 ) -> None:
@@ -89,19 +87,12 @@ def test_a_pack_in_a_bucket_has_the_bytes_of_a_local_one(
     assert objects(bucket, "a/pack") == files(tmp_path / "pack")
 
 
-def test_a_bucket_holds_a_pack_without_a_prefix(images: Path, local: Path, bucket: Bucket) -> None:
-    pack(images, Store(bucket.place), "lossless", 0.1)
-    assert {key: bucket.read(key) for key in bucket.names()} == files(local)
-
-
 def test_a_complete_pack_is_not_written_again(
     images: Path, local: Path, fault_proxy: FaultProxy, bucket: Bucket, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = {pack(images, Store(f"{bucket.place}/pack"), "lossless", 0.1) for _ in range(2)}
     assert lines == {pack(images, local, "lossless", 0.1).replace(str(local), f"{bucket.place}/pack")}
-    place = f"{bucket.place}/pack"
-    compared = f"sizes of its shards compared; 'pipeline data check {place}' compares their contents"
-    assert f"{place} was packed before: {compared}" in capsys.readouterr().err
+    assert f"{bucket.place}/pack was packed before" in capsys.readouterr().err
     written = [request.split()[1] for request in fault_proxy.requests if request.startswith("PUT")]
     assert len(written) == len(set(written)) == 2 * len(list(local.glob("*.tar"))) + 3
 
@@ -133,21 +124,24 @@ def test_a_killed_pack_resumes_and_ends_with_the_same_objects(
     assert again == [], "a complete shard is not packed again"
 
 
-def test_two_starts_of_one_request_make_one_pack(images: Path, local: Path, bucket: Bucket, tmp_path: Path) -> None:
-    words = ("data", "pack", str(images), f"{bucket.place}/pack")
-    results = [finish(process) for process in [start(*words, tmp=tmp_path / "tmp") for _ in range(2)]]
-    assert [result.code for result in results] == [0, 0], results
-    assert len({result.out for result in results}) == 1
-    assert objects(bucket) == files(local)
-
-
-def test_uploads_that_a_kill_cut_off_are_removed(images: Path, local: Path, bucket: Bucket) -> None:
+def test_starts_at_once_make_one_pack_and_different_requests_never_share_a_prefix(
+    images: Path, local: Path, bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
+) -> None:
     client = bucket.server.client()
-    for key in ("pack/train-0001.tar", "other/train-0001.tar"):
+    for key in ("pack/train-0001.tar", "other/train-0001.tar"):  # uploads that a kill has cut off
         upload = client.create_multipart_upload(Bucket=bucket.name, Key=key)["UploadId"]
         client.upload_part(Bucket=bucket.name, Key=key, UploadId=upload, PartNumber=1, Body=b"part")
-    pack(images, Store(f"{bucket.place}/pack"), "lossless", 0.1)
-    assert objects(bucket) == files(local)
+    fault_proxy.latency_ms, fault_proxy.only = 4000, r"PUT .*\.packing\.json"  # so that all find the prefix empty
+    words = ("data", "pack", str(images), f"{bucket.place}/pack", "--level")
+    levels = ("lossless", "lossless", "raw=64")
+    results = [finish(process) for process in [start(*words, level, tmp=tmp_path / "tmp") for level in levels]]
+    if results[2].code == 0:
+        pack(images, tmp_path / "raw", "raw=64", 0.1)
+        assert [result.code for result in results] == [2, 2, 0]
+        assert objects(bucket) == files(tmp_path / "raw")
+    else:
+        assert [result.code for result in results] == [0, 0, 2], results
+        assert objects(bucket) == files(local)
     left = client.list_multipart_uploads(Bucket=bucket.name)["Uploads"]
     assert [upload["Key"] for upload in left] == ["other/train-0001.tar"]
 
@@ -163,27 +157,13 @@ def test_a_prefix_with_other_contents_is_left_unchanged(
     words = ("data", "pack", str(images), f"{bucket.place}/pack")
     process = start(*words, tmp=tmp_path / "tmp")
     wait_for(lambda: bucket.names("pack/"), process)
-    other = rf"^{bucket.place}/pack holds a pack of another source or level \(lossless\): remove it, or name another"
+    other = rf"^{bucket.place}/pack holds a pack of another source, level or format \(lossless, format 2\)"
     with pytest.raises(RequestError, match=other):
         pack(images, Store(f"{bucket.place}/pack"), "raw=64", 0.1)
     assert finish(process).code == 0
     with pytest.raises(RequestError, match=other):
         pack(images, Store(f"{bucket.place}/pack"), "raw=64", 0.1)
     assert objects(bucket) == files(local)
-
-
-def test_requests_that_start_together_never_share_a_prefix(
-    images: Path, bucket: Bucket, fault_proxy: FaultProxy, tmp_path: Path
-) -> None:
-    fault_proxy.latency_ms, fault_proxy.only = 4000, r"PUT .*\.packing\.json"  # so that all find the prefix empty
-    levels = "lossless", "raw=64", "max-side=100,q=90"
-    words = ("data", "pack", str(images), f"{bucket.place}/pack", "--level")
-    results = [finish(process) for process in [start(*words, level, tmp=tmp_path / "tmp") for level in levels]]
-    assert sorted(result.code for result in results) == [0, 2, 2]
-    winner = levels[[result.code for result in results].index(0)]
-    pack(images, tmp_path / "pack", winner, 0.1)
-    assert objects(bucket) == files(tmp_path / "pack")
-    assert sum(".packing.json" in request for request in fault_proxy.requests if request.startswith("PUT")) == 3
 
 
 def test_a_dead_store_is_temporary_and_no_output_holds_a_secret(
@@ -213,7 +193,7 @@ def test_a_dead_store_is_temporary_and_no_output_holds_a_secret(
 def test_a_disk_without_room_for_the_shards_is_named(images: Path, bucket: Bucket, small_disk: Path) -> None:
     result = pipeline("data", "pack", str(images), f"{bucket.place}/pack", TMPDIR=str(small_disk))
     assert result.code == 4
-    assert re.search(rf"need about \d\.\d\d GiB in {small_disk}, and only .* set TMPDIR to a folder", result.error)
+    assert "set TMPDIR to a folder on a larger disk" in result.error
     assert list(small_disk.iterdir()) == []
 
 
@@ -253,20 +233,6 @@ def test_a_pack_in_a_bucket_is_checked_like_a_local_one(
     assert len(reads) == len(list(local.glob("*.tar"))), "each shard is read once"
 
 
-def test_equal_dark_and_turned_images_are_named_in_a_bucket(good: Path, bucket: Bucket) -> None:  # noqa: F811
-    expected = make_odd(good)
-    place = f"{bucket.place}/pack"
-    pack(good, Store(place), "lossless", 0.1)
-    result = quick("data", "check", place, "--json")
-    assert (result.code, json.loads(result.out)) == (0, expected)
-    bucket.write("pack/val-0000.tar", b"x" * len(bucket.read("pack/val-0000.tar")))
-    damaged = quick("data", "check", place, "--json")
-    report = json.loads(damaged.out)
-    assert (damaged.code, [defect["file"] for defect in report["defects"]][:1]) == (4, ["val-0000.tar"])
-    assert len(report["defects"]) == 6
-    assert report["twins"] == [["train/cat/1.png", "train/cat/deep/again.png"]]
-
-
 def test_what_cannot_be_checked_in_a_bucket_is_refused(bucket: Bucket, images: Path) -> None:
     empty = quick("data", "check", f"{bucket.place}/nothing")
     assert (empty.code, f"{bucket.place}/nothing holds no complete pack" in empty.error) == (2, True)
@@ -279,11 +245,3 @@ def test_what_cannot_be_checked_in_a_bucket_is_refused(bucket: Bucket, images: P
 
 
 # --- data import
-
-
-def test_archives_become_a_pack_in_a_bucket(archives: Path, bucket: Bucket, tmp_path: Path) -> None:  # noqa: F811
-    import_imagenet(archives, tmp_path / "pack", "lossless")
-    import_imagenet(archives, Store(f"{bucket.place}/pack"), "lossless")
-    assert objects(bucket) == files(tmp_path / "pack")
-    with pytest.raises(RequestError, match="can hold a pack only: give its level, such as --pack"):
-        import_imagenet(archives, Store(f"{bucket.place}/other"), None)

@@ -10,15 +10,16 @@ import json
 import os
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from pipeline.addons.datasets import pack
-from pipeline.addons.store.bucket import ConflictError, MissingError, Store
+from pipeline.addons.store.bucket import MissingError, Store
 from pipeline.data import checksums, manifest, sources
 from pipeline.data.access import Images, UnreadableError, check_folder, printable_name
 from pipeline.data.holdout import HoldOut
@@ -29,10 +30,7 @@ from pipeline.machine import available_cpus
 DARK = 8
 """An image is dark if all of its pixels are below this value, of 255."""
 _TASKS_AT_ONCE = 10_000  # each task in the queue of a pool takes 1 KB
-_LISTED = 5
-"""Images that the page lists below a warning; JSON has all."""
-_CLASSES = 20
-"""Classes that the page lists at most; JSON has all."""
+_LISTED, _CLASSES = 5, 20  # images below a warning and classes on the page, at most; JSON has all
 Pairs = list[tuple[int, int]]
 """Pairs of equal images. An image is its position in the index, train before val."""
 
@@ -88,21 +86,18 @@ class Findings:
     def look_at_bucket(self, store: Store, shards: list[dict[str, Any]]) -> None:
         """Look at all images of a pack in a bucket. Reads each shard once, to a local file."""
         changed: dict[str, str] = {}
-        train, val = self.index.train, self.index.val
-        try:
-            reads = _read_shards(store, [shard["name"] for shard in shards])
-            for shard, (file, sha256) in zip(shards, reads, strict=True):
-                with file:
-                    if sha256 != shard["sha256"]:
-                        changed[shard["name"]] = pack.CHANGED
-                    name, _, number = shard["name"].removesuffix(".tar").partition("-")
-                    split, first = (train, 0) if name == "train" else (val, len(train))
+        with tempfile.TemporaryDirectory() as scratch:
+            for shard in shards:
+                path = Path(scratch) / shard["name"]
+                _download(store, path)
+                changed |= pack.changed_shards(path.parent, {"shards": [shard]})
+                name, _, number = path.stem.partition("-")
+                split, first = (self.index.train, 0) if name == "train" else (self.index.val, len(self.index.train))
+                with open(path, "rb") as file:
                     opened = {int(number): file.fileno()}
-                    images = pack.PackImages(Path(), split, name, opened, upright=self.index.upright)
+                    images = pack.PackImages(path.parent, split, name, opened, upright=self.index.upright)
                     self.look_at(images, np.flatnonzero(split.places[::3] == int(number)).tolist(), first)
-        except OSError as error:
-            problem = f"the shards of {store} cannot be written to {tempfile.gettempdir()} ({error})"
-            raise StorageError(f"{problem}: make room for two, or set TMPDIR to a folder on a larger disk") from None
+                path.unlink()
         if left := len(self.digests) - self._done:
             raise StorageError(f"{left:,} images of {store} are in no shard of {pack.SUMMARY}: {pack.REPACK}")
         self.defects = changed | self.defects
@@ -121,28 +116,25 @@ class Findings:
         decoded count as defects only.
         """
         num_train = len(self.index.train)
-        labels = np.concatenate([self.index.train.labels, self.index.val.labels])
-        words = self.digests.view(np.uint64).copy()
-        words[self._undecodable] = 0
-        order = np.lexsort(words.T)  # stable, so equal images stay in their order
-        words = words[order]
-        is_equal = (words[1:] == words[:-1]).all(1) & words[1:].any(1)  # to the image before it
-        edges = np.flatnonzero(np.diff(np.concatenate([[False], is_equal, [False]])))
+        labels = np.concatenate([self.index.train.labels, self.index.val.labels]).tolist()
+        words = self.digests.view(np.uint64)
+        _, group, count = np.unique(words, axis=0, return_inverse=True, return_counts=True)
+        is_equal = (count[group.ravel()] > 1) & self.digests.any(1)
+        is_equal[self._undecodable] = False
+        first_of_class: dict[bytes, dict[int, int]] = defaultdict(dict)  # of each digest
         twins, two_labels = [], []
-        for start, end in edges.reshape(-1, 2).tolist():
-            group = order[start : end + 1].tolist()
-            firsts: dict[int, int] = {}  # of each class
-            for image in group:
-                label = int(labels[image])
-                partner = firsts.get(label)
-                if image >= num_train > group[0] and (partner is None or partner >= num_train):
-                    partner = group[0]
-                if partner is not None:
-                    twins.append((partner, image))
-                other = next((first for known, first in firsts.items() if known != label), None)
-                if other is not None:
-                    two_labels.append((other, image))
-                firsts.setdefault(label, image)
+        for image in np.flatnonzero(is_equal).tolist():
+            firsts = first_of_class[self.digests[image].tobytes()]
+            label, earliest = labels[image], next(iter(firsts.values()), image)
+            partner = firsts.get(label)
+            if image >= num_train > earliest and (partner is None or partner >= num_train):
+                partner = earliest
+            if partner is not None:
+                twins.append((partner, image))
+            other = next((first for known, first in firsts.items() if known != label), None)
+            if other is not None:
+                two_labels.append((other, image))
+            firsts.setdefault(label, image)
         return sorted(twins), sorted(two_labels)
 
     def counts(self) -> list[tuple[str, int, int]]:
@@ -167,7 +159,13 @@ class Findings:
     def page(self, root: Path | Store, kind: str, end: str) -> str:
         """Return what was found as text: counts, warnings, and a last line that sums it up."""
         images = f"{count_of(len(self.digests), 'image')} in {len(self.index.classes):,} classes"
-        lines = [f"{root}: {images}", *self._table()]
+        rows = self.counts()
+        if len(rows) > _CLASSES:
+            rows.sort(key=lambda row: row[1])
+        lines = [f"{root}: {images}", f"{'to train':>10}{'held out':>10}  class"]
+        lines += [f"{train:10,}{val:10,}  {name}" for name, train, val in rows[:_CLASSES]]
+        if len(rows) > _CLASSES:
+            lines.append(f"  and {len(rows) - _CLASSES:,} larger classes (--json lists all)")
         if self.turned:
             lines.append(f"turned upright as their EXIF orientation says: {count_of(self.turned, 'image')}")
         warnings = list(self._warnings())
@@ -181,25 +179,15 @@ class Findings:
             summary = f"is not good: {count_of(len(self.defects), 'defect')}"
         return "\n".join([*lines, f"{root} {summary}"])
 
-    def _table(self) -> list[str]:
-        """Return a table of the classes; of many, the smallest and the largest."""
-        rows = self.counts()
-        left = max(0, len(rows) - _CLASSES)
-        if left:
-            rows.sort(key=lambda row: row[1])
-        lines = [f"{train:10,}{val:10,}  {name}" for name, train, val in rows]
-        if left:
-            lines[_CLASSES // 2 : -_CLASSES // 2] = [f"{'…':>20}  {left:,} classes between them (--json lists all)"]
-        return [f"{'to train':>10}{'held out':>10}  class", *lines]
-
     def _warnings(self) -> Iterator[tuple[str, str, list[str]]]:
         """Yield each kind of warning: what was found, the reason to warn, and names."""
         twins, two_labels = self.equal_images()
-        leaks = {pair: None for pair in twins if pair[0] < len(self.index.train) <= pair[1]}
-        repeated = [pair for pair in twins if pair not in leaks]
-        for pairs, place in (
-            ([*leaks], "in training and in validation"), (two_labels, "in two classes"), (repeated, "twice in a class")
-        ):  # fmt: skip
+        leaks = [pair for pair in twins if pair[0] < len(self.index.train) <= pair[1]]
+        repeated = [pair for pair in twins if not pair[0] < len(self.index.train) <= pair[1]]
+        places = {
+            "in training and in validation": leaks, "in two classes": two_labels, "twice in a class": repeated
+        }  # fmt: skip
+        for place, pairs in places.items():
             if pairs:
                 names = [" = ".join(map(self.name, pair)) for pair in pairs]
                 yield f"{count_of(len(pairs), 'image')} {place}", "the same bytes", names
@@ -277,25 +265,11 @@ def _sha256(data: bytes | np.ndarray[Any, Any]) -> bytes:
     return hashlib.sha256(f"{data.shape}".encode() + data.tobytes()).digest()
 
 
-def _read_shards(store: Store, names: list[str]) -> Iterator[tuple[BinaryIO, str]]:
-    """Yield each shard as a temporary file, and its SHA-256. Reads the next one meanwhile."""
-    with ThreadPoolExecutor(1) as reader:
-        following: Future[tuple[BinaryIO, str]] | None = None
-        for name in names:
-            current, following = following, reader.submit(_read_shard, store, name)
-            if current:
-                yield current.result()
-        if following:
-            yield following.result()
-
-
-def _read_shard(store: Store, name: str) -> tuple[BinaryIO, str]:
-    file, sha256 = tempfile.TemporaryFile(), hashlib.sha256()  # noqa: SIM115 — returned open
+def _download(store: Store, path: Path) -> None:
     try:
-        for part in store.stream(name):
-            file.write(part)
-            sha256.update(part)
-    except (ConflictError, MissingError):
-        raise TemporaryError(f"{store}/{name} was replaced or deleted during the check: check it again") from None
-    file.flush()
-    return file, sha256.hexdigest()
+        store.read_to(path.name, path)
+    except MissingError:
+        raise TemporaryError(f"{store}/{path.name} was deleted during the check: check it again") from None
+    except OSError as error:
+        problem = f"{store}/{path.name} cannot be written to {path.parent} ({error})"
+        raise StorageError(f"{problem}: make room, or set TMPDIR to a folder on a larger disk") from None

@@ -15,7 +15,7 @@ from pipeline.addons.store.bucket import Store
 from pipeline.data import manifest, sources
 from pipeline.data.access import Images, UnreadableError, check_folder
 from pipeline.data.holdout import HoldOut
-from pipeline.data.index import Split
+from pipeline.data.index import SplitImages
 from pipeline.errors import RequestError, StorageError, TemporaryError
 from pipeline.files import atomic_write
 
@@ -48,10 +48,9 @@ def import_imagenet(archives: Path, out: Path | Store, level: str | None, worker
     if isinstance(out, Store):
         raise RequestError(f"{out} can hold a pack only: give its level, such as --pack max-side=500,q=90, or a folder")
     source = _open_archives(archives)
-    total, done = source.size.train_images + source.size.val_images, 0
+    total = source.size.train_images + source.size.val_images
     try:
-        for written in _unpack(source, out):
-            done += written
+        for done in _unpack(source, out):
             print(f"{done:,} of {total:,} images unpacked", file=sys.stderr, flush=True)
     except OSError as error:
         raise StorageError(f"{out} cannot be written: {error.strerror}: {error.filename}") from None
@@ -69,11 +68,12 @@ def _open_archives(folder: Path) -> sources.Source:
 
 
 def _unpack(source: sources.Source, out: Path) -> Iterator[int]:
-    """Write each image that does not exist yet. Yield the number of images after each part."""
+    """Write each image that does not exist yet. Yield the number of images so far, now and then."""
 
-    def write(images: Images, split: Split, i: int) -> None:
-        path = out / os.fsdecode(split.name(i))
-        if path.exists() and path.stat().st_size == split.sizes[i]:
+    def write(images: Images, i: int) -> None:
+        assert isinstance(images, SplitImages)
+        path = out / os.fsdecode(images.split.name(i))
+        if path.exists() and path.stat().st_size == images.split.sizes[i]:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -83,17 +83,14 @@ def _unpack(source: sources.Source, out: Path) -> Iterator[int]:
         assert isinstance(data, bytes)
         atomic_write(path, data, durable=False)
 
-    assert source.index
+    done = 0
     with ThreadPoolExecutor(8) as pool:  # reading and writing release the interpreter's lock
-        for images, split in ((source.train, source.index.train), (source.val, source.index.val)):
-            for ids in _parts(len(images)):
-                list(pool.map(partial(write, images, split), ids))
-                yield len(ids)
-
-
-def _parts(count: int) -> Iterator[range]:
-    for start in range(0, count, _TASKS_AT_ONCE):
-        yield range(start, min(start + _TASKS_AT_ONCE, count))
+        for images in (source.train, source.val):
+            for start in range(0, len(images), _TASKS_AT_ONCE):
+                ids = range(start, min(start + _TASKS_AT_ONCE, len(images)))
+                list(pool.map(partial(write, images), ids))
+                done += len(ids)
+                yield done
 
 
 def get(kind: str, out: str | None) -> str:
@@ -128,9 +125,9 @@ def _get_imagenette(download: Path) -> Path:
 
 
 def _get_cifar10(download: Path) -> Path:
-    """Fetch CIFAR-10 in its binary form, which needs no pickle, and write its images as PNG files.
+    """Fetch CIFAR-10 and write its images as PNG files. Return their folder.
 
-    Return their folder. Raises ValueError if the archive is not CIFAR-10.
+    Raises ValueError if the archive is not CIFAR-10.
     """
     from torchvision.datasets.utils import download_url
 

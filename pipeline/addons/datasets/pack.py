@@ -36,7 +36,6 @@ from pipeline.data.access import (
     PLACE_OF_DATA,
     OutageError,
     UnreadableError,
-    is_non_empty_folder,
     open_regular,
     outage_error,
     raise_if_outage,
@@ -78,17 +77,13 @@ class Level:
         """Parse `lossless`, `max-side=500,q=90` or `raw=256`. Raises RequestError otherwise."""
         if text == "lossless":
             return cls(text)
-        match = re.fullmatch(r"max-side=([1-9]\d{1,3}),q=(\d{1,3})", text, re.ASCII)
-        if match and 1 <= int(match[2]) <= 100:
+        if match := re.fullmatch(r"max-side=([1-9]\d{1,3}),q=([1-9]\d?|100)", text, re.ASCII):
             return cls(text, max_side=int(match[1]), quality=int(match[2]))
         match = re.fullmatch(r"raw=(\d{1,4})", text, re.ASCII)
         if match and 8 <= int(match[1]) <= 2048:
             return cls(text, raw=int(match[1]))
-        raise RequestError(
-            f"level {text} is not allowed",
-            "lossless, max-side=PIXELS,q=QUALITY (10 to 9999, 1 to 100) or raw=PIXELS"
-            " (8 to 2048), such as max-side=500,q=90",
-        )
+        forms = "lossless, max-side=PIXELS,q=QUALITY (10 to 9999, 1 to 100) or raw=PIXELS (8 to 2048)"
+        raise RequestError(f"level {text} is not allowed", f"{forms}, such as max-side=500,q=90")
 
 
 def shard_name(split: str, number: int) -> str:
@@ -168,7 +163,7 @@ def open_index(root: Path | Store, cache: Path | None = None) -> Index:
     summary = read_summary(root)
     index = _kept_index(cache, summary["index"]) if cache else None
     if index is None:
-        index = _read_index(root, summary["index"])
+        index = _read_index(root, summary["index"], _ATTEMPTS if isinstance(root, Store) else 1)
         if cache:
             _keep_index(cache, index)
     for name, split in (("train", index.train), ("val", index.val)):
@@ -185,25 +180,20 @@ def open_index(root: Path | Store, cache: Path | None = None) -> Index:
     return index
 
 
-def _read_index(root: Path | Store, digest: str) -> Index:
+def _read_index(root: Path | Store, digest: str, attempts: int = 1) -> Index:
     """Return the index with this digest. Raises RequestError if it is not in `root`."""
-    if isinstance(root, Store):
-        for _ in range(_ATTEMPTS - 1):  # its bytes may be lost or changed on their way
-            with contextlib.suppress(OutageError, RequestError):
-                return _read_index_once(root, digest)
-    return _read_index_once(root, digest)
-
-
-def _read_index_once(root: Path | Store, digest: str) -> Index:
     try:
         index = Index.from_bytes(_read(root, INDEX, _MAX_INDEX_BYTES))
-    except (OSError, MissingError, ValueError) as error:
-        if isinstance(error, OSError) and isinstance(root, Path):
-            raise_if_outage(root / INDEX, error)
-        raise _damaged(root, f"{INDEX} cannot be read ({error})") from None
-    if index.digest != digest:
-        raise _damaged(root, f"{INDEX} is not the one that {SUMMARY} names")
-    return index
+        if index.digest == digest:
+            return index
+        error: object = "it is another one"
+    except (OSError, MissingError, ValueError) as problem:
+        if isinstance(problem, OSError) and isinstance(root, Path):
+            raise_if_outage(root / INDEX, problem)
+        error = problem
+    if attempts > 1:  # the bytes of a bucket may be lost or changed on their way
+        return _read_index(root, digest, attempts - 1)
+    raise _damaged(root, f"{INDEX} cannot be read ({error})")
 
 
 def _read(root: Path | Store, name: str, limit: int) -> Any:
@@ -238,7 +228,6 @@ def cache_folder(cache: Path, digest: str) -> Path:
 
 
 def _kept_index(cache: Path, digest: str) -> Index | None:
-    """Return the index that an earlier start has kept, or None if there is none that is intact."""
     with contextlib.suppress(OSError, RequestError, OutageError):
         return _read_index(cache_folder(cache, digest), digest)
     return None
@@ -258,18 +247,16 @@ def read_summary(root: Path | Store) -> dict[str, Any]:
         if summary["format"] not in (1, FORMAT):
             found = json.dumps(summary["format"])[:20]  # it may be text of any length
             raise RequestError(f"{root} is a pack of format {found}, and this program reads 1 and {FORMAT}")
-        shards = [(shard["name"], shard["bytes"], shard["sha256"]) for shard in summary["shards"]]
-        if not all(re.fullmatch(r"(train|val)-\d{4,}\.tar", name) for name, _, _ in shards):
-            raise ValueError("the name of a shard is not valid")
-        if not all(isinstance(size, int) for _, size, _ in shards):
-            raise ValueError("the size of a shard is not valid")
-        if not re.fullmatch(r"[0-9a-f]{64}", summary["index"]):  # it names a folder of the cache
-            raise ValueError("the digest of the index is not valid")
-        summary["level"], summary["source"]
+        # all names become those of files: of shards, and of a folder of the cache
+        is_valid = bool(re.fullmatch(r"[0-9a-f]{64}", summary["index"]))
+        for shard in summary["shards"]:
+            is_shard = re.fullmatch(r"(train|val)-\d{4,}\.tar", shard["name"])
+            is_valid &= bool(is_shard and isinstance(shard["bytes"], int) and shard["sha256"])
+        if not is_valid or not summary["level"] or not summary["source"]:
+            raise ValueError("an entry is not valid")
     except (FileNotFoundError, NotADirectoryError, MissingError):
-        raise RequestError(
-            f"data.root={root} holds no complete pack ({SUMMARY} is missing)", _how_to_make(root)
-        ) from None
+        remedy = f"give its place with data.root, or make one with 'pipeline data pack SRC {shlex.quote(str(root))}'"
+        raise RequestError(f"data.root={root} holds no complete pack ({SUMMARY} is missing)", remedy) from None
     except OSError as error:
         assert isinstance(root, Path)
         raise_if_outage(root / SUMMARY, error)
@@ -277,24 +264,6 @@ def read_summary(root: Path | Store) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(root, f"{SUMMARY} cannot be read ({error})") from None
     return dict(summary)
-
-
-def _how_to_make(root: Path | Store) -> str:
-    """Return the advice for a place that holds no complete pack: a command that works there."""
-    given = "give its place with data.root=FOLDER, or"
-    quoted = shlex.quote(str(root))
-    if isinstance(root, Store):
-        return f"give its place with data.root, or make one with 'pipeline data pack SRC {quoted}'"
-    if re.match("imagenet(-|$)", root.name) and not root.exists():
-        make = f"pipeline data import imagenet ARCHIVES {quoted} --pack max-side=500,q=90"
-        return f"{given} make one of ImageNet's archives with '{make}'"
-    if root.is_file():
-        return "give the folder of a pack"
-    if is_non_empty_folder(root) and not (root / REQUEST).exists():
-        new = shlex.quote(str(root.with_name(f"{root.name}-pack")))
-        remedy = f"{given} make one with 'pipeline data pack {quoted} {new}' and give data.root={new}"
-        return f"{remedy}, or train from a folder of images with data.source=folder"
-    return f"{given} make one with 'pipeline data pack SRC {quoted}'"
 
 
 def changed_shards(root: Path, summary: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -8,12 +8,11 @@ first to write its request there keeps it.
 """
 
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from pipeline.addons.datasets.pack import REQUEST
 from pipeline.addons.store.bucket import ConflictError, MissingError, Store
@@ -22,50 +21,11 @@ from pipeline.files import atomic_write, lock, replacing, temporary_sibling
 
 _LOCK = ".lock"
 _LOCK_TIMEOUT_S = 5
-_GIB = 1 << 30
 
 
-class Target(Protocol):
-    """The place of one pack. Names are those of its files."""
+class Folder:
+    """The folder of one pack. Names are those of its files."""
 
-    def exists(self, name: str) -> bool: ...
-
-    def is_empty(self) -> bool:
-        """Return True if nothing is there that keeps a first start from packing into it."""
-
-    def read(self, name: str) -> bytes | None:
-        """Return a file, or None if there is none."""
-
-    def write(self, name: str, data: bytes) -> None: ...
-
-    def write_first(self, name: str, data: bytes) -> None:
-        """Write a file unless there is one."""
-
-    def create(self, name: str) -> AbstractContextManager[BinaryIO]:
-        """Yield a new file on a local disk. It gets its name if the block succeeds."""
-
-    def check_room(self, size: int) -> None:
-        """Raise StorageError if the disk of incomplete shards has no room for `size` bytes."""
-
-    def hidden(self) -> list[str]:
-        """Return the hidden JSON files that an incomplete pack has: its request and metadata."""
-
-    def clean(self) -> None:
-        """Remove the hidden files and unfinished uploads, which a complete pack does not need."""
-
-    def hold(self) -> AbstractContextManager[None]:
-        """Keep other processes out if the place has a lock. Raise errors of the disk as ours.
-
-        Raises TemporaryError if another process holds the lock, StorageError if it cannot write.
-        """
-
-
-def open_target(place: Path | Store) -> Target:
-    """Return the target of this place. A forked process opens its own: a Store survives no fork."""
-    return _Folder(place) if isinstance(place, Path) else _Bucket(Store(place.place))
-
-
-class _Folder:
     def __init__(self, path: Path) -> None:
         self._path = path
 
@@ -73,10 +33,12 @@ class _Folder:
         return (self._path / name).exists()
 
     def is_empty(self) -> bool:
+        """Return True if nothing is there that keeps a first start from packing into it."""
         ignored = (_LOCK, temporary_sibling(self._path / REQUEST).name)
         return all(path.name in ignored for path in self._path.iterdir())
 
     def read(self, name: str) -> bytes | None:
+        """Return a file, or None if there is none."""
         with suppress(FileNotFoundError):
             return (self._path / name).read_bytes()
         return None
@@ -84,27 +46,33 @@ class _Folder:
     def write(self, name: str, data: bytes) -> None:
         atomic_write(self._path / name, data)
 
-    write_first = write  # this process holds the lock
+    def write_first(self, name: str, data: bytes) -> None:
+        """Write a file unless another start has."""
+        self.write(name, data)  # this process holds the lock
 
     @contextmanager
     def create(self, name: str) -> Iterator[BinaryIO]:
+        """Yield a new file on a local disk. It gets its name if the block succeeds."""
         with replacing(self._path / name) as temporary, open(temporary, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
 
-    def check_room(self, size: int) -> None:
-        pass  # the pack itself needs the room
-
     def hidden(self) -> list[str]:
+        """Return the hidden JSON files that an incomplete pack has: its request and metadata."""
         return [path.name for path in self._path.glob(".*.json")]
 
     def clean(self) -> None:
+        """Remove the hidden files and unfinished uploads, which a complete pack does not need."""
         for name in self.hidden():
             (self._path / name).unlink()
 
     @contextmanager
     def hold(self) -> Iterator[None]:
+        """Keep other processes out if the place has a lock. Raise errors of the disk as ours.
+
+        Raises TemporaryError if another process holds the lock, StorageError if it cannot write.
+        """
         try:
             self._path.mkdir(parents=True, exist_ok=True)
             with open(self._path / _LOCK, "w", encoding="utf-8") as file:
@@ -122,7 +90,9 @@ class _Folder:
             raise StorageError(f"{self._path} cannot be written: {error.strerror}") from None
 
 
-class _Bucket:
+class Bucket:
+    """The same for a place in a bucket."""
+
     def __init__(self, store: Store) -> None:
         self._store = store
 
@@ -152,15 +122,6 @@ class _Bucket:
             file.flush()
             self._store.upload(Path(f"/proc/self/fd/{file.fileno()}"), name)
 
-    def check_room(self, size: int) -> None:
-        folder = tempfile.gettempdir()
-        free = shutil.disk_usage(folder).free
-        if size > free:
-            raise StorageError(
-                f"the shards on their way to {self._store} need about {size / _GIB:.2f} GiB in {folder}, and only"
-                f" {free / _GIB:.2f} GiB are free: make room, or set TMPDIR to a folder on a larger disk"
-            )
-
     def hidden(self) -> list[str]:
         return [stored.name for stored in self._store.list(".") if stored.name.endswith(".json")]
 
@@ -176,5 +137,13 @@ class _Bucket:
         try:
             yield
         except OSError as error:
-            problem = f"the temporary files of a pack on its way to {self._store} cannot be written ({error})"
+            problem = f"the shards on their way to {self._store} cannot be written ({error})"
             raise StorageError(f"{problem}: make room, or set TMPDIR to a folder on a larger disk") from None
+
+
+Target = Folder | Bucket
+
+
+def open_target(place: Path | Store) -> Target:
+    """Return the target of this place. A forked process opens its own: a Store survives no fork."""
+    return Folder(place) if isinstance(place, Path) else Bucket(Store(place.place))

@@ -13,7 +13,6 @@ import io
 import json
 import os
 import random
-import shlex
 import sys
 import tarfile
 import time
@@ -147,17 +146,10 @@ def _check_complete(out: Path | Store) -> None:
     Raises RequestError or StorageError if it is damaged, OutageError if it cannot be read.
     """
     open_index(out)
-    if isinstance(out, Store):
-        compared = (
-            f"sizes of its shards compared; 'pipeline data check {shlex.quote(str(out))}' compares their contents"
-        )
-    else:
-        print(f"{out} was packed before: comparing its shards with {SUMMARY}", file=sys.stderr, flush=True)
-        if changed := [name for name, _ in changed_shards(out, read_summary(out))]:
-            problem = f"{list_first(changed, 3)} changed since it was packed"
-            raise StorageError(f"the pack {out} is damaged: {problem}: {REPACK}")
-        compared = "its shards are unchanged"
-    print(f"{out} was packed before: {compared}", file=sys.stderr, flush=True)
+    print(f"{out} was packed before: comparing its shards with {SUMMARY}", file=sys.stderr, flush=True)
+    if isinstance(out, Path) and (changed := [name for name, _ in changed_shards(out, read_summary(out))]):
+        problem = f"{list_first(changed, 3)} changed since it was packed"
+        raise StorageError(f"the pack {out} is damaged: {problem}: {REPACK}")
 
 
 def _claim(target: Target, out: Path | Store, request: dict[str, Any]) -> None:
@@ -175,12 +167,8 @@ def _claim(target: Target, out: Path | Store, request: dict[str, Any]) -> None:
         if {key: found.get(key) for key in request} != request:
             if len(previous) == 2:  # another pack was completed before our request was written
                 target.clean()
-            held = f"{out} holds a pack of another source or level ({found.get('level')})"
-            if not found:
-                held = f"{out} holds a damaged pack"
-            elif found.get("format") == 1 and request["format"] != 1:
-                held = f"{out} holds a pack of version 0.2, which this version reads and does not continue"
-            raise RequestError(f"{held}: remove it, or name another folder")
+            held = f"another source, level or format ({found.get('level')}, format {found.get('format')})"
+            raise RequestError(f"{out} holds a pack of {held}: remove it, or name another folder")
 
 
 def _parse(data: bytes) -> dict[str, Any]:
@@ -211,7 +199,6 @@ def _make_shards(
     complete = set(target.hidden())
     missing = [shard for shard in shards if shard.metadata_name not in complete]
     random.shuffle(missing)  # so that two starts that pack into one bucket make different shards
-    target.check_room(sum(sorted(_estimate(source, level, shard) for shard in missing)[-workers:]))
     terminal = Terminal()
     total, left = sum(map(len, shards)), sum(map(len, missing))
     if left < total:
@@ -247,16 +234,6 @@ def _make_shards(
             speed = f"{done / seconds:,.0f} images/s, {1000 * workers * seconds / done:.1f} ms per image and worker"
             terminal.log(f"{done:,} images packed in {format_duration(seconds)}: {speed}")
         pool.shutdown(cancel_futures=True)
-
-
-def _estimate(source: Source, level: Level, shard: Shard) -> int:
-    """Return about how many bytes a shard will have, rather too many."""
-    assert source.index
-    split = source.index.train if shard.split == "train" else source.index.val
-    sizes = split.sizes[shard.first : shard.last].clip(0)
-    if level.raw:  # three channels, and sides of 3:4
-        sizes = np.full(len(shard), 4 * level.raw**2)
-    return int(sizes.sum()) + 3 * _BLOCK * len(shard)
 
 
 _job: tuple[Source, Level, Target, Any]

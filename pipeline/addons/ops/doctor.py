@@ -24,7 +24,7 @@ from pipeline.addons.mlflow import tracker
 from pipeline.addons.ops import machine
 from pipeline.addons.ops.model import check_model_builds
 from pipeline.addons.store import check as store
-from pipeline.addons.store import mirror
+from pipeline.addons.store import restore
 from pipeline.addons.store.bucket import Store
 from pipeline.config.load import load
 from pipeline.config.schema import Config
@@ -195,7 +195,7 @@ def _folder_to_resume(report: _Report, config: Config, folder: RunFolder, scratc
         return folder
 
     def look() -> RunFolder:
-        return mirror.view(Store(place), folder, config.run.resume, scratch / "run", _log)
+        return restore.view(Store(place), folder, config.run.resume, scratch / "run", _log)
 
     def describe(run: RunFolder) -> str:
         return f"{place} has nothing newer than {folder.path}" if run is folder else f"{place} has the newest state"

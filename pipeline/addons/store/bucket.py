@@ -2,9 +2,9 @@
 
 Credentials, region and endpoint come from the environment, as in other tools: AWS_ACCESS_KEY_ID,
 AWS_ENDPOINT_URL, a profile, the role of a machine or of a Kubernetes service account. boto3, the
-client that AWS maintains and that MLflow also uses, finds them. It makes the few requests for
-indices, checkpoints and leases; the many reads of images are `data.ranges`. No torch here, and no
-boto3 in a training that names no bucket.
+client that AWS maintains and that MLflow also uses, finds them and repeats what fails. It makes the
+few requests for indices, checkpoints and leases; the many reads of images are `store.ranges`. No
+torch here, and no boto3 in a training that names no bucket.
 """
 
 import os
@@ -24,10 +24,8 @@ from pipeline.errors import RequestError, RunError, TemporaryError, one_line
 
 SCHEME = "s3://"
 _CONNECT_TIMEOUT_S, _READ_TIMEOUT_S = 5, 20
-_ATTEMPTS = 5
-"""Attempts of a request that fails with 5xx, a time-out or SlowDown, with growing pauses."""
+_ATTEMPTS = 5  # of boto3: for 5xx, a time-out or SlowDown, with growing pauses
 _PART_BYTES = 16 << 20  # of a multipart upload
-_PIECE_BYTES = 8 << 20  # of a streamed read
 _MAX_READ_BYTES = 1 << 28
 """Size of an object that is read into memory, unless the caller gives another limit."""
 _REQUEST_ERRORS = (
@@ -41,8 +39,8 @@ _REDIRECTS = (301, 302, 307, 308)
 class ConflictError(Exception):
     """A conditional write that the store refused: the object is not in the stated condition."""
 
-    def __init__(self, place: str, *, is_repeated: bool = False) -> None:
-        super().__init__(place)
+    def __init__(self, is_repeated: bool) -> None:
+        super().__init__()
         self.is_repeated = is_repeated
         """An earlier attempt may have succeeded, and only its answer was lost."""
 
@@ -117,61 +115,43 @@ class Store:
         """Return an object. Raises MissingError, RequestError if it has more than `limit` bytes."""
         return self.read_described(name, limit)[0]
 
-    def read_described(self, name: str, limit: int = _MAX_READ_BYTES, **conditions: str) -> tuple[bytes, StoredObject]:
-        """Return an object, and what the store says about it. Raises as `read` does.
-
-        conditions: of S3's GetObject, such as a range of its bytes.
-        """
+    def read_described(self, name: str, limit: int = _MAX_READ_BYTES) -> tuple[bytes, StoredObject]:
+        """Return an object, and what the store says about it. Raises as `read` does."""
         from botocore.exceptions import BotoCoreError
         from urllib3.exceptions import HTTPError
 
-        attempt = 1
-        while True:
+        for attempt in range(_ATTEMPTS):
             with self._requesting(name):
-                answer = self._client.get_object(Bucket=self.bucket, Key=self.key(name), **conditions)
-                status, size = answer["ResponseMetadata"]["HTTPStatusCode"], answer["ContentLength"]
-                if "Range" in conditions and status != 206:
-                    raise RequestError(
-                        f"{self.place} answers a ranged read with {status}, not 206", "use another store"
-                    )
-                if size > limit:
+                answer = self._client.get_object(Bucket=self.bucket, Key=self.key(name))
+                if answer["ContentLength"] > limit:
                     answer["Body"].close()
-                    raise RequestError(f"{self.place}/{name} has {size:,} bytes, more than the {limit:,} allowed")
+                    found = f"{self.place}/{name} has {answer['ContentLength']:,} bytes"
+                    raise RequestError(f"{found}, more than the {limit:,} allowed")
                 try:
                     return answer["Body"].read(), _stored_object(name, answer)
                 except (BotoCoreError, HTTPError):  # boto3 repeats a request, but not for a body that breaks off
-                    if attempt == _ATTEMPTS:
+                    if attempt == _ATTEMPTS - 1:
                         raise
-            time.sleep(2 ** (attempt - 2))
-            attempt += 1
+            time.sleep(2 ** (attempt - 1))
+        raise AssertionError
 
     def read_to(self, name: str, path: Path) -> None:
-        """Write an object to the file `path`. Raises MissingError, OSError."""
+        """Write an object to the file `path`. Raises MissingError, OSError.
+
+        Raises TemporaryError if the object is replaced meanwhile.
+        """
         from s3transfer.exceptions import S3DownloadFailedError
 
-        for _ in range(_ATTEMPTS):
-            try:
-                with self._requesting(name):
-                    self._client.download_file(self.bucket, self.key(name), str(path), Config=_transfer_config())
-                return
-            except MissingError:
-                self._check_bucket()  # boto3 asks with HEAD, too
-                raise
-            except (S3DownloadFailedError, ConflictError):  # it was replaced between two of its parts
-                continue
-        raise TemporaryError(f"{self.place}/{name} changes while it is read", "give the same command again")
-
-    def stream(self, name: str) -> Iterator[bytes]:
-        """Yield the bytes of an object in order, a few MiB at a time.
-
-        Raises MissingError, ConflictError if the object changes meanwhile.
-        """
-        found = self.head(name)
-        if not found:
-            raise _missing(f"{self.place}/{name}")
-        for start in range(0, found.size, _PIECE_BYTES):
-            end = min(start + _PIECE_BYTES, found.size)
-            yield self.read_described(name, end - start, Range=f"bytes={start}-{end - 1}", IfMatch=found.etag)[0]
+        try:
+            with self._requesting(name):
+                self._client.download_file(self.bucket, self.key(name), str(path), Config=_transfer_config())
+        except MissingError:
+            self._check_bucket()  # boto3 asks with HEAD, too
+            raise
+        except (S3DownloadFailedError, ConflictError):
+            raise TemporaryError(
+                f"{self.place}/{name} changes while it is read", "give the same command again"
+            ) from None
 
     def write(self, name: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> str:
         """Write an object and return its etag. It is there completely or not at all.
@@ -241,24 +221,15 @@ class Store:
         place = f"{self.place}/{name}".rstrip("/")
         try:
             yield
-        except ClientError as error:
-            raise _refusal(place, error) from None
         except NoCredentialsError:
-            raise RequestError(
-                f"{place} needs credentials, and none are found",
-                "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
-            ) from None
-        except Boto3Error as error:  # of a transfer in parts
-            cause = error.__cause__ or error.__context__
-            if isinstance(cause, ClientError):
-                raise _refusal(place, cause) from None
-            raise _outage(place, str(error)) from None
-        except (BotoCoreError, HTTPClientError, HTTPError) as error:
-            raise _outage(place, str(error)) from None
+            remedy = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+            raise RequestError(f"{place} needs credentials, and none are found", remedy) from None
+        except (Boto3Error, BotoCoreError, ClientError, HTTPClientError, HTTPError) as error:
+            cause = error.__cause__ or error.__context__ if isinstance(error, Boto3Error) else error
+            raise _refusal(place, cause) if isinstance(cause, ClientError) else _outage(place, str(error)) from None
         except KeyError as error:  # a web page, such as that of the store's console
-            raise RequestError(
-                f"{place}: the answer lacks {error}, so it is not that of a store", "check AWS_ENDPOINT_URL"
-            ) from None
+            problem = f"{place}: the answer lacks {error}, so it is not that of a store"
+            raise RequestError(problem, "check AWS_ENDPOINT_URL") from None
 
 
 def _connect(place: str) -> Any:
@@ -266,9 +237,8 @@ def _connect(place: str) -> Any:
         import boto3
         from botocore.config import Config
     except ModuleNotFoundError:
-        raise RequestError(
-            f"{place} needs Python packages that are not installed", "pip install 'ddp-pipeline[s3]'"
-        ) from None
+        remedy = "pip install 'ddp-pipeline[s3]'"
+        raise RequestError(f"{place} needs Python packages that are not installed", remedy) from None
     from botocore.exceptions import BotoCoreError
 
     for variable in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
@@ -321,33 +291,22 @@ def _stored_object(name: str, answer: Any) -> StoredObject:
 def _refusal(place: str, error: Any) -> Exception:
     """Return what an answer other than success means."""
     status, answer = error.response["ResponseMetadata"]["HTTPStatusCode"], error.response.get("Error", {})
-    code, message = _printable(answer.get("Code", "")), _printable(answer.get("Message", ""))
+    code, message = (printable_name(one_line(answer.get(key, ""))) for key in ("Code", "Message"))
     if status in (409, 412):
-        return ConflictError(place, is_repeated=error.response["ResponseMetadata"].get("RetryAttempts", 0) > 0)
+        return ConflictError(error.response["ResponseMetadata"].get("RetryAttempts", 0) > 0)
     if code == "NoSuchBucket":
         return _no_bucket(place)
     if status == 404:
         return _missing(place)
     if status in _REDIRECTS:
-        location = error.response["ResponseMetadata"]["HTTPHeaders"].get("location", "")
-        target = re.match(r"https?://[\w.:[\]-]{1,200}", location)
-        return RequestError(
-            f"{place}: the store redirects ({status}) to {target[0] if target else 'another address'}, which is not"
-            " followed",
-            "set AWS_ENDPOINT_URL and AWS_REGION to those of the store",
-        )
+        problem = f"{place}: the store redirects to another address ({status}), which is not followed"
+        return RequestError(problem, "set AWS_ENDPOINT_URL and AWS_REGION to those of the store")
     if status in (403, 405, 501) or code in _REQUEST_ERRORS:
         return RequestError(
             f"{place} is refused by the store ({status} {code}: {message})",
-            "check the credentials in the environment"
-            " (AWS_ACCESS_KEY_ID, AWS_PROFILE), their rights, and AWS_ENDPOINT_URL",
+            "check the credentials in the environment (AWS_ACCESS_KEY_ID, …), their rights, and AWS_ENDPOINT_URL",
         )
     return _outage(place, f"{status} {code} {message}")
-
-
-def _printable(text: str) -> str:
-    """Return what a store says as a short printable line."""
-    return printable_name(one_line(text))
 
 
 def _missing(place: str) -> MissingError:
@@ -359,6 +318,5 @@ def _no_bucket(place: str) -> RequestError:
 
 
 def _outage(place: str, reason: str) -> OutageError:
-    return OutageError(
-        f"the store is out of reach ({place}: {_printable(reason)})", "give the same command again once it is back"
-    )
+    problem = f"the store is out of reach ({place}: {printable_name(one_line(reason))})"
+    return OutageError(problem, "give the same command again once it is back")

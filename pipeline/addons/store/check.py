@@ -2,7 +2,7 @@
 
 A training holds `checkpoint.mirror` by conditional writes. Some servers that speak S3 ignore the
 condition and overwrite the object: they are refused, because two trainings would damage one mirror.
-A store that ignores the range of a read is refused when the data is opened (`data.remote`). Each
+A store that ignores the range of a read is refused when the data is opened (`store.remote`). Each
 check returns a line for the user. It raises RequestError, or OutageError if the store does not
 answer.
 """
@@ -29,20 +29,17 @@ def check_reads(images: Images) -> str:
 
     images: of a pack in a bucket. That the store honours ranges was checked when it was opened.
     """
-    from pipeline.addons.store.ranges import RangeReader
     from pipeline.addons.store.remote import StoreImages
 
     assert isinstance(images, StoreImages)
     present = np.flatnonzero(images.split.sizes > 0)
-    reader, seconds = RangeReader(str(images.root), images.part), []
-    try:
-        for i in present[:: -(-len(present) // _READS)].tolist():
-            start = time.perf_counter()
-            with contextlib.suppress(UnreadableError):  # the check of the images names it
-                reader.take(i)
-            seconds.append(time.perf_counter() - start)
-    finally:
-        reader.close()
+    seconds = []
+    for i in present[:: -(-len(present) // _READS)].tolist():
+        start = time.perf_counter()
+        with contextlib.suppress(UnreadableError):  # the check of the images names it
+            images.read(i)
+        seconds.append(time.perf_counter() - start)
+    images.close()
     return f"{images.root} returns one image in {1000 * statistics.median(seconds):.1f} ms"
 
 

@@ -48,8 +48,7 @@ class _Contents:
 
     @classmethod
     def parse(cls, data: bytes) -> "_Contents":
-        """Parse the object. Contents of another kind count as a holder without a name."""
-        with suppress(ValueError, TypeError, AttributeError):
+        with suppress(ValueError, TypeError, AttributeError):  # contents of another kind
             contents = cls(**parse_json(data))
             if contents.holder.isprintable():
                 return contents
@@ -93,8 +92,7 @@ class Lease:
                 self.is_from_another_folder = not is_own
                 self._write(if_match=found.etag)
                 if self._etag and not (is_own or contents.is_released):
-                    before = f"{contents.holder}, last renewed {idle_s:.0f} s ago"
-                    log(f"took over {self._place} from {before}")
+                    log(f"took over {self._place} from {contents.holder}, last renewed {idle_s:.0f} s ago")
             elif seen and seen != found.etag:
                 raise TemporaryError(
                     f"{self._place} is held by {contents.holder}, which renews its lease",

@@ -48,7 +48,7 @@ def open_mirror(config: Config, folder: RunFolder, is_restart: Callable[[Path], 
     check_mirror(store)
     folder.hold()
     try:
-        mirror = Mirror(store, folder, make_terminal(is_main=True).log, config.same_command)
+        mirror = Mirror(store, folder, make_terminal(is_main=True).log)
         mirror.open(config.run.resume, is_restart)
     except OSError as error:
         folder.release()

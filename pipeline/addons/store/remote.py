@@ -68,12 +68,11 @@ class Cache:
 
     def read(self, i: int, part: Range) -> bytes | None:
         """Return the bytes of image i, which is kept, or None if they have changed."""
-        data = b""
+        assert self._kept
         with suppress(OSError):
             data = os.pread(self._images, part.size, self._offset(i, part))
-        if len(data) == part.size and zlib.crc32(data) == part.crc:
-            return data
-        assert self._kept
+            if len(data) == part.size and zlib.crc32(data) == part.crc:
+                return data
         self._kept[i] = 0
         return None
 
@@ -93,8 +92,7 @@ class Cache:
     def _warn(self, error: OSError) -> None:
         if not self._has_failed[0]:
             self._has_failed[0] = 1
-            line = f"data.cache: {self._folder} cannot be written ({error.strerror}): nothing more is kept there"
-            log(line)
+            log(f"data.cache: {self._folder} cannot be written ({error.strerror}): nothing more is kept there")
 
 
 @dataclass(frozen=True)
@@ -135,6 +133,11 @@ class StoreImages(SplitImages):
         """Return where image i is."""
         shard, offset, crc = self.split.places[3 * i : 3 * i + 3].tolist()
         return Range(shard_name(self.split_name, shard), offset, self.size(i), crc)
+
+    def close(self) -> None:
+        """End the reader of this process: workers that are forked must not use its connections."""
+        if reader := self._readers.pop(os.getpid(), None):
+            reader.close()
 
     def _reader(self) -> RangeReader:
         if os.getpid() not in self._readers:
@@ -180,16 +183,14 @@ def check_ranges(store: Store, index: Index) -> None:
     Raises OutageError if it does not answer.
     """
     images = StoreImages(store, index.train, "train")
-    reader = RangeReader(str(store), images.part)
     try:
-        reader.take(int(np.argmax(index.train.sizes > 0)))
+        images.read(int(np.argmax(index.train.sizes > 0)))
     except RangesIgnoredError as error:
-        problem = f"data.root={store}: the store answers a read of a part of an object with {error.status}, not 206"
-        remedy = "check AWS_REGION and AWS_ENDPOINT_URL"
-        if error.status < 300:
-            remedy = "use a store that honours ranges, or copy the pack to a disk"
-        raise RequestError(problem, remedy) from None
+        raise RequestError(
+            f"data.root={store}: the store answers a read of a part of an object with {error.status}, not 206",
+            "check AWS_ENDPOINT_URL, use a store that honours ranges, or copy the pack to a disk",
+        ) from None
     except UnreadableError:
         pass  # an image that has changed is named when it is used
     finally:
-        reader.close()  # before workers are forked: they must not use its connections
+        images.close()
