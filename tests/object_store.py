@@ -192,7 +192,7 @@ ERRORS = {
     "503": ("503 Slow Down", "SlowDown", "Please reduce your request rate."),
 }
 """Faults that are an answer: status, code and message, as Amazon S3 gives them."""
-FAULTS = (*ERRORS, "truncate", "corrupt", "stall", "pause")
+FAULTS = (*ERRORS, "truncate", "corrupt", "stall")
 
 
 @dataclass
@@ -215,9 +215,7 @@ class FaultProxy:
     truncate: half of the body, then the connection is closed; without a body no answer at all.
     corrupt: one byte of the body is wrong (requests whose answer has no body go unharmed).
     stall: half of the body, then nothing more on this connection; without a body no answer.
-    pause: as stall, but the rest follows after `pause_s`.
     """
-    pause_s: float = 3
     only: str = ""
     """A regular expression; faults hit only requests whose `METHOD /bucket/key?query` it finds."""
 
@@ -374,10 +372,8 @@ class FaultProxy:
         await writer.drain()
         if fault == "truncate":
             return False
-        await asyncio.sleep(self.pause_s if fault == "pause" else 1e6)
-        writer.write(whole[sent:])
-        await writer.drain()
-        return True
+        await asyncio.sleep(1e6)  # until the client or `die` closes it
+        return False
 
 
 _BUFFER = 1 << 20

@@ -157,7 +157,7 @@ def test_a_fetched_archive_cannot_write_outside_its_folder(
     monkeypatch.setattr(Imagenette, "_ARCHIVES", {"full": (f"https://example.invalid/{archive.name}", md5)})
     monkeypatch.setattr(tarfile.TarFile, "extraction_filter", staticmethod(tarfile.fully_trusted_filter))
     with pytest.raises(StorageError, match="nothing of it is used"):
-        get("imagenette", str(tmp_path / "deep" / "imagenette"))
+        get("imagenette", tmp_path / "deep" / "imagenette")
     assert not list(tmp_path.rglob("outside*"))
     assert not (tmp_path / "deep" / "imagenette").exists()
 
@@ -182,7 +182,7 @@ def test_cifar10_is_fetched_without_loss(tmp_path: Path, monkeypatch: pytest.Mon
     archive.parent.mkdir()
     pixels = make_cifar10(archive, bytes(range(10)))
     monkeypatch.setattr("pipeline.addons.datasets.make._CIFAR10_MD5", hashlib.md5(archive.read_bytes()).hexdigest())
-    assert get("cifar10", str(out)) == f"fetched {out}: 50 images to train, 10 held out, 10 classes"
+    assert get("cifar10", out) == f"fetched {out}: 50 images to train, 10 held out, 10 classes"
     assert not archive.parent.exists()
     files = sorted(out.rglob("*.png"), key=lambda path: (path.parts[-3] == "train", path.name))
     assert len(files) == 60
@@ -198,7 +198,7 @@ def test_imagenette_is_moved_from_its_download_folder(tmp_path: Path) -> None:
             (fetched / split / wnid).mkdir(parents=True)
             (fetched / split / wnid / f"{wnid}_1.JPEG").write_bytes(image_file(1))
     out = tmp_path / "imagenette"
-    assert get("imagenette", str(out)) == f"fetched {out}: 3 images to train, 3 held out, 3 classes"
+    assert get("imagenette", out) == f"fetched {out}: 3 images to train, 3 held out, 3 classes"
     assert not (tmp_path / ".imagenette.download").exists()
     second = quick("data", "get", "imagenette", str(out))
     assert (second.code, second.error) == (2, f"{out} already exists: remove it, or name another folder")

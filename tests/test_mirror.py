@@ -411,28 +411,6 @@ def step_5(job: Job) -> Path:
 
 
 @pytest.mark.fault("K3")
-def test_a_rollback_is_not_undone_by_a_restart_while_the_store_still_deletes(
-    tmp_path: Path, digits: Path, bucket: Bucket, fault_proxy: FaultProxy
-) -> None:
-    words = ["digits", f"data.root={digits}", *WORDS, *ROLLBACK, f"checkpoint.mirror={bucket.place}/run"]
-    job = Job(tmp_path / "run", [*words, "train.max_steps=20"], by_torchrun=True, env={"PET_MAX_RESTARTS": "1"})
-    assert job.run().code == 0
-    late = {name for name in checkpoints(bucket) if step_of(Path(name)) > 5}
-    job.arguments = [*words, "train.max_steps=30", "checkpoint.every=1000 epochs", f"run.resume={step_5(job)}"]
-    fault_proxy.only, fault_proxy.latency_ms = "^DELETE .*/checkpoints/", 600_000
-    job.start()
-    job.wait_for_step(8)
-    assert late <= {*checkpoints(bucket)}
-    kill(job.ranks()[0], signal.SIGKILL)
-    fault_proxy.latency_ms = 0
-    result = job.wait()
-    assert result.code == 0
-    assert [row["step"] for row in job.starts()] == [0, 5, 5], result.err
-    assert job.journal("train/loss")[-1][0] == 30
-    assert not late & {*checkpoints(bucket)}
-
-
-@pytest.mark.fault("K3")
 @pytest.mark.parametrize("is_disk_lost", [False, True])
 def test_a_rollback_is_not_undone_if_the_store_refuses_to_delete(
     make_job: Callable[..., Mirrored], bucket: Bucket, fault_proxy: FaultProxy, is_disk_lost: bool

@@ -387,11 +387,10 @@ def test_a_connection_that_trickles_is_abandoned(bucket: Bucket, monkeypatch: py
         reader.close()
 
 
-@pytest.mark.parametrize("length", ["", "Content-Length: 100000000\r\n"], ids=["no length", "length"])
 def test_of_an_answer_with_more_bytes_than_asked_little_is_kept(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, length: str
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head = f"HTTP/1.1 206 Partial Content\r\n{length}\r\n".encode()
+    head = b"HTTP/1.1 206 Partial Content\r\n\r\n"
     with answering([head, *[bytes(1_000_000)] * 100]) as endpoint:
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         reader = RangeReader(bucket.place, lambda _: Range("large", 0, 10_000, 0))

@@ -179,7 +179,6 @@ def test_a_dead_store_is_temporary_and_no_output_holds_a_secret(
     assert (wrong.code, "check the credentials in the environment" in wrong.error) == (2, True)
     fault_proxy.revive()
     fault_proxy.rates = {"500": 0.05, "503": 0.05, "truncate": 0.03}
-    fault_proxy.pause_s = 1
     whole = finish(start(*words, tmp=tmp_path / "tmp"))
     assert whole.code == 0, whole.err
     assert sum(fault_proxy.counts.values()) > 3

@@ -22,34 +22,34 @@ def _add_make(actions: Commands) -> None:
     examples = "pipeline data make digits", "pipeline data make synthetic photos --images 500 --classes 4"
     add = add_command(actions, "make", _make, help, "", *examples).add_argument
     add("kind", choices=("digits", "synthetic"), help="which images")
-    add("out", nargs="?", type=_folder, metavar="OUT", help="folder to make (default data/<kind>)")
+    add("out", nargs="?", type=path_or_uri, metavar="OUT", help="folder to make (default data/<kind>)")
     add("--images", type=positive_int, metavar="N", help="synthetic: training images (default 1000)")
     add("--classes", type=positive_int, metavar="N", help="synthetic: classes (default 10)")
     add("--side", type=positive_int, metavar="PX", help="synthetic: side in pixels (default 64)")
 
 
 def _make(options: argparse.Namespace) -> str:
-    from pipeline.addons.datasets import make as data
+    from pipeline.addons.datasets.make import make
 
     sizes = options.images, options.classes, options.side
     if options.kind == "digits" and any(sizes):
         raise RequestError("--images, --classes and --side are for synthetic images: leave them out with 'digits'")
     images, classes, side = (size or default for size, default in zip(sizes, (1000, 10, 64), strict=True))
-    return data.make(options.kind, options.out, images, classes, side)
+    return make(options.kind, _folder(options), images, classes, side)
 
 
 def _add_get(actions: Commands) -> None:
+    examples = "pipeline data get imagenette", "pipeline data get cifar10"
     help = "download a published data set as an image folder"
-    parser = add_command(actions, "get", _get, help, "", "pipeline data get imagenette",
-        "pipeline data get cifar10")  # fmt: skip
-    parser.add_argument("kind", choices=("imagenette", "cifar10"), help="which data set")
-    parser.add_argument("out", nargs="?", type=_folder, metavar="OUT", help="folder to make (default data/<kind>)")
+    add = add_command(actions, "get", _get, help, "", *examples).add_argument
+    add("kind", choices=("imagenette", "cifar10"), help="which data set")
+    add("out", nargs="?", type=path_or_uri, metavar="OUT", help="folder to make (default data/<kind>)")
 
 
 def _get(options: argparse.Namespace) -> str:
-    from pipeline.addons.datasets import make as data
+    from pipeline.addons.datasets.make import get
 
-    return data.get(options.kind, options.out)
+    return get(options.kind, _folder(options))
 
 
 def _add_import(actions: Commands) -> None:
@@ -68,9 +68,9 @@ def _add_import(actions: Commands) -> None:
 
 
 def _import(options: argparse.Namespace) -> str:
-    from pipeline.addons.datasets import make as data
+    from pipeline.addons.datasets.make import import_imagenet
 
-    return data.import_imagenet(options.archives, _place(options.out), options.pack, options.workers)
+    return import_imagenet(options.archives, _place(options.out), options.pack, options.workers)
 
 
 def _add_pack(actions: Commands) -> None:
@@ -95,9 +95,9 @@ def _add_pack(actions: Commands) -> None:
 
 
 def _pack(options: argparse.Namespace) -> str:
-    from pipeline.addons.datasets import write_pack as pack
+    from pipeline.addons.datasets.write_pack import pack
 
-    return pack.pack(options.src, _place(options.out), options.level, options.val_split, options.workers)
+    return pack(options.src, _place(options.out), options.level, options.val_split, options.workers)
 
 
 def _add_check(actions: Commands) -> None:
@@ -133,11 +133,11 @@ def _add_workers(parser: Parser) -> None:
     parser.add_argument("--workers", type=positive_int, metavar="N", help=help)
 
 
-def _folder(text: str) -> str:
-    if "://" in text:
-        remedy = "'pipeline data pack FOLDER s3://bucket/prefix' copies one into a bucket"
-        raise argparse.ArgumentTypeError(f"{text!r} is not a folder: make it here; {remedy}")
-    return path_or_uri(text)
+def _folder(options: argparse.Namespace) -> Path:
+    place = _place(options.out or f"data/{options.kind}")
+    if isinstance(place, Store):
+        raise RequestError(f"{place} is not a folder: make it here; 'pipeline data pack' copies it into a bucket")
+    return place
 
 
 def _place(text: str) -> Path | Store:

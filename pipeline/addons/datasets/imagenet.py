@@ -72,21 +72,16 @@ def open_archives(folder: Path) -> Source:
     found = Counter(classes[label] for _, _, label, _ in train)
     wrong = [f"{wnid} has {found[wnid]:,} of {counts[wnid]:,}" for wnid in classes if found[wnid] != counts[wnid]]
     if wrong:
-        raise RequestError(
-            f"{TRAIN} holds {found.total():,} images, and the development kit says {sum(counts.values()):,}:"
-            f" {list_first(wrong, 3)}",
-            "download it again",
-        )
+        raise RequestError(f"{TRAIN} is not what the kit lists: {list_first(wrong, 3)}", "download it again")
     val = []
     for name, size, offset in _members(folder / VAL, 0, (folder / VAL).stat().st_size):
         number = re.fullmatch(r"ILSVRC2012_val_(\d{8})\.JPEG", name)
         if not number or not 1 <= int(number[1]) <= len(truth):
-            raise RequestError(f"{VAL} holds {name}, which the development kit does not know")
+            raise _unknown(VAL, name)
         wnid = truth[int(number[1]) - 1]
         val.append((f"val/{wnid}/{name}", size, labels[wnid], offset))
     if len({name for name, _, _, _ in val}) != len(truth):
-        listed = f"the development kit lists {len(truth):,}"
-        raise RequestError(f"{VAL} holds {len(val):,} images, and {listed}", "download it again")
+        raise RequestError(f"{VAL} holds {len(val):,} of {len(truth):,} images", "download it again")
     index = Index(_split(train), _split(val), classes)
     images = ArchiveImages(folder / TRAIN, index.train), ArchiveImages(folder / VAL, index.val)
     return Source(index.size, index.digest, classes, *images, index)
@@ -99,11 +94,7 @@ def _read_devkit(path: Path) -> tuple[dict[str, int], list[str]]:
     """
     from scipy.io import loadmat
 
-    try:
-        with open(path, "rb") as file:
-            md5 = hashlib.file_digest(file, "md5").hexdigest()
-    except OSError as error:
-        raise _cut_short(path, error) from None
+    md5 = hashlib.md5(path.read_bytes()).hexdigest()
     if md5 != _DEVKIT_MD5:
         raise RequestError(f"{path} is not the published development kit: its MD5 is {md5}", "download it again")
     with tarfile.open(path) as kit:
@@ -123,8 +114,7 @@ def _train_members(path: Path, counts: dict[str, int]) -> Iterator[tuple[str, st
         for member in outer:
             wnid = member.name.removesuffix(".tar").rpartition("/")[2]
             if wnid not in counts or not member.isreg():
-                name = printable_name(member.name)
-                raise RequestError(f"{path} holds {name}, which the development kit does not know")
+                raise _unknown(path, member.name)
             for name, size, offset in _members(path, member.offset_data, member.size):
                 yield wnid, name, size, offset
 
@@ -152,6 +142,10 @@ def _open_tar(path: Path, start: int) -> Iterator[tarfile.TarFile]:
                 yield tar
     except (OSError, tarfile.TarError) as error:
         raise _cut_short(path, error) from None
+
+
+def _unknown(archive: object, name: str) -> RequestError:
+    return RequestError(f"{archive} holds {printable_name(name)}, which the development kit does not know")
 
 
 def _cut_short(path: Path, why: object) -> RequestError:

@@ -23,9 +23,8 @@ _CIFAR10_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"  # as its page gives it
 _TASKS_AT_ONCE = 10_000  # each task in the queue of a pool takes 1 KB
 
 
-def make(kind: str, out: str | None, num_images: int, num_classes: int, side: int) -> str:
+def make(kind: str, root: Path, num_images: int, num_classes: int, side: int) -> str:
     """Write the digits or synthetic images as an image folder. Return a line that describes it."""
-    root = Path(out or f"data/{kind}")
     if kind == "digits":
         synthetic.make_digits(root)
     else:
@@ -36,8 +35,7 @@ def make(kind: str, out: str | None, num_images: int, num_classes: int, side: in
 def import_imagenet(archives: Path, out: Path | Store, level: str | None, workers: int | None = None) -> str:
     """Write the archives of ILSVRC2012 as an image folder or a pack of `level`, or resume that.
 
-    workers: processes that pack, by default one for each CPU. Returns a line that describes the
-    result.
+    workers: as of `write_pack.pack`. Returns a line that describes the result.
     """
     if level:
         from pipeline.addons.datasets import write_pack as pack
@@ -93,9 +91,8 @@ def _unpack(source: sources.Source, out: Path) -> Iterator[int]:
                 yield done
 
 
-def get(kind: str, out: str | None) -> str:
+def get(kind: str, root: Path) -> str:
     """Fetch a data set with torchvision's downloader. Return a line that describes it."""
-    root = Path(out or f"data/{kind}")
     synthetic.check_absent(root)
     download = root.parent / f".{root.name}.download"
     try:
@@ -115,7 +112,6 @@ def get(kind: str, out: str | None) -> str:
 
 
 def _get_imagenette(download: Path) -> Path:
-    """Fetch and unpack Imagenette. Return the folder of its images."""
     from torchvision.datasets import Imagenette
 
     tarfile.TarFile.extraction_filter = staticmethod(tarfile.data_filter)  # the default from Python 3.14 on
@@ -125,10 +121,6 @@ def _get_imagenette(download: Path) -> Path:
 
 
 def _get_cifar10(download: Path) -> Path:
-    """Fetch CIFAR-10 and write its images as PNG files. Return their folder.
-
-    Raises ValueError if the archive is not CIFAR-10.
-    """
     from torchvision.datasets.utils import download_url
 
     archive = download / "cifar-10-binary.tar.gz"
@@ -140,3 +132,4 @@ def _get_cifar10(download: Path) -> Path:
 
 
 _DATA_SETS: dict[str, Callable[[Path], Path]] = {"imagenette": _get_imagenette, "cifar10": _get_cifar10}
+"""Each fetches and unpacks a data set into a folder, and returns the folder of its images."""

@@ -64,11 +64,8 @@ class SyntheticImages:
 def synthetic_source(config: Config) -> Source:
     """Return the source of data.source=synthetic. Raises RequestError if a class has no image."""
     if config.data.num_images < config.data.num_classes:
-        raise RequestError(
-            f"data.num_images={config.data.num_images} leaves some of the data.num_classes={config.data.num_classes}"
-            " classes without an image to train",
-            "give as many images as classes, or more",
-        )
+        given = f"data.num_images={config.data.num_images} is below data.num_classes={config.data.num_classes}"
+        raise RequestError(given, "give as many images as classes, or more")
     size = DataSize(config.data.num_images, -(-config.data.num_images // 4), config.data.num_classes)
     side = config.augment.size * 8 // 7
     digest = hashlib.sha256(f"synthetic {size} {side}".encode()).hexdigest()
@@ -94,10 +91,8 @@ def make_synthetic(root: Path, num_images: int, num_classes: int, side: int) -> 
     if num_classes < 2:
         raise RequestError("a classifier needs at least two classes", "give --classes 2 or more")
     if num_images <= 4 * (num_classes - 1):
-        raise RequestError(
-            f"{num_images:,} images, and a quarter as many for validation, leave some of {num_classes:,} classes empty",
-            f"make at least {4 * num_classes - 3:,} images",
-        )
+        few = f"{num_images:,} images, a quarter as many for validation, leave some of {num_classes:,} classes empty"
+        raise RequestError(few, f"make at least {4 * num_classes - 3:,} images")
     with _atomic_folder(root) as folder:
         counts: dict[SplitName, int] = {"train": num_images, "val": -(-num_images // 4)}
         for split, count in counts.items():

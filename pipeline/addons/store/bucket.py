@@ -101,15 +101,7 @@ class Store:
             with self._requesting(name):
                 return _stored_object(name, self._client.head_object(Bucket=self.bucket, Key=self.key(name)))
         except MissingError:
-            self._check_bucket()  # the answer to HEAD does not tell a missing bucket
-            return None
-
-    def _check_bucket(self) -> None:
-        try:
-            with self._requesting(""):
-                self._client.head_bucket(Bucket=self.bucket)
-        except MissingError:
-            raise _no_bucket(self.place) from None
+            return None  # or no bucket: the answer to HEAD does not tell
 
     def read(self, name: str, limit: int = _MAX_READ_BYTES) -> bytes:
         """Return an object. Raises MissingError, RequestError if it has more than `limit` bytes."""
@@ -145,13 +137,9 @@ class Store:
         try:
             with self._requesting(name):
                 self._client.download_file(self.bucket, self.key(name), str(path), Config=_transfer_config())
-        except MissingError:
-            self._check_bucket()  # boto3 asks with HEAD, too
-            raise
         except (S3DownloadFailedError, ConflictError):
-            raise TemporaryError(
-                f"{self.place}/{name} changes while it is read", "give the same command again"
-            ) from None
+            problem = f"{self.place}/{name} changes while it is read"
+            raise TemporaryError(problem, "give the same command again") from None
 
     def write(self, name: str, data: bytes, *, if_absent: bool = False, if_match: str | None = None) -> str:
         """Write an object and return its etag. It is there completely or not at all.
@@ -215,21 +203,15 @@ class Store:
     def _requesting(self, name: str) -> Iterator[None]:
         """Raise errors of boto3 as ours: none of its messages holds a credential."""
         from boto3.exceptions import Boto3Error
-        from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, NoCredentialsError
+        from botocore.exceptions import BotoCoreError, ClientError
         from urllib3.exceptions import HTTPError
 
-        place = f"{self.place}/{name}".rstrip("/")
         try:
             yield
-        except NoCredentialsError:
-            remedy = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
-            raise RequestError(f"{place} needs credentials, and none are found", remedy) from None
-        except (Boto3Error, BotoCoreError, ClientError, HTTPClientError, HTTPError) as error:
+        except (Boto3Error, BotoCoreError, ClientError, HTTPError, KeyError) as error:
+            # a transfer in parts wraps the error of a request
             cause = error.__cause__ or error.__context__ if isinstance(error, Boto3Error) else error
-            raise _refusal(place, cause) if isinstance(cause, ClientError) else _outage(place, str(error)) from None
-        except KeyError as error:  # a web page, such as that of the store's console
-            problem = f"{place}: the answer lacks {error}, so it is not that of a store"
-            raise RequestError(problem, "check AWS_ENDPOINT_URL") from None
+            raise _error_of(f"{self.place}/{name}".rstrip("/"), cause or error) from None
 
 
 def _connect(place: str) -> Any:
@@ -288,33 +270,34 @@ def _stored_object(name: str, answer: Any) -> StoredObject:
     return StoredObject(name, answer["ContentLength"], answer["ETag"], answer["LastModified"], seen)
 
 
-def _refusal(place: str, error: Any) -> Exception:
-    """Return what an answer other than success means."""
-    status, answer = error.response["ResponseMetadata"]["HTTPStatusCode"], error.response.get("Error", {})
-    code, message = (printable_name(one_line(answer.get(key, ""))) for key in ("Code", "Message"))
+def _error_of(place: str, error: BaseException) -> Exception:
+    """Return what an error of boto3 means."""
+    from botocore.exceptions import ClientError, NoCredentialsError
+
+    if isinstance(error, NoCredentialsError):
+        remedy = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+        return RequestError(f"{place} needs credentials, and none are found", remedy)
+    if isinstance(error, KeyError):  # a web page, such as that of the store's console
+        problem = f"{place}: the answer lacks {error}, so it is not that of a store"
+        return RequestError(problem, "check AWS_ENDPOINT_URL")
+    if not isinstance(error, ClientError):
+        return _outage(place, str(error))
+    answer, details = error.response["ResponseMetadata"], error.response.get("Error", {})
+    status = answer["HTTPStatusCode"]
+    code, message = (printable_name(one_line(details.get(key, ""))) for key in ("Code", "Message"))
     if status in (409, 412):
-        return ConflictError(error.response["ResponseMetadata"].get("RetryAttempts", 0) > 0)
+        return ConflictError(answer.get("RetryAttempts", 0) > 0)
     if code == "NoSuchBucket":
-        return _no_bucket(place)
+        return RequestError(f"{place}: there is no such bucket", "create it, or name another")
     if status == 404:
-        return _missing(place)
+        return MissingError(f"{place} does not exist")
     if status in _REDIRECTS:
         problem = f"{place}: the store redirects to another address ({status}), which is not followed"
         return RequestError(problem, "set AWS_ENDPOINT_URL and AWS_REGION to those of the store")
     if status in (403, 405, 501) or code in _REQUEST_ERRORS:
-        return RequestError(
-            f"{place} is refused by the store ({status} {code}: {message})",
-            "check the credentials in the environment (AWS_ACCESS_KEY_ID, …), their rights, and AWS_ENDPOINT_URL",
-        )
+        remedy = "check the credentials in the environment (AWS_ACCESS_KEY_ID, …), their rights, and AWS_ENDPOINT_URL"
+        return RequestError(f"{place} is refused by the store ({status} {code}: {message})", remedy)
     return _outage(place, f"{status} {code} {message}")
-
-
-def _missing(place: str) -> MissingError:
-    return MissingError(f"{place} does not exist")
-
-
-def _no_bucket(place: str) -> RequestError:
-    return RequestError(f"{place}: there is no such bucket", "create it, or name another")
 
 
 def _outage(place: str, reason: str) -> OutageError:
