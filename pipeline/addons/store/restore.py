@@ -1,7 +1,7 @@
-"""What a start takes from the mirror of its run: the newer state, here or there.
+"""The comparison of a run with its mirror: a start takes the newer state, here or there.
 
-A start takes the newest checkpoint that verifies and the journal that goes with it, so the run
-continues under its id, as one MLflow run. No torch here.
+It takes the newest checkpoint that verifies and the journal that goes with it, so the run continues
+under its id, as one MLflow run. No torch here.
 """
 
 import hashlib
