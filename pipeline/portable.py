@@ -15,7 +15,7 @@ instruction.
 `exp`, `log`, `sin` and the like of Python are the C library's, which has one kernel for all CPUs
 with AVX2 and FMA; so are those in NumPy's random draws. NumPy's functions of arrays are not: with
 AVX-512 even `exp` gives other bits, so a run uses only arithmetic, `sqrt` and sorts of arrays.
-docs/portable.md names what differs.
+docs/reproducibility.md names what differs.
 
 torch is imported where it is used: the variables must be set before.
 """
@@ -67,7 +67,7 @@ def portability(config: Config, world: World) -> tuple[bool, str]:
     if config.train.precision in ("bf16", "fp16"):
         return False, f"train.precision={config.train.precision} needs instructions that few CPUs have: use fp32"
     if ":" in config.model.arch:
-        return True, f"if {config.model.arch} uses no operation that docs/portable.md names as different"
+        return True, f"if {config.model.arch} uses no operation that docs/reproducibility.md names as different"
     return True, "any x86-64 CPU with AVX2 computes the same bits; run.portable=false may be faster"
 
 

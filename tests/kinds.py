@@ -1,8 +1,8 @@
 """Compute a digest of each kind of work that a run does, to compare models of CPU.
 
     python tests/kinds.py                           print all digests
-    python tests/kinds.py --check docs/portable.md  compare them with the page
-    python tests/kinds.py --write docs/portable.md  and add this machine to it, if it is new
+    python tests/kinds.py --check docs/receipts/kinds.md  compare them with the page
+    python tests/kinds.py --write docs/receipts/kinds.md  and add this machine to it, if it is new
     python tests/kinds.py --first Muon              print each operation, to diff two machines
 
 Further options: `--cpu Haswell` computes in qemu-x86_64, as that model; `--quick` leaves out what

@@ -1,4 +1,4 @@
-"""The tables of docs/portable.md: the constants, and the machines on which they were seen."""
+"""The tables of docs/receipts/kinds.md: the constants, and the machines on which they were seen."""
 
 import platform
 import re

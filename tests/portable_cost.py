@@ -1,6 +1,6 @@
 """Measure the speed of updates with run.portable=true and with false, in one thread, in turns.
 
-    python tests/portable_cost.py docs/portable.md
+    python tests/portable_cost.py docs/reproducibility.md
 
 writes the page's table. Each turn is a process of its own, because libraries read their variables
 when they are loaded.

@@ -364,7 +364,7 @@ def test_without_a_gpu_the_default_compose_file_reports_the_missing_driver(image
     output = docker("compose", "-p", "pipeline-gpu", "run", "--rm", "--no-deps", "trainer", check=False)
     docker("compose", "-p", "pipeline-gpu", "down", "--volumes", check=False)
     assert 'could not select device driver "nvidia"' in output
-    page = (ROOT / "docs/containers.md").read_text()
+    page = (ROOT / "docs/operations.md").read_text()
     assert 'could not select device driver "nvidia"' in page, "the documentation explains this error"
 
 

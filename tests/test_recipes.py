@@ -43,7 +43,7 @@ RATES = {
 def test_every_recipe_is_in_this_file_and_in_the_documentation() -> None:
     names = {path.stem for path in RECIPES.glob("*.yaml")}
     assert names == RUNS.keys()
-    table = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text()
+    table = (Path(__file__).parents[1] / "docs" / "getting-started.md").read_text()
     assert set(re.findall(r"^\| `([\w-]+)`", table, re.MULTILINE)) == names
 
 

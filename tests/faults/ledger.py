@@ -147,8 +147,8 @@ def _report(results: list[dict[str, Any]]) -> str:
             _wrap(f"Measured by {modes}, {days}, commit {commits}, on {_machine()}."),
             "",
             _wrap(
-                "*Identical*: the digest of the weights, the trace and the figures equal those of an undisturbed run."
-                " *Promise kept*: successes of attempts. *Time*: until training made a step again, or until all"
+                "*Identical*: the digest of the weights, the trace (each sample once an epoch) and the figures equal"
+                " those of an undisturbed run. *Promise kept*: successes of attempts. *Time*: until training made a step again, or until all"
                 " processes had ended."
             ),
             "",

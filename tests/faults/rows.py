@@ -12,7 +12,7 @@ class Row:
     promised: str
 
 
-_SAME = "identical, each sample once an epoch"
+_SAME = "identical"
 
 ROWS = {
     "A1": Row("SIGKILL of one rank at a random instant", f"{_SAME}; peers gone in 5 s; one checkpoint interval lost"),
