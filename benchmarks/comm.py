@@ -13,7 +13,7 @@ from rounds import Row, add_size, interleave, run_script, show
 from pipeline import world
 from pipeline.cli.arguments import Parser, add_overrides
 from pipeline.config.load import load
-from pipeline.plan import make_plan
+from pipeline.planning import make_plan
 
 
 def compare(options: Namespace) -> str:

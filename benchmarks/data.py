@@ -35,10 +35,10 @@ from pipeline.data.augment import draw_crop
 from pipeline.data.loader import TrainBatches, batches
 from pipeline.data.sources import Source, open_source
 from pipeline.errors import RequestError
-from pipeline.machine import available_cpus
 from pipeline.model.normalise import MEAN, STD
-from pipeline.plan import Plan, make_plan
-from pipeline.world import World
+from pipeline.plan import Plan
+from pipeline.planning import make_plan
+from pipeline.world import from_environment
 
 WORKERS = 2
 SIZE = 224
@@ -106,7 +106,7 @@ def open_loader(kind: str, root: Path | str, batch: int, *more: str) -> tuple[Co
                  "augment.flip=0.5", "train.epochs=1000000", *more]  # fmt: skip
     config = load("digits", overrides)
     source = open_source(config)
-    return config, make_plan(config, World(cpus=available_cpus()), source.size), source
+    return config, make_plan(config, from_environment(), source.size), source
 
 
 def time_loader(dataset: TrainBatches, plan: Plan, steps: int, warm_up: int = _WARM_UP) -> tuple[float, float]:

@@ -29,7 +29,6 @@ from rounds import Row, Turn, add_size, interleave, run_script, show, workers_cp
 from torch import nn
 from torch.nn import functional
 
-from pipeline import group as groups
 from pipeline import randomness
 from pipeline.cli.arguments import Parser, add_overrides
 from pipeline.config.load import load
@@ -39,7 +38,7 @@ from pipeline.data.loader import TrainBatches, batches
 from pipeline.data.sources import Source, open_source
 from pipeline.data.transfer import to_device
 from pipeline.device import choose_device
-from pipeline.group import Group
+from pipeline.group import Group, start
 from pipeline.guards.nonfinite import make_loss_guard
 from pipeline.guards.signals import StopRequest
 from pipeline.guards.watchdog import Watchdog
@@ -47,7 +46,8 @@ from pipeline.model.architectures import build
 from pipeline.model.normalise import Normalise
 from pipeline.parallel import choose_strategy
 from pipeline.parallel.strategy import autocast, compile_mode
-from pipeline.plan import Plan, make_plan
+from pipeline.plan import Plan
+from pipeline.planning import make_plan
 from pipeline.record.folder import RunFolder
 from pipeline.record.terminal import NullTerminal
 from pipeline.timing import StepTimer, make_timer
@@ -94,7 +94,7 @@ def prepare(config: Config, *, deterministic: bool) -> Setup:
     world = from_environment()
     threads = max(1, world.cpus // world.local_size)
     randomness.configure_torch(deterministic=deterministic, precision=config.train.precision, threads=threads)
-    group = groups.start(config, world, choose_device(config, world))
+    group = start(config, world, choose_device(config, world))
     source = open_source(config)
     return Setup(config, make_plan(config, world, source.size), group, source)
 

@@ -31,7 +31,7 @@ from pipeline.data.sources import data_root, data_size
 from pipeline.errors import RequestError
 from pipeline.model.architectures import build
 from pipeline.model.normalise import MEAN, STD
-from pipeline.plan import make_plan
+from pipeline.planning import make_plan
 from pipeline.train.optimizer import make_optimizer
 from pipeline.world import World
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from pipeline.config.schema import Config
-from pipeline.errors import RequestError, TemporaryError, summary
+from pipeline.errors import RequestError, TemporaryError, one_line
 from pipeline.machine import has_gpu, no_gpu_error
 from pipeline.world import World, is_launched
 
@@ -42,7 +42,7 @@ def choose_device(config: Config, world: World) -> torch.device:
         torch.cuda.set_device(device)
         _compute(device)
     except RuntimeError as error:
-        problem = f"torch {torch.__version__} cannot use the GPU {device} ({summary(str(error), 200)})"
+        problem = f"torch {torch.__version__} cannot use the GPU {device} ({one_line(error)})"
         if "no kernel image" in str(error):  # the GPU is older or newer than this torch
             raise RequestError(problem, "install a build for it, or set run.device=cpu") from None
         raise TemporaryError(problem, "see nvidia-smi for what uses it, and give the same command again") from None

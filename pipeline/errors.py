@@ -2,19 +2,12 @@
 
 Code that cannot continue a run raises a `RunError`. The command line prints its one line and exits
 with its code. Nothing else in this package chooses an exit code, so scripts, launchers and
-Kubernetes can rely on them:
-
-    0 done
-    2 invalid request, do not retry
-    3 the loss is not finite
-    4 data or storage
-    75 temporary, retry
+Kubernetes can rely on them.
 
 torchrun exits 1 whatever its ranks return. So a rank that ends with 2, 3 or 4 also saves its
-failure in the run's folder (`save_failure`). The next start of the same request prints that line
-and exits with that code (`load_failure`) instead of failing the same way again. Errors found by the
-checks before a start (`preflight.request`), and a folder or tracker that cannot be reached, are not
-saved: the next start checks again.
+failure in the run's folder. The next start of the same request prints that line and exits with that
+code instead of failing the same way again. Errors found by the checks before a start
+(`preflight.request`) are not saved: the next start checks again.
 """
 
 import contextlib
@@ -131,8 +124,8 @@ FAILURE = "failure.json"
 
 def from_exit_code(code: int) -> type[RunError]:
     """Return the error class of an exit code; RunError for a code without a class."""
-    kinds = {kind.code: kind for kind in (RequestError, NotFiniteError, StorageError, TemporaryError)}
-    return kinds.get(code, RunError)
+    kinds = (RequestError, NotFiniteError, StorageError, TemporaryError)
+    return next((kind for kind in kinds if kind.code == code), RunError)
 
 
 def save_failure(folder: Path, error: RunError, request: str) -> bool:
@@ -166,9 +159,8 @@ def clear_failure(folder: Path) -> None:
 
 def shorten(name: str, width: float, width_of: Callable[[str], float] = len) -> str:
     """Return a class's name in one line of at most `width`, by default in characters."""
-    name = " ".join(name.split())
-    if width_of(name) <= width:
-        return name
-    while name and width_of(f"{name}…") > width:
+    name = shown = " ".join(name.split())
+    while name and width_of(shown) > width:
         name = name[:-1]
-    return f"{name}…"
+        shown = f"{name}…"
+    return shown

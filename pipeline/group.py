@@ -4,18 +4,16 @@ Promise: every decision is collective. A process never stops, fails or saves bec
 that only it knows: it passes a flag to `any_rank`, one small all-reduce per step, and all processes
 act at the same step. Sums of integers are exact at any world size. Values on the host travel over
 gloo, so that no collective here waits for a GPU's stream. A strategy exchanges the gradients.
-
-`Group` is one process, for which every collective is trivial; `ProcessGroup` is several.
 """
 
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,135 +32,82 @@ _RESTORE_S = 3600
 """Time that rank 0 may take to download a run from its mirror before it joins."""
 
 
-class Work(Protocol):
-    """An asynchronous collective; torch's handle is `torch.distributed.Work`."""
+class CompletedWork:
+    """The handle of an asynchronous collective of one process."""
 
-    def wait(self) -> object: ...
-
-
-class _CompletedWork:
     def wait(self) -> None:
         pass
 
 
 class Group:
-    """A group of one process."""
+    """The processes of a run: without `timeout_s` one, for which every collective is trivial."""
 
-    def __init__(self, world: World, device: torch.device) -> None:
+    def __init__(
+        self, world: World, device: torch.device, timeout_s: float | None = None, restore_s: float = 0
+    ) -> None:
+        """timeout_s: of a collective. restore_s: how much longer the ranks wait until all join."""
         self.world, self.device = world, device
         self.rank, self.size, self.is_main = world.rank, world.size, world.is_main
-        self.hosts = [socket.gethostname()]
-        """The host name of each rank."""
-        self.local_peer_pids: list[int] = []
-        """The process ids of the other ranks on this machine."""
         self.device_timeout: timedelta | None = None
         """The timeout of collectives on the device, also for subgroups that a strategy creates."""
+        self._is_alone = timeout_s is None
+        if timeout_s is not None:
+            self._timeout = self.device_timeout = timedelta(seconds=timeout_s)
+            self._join(timeout_s + restore_s)
+        ranks = self.all_gather((socket.gethostname(), os.getpid()))
+        self.hosts = [host for host, _ in ranks]
+        """The host name of each rank."""
+        this_host, this_pid = socket.gethostname(), os.getpid()
+        self.local_peer_pids = [pid for host, pid in ranks if host == this_host and pid != this_pid]
+        """The process ids of the other ranks on this machine."""
+
+    def _join(self, timeout_s: float) -> None:
+        world = self.world
+        if world.local_size == world.size:  # no other machine may reach the ranks: gloo unpickles what it receives
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        timeout = timedelta(seconds=timeout_s)
+        try:
+            dist.init_process_group(backend, world.init_method, rank=world.rank, world_size=world.size, timeout=timeout)
+        except (dist.DistNetworkError, dist.DistStoreError, dist.DistBackendError, TimeoutError) as error:
+            raise TemporaryError(
+                f"rank {world.rank} of {world.size} found no group within {timeout_s:g} s: {join_advice()} ({error})"
+            ) from error
+        _set_timeout("cpu", self._timeout)
 
     def any_rank(self, *flags: bool) -> tuple[bool, ...]:
         """Return for each flag if it is set on any rank."""
-        return flags
-
-    def all_reduce(self, counts: Tensor) -> Tensor:
-        """Return the sum over the ranks, on the CPU. counts: any shape, int64."""
-        return counts.to("cpu", copy=True)
-
-    def all_reduce_async(self, counts: Tensor) -> Work:
-        """Start to replace `counts` (int64, on the device) by its sum over the ranks, in place."""
-        return _CompletedWork()
-
-    def all_gather(self, item: Any) -> list[Any]:
-        """Return the items of all ranks, in rank order, on every rank. For small, rare objects."""
-        return [item]
-
-    def broadcast_bytes(self, data: bytes | None) -> bytes:
-        """Return rank 0's bytes on every rank. data: ignored on other ranks."""
-        assert data is not None
-        return data
-
-    def broadcast(self, tensors: list[Tensor]) -> None:
-        """Replace each tensor by rank 0's, in place."""
-
-    def all_reduce_mean(self, tensors: list[Tensor]) -> None:
-        """Replace each floating-point tensor by its mean over the ranks, in place."""
-
-    def raise_together(self, error: RunError | None) -> None:
-        """Raise on every rank the error of the lowest rank that has one; return if none has."""
-        for found in self.all_gather(error):
-            if found is not None:
-                raise found.collective()
-
-    def run_long_task(self, work: Callable[[], T]) -> T:
-        """Run `work`, which may take longer on one rank than the others' collectives wait."""
-        return work()
-
-    @contextmanager
-    def extended_timeout(self, extra_s: float) -> Iterator[None]:
-        """Have the collectives on the host wait `extra_s` longer in this context."""
-        yield
-
-    def set_device_timeout(self, timeout_s: float) -> None:
-        """Set how long collectives on GPUs wait, of this group and of subgroups created later.
-
-        At the timeout torch's NCCL watchdog aborts the process, without the traceback and the line
-        of ours (torch 2.14, TORCH_NCCL_ASYNC_ERROR_HANDLING=3). So it must wait longer than ours.
-        """
-
-    def set_subgroup_timeout(self, subgroup: dist.ProcessGroup) -> None:
-        """Give the collectives of `subgroup` on the device the timeout of those of this group."""
-
-    def shutdown(self) -> None:
-        """Wait for all ranks, then destroy the process group."""
-
-
-class ProcessGroup(Group):
-    """A group of several processes, over `torch.distributed`."""
-
-    def __init__(self, world: World, device: torch.device, timeout_s: float, restore_s: float = 0) -> None:
-        """timeout_s: of a collective. restore_s: how much longer the ranks wait until all join."""
-        super().__init__(world, device)
-        self._timeout_s = timeout_s
-        self.device_timeout = timedelta(seconds=timeout_s)
-        if world.local_size == world.size:  # no other machine may reach the ranks: gloo unpickles what it receives
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        try:
-            dist.init_process_group(
-                backend, world.init_method, rank=world.rank, world_size=world.size,
-                timeout=timedelta(seconds=timeout_s + restore_s),
-            )  # fmt: skip
-        except (dist.DistNetworkError, dist.DistStoreError, dist.DistBackendError, TimeoutError) as error:
-            raise TemporaryError(
-                f"rank {world.rank} of {world.size} found no group within {timeout_s + restore_s:g} s:"
-                f" {join_advice()} ({error})"
-            ) from error
-        _set_timeout("cpu", timedelta(seconds=timeout_s))
-
-        ranks = self.all_gather((socket.gethostname(), os.getpid()))
-        self.hosts = [host for host, _ in ranks]
-        this_host, this_pid = ranks[self.rank]
-        self.local_peer_pids = [pid for host, pid in ranks if host == this_host and pid != this_pid]
-
-    def any_rank(self, *flags: bool) -> tuple[bool, ...]:
+        if self._is_alone:
+            return flags
         raised = torch.tensor(flags, dtype=torch.uint8)
         dist.all_reduce(raised, dist.ReduceOp.MAX)
         return tuple(bool(flag) for flag in raised.tolist())
 
     def all_reduce(self, counts: Tensor) -> Tensor:
+        """Return the sum over the ranks, on the CPU. counts: any shape, int64."""
         assert counts.dtype == torch.int64
         total = counts.to("cpu", copy=True)
-        dist.all_reduce(total)
+        if not self._is_alone:
+            dist.all_reduce(total)
         return total
 
-    def all_reduce_async(self, counts: Tensor) -> Work:
-        work: Work = dist.all_reduce(counts, async_op=True)
-        return work
+    def all_reduce_async(self, counts: Tensor) -> CompletedWork | dist.Work:
+        """Start to replace `counts` (int64, on the device) by its sum over the ranks, in place."""
+        return CompletedWork() if self._is_alone else dist.all_reduce(counts, async_op=True)
 
     def all_gather(self, item: Any) -> list[Any]:
+        """Return the items of all ranks, in rank order, on every rank. For small, rare objects."""
+        if self._is_alone:
+            return [item]
         items: list[Any] = [None] * self.size
         dist.all_gather_object(items, item)  # uses the CPU backend if the group has one
         return items
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """Return rank 0's bytes on every rank. data: ignored on other ranks."""
+        if self._is_alone:
+            assert data is not None
+            return data
         length = torch.tensor([len(data) if data is not None else 0])
         dist.broadcast(length, 0)
         buffer = torch.empty(int(length), dtype=torch.uint8)
@@ -173,19 +118,30 @@ class ProcessGroup(Group):
         return buffer.numpy().tobytes()
 
     def broadcast(self, tensors: list[Tensor]) -> None:
-        for tensor in tensors:
-            dist.broadcast(tensor, 0)
+        """Replace each tensor by rank 0's, in place."""
+        if not self._is_alone:
+            for tensor in tensors:
+                dist.broadcast(tensor, 0)
 
     def all_reduce_mean(self, tensors: list[Tensor]) -> None:
-        if not tensors:  # a model without batch norm
+        """Replace each floating-point tensor by its mean over the ranks, in place."""
+        if self._is_alone or not tensors:
             return
-        total = torch.cat([tensor.double().flatten() for tensor in tensors])
+        total = flatten([tensor.double() for tensor in tensors])
         dist.all_reduce(total)
-        means = torch.split(total / self.size, [tensor.numel() for tensor in tensors])
-        for tensor, mean in zip(tensors, means, strict=True):
-            tensor.copy_(mean.view(tensor.shape))
+        for tensor, mean in zip(tensors, split_like(total / self.size, tensors), strict=True):
+            tensor.copy_(mean)
+
+    def raise_together(self, error: RunError | None) -> None:
+        """Raise on every rank the error of the lowest rank that has one; return if none has."""
+        for found in self.all_gather(error):
+            if found is not None:
+                raise found.collective()
 
     def run_long_task(self, work: Callable[[], T]) -> T:
+        """Run `work`, which may take longer on one rank than the others' collectives wait."""
+        if self._is_alone:
+            return work()
         with futures.ThreadPoolExecutor(1) as thread:
             task = thread.submit(work)
             while any(self.any_rank(not task.done())):
@@ -194,25 +150,43 @@ class ProcessGroup(Group):
 
     @contextmanager
     def extended_timeout(self, extra_s: float) -> Iterator[None]:
-        _set_timeout("cpu", timedelta(seconds=self._timeout_s + extra_s))
+        """Have the collectives on the host wait `extra_s` longer in this context."""
+        if self._is_alone:
+            yield
+            return
+        _set_timeout("cpu", self._timeout + timedelta(seconds=extra_s))
         try:
             yield
         finally:
-            _set_timeout("cpu", timedelta(seconds=self._timeout_s))
+            _set_timeout("cpu", self._timeout)
 
     def set_device_timeout(self, timeout_s: float) -> None:
-        if self.device.type == "cuda":
+        """Set how long collectives on GPUs wait, of this group and of subgroups created later.
+
+        At the timeout torch's NCCL watchdog aborts the process, without the traceback and the line
+        of ours (torch 2.14, TORCH_NCCL_ASYNC_ERROR_HANDLING=3). So it must wait longer than ours.
+        """
+        if not self._is_alone and self.device.type == "cuda":
             self.device_timeout = timedelta(seconds=timeout_s)
             _set_timeout("cuda", self.device_timeout)
 
-    def set_subgroup_timeout(self, subgroup: dist.ProcessGroup) -> None:
-        assert self.device_timeout is not None
-        subgroup._get_backend(self.device)._set_default_timeout(self.device_timeout)
-
     def shutdown(self) -> None:
-        # After the first rank exits, a launcher kills the others, and rank 0 may still be saving.
-        self.any_rank(False)
-        dist.destroy_process_group()
+        """Wait for all ranks, then destroy the process group."""
+        if not self._is_alone:
+            # after the first rank exits, a launcher kills the others; rank 0 may still be saving
+            self.any_rank(False)
+            dist.destroy_process_group()
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the elements of all tensors, in one dimension."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else torch.zeros(0)
+
+
+def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the parts of a flattened tensor, in the shapes of `tensors`."""
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _set_timeout(device: str, timeout: timedelta) -> None:
@@ -243,7 +217,7 @@ def start(config: Config, world: World, device: torch.device) -> Group:
     """
     if world.size == 1:
         return Group(world, device)
-    group = ProcessGroup(world, device, config.run.timeout, _RESTORE_S if config.checkpoint.mirror else 0)
+    group = Group(world, device, config.run.timeout, _RESTORE_S if config.checkpoint.mirror else 0)
     if device.type == "cuda":
         _check_gpus_differ(group, str(torch.cuda.get_device_properties(device).uuid))
     return group

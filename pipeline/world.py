@@ -72,51 +72,44 @@ def forget_launcher() -> None:
 
 def from_environment() -> World:
     """Return this process's world. Raises RequestError if a launcher's variables are invalid."""
-    alone = World(
-        cpus=available_cpus(),
-        has_gpu=has_gpu(), missing_to_compile=missing_to_compile(),
-    )  # fmt: skip
+    alone = World(cpus=available_cpus(), has_gpu=has_gpu(), missing_to_compile=missing_to_compile())
     if not is_launched():
         return alone
     values = {}
     for name, default in zip(VARIABLES, (None, None, "0", "1"), strict=True):
         text = os.environ.get(name, default)
         if text is None or not text.isdecimal():
-            problem = f"{name} is not set" if text is None else f"{name}={text!r} in the environment is not an integer"
-            raise RequestError(problem, f"{ALONE}, or start with torchrun or --nproc")
+            given = f"{name}={text!r} in the environment is not an integer"
+            raise _invalid(f"{name} is not set" if text is None else given)
         values[name] = int(text)
     rank, size, local_rank, local_size = values.values()
     if not (rank < size and local_rank < local_size <= size):
         given = " ".join(f"{name}={value}" for name, value in values.items())
-        problem = f"{given} in the environment contradict each other"
-        raise RequestError(problem, f"{ALONE}, or start with torchrun or --nproc")
+        raise _invalid(f"{given} in the environment contradict each other")
     init_method = _init_method() if size > 1 else None
     return replace(alone, size=size, local_size=local_size, rank=rank, local_rank=local_rank, init_method=init_method)
 
 
 def _init_method() -> str | None:
     """Return INIT_METHOD, or None if it is not set and MASTER_ADDR and MASTER_PORT are."""
-    given = os.environ.get("INIT_METHOD")
-    if given is None and "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        port = os.environ["MASTER_PORT"]
+    given, port = os.environ.get("INIT_METHOD"), os.environ.get("MASTER_PORT")
+    if given is None and port is not None and "MASTER_ADDR" in os.environ:
         if not _is_port(port):
-            raise RequestError(
-                f"MASTER_PORT={port!r} in the environment is not a port",
-                "set it to a number from 1 to 65535 that is"
-                f" free on rank 0's machine, or start with torchrun or --nproc, or {ALONE}",
-            )
+            fix = "set it to a number from 1 to 65535 that is free on rank 0's machine, or "
+            raise _invalid(f"MASTER_PORT={port!r} in the environment is not a port", fix)
         return None
-    if given is not None and re.fullmatch(r"tcp://[^/\s]+:\d+", given) and _is_port(given.rpartition(":")[2]):
+    address, _, port = (given or "").rpartition(":")
+    if re.fullmatch(r"tcp://[^/\s]+", address) and _is_port(port):
         return given
-    problem = "RANK and WORLD_SIZE are set, but no address of rank 0"
-    if given:
-        problem = f"INIT_METHOD={given!r} is not tcp://HOST:PORT, with a port from 1 to 65535"
-    raise RequestError(
-        problem,
-        "set INIT_METHOD=tcp://HOST:PORT, with an address of rank 0's machine, or MASTER_ADDR and"
-        f" MASTER_PORT, or start with torchrun or --nproc, or {ALONE}",
-    )
+    problem = f"INIT_METHOD={given!r} is not tcp://HOST:PORT, with a port from 1 to 65535"
+    if not given:
+        problem = "RANK and WORLD_SIZE are set, but no address of rank 0"
+    raise _invalid(problem, "set INIT_METHOD=tcp://HOST:PORT of rank 0's machine, or MASTER_ADDR and MASTER_PORT, or ")
 
 
 def _is_port(text: str) -> bool:
     return bool(re.fullmatch(r"\d{1,5}", text, re.ASCII)) and 0 < int(text) < 1 << 16
+
+
+def _invalid(problem: str, fix: str = "") -> RequestError:
+    return RequestError(problem, f"{fix}{ALONE}, or start with torchrun or --nproc")

@@ -30,8 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pipeline.addons.datasets.synthetic import SyntheticImages
-from pipeline.config.load import load
-from pipeline.config.recipes import recipe_names
+from pipeline.config.load import load, recipe_names
 from pipeline.data import loader, transfer
 from pipeline.data.loader import TrainBatches, batches
 from pipeline.data.sources import open_source
@@ -40,7 +39,8 @@ from pipeline.guards.signals import StopRequest
 from pipeline.guards.watchdog import Watchdog
 from pipeline.model.normalise import Normalise
 from pipeline.parallel import ddp
-from pipeline.plan import DataSize, make_plan
+from pipeline.plan import DataSize
+from pipeline.planning import make_plan
 from pipeline.record.folder import RunFolder
 from pipeline.record.terminal import NullTerminal
 from pipeline.timing import make_timer

@@ -16,7 +16,7 @@ import torch
 from streams import prepare
 from torch import nn
 
-from pipeline.group import Group, ProcessGroup
+from pipeline.group import Group
 from pipeline.record.terminal import NullTerminal
 from pipeline.train.evaluate import EvalResult, Evaluator
 from pipeline.world import World
@@ -43,7 +43,7 @@ def evaluate(root: Path, group: Group, model: nn.Module) -> EvalResult:
 
 
 def _run_rank(root: Path, world: World, output: Path) -> None:
-    group = ProcessGroup(world, torch.device("cpu"), 60)
+    group = Group(world, torch.device("cpu"), 60)
     result = evaluate(root, group, make_model())
     if world.is_main:
         output.write_text(json.dumps(_found(result)))

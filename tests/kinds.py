@@ -25,7 +25,7 @@ if __name__ == "__main__":
     os.environ.update(portable.VARIABLES | {"OMP_NUM_THREADS": "1"})  # torch reads them when it is imported
 
 import torch
-from kinds_list import KINDS, NOT_PORTABLE
+from kinds_list import KINDS
 from kinds_page import Machine, Page, this_machine
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -92,13 +92,13 @@ def main() -> int:
     parser.add_argument("--new", action="store_true", help="replace the page's constants")
     parser.add_argument("--quick", action="store_true", help="only kinds that take seconds in qemu")
     parser.add_argument("--cpu", metavar="MODEL", help="compute in qemu-x86_64, for example as Haswell")
-    parser.add_argument("--first", metavar="KIND", choices=[*KINDS, *NOT_PORTABLE], help="print each operation")
+    parser.add_argument("--first", metavar="KIND", choices=KINDS, help="print each operation")
     parser.add_argument("--emulated", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.first:
         prepare()
         with _Trace():
-            list((KINDS | NOT_PORTABLE)[options.first].make())
+            list(KINDS[options.first].make())
         return 0
     if options.cpu:
         found, machine = emulate(options.cpu, is_quick=options.quick)

@@ -6,7 +6,6 @@ Where possible they call the project's own code. `kinds.py` computes and compare
 import io
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,8 @@ from pipeline.data.order import Order
 from pipeline.group import Group
 from pipeline.guards.nonfinite import LossGuard
 from pipeline.parallel import choose_strategy
-from pipeline.plan import DataSize, Plan, make_plan
+from pipeline.plan import DataSize, Plan
+from pipeline.planning import make_plan
 from pipeline.randomness import generator, seed_network
 from pipeline.record.terminal import NullTerminal
 from pipeline.timing import StepTimer
@@ -64,10 +64,10 @@ def plan_of(*words: str) -> tuple[Config, Plan]:
     return config, make_plan(config, World(), DataSize(IMAGES, 16, 10))
 
 
-def updates(model: Callable[[], nn.Module], *words: str) -> Iterator[tuple[TrainState, Step, Tensor]]:
-    """Make a small run, update its weights by the project's own code, and yield its parts.
+def train(model: Callable[[], nn.Module], *words: str) -> list[Tensor]:
+    """Return the state of a small run after two updates, its last loss, and its logits.
 
-    These are its state, what made the update, and the loss.
+    The project's own code makes the updates.
     """
     config, plan = plan_of(*words)
     seed_network(0, "weights")
@@ -77,15 +77,9 @@ def updates(model: Callable[[], nn.Module], *words: str) -> Iterator[tuple[Train
     strategy = choose_strategy(config, plan, module, Group(World(), CPU))
     state = TrainState.build(strategy, LossGuard(strategy, ""), config)
     step = Step(config, plan, state, StepTimer())
-    while True:
+    for _ in range(2):
         loss = step.forward_backward(batches(config, plan, state.step))
         step.apply_gradients()
-        yield state, step, loss
-
-
-def train(model: Callable[[], nn.Module], *words: str) -> list[Tensor]:
-    """Return the state of a small run after two updates, its last loss, and its logits."""
-    state, step, loss = next(islice(updates(model, *words), 1, None))
     state.model.eval()
     with torch.inference_mode():
         logits = state.model(step.normalise(step.used[0].images))
@@ -342,22 +336,3 @@ KINDS: dict[str, Kind] = {
     "order of the samples": Kind(orders),
     "evaluation": Kind(evaluation),
 }
-NOT_PORTABLE = {
-    "functions of torch, not portable": Kind(
-        lambda: (
-            function(torch.rand(20_001, generator=generator(0, "x"), dtype=dtype))
-            for function in (lambda x: x**0.5, torch.asin, torch.acos, torch.atan, torch.tan)
-            for dtype in (torch.float32, torch.float64)
-        )
-    ),
-    "functions of NumPy, not portable": Kind(
-        lambda: (
-            torch.from_numpy(function(np.linspace(0.5, 1.5, 20_001, dtype=dtype)))
-            for function in (np.exp, np.log, np.tan, np.log1p)
-            for dtype in (np.float32, np.float64)
-        )
-    ),
-    "bf16 autocast": Kind(lambda: train(BLOCK, "train.precision=bf16")),
-    "bf16 autocast, ViT": Kind(lambda: train(TRANSFORMER, "train.precision=bf16")),
-}
-"""Kinds that are not part of the promise, for a look at what differs."""

@@ -19,7 +19,8 @@ from pipeline.guards.signals import StopRequest
 from pipeline.guards.watchdog import Watchdog
 from pipeline.model.architectures import build
 from pipeline.parallel import choose_strategy
-from pipeline.plan import Plan, make_plan
+from pipeline.plan import Plan
+from pipeline.planning import make_plan
 from pipeline.randomness import seed_network
 from pipeline.record.folder import RunFolder
 from pipeline.record.terminal import NullTerminal

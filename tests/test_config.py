@@ -9,9 +9,9 @@ import yaml
 from faults.ledger import Notes
 
 from pipeline.addons.mlflow.uri import uri_in_environment
+from pipeline.addons.ops.keys import all_keys, describe_keys
 from pipeline.config.credentials import hide_credentials, split_credentials, without_password
 from pipeline.config.duration import Duration
-from pipeline.config.help import all_keys, describe_keys
 from pipeline.config.load import RECIPES, from_yaml, load, refuse_changes
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError
@@ -65,26 +65,17 @@ def test_a_value_is_read_with_the_type_of_its_key(recipe: Callable[[str], Path])
     assert (config.model.arch, config.track.experiment, config.train.epochs) == ("2024-01-01", "no", 10)
 
 
-@pytest.mark.parametrize(
-    ("text", "amount", "unit"),
-    [("10 epochs", 10, "epochs"), ("1 epoch", 1, "epochs"), ("0.5epochs", 0.5, "epochs"), ("500 steps", 500, "steps"),
-     ("1step", 1, "steps"), ("5 %", 5, "%"), ("2.5%", 2.5, "%"), ("0", 0, "steps"), (" 20 steps ", 20, "steps")],
-)  # fmt: skip
-def test_a_duration_is_read_in_every_unit(text: str, amount: float, unit: str) -> None:
-    duration = Duration.parse(text)
-    assert (duration.amount, duration.unit) == (amount, unit)
-    assert Duration.parse(str(duration)) == duration
-
-
-@pytest.mark.parametrize("amount", ["0.000001", "0.1", "999999999", "999999999.999999", "123456.654321"])
-def test_a_duration_round_trips(amount: str) -> None:
-    duration = Duration.parse(f"{amount} epochs")
-    assert Duration.parse(str(duration)) == duration
-
-
-@pytest.mark.parametrize("text", ["10", "-1 steps", "1.5 steps", "1e3 steps", "ten epochs", "5 minutes", "", "١ steps"])
-def test_an_invalid_duration_is_refused(text: str) -> None:
-    assert f"schedule.warmup={text} is not allowed" in refused("digits", f"schedule.warmup={text}")
+def test_a_duration_is_read_in_every_unit_and_round_trips() -> None:
+    for text, amount, unit in (
+        ("10 epochs", 10, "epochs"), ("0.5epochs", 0.5, "epochs"), ("1step", 1, "steps"), ("2.5%", 2.5, "%"),
+        ("0", 0, "steps"), (" 20 steps ", 20, "steps"), ("0.000001 epochs", 1e-6, "epochs"),
+        ("999999999.999999 epochs", 999999999.999999, "epochs"),
+    ):  # fmt: skip
+        duration = Duration.parse(text)
+        assert (duration.amount, duration.unit) == (amount, unit)
+        assert Duration.parse(str(duration)) == duration
+    for text in ("10", "-1 steps", "1.5 steps", "1e3 steps", "ten epochs", "5 minutes", "", "١ steps"):
+        assert f"schedule.warmup={text} is not allowed" in refused("digits", f"schedule.warmup={text}")
 
 
 @pytest.mark.parametrize(
@@ -115,13 +106,16 @@ def test_a_wrong_value_is_one_line_with_key_value_and_what_is_allowed(given: str
     assert allowed in line
 
 
-@pytest.mark.parametrize("key", list(all_keys()))
-def test_every_key_documents_itself_and_its_values(key: str, recipe: Callable[[str], Path]) -> None:
-    given = "{1: b}" if key == "model.args" else "{a: b}"
-    line = refused("digits", f"{key}={given}")
-    assert line.startswith(f"{key}={{'{given[1]}': 'b'}} is not allowed: give ")
-    assert key == "recipe" or f"  {key}=" in describe_keys()
-    assert all_keys()[key][0]["description"]
+def test_every_key_documents_itself_and_its_values() -> None:
+    plain = all_keys()["run.dir"][0]["pattern"]
+    for key, (schema, _) in all_keys().items():
+        given = "{1: b}" if key == "model.args" else "{a: b}"
+        line = refused("digits", f"{key}={given}")
+        assert line.startswith(f"{key}={{'{given[1]}': 'b'}} is not allowed: give ")
+        assert key == "recipe" or f"  {key}=" in describe_keys()
+        assert schema["description"]
+        for option in schema.get("anyOf", [schema]):
+            assert option.get("pattern", plain) == plain or "allowed" in option, "patterns are described in words"
 
 
 @pytest.mark.parametrize("null", ["null", "~", ""])
@@ -138,10 +132,10 @@ def test_a_yaml_null_means_the_default(null: str, recipe: Callable[[str], Path])
     assert from_yaml(off.to_yaml(), "config.yaml") == off
 
 
-@pytest.mark.parametrize("word", ["null", "none", "Auto", "~"])
-def test_a_run_without_a_folder_gets_the_default(word: str, recipe: Callable[[str], Path]) -> None:
-    assert load("digits", [f"run.dir={word}"]) == load("digits", [])
-    assert load(str(recipe(DIGITS.replace("run:", f"run:\n  dir: {word}"))), []).run.dir == "runs/mine"
+def test_a_run_without_a_folder_gets_the_default(recipe: Callable[[str], Path]) -> None:
+    for word in ("null", "none", "Auto", "~"):
+        assert load("digits", [f"run.dir={word}"]) == load("digits", [])
+    assert load(str(recipe(DIGITS.replace("run:", "run:\n  dir: null"))), []).run.dir == "runs/mine"
 
 
 def test_the_file_of_a_database_is_expanded_and_must_be_one_that_mlflow_opens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,14 +162,6 @@ def test_a_path_is_expanded_and_normalized(recipe: Callable[[str], Path], monkey
     refuse_changes(load("digits", ["data.root=data/t4/"]), load("digits", ["data.root=data/t4"]))
 
 
-def test_every_special_pattern_is_described_in_words() -> None:
-    schemas = [option for schema, _ in all_keys().values() for option in schema.get("anyOf", [schema])]
-    plain = all_keys()["run.dir"][0]["pattern"]
-    special = [schema for schema in schemas if schema.get("pattern", plain) != plain]
-    assert special
-    assert all("allowed" in schema for schema in special)
-
-
 def test_an_empty_section_means_the_defaults(recipe: Callable[[str], Path]) -> None:
     path = recipe("data: {source: digits}\nrun:\ntrain:\n")
     assert load(str(path), ["run.seed=3"]).run.seed == 3
@@ -183,36 +169,25 @@ def test_an_empty_section_means_the_defaults(recipe: Callable[[str], Path]) -> N
 
 def test_a_section_given_as_a_value_is_refused(recipe: Callable[[str], Path]) -> None:
     path = recipe("data: {source: digits}\nmodel: resnet18\n")
+    assert "model.arch, model.args, " in refused(path)
     for line in (refused(path), refused(path, "model.arch=resnet50")):
         assert line.startswith("model=resnet18 ")
-        assert "model.arch, model.args, " in line
     assert refused("digits", "train.epochs.x=1").startswith("train.epochs")
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [("a: [1, 2", "line 1 is not valid YAML: "),
-     ("run: {seed: 1}\nrun: {seed: 2}", "line 2 is not valid YAML: key 'run' is given twice"),
-     ("run:\n  seed: 1\n  seed: 2", "line 3 is not valid YAML: key 'seed' is given twice"),
-     ("data: {source: digits}\nbatch: &a {global: 8}\ntrain: *a", "line 3 is not valid YAML: an alias (*name)"),
-     ("? [a, b]\n: c", "line 1 is not valid YAML: a key is not a string"),
-     ("a: b\n---\na: b", "but found another document"),
-     ("- a\n- b", "has no sections"),
-     ("run: {dir: \"a\\0b\"}", "run.dir=a\\x00b is not allowed: give a one-line string"),
-     ("run: {dir: \"a\\nb\"}", "run.dir=a\\nb is not allowed: give a one-line string"),
-     ("\"\\ud800\": 1", "there is no key '\\ud800'"),
-     ("a: \"\\UFFFFFFFF\"", "is not valid YAML"),
-     ("[" * 5000, "is not valid YAML"),
-     ("a: " + "b" * 70_000, "larger than 64 KiB"),
-     (b"\xff\xfe\x00", "is not UTF-8 text"),
-     (b"a: \x00", "is not valid YAML: unacceptable character"),
-     ("", "data.root is missing")],
-    ids=range(16),
-)  # fmt: skip
-def test_invalid_yaml_is_refused_in_one_line(
-    recipe: Callable[[str | bytes], Path], text: str | bytes, says: str
-) -> None:
-    assert says in refused(recipe(text))
+def test_invalid_yaml_is_refused_in_one_line(recipe: Callable[[str | bytes], Path]) -> None:
+    texts: dict[str | bytes, str] = {
+        "a: [1, 2": "line 1 is not valid YAML: ", "a: b\n---\na: b": "not valid YAML", "- a\n- b": "no sections",
+        "run:\n  seed: 1\n  seed: 2": "line 3 is not valid YAML: key 'seed' is given twice",
+        "batch: &a {global: 8}\ntrain: *a": "line 2 is not valid YAML: an alias (*name)",
+        "? [a, b]\n: c": "line 1 is not valid YAML: a key is not a string",
+        'run: {dir: "a\\0b"}': "run.dir=a\\x00b is not allowed", 'run: {dir: "a\\nb"}': "run.dir=a\\nb is not allowed",
+        '"\\ud800": 1': "there is no key '\\ud800'", 'a: "\\UFFFFFFFF"': "is not valid YAML",
+        "[" * 5000: "is not valid YAML", "a: " + "b" * 70_000: "larger than 64 KiB", b"\xff\xfe\x00": "is not UTF-8",
+        b"a: \x00": "is not valid YAML: unacceptable character", "": "data.root is missing",
+    }  # fmt: skip
+    for text, says in texts.items():
+        assert says in refused(recipe(text))
 
 
 @pytest.mark.parametrize(
@@ -250,37 +225,30 @@ def test_every_url_in_a_text_loses_only_its_password() -> None:
     assert without_password(text) == hidden
 
 
-@pytest.mark.parametrize(
-    "uri",
-    ["s3://bucket/team@corp/x", "s3://bucket/a:b@c", "gs://bucket/team@corp", "http://host/a@b", "http://host:5000/a@b?c=d@e#f@g",
-     "https://[::1]:5000/a@b", "http://[fe80::1%eth0]/a@b", "sqlite:///a@b.db", "sqlite:/a@b/mlflow.db",
-     "sqlite+pysqlite:////data/me@corp/mlflow.db", "sqlite:///c:d@e/mlflow.db", "postgresql://host/db?options=a@b",
-     "abfss://container@account.dfs.core.windows.net/x@y", "wasbs://container@account.blob.core.windows.net/x",
-     "dbfs:/Users/me@corp/x", "dbfs:/me@corp/x", "mlflow-artifacts:/1/me@corp", "mlflow-artifacts://host:1/a@b",
-     "file:///a@b", "models:/digits@best", "runs:/0a/me@x", "/data/me@corp/x", "me@corp/x", "host:5000/a@b"],
-)  # fmt: skip
-def test_an_at_sign_in_a_path_is_no_end_of_a_password(uri: str) -> None:
-    assert (
-        without_password(uri)
-        == without_password(f"{uri} says x").removesuffix(" says x")
-        == hide_credentials(uri)
-        == uri
-    )
-    assert split_credentials(uri) == (uri, "", "")
+PLAIN = """
+s3://bucket/team@corp/x s3://bucket/a:b@c http://host:5000/a@b?c=d@e#f@g https://[::1]:5000/a@b
+http://[fe80::1%eth0]/a@b sqlite:///a@b.db sqlite:/a@b/mlflow.db sqlite:///c:d@e/mlflow.db
+postgresql://host/db?options=a@b abfss://container@account.dfs.core.windows.net/x@y dbfs:/Users/me@corp/x
+mlflow-artifacts:/1/me@corp mlflow-artifacts://host:1/a@b file:///a@b models:/digits@best runs:/0a/me@x
+/data/me@corp/x me@corp/x host:5000/a@b
+"""
+HIDDEN = {
+    "s3://key:a b@bucket/team@corp": "s3://bucket/team@corp", "http://u:p@s@[::1]:1/a@b": "http://[::1]:1/a@b",
+    "http://me@host/a@b": "http://host/a@b", "http://u:1234567/x@host/y": "http://host/y",
+    "postgresql://u:5432/x@db/y": "postgresql://db/y", "mysql+pymysql://u:a@b/c@db/y": "mysql+pymysql://db/y",
+    "abfss://container:pw@account/x": "abfss://account/x", "sqlite://u:p@host/x": "sqlite://host/x",
+    "http://a:b@h,http://c:d@e": "http://h,http://e", "http://h/?to=http://u:p@x": "http://h/?to=http://x",
+    "https:/u:p@h/a@b": "https:/h/a@b",
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("uri", "hidden"),
-    [("s3://key:a b@bucket/team@corp", "s3://bucket/team@corp"), ("http://u:p@s@[::1]:1/a@b", "http://[::1]:1/a@b"),
-     ("http://me@host/a@b", "http://host/a@b"), ("http://u:1234567/x@host/y", "http://host/y"),
-     ("postgresql://u:5432/x@db/y", "postgresql://db/y"), ("mysql+pymysql://u:a@b/c@db/y", "mysql+pymysql://db/y"),
-     ("abfss://container:pw@account/x", "abfss://account/x"), ("sqlite://u:p@host/x", "sqlite://host/x"),
-     ("http://a:b@h,http://c:d@e", "http://h,http://e"), ("http://h/?to=http://u:p@x", "http://h/?to=http://x"),
-     ("https:/u:p@h/a@b", "https:/h/a@b")],
-)  # fmt: skip
-def test_a_password_ends_where_its_library_ends_it(uri: str, hidden: str) -> None:
-    assert hide_credentials(uri) == hidden
-    assert " " in uri or without_password(uri) == hidden
+def test_a_password_ends_where_its_library_ends_it_and_an_at_sign_in_a_path_is_no_end() -> None:
+    for uri in PLAIN.split():
+        assert without_password(uri) == without_password(f"{uri} x").removesuffix(" x") == hide_credentials(uri) == uri
+        assert split_credentials(uri) == (uri, "", "")
+    for uri, hidden in HIDDEN.items():
+        assert hide_credentials(uri) == hidden
+        assert " " in uri or without_password(uri) == hidden
 
 
 def test_credentials_are_split_from_a_url_raw_and_percent_encoded() -> None:

@@ -19,14 +19,15 @@ from pipeline import device, machine
 from pipeline.addons.ops.doctor import examine
 from pipeline.addons.ops.model import check_gradients_are_deterministic, check_model_builds
 from pipeline.config.load import load
-from pipeline.config.schema import Model
+from pipeline.config.sections import Model
 from pipeline.device import choose_device
 from pipeline.errors import RequestError
 from pipeline.group import start
 from pipeline.guards.signals import StopRequest
 from pipeline.model.architectures import meta_model
 from pipeline.operate import launch
-from pipeline.plan import DataSize, make_plan
+from pipeline.plan import DataSize
+from pipeline.planning import make_plan
 from pipeline.preflight import request
 from pipeline.world import World
 

@@ -34,7 +34,7 @@ from pipeline.data.sources import open_source
 from pipeline.device import choose_device
 from pipeline.errors import NotFiniteError
 from pipeline.model.architectures import build
-from pipeline.plan import make_plan, request_digest
+from pipeline.planning import make_plan, request_digest
 from pipeline.record.folder import RunFolder
 from pipeline.world import World
 

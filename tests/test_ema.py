@@ -11,8 +11,8 @@ import torch
 from harness import SMALL, Job, assert_resumes, free_port, quick
 from torch import nn
 
-from pipeline.config.schema import Model
-from pipeline.group import ProcessGroup
+from pipeline.config.sections import Model
+from pipeline.group import Group
 from pipeline.model.architectures import build
 from pipeline.model.ema import make_ema, update_ema
 from pipeline.model.weights import weights_digest
@@ -51,7 +51,7 @@ def test_the_ema_is_evaluated_and_resumes_bit_identically(tmp_path: Path, digits
 
 
 def test_averaging_no_tensors_does_nothing() -> None:
-    group = ProcessGroup(World(init_method=f"tcp://127.0.0.1:{free_port()}"), torch.device("cpu"), 30)
+    group = Group(World(init_method=f"tcp://127.0.0.1:{free_port()}"), torch.device("cpu"), 30)
     try:
         group.all_reduce_mean([])
     finally:

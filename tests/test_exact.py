@@ -14,7 +14,8 @@ from pipeline.errors import NotFiniteError
 from pipeline.group import Group
 from pipeline.guards.nonfinite import DeviceLossGuard
 from pipeline.parallel.exact import ExactStrategy
-from pipeline.plan import DataSize, make_plan
+from pipeline.plan import DataSize
+from pipeline.planning import make_plan
 from pipeline.timing import StepTimer
 from pipeline.world import World
 

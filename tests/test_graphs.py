@@ -20,7 +20,8 @@ from pipeline.model.architectures import build, meta_model
 from pipeline.model.loss import Targets
 from pipeline.parallel.ddp import DDPStrategy
 from pipeline.parallel.strategy import Strategy
-from pipeline.plan import DataSize, Plan, make_plan
+from pipeline.plan import DataSize, Plan
+from pipeline.planning import make_plan
 from pipeline.world import World
 
 RECIPES = sorted(path.stem for path in (Path(pipeline.__file__).parent / "recipes").glob("*.yaml"))

@@ -10,7 +10,8 @@ from pipeline.config.load import load
 from pipeline.data.order import Order
 from pipeline.errors import RequestError
 from pipeline.group import Group
-from pipeline.plan import DataSize, Plan, make_plan
+from pipeline.plan import DataSize, Plan
+from pipeline.planning import make_plan
 from pipeline.world import World
 
 

@@ -5,7 +5,7 @@ import torch
 
 from pipeline.addons.ops.mfu import MfuMeter, flops_per_image, make_mfu_meter
 from pipeline.config.load import load
-from pipeline.config.schema import Model
+from pipeline.config.sections import Model
 
 
 def test_a_resnet50_step_is_three_times_its_published_forward_flops() -> None:

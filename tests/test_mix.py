@@ -5,10 +5,11 @@ import torch
 from torch.nn import functional
 
 from pipeline.config.load import load
-from pipeline.config.schema import Augment
+from pipeline.config.sections import Augment
 from pipeline.data.mix import draw_mix, mix_images, own_label_weights, swap_partners
 from pipeline.errors import RequestError
-from pipeline.plan import DataSize, make_plan
+from pipeline.plan import DataSize
+from pipeline.planning import make_plan
 from pipeline.world import World
 
 

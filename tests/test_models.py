@@ -21,11 +21,12 @@ from pipeline.addons.models.pretrained import freeze
 from pipeline.addons.ops.model import check_model_builds, check_shapes
 from pipeline.addons.ops.provenance import provenance
 from pipeline.config.load import load
-from pipeline.config.schema import Model
+from pipeline.config.sections import Model
 from pipeline.errors import RequestError
 from pipeline.model.architectures import build
 from pipeline.model.weights import load_weights
-from pipeline.plan import DataSize, make_plan
+from pipeline.plan import DataSize
+from pipeline.planning import make_plan
 from pipeline.record.checkpoint import copy_to_host, decode
 from pipeline.record.checkpoint_files import read_verified
 from pipeline.train.optimizer import check_optimizer_exists, parameter_groups

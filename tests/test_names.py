@@ -30,10 +30,9 @@ def test_a_run_in_an_ascii_locale_is_sent_to_mlflow(place: Place) -> None:
     assert (run.info.status, run.data.params["recipe"]) == ("FINISHED", "größe")
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_a_result_is_printed_in_an_encoding_that_lacks_its_characters(place: Place, encoding: str) -> None:
+def test_a_result_is_printed_in_an_encoding_that_lacks_its_characters(place: Place) -> None:
     shutil.copytree(place.path / "images/val", place.path / "日本")
-    shown = pipeline("predict", "runs/done", "日本", cwd=place.path, PYTHONIOENCODING=encoding)
+    shown = pipeline("predict", "runs/done", "日本", cwd=place.path, PYTHONIOENCODING="ascii")
     assert shown.code == 0, shown.err
     assert len(shown.out.splitlines()) == 4
     assert all(line.startswith(r"\u65e5\u672c/") for line in shown.out.splitlines())

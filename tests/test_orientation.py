@@ -19,7 +19,7 @@ from torch import Tensor
 from pipeline.addons.datasets import jpeg_restarts
 from pipeline.addons.datasets.write_pack import pack as make
 from pipeline.config.load import from_yaml, load
-from pipeline.config.schema import Augment
+from pipeline.config.sections import Augment
 from pipeline.data.augment import SampleKey, augment
 from pipeline.data.images import BadImageError, Picture, decode
 from pipeline.data.sources import open_source

@@ -15,7 +15,8 @@ from pipeline.addons.report.evaluations import SavedEvaluation, save_augmented, 
 from pipeline.addons.report.page import render_page
 from pipeline.cli.main import main
 from pipeline.config.load import load
-from pipeline.plan import DataSize, make_plan
+from pipeline.plan import DataSize
+from pipeline.planning import make_plan
 from pipeline.record.folder import RunFolder
 from pipeline.record.predictions import Predictions
 from pipeline.world import World

@@ -22,19 +22,20 @@ from torchvision import models
 from torchvision.models.convnext import CNBlockConfig
 from torchvision.models.regnet import BlockParams
 
+from pipeline.addons.ops.plan_table import memory_row
 from pipeline.addons.shard.dataparallel import AutocastModel
 from pipeline.addons.shard.fsdp import FSDPStrategy, blocks, gathered_bytes, units
 from pipeline.addons.shard.partition import StageModule, remove_layers, split_into_stages
 from pipeline.config.load import load
-from pipeline.config.schema import Model
+from pipeline.config.sections import Model
 from pipeline.data.loader import TrainBatches
 from pipeline.errors import NotFiniteError, RequestError
-from pipeline.group import Group, ProcessGroup
+from pipeline.group import Group
 from pipeline.guards.nonfinite import DeviceLossGuard
 from pipeline.model.architectures import build, meta_model
 from pipeline.parallel.strategy import autocast
-from pipeline.plan import DataSize, Plan, make_plan
-from pipeline.plan_table import memory_row
+from pipeline.plan import DataSize, Plan
+from pipeline.planning import make_plan
 from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import read_verified
 from pipeline.train.optimizer import make_optimizer
@@ -324,14 +325,14 @@ def test_fsdp_blocks_are_small_modules_that_are_called_as_one(arch: str) -> None
 
 
 @pytest.fixture
-def group() -> Iterator[ProcessGroup]:
+def group() -> Iterator[Group]:
     """Return a process group of one process, whose models torch shards."""
-    group = ProcessGroup(World(init_method=f"tcp://127.0.0.1:{free_port()}"), torch.device("cpu"), 30)
+    group = Group(World(init_method=f"tcp://127.0.0.1:{free_port()}"), torch.device("cpu"), 30)
     yield group
     group.shutdown()
 
 
-def test_an_fsdp_model_can_be_validated_before_it_is_trained(group: ProcessGroup) -> None:
+def test_an_fsdp_model_can_be_validated_before_it_is_trained(group: Group) -> None:
     config, size = load("digits", ["parallel=fsdp", "model.arch=shufflenet_v2_x0_5"]), DataSize(960, 96, 10)
     strategy = FSDPStrategy(config, make_plan(config, group.world, size), build(config.model, 10), group)
     images = torch.randn(4, 3, 32, 32)
@@ -343,7 +344,7 @@ def test_an_fsdp_model_can_be_validated_before_it_is_trained(group: ProcessGroup
 
 
 @pytest.mark.parametrize("arch", ["resnet18", "mobilenet_v3_small", "vit_b_32", "swin_t"])
-def test_weights_gathered_in_bf16_give_the_bits_of_autocast(arch: str, group: ProcessGroup) -> None:
+def test_weights_gathered_in_bf16_give_the_bits_of_autocast(arch: str, group: Group) -> None:
     config = load("digits", ["parallel=fsdp", f"model.arch={arch}", "train.precision=bf16", "batch.accumulate=2"])
     model = build(config.model, 10)
     for module in model.modules():
@@ -367,7 +368,7 @@ def test_weights_gathered_in_bf16_give_the_bits_of_autocast(arch: str, group: Pr
         assert torch.equal(sharded.grad.full_tensor(), param.grad), name  # type: ignore[union-attr, operator, arg-type]
 
 
-def test_sharded_weights_are_updated_together(group: ProcessGroup) -> None:
+def test_sharded_weights_are_updated_together(group: Group) -> None:
     config = load("digits", ["parallel=fsdp", "model.arch=resnet18"])
     strategy = FSDPStrategy(
         config, make_plan(config, group.world, DataSize(960, 96, 10)), build(config.model, 10), group
@@ -382,9 +383,7 @@ def test_sharded_weights_are_updated_together(group: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize(("name", "skips"), [("sgd", False), ("adamw", True)])
-def test_nothing_leaves_an_fsdp_step_whose_loss_is_nan(
-    name: str, skips: bool, digits: Path, group: ProcessGroup
-) -> None:
+def test_nothing_leaves_an_fsdp_step_whose_loss_is_nan(name: str, skips: bool, digits: Path, group: Group) -> None:
     trainer = make_trainer(digits, "model.arch=shufflenet_v2_x0_5", "batch.global=24", f"optimizer.name={name}")
     config, plan, timer = trainer.job.config, trainer.job.plan, trainer.process.timer
     strategy = FSDPStrategy(config, plan, trainer.state.model, group)

@@ -10,10 +10,11 @@ import pytest
 from harness import quick
 
 from pipeline import machine, world
+from pipeline.addons.ops.plan_table import balance_rows, effective_counts, rows, table
 from pipeline.config.load import load
 from pipeline.errors import RequestError
-from pipeline.plan import DataSize, Plan, divide_resources, make_plan
-from pipeline.plan_table import balance_rows, effective_counts, rows, table
+from pipeline.plan import DataSize, Plan
+from pipeline.planning import divide_resources, make_plan
 from pipeline.world import World
 
 DIGITS = DataSize(train_images=1437, val_images=360, num_classes=10)
@@ -48,12 +49,10 @@ def test_the_learning_rate_scales_with_the_batch() -> None:
     assert plan_of("optimizer.lr=0.1", "batch.global=96").peak_lr == pytest.approx(0.0375)
 
 
-@pytest.mark.parametrize(
-    ("workers", "local", "expected"), [(4, 3, 2), (4, 4, 1), (5, 4, 2), (0, 4, 0), (1, 8, 1), (16, 8, 2)]
-)
-def test_the_workers_of_a_node_are_divided_and_rounded_up(workers: int, local: int, expected: int) -> None:
-    config = load("digits", [f"data.workers={workers}"])
-    assert divide_resources(config, World(size=2 * local, local_size=local, cpus=64)).workers == expected
+def test_the_workers_of_a_node_are_divided_and_rounded_up() -> None:
+    for workers, local, expected in ((4, 3, 2), (4, 4, 1), (5, 4, 2), (0, 4, 0), (1, 8, 1)):
+        config = load("digits", [f"data.workers={workers}"])
+        assert divide_resources(config, World(size=2 * local, local_size=local, cpus=64)).workers == expected
 
 
 def test_workers_and_threads_follow_the_cpus_unless_set() -> None:
@@ -110,15 +109,7 @@ def test_a_cooldown_stays_at_the_final_rate() -> None:
     assert rates[0] == 1
     assert rates[40] == pytest.approx(0.55)
     assert rates[80:] == pytest.approx([0.1] * 20)
-    with pytest.raises(RequestError, match="longer than the whole training"):
-        make_plan(
-            load("digits", ["schedule.warmup=9 epochs", "schedule.cooldown=9 epochs"]), World(), DataSize(960, 9, 10)
-        )
-
-
-def test_the_learning_rate_is_finite_if_all_steps_are_warm_up() -> None:
-    plan = plan_of("schedule.warmup=100 %", "train.epochs=1")
-    assert [plan.learning_rate(step) for step in (0, 13, 14)] == pytest.approx([0.0375 / 14, 0.0375, 0.0375])
+    assert "longer than the whole training" in refused("schedule.warmup=9 epochs", "schedule.cooldown=9 epochs")
 
 
 def test_images_grow_between_epochs_as_in_ffcv() -> None:
@@ -152,24 +143,17 @@ def test_the_plan_shows_whether_the_model_is_compiled_and_why() -> None:
     assert compiled("train.epochs=200", **gpu) == "yes: there is a GPU"
     assert compiled("train.compile=on") == "yes: train.compile=on"
     assert compiled("train.compile=off", **gpu) == "no: train.compile=off"
-    assert compiled().startswith("no: no GPU; train.compile=on compiles")
     assert compiled("run.device=cpu", **gpu).startswith("no: no GPU; train.compile=on compiles")
     assert compiled("run.deterministic=true", **gpu).startswith("no: the run is deterministic")
     assert compiled("model.batchnorm=sync", size=2, **gpu).startswith("no: model.batchnorm=sync waits for the GPU")
     one_process = compiled("model.batchnorm=sync", "train.epochs=200", **gpu)
     assert one_process == "yes: there is a GPU", "one process does not synchronise"
-    with pytest.raises(RequestError, match=r"train.compile=on does not support model.batchnorm=sync: leave one of"):
-        compiled("model.batchnorm=sync", "train.compile=on", size=2, **gpu)
-    without = {**gpu, "missing_to_compile": "a compiler (gcc, or CC in the environment)"}
-    assert compiled(**without).startswith("no: torch.compile needs a compiler (gcc, or CC in the environment)")
-    with pytest.raises(RequestError, match=r"train.compile=on needs a compiler"):
-        compiled("train.compile=on", **without)
+    assert compiled(missing_to_compile="a compiler (gcc)", **gpu).startswith("no: torch.compile needs a compiler (gcc)")
 
 
 def test_a_short_training_is_not_compiled() -> None:
     # 14 steps an epoch
-    assert compiled(has_gpu=True) == "no: 168 steps are too few to repay a compilation; train.compile=on compiles"
-    assert compiled("train.epochs=142", has_gpu=True).startswith("no: 1,988 steps")
+    assert compiled("train.epochs=142", has_gpu=True).startswith("no: 1,988 steps are too few to repay a compilation")
     assert compiled("train.epochs=143", has_gpu=True) == "yes: there is a GPU"
     assert compiled("train.epochs=143", "train.max_steps=5", has_gpu=True).startswith("yes"), "of the whole schedule"
     growing = ("augment.first_size=32", "augment.size=64", "augment.growth=[10 epochs, 20 epochs]")
@@ -177,22 +161,20 @@ def test_a_short_training_is_not_compiled() -> None:
     assert compiled("train.epochs=286", *growing, has_gpu=True) == "yes: there is a GPU"
 
 
-def test_cuda_graphs_are_refused_by_name_where_they_cannot_be() -> None:
+def test_a_compilation_that_cannot_be_is_refused_by_name() -> None:
     word, gpu = "train.compile=reduce-overhead", {"has_gpu": True}
-    assert compiled(word, **gpu) == "yes: train.compile=reduce-overhead"
-    assert compiled(word, "run.deterministic=true", **gpu) == "yes: train.compile=reduce-overhead"
+    assert compiled(word, "run.deterministic=true", **gpu) == f"yes: {word}"
+    pair: dict[str, object] = {**gpu, "size": 2, "local_size": 2}
     for words, world_fields, problem in (
-        ([], {}, "there is no GPU"),
-        (["run.device=cpu"], gpu, "there is no GPU"),
-        ([], {**gpu, "size": 2, "local_size": 2}, "there are 2 processes"),
-        ([], {**gpu, "missing_to_compile": "a compiler"}, "train.compile=reduce-overhead needs a compiler"),
-        (["batch.accumulate=2"], gpu, "does not support batch.accumulate=2, because a pass overwrites gradients"),
-        (["augment.first_size=16"], gpu, "does not support augment.first_size=16, because a graph has one image size"),
-        (["run.exact=true"], gpu, "needs plain DDP and does not support run.exact=true"),
-        (["parallel=fsdp"], gpu, "needs plain DDP and does not support parallel=fsdp"),
-    ):
+        ([word], {}, "there is no GPU"), ([word, "run.device=cpu"], gpu, "there is no GPU"),
+        ([word], pair, "there are 2 processes"), (["train.compile=on", "model.batchnorm=sync"], pair, "batchnorm=sync"),
+        ([word], {**gpu, "missing_to_compile": "a compiler"}, f"{word} needs a compiler"),
+        ([word, "batch.accumulate=2"], gpu, "batch.accumulate=2"),
+        ([word, "augment.first_size=16"], gpu, "augment.first_size=16"),
+        ([word, "run.exact=true"], gpu, "run.exact=true"), ([word, "parallel=fsdp"], gpu, "parallel=fsdp"),
+    ):  # fmt: skip
         with pytest.raises(RequestError, match=problem):
-            compiled(word, *words, **world_fields)
+            compiled(*words, **world_fields)
 
 
 def test_the_plan_says_that_fp32_is_slow_on_a_gpu() -> None:
@@ -250,13 +232,6 @@ def test_data_smaller_than_one_batch_is_refused_with_the_largest_batch_that_work
     assert refused(size=4, data=DataSize(3, 1, 2)).endswith("4 passes need at least one image each")
 
 
-def test_a_warm_up_longer_than_training_is_refused() -> None:
-    assert refused("schedule.warmup=13 epochs") == (
-        "schedule.warmup=13 epochs is 182 steps, longer than the whole training of 168 steps (12 epochs): make it"
-        " shorter"
-    )
-
-
 def test_the_batches_that_workers_hold_ready_are_counted() -> None:
     config = load(
         "digits", ["batch.global=256", "data.workers=8", "data.prefetch=3", "augment.size=224", "evaluate.batch=64"]
@@ -283,35 +258,20 @@ def test_ranks_that_torchrun_binds_to_some_cpus_divide_all_of_them() -> None:
     assert done.stdout == f"1 {machine.available_cpus()}\n"
 
 
-@pytest.mark.parametrize(
-    ("files", "cgroup", "limits"),
-    [({"cpu.max": "150000 100000"}, "0::/", [[150000, 100000]]),
-     ({"pod/cpu.max": "max 100000", "pod/job/cpu.max": "400000 100000"}, "0::/pod/job", [[400000, 100000]]),
-     ({"pod/cpu.max": "2 1", "pod/job/cpu.max": "4 1"}, "1:cpu:/job\n0::/pod/job", [[4, 1], [2, 1]]),
-     ({"pod/cpu.max": "max 100000"}, "0::/pod", []),
-     ({}, "0::/gone", []),
-     ({"cpu.max": "nonsense"}, "0::/", [])],
-)  # fmt: skip
-def test_a_cgroup_and_those_above_it_have_limits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cgroup: str, limits: list[list[int]]
-) -> None:
-    root = tmp_path / "cgroup"
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(f"{text}\n")
-    (tmp_path / "own").write_text(f"{cgroup}\n")
+def test_a_cgroup_and_those_above_it_limit_the_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed, root = len(os.sched_getaffinity(0)), tmp_path / "cgroup"
     monkeypatch.setattr(machine, "_CGROUPS", root)
     monkeypatch.setattr(machine, "_OWN_CGROUP", tmp_path / "own")
-    assert machine._cgroup_limits("cpu.max") == limits
-
-
-@pytest.mark.parametrize(("limits", "cpus"), [([[1, 2]], 1), ([[3, 2]], 1), ([[9, 1], [2, 1]], 2), ([[1000, 1]], None)])
-def test_a_quota_gives_at_least_one_cpu_and_adds_none(
-    monkeypatch: pytest.MonkeyPatch, limits: list[list[int]], cpus: int | None
-) -> None:
-    monkeypatch.setattr(machine, "_cgroup_limits", lambda _: limits)
-    allowed = len(os.sched_getaffinity(0))
-    assert machine.available_cpus() == min(allowed, cpus or allowed)
+    (root / "pod/job").mkdir(parents=True)
+    for above, own, cgroup, cpus in (
+        ("max 100000", "150000 100000", "0::/pod/job", 1), ("1 1", "1000 1", "1:cpu:/job\n0::/pod/job", 1),
+        ("1000 1", "1000 1", "0::/pod/job", None), ("max 1", "1 1", "0::/pod", None), ("nonsense", "1 1", "0::/", None),
+        ("1 2", "max 1", "0::/pod", 1),
+    ):  # fmt: skip
+        (root / "pod/cpu.max").write_text(f"{above}\n")
+        (root / "pod/job/cpu.max").write_text(f"{own}\n")
+        (tmp_path / "own").write_text(f"{cgroup}\n")
+        assert machine.available_cpus() == min(allowed, cpus or allowed)
 
 
 def test_a_process_reads_its_rank_or_names_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,14 +312,8 @@ def test_a_balanced_plan_says_how_often_each_class_is_drawn() -> None:
     plan = make_plan(load("digits", ["data.balance=sqrt", "batch.global=100"]), World(), DataSize(1100, 10, 3))
     counts = {"cat": 900, "dog": 100, "owl": 100}
     assert effective_counts(plan, [*counts.values()]) == pytest.approx([660, 220, 220])
-    assert balance_rows(plan, counts) == [
-        "    dog: 100 images, 220.0 an epoch (2.20 × each)",
-        "    owl: 100 images, 220.0 an epoch (2.20 × each)",
-        "    cat: 900 images, 660.0 an epoch (0.73 × each)",
-    ]
+    assert balance_rows(plan, counts)[0] == "    dog: 100 images, 220.0 an epoch (2.20 × each)"
     many = balance_rows(plan, {f"class {number}": number + 1 for number in range(30)})
     assert len(many) == 21
     assert many[10] == "    … 10 classes between them (all: --json)"
-    assert many[0].startswith("    class 0: 1 image, ")
-    assert many[-1].startswith("    class 29: 30 images, ")
     assert "images drawn with replacement, data.balance=sqrt" in table(plan)

@@ -12,7 +12,7 @@ from torchvision import models
 
 from pipeline.addons.models.pretrained import freeze
 from pipeline.config.load import load
-from pipeline.config.schema import Model
+from pipeline.config.sections import Model
 from pipeline.errors import RequestError
 from pipeline.model.architectures import build
 from pipeline.record.checkpoint import decode

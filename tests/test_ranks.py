@@ -14,11 +14,12 @@ from harness import SMALL, Job, Result, free_port
 from pipeline.addons.ops.stragglers import StragglerWatch
 from pipeline.config.load import load
 from pipeline.data.sources import open_source
-from pipeline.group import Group, ProcessGroup, is_peer_failure
+from pipeline.group import Group, is_peer_failure
 from pipeline.guards.signals import StopRequest
 from pipeline.guards.watchdog import COMPILATION_S, Watchdog
 from pipeline.parallel.strategy import Strategy
-from pipeline.plan import DataSize, make_plan
+from pipeline.plan import DataSize
+from pipeline.planning import make_plan
 from pipeline.record.folder import RunFolder
 from pipeline.train import session
 from pipeline.world import World
@@ -123,13 +124,13 @@ functional.cross_entropy = slow"""
 JOIN = """
 import os, sys, time
 import torch
-from pipeline.group import ProcessGroup
+from pipeline.group import Group
 from pipeline.world import World
 
 rank = int(sys.argv[1])
 time.sleep(8 * (rank == 0))
 world = World(rank=rank, size=2, local_rank=rank, local_size=2, init_method=sys.argv[2])
-group = ProcessGroup(world, torch.device("cpu"), 4, restore_s=100)
+group = Group(world, torch.device("cpu"), 4, restore_s=100)
 print("joined", flush=True)
 if rank == 0:
     time.sleep(12)
@@ -199,7 +200,7 @@ def test_nccl_waits_longer_than_the_watchdog_and_gloo_does_not(monkeypatch: pyte
 
     monkeypatch.setitem(dist.Backend._plugins, "NCCL", dist.Backend._BackendPlugin(nccl, True))
     world = World(init_method=f"tcp://127.0.0.1:{free_port()}")
-    group = ProcessGroup(world, torch.device("cuda"), 300)
+    group = Group(world, torch.device("cuda"), 300)
     try:
         group.set_device_timeout(2000)
         assert timeouts() == [300, 2000]

@@ -12,7 +12,8 @@ from torch.nn import functional
 from pipeline.addons.models import zoo
 from pipeline.config.load import RECIPES, from_yaml, load
 from pipeline.model.architectures import meta_model
-from pipeline.plan import DataSize, make_plan
+from pipeline.plan import DataSize
+from pipeline.planning import make_plan
 from pipeline.world import World
 
 IMAGENET = DataSize(1_281_167, 50_000, 1000)

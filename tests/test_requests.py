@@ -13,7 +13,7 @@ from place import Place
 
 from pipeline.addons.ops.model import check_shapes
 from pipeline.cli.main import main
-from pipeline.config.schema import Model
+from pipeline.config.sections import Model
 from pipeline.errors import RequestError
 
 
@@ -54,37 +54,27 @@ def train(tmp_path: Path, without_torch: Path, *words: str) -> str:
     return line
 
 
-@pytest.mark.parametrize(
-    ("word", "named"),
-    [("train.epoch=3", "train.epochs"), ("train.epochs=many", "train.epochs=many"), ("train.epochs", "train.epochs"),
-     ("schedule.warmup=13 epochs", "schedule.warmup=13 epochs"), ("optimizer.momentum=0", "optimizer.nesterov"),
-     ("batch.global=2000", "batch.global=2000")],
-)  # fmt: skip
-def test_a_wrong_override_is_one_line_and_exit_2(
-    tmp_path: Path, digits: Path, without_torch: Path, word: str, named: str
+def test_a_wrong_request_is_one_line_before_torch_is_imported(
+    tmp_path: Path, digits: Path, images: Path, without_torch: Path
 ) -> None:
-    assert named in train(tmp_path, without_torch, "digits", f"data.root={digits}", word)
+    data = ("digits", f"data.root={digits}")
+    assert "train.epochs" in train(tmp_path, without_torch, *data, "train.epoch=3")
+    assert "95 or 100; worlds that work are 1, 2, 3, 4, 6, 8" in train(tmp_path, without_torch, *data, "--nproc", "5")
+    (images / "val/b/1.png").unlink()
+    line = train(tmp_path, without_torch, "digits", f"data.root={images}")
+    assert line.startswith("class folder val/b/ holds no image (.jpg .jpeg .png ")
+    (tmp_path / "file").write_text("x")
+    for folder in (tmp_path / "file" / "run", Path("/proc/run")):
+        line = train(tmp_path, without_torch, *data, f"run.dir={folder}")
+        assert line.startswith(f"run.dir={folder} cannot be written: ")
+        assert line.endswith("give a folder that can be written, with run.dir=FOLDER")
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    result = pipeline("train", "digits", "--nproc", "2", cwd=tmp_path, PYTHONPATH=str(without_torch), **ranks)
+    assert "give --nproc, or start with torchrun, not both" in refused(result)
 
 
-def test_a_batch_that_does_not_divide_is_refused_before_processes_start(
-    tmp_path: Path, digits: Path, without_torch: Path
-) -> None:
-    words = ["digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}", "--nproc", "5"]
-    result = pipeline("train", *words, cwd=tmp_path, PYTHONPATH=str(without_torch))
-    assert "95 or 100; worlds that work are 1, 2, 3, 4, 6, 8" in refused(result)
-    assert result.seconds < 15  # about 0.7 s on an idle machine
-
-
-def test_a_missing_gpu_is_refused(tmp_path: Path, digits: Path, without_torch: Path) -> None:
-    if list(Path("/dev").glob("nvidia[0-9]*")):
-        pytest.skip("this machine has a GPU")
-    line = train(tmp_path, without_torch, "digits", f"data.root={digits}", "run.device=cuda")
-    assert line.startswith("run.device=cuda, but no GPU is visible")
-
-
+@pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")), reason="this machine has a GPU")
 def test_a_pod_whose_runtime_gives_it_no_gpu_fails_its_preflight(tmp_path: Path, digits: Path) -> None:
-    if list(Path("/dev").glob("nvidia[0-9]*")):
-        pytest.skip("this machine has a GPU")
     words = ("digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}", "run.device=cuda", "track.uri=none")
     result = pipeline("doctor", *words, PET_NPROC_PER_NODE="1", KUBERNETES_SERVICE_HOST="10.0.0.1")
     assert result.code == 2
@@ -92,55 +82,17 @@ def test_a_pod_whose_runtime_gives_it_no_gpu_fails_its_preflight(tmp_path: Path,
     assert "--runtime-class" in result.error
 
 
-def test_an_empty_class_is_refused_by_name(tmp_path: Path, images: Path, without_torch: Path) -> None:
-    (images / "val/b/1.png").unlink()
-    line = train(tmp_path, without_torch, "digits", f"data.root={images}")
-    assert line.startswith("class folder val/b/ holds no image (.jpg .jpeg .png ")
-
-
-@pytest.mark.parametrize("place", ["a regular file", "proc"])
-def test_a_run_folder_that_cannot_be_written_is_refused(
-    tmp_path: Path, digits: Path, without_torch: Path, place: str
-) -> None:
-    (tmp_path / "file").write_text("x")
-    folder = {"a regular file": tmp_path / "file" / "run", "proc": Path("/proc/run")}[place]
-    line = train(tmp_path, without_torch, "digits", f"data.root={digits}", f"run.dir={folder}")
-    assert line.startswith(f"run.dir={folder} cannot be written: ")
-    assert line.endswith("give a folder that can be written, with run.dir=FOLDER")
-
-
 LONG = "x" * 300
 """A file name that is too long for every file system: looking it up is an error, even for root."""
-
-
-@pytest.mark.parametrize(
-    ("word", "says"),
-    [(f"run.dir={LONG}", f"run.dir={LONG} cannot be written: File name too long: give a folder that can"),
-     (f"run.dir={LONG}/run", f"run.dir={LONG}/run cannot be written: File name too long: give a folder that can"),
-     (f"data.root={LONG}", f"data.root={LONG} cannot be read: File name too long")],
-    ids=["run.dir", "above run.dir", "data.root"],
-)  # fmt: skip
-@pytest.mark.parametrize("command", ["train", "plan", "doctor"])
-def test_an_unreadable_path_is_refused(
-    tmp_path: Path, digits: Path, without_torch: Path, command: str, word: str, says: str
-) -> None:
-    words = ["digits", word] if word.startswith("data.root") else ["digits", f"data.root={digits}", word]
-    if command == "train":
-        assert train(tmp_path, without_torch, *words).startswith(says)
-        return
-    result = quick(command, *words, cwd=tmp_path)
-    if command == "plan" and "run.dir" in word:
-        assert result.code == 0  # `plan` does not use that folder
-    else:
-        assert refused(result).startswith(says)
 
 
 @pytest.mark.usefixtures("jpegtran")
 @pytest.mark.parametrize(
     ("words", "code"),
-    [("plan {long}.yaml", 2), ("plan digits data.source=folder data.root={long}", 2),
+    [("plan {long}.yaml", 2), ("train digits run.dir={long}/run", 2),
+     ("plan digits data.source=folder data.root={long}", 2),
      ("plan digits data.source=pack data.root={long}", 2), ("data check {long}", 2), ("data make digits {long}", 2),
-     ("data make synthetic {long}", 2), ("data get imagenette {long}", 2), ("data import imagenet {long} out", 2),
+     ("data get imagenette {long}", 2), ("data import imagenet {long} out", 2),
      ("data pack {long} out", 2), ("data pack {digits} {long}", 4), ("evaluate {long}", 2), ("evaluate {long}/run", 2),
      ("predict {long} a.png", 2), ("export {long} --to torch.export", 2), ("report {long}", 2), ("verify {long}", 2),
      ("sync {long}", 2), ("k8s render --out {long}", 2)],
@@ -152,10 +104,9 @@ def test_an_unreadable_path_is_one_line_for_every_command(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("signal.signal", lambda *_: None)  # keep the handlers of the test process
     assert main(words.format(long=LONG, digits=digits).split()) == code
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith("pipeline: ")
-    assert "File name too long" in lines[0]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("pipeline: ")
+    assert "File name too long" in line
     assert not list(tmp_path.iterdir())
 
 
@@ -200,26 +151,18 @@ def test_a_small_dev_shm_is_enough_for_loader_workers(tmp_path: Path, digits: Pa
     assert done.returncode == 0, done.stderr
 
 
-def test_a_launcher_inside_a_launcher_is_refused(tmp_path: Path, without_torch: Path) -> None:
-    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    result = pipeline("train", "digits", "--nproc", "2", cwd=tmp_path, PYTHONPATH=str(without_torch), **ranks)
-    assert "give --nproc, or start with torchrun, not both" in refused(result)
-
-
 @pytest.mark.parametrize(
     "command",
-    ["predict runs/done images", "plan digits", "data check images", "export runs/done --to safetensors", "recipes",
-     "report runs/done", "sync runs/done", "doctor digits --json data.source=synthetic", "verify runs/none",
-     "k8s render digits --nodes 2"],
+    ["predict runs/done images", "export runs/done --to safetensors", "sync runs/done",
+     "doctor digits --json data.source=synthetic", "k8s render digits --nodes 2"],
 )  # fmt: skip
 def test_the_rank_of_the_pod_whose_shell_is_used_changes_no_command(place: Place, command: str) -> None:
     expected = quick(*command.split(), cwd=place.path)
     assert expected.out or expected.err
-    for ranks in ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, {"RANK": "", "WORLD_SIZE": ""}):
-        result = quick(*command.split(), cwd=place.path, **ranks)
-        assert result.code == expected.code, result.err
-        for before, after in ((expected.out, result.out), (expected.err, result.err)):
-            assert _without_figures(after) == _without_figures(before)
+    result = quick(*command.split(), cwd=place.path, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1")
+    assert result.code == expected.code, result.err
+    for before, after in ((expected.out, result.out), (expected.err, result.err)):
+        assert _without_figures(after) == _without_figures(before)
 
 
 def _without_figures(text: str) -> str:
@@ -266,8 +209,7 @@ def test_under_torchrun_a_wrong_request_is_printed_once_and_all_ranks_exit(tmp_p
     ("arch", "batch", "size", "reason"),
     [("resnet18", 1, 32, "more than 1 value per channel"),
      ("inception_v3", 8, 32, "Kernel size can't be greater"),
-     ("vit_b_16", 8, 32, "Wrong image height"),
-     ("swin_t", 8, 32, None), ("regnet_y_400mf", 2, 32, None)],
+     ("swin_t", 8, 32, None)],
 )  # fmt: skip
 def test_shapes_that_a_network_cannot_take_are_refused(arch: str, batch: int, size: int, reason: str | None) -> None:
     if reason is None:
@@ -275,12 +217,6 @@ def test_shapes_that_a_network_cannot_take_are_refused(arch: str, batch: int, si
     else:
         with pytest.raises(RequestError, match=f"{arch} cannot take passes of {batch} .*{reason}.*augment.size"):
             check_shapes(Model(arch=arch), 10, batch, [size], size)
-
-
-@pytest.mark.full
-def test_passes_of_one_image_are_refused_in_one_line(tmp_path: Path, digits: Path) -> None:
-    result = quick("train", "digits", f"data.root={digits}", f"run.dir={tmp_path / 'run'}", "batch.global=1")
-    assert "cannot take passes of 1 images of 32 px" in refused(result)
 
 
 def test_a_path_on_the_command_line_is_expanded(
@@ -297,10 +233,8 @@ def test_a_path_on_the_command_line_is_expanded(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["k8s", "x"]
 
 
-@pytest.mark.parametrize("name", ["a?b", "a%41b"])
-def test_a_run_whose_database_mlflow_cannot_open_is_refused(
-    tmp_path: Path, digits: Path, without_torch: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_run_whose_database_mlflow_cannot_open_is_refused(tmp_path: Path, digits: Path, without_torch: Path) -> None:
+    name = "a%41b"
     words = ["train", "digits", f"data.root={digits}", f"run.dir={tmp_path / name / 'run'}"]
     line = refused(pipeline(*words, PYTHONPATH=str(without_torch)))
     assert line == (

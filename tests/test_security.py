@@ -43,7 +43,7 @@ from pipeline.addons.models import pretrained
 from pipeline.addons.models.pretrained import pretrained_weights
 from pipeline.cli.main import main
 from pipeline.config.load import from_yaml, load
-from pipeline.config.schema import Model
+from pipeline.config.sections import Model
 from pipeline.data import manifest
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import Index

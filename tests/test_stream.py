@@ -14,8 +14,9 @@ from harness import children, kill
 from streams import GlobalBatch, joined, prepare, stream
 from torch.nn import functional
 
+from pipeline.addons.ops.plan_table import effective_counts
 from pipeline.config.load import load
-from pipeline.config.schema import Augment
+from pipeline.config.sections import Augment
 from pipeline.data import loader, workers
 from pipeline.data.augment import SampleKey, augment
 from pipeline.data.batch import Batch
@@ -25,8 +26,8 @@ from pipeline.data.order import Order
 from pipeline.data.transfer import to_device
 from pipeline.data.workers import Allocate, allocate
 from pipeline.errors import StorageError
-from pipeline.plan import DataSize, Resources, make_plan
-from pipeline.plan_table import effective_counts
+from pipeline.plan import DataSize, Resources
+from pipeline.planning import make_plan
 from pipeline.randomness import derive
 from pipeline.world import World
 

@@ -16,7 +16,8 @@ from pipeline.data.loader import TrainBatches
 from pipeline.data.sources import open_source
 from pipeline.guards.signals import StopRequest
 from pipeline.parallel import strategy
-from pipeline.plan import DataSize, Plan, make_plan
+from pipeline.plan import DataSize, Plan
+from pipeline.planning import make_plan
 from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal

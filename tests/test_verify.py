@@ -13,9 +13,9 @@ from harness import SMALL, Job, Result, kill, quick
 from pipeline import machine
 from pipeline.addons.ops import verify as commands
 from pipeline.addons.ops.against import against
+from pipeline.addons.ops.commands import _step_range
 from pipeline.addons.ops.compare import Run, compare
 from pipeline.addons.ops.receipt import read_receipt
-from pipeline.cli import arguments
 from pipeline.config.schema import Config
 from pipeline.config.trust import trust
 from pipeline.errors import RequestError, printable_line
@@ -297,7 +297,7 @@ def test_a_part_of_a_run_is_repeated_from_its_checkpoint(copy: Path) -> None:
         f"identical: 1 evaluation and 1 checkpoint from step 8 to step 12, weights={weights[2]};"
         " the trace of 4 steps is identical, too; the steps up to 8 are trusted\n",
     )
-    assert arguments.step_range("0-8") == arguments.step_range("8") == (0, 8)
+    assert _step_range("0-8") == _step_range("8") == (0, 8)
     assert "has no checkpoint of step 5: it has those of 4, 8, 12" in refused(12, 5)
     assert "the first evaluation or checkpoint after step 4 in" in refused(7, 4)
     edit_receipt(copy, lambda contents: contents["evaluations"][0].update(weights=weights[1]))

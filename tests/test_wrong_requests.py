@@ -11,8 +11,8 @@ import pytest
 from harness import DONE, Job, pipeline, save_checkpoint
 
 from pipeline.addons.datasets.synthetic import make_synthetic
+from pipeline.addons.ops.keys import all_keys
 from pipeline.cli.main import main, parse
-from pipeline.config.help import all_keys
 from pipeline.config.load import load
 from pipeline.data.sources import open_source
 from pipeline.model.architectures import build
@@ -23,35 +23,27 @@ SMALL = "model.arch=shufflenet_v2_x0_5 augment.size=32 batch.global=8 data.worke
 PHOTOS = f"data.source=folder data.root=photos {SMALL}"
 
 RECIPES = {
-    "empty": "", "list": "- a\n- b\n", "open": "model: [\n", "twice": "train: {epochs: 1}\ntrain: {epochs: 2}\n",
-    "alias": "a: &x 1\nb: *x\n", "section": "data: {source: digits}\ntraning: {epochs: 3}\n",
-    "key": "data: {source: digits}\ntrain: {epoch: 3}\n", "value": "data: {source: digits}\ntrain: {epochs: many}\n",
-    "dotted": "data: {source: digits}\ntrain.epochs: 3\n", "scalar": "data: digits\n",
-    "odd": "data: {source: digits}\nbatch: {global: 7}\n", "two": "data: {source: digits}\n---\nmodel: {}\n",
-    "mix": "data: {root: /data}\naugment: {mixup: 0.2}\nbatch: {global: 6}\n", "number": "1: 2\n",
-    "big": "# " + "x" * (1 << 16), "imagenet": "data: {root: /data}\nmodel: {arch: resnet19}\n",
+    "empty": "", "alias": "a: &x 1\nb: *x\n", "dotted": "data: {source: digits}\ntrain.epochs: 3\n",
+    "odd": "data: {source: digits}\nbatch: {global: 7}\n",
+    "mix": "data: {root: /data}\naugment: {mixup: 0.2}\nbatch: {global: 6}\n",
 }  # fmt: skip
 
 FOLDERS = {
-    "empty": [], "flat": ["train/1.jpg", "val/1.jpg"], "onlytrain": ["train/a/1.jpg", "train/b/1.jpg"],
+    "empty": [], "onlytrain": ["train/a/1.jpg", "train/b/1.jpg"], "few": ["a/1.jpg", "b/1.jpg"],
     "differ": ["train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg", "val/c/1.jpg"],
     "texts": ["train/a/1.txt", "train/b/1.txt", "val/a/1.txt", "val/b/1.txt"],
     "folder-image": ["train/a/1.jpg", "train/b/1.jpg", "train/b/000.jpg/x", "val/a/1.jpg", "val/b/1.jpg"],
-    "single": ["a/1.jpg"], "few": ["a/1.jpg", "b/1.jpg"], "unfinished": [".packing.json"],
-    "torn-pack": ["pack.json", "pack.index"], "empty-run": ["config.yaml"],
+    "unfinished": [".packing.json"], "torn-pack": ["pack.json", "pack.index"], "empty-run": ["config.yaml"],
 }  # fmt: skip
 
 # A request, and the flag, key, value or path that its line names. Exit code 2.
 WRONG = """
 train | RECIPE
 train nosuch | nosuch
-train digit | digits
 train nosuch.yaml | nosuch.yaml
 train ./photos | photos
 train train.epochs=3 | train.epochs=3
-train digits digits | 'digits' is not key=value
 train digits train.epochs 3 | 'train.epochs' is not key=value
-train digits =3 | '=3' is not key=value
 train digits --epochs=3 | --epochs
 train digits --quite | --quiet
 train digits train.epochs=1 --nporc 2 | --nproc
@@ -59,213 +51,123 @@ train digits --nproc=0 | --nproc
 train digits --numa-binding nod | --numa-binding
 train digits --numa-binding node | --nproc
 train digits --nproc 2 --numa-binding node run.device=cpu | --numa-binding
-train digits train.epoch=3 | train.epochs
-train digits train.epochs=0 | train.epochs=0
-train digits train.epochs=3.5 | train.epochs=3.5
-train digits model=resnet18 | model.arch
-train digits parallel=dpp | stages
 train digits batch.global=2000 | batch.global
 train digits batch.global=97 batch.accumulate=2 | 96 or 98
 train digits batch.global=9 --nproc 2 | 8 or 10
-train digits optimizer.lr=nan | optimizer.lr=nan
-train digits augment.scale=[0.5] | augment.scale=[0.08, 1.0]
-train digits augment.growth=5 | augment.growth=[5 epochs, 10 epochs]
 train digits profile.steps=9-5 | profile.steps=[9, 5]
 train digits schedule.warmup=5 | schedule.warmup=5
-train digits checkpoint.every=0 | checkpoint.every=0
 train digits data.source=folder | data.root
-train digits data.source=pack | data.root
-train digits run.device=cuda:1 | run.device=cuda:1
-train digits run.exact=perhaps | true | false
 train digits run.resume=alwyas | run.resume=alwyas
-train digits run.resume=photos | photos
 train digits run.dir=/proc/x | run.dir=/proc/x
 train digits run.dir=s3://bucket/x | checkpoint.mirror=
 train digits run.dir=notes.txt | notes.txt
 train digits model.arch=resnet19 | resnet18
-train digits model.arch=maskrcnn_resnet50_fpn | model.arch
 train digits model.init=nosuch | model.init=nosuch
-train digits model.init=photos | photos
 train digits model.init=models:/x | runs/mlflow.db
 train digits model.freeze=backbone | model.init
-train digits track.register=a/b | track.register=a/b
 train digits track.uri=htp://foo | track.uri=htp://foo
-train digits track.uri=http://host:99999 | track.uri=
-train digits track.uri=localhost:5000 | http://HOST:PORT
-train digits track.uri=mlruns | track.uri=mlruns
-train digits track.uri=sqlite:x.db | sqlite:///FILE
 train digits track.uri=sqlite:///photos | photos
-train digits track.uri=sqlite:///a?b/x.db | track.uri=
 train digits track.required=true track.uri=none | track.required=true
 train digits model.batchnorm=sync --nproc 2 | model.batchnorm
-train digits augment.scale=[0.9,0.1] augment.size=32 | augment.scale=[0.9, 0.1]
+train digits augment.scale=[0.9,0.1] | augment.scale=[0.9, 0.1]
 train digits augment.first_size=64 augment.size=32 | augment.first_size=64
 train digits augment.first_size=16 augment.growth=[1_epoch,99_epochs] | augment.growth
 train digits augment.pad=32 | augment.pad=32
-train digits run.exact=true exact.shards=5 | exact.shards
 train digits run.exact=true train.precision=fp16 | train.precision=fp16
 train digits run.exact=true parallel=fsdp | parallel=fsdp
-train digits parallel=fsdp model.batchnorm=average | model.batchnorm=average
-train digits run.exact=true train.compile=on | train.compile=on
-train digits parallel=fsdp train.exchange=bf16 | train.exchange=bf16
 train digits run.deterministic=true model.batchnorm=average | model.batchnorm=average
-train digits train.compile=reduce-overhead batch.accumulate=2 | batch.accumulate=2
-train digits train.compile=reduce-overhead augment.first_size=16 augment.size=32 | augment.first_size=16
 train digits parallel=stages stages.count=3 | stages.count=3
 train digits parallel=stages model.freeze=backbone | model.freeze
 train digits parallel=fsdp optimizer.name=lamb | optimizer.name=lamb
-train digits parallel=fsdp train.precision=fp16 | train.precision=fp16
 train digits parallel=dataparallel --nproc 2 | parallel=dataparallel
 train digits checkpoint.mirror=gs://bucket | checkpoint.mirror
 train digits data.cache=x | data.cache=x
-train digits optimizer.momentum=0 optimizer.nesterov=true | optimizer.momentum
-train digits schedule.warmup=2_epochs schedule.cooldown=2_epochs train.epochs=3 | schedule.cooldown
 train digits augment.mixup=0.2 batch.global=5 | an even number
-train digits data.source=synthetic data.num_images=8 data.num_classes=8 batch.global=16 | batch.global
 train digits model.arch=alexnet augment.size=32 | augment.size
 train digits run.dir=runs/done train.epochs=1 | train.epochs: 12 -> 1
 train digits run.dir=runs/done data.balance=sqrt | data.balance: none -> sqrt
 train digits run.dir=data/digits data.root=data/digits | data.root
 train resnet50-90 data.workers=0 | 'pipeline data import imagenet ARCHIVES data/imagenet'
-train resnet50-fast data.workers=0 | --pack max-side=500,q=90'
-train imagenette data.workers=0 | 'pipeline data get imagenette data/imagenette'
 train digits data.source=folder data.root=nowhere | data.root=nowhere
 train digits data.source=folder data.root=s3://bucket/data | data.source=pack
-train digits data.source=folder data.root=gs://bucket/data | data.root=gs://bucket/data
 train digits data.source=pack data.root=s3://B/data | s3://B/data
 train digits data.source=folder data.root=notes.txt | data.root=notes.txt
 train digits data.source=folder data.root=packed | data.source=pack
 train digits data.source=pack data.root=photos | 'pipeline data pack photos photos-pack'
-train digits data.source=pack data.root=nowhere | 'pipeline data pack SRC nowhere'
 train digits data.source=pack data.root=unfinished | 'pipeline data pack SRC unfinished'
 train digits data.source=pack data.root=torn-pack | torn-pack
-train digits data.source=folder data.root=empty | empty
-train digits data.source=folder data.root=flat | flat
 train digits data.source=folder data.root=onlytrain | val/
 train digits data.source=folder data.root=differ | c in val/ only
 train digits data.source=folder data.root=texts | holds no image
 train digits data.source=folder data.root=folder-image | 000.jpg
-train digits data.source=folder data.root=single | at least two
 train digits data.source=folder data.root=few | data.val_split=0.1
 train empty.yaml | data.root
-train list.yaml | list.yaml
-train open.yaml | open.yaml
-train twice.yaml | key 'train'
 train alias.yaml | alias.yaml line 2
-train section.yaml | train.epochs
-train key.yaml | train.epochs
-train value.yaml | train.epochs=many
 train dotted.yaml | train: {epochs: 3}
-train scalar.yaml | data.source
 train odd.yaml --nproc 2 | 6 or 8
-train two.yaml | two.yaml
-train number.yaml | '1'
-train big.yaml | big.yaml
 train photo.jpg.yaml | photo.jpg.yaml
 plan digits --world=7 | 91 or 98
-plan digits --nodes=2 | --nodes 2
 plan digits --world 4 --nodes 2 batch.global=6 | 4 or 8
 plan digits --world 4 extra | 'extra'
-doctor digits data.source=folder data.root=differ | c in val/ only
 doctor digits --world=two | --world
 evaluate | RUN_DIR|CHECKPOINT
 evaluate nosuch --nproc 2 | nosuch
-evaluate notes.txt | notes.txt
 evaluate models:/digits@best | 'pipeline predict'
 evaluate runs/done model.arch=resnet18 | model.arch=resnet18
 evaluate runs/done data.source=folder data.root=nowhere | nowhere
 predict runs/done | IMAGE
 predict runs/done photos nosuch.jpg | nosuch.jpg
-predict runs/done empty | empty
-predict models:/x@ photos | models:/x@
 predict runs/done photos --sheet=out.jpg | --sheet out.jpg
-predict runs/done photos --sheet nowhere/sheet.png | nowhere
 export runs/done --to=onnx --out=nosuch/model.onnx | nosuch
 export runs/done | --to
-export runs/done --to=tflite | --to
-export runs/done --to safetensors --out photos | photos
 verify photos | photos
 verify photos --steps 9-4 | --steps
-verify photos --steps 4 --against photos | --against
-verify photos --page photo.jpg | --against
-verify runs/done --against nosuch | nosuch
 report photos | photos
 sync nosuch | nosuch
-recipes --json | --json
 bench train --only plain | benchmarks/NAME.py
 doctor digits --gang | nccl-tests
 k8s render --nodes 2 --gang-check | nccl-tests
 runs | 'pipeline report RUN_DIR'
 completion bash | 'register-python-argcomplete pipeline'
 trian digits | 'trian'
-data mak digits | 'mak'
 data make cats | 'cats'
-data make digits photos | photos
 data make digits out --images=3 | --images
-data make synthetic out --images 8 --classes 4 | 13 images
-data make digits s3://bucket/digits | s3://bucket/digits
-data get imagenet | 'imagenet'
 data import imagenet photos out --pack zip | zip
 data import imagenet photos out | ILSVRC2012_img_train.tar
-data import imagenet photos s3://bucket/data | --pack
 data pack photos | OUT
-data pack nosuch out | nosuch
 data pack photos out --level=best | best
 data pack photos out --val-split=1 | --val-split
 data pack packed out | packed
-data pack photos photos/packed | photos/packed
 data pack photos packed --level raw=32 | packed
 data pack photos gs://bucket/data | gs://bucket/data
-data pack photos s3://Bucket | s3://Bucket
 data check differ --json | c in val/ only
-data check packed --write-sums | --write-sums
 data check torn-pack | torn-pack
-rehearse digits | --nodes
 rehearse digits --nodes=5 | 95 or 100
-rehearse digits --nodes=2 --gpus=2 --nproc=2 | --nproc 2
 rehearse digits --nodes 2 --kill 9@3 | --nodes 2
-rehearse digits --nodes 2 --data nosuch | --data nosuch
 rehearse digits --nodes 2 run.resume=never | run.resume=never
 k8s render --nodes=7 | 91 or 98
-k8s render --nodes 9:11 | batch.global
 k8s render --nodes 3:2 | 3:2
 k8s render --namespace=a.b | --namespace
-k8s render --image=registry/Name | --image
 k8s render --memory=4G | --memory
 k8s render --shm=100Gi | --shm 100Gi
-k8s render --nproc=4 | --nproc 4
 k8s render --out=/proc/x | /proc/x
 k8s render --store=gs://bucket/x | --store
 k8s render --store-endpoint=http://me:pass@host.example | --store-endpoint
-k8s render --store-cidr=10.0.0.1/24 | --store-cidr
 k8s render --store-cidr=10.0.0.0/24 | --store s3://
 k8s render --cpu --gpus 2 | --cpu
-k8s render digits run.device=cuda --cpu | run.device=cuda
 k8s render digits --numa-binding node --cpu | --numa-binding node
 k8s render --gang native --queue team | --queue team
-k8s render --rdma rdma/hca --cpu | --rdma rdma/hca
 k8s render --topology zone= | --topology
-k8s render --sync /runs/digits | /runs/digits
-k8s render --example mlflow | --example
 k8s render --example mlflow-shared --mlflow-auth | --mlflow-auth
 k8s render digits checkpoint.mirror=s3://bucket/run | --store s3://BUCKET/PREFIX
 k8s render resnet50-90 --store s3://bucket --nodes 1 --gpus 8 | 'pipeline data pack data/imagenet s3://bucket/data'
-k8s render digits checkpoint.mirror=none --store s3://bucket | checkpoint.mirror=none
 k8s render --store s3://bucket --store-endpoint http://minio:9000 | http://minio.NAMESPACE.svc:9000
-k8s render --store s3://bucket/x/ --sync digits | s3://bucket/x/runs/digits
-k8s render --store s3://bucket --example stage-imagenet | --store
 k8s render digits run.dir=/runs/x --nodes 4 | run.dir
 k8s render digits model.init=DEFAULT model.freeze=nose | 'nose'
-k8s render digits augment.size=2000 evaluate.batch=4096 | --memory
-k8s render imagenet.yaml --nodes 4 | resnet18
 k8s render mix.yaml --nodes 2 | an even number
 MLFLOW_TRACKING_URI=htp://foo train digits | MLFLOW_TRACKING_URI=htp://foo
-MLFLOW_TRACKING_URI=mlruns doctor digits | MLFLOW_TRACKING_URI=mlruns
-MLFLOW_TRACKING_URI=htp://foo sync runs/done | MLFLOW_TRACKING_URI=htp://foo
 RANK=1 WORLD_SIZE=x train digits | WORLD_SIZE='x'
 RANK=0 WORLD_SIZE=2 train digits | no address of rank 0
-RANK= WORLD_SIZE= train digits | RANK=''
-RANK=1 train digits | WORLD_SIZE is not set
 WORLD_SIZE=2 LOCAL_RANK= evaluate runs/done | RANK is not set
 RANK=1 WORLD_SIZE=2 predict runs/done nosuch.jpg | nosuch.jpg
 PET_NNODES=0 doctor digits | PET_NNODES='0'
@@ -377,19 +279,13 @@ def follow_advice(line: str) -> None:
             parse(shlex.split(command))
 
 
-@pytest.mark.parametrize(
-    ("request_", "named"),
-    [("train digits model.arch=resnet19", "resnet18"), ("predict runs/done nosuch.jpg", "nosuch.jpg"),
-     pytest.param("train digits --nproc 2 run.resume=/nonexistent", "/nonexistent", marks=pytest.mark.full),
-     pytest.param("k8s render digits --nodes 7", "91 or 98", marks=pytest.mark.full)],
-)  # fmt: skip
-def test_a_wrong_request_to_a_real_process_is_one_line(folder: Path, request_: str, named: str) -> None:
+def test_a_wrong_request_to_a_real_process_is_one_line(folder: Path) -> None:
     before = paths(folder)
-    result = pipeline(*request_.split(), cwd=folder)
+    result = pipeline("train", "digits", "model.arch=resnet19", cwd=folder)
     assert (result.code, result.out) == (2, "")
-    assert named in result.error
+    assert "resnet18" in result.error
     assert len(result.err.splitlines()) == 1
-    assert paths(folder) - before <= {f"{folder}/runs/digits"}
+    assert paths(folder) == before
 
 
 @pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.full)])

@@ -1,17 +1,15 @@
 """The parser class, the argument types and the arguments that several commands share."""
 
 import argparse
-import difflib
-import math
 import os
 import re
 import shutil
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
-from pipeline.errors import RequestError
+from pipeline.errors import RequestError, nearest
 from pipeline.lazy import part
 
 _LINKS = "measure the links with nccl-tests, and a node's GPUs with 'dcgmi diag'"
@@ -28,24 +26,28 @@ A command's name may have two words.
 """
 
 
+class Commands(Protocol):
+    """The commands of one level, as argparse's `add_subparsers` returns them."""
+
+    def add_parser(self, name: str, **options: Any) -> "Parser": ...
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises a RequestError of one line instead of exiting."""
 
     def __init__(self, *, description: str, **options: Any) -> None:
-        def make_formatter(prog: str) -> argparse.HelpFormatter:
-            return argparse.RawDescriptionHelpFormatter(prog, width=help_width())
-
         if "\n" not in description:
             description = textwrap.fill(description, help_width())
-        super().__init__(description=description, formatter_class=make_formatter, **options)
+        # examples keep their lines
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def error(self, message: str) -> NoReturn:
         raise RequestError(f"{message} (see '{self.prog} --help')")
 
-    def add_commands(self, metavar: str, **options: Any) -> "Commands":
+    def add_commands(self, metavar: str) -> Commands:
         """Add the level of commands below this one, which prints its help without a command."""
         self.set_defaults(run=lambda _: self.format_help().rstrip(), parser=self)
-        return self.add_subparsers(title=f"{metavar.lower()}s", metavar=metavar, **options)
+        return self.add_subparsers(title=f"{metavar.lower()}s", metavar=metavar)
 
     def refuse(self, rest: list[str]) -> NoReturn:
         """Raise RequestError for what could not be parsed: its first flag, or its first word."""
@@ -55,8 +57,8 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unexpected argument {word!r}")
         if name in REPLACED:
             raise RequestError(f"there is no flag {name} since version 0.3: {REPLACED[name]}")
-        close = difflib.get_close_matches(name, re.findall(r"--[\w-]+", self.format_usage()), n=1, cutoff=0.7)
-        self.error(f"unknown flag {name}" + (f"; did you mean {close[0]}?" if close else ""))
+        flags = re.findall(r"--[\w-]+", self.format_usage())
+        self.error(f"unknown flag {name}{nearest(name, flags, cutoff=0.7)}")
 
 
 def refuse_replaced_command(words: Sequence[str]) -> None:
@@ -67,11 +69,10 @@ def refuse_replaced_command(words: Sequence[str]) -> None:
 
 
 def help_width() -> int:
-    """Return the width of help texts: that of the terminal less 2, at most 98."""
-    return min(shutil.get_terminal_size().columns, 100) - 2
+    """Return the width of help texts, as argparse chooses it."""
+    return shutil.get_terminal_size().columns - 2
 
 
-Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 Handler: TypeAlias = Callable[[argparse.Namespace], str | int]
 """Runs a command; returns its result, or its exit code if it has printed the result itself."""
 
@@ -100,11 +101,6 @@ def add_numa_binding(parser: Parser, when: str = "") -> None:
     choices = ("node", "socket", "exclusive", "core-complex")
     help = f"{when}bind each process to CPUs next to its GPU, as torchrun does: {', '.join(choices)}"
     parser.add_argument("--numa-binding", choices=choices, metavar="MODE", help=help)
-
-
-def add_gpu_speed(parser: Parser) -> None:
-    help = "images/s that one GPU trains (a run's time/images_per_s by its GPUs): also say how many cores feed the GPUs"
-    parser.add_argument("--gpu-images-per-s", type=positive_int, metavar="N", help=help)
 
 
 def add_overrides(parser: Parser, keys: str = _KEYS_HELP) -> None:
@@ -146,38 +142,6 @@ def count_or_range(text: str) -> tuple[int | None, int]:
     if not 0 < low <= high:
         raise argparse.ArgumentTypeError(f"{text!r} is not MIN:MAX with MIN at most MAX, such as 1:4")
     return (low if low < high else None), high
-
-
-def step_range(text: str) -> tuple[int, int]:
-    """Return (A, B) of A-B, or (0, N) of N."""
-    low, dash, high = text.partition("-")
-    if not dash:
-        return 0, positive_int(text)
-    if not (low.isdecimal() and high.isdecimal() and int(low) < int(high)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not A-B with A less than B, such as 84-112")
-    return int(low), int(high)
-
-
-def share(text: str) -> float:
-    """Return a share of at least 0 and less than 1."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1, without 1, such as 0.1")
-    return number
-
-
-def matching(pattern: str, expected: str) -> Callable[[str], str]:
-    """Return the type of an argument that matches a pattern; errors call it `expected`."""
-
-    def check(text: str) -> str:
-        if not re.fullmatch(pattern, text, re.ASCII):
-            raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
-        return text
-
-    return check
 
 
 TARGET_HELP = "a run's folder (its last checkpoint) or a checkpoint file"

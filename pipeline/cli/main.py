@@ -45,12 +45,7 @@ exit codes:
 
 
 def command() -> NoReturn:
-    """Run `main` as a process and exit with its code.
-
-    Multi-process runs use os._exit: gloo's threads outlive `destroy_process_group`, and one that
-    frees a tensor while the interpreter shuts down aborts the process, even if the run is done
-    (pytorch/pytorch#179291).
-    """
+    """Run `main` as a process and exit with its code."""
     with contextlib.suppress(FileNotFoundError):  # the current folder was deleted
         if os.getcwd() not in sys.path:
             # child processes must not add it: a data folder from elsewhere may hold a yaml.py
@@ -59,15 +54,17 @@ def command() -> NoReturn:
 
 
 def exit_with(code: int) -> NoReturn:
-    """Exit the process; see `command` for the reason of os._exit."""
+    """Exit the process."""
     if "RANK" in os.environ:
+        # gloo's threads outlive `destroy_process_group`, and one that frees a tensor while the
+        # interpreter shuts down aborts the process, even if the run is done (pytorch#179291)
         os._exit(code)
     sys.exit(code)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    words = sys.argv[1:] if arguments is None else list(arguments)
+    words = sys.argv[1:] if words is None else list(words)
     if words[:1] not in (["train"], ["evaluate"]):
         world.forget_launcher()
     return execute(words, make_parser())

@@ -1,35 +1,29 @@
-"""The commands train, recipes, plan, evaluate."""
+"""The commands train, recipes, evaluate."""
 
 import argparse
 import faulthandler
-import json
+import itertools
 import os
 import signal
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from pipeline import machine, streams, supervision, world
+from pipeline import streams, supervision
 from pipeline.cli import arguments
 from pipeline.cli.arguments import (
     Commands,
     add_command,
-    add_gpu_speed,
     add_overrides,
     add_recipe,
     add_trust,
-    count_or_range,
     path_or_uri,
     positive_int,
 )
-from pipeline.errors import RequestError
 from pipeline.guards.signals import StopRequest
 from pipeline.lazy import part
 
-if TYPE_CHECKING:
-    pass
-
 
 def add_commands(commands: Commands) -> None:
-    for add in (_add_train, _add_recipes, _add_plan, _add_evaluate):
+    for add in (_add_train, _add_recipes, _add_evaluate):
         add(commands)
 
 
@@ -37,10 +31,9 @@ class _HelpWithKeys(argparse.Action):
     """Prints the help of `train` and every key, whose schema is slow to build."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from pipeline.config.help import describe_keys
-
+        keys = part("describe keys")(arguments.help_width())
         print(parser.format_help())
-        print(f"Keys of a recipe, with their defaults, by section:\n\n{describe_keys(arguments.help_width())}")
+        print(f"Keys of a recipe, with their defaults, by section:\n\n{keys}")
         parser.exit()
 
 
@@ -81,9 +74,15 @@ def _add_recipes(commands: Commands) -> None:
 
 
 def _recipes(_: argparse.Namespace) -> str:
-    from pipeline.config.recipes import describe, recipe_names
+    from pipeline.config.load import RECIPES, recipe_names
 
-    return "\n\n".join(map(describe, recipe_names()))
+    return "\n\n".join(f"{name}\n{_comment(RECIPES / f'{name}.yaml')}" for name in recipe_names())
+
+
+def _comment(recipe: Path) -> str:
+    """Return the comment at the top of a recipe: what it trains, its target, data and source."""
+    lines = itertools.takewhile(lambda line: line.startswith("# "), recipe.read_text(encoding="utf-8").splitlines())
+    return "\n".join(f"  {line.removeprefix('# ')}" for line in lines)
 
 
 def _add_evaluate(commands: Commands) -> None:
@@ -104,61 +103,3 @@ def _evaluate(options: argparse.Namespace) -> str | int:
     from pipeline.operate import launch
 
     return launch.evaluate(arguments.target_of(options), options.overrides, options.nproc)
-
-
-def _add_plan(commands: Commands) -> None:
-    parser = add_command(
-        commands, "plan", _plan, "show batch sizes, steps, learning rate and memory of a run, without running it",
-        "Print what RECIPE comes to with N processes on M machines: data, batch sizes, steps, learning rate,"
-        " validation, checkpoints and memory. Nothing is trained.",
-        "pipeline plan resnet50-90 data.root=/data --world 8",
-    )  # fmt: skip
-    add_recipe(parser)
-    add = parser.add_argument
-    help = "processes in the whole job (default 1); MIN:MAX: say which numbers divide the batch, and plan the largest"
-    add("--world", type=count_or_range, default="1", metavar="N", help=help)
-    add("--nodes", type=positive_int, default=1, metavar="M", help="machines in the whole job (default 1)")
-    add_gpu_speed(parser)
-    add("--json", action="store_true", help="print JSON: the contents of a run's plan.json, and the rows below them")
-
-
-def _plan(options: argparse.Namespace) -> str:
-    from pipeline.config.load import load
-    from pipeline.data.sources import class_counts, data_size
-    from pipeline.plan import divisors, fsdp_slices, make_plan
-    from pipeline.plan_table import balance_rows, effective_counts, gathered_row, memory_row, table
-
-    config = load(options.recipe, options.overrides)
-    this_machine = world.World(cpus=machine.available_cpus(), has_gpu=machine.has_gpu())
-    low, size = options.world
-    title = config.recipe
-    if low:
-        if low % options.nodes or size % options.nodes:
-            raise RequestError(f"--world {low}:{size} does not divide by --nodes {options.nodes}")
-        allowed = divisors(config, range(low, size + 1, options.nodes))
-        title += f"\n  divides among   {', '.join(map(str, allowed))} processes, of {low} to {size}"
-        size = allowed[-1]
-    here = this_machine.resized(size, options.nodes)
-    plan = make_plan(config, here, data_size(config))
-    counts = class_counts(config) if plan.balance != "none" else {}
-
-    from pipeline.model.architectures import meta_model  # imports torch: last, so that errors come at once
-
-    model = meta_model(config.model, plan.num_classes)
-    parameters = sum(param.numel() for param in model.parameters())
-    rows = [memory_row(config, parameters, plan)]
-    if options.gpu_images_per_s:
-        rows.append(part("loader row")(config, plan, here, options.gpu_images_per_s))
-    if config.parallel == "fsdp" and plan.world > 1:
-        slices, is_bf16 = fsdp_slices(config, plan), config.train.precision == "bf16"
-        pass_bytes = part("gathered bytes")(model, slices, is_bf16=is_bf16)
-        rows.append(gathered_row(config, parameters, plan, pass_bytes))
-    if options.json:
-        texts = dict(row.split(maxsplit=1) for row in rows)
-        effective = dict(zip(counts, effective_counts(plan, [*counts.values()]), strict=True))
-        return json.dumps({**plan.to_dict(), "parameters": parameters, **texts, "effective_counts": effective})
-    if plan.balance != "none" and not counts:
-        rows.append("  classes        not counted before the digits are made")
-    elif counts:
-        rows += ["  classes        by their number of images", *balance_rows(plan, counts)]
-    return "\n".join([title, table(plan), *rows])

@@ -1,4 +1,4 @@
-"""Removal of user names and passwords from URLs, before anything is written down."""
+"""Values as people may see them: user names and passwords are removed from URLs."""
 
 import re
 from urllib.parse import unquote
@@ -55,3 +55,14 @@ def _userinfo(url: re.Match[str]) -> str:
         host = re.split("[/?#]", rest)[0]
         rest = host if "@" in host else rest
     return "".join(rest.rpartition("@")[:2])
+
+
+def show(value: object) -> str:
+    """Return a value as a user writes it, printable, without passwords, at most 60 characters."""
+    if value is None:
+        return "auto"
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = hide_credentials(f"[{', '.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value))
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return text if text.isprintable() else text.encode("unicode_escape").decode()

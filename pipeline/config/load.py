@@ -9,7 +9,6 @@ date), pydantic checks the type and bounds of every field, and unknown or repeat
 
 import copy
 import os
-import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,18 +16,18 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from pipeline.config.credentials import split_credentials
-from pipeline.config.help import explain, is_section, not_a_section, show, unknown_key
-from pipeline.config.recipes import RECIPES, recipe_names
+from pipeline.config.credentials import show
 from pipeline.config.schema import MAY_CHANGE_ON_RESUME, Config
 from pipeline.config.trust import trust
 from pipeline.errors import RequestError, nearest
+from pipeline.lazy import part
 
+RECIPES = Path(__file__).parents[1] / "recipes"
 MAX_YAML_BYTES = 1 << 16
 _AUTO = ("auto", "none", "null", "~")
-_BEFORE_0_3 = {"run": {"portable": "false"}, "data": {"split_by": "file", "orientation": "ignore"}}
+_BEFORE_0_3 = {"run.portable": "false", "data.split_by": "file", "data.orientation": "ignore"}
 """Values of the keys that a configuration of an earlier version lacks: how it trained."""
-_DATABASES = ("postgresql", "mysql", "mssql", "databricks")
+_LENGTH = ("train.epochs", "train.max_steps")
 
 
 def load(recipe: str, overrides: list[str]) -> Config:
@@ -41,10 +40,10 @@ def load(recipe: str, overrides: list[str]) -> Config:
     tree.setdefault("recipe", path.stem)
     recipe_tree = copy.deepcopy(tree)
     _apply(tree, overrides)
-    run = tree.setdefault("run", {})
+    run, track = tree.setdefault("run", {}), tree.setdefault("track", {})
     if isinstance(run, dict) and str(run.get("dir", "auto")).lower() in _AUTO:
         run["dir"] = f"runs/{tree['recipe']}"
-    track, name = tree.setdefault("track", {}), os.environ.get("MLFLOW_EXPERIMENT_NAME")
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME")
     if name and isinstance(track, dict) and str(track.get("experiment", "auto")).lower() in _AUTO:
         track["experiment"] = name
     config = _validate(tree)
@@ -53,30 +52,14 @@ def load(recipe: str, overrides: list[str]) -> Config:
             saved = (config.run_dir / "config.yaml").read_text(encoding="utf-8", errors="replace")
             stated = {word.partition("=")[0] for word in overrides}
             if path.parent != RECIPES:  # a recipe of this package may have gained keys since
-                stated |= {f"{section}.{key}" for section in _BEFORE_0_3 for key in recipe_tree.get(section) or ()}
-            config = _validate(_with_earlier_defaults(tree, _parse_yaml(saved, ""), stated))
+                stated |= _keys(recipe_tree)
+            _set_earlier_defaults(tree, stated | _keys(_parse_yaml(saved, "")))
+            config = _validate(tree)
     config = config.with_changes(_changes(config, recipe_tree, overrides))
     trust(config.model.arch)
     if config.track.uri not in ("auto", "none"):
-        check_tracking_uri("track.uri", config.track.uri)
+        part("check tracking URI")("track.uri", config.track.uri)
     return config
-
-
-def recipe_text(recipe: str) -> tuple[str, str]:
-    """Return a recipe's name, and its YAML with the name in it, so that any file may hold it.
-
-    The YAML is the file's own text, with its comments, below a line with the name. If that is not
-    valid (above `---` or `{…}`), the YAML is generated.
-    """
-    path = _find(recipe)
-    text = _read_text(path)
-    tree = {"recipe": path.stem, **_parse_yaml(text, str(path))}
-    name = tree["recipe"]
-    for candidate in (text, f"recipe: {name}\n{text}"):
-        with suppress(RequestError):
-            if _parse_yaml(candidate, str(path)) == tree:
-                return name, candidate
-    return name, yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
 def from_yaml(text: str, origin: str, overrides: list[str] | None = None, *, is_saved: bool = True) -> Config:
@@ -87,7 +70,7 @@ def from_yaml(text: str, origin: str, overrides: list[str] | None = None, *, is_
     """
     tree = _parse_yaml(text, origin)
     if is_saved:
-        tree = _with_earlier_defaults(tree, tree, set())
+        _set_earlier_defaults(tree, _keys(tree))
     _apply(tree, overrides or [])
     config = _validate(tree)
     if any(word.startswith("model.arch=") for word in overrides or []):
@@ -95,66 +78,28 @@ def from_yaml(text: str, origin: str, overrides: list[str] | None = None, *, is_
     return config
 
 
-def _with_earlier_defaults(tree: dict[str, Any], saved: dict[str, Any], stated: set[str]) -> dict[str, Any]:
-    """Return `tree` with the earlier value of each key that `saved` lacks.
-
-    stated: keys that the user has set, which stay.
-    """
-    made = copy.deepcopy(tree)
-    for section, defaults in _BEFORE_0_3.items():
-        for key, value in defaults.items():
-            is_new = key not in (saved.get(section) or {}) and f"{section}.{key}" not in stated
-            if is_new and isinstance(made.setdefault(section, {}), dict):
-                made[section][key] = value
-    return made
-
-
-def check_tracking_uri(name: str, uri: str) -> None:
-    """Raise RequestError if MLflow cannot open `uri`. name: the key or variable that has it."""
-    given = f"{name}={show(uri)}"
-    scheme, _, rest = split_credentials(uri)[0].partition("://")
-    kind = scheme.partition("+")[0]
-    if kind in ("http", "https"):
-        host = re.fullmatch(r"([\w.-]+|\[[\da-fA-F:.]+\])(:(?P<port>\d{1,5}))?([/?#]\S*)?", rest, re.ASCII)
-        is_valid = host is not None and 0 < int(host["port"] or 1) < 1 << 16 and not re.search(r"\s", uri)
-    elif kind == "sqlite":
-        is_valid = re.match(r"/+[^/?]", rest) is not None
-        if is_valid and mlflow_changes(rest):
-            raise RequestError(f"{given}: MLflow opens only a UTF-8 path without ? and %", "name another file")
-        if is_valid and os.path.isdir(rest.removeprefix("/")):
-            raise RequestError(f"{given} names a folder", f"give the database file in it, {show(uri)}/mlflow.db")
-    else:
-        is_valid = uri == "databricks" or (kind in _DATABASES and re.fullmatch(r"\S*[^/\s]\S*", rest) is not None)
-    if not is_valid:
-        raise RequestError(
-            f"{given} is not allowed",
-            "give http://HOST:PORT, https://HOST, sqlite:///FILE, postgresql://… or mysql://…, with %20 for a blank and"
-            " a user and a password before the host, or set track.uri=none",
-        )
-
-
-def mlflow_changes(path: str) -> bool:
-    """Return True if MLflow opens another SQLite file or none.
-
-    It decodes %41, a ? ends the path, and names must be UTF-8.
-    """
-    return re.search(r"\?|%[0-9a-fA-F]{2}|[\ud800-\udfff]", path) is not None
+def recipe_text(recipe: str) -> tuple[str, str]:
+    """Return a recipe's name, and its YAML with the name in it, so that any file may hold it."""
+    path = _find(recipe)
+    text = _read_text(path)
+    tree = _parse_yaml(text, str(path))
+    name = tree.get("recipe", path.stem)
+    return name, text if "recipe" in tree else "\n".join([f"recipe: {name}", text.removeprefix("---\n")])
 
 
 def refuse_changes(before: Config, now: Config) -> None:
     """Raise RequestError if a key has changed that must not change on resume; name both values."""
-    old, new = flatten(before), flatten(now)
-    old["run.portable"], new["run.portable"] = before.is_portable, now.is_portable
-    if now.data.source == "pack":  # which keeps its orientation
-        old.pop("data.orientation"), new.pop("data.orientation")
-    different = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    changed = [f"{key}: {old.get(key)} -> {new.get(key)}" for key in different if not _may_change(key)]
+    old, new = _fixed_keys(before), _fixed_keys(now)
+    changed = [
+        f"{key}: {old.get(key)} -> {new.get(key)}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
     if now.train.epochs < before.train.epochs:
         changed.append(f"train.epochs: {before.train.epochs} -> {now.train.epochs} (it can only be increased)")
     if changed:
         what = f"the run in {now.run_dir} was started"
-        places = "run.dir and checkpoint.mirror" if now.checkpoint.mirror else "run.dir"
-        or_else = f"give another {places}, or "
+        or_else = f"give another {'run.dir and checkpoint.mirror' if now.checkpoint.mirror else 'run.dir'}, or "
         if now.run.resume != "auto":
             what, or_else = f"run.resume={now.run.resume} was trained", "or "
         raise RequestError(
@@ -168,9 +113,17 @@ def training_keys(config: Config) -> dict[str, Any]:
 
     These are the keys that must not change on resume, without the device, and train.epochs.
     """
-    keys = flatten(config) | {"run.portable": config.is_portable, "run.deterministic": config.is_deterministic}
-    left_out = ["run.device", *(["data.orientation"] if config.data.source == "pack" else [])]
-    return {key: keys[key] for key in keys if key == "train.epochs" or not (_may_change(key) or key in left_out)}
+    keys = _fixed_keys(config)
+    del keys["run.device"]
+    return keys | {"run.deterministic": config.is_deterministic, "train.epochs": config.train.epochs}
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Return the configuration as {"section.key": value}."""
+    flat: dict[str, Any] = {}
+    for name, value in config.model_dump(mode="json", by_alias=True).items():
+        flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
 
 
 def for_evaluation(text: str, path: str, overrides: list[str]) -> tuple[Config, Config]:
@@ -189,6 +142,10 @@ def for_evaluation(text: str, path: str, overrides: list[str]) -> tuple[Config, 
     if changed:
         raise RequestError(f"{', '.join(changed)} cannot be set, because {path} fixes the model", "leave model.* out")
     return trained, now
+
+
+def recipe_names() -> list[str]:
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
 def _find(recipe: str) -> Path:
@@ -229,10 +186,7 @@ class NoAliases(yaml.parser.Parser, yaml.composer.Composer):
 
 
 class _StringLoader(NoAliases, yaml.BaseLoader):
-    """A YAML loader that returns every scalar as a string and refuses repeated keys and aliases.
-
-    The schema gives the strings their types.
-    """
+    """A YAML loader that returns every scalar as a string, for the schema to give it its type."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -261,7 +215,7 @@ def _parse_yaml(text: str, origin: str) -> dict[str, Any]:
         return {}
     if not isinstance(tree, dict):
         raise RequestError(f"{origin} has no sections", "a recipe is a mapping such as 'model: {arch: resnet18}'")
-    return {key: {} if value == "" and is_section(key) else value for key, value in tree.items()}
+    return {key: {} if value == "" else value for key, value in tree.items()}
 
 
 def _apply(tree: dict[str, Any], overrides: list[str]) -> None:
@@ -276,12 +230,21 @@ def _apply(tree: dict[str, Any], overrides: list[str]) -> None:
                 value = yaml.load(text, _StringLoader)
         *sections, leaf = key.split(".")
         place = tree
-        for depth, name in enumerate(sections):
+        for depth, name in enumerate(sections, 1):
             place = place.setdefault(name, {})
             if not isinstance(place, dict):
-                wrong_section = depth == 0 and is_section(name)
-                raise RequestError(*(not_a_section(name, place) if wrong_section else unknown_key(key, text)))
+                given = f"{'.'.join(sections[:depth])}={show(place)}"
+                raise RequestError(f"{given} is not a section", f"{show(key)} cannot be set in it")
         place[leaf] = value
+
+
+def _keys(tree: dict[str, Any]) -> set[str]:
+    return {f"{section}.{key}" for section, inside in tree.items() if isinstance(inside, dict) for key in inside}
+
+
+def _set_earlier_defaults(tree: dict[str, Any], stated: set[str]) -> None:
+    """Set in `tree` what a run of an earlier version did, but for the keys `stated`."""
+    _apply(tree, [f"{key}={value}" for key, value in _BEFORE_0_3.items() if key not in stated])
 
 
 def _validate(tree: dict[str, Any]) -> Config:
@@ -290,8 +253,16 @@ def _validate(tree: dict[str, Any]) -> Config:
     except ValidationError as failure:
         errors = failure.errors(include_url=False)
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-        problem, remedy = explain(errors[0])
+        problem, remedy = part("explain key")(errors[0])
         raise RequestError(*((problem, remedy + more) if remedy else (problem + more,))) from None
+
+
+def _fixed_keys(config: Config) -> dict[str, Any]:
+    """Return the keys that must not change on resume, in the form of `flatten`."""
+    keys = flatten(config) | {"run.portable": config.is_portable}
+    if config.data.source == "pack":  # which keeps its orientation
+        del keys["data.orientation"]
+    return {key: keys[key] for key in keys if not {key, key.partition(".")[0]} & {*MAY_CHANGE_ON_RESUME}}
 
 
 def _changes(config: Config, recipe_tree: dict[str, Any], overrides: list[str]) -> str:
@@ -299,24 +270,6 @@ def _changes(config: Config, recipe_tree: dict[str, Any], overrides: list[str]) 
     recipe: dict[str, Any] = {}
     with suppress(RequestError):  # a recipe may be valid with its overrides only
         recipe = flatten(_validate(recipe_tree))
-    now = flatten(config)
+    now, may_matter = flatten(config), {*_fixed_keys(config), *_LENGTH}
     given = dict.fromkeys(".".join(word.partition("=")[0].split(".")[:2]) for word in overrides)
-    return " ".join(
-        f"{key}={now[key]}"
-        for key in given
-        if key in now
-        and now[key] != recipe.get(key)
-        and (key in ("train.epochs", "train.max_steps") or not _may_change(key))
-    )
-
-
-def _may_change(key: str) -> bool:
-    return key in MAY_CHANGE_ON_RESUME or key.partition(".")[0] in MAY_CHANGE_ON_RESUME
-
-
-def flatten(config: Config) -> dict[str, Any]:
-    """Return the configuration as {"section.key": value}."""
-    flat: dict[str, Any] = {}
-    for name, value in config.model_dump(mode="json", by_alias=True).items():
-        flat |= {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
-    return flat
+    return " ".join(f"{key}={now[key]}" for key in given if key in may_matter and now[key] != recipe.get(key))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from torchvision.transforms import v2 as transforms
 
-from pipeline.config.schema import Augment, Evaluate
+from pipeline.config.sections import Augment, Evaluate
 from pipeline.data.images import Picture
 from pipeline.randomness import derive, generator
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.config.schema import Augment
+from pipeline.config.sections import Augment
 from pipeline.randomness import derive
 
 MIX_COLUMNS = 5

@@ -8,7 +8,7 @@ import torch
 import torchvision
 from torch import nn
 
-from pipeline.config.schema import Model
+from pipeline.config.sections import Model
 from pipeline.config.trust import is_function
 from pipeline.errors import RequestError, one_line
 from pipeline.lazy import part

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.config.schema import Train
+from pipeline.config.sections import Train
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeline.config.schema import Model
+from pipeline.config.sections import Model
 from pipeline.errors import StorageError, one_line
 from pipeline.model.architectures import build
 from pipeline.model.weights import load_weights

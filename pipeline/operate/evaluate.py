@@ -7,7 +7,7 @@ from pipeline.data.sources import Source
 from pipeline.errors import shorten
 from pipeline.model.trained import eval_model, eval_weights
 from pipeline.model.weights import weights_digest
-from pipeline.plan import divide_resources
+from pipeline.planning import divide_resources
 from pipeline.record.terminal import make_terminal
 from pipeline.train.ending import done_line
 from pipeline.train.evaluate import Evaluator

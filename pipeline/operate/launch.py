@@ -25,8 +25,8 @@ from pipeline.data.sources import Source
 from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.guards.signals import LAUNCHER_REPORTS, SIGNALS, EarlyStopError, StopRequest
 from pipeline.lazy import part
-from pipeline.plan import Plan, make_plan
-from pipeline.plan_table import table
+from pipeline.plan import Plan
+from pipeline.planning import make_plan
 from pipeline.preflight import request
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import last_event
@@ -132,7 +132,7 @@ def _prepare(
     except BaseException:  # at a signal, too
         _release(folder, mirror)
         raise
-    return Prepared(source, table(plan), found, weights, mirror, config.run.resume)
+    return Prepared(source, part("plan table")(plan), found, weights, mirror, config.run.resume)
 
 
 def _applies_once(config: Config) -> bool:

@@ -23,15 +23,16 @@ floating-point summation", 2013); fixed point is the simplest way to have them, 
 range can be stated.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.config.schema import Config
-from pipeline.group import Group, Work
+from pipeline.group import CompletedWork, Group, flatten, split_like
 from pipeline.parallel.strategy import Strategy
 from pipeline.plan import Plan
 
@@ -76,10 +77,10 @@ class ExactStrategy(Strategy):
         # step
         self._averaged = [buffer for buffer in self._buffers if buffer.is_floating_point()]
         self._buffers_before: list[Tensor] = []
-        self._statistics_before = _flatten(self._averaged)
+        self._statistics_before = flatten(self._averaged)
         self._sums = torch.zeros((2, self._statistics_before.numel()), dtype=torch.int64, device=group.device)
         self._statistics, self._changes = self._sums  # the units, and in how many shards each value changed
-        self._pending: list[Work] = []
+        self._pending: list[CompletedWork | dist.Work] = []
         self._is_last_pass = False
         self._overflow = torch.zeros((), dtype=torch.bool, device=group.device)
         self._smallest = torch.full((), torch.inf, device=group.device)
@@ -96,7 +97,7 @@ class ExactStrategy(Strategy):
             if bucket.arrived or (self._is_last_pass and not bucket.is_complete):  # a layer took no part in this pass
                 self._add_shard(bucket)
         if self._statistics.numel():
-            statistics = _flatten(self._averaged)
+            statistics = flatten(self._averaged)
             is_changed = statistics != self._statistics_before
             is_changed &= ~(statistics.isnan() & self._statistics_before.isnan())
             self._changes += is_changed
@@ -126,7 +127,7 @@ class ExactStrategy(Strategy):
             bucket.units.zero_()
             bucket.is_complete = False
         self._buffers_before = [buffer.clone() for buffer in self._buffers]
-        self._statistics_before = _flatten(self._averaged)
+        self._statistics_before = flatten(self._averaged)
         self._sums.zero_()
 
     def _on_gradient(self, parameter: Tensor) -> None:
@@ -140,7 +141,7 @@ class ExactStrategy(Strategy):
         parts = [
             torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in bucket.parameters
         ]
-        gradient = _flatten(parts)
+        gradient = flatten(parts)
         self._overflow |= ~_within(gradient, self._max_gradient)
         bucket.units += _to_units(gradient, self._bits)
         for parameter in bucket.parameters:
@@ -157,7 +158,7 @@ class ExactStrategy(Strategy):
             pending.wait()
         self._pending = []
         for bucket in self._buckets:
-            gradients = _split(self._mean(bucket.units, self._bits), bucket.parameters)
+            gradients = split_like(self._mean(bucket.units, self._bits), bucket.parameters)
             for parameter, mean in zip(bucket.parameters, gradients, strict=True):
                 parameter.grad = torch.empty_like(parameter).copy_(mean)  # in the parameter's memory format
         if self._statistics.numel():
@@ -165,7 +166,7 @@ class ExactStrategy(Strategy):
             self._overflow |= ~_within(torch.where(is_mixed, self._statistics_before, 0.0), self._max_buffer)
             means = self._mean(self._statistics, _BUFFER_BITS)
             statistics = torch.where(self._changes > 0, means, self._statistics_before.double())
-            for buffer, statistic in zip(self._averaged, _split(statistics, self._averaged), strict=True):
+            for buffer, statistic in zip(self._averaged, split_like(statistics, self._averaged), strict=True):
                 buffer.copy_(statistic)
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         largest = torch.stack([torch.linalg.vector_norm(gradient, torch.inf) for gradient in gradients])
@@ -174,16 +175,6 @@ class ExactStrategy(Strategy):
     def _mean(self, units: Tensor, bits: int) -> Tensor:
         """Return a sum over all shards as a float64 mean."""
         return units.double().div_(self._shards * 2.0**bits)
-
-
-def _flatten(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else torch.zeros(0)
-
-
-def _split(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the parts of `flat` in the shapes of `like`."""
-    parts = torch.split(flat, [tensor.numel() for tensor in like])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
 def _within(values: Tensor, limit: float) -> Tensor:

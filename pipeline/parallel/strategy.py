@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.schema import Config, Train
+from pipeline.config.schema import Config
+from pipeline.config.sections import Train
 from pipeline.group import Group
 from pipeline.model.ema import make_ema
 from pipeline.model.loss import Targets, classification_loss

@@ -21,7 +21,8 @@ from pipeline.data.manifest import SPLITS, find_cached_index, find_missing_folde
 from pipeline.data.sources import Source
 from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.lazy import part
-from pipeline.plan import Plan, request_digest
+from pipeline.plan import Plan
+from pipeline.planning import request_digest
 from pipeline.randomness import FIXED_ORDER_ALGORITHM
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import last_event

@@ -12,7 +12,8 @@ from pipeline.data.sources import Source, open_source, sent_source
 from pipeline.device import choose_device
 from pipeline.errors import RequestError, RunError, shorten
 from pipeline.group import Group
-from pipeline.plan import Plan, divide_resources, make_plan
+from pipeline.plan import Plan
+from pipeline.planning import divide_resources, make_plan
 from pipeline.portable import portability, use_exact_roots
 from pipeline.record.terminal import make_terminal
 from pipeline.supervision import launch_id

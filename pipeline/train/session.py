@@ -22,7 +22,7 @@ from pipeline.data.transfer import to_device
 from pipeline.errors import RunError
 from pipeline.guards.signals import StopRequest
 from pipeline.guards.watchdog import COMPILATION_S, Watchdog
-from pipeline.plan import request_digest
+from pipeline.planning import request_digest
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import final_status
 from pipeline.record.receipt import Receipt

@@ -1,10 +1,11 @@
 """Commands for data sets: data make, get, import, pack, check."""
 
 import argparse
+import math
 from pathlib import Path
 
 from pipeline.addons.store.bucket import Store
-from pipeline.cli.arguments import Commands, Parser, add_command, path, path_or_uri, positive_int, share
+from pipeline.cli.arguments import Commands, Parser, add_command, path, path_or_uri, positive_int
 from pipeline.data.access import is_bucket
 from pipeline.errors import RequestError
 
@@ -125,7 +126,7 @@ def _check(options: argparse.Namespace) -> str:
 
 def _add_val_split(parser: Parser) -> None:
     help = "share of each class to hold out if the folder has no val/, as data.val_split (default 0.1; 0: none)"
-    parser.add_argument("--val-split", type=share, default=0.1, metavar="SHARE", help=help)
+    parser.add_argument("--val-split", type=_share, default=0.1, metavar="SHARE", help=help)
 
 
 def _add_workers(parser: Parser) -> None:
@@ -147,3 +148,14 @@ def _place(text: str) -> Path | Store:
     if "://" in text:
         raise RequestError(f"{text} is not allowed: give a folder, or s3://bucket/prefix")
     return Path(text)
+
+
+def _share(text: str) -> float:
+    """Return a share of at least 0 and less than 1."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1, without 1, such as 0.1")
+    return number

@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import shlex
+from collections.abc import Callable
 from contextlib import suppress
 from ipaddress import ip_address, ip_network
 from typing import NoReturn
@@ -16,40 +17,51 @@ from pipeline.cli.arguments import (
     add_numa_binding,
     add_recipe,
     count_or_range,
-    matching,
     path,
     positive_int,
 )
 from pipeline.errors import RequestError
 
+
+def _matching(pattern: str, expected: str) -> Callable[[str], str]:
+    """Return the type of an argument that matches a pattern; errors call it `expected`."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text, re.ASCII):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
+        return text
+
+    return check
+
+
 EXAMPLES = ("mlflow-shared", "stage-imagenet", "trainjob")  # files in deploy/manifests/examples/
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _RULE = "use lower-case letters, digits and -, start and end with a letter or digit"
-_label = matching(_LABEL, f"a Kubernetes name (RFC 1123): {_RULE}, 63 characters at most")
-_subdomain = matching(
+_label = _matching(_LABEL, f"a Kubernetes name (RFC 1123): {_RULE}, 63 characters at most")
+_subdomain = _matching(
     rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*", f"a Kubernetes name (RFC 1123): {_RULE}, in parts joined by ."
 )
 _PART = r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*"
-_image = matching(
+_image = _matching(
     rf"([\w.-]+(:\d+)?/)?{_PART}(/{_PART})*(:\w[\w.-]{{0,127}})?(@sha256:[0-9a-f]{{64}})?",
     "an image: give [REGISTRY/]NAME[:TAG] or [REGISTRY/]NAME@sha256:…, with the name in lower case",
 )
-_node_label = matching(
+_node_label = _matching(
     rf"(?=.{{1,317}}$)({_LABEL}(\.{_LABEL})*/)?[A-Za-z0-9]([-\w.]{{0,61}}[A-Za-z0-9])?",
     "a node label, such as topology.kubernetes.io/zone",
 )
-_resource = matching(
+_resource = _matching(
     rf"{_LABEL}(\.{_LABEL})*/[A-Za-z0-9]([-\w.]{{0,61}}[A-Za-z0-9])?",
     "a device's resource, such as rdma/hca_shared_devices_a",
 )
-_store = matching(
+_store = _matching(
     r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/(?!\.\.?(/|$))[\w.-]+)*/?",
     "a place in an object store, such as s3://my-bucket/imagenet",
 )
-_run = matching(r"[A-Za-z0-9][\w.-]{0,99}", "a run's name: give that of its folder in /runs, such as digits")
-_memory = matching(r"[1-9]\d*[MGT]i", "an amount of memory, such as 512Mi or 64Gi")
-_kill = matching(r"\d+@\d+", "NODE@STEP, such as 1@40")
-_cut = matching(r"\d+@\d+:\d+(\.\d+)?", "NODE@STEP:SECONDS, such as 1@40:5")
+_run = _matching(r"[A-Za-z0-9][\w.-]{0,99}", "a run's name: give that of its folder in /runs, such as digits")
+_memory = _matching(r"[1-9]\d*[MGT]i", "an amount of memory, such as 512Mi or 64Gi")
+_kill = _matching(r"\d+@\d+", "NODE@STEP, such as 1@40")
+_cut = _matching(r"\d+@\d+:\d+(\.\d+)?", "NODE@STEP:SECONDS, such as 1@40:5")
 
 
 def add_commands(commands: Commands) -> None:

@@ -27,7 +27,7 @@ from pipeline.config.trust import is_function
 from pipeline.data.sources import known_size
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import FULL, atomic_write, target_of
-from pipeline.plan import divide_batch, make_plan
+from pipeline.planning import divide_batch, make_plan
 from pipeline.world import World
 
 _TEMPLATES = Path(__file__).parent / "manifests"

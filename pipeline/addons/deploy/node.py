@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError
-from pipeline.plan import divisors
+from pipeline.planning import divisors
 
 JOB = "trainer"
 """Name of the job and of the service that gives its nodes their host names."""

@@ -6,8 +6,8 @@ from typing import Any
 
 from pipeline.addons.mlflow.connection import FILE_TIMEOUT_S, check_artifact_host, log, request_timeout, root_cause
 from pipeline.addons.mlflow.run import MlflowRun
+from pipeline.addons.models.trust import check_is_trusted
 from pipeline.config.schema import Config
-from pipeline.config.trust import check_is_trusted
 from pipeline.record.journal import last_event, read
 
 _SLOWEST_BYTES_PER_S = 1 << 20

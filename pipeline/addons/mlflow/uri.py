@@ -1,12 +1,19 @@
 """The MLflow server of a run: named by a key, by a variable, or a database beside the run."""
 
 import os
+import re
+from urllib.parse import urlsplit
 
-from pipeline.config.load import check_tracking_uri, mlflow_changes
-from pipeline.config.schema import Config, expand_home
+from pipeline.config.credentials import show, split_credentials
+from pipeline.config.schema import Config
+from pipeline.config.values import expand_home
 from pipeline.data.access import printable_name
 from pipeline.errors import RequestError
 from pipeline.record.folder import RunFolder
+
+_HTTP = r"https?://([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?([/?#]\S*)?"
+_DATABASE = r"(postgresql|mysql|mssql|databricks)(\+\w+)?://\S*[^/\s]\S*|databricks"
+_SQLITE = r"sqlite(\+\w+)?:///+([^/?][\s\S]*)"
 
 
 def tracking_uri(config: Config, folder: RunFolder) -> str | None:
@@ -45,3 +52,37 @@ def ignored_variables() -> str:
     if not names:
         return ""
     return f"; {' and '.join(names)} not used: a training is a run of its own, in the experiment track.experiment"
+
+
+def check_tracking_uri(name: str, uri: str) -> None:
+    """Raise RequestError if MLflow cannot open `uri`. name: the key or variable that has it."""
+    given = f"{name}={show(uri)}"
+    address = split_credentials(uri)[0]
+    if sqlite := re.fullmatch(_SQLITE, address):
+        path = address.partition("://")[2].removeprefix("/")
+        if mlflow_changes(sqlite[2]):
+            raise RequestError(f"{given}: MLflow opens only a UTF-8 path without ? and %", "name another file")
+        if os.path.isdir(path):
+            raise RequestError(f"{given} names a folder", f"give the database file in it, {show(uri)}/mlflow.db")
+    elif not re.fullmatch(f"{_HTTP}|{_DATABASE}", address, re.ASCII) or re.search(r"\s", uri) or not _has_port(address):
+        raise RequestError(
+            f"{given} is not allowed",
+            "give http://HOST:PORT, https://HOST, sqlite:///FILE, postgresql://… or mysql://…, with %20 for a blank and"
+            " a user and a password before the host, or set track.uri=none",
+        )
+
+
+def _has_port(address: str) -> bool:
+    """Return False if the address has a port that does not exist."""
+    try:
+        return urlsplit(address).port != 0
+    except ValueError:
+        return not address.startswith("http")  # a socket's name may stand in a database's address
+
+
+def mlflow_changes(path: str) -> bool:
+    """Return True if MLflow opens another SQLite file or none.
+
+    It decodes %41, a ? ends the path, and names must be UTF-8.
+    """
+    return re.search(r"\?|%[0-9a-fA-F]{2}|[\ud800-\udfff]", path) is not None

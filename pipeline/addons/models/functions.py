@@ -14,7 +14,7 @@ from functools import partial
 import torchvision
 from torch import nn
 
-from pipeline.config.trust import check_is_trusted
+from pipeline.addons.models.trust import check_is_trusted
 from pipeline.errors import RequestError, nearest, one_line
 
 _TIMM = "timm/"

@@ -33,7 +33,7 @@ from pipeline.device import choose_device
 from pipeline.errors import NotFiniteError, RequestError, StorageError
 from pipeline.files import atomic_write, target_of
 from pipeline.model.trained import eval_model
-from pipeline.plan import divide_resources
+from pipeline.planning import divide_resources
 from pipeline.record import checkpoint, checkpoint_files
 from pipeline.record.terminal import Terminal
 

@@ -18,7 +18,8 @@ import torchvision
 from torch import Tensor, nn
 
 from pipeline.addons.models.state_dict import read_state_dict
-from pipeline.config.schema import MODEL_URI_PREFIX, Model
+from pipeline.config.schema import MODEL_URI_PREFIX
+from pipeline.config.sections import Model
 from pipeline.errors import RequestError, StorageError, TemporaryError, nearest
 from pipeline.group import Group
 from pipeline.model.trained import eval_weights

@@ -3,8 +3,9 @@
 import argparse
 import signal
 
+from pipeline.addons.ops.plan import add_gpu_speed
 from pipeline.cli import arguments
-from pipeline.cli.arguments import Commands, add_command, add_gpu_speed, add_recipe, add_trust, positive_int, step_range
+from pipeline.cli.arguments import Commands, add_command, add_recipe, add_trust, positive_int
 from pipeline.errors import RequestError
 from pipeline.guards.signals import handle
 
@@ -56,12 +57,22 @@ def _add_verify(commands: Commands) -> None:
     parser.add_argument("run_dir", type=arguments.path, metavar="RUN_DIR", help="the run's folder")
     kind = parser.add_mutually_exclusive_group()
     help = "repeat only the first N steps (default: all); A-B repeats from the checkpoint of step A, which is trusted"
-    kind.add_argument("--steps", type=step_range, metavar="N|A-B", default=(0, None), help=help)
+    kind.add_argument("--steps", type=_step_range, metavar="N|A-B", default=(0, None), help=help)
     help = "compare with the receipt of the same configuration in FOLDER, a run's folder or a folder of them"
     kind.add_argument("--against", type=arguments.path, metavar="FOLDER", help=help)
     help = "with --against: a text, which the result names if it has the digest of the weights"
     parser.add_argument("--page", type=arguments.path, metavar="FILE", help=help)
     add_trust(parser)
+
+
+def _step_range(text: str) -> tuple[int, int]:
+    """Return (A, B) of A-B, or (0, N) of N."""
+    low, dash, high = text.partition("-")
+    if not dash:
+        return 0, positive_int(text)
+    if not (low.isdecimal() and high.isdecimal() and int(low) < int(high)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not A-B with A less than B, such as 84-112")
+    return int(low), int(high)
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -23,6 +23,7 @@ from pipeline import errors, world
 from pipeline.addons.mlflow import tracker
 from pipeline.addons.ops import machine
 from pipeline.addons.ops.model import check_model_builds
+from pipeline.addons.ops.plan_table import table
 from pipeline.addons.store import check as store
 from pipeline.addons.store import restore
 from pipeline.addons.store.bucket import Store
@@ -31,8 +32,8 @@ from pipeline.config.schema import Config
 from pipeline.data.access import is_bucket
 from pipeline.data.sources import Source
 from pipeline.errors import RequestError, RunError, TemporaryError
-from pipeline.plan import Plan, make_plan
-from pipeline.plan_table import table
+from pipeline.plan import Plan
+from pipeline.planning import make_plan
 from pipeline.preflight import request
 from pipeline.record.folder import RunFolder
 from pipeline.world import World

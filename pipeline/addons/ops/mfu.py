@@ -9,7 +9,8 @@ precision without such a rate, has no figure.
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline.config.schema import Config, Model
+from pipeline.config.schema import Config
+from pipeline.config.sections import Model
 from pipeline.model.architectures import meta_model
 
 # dense bf16 and fp16 in FLOP/s, from NVIDIA's data sheets; the first name that is part of the

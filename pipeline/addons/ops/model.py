@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from pipeline.addons.models import pretrained
 from pipeline.addons.shard.fsdp import check_can_shard
 from pipeline.addons.shard.partition import split_into_stages
-from pipeline.config.schema import Config, Model
+from pipeline.config.schema import Config
+from pipeline.config.sections import Model
 from pipeline.config.trust import is_function
 from pipeline.errors import RequestError, list_first, one_line
 from pipeline.model.architectures import build, meta_model

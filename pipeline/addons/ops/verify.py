@@ -28,10 +28,10 @@ from typing import Any
 
 from pipeline import errors, machine, supervision
 from pipeline.addons.models.inputs import check_run_folder
+from pipeline.addons.models.trust import check_is_trusted, check_place_is_trusted
 from pipeline.addons.ops.compare import Run, compare
 from pipeline.addons.ops.receipt import read_receipt
 from pipeline.config.schema import Config
-from pipeline.config.trust import check_is_trusted, check_place_is_trusted
 from pipeline.data import sources
 from pipeline.errors import RequestError, TemporaryError, one_line, printable_line
 from pipeline.record.folder import RunFolder

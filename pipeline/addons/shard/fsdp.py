@@ -32,13 +32,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from pipeline.addons.shard.plan import fsdp_slices
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError
 from pipeline.group import Group
 from pipeline.model.ema import make_ema
 from pipeline.model.weights import map_tensors, replace_tensors
 from pipeline.parallel.strategy import Strategy
-from pipeline.plan import Plan, fsdp_slices
+from pipeline.plan import Plan
 from pipeline.train.optimizer import parameter_groups
 
 _CAST_BY_AUTOCAST = {kind.forward for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)}
@@ -157,7 +158,8 @@ def _make_mesh(config: Config, plan: Plan, group: Group) -> DeviceMesh:
     names = ("replicate", "shard")
     mesh = init_device_mesh(group.device.type, (len(rows), slices), mesh_dim_names=names)
     for name in names:
-        group.set_subgroup_timeout(mesh.get_group(name))
+        assert group.device_timeout is not None
+        mesh.get_group(name)._get_backend(group.device)._set_default_timeout(group.device_timeout)
     return mesh
 
 

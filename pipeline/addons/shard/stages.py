@@ -30,7 +30,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from pipeline.addons.shard.partition import StageModule, remove_layers, split_into_stages
 from pipeline.config.schema import Config
-from pipeline.group import Group
+from pipeline.group import Group, flatten, split_like
 from pipeline.model.loss import Targets, classification_loss
 from pipeline.model.weights import map_tensors, replace_tensors
 from pipeline.parallel.strategy import Strategy, autocast
@@ -176,12 +176,11 @@ class StagesStrategy(Strategy):
 
     def _average_gradients(self) -> None:
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        flat = flatten(gradients)
         dist.all_reduce(flat, group=self._dp_group)
         flat /= self._copies
-        means = torch.split(flat, [gradient.numel() for gradient in gradients])
-        for gradient, mean in zip(gradients, means, strict=True):
-            gradient.copy_(mean.view(gradient.shape))
+        for gradient, mean in zip(gradients, split_like(flat, gradients), strict=True):
+            gradient.copy_(mean)
 
 
 def _join_one_of(groups: list[range], timeout: timedelta | None) -> dist.ProcessGroup:

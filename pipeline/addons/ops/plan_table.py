@@ -3,9 +3,10 @@
 import math
 from collections.abc import Sequence
 
+from pipeline.addons.shard.plan import fsdp_slices
 from pipeline.config.schema import Config
 from pipeline.errors import count_of, mib
-from pipeline.plan import DataSize, Plan, Resources, class_shares, fsdp_slices
+from pipeline.plan import DataSize, Plan, Resources, class_shares
 
 _MAX_BALANCE_ROWS = 20
 

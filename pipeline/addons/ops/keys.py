@@ -1,12 +1,13 @@
-"""The help text for the configuration's keys, and the error lines for invalid keys and values."""
+"""The help text of the configuration's keys, and the error lines for invalid keys and values."""
 
 import sys
 import textwrap
 from functools import cache
 from typing import Any
 
-from pipeline.config.credentials import hide_credentials
-from pipeline.config.schema import Config, Section
+from pipeline.config.credentials import show
+from pipeline.config.schema import Config
+from pipeline.config.sections import Section
 from pipeline.errors import nearest
 
 
@@ -32,10 +33,11 @@ def explain(error: Any) -> tuple[str, str]:
         return problem, "rename it, or set LC_ALL=C.UTF-8"
     if error["type"] == "value_error" and len(cause.args) == 2:  # a validator of several keys
         return cause.args[0], cause.args[1]
-    if is_section(key):
-        return not_a_section(key, given)
+    if key in Config.model_fields and key not in all_keys():
+        inside = ", ".join(name for name in all_keys() if name.startswith(f"{key}."))
+        return f"{key}={show(given)} is not allowed, because {key} is a section", f"give its keys {inside}"
     if key not in all_keys() or error["type"] == "extra_forbidden":
-        return unknown_key(key or str(given), "" if error["type"] == "string_unicode" else given)
+        return _unknown_key(key or str(given), "" if error["type"] == "string_unicode" else given), ""
     schema, default = all_keys()[key]
     if error["type"] == "missing" and location == key.split("."):  # otherwise a list has too few elements
         return f"{key} is missing", f"give {_allowed(schema)}"
@@ -44,35 +46,15 @@ def explain(error: Any) -> tuple[str, str]:
     return f"{key}={show(given)} is not allowed", f"give {_allowed(schema)}{such_as}"
 
 
-def is_section(key: str) -> bool:
-    return key in Config.model_fields and key not in all_keys()
-
-
-def not_a_section(key: str, given: object) -> tuple[str, str]:
-    inside = ", ".join(name for name in all_keys() if name.startswith(f"{key}."))
-    return f"{key}={show(given)} is not allowed, because {key} is a section", f"give its keys {inside}"
-
-
-def unknown_key(key: str, given: object) -> tuple[str, str]:
+def _unknown_key(key: str, given: object) -> str:
     while isinstance(given, dict) and given:  # if the whole section is unknown, name the first key in it
         inner, given = next(iter(given.items()))
         key = f"{key}.{inner}"
     if key in all_keys():  # a dotted key in YAML
         section, _, name = key.partition(".")
-        return f"'{key}: {show(given)}' is not allowed in a recipe", f"write '{section}: {{{name}: {show(given)}}}'"
+        return f"'{key}: {show(given)}' is not allowed in a recipe: write '{section}: {{{name}: {show(given)}}}'"
     close = nearest(key, list(all_keys())) or f"; the sections are {', '.join(Config.model_fields)}"
-    return f"{show(key)}={show(given)}: there is no key '{show(key)}'{close}", ""
-
-
-def show(value: object) -> str:
-    """Return a value as a user writes it, printable, without passwords, at most 60 characters."""
-    if value is None:
-        return "auto"
-    if isinstance(value, bool):
-        return str(value).lower()
-    text = hide_credentials(f"[{', '.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value))
-    text = text if len(text) <= 60 else text[:57] + "..."
-    return text if text.isprintable() else text.encode("unicode_escape").decode()
+    return f"{show(key)}={show(given)}: there is no key '{show(key)}'{close}"
 
 
 @cache

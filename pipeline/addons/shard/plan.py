@@ -1,0 +1,36 @@
+"""The arithmetic of stages and of FSDP's slices, without torch."""
+
+from pipeline.config.schema import Config
+from pipeline.errors import RequestError
+from pipeline.plan import Resources
+from pipeline.planning import near_divisors
+
+
+def fsdp_slices(config: Config, plan: Resources) -> int:
+    """Return the number of slices that FSDP cuts a copy of the weights into."""
+    return plan.world if config.fsdp.shard == "all" else plan.local_world
+
+
+def divide_into_stages(config: Config, world: int, micro_batch: int) -> tuple[int, int]:
+    """Return the number of stages and of micro-batches."""
+    count, micro_batches = config.stages.count, config.stages.micro_batches
+    if world % count:
+        worlds = [near for near in (world // count * count, (world // count + 1) * count) if near]
+        raise RequestError(
+            f"stages.count={count} does not divide {world} processes",
+            f"worlds that work are {', '.join(map(str, worlds))}",
+        )
+    images = count * micro_batch
+    if micro_batches is None:
+        return count, max(parts for parts in range(1, 2 * count + 1) if images % parts == 0)
+    if images % micro_batches:
+        raise RequestError(
+            f"stages.micro_batches={micro_batches} does not divide the {images} images of a copy's pass",
+            f"the nearest that work are {near_divisors(images, micro_batches)}",
+        )
+    if config.stages.schedule == "1f1b" and micro_batches < count:
+        raise RequestError(
+            f"stages.micro_batches={micro_batches} is less than stages.count={count}, and 1f1b needs one per stage",
+            "raise it, or use stages.schedule=gpipe",
+        )
+    return count, micro_batches

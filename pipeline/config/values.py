@@ -1,0 +1,130 @@
+"""The types of a configuration's values: how each is read from a word, and what it allows."""
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
+
+from pipeline.config.duration import Duration
+
+T = TypeVar("T")
+UNSET = ("auto", "null", "~", "")
+"""Words that mean the default, together with YAML's words for a missing value."""
+
+
+def read_as(value: object, *words: str) -> BeforeValidator:
+    """Return a validator that replaces `words`, in any case, by `value`."""
+    return BeforeValidator(lambda given: value if isinstance(given, str) and given.lower() in words else given)
+
+
+def _positive(duration: Duration) -> Duration:
+    if duration.amount == 0:
+        raise ValueError("zero")
+    return duration
+
+
+def _normalise_path(text: str) -> str:
+    """Expand `~` and remove redundant slashes; leave a URI (s3://, models:/) as it is.
+
+    Raises UnicodeEncodeError, a ValueError, if no file can have this name in this locale.
+    """
+    os.fsencode(text)
+    return text if ":/" in text else str(Path(os.path.expanduser(text)))
+
+
+def expand_home(uri: str) -> str:
+    """Expand `~` in sqlite:///~/FILE; return any other URI as it is."""
+    match = re.fullmatch(r"(sqlite(?:\+\w+)?:///)(~.*)", uri, re.DOTALL)
+    return match[1] + os.path.expanduser(match[2]) if match else uri
+
+
+def split_range(value: object) -> object:
+    """Split `20-24` into two numbers; return any other value as it is."""
+    match = re.fullmatch(r"(\d{1,12})-(\d{1,12})", value, re.ASCII) if isinstance(value, str) else None
+    return match.groups() if match else value
+
+
+def _check_model_name(name: str) -> str:
+    if len(name) > 250 or re.search(r"@(latest|v\d+)$", name, re.IGNORECASE):
+        raise ValueError("not a name for MLflow")
+    return name
+
+
+Argument = bool | int | float | str | None
+"""An argument of a function that makes a model."""
+
+
+def _parse_arguments(value: object) -> dict[str, Any]:
+    """Return keyword arguments with typed values; raise ValueError for anything else."""
+    if not isinstance(value, dict) or not all(str(name).isidentifier() for name in value):
+        raise ValueError("not keyword arguments")
+    return {
+        name: [_parse_argument(item) for item in given] if isinstance(given, list) else _parse_argument(given)
+        for name, given in value.items()
+    }
+
+
+def _parse_argument(value: object) -> Argument:
+    """Return the value that a word means: a number, true, false, none, or itself."""
+    if value is None or isinstance(value, int | float):
+        return value
+    words = {"true": True, "false": False, "none": None, "null": None, "~": None}
+    if not isinstance(value, str) or not (0 < len(value) <= 200 and value.isprintable()):
+        raise ValueError("not a number or a word")
+    if value.lower() in words:
+        return words[value.lower()]
+    if not re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", value, re.ASCII | re.IGNORECASE):
+        return value
+    number = float(value) if re.search("[.eE]", value) else int(value)
+    if abs(number) >= 1 << 20:
+        raise ValueError("too large")
+    return number
+
+
+Absent = read_as(None, "none", *UNSET)
+OrNone = Annotated[T | None, Absent]
+"""A value that may be `auto` or `none`: the plan then chooses it, or the feature is off."""
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+PositiveFraction = Annotated[float, Field(gt=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Ratio = Annotated[float, Field(gt=0, le=100)]
+Pixels = Annotated[int, Field(ge=8, le=2048)]
+Count = Annotated[int, Field(ge=1)]
+
+DurationField = Annotated[
+    Duration,
+    BeforeValidator(Duration.parse),
+    PlainSerializer(str),
+    WithJsonSchema({"type": "string", "format": "duration"}),
+]
+Interval = Annotated[DurationField, AfterValidator(_positive), WithJsonSchema({"type": "string", "format": "interval"})]
+"""A duration after which something is repeated. Must be greater than 0: 0 is ambiguous."""
+
+Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f\x7f]+$")]
+"""A string without control characters: a NUL in a path raises ValueError in any function that uses
+the path, and a line break would split an error message."""
+
+Place = Annotated[Text, AfterValidator(_normalise_path)]
+"""A path, or a keyword or URI in its place. The shell does not expand `~` after `=`."""
+
+Arguments = Annotated[
+    dict[str, Argument | list[Argument]],
+    BeforeValidator(_parse_arguments),
+    WithJsonSchema({"allowed": "'NAME: VALUE' pairs: numbers, true | false | none, words, and lists of them"}),
+]
+
+
+def _allowed(words: str, **bounds: Any) -> Any:
+    """Return the bounds of a field that error messages describe in words."""
+    return Field(**bounds, json_schema_extra={"allowed": words})
+
+
+_MODEL_NAME = (
+    "NAME or NAME@ALIAS (up to 250 letters, digits, _ . -; MLflow keeps the aliases latest and v1, v2, … for itself)"
+)
+ModelName = Annotated[str, _allowed(_MODEL_NAME, pattern=r"^[\w.-]+(@[\w.-]+)?$"), AfterValidator(_check_model_name)]
+ExperimentName = Annotated[Text, _allowed("up to 500 characters", max_length=500)]
+RunName = Annotated[str, _allowed("a name of letters, digits, blanks and _ . -", pattern=r"^[\w. -]+$")]

@@ -1,0 +1,275 @@
+"""Making the plan of a run, from the configuration, the world and the data.
+
+Promise: all arithmetic on sizes is in this module, it is pure, and it is printed. Other training
+scripts do it by hand (`batch / ngpus`, `ceil(workers / ngpus)`). Here a size that does not divide
+evenly is an error, which names the nearest values that work.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+
+from pipeline.config.duration import Duration
+from pipeline.config.schema import Config
+from pipeline.errors import RequestError, count_of
+from pipeline.lazy import part
+from pipeline.plan import BatchSizes, DataSize, ImageSizes, Plan, Resources, Schedule
+from pipeline.portable import portability
+from pipeline.world import World
+
+_STEPS_TO_REPAY_COMPILATION = 2_000
+"""Steps with each image size from which train.compile=auto compiles.
+
+An estimate, not measured: to compile takes a minute or more, and a compiled step of 200 ms is 15 %
+shorter. A plan does not know the time of a step.
+"""
+
+
+def make_plan(config: Config, world: World, data: DataSize) -> Plan:
+    """Return the plan, or raise RequestError with the key, the numbers and what works instead."""
+    batch = divide_batch(config, world.size)
+    schedule = _schedule(config, data, passes=world.size * batch.accumulate)
+    images = _image_sizes(config, schedule)
+    num_sizes = len({images.image_size_in(epoch) for epoch in range(config.train.epochs)})
+    compiles, compile_reason = _compilation(config, world, schedule.total_steps, num_sizes)
+    is_portable, portable_reason = portability(config, world)
+    return Plan(
+        **vars(divide_resources(config, world)),
+        **vars(batch),
+        **vars(schedule),
+        **vars(images),
+        **vars(data),
+        balance=config.data.balance,
+        compiles=compiles,
+        compile_reason=compile_reason,
+        is_portable=is_portable,
+        portable_reason=portable_reason,
+        precision_note=_precision_note(config, world),
+    )
+
+
+def divide_batch(config: Config, world: int) -> BatchSizes:
+    """Return the parts of the batch. Raises RequestError if it does not divide among `world`."""
+    accumulate, global_batch = _accumulate(config, world), config.batch.global_
+    micro_batch = global_batch // (world * accumulate)
+    if config.mixes and micro_batch % 2:
+        raise RequestError(
+            f"augment.mixup and augment.cutmix mix pairs, and a pass has {micro_batch} images",
+            "choose a batch.global that gives each pass an even number",
+        )
+    sizes = BatchSizes(
+        global_batch=global_batch, process_batch=global_batch // world, micro_batch=micro_batch, accumulate=accumulate
+    )
+    if config.parallel != "stages":
+        return sizes
+    stages, micro_batches = part("divide into stages")(config, world, micro_batch)
+    return replace(sizes, stages=stages, micro_batches=micro_batches)
+
+
+def divisors(config: Config, worlds: Iterable[int]) -> list[int]:
+    """Return the numbers of processes among `worlds` that divide the batch.
+
+    Raises RequestError, that of the largest, if there is none.
+    """
+    found, error = [], None
+    for world in worlds:
+        try:
+            divide_batch(config, world)
+            found.append(world)
+        except RequestError as refused:
+            error = refused
+    if error and not found:
+        raise error
+    return found
+
+
+def divide_resources(config: Config, world: World) -> Resources:
+    """Return the workers and threads of a node, divided among its processes."""
+    workers_per_node = world.cpus if config.data.workers is None else config.data.workers
+    # the order of sums on a CPU depends on the threads, so a deterministic run has 1 on any machine
+    threads = 1 if config.is_deterministic else max(1, world.cpus // world.local_size)
+    return Resources(
+        world=world.size,
+        local_world=world.local_size,
+        workers_per_node=workers_per_node,
+        workers=math.ceil(workers_per_node / world.local_size),
+        prefetch=config.data.prefetch,
+        threads=config.run.threads or threads,
+        eval_batch=config.evaluate.batch,
+    )
+
+
+def _accumulate(config: Config, world: int) -> int:
+    """Return the number of passes per update in each process."""
+    accumulate = _shards_per_process(config, world) if config.run.exact else config.batch.accumulate
+    global_batch, passes = config.batch.global_, world * accumulate
+    if global_batch % passes:
+        below, above = global_batch // passes * passes, -(-global_batch // passes) * passes
+        batches = f"{below} or {above}" if below else f"{above}"
+        worlds = "" if global_batch % accumulate else near_divisors(global_batch // accumulate, world)
+        raise RequestError(
+            f"batch.global={global_batch} does not divide by {count_of(world, 'process', 'es')} × batch.accumulate="
+            f"{accumulate} = {passes}",
+            f"the nearest batch.global that works is {batches}{f'; worlds that work are {worlds}' if worlds else ''}",
+        )
+    if config.parallel == "dataparallel" and world > 1:
+        raise RequestError(
+            f"parallel=dataparallel uses one process for all GPUs of a machine, not {world}",
+            "start one process, or use parallel=ddp",
+        )
+    return accumulate
+
+
+def _shards_per_process(config: Config, world: int) -> int:
+    """Return the number of shards of each process in exact mode; each shard is one pass."""
+    global_batch, shards = config.batch.global_, config.exact.shards
+    if global_batch % shards:
+        raise RequestError(
+            f"batch.global={global_batch} does not divide by exact.shards={shards}",
+            f"the nearest exact.shards that work are {near_divisors(global_batch, shards)}",
+        )
+    if shards % world:
+        raise RequestError(
+            f"run.exact=true cuts each batch into exact.shards={shards}, which {count_of(world, 'process', 'es')}"
+            " cannot share evenly",
+            f"worlds that work are {near_divisors(shards, world)}",
+        )
+    if config.batch.accumulate > shards // world:
+        raise RequestError(
+            f"batch.accumulate={config.batch.accumulate} asks for more passes than exact.shards={shards} gives"
+            f" {count_of(world, 'process', 'es')}, {shards // world} each",
+            "raise exact.shards",
+        )
+    return shards // world
+
+
+def _schedule(config: Config, data: DataSize, passes: int) -> Schedule:
+    """Return the schedule. passes: forward passes per update, over all processes."""
+    options, global_batch = config.schedule, config.batch.global_
+    if data.train_images < global_batch:
+        largest = data.train_images // passes * passes
+        raise RequestError(
+            f"data has {data.train_images:,} images to train, fewer than one batch of batch.global={global_batch}",
+            f"set batch.global to at most {largest}" if largest else f"{passes} passes need at least one image each",
+        )
+    steps_per_epoch = data.train_images // global_batch
+    total = config.train.epochs * steps_per_epoch
+    steps = partial(_steps, steps_per_epoch, total)
+    warmup, cooldown = steps(options.warmup), steps(options.cooldown)
+    training = f"longer than the whole training of {total:,} steps ({config.train.epochs} epochs)"
+    if warmup > total:
+        raise RequestError(f"schedule.warmup={options.warmup} is {warmup:,} steps, {training}", "make it shorter")
+    if warmup + cooldown > total:
+        raise RequestError(
+            f"schedule.cooldown={options.cooldown} is {cooldown:,} steps and the warm-up {warmup:,}, together"
+            f" {training}",
+            "make it shorter",
+        )
+    return Schedule(
+        steps_per_epoch=steps_per_epoch,
+        total_steps=total,
+        last_step=min(total, config.train.max_steps or total),
+        peak_lr=config.optimizer.lr * global_batch / 256,
+        schedule=options.name,
+        warmup_steps=warmup,
+        decay_steps=total - warmup - cooldown,
+        final_lr_fraction=options.final_lr_fraction,
+        drop_steps=max(1, steps(options.every)),
+        gamma=options.gamma,
+        evaluate_every=max(1, steps(config.evaluate.every)),
+        checkpoint_every=max(1, steps(config.checkpoint.every)),
+        log_every=max(1, steps(config.track.every)),
+        watch_every=max(1, steps(config.run.watch)) if config.run.watch else 0,
+    )
+
+
+def _steps(steps_per_epoch: int, total_steps: int, duration: Duration) -> int:
+    unit = {"epochs": steps_per_epoch, "steps": 1, "%": total_steps / 100}[duration.unit]
+    return round(duration.amount * unit)
+
+
+def _image_sizes(config: Config, schedule: Schedule) -> ImageSizes:
+    """Return the sizes of images. Raises RequestError if their growth does not end in time."""
+    options, first_size = config.augment, config.augment.first_size or config.augment.size
+    steps = partial(_steps, schedule.steps_per_epoch, schedule.total_steps)
+    grows_from, grows_until = (steps(when) / schedule.steps_per_epoch for when in options.growth)
+    if first_size < options.size and not grows_from <= grows_until < config.train.epochs:
+        raise RequestError(
+            f"augment.growth=[{options.growth[0]}, {options.growth[1]}] is from epoch {grows_from:g} to {grows_until:g}"
+            f" of {config.train.epochs}",
+            "let the growth end no earlier than it starts, and before the training ends",
+        )
+    return ImageSizes(
+        image_size=options.size,
+        first_size=first_size,
+        grows_from=grows_from,
+        grows_until=grows_until,
+        eval_size=config.evaluate.size or options.size,
+        repeats=options.repeats,
+    )
+
+
+def _compilation(config: Config, world: World, total_steps: int, num_sizes: int) -> tuple[bool, str]:
+    """Return True if the model is compiled, and the reason. num_sizes: of images."""
+    mode, missing, has_gpu = config.train.compile, world.missing_to_compile, world.uses_gpu(config.run.device)
+    syncs = config.model.batchnorm == "sync" and world.size > 1
+    if mode not in ("auto", "off"):
+        if syncs:
+            raise RequestError(f"train.compile={mode} does not support model.batchnorm=sync", "leave one of them out")
+        # not with DDP: torch cuts its graphs at the buckets, where CUDA graphs were skipped
+        # (pytorch#139207) or crashed (pytorch#128218)
+        if mode == "reduce-overhead" and not (has_gpu and world.size == 1):
+            found = f"there are {world.size} processes" if world.size > 1 else "there is no GPU"
+            raise RequestError(
+                f"train.compile=reduce-overhead records CUDA graphs of one process with a GPU, and {found}",
+                "start one process with a GPU, or use train.compile=auto",
+            )
+        if missing:
+            raise RequestError(f"train.compile={mode} needs {missing}", "install it, or set train.compile=auto")
+        return True, f"train.compile={mode}"
+    with_sizes = f" with {num_sizes} image sizes" if num_sizes > 1 else ""
+    reasons_not_to = (
+        (mode == "off", "train.compile=off"),
+        (syncs, "model.batchnorm=sync waits for the GPU in each layer, which splits the compiled graph"),
+        (config.parallel != "ddp", f"parallel={config.parallel} runs parts of a model, which are not compiled"),
+        (not has_gpu, "no GPU; train.compile=on compiles for the CPU"),
+        (
+            config.is_deterministic_on_gpus,
+            "the run is deterministic, and compiled kernels may change bits; train.compile=on overrides this",
+        ),
+        (missing, f"torch.compile needs {missing}, which is missing"),
+        # A run that is resumed with more train.epochs may reach the number and compile from then
+        # on. That breaks no promise, because a deterministic run never gets here.
+        (
+            total_steps < _STEPS_TO_REPAY_COMPILATION * num_sizes,
+            f"{total_steps:,} steps{with_sizes} are too few to repay a compilation; train.compile=on compiles",
+        ),
+    )
+    return next(((False, reason) for holds, reason in reasons_not_to if holds), (True, "there is a GPU"))
+
+
+def _precision_note(config: Config, world: World) -> str:
+    """Return a line about fp32 on a GPU, where torch's default is another one, or ""."""
+    if config.train.precision != "fp32" or not world.uses_gpu(config.run.device):
+        return ""
+    return (
+        "fp32: TF32 is off, also in convolutions, where torch's default is on; train.precision=tf32 or bf16 is faster"
+        " on Ampere and later"
+    )
+
+
+def near_divisors(number: int, near: int) -> str:
+    """Return the six divisors of `number` that are nearest to `near`, ascending, as text."""
+    divisors = {n for i in range(1, math.isqrt(number) + 1) if number % i == 0 for n in (i, number // i)}
+    return ", ".join(map(str, sorted(sorted(divisors, key=lambda n: abs(n - near))[:6])))
+
+
+def request_digest(config: Config, world: World) -> str:
+    """Return a SHA-256 that identifies a request: its configuration and its number of processes.
+
+    `run.resume` is left out: it says from where to resume, not what to train.
+    """
+    fields = config.model_dump_json(exclude={"run": {"resume"}})
+    return hashlib.sha256(f"{fields} {world.size} {world.local_size}".encode()).hexdigest()
