@@ -6,11 +6,9 @@ CPUs and memory are those that this process may use, by its affinity mask and it
 import errno
 import os
 import re
-import resource
 import shutil
 import sysconfig
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from pipeline.errors import RequestError
@@ -29,17 +27,6 @@ def available_cpus() -> int:
     agent_pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0  # 0: this process
     quotas = [quota // period for quota, period in _cgroup_limits("cpu.max")]
     return max(1, min([len(os.sched_getaffinity(agent_pid)), *quotas]))
-
-
-@contextmanager
-def resource_limit(kind: int, limit: int) -> Iterator[None]:
-    """Lower a limit of this process in the block, such as `resource.RLIMIT_FSIZE`, to `limit`."""
-    soft, hard = resource.getrlimit(kind)
-    resource.setrlimit(kind, (limit if soft == resource.RLIM_INFINITY else min(soft, limit), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(kind, (soft, hard))
 
 
 def available_memory() -> int:

@@ -4,7 +4,7 @@ Promise: `load` returns a complete and valid configuration. Any mistake raises a
 line: the key, the given value, what is allowed and, for a name, the nearest valid name. Why this
 holds: YAML scalars are read as strings (`1e-4` is a number, `no` is a word, and nothing becomes a
 date), pydantic checks the type and bounds of every field, and unknown or repeated keys are refused.
-`pipeline.plan` checks everything that depends on the machine or on the data.
+`pipeline.planning` checks everything that depends on the machine or on the data.
 """
 
 import copy
@@ -79,12 +79,19 @@ def from_yaml(text: str, origin: str, overrides: list[str] | None = None, *, is_
 
 
 def recipe_text(recipe: str) -> tuple[str, str]:
-    """Return a recipe's name, and its YAML with the name in it, so that any file may hold it."""
+    """Return a recipe's name, and its YAML with the name in it, so that any file may hold it.
+
+    The YAML is the file's own text, with its comments, below a line with the name. If that is not
+    valid (above `---` or `{…}`), the YAML is generated.
+    """
     path = _find(recipe)
     text = _read_text(path)
-    tree = _parse_yaml(text, str(path))
-    name = tree.get("recipe", path.stem)
-    return name, text if "recipe" in tree else "\n".join([f"recipe: {name}", text.removeprefix("---\n")])
+    tree = {"recipe": path.stem, **_parse_yaml(text, str(path))}
+    for candidate in (text, f"recipe: {tree['recipe']}\n{text}"):
+        with suppress(RequestError):
+            if _parse_yaml(candidate, str(path)) == tree:
+                return tree["recipe"], candidate
+    return tree["recipe"], yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
 def refuse_changes(before: Config, now: Config) -> None:

@@ -10,6 +10,8 @@ import os
 import resource
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,7 +24,6 @@ from pipeline.addons.mlflow.uri import uri_in_environment
 from pipeline.config.credentials import without_password
 from pipeline.config.load import NoAliases, from_yaml
 from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
-from pipeline.machine import resource_limit
 
 _MAX_MLMODEL_BYTES = 4 << 20
 _SERVER_ERRORS = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "IO_ERROR")
@@ -86,7 +87,7 @@ def _fetch_file(artifacts: str, name: str, limit: int, scratch: Path) -> Path:
             folder = f"{artifacts.rstrip('/')}/{name}".rpartition("/")[0]
             if file_sizes(folder, None).get(path.name, limit + 1) <= limit:
                 # a server may send more than it lists
-                with resource_limit(resource.RLIMIT_FSIZE, limit + 1):
+                with _file_size_limit(limit + 1):
                     get_artifact_repository(folder)._download_file(path.name, str(path))
         status = path.lstat()
         if stat.S_ISREG(status.st_mode) and status.st_size <= limit:
@@ -134,3 +135,14 @@ def _read_weights(uri: str, contents: dict[str, Any], artifacts: str, scratch: P
     program = _fetch_file(artifacts, "data/model.pt2", MAX_BYTES, scratch)
     weights = read_weights(program, "model.", expected)  # `ExportedModel` names its model `model`
     return {"model": weights, "average": None}
+
+
+@contextmanager
+def _file_size_limit(limit: int) -> Iterator[None]:
+    """Lower the limit on the size of files that this process writes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit if soft == resource.RLIM_INFINITY else min(soft, limit), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
