@@ -8,7 +8,6 @@ import argparse
 import asyncio
 import contextlib
 import functools
-import http.server
 import os
 import random
 import re
@@ -389,31 +388,34 @@ async def _read_head(reader: asyncio.StreamReader) -> bytes:
 
 
 @contextlib.contextmanager
-def hostile_store(status: int, body: bytes, stated_bytes: int, *, is_store: bool = True) -> Iterator[str]:
-    """Start a server that gives every request the same answer; yield its endpoint.
+def answering(pieces: list[bytes], pause_s: float = 0) -> Iterator[str]:
+    """Start a server that answers each request with these pieces; yield its endpoint."""
 
-    is_store: the answer has the headers of a store's.
-    """
+    def answer(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError), connection:
+            connection.recv(1 << 16)
+            for piece in pieces:
+                connection.sendall(piece)
+                time.sleep(pause_s)
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(stated_bytes))
-            if is_store:
-                self.send_header("ETag", '"a"')
-                self.send_header("Last-Modified", "Mon, 23 Nov 2026 20:00:00 GMT")
-            self.end_headers()
-            self.wfile.write(body if self.command != "HEAD" else b"")
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=answer, args=(listener.accept()[0],), daemon=True).start()
 
-        do_HEAD = do_GET
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+def hostile_store(
+    status: int, body: bytes, stated_bytes: int, *, is_store: bool = True
+) -> contextlib.AbstractContextManager[str]:
+    """Start a server that gives every GET the same answer; is_store: with a store's headers."""
+    headers = f"HTTP/1.1 {status} Answer\r\nContent-Length: {stated_bytes}\r\nConnection: close\r\n"
+    if is_store:
+        headers += 'ETag: "a"\r\nLast-Modified: Mon, 23 Nov 2026 20:00:00 GMT\r\n'
+    return answering([headers.encode() + b"\r\n" + body])
 
 
 def _header(head: bytes, name: bytes) -> str:

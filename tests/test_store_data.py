@@ -3,20 +3,18 @@
 import json
 import os
 import resource
-import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import pytest
 from harness import SHARING, SMALL, Job, bench, free_port, quick, read_rows
-from object_store import Bucket, FaultProxy
+from object_store import Bucket, FaultProxy, answering
 from streams import prepare, stream
 from test_pack import encoded, photo
 from test_security import foreign_server
@@ -352,27 +350,6 @@ def test_a_read_of_an_image_follows_no_redirect(bucket: Bucket, monkeypatch: pyt
         reader.close()
     assert asked
     assert seen == []
-
-
-@contextmanager
-def answering(pieces: list[bytes], pause_s: float = 0) -> Iterator[str]:
-    """Start a server that answers each request with these pieces; yield its endpoint."""
-
-    def answer(connection: socket.socket) -> None:
-        with suppress(OSError), connection:
-            connection.recv(1 << 16)
-            for piece in pieces:
-                connection.sendall(piece)
-                time.sleep(pause_s)
-
-    def serve() -> None:
-        with suppress(OSError):
-            while True:
-                threading.Thread(target=answer, args=(listener.accept()[0],), daemon=True).start()
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=serve, daemon=True).start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 def test_a_connection_that_trickles_is_abandoned(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:

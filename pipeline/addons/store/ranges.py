@@ -179,7 +179,7 @@ class RangeReader:
                     changed = f"{part.name} has changed at byte {part.offset:,} since it was packed"
                     raise UnreadableError(changed) from None
                 is_outage = len(kinds) >= _PATIENCE and time.monotonic() > give_up
-                if is_outage or number not in self._reads:  # nobody waits for it
+                if is_outage or number not in self._reads or not threading.main_thread().is_alive():  # nobody waits
                     raise self._outage(part, failure) from None
             time.sleep(pause * random.uniform(0.5, 1.5))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
