@@ -85,6 +85,8 @@ class RangeReader:
         """locate: returns where the part of a number is."""
         self._place, self._locate = place, locate
         self._reads: dict[int, Future[bytes]] = {}
+        self._wanted: set[int] = set()
+        """Their numbers, for the threads: a read that nobody wants any more is not repeated."""
         self._bytes = 0  # of self._reads
         self._uses: Counter[int] = Counter()
         """Number of times that each expected part will be taken (repeated augmentation)."""
@@ -153,9 +155,11 @@ class RangeReader:
 
     def _begin(self, number: int, part: Range) -> None:
         self._bytes += part.size
+        self._wanted.add(number)
         self._reads[number] = self._threads.submit(self._read, number, part)
 
     def _drop(self, number: int) -> None:
+        self._wanted.discard(number)
         self._reads.pop(number).cancel()
         self._bytes -= self._locate(number).size
 
@@ -179,7 +183,7 @@ class RangeReader:
                     changed = f"{part.name} has changed at byte {part.offset:,} since it was packed"
                     raise UnreadableError(changed) from None
                 is_outage = len(kinds) >= _PATIENCE and time.monotonic() > give_up
-                if is_outage or number not in self._reads or not threading.main_thread().is_alive():  # nobody waits
+                if is_outage or number not in self._wanted or not threading.main_thread().is_alive():
                     raise self._outage(part, failure) from None
             time.sleep(pause * random.uniform(0.5, 1.5))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
