@@ -30,9 +30,9 @@ from pipeline.addons.datasets import write_pack as pack
 from pipeline.cli.arguments import Parser, path
 from pipeline.config.load import load
 from pipeline.config.schema import Config
-from pipeline.data.access import is_image
 from pipeline.data.augment import draw_crop
 from pipeline.data.loader import TrainBatches, batches
+from pipeline.data.names import is_image
 from pipeline.data.sources import Source, open_source
 from pipeline.errors import RequestError
 from pipeline.model.normalise import MEAN, STD

@@ -191,16 +191,17 @@ class Plan(Resources, BatchSizes, Schedule, ImageSizes):
         batches = self.local_world * (self.workers * self.prefetch + 2) if self.workers else 0
         return batches * 3 * (self.micro_batch * self.image_size**2 + self.eval_batch * self.eval_size**2)
 
+    def class_shares(self, counts: Sequence[int]) -> list[float]:
+        """Return the probability that an image of the training has each class, see `balance`.
+
+        counts: images of each class. The square root is that of Mahajan et al., "Exploring the
+        limits of weakly supervised pretraining", 2018.
+        """
+        weights = [
+            {"none": count, "sqrt": math.sqrt(count), "uniform": float(count > 0)}[self.balance] for count in counts
+        ]
+        total = math.fsum(weights)
+        return [weight / total for weight in weights]
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def class_shares(balance: str, counts: Sequence[int]) -> list[float]:
-    """Return the probability that an image of the training has each class.
-
-    balance: see `data.balance`. counts: images of each class. The square root is that of Mahajan et
-    al., "Exploring the limits of weakly supervised pretraining", 2018.
-    """
-    weights = [{"none": count, "sqrt": math.sqrt(count), "uniform": float(count > 0)}[balance] for count in counts]
-    total = math.fsum(weights)
-    return [weight / total for weight in weights]

@@ -1,7 +1,6 @@
 """Parents and peers of a rank: the torchrun agent that started it, and the other local ranks."""
 
 import contextlib
-import ctypes
 import json
 import os
 import re
@@ -11,10 +10,8 @@ import time
 from pathlib import Path
 
 from pipeline.errors import CRASH
+from pipeline.orphan import die_with_parent
 from pipeline.world import is_launched
-
-PR_SET_PDEATHSIG = 1
-
 
 NO_LAUNCH_ID = "none"
 """torchrun's id of every job on several nodes that is started without --rdzv-id."""
@@ -85,18 +82,6 @@ def cpu_seconds(pid: int) -> float:
     """Return the CPU time that a process has used."""
     user, system = process_stat(pid)[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel send SIGKILL to this process when the thread that started it ends.
-
-    Otherwise an orphaned rank would keep training and writing checkpoints, and an orphaned loader
-    worker would keep its memory. A forked process does not inherit this, so each process calls this
-    function. If `parent_pid` died before the call, the process exits here.
-    """
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:
-        os._exit(CRASH)
 
 
 def die_with_agent() -> None:

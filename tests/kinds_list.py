@@ -260,8 +260,6 @@ class Held:
         return np.random.Generator(np.random.PCG64(i)).integers(0, 256, (3, 40, 40), np.uint8)
 
     def expect(self, samples: Iterable[int]) -> None: ...
-    def pop_failed_reads(self) -> list[int]:
-        return []
 
 
 def evaluation() -> Iterator[Tensor]:

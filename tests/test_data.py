@@ -27,17 +27,20 @@ from place import SMALL, Place
 from streams import joined, prepare, stream
 from test_pack import encoded, photo
 
+from pipeline.addons.datasets import checksums
+from pipeline.addons.datasets.folders import changes, scan_validation
 from pipeline.addons.datasets.write_pack import pack as make_pack
 from pipeline.config.load import load
-from pipeline.data import checksums, images, manifest
-from pipeline.data.access import OutageError, UnreadableError, printable_name
+from pipeline.data import images, manifest
+from pipeline.data.access import OutageError, UnreadableError
 from pipeline.data.augment import center_crop
 from pipeline.data.batch import NO_LABEL
 from pipeline.data.holdout import HoldOut
 from pipeline.data.images import BadImageError, Picture, decode
 from pipeline.data.index import MISSING, Index, Split
 from pipeline.data.loader import EvalBatches, TrainBatches, batches
-from pipeline.data.manifest import open_index, scan, scan_validation
+from pipeline.data.manifest import open_index, scan
+from pipeline.data.names import printable_name
 from pipeline.data.sources import open_source, source_from_index
 from pipeline.errors import RequestError
 from pipeline.plan import DataSize
@@ -119,7 +122,7 @@ def test_each_change_of_the_data_changes_the_digest_and_is_named(folder: Path) -
         change()
         after = scan(folder, HoldOut())
         assert before.digest != after.digest
-        return list(before.differences(after))
+        return list(changes(before, after))
 
     assert differences(lambda: fill(folder, "train/dog/3.png")) == ["train/dog/3.png is new"]
     assert differences((folder / "train/cat/1.png").unlink) == ["train/cat/1.png is gone"]
@@ -728,7 +731,7 @@ def test_loaders_wait_for_missing_data_and_return_the_same_batches(
     assert ([joined([batch]) for batch in loaded], {defect for batch in loaded for defect in batch.defects}) == expected
     assert all(batch.outage is None for batch in loaded)
     log = capfd.readouterr().err
-    assert (log.count("waiting for it, 150 s at most"), log.count("the data is back after ")) == (1, 1)
+    assert 1 <= log.count("waiting for it, 150 s at most") == log.count("the data is back after ") <= 2, "each worker"
 
 
 @pytest.mark.fault("J3")

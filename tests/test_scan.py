@@ -15,12 +15,14 @@ from PIL import Image
 from test_data import digests, fill, names, refused
 from test_predict import save_run
 
-from pipeline.data import checksums, images, manifest
-from pipeline.data.access import EXTENSIONS, escaped_name, normal_path
+from pipeline.addons.datasets import checksums
+from pipeline.addons.datasets.folders import changes, scan_validation
+from pipeline.data import images, manifest
 from pipeline.data.holdout import HoldOut
 from pipeline.data.images import decode
 from pipeline.data.index import Index
-from pipeline.data.manifest import open_index, scan, scan_validation
+from pipeline.data.manifest import open_index, scan
+from pipeline.data.names import EXTENSIONS, escaped_name, normal_path
 
 IMAGES = [f"{split}/{kind}/{i}.png" for split in ("train", "val") for kind in ("cat", "dog") for i in range(4)]
 HIDDEN_FILES = ("._1.png", ".DS_Store", "Thumbs.db", "desktop.ini")
@@ -252,7 +254,7 @@ def test_folders_of_two_systems_have_one_index(tmp_path: Path, parents: tuple[st
         assert names(here) == [normal_path(name) for name in names(there)]
         assert names(here) != names(there), "as the file system spells them"
         assert all((mac / os.fsdecode(name)).exists() for name in names(there))
-    assert list(ours.differences(theirs)) == []
+    assert list(changes(ours, theirs)) == []
     checksums.write_sums(linux, ours, digests(linux, ours))
     shutil.copy(linux / checksums.SUMS, mac)
     assert scan(mac, HoldOut(0.3)).digest == scan(linux, HoldOut(0.3)).digest

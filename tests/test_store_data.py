@@ -24,8 +24,8 @@ from pipeline.addons.datasets.write_pack import pack as make
 from pipeline.addons.store import ranges
 from pipeline.addons.store.ranges import Range, RangeReader, RangesIgnoredError
 from pipeline.addons.store.remote import StoreImages
-from pipeline.data.access import READ_FAILURES, OutageError, UnreadableError
-from pipeline.data.loader import RetryingReader
+from pipeline.data.access import OutageError, UnreadableError
+from pipeline.data.loader import read as read_patiently
 from pipeline.data.sources import Images, open_source
 from pipeline.errors import RequestError
 
@@ -58,6 +58,7 @@ def upload(bucket: Bucket, root: Path) -> str:
 
 
 def images(place: str | Path, *overrides: str) -> Images:
+    ranges.pop_failures()  # of another test
     return open_source(prepare(Path(), 1, "data.source=pack", *overrides, f"data.root={place}")[0]).train
 
 
@@ -177,12 +178,12 @@ def test_every_failed_read_is_repeated_and_counted_by_kind(place: str, packed: P
     found = images(place)
     fault_proxy.rates, fault_proxy.only = dict.fromkeys(KINDS, 0.02), READS
     assert read_all(found, range(400)) == read_all(images(packed), range(400))
-    counted = dict(zip(READ_FAILURES, found.pop_failed_reads(), strict=True))
+    counted = dict(zip(ranges.READ_FAILURES, ranges.pop_failures(), strict=True))
     assert {KINDS[fault]: count for fault, count in fault_proxy.counts.items()} == {
         kind: count for kind, count in counted.items() if count
     }
     assert set(fault_proxy.counts) == set(KINDS)
-    assert not any(found.pop_failed_reads())
+    assert not any(ranges.pop_failures())
 
 
 def test_256_reads_are_in_flight_and_other_expectations_drop_them(
@@ -360,7 +361,7 @@ def test_a_connection_that_trickles_is_abandoned(bucket: Bucket, monkeypatch: py
         reader = RangeReader(bucket.place, lambda _: Range("large", 0, 1000, 0))
         with pytest.raises(OutageError, match="the connection has stalled"):
             reader.take(0)
-        assert dict(zip(READ_FAILURES, reader.pop_failures(), strict=True))["stalled"] >= 3
+        assert dict(zip(ranges.READ_FAILURES, ranges.pop_failures(), strict=True))["stalled"] >= 3
         reader.close()
 
 
@@ -394,7 +395,7 @@ def test_credentials_that_are_away_for_a_moment_are_an_outage(
     with pytest.raises(OutageError, match="the store is out of reach"):
         source.read(0)
     (tmp_path / "answer").write_text(json.dumps(answer))
-    assert RetryingReader(source, 20).read(0) == expected.read(0)
+    assert read_patiently(source, 0, 20) == expected.read(0)
 
 
 def test_wrong_requests_are_refused_with_a_remedy(bucket: Bucket, place: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 from torchvision.transforms import v2 as transforms
 
-from pipeline.config.sections import Augment, Evaluate
 from pipeline.data.images import Picture
+from pipeline.data.options import AugmentOptions, EvaluateOptions
 from pipeline.randomness import derive, generator
 
 _ATTEMPTS = 10
@@ -33,7 +33,7 @@ class SampleKey(NamedTuple):
     """Which of its repetitions in the epoch this is; 0 without repeated augmentation."""
 
 
-def augment(picture: Picture, options: Augment, size: int, seed: int, key: SampleKey) -> Tensor:
+def augment(picture: Picture, options: AugmentOptions, size: int, seed: int, key: SampleKey) -> Tensor:
     """Return a random crop, [3, size, size] uint8, after flip, policy and erasing.
 
     Raises BadImageError if the crop cannot be decoded.
@@ -44,7 +44,7 @@ def augment(picture: Picture, options: Augment, size: int, seed: int, key: Sampl
         box, is_flipped = draw_crop(picture.height, picture.width, options, seed, key)
         crop = resize_image(picture.region(*box), size, size)
     crop = crop.flip(-1) if is_flipped else crop
-    chosen = _transforms(options)
+    chosen = _transforms(options.policy, options.magnitude, options.erase)
     if not chosen:
         return crop
     with torch.random.fork_rng(devices=[]):  # torchvision draws from the default generator
@@ -55,22 +55,22 @@ def augment(picture: Picture, options: Augment, size: int, seed: int, key: Sampl
 
 
 @lru_cache
-def _transforms(options: Augment) -> tuple[Callable[[Tensor], Tensor], ...]:
+def _transforms(policy: str, magnitude: int, erase: float) -> tuple[Callable[[Tensor], Tensor], ...]:
     """Return torchvision's policy and random erasing, in the order of its reference training."""
     policies: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
-        "randaugment": lambda: transforms.RandAugment(magnitude=options.magnitude),
+        "randaugment": lambda: transforms.RandAugment(magnitude=magnitude),
         "autoaugment": transforms.AutoAugment,
         "trivialaugment": transforms.TrivialAugmentWide,
         "augmix": transforms.AugMix,
     }
-    chosen = [policies[options.policy]()] if options.policy != "none" else []
-    if options.erase:
-        chosen.append(transforms.RandomErasing(options.erase, value=_MEAN_COLOUR))
+    chosen = [policies[policy]()] if policy != "none" else []
+    if erase:
+        chosen.append(transforms.RandomErasing(erase, value=_MEAN_COLOUR))
     return tuple(chosen)
 
 
 def draw_crop(
-    height: int, width: int, options: Augment, seed: int, key: tuple[int, int, int]
+    height: int, width: int, options: AugmentOptions, seed: int, key: tuple[int, int, int]
 ) -> tuple[tuple[int, int, int, int], bool]:
     """Draw the crop of a sample: return (top, left, height, width), and whether it is flipped.
 
@@ -81,7 +81,7 @@ def draw_crop(
     return _crop_box(height, width, options, draws), _is_flipped(draws[-1], options, seed, key)
 
 
-def _shift(picture: Picture, options: Augment, size: int, seed: int, key: SampleKey) -> tuple[Tensor, bool]:
+def _shift(picture: Picture, options: AugmentOptions, size: int, seed: int, key: SampleKey) -> tuple[Tensor, bool]:
     """Return the image shifted by up to `options.pad` pixels, and whether it is flipped.
 
     The rest is filled by reflection, as by `functional.pad(mode="reflect")`, which takes no uint8.
@@ -95,7 +95,7 @@ def _shift(picture: Picture, options: Augment, size: int, seed: int, key: Sample
     return pixels, _is_flipped(draw, options, seed, key)
 
 
-def _is_flipped(draw: float, options: Augment, seed: int, key: tuple[int, int, int]) -> bool:
+def _is_flipped(draw: float, options: AugmentOptions, seed: int, key: tuple[int, int, int]) -> bool:
     """Return True if the image is flipped. draw: in 0..1.
 
     Alternating flips: Jordan, "94% on CIFAR-10 in 3.29 seconds", 2024.
@@ -130,13 +130,13 @@ def _central(pixels: Tensor, height: int, width: int) -> Tensor:
     return pixels[:, top : top + height, left : left + width]
 
 
-def evaluation_geometry(evaluate: Evaluate, options: Augment) -> tuple[int, int]:
+def evaluation_geometry(evaluate: EvaluateOptions, options: AugmentOptions) -> tuple[int, int]:
     """Return (size, resize) of validation images, with the defaults of what is not configured."""
     size = evaluate.size or options.size
     return size, evaluate.resize or round(size * 8 / 7)
 
 
-def _crop_box(height: int, width: int, options: Augment, draws: list[float]) -> tuple[int, int, int, int]:
+def _crop_box(height: int, width: int, options: AugmentOptions, draws: list[float]) -> tuple[int, int, int, int]:
     """Return (top, left, height, width), as torchvision's RandomResizedCrop.get_params."""
     area = height * width
     low, high = (math.log(bound) for bound in options.ratio)

@@ -1,6 +1,5 @@
 """The type of a batch, as loaders make it and training and evaluation use it."""
 
-from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 from torch import Tensor
@@ -33,8 +32,6 @@ class Batch(NamedTuple):
     defects: list[Defect]
     outage: OutageError | None = None
     """Set if the storage failed while the batch was made: its images must then not be used."""
-    failed_reads: Sequence[int] = ()
-    """Attempts that failed and were made again, by `READ_FAILURES`; empty if not from a bucket."""
 
     def readable(self) -> Self:
         """Return the batch, or raise the storage error that the loader put into it."""

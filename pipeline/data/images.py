@@ -12,12 +12,11 @@ only, and no range was asked for.
 """
 
 import io
-import re
-import struct
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from pipeline.data import jpeg
 from pipeline.errors import one_line
+from pipeline.lazy import part
 
 try:
     import simplejpeg
@@ -38,18 +38,11 @@ _MAX_SCANS = 64
 # not every format of Pillow: for EPS it would start Ghostscript
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM")
 _16_BIT_MODES = ("I;16", "I;16B", "I;16L", "I")
-_EXIF, _EXIF_INTEGERS = b"Exif\0\0", {1: "B", 3: "H", 4: "I"}
-_ORIENTATION = 0x0112
 _TURNS = {
     1: (False, False, False), 2: (False, False, True), 3: (False, True, True), 4: (False, True, False),
     5: (True, False, False), 6: (True, False, True), 7: (True, True, True), 8: (True, True, False),
 }  # fmt: skip
 """For each EXIF orientation: whether to swap rows and columns, then to flip rows, and columns."""
-_XMP = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
-_BITS, _SAMPLE_FORMAT, _UNSIGNED, _SIGNED, _FLOAT = 258, 339, 1, 2, 3
-_LOWEST, _HIGHEST = (340, 280), (341, 281)
-"""TIFF tags of the range of the pixels: SMinSampleValue, MinSampleValue; SMaxSampleValue, …"""
-_FULL, _12_BIT = 65535, 4095
 _BAND = 256  # rows
 _WARNING = "Corrupt JPEG data"
 """Beginning of libjpeg's warnings, after which it goes on, for example about bytes below a crop."""
@@ -84,18 +77,15 @@ class Picture:
             return cls(data.shape[1], data.shape[2], torch.from_numpy(data))
         if not data:
             raise BadImageError("empty file")
-        frame = jpeg.frame(data)
-        if frame:  # Pillow would read the same from the header, at five times the cost
-            _check_size(frame.height, frame.width)
-            if not frame.is_sequential:
-                _check_scans(data)
-            orientation = _orientation_of_jpeg(data, frame) if upright else 1
-            height, width = (frame.width, frame.height) if _TURNS[orientation][0] else (frame.height, frame.width)
+        if frame := jpeg.frame(data):  # Pillow would read the same from the header, at five times the cost
+            _check(data, frame.height, frame.width, has_scans=not frame.is_sequential)
+            orientation = _known(jpeg.orientation(data, frame)) if upright else 1
+            height, width = frame.height, frame.width
+            if _TURNS[orientation][0]:
+                height, width = width, height
             return cls(height, width, data, frame, orientation)
         with _as_bad_image(), Image.open(io.BytesIO(data), formats=_FORMATS) as image:
-            _check_size(image.height, image.width)
-            if image.format == "JPEG":
-                _check_scans(data)
+            _check(data, image.height, image.width, has_scans=image.format == "JPEG")
             is_tiff = image.format == "TIFF"  # Pillow turns it by itself, and forgets its orientation
             orientation = _orientation(image) if upright and is_tiff else 1
             pixels = _decode_pillow(image, checks_range=upright)
@@ -106,23 +96,20 @@ class Picture:
 
     def region(self, top: int, left: int, height: int, width: int) -> Tensor:
         """Return a crop [3, height, width] uint8, maybe as a view. Raises BadImageError."""
-        if isinstance(self.data, Tensor):
-            pixels = self.data
-        else:
-            assert self.frame
-            top, left, height, width = self._stored_box(top, left, height, width)
+        if not self.frame:
+            assert isinstance(self.data, Tensor)
+            return _crop(self.data, top, left, height, width)
+        assert isinstance(self.data, bytes)
+        top, left, height, width = self._stored_box(top, left, height, width)
+        with _as_bad_image():
             data: bytes | bytearray = self.data
             upper = None
-            with _as_bad_image():
-                if part := jpeg.part(self.data, self.frame, top, left, height, width):
-                    data, top, left = part
-                elif self.frame.is_sequential and top + height < self.frame.height:
-                    upper = jpeg.upper(self.data, self.frame, top + height)
-                pixels = decode_jpeg(data, self.frame, upper)
-        if top + height > pixels.shape[1] or left + width > pixels.shape[2]:
-            raise BadImageError("the size in its header is not that of its data")
-        pixels = pixels[:, top : top + height, left : left + width]
-        return pixels if isinstance(self.data, Tensor) else _turn(pixels, self.orientation)
+            if self.frame.cuts and (cut := part("part of a JPEG")(self.data, self.frame, top, left, height, width)):
+                data, top, left = cut
+            elif self.frame.is_sequential and top + height < self.frame.height:
+                upper = jpeg.upper(self.data, self.frame, top + height)
+            pixels = decode_jpeg(data, self.frame, upper)
+        return _turn(_crop(pixels, top, left, height, width), self.orientation)
 
     def _stored_box(self, top: int, left: int, height: int, width: int) -> tuple[int, int, int, int]:
         """Return where a box of the upright image lies in the stored one."""
@@ -171,7 +158,7 @@ def decode_jpeg(data: bytes | bytearray, frame: jpeg.Frame, upper: bytearray | N
         with suppress(ValueError, KeyError):  # Pillow decodes it, or says what is wrong
             return _decode_with_simplejpeg(upper or data, frame.scan)
     with Image.open(io.BytesIO(data), formats=("JPEG",)) as image:
-        _check_size(image.height, image.width)
+        _check(data, image.height, image.width)
         return _decode_pillow(image, checks_range=False)
 
 
@@ -181,7 +168,7 @@ def _decode_with_simplejpeg(data: bytes | bytearray, scan: int) -> Tensor:
     Raises ValueError or KeyError for what is left to Pillow: odd or damaged files.
     """
     height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
-    _check_size(height, width)
+    _check(data, height, width)
     if colours in ("CMYK", "YCCK"):
         raise ValueError("Pillow converts them in another way")
     pixels = np.empty((height, width, 3), np.uint8)
@@ -194,51 +181,29 @@ def _decode_with_simplejpeg(data: bytes | bytearray, scan: int) -> Tensor:
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
-def _check_size(height: int, width: int) -> None:
+def _check(data: bytes | bytearray, height: int, width: int, *, has_scans: bool = False) -> None:
     if width * height > MAX_PIXELS:
         raise BadImageError(f"{width} × {height} pixels, more than the {MAX_PIXELS:,} allowed")
-
-
-def _check_scans(data: bytes) -> None:
     # a progressive JPEG of a few KB can ask for a thousand passes over all its pixels
-    if data.count(b"\xff\xda") > _MAX_SCANS:
+    if has_scans and data.count(b"\xff\xda") > _MAX_SCANS:
         raise BadImageError(f"more than the {_MAX_SCANS} scans allowed")
 
 
-def _orientation_of_jpeg(data: bytes, frame: jpeg.Frame) -> int:
-    """Return the EXIF orientation, or that of XMP, as Pillow does; 1 if there is none."""
-    segments = [data[start:end] for start, end in frame.metadata]
-    for segment in segments:
-        with suppress(struct.error):  # a damaged segment
-            if segment.startswith(_EXIF) and (found := _exif_orientation(segment.removeprefix(_EXIF))):
-                return found if found in _TURNS else 1
-    for segment in segments:
-        if match := _XMP.search(segment):
-            return int(match[1]) if int(match[1]) in _TURNS else 1
-    return 1
+def _crop(pixels: Tensor, top: int, left: int, height: int, width: int) -> Tensor:
+    if top + height > pixels.shape[1] or left + width > pixels.shape[2]:
+        raise BadImageError("the size in its header is not that of its data")
+    return pixels[:, top : top + height, left : left + width]
 
 
-def _exif_orientation(exif: bytes) -> int | None:
-    """Return the orientation in Exif data, or None. Pillow takes 0.6 ms to read all of their tags.
-
-    Exif 2.32, 4.6.2: an image file directory has a count and entries of 12 bytes: tag, type, number
-    of values, value. Raises struct.error if it ends early.
-    """
-    order = "<" if exif.startswith(b"II") else ">"
-    (start,) = struct.unpack_from(f"{order}I", exif, 4)
-    (count,) = struct.unpack_from(f"{order}H", exif, start)
-    for at in range(start + 2, start + 2 + 12 * count, 12):
-        tag, kind = struct.unpack_from(f"{order}HH", exif, at)
-        if tag == _ORIENTATION and kind in _EXIF_INTEGERS:
-            return int(struct.unpack_from(order + _EXIF_INTEGERS[kind], exif, at + 8)[0])
-    return None
+def _known(orientation: Any) -> int:
+    """Return an orientation, or 1 for what is none."""
+    return int(orientation) if orientation in _TURNS else 1
 
 
 def _orientation(image: Image.Image) -> int:
     """Return the EXIF orientation; 1 if there is none, or if it is damaged."""
     with suppress(Exception):
-        found = image.getexif().get(_ORIENTATION)
-        return int(found) if found in _TURNS else 1
+        return _known(image.getexif().get(jpeg.ORIENTATION))
     return 1
 
 
@@ -260,63 +225,12 @@ def _decode_pillow(image: Image.Image, *, checks_range: bool) -> Tensor:
     is_16_bit = image.format in ("PNG", "TIFF") and any(";16" in str(tile[3]) for tile in tiles)
     image.load()
     if image.mode in _16_BIT_MODES or (image.mode == "F" and checks_range):
-        low, high = _range(image) if checks_range else (0, _FULL)
-        if (low, high) != (0, _FULL):
-            return _grey(_scaled(np.array(image, np.float32), low, high))
-        wide = np.array(image, np.int32)  # changed in place, because 80 million pixels take 320 MB
-        if checks_range and 0 < wide.max() <= _12_BIT:
-            raise _unknown_range()
-        np.clip(wide, 0, _FULL, out=wide)
-        wide += 128
-        wide //= 257
-        return _grey(wide.astype(np.uint8))
+        grey: NDArray[np.uint8] = part("deep pixels")(image, checks_range=checks_range)
+        return torch.from_numpy(grey)[None].expand(3, -1, -1)
     pixels = np.empty((image.height, image.width, 3), np.uint8)
     for top in range(0, image.height, _BAND):  # not all rows at once: 80 million pixels would take 240 MB twice more
         band = image.crop((0, top, image.width, min(image.height, top + _BAND)))
         pixels[top : top + _BAND] = np.asarray(band if band.mode == "RGB" else band.convert("RGB"))
-    if checks_range and is_16_bit and 0 < pixels.max() <= _12_BIT >> 8:
-        raise _unknown_range()
+    if checks_range and is_16_bit:
+        part("check deep colours")(pixels)
     return torch.from_numpy(pixels).permute(2, 0, 1)
-
-
-def _grey(pixels: NDArray[np.uint8]) -> Tensor:
-    return torch.from_numpy(pixels)[None].expand(3, -1, -1)
-
-
-def _range(image: Image.Image) -> tuple[float, float]:
-    """Return the values of black and white. Raises BadImageError if the file does not give them."""
-    if image.format != "TIFF" and image.mode != "F":  # PNG has 16 bits; Pillow scales the values of PPM to them
-        return 0, _FULL
-    tags = getattr(image, "tag_v2", {_BITS: 32, _SAMPLE_FORMAT: _FLOAT})  # else a float image of PPM's family
-    bits, kind, *bounds = (
-        np.ravel(next((tags[name] for name in names if name in tags), default))[0]
-        for names, default in (((_BITS,), 8), ((_SAMPLE_FORMAT,), _UNSIGNED), (_LOWEST, 0), (_HIGHEST, 0))
-    )
-    low, high = float(bounds[0]), float(bounds[1])
-    if kind in (_SIGNED, _FLOAT) or bits > 16:
-        if low < high:
-            return low, high
-        kind_of_pixels = "float" if kind == _FLOAT else "signed integer" if bits <= 16 else "integer"
-        raise BadImageError(
-            f"{bits}-bit {kind_of_pixels} pixels, and no TIFF tag SMaxSampleValue says which value is white: save it"
-            " with 8 bits, or with 16 bits and no sign"
-        )
-    # other values are statistics of the image: the highest one that occurs
-    return 0, high if high in (_12_BIT, 255, 1023, 16383) else 2 ** int(bits) - 1
-
-
-def _scaled(wide: NDArray[np.float32], low: float, high: float) -> NDArray[np.uint8]:
-    """Return pixels from `low` (black) to `high` (white) as uint8; changes `wide`."""
-    if not (low <= wide.min() and wide.max() <= high):  # also if one is not a number
-        raise BadImageError(f"it has pixels outside of the range {low:g} to {high:g} that its tags give")
-    wide -= low
-    wide *= 255 / (high - low)
-    wide += 0.5
-    return wide.astype(np.uint8)
-
-
-def _unknown_range() -> BadImageError:
-    return BadImageError(
-        f"16-bit pixels that are all below {_12_BIT + 1:,}, which is nearly black: if they are 12-bit values, multiply"
-        " them by 16"
-    )

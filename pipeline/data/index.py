@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.access import UnreadableError, normal_path, printable_name
+from pipeline.data.access import UnreadableError
 from pipeline.data.holdout import HoldOut
+from pipeline.data.names import normal_path, printable_name
 from pipeline.errors import list_first
 from pipeline.files import parse_json
 from pipeline.plan import DataSize
@@ -154,9 +155,6 @@ class SplitImages:
     def expect(self, samples: Iterable[int]) -> None:
         """See `access.Images`. A disk needs no warning."""
 
-    def pop_failed_reads(self) -> list[int]:
-        return []
-
 
 @dataclass(frozen=True)
 class Index:
@@ -267,26 +265,6 @@ class Index:
         if not 0 <= hold_out.share < 1 or hold_out.by not in ("class", "file"):
             raise ValueError("the rule by which images are held out is not valid")
         return cls(train, val, classes, head["sums"], folders, hold_out, head.get("upright", False), ignored)
-
-    def differences(self, other: "Index") -> Iterator[str]:
-        """Yield what changed from this index to `other`: one line for each class or file."""
-        for label in sorted(set(self.classes) ^ set(other.classes)):
-            yield f"class {label} {'is gone' if label in self.classes else 'is new'}"
-        if (self.sums is None) != (other.sums is None):
-            yield f"SHA256SUMS is {'new' if self.sums is None else 'gone'}"
-        for ours, theirs in ((self.train, other.train), (self.val, other.val)):
-            old = {normal_path(ours.name(i)): i for i in range(len(ours))}
-            new = {normal_path(theirs.name(i)): i for i in range(len(theirs))}
-            for name in sorted(old.keys() | new.keys()):
-                if name not in new:
-                    yield f"{printable_name(name)} is gone"
-                elif name not in old:
-                    yield f"{printable_name(name)} is new"
-                elif ours.sizes[old[name]] != theirs.sizes[new[name]]:
-                    before, now = ours.sizes[old[name]], theirs.sizes[new[name]]
-                    yield f"{printable_name(name)} had {before:,} bytes and has {now:,}"
-                elif self.sums and other.sums and ours.checksum(old[name]) != theirs.checksum(new[name]):
-                    yield f"{printable_name(name)} has another sum in SHA256SUMS"
 
 
 def describe_ignored(ignored: dict[str, int]) -> str:

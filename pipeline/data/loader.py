@@ -17,27 +17,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.config.schema import Config
 from pipeline.data.access import Images, OutageError, UnreadableError
 from pipeline.data.augment import SampleKey, augment, center_crop, evaluation_geometry
 from pipeline.data.batch import NO_LABEL, Batch, Defect
 from pipeline.data.images import BadImageError, Picture, decode
 from pipeline.data.mix import MIX_COLUMNS, draw_mix
+from pipeline.data.options import Options, Sizes, WorkerSizes
 from pipeline.data.order import Order
 from pipeline.data.transfer import pinned
 from pipeline.data.workers import Allocate, Workers, WorkersDiedError, allocate
 from pipeline.errors import StorageError
-from pipeline.machine import start_failure
-from pipeline.plan import Plan, Resources
 from pipeline.streams import log
 
 _MAX_REPLACEMENTS = 16
 _MAX_REBUILDS = 3
+# The other ranks wait in a collective meanwhile, which fails after the whole `run.timeout`.
 _RETRY_FRACTION = 0.5
-"""Fraction of `run.timeout` for which a read is retried while the storage fails.
-
-The other ranks meanwhile wait in a collective, which fails after the whole timeout.
-"""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2
 
 
@@ -45,29 +40,26 @@ class LoaderError(StorageError):
     """A loader that gave up. Only its own process knows: the ranks cannot agree to stop."""
 
 
-class RetryingReader:
-    """Reads images, and retries while their storage fails."""
+def read(images: Images, sample: int, timeout: float) -> bytes | NDArray[np.uint8]:
+    """Return what `images.read` returns, and retry while the storage fails.
 
-    def __init__(self, images: Images, timeout: float) -> None:
-        self._images, self._timeout = images, timeout
-
-    def read(self, sample: int) -> bytes | NDArray[np.uint8]:
-        """Return what `images.read` returns. Raises OutageError after the timeout."""
-        start, pause = time.monotonic(), _FIRST_PAUSE_S
-        while True:
-            try:
-                data = self._images.read(sample)
-            except OutageError as outage:
-                if time.monotonic() + pause > start + self._timeout:
-                    raise
-                if pause == _FIRST_PAUSE_S:
-                    log(f"{outage.problem}: waiting for it, {self._timeout:g} s at most")
-            else:
-                if pause > _FIRST_PAUSE_S:
-                    log(f"the data is back after {time.monotonic() - start:.1f} s")
-                return data
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+    Raises OutageError after `timeout` seconds.
+    """
+    start, pause = time.monotonic(), _FIRST_PAUSE_S
+    while True:
+        try:
+            data = images.read(sample)
+        except OutageError as outage:
+            if time.monotonic() + pause > start + timeout:
+                raise
+            if pause == _FIRST_PAUSE_S:
+                log(f"{outage.problem}: waiting for it, {timeout:g} s at most")
+        else:
+            if pause > _FIRST_PAUSE_S:
+                log(f"the data is back after {time.monotonic() - start:.1f} s")
+            return data
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
 @dataclass
@@ -75,13 +67,13 @@ class TrainBatches:
     """The training batches of one process: position = step × accumulate + micro."""
 
     images: Images
-    config: Config
-    plan: Plan
+    config: Options
+    plan: Sizes
     rank: int
 
     def __post_init__(self) -> None:
         self._order = Order(self.plan, self.config.run.seed, self.images.labels)
-        self._reader = RetryingReader(self.images, _RETRY_FRACTION * self.config.run.timeout)
+        self._timeout = _RETRY_FRACTION * self.config.run.timeout
 
     def __getitem__(self, position: int) -> Batch:
         return self.make_batch(position, (), allocate)
@@ -89,9 +81,10 @@ class TrainBatches:
     def make_batch(self, position: int, following: Sequence[int], allocate: Allocate) -> Batch:
         """See `workers.BatchMaker`."""
         step, micro = divmod(position, self.plan.accumulate)
-        epoch = self.plan.epoch_at(step)
-        ids, views = self._order.micro_draws(step, self.rank, micro)
-        self.images.expect(sample for ahead in (position, *following) for sample in self._samples(ahead))
+        epoch, seed = self.plan.epoch_at(step), self.config.run.seed
+        ids, views = self._draws(position)
+        # a bucket reads all of these at once; a disk ignores it
+        self.images.expect(sample for ahead in (position, *following) for sample in self._draws(ahead)[0].tolist())
         pixels = allocate(len(ids), self.plan.image_size_at(step))
         labels = torch.zeros(len(ids), dtype=torch.int64)
         defects: list[Defect] = []
@@ -101,23 +94,26 @@ class TrainBatches:
                 used = self._load(SampleKey(epoch, sample, view), pixels[row], defects)
                 labels[row] = self.images.label(used)
         except OutageError as error:
+            # not raised here: the ranks agree on it after the pass, and leave together
             outage = error
         digests = _digests(pixels, labels) if self.config.run.trace else torch.empty((0, 32), dtype=torch.uint8)
+        # the place of this pass in the global batch, on which the draw of a mix depends
         first = (self.rank * self.plan.accumulate + micro) * self.plan.micro_batch
-        mix = draw_mix(self.config.augment, self.config.run.seed, step, first, len(ids))
-        failed_reads = self.images.pop_failed_reads()
-        return Batch(pixels, labels, torch.from_numpy(ids.copy()), digests, mix, defects, outage, failed_reads)
+        mix = draw_mix(self.config.augment, seed, step, first, len(ids))
+        # a copy: `ids` is a slice that would keep the whole global batch in memory
+        return Batch(pixels, labels, torch.from_numpy(ids.copy()), digests, mix, defects, outage)
 
-    def _samples(self, position: int) -> list[int]:
+    def _draws(self, position: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         step, micro = divmod(position, self.plan.accumulate)
-        return list(self._order.micro_draws(step, self.rank, micro)[0].tolist())
+        return self._order.micro_draws(step, self.rank, micro)
 
     def _load(self, key: SampleKey, out: Tensor, defects: list[Defect]) -> int:
         """Write the pixels of a sample, or of its replacement, to `out`. Return the id used."""
         used = key.sample
         for attempt in range(_MAX_REPLACEMENTS):
             try:
-                picture = Picture.open(self._reader.read(used), upright=self.images.upright)
+                picture = Picture.open(read(self.images, used, self._timeout), upright=self.images.upright)
+                # with the key of the bad sample: a replacement is cropped as that would have been
                 out.copy_(augment(picture, self.config.augment, out.shape[-1], self.config.run.seed, key))
                 return used
             except (BadImageError, UnreadableError) as error:
@@ -132,10 +128,7 @@ class EvalBatches:
     """Batches of the validation images in index order, the same at any world size."""
 
     images: Images
-    config: Config
-
-    def __post_init__(self) -> None:
-        self._reader = RetryingReader(self.images, _RETRY_FRACTION * self.config.run.timeout)
+    config: Options
 
     def __len__(self) -> int:
         return math.ceil(len(self.images) / self.config.evaluate.batch)
@@ -146,15 +139,16 @@ class EvalBatches:
     def make_batch(self, position: int, following: Sequence[int], allocate: Allocate) -> Batch:
         """See `workers.BatchMaker`."""
         size, resize = evaluation_geometry(self.config.evaluate, self.config.augment)
-        ids = torch.tensor(self._samples(position))
+        ids, timeout = self._samples(position), _RETRY_FRACTION * self.config.run.timeout
         self.images.expect(sample for ahead in (position, *following) for sample in self._samples(ahead))
         pixels = allocate(len(ids), size)
+        # an image that cannot be decoded is not replaced: it keeps NO_LABEL, and so counts as wrong
         labels = torch.full((len(ids),), NO_LABEL)
         defects: list[Defect] = []
         outage = None
-        for row, sample in enumerate(ids.tolist()):
+        for row, sample in enumerate(ids):
             try:
-                image = decode(self._reader.read(sample), upright=self.images.upright)
+                image = decode(read(self.images, sample, timeout), upright=self.images.upright)
                 pixels[row] = center_crop(image, size, resize)
                 labels[row] = self.images.label(sample)
             except (BadImageError, UnreadableError) as error:
@@ -163,9 +157,8 @@ class EvalBatches:
             except OutageError as error:
                 outage = error
                 break
-        digests = torch.empty((0, 32), dtype=torch.uint8)
-        failed_reads = self.images.pop_failed_reads()
-        return Batch(pixels, labels, ids, digests, torch.empty((0, MIX_COLUMNS)), defects, outage, failed_reads)
+        digests, mix = torch.empty((0, 32), dtype=torch.uint8), torch.empty((0, MIX_COLUMNS))
+        return Batch(pixels, labels, torch.tensor(ids), digests, mix, defects, outage)
 
     def _samples(self, position: int) -> range:
         start = position * self.config.evaluate.batch
@@ -173,7 +166,7 @@ class EvalBatches:
 
 
 def batches(
-    maker: TrainBatches | EvalBatches, positions: Sequence[int], plan: Resources, *, pin: bool
+    maker: TrainBatches | EvalBatches, positions: Sequence[int], plan: WorkerSizes, *, pin: bool
 ) -> Generator[Batch]:
     """Yield the batches of `positions`, in order, from `plan.workers` processes (0: this one).
 
@@ -191,11 +184,13 @@ def batches(
     while done < len(positions):
         workers = None
         try:
+            # what the former workers had made ahead is made again: it is the same
             workers = _start(maker, positions[done:], plan)
             for batch in pinned(workers) if pin else workers:
                 yield batch
                 done, failures = done + 1, 0
         except WorkersDiedError as error:
+            # one may be killed for its memory; a batch that kills each of its workers ends the run
             failures += 1
             if failures > _MAX_REBUILDS:
                 raise LoaderError(
@@ -207,11 +202,12 @@ def batches(
                 workers.close()
 
 
-def _start(maker: TrainBatches | EvalBatches, positions: Sequence[int], plan: Resources) -> Workers:
+def _start(maker: TrainBatches | EvalBatches, positions: Sequence[int], plan: WorkerSizes) -> Workers:
     try:
         return Workers(maker, positions, plan.workers, plan.prefetch)
     except OSError as error:
-        raise LoaderError(start_failure("loader workers", error, "set data.workers=0")) from None
+        remedy = "raise the limits on processes, memory and open files, or set data.workers=0"
+        raise LoaderError(f"loader workers cannot start: {error.strerror}", remedy) from None
 
 
 def _digests(pixels: Tensor, labels: Tensor) -> Tensor:

@@ -3,11 +3,11 @@
 The layout is torchvision's ImageFolder: `train/<class>/…` and `val/<class>/…`, or class folders
 only. Of the latter a fraction is held out, chosen by a digest of each file's name, so that a file
 that is added moves no other file between the splits. No torch here: a wrong layout fails in the
-first second.
+first second. `addons.datasets.folders` says what is wrong with it.
 """
 
+import hashlib
 import os
-import shlex
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,38 +17,38 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.data.access import (
-    EXTENSIONS,
-    HIDDEN,
     PLACE_OF_DATA,
     OutageError,
     check_folder,
+    is_non_empty_folder,
+    is_outage,
+    open_regular,
+    outage_error,
+    read_error,
+)
+from pipeline.data.holdout import HoldOut
+from pipeline.data.index import MISSING, Index, Split
+from pipeline.data.names import (
+    HIDDEN,
     class_of,
     escaped_name,
     is_hidden,
     is_image,
-    is_non_empty_folder,
-    is_outage,
     normal_path,
-    open_regular,
-    outage_error,
     printable_name,
-    read_error,
-    split_of,
     why_ignored,
 )
-from pipeline.data.checksums import digest_of_sums, read_sums
-from pipeline.data.holdout import HoldOut
-from pipeline.data.index import MISSING, Index, Split, describe_ignored
 from pipeline.errors import RequestError, list_first
 from pipeline.files import atomic_write
+from pipeline.lazy import part
 from pipeline.streams import log
 
 SPLITS = ("train", "val")
+SUMS = "SHA256SUMS"
+"""The file with the SHA-256 of each image, as the tool `sha256sum` writes it."""
 CACHE = ".pipeline-index"
 _CACHED = ".3.index"
 """End of a cached index's name. Up to version 0.2 it was .index, and hidden files were images."""
-Entries = dict[str, list[tuple[bytes, int, int]]]
-"""(name below the root, bytes, label) of the images of each split."""
 
 
 def open_index(root: Path, hold_out: HoldOut, spare: Path, *, check_sizes: bool) -> Index:
@@ -60,27 +60,14 @@ def open_index(root: Path, hold_out: HoldOut, spare: Path, *, check_sizes: bool)
     wrong.
     """
     layout = "train/ and val/ in it, each with one folder per class"
-    check_folder(root, f"data.root={root}", f"give a folder with {layout}, with data.root=FOLDER{_how_to_make(root)}")
+    how_to_make = "" if os.path.exists(root) else part("how to make a folder")(root)
+    check_folder(root, f"data.root={root}", f"give a folder with {layout}, with data.root=FOLDER{how_to_make}")
     for cached in _cached(root, spare, _CACHED):
         if cached.hold_out == hold_out and _is_current(cached, root, check_sizes):
             return cached
     index = scan(root, hold_out)
     save_index(index, root / CACHE, spare)
     return index
-
-
-def _how_to_make(root: Path) -> str:
-    """Return ", or make one with …", a command that suits the folder's name, or ""."""
-    if os.path.exists(root):  # a file
-        return ""
-    quoted = shlex.quote(str(root))
-    default = f"make synthetic {quoted}"
-    commands = {
-        "imagenet": f"import imagenet ARCHIVES {quoted}",
-        "imagenette": f"get imagenette {quoted}",
-        "cifar10": f"get cifar10 {quoted}",
-    }
-    return f", or make one with 'pipeline data {commands.get(root.name, default)}'"
 
 
 def save_index(index: Index, *folders: Path) -> None:
@@ -94,8 +81,7 @@ def save_index(index: Index, *folders: Path) -> None:
             return
         except OSError as error:
             failures.append(f"{folder}: {error.strerror}")
-    line = f"the index of the images cannot be saved ({', '.join(failures)}): the next start will scan the data again"
-    log(line)
+    log(f"the index of the images cannot be saved ({', '.join(failures)}): the next start will scan the data again")
 
 
 def find_cached_index(root: Path, spare: Path, digest: str) -> Index | None:
@@ -134,11 +120,9 @@ def _is_current(index: Index, root: Path, check_sizes: bool) -> bool:
         if any(os.stat(root / folder).st_mtime_ns != time for folder, time in index.folders.items()):
             return False
         # Without train/ and val/, classes are in the root: making the cache changes its time.
-        base = os.fsencode(root)
-        has_splits = SPLITS[0] in index.folders
-        if not has_splits and tuple(_Scan(root).subfolders(b"")) != index.classes:
+        if SPLITS[0] not in index.folders and tuple(Walk(root).classes(b"")) != index.classes:
             return False
-        sizes_match = (_sizes_match(split, base, check_sizes) for split in (index.train, index.val))
+        sizes_match = (_sizes_match(split, os.fsencode(root), check_sizes) for split in (index.train, index.val))
         return digest_of_sums(root) == index.sums and all(sizes_match)
     return False
 
@@ -154,43 +138,39 @@ def _sizes_match(split: Split, base: bytes, check_all: bool) -> bool:
     return True
 
 
+def digest_of_sums(root: Path) -> str | None:
+    """Return the SHA-256 of the file SHA256SUMS, or None if there is none. Raises OSError."""
+    with suppress(FileNotFoundError), open(root / SUMS, "rb", opener=open_regular) as file:
+        return hashlib.sha256(file.read()).hexdigest()
+    return None
+
+
 def scan(root: Path, hold_out: HoldOut) -> Index:
     """Return the index of the image folder `root`, after looking at every file.
 
     Raises RequestError that names the folder if the layout is wrong, OutageError if the storage
     fails.
     """
-    found = _Scan(root)
-    entries: Entries = {split: [] for split in SPLITS}
-    with found.errors():
-        present = [split for split in SPLITS if (root / split).is_dir()]
-        if len(present) == 1:
-            # raises OutageError if the other is a link to a place that is away
-            raise _missing_split(root, present[0], [*found.subfolders(b"").values()])
-        parents = {split: found.class_folders(split) for split in present} or {"": found.subfolders(b"")}
-        classes = next(iter(parents.values()))
-        if not classes:
-            raise RequestError(
-                f"data.root={root} holds no folders", "it needs train/ and val/, each with one folder per class"
-            )
-        if present:
-            _check_same_classes(parents["train"], parents["val"])
-        _refuse_splits_as_classes(root, [*classes.values()])
-        for parent, folders in parents.items():
+    walk = Walk(root)
+    entries: dict[str, list[tuple[bytes, int, int]]] = {split: [] for split in SPLITS}
+    with walk.errors():
+        parents = [split for split in SPLITS if (root / split).is_dir()]
+        # with one of them alone, also the root: a link in it may lead to a place that is away
+        found = {parent: walk.classes(parent.encode()) for parent in (parents if len(parents) == 2 else [*parents, ""])}
+        part("check layout")(root, found)
+        classes = next(iter(found.values()))
+        for parent, folders in found.items():
             if parent:
-                found.folders[parent] = os.stat(root / parent).st_mtime_ns
+                walk.folders[parent] = os.stat(root / parent).st_mtime_ns
             for label, name in enumerate(classes):
-                images = found.class_images(os.path.join(parent.encode(), folders[name]))
-                chosen = set() if parent else hold_out.chosen((file, label) for file, _ in images)
+                images = walk.images_of_class(os.path.join(parent.encode(), folders[name]))
+                held_out = set() if parent else hold_out.chosen((file, label) for file, _ in images)
                 for file, size in images:
-                    entries[parent or ("val" if file in chosen else "train")].append((file, size, label))
-        sums, sums_digest = read_sums(root), digest_of_sums(root)
-    if len(classes) < 2:
-        raise RequestError(
-            f"data.root={root} holds one class folder, {next(iter(classes))}/", "at least two are needed"
-        )
+                    entries[parent or ("val" if file in held_out else "train")].append((file, size, label))
+        sums_digest = digest_of_sums(root)
+        sums = None if sums_digest is None else part("read sums")(root)
     train, val = (Split.from_entries(entries[split], sums) for split in SPLITS)
-    index = Index(train, val, tuple(classes), sums_digest, found.folders, hold_out, ignored=dict(found.ignored))
+    index = Index(train, val, tuple(classes), sums_digest, walk.folders, hold_out, ignored=dict(walk.ignored))
     check_train_classes(index, root)
     return index
 
@@ -210,94 +190,24 @@ def check_train_classes(index: Index, root: str | Path) -> None:
 def check_has_validation(index: Index, root: str | Path) -> None:
     """Raise RequestError if there is no image to validate on."""
     if not len(index.val):
-        remedy = "add images"
-        if np.bincount(index.train.labels).max() > 1:  # the only image of a class is never held out
-            remedy += ", or give a larger data.val_split (for a pack: --val-split)"
-        rule = "of each class is none"
+        larger = "add images, or give a larger data.val_split (for a pack: --val-split)"
+        rule, remedy = "of each class is none", larger
         if index.hold_out.by == "file":
-            rule, remedy = "with data.split_by=file draws no file", f"{remedy}, or give data.split_by=class"
+            rule, remedy = "with data.split_by=file draws no file", f"{larger}, or give data.split_by=class"
         raise RequestError(
             f"{root} has no image to validate on", f"data.val_split={index.hold_out.share:g} {rule}; {remedy}"
         )
 
 
-def scan_validation(
-    root: Path, classes: tuple[str, ...], hold_out: HoldOut | None, ignored: Counter[str] | None = None
-) -> Split:
-    """Return the images to evaluate a model on, labelled as a model of `classes` counts.
-
-    They are those of val/, or of class folders those that `hold_out` chooses (None: all). A class
-    may be missing or empty. `ignored` gets the number of what is left out. Raises RequestError if a
-    folder is not a class of the model, or if there is no image.
-    """
-    found = _Scan(root, Counter() if ignored is None else ignored)
-    labels = {class_of(name): label for label, name in enumerate(classes)}
-    with found.errors():
-        parent = "val" if (root / "val").is_dir() else ""
-        folders = found.class_folders(parent)
-        unknown = [folder for name, folder in folders.items() if name not in labels]
-        if unknown:
-            names = list_first([escaped_name(folder) for folder in unknown], 5)
-            parts = {split_of(folder): os.fsdecode(folder) for folder in reversed(unknown)}
-            part = parts.get("val") or parts.get("test")
-            advice = f": to evaluate on {part}/, give data.root={shlex.quote(str(root / part))}" if part else ""
-            raise RequestError(f"{root} has class folders that the model does not know: {names}{advice}")
-        entries = [
-            (file, size, labels[name])
-            for name, folder in folders.items()
-            for file, size in found.images(os.path.join(parent.encode(), folder))
-        ]
-    if hold_out and not parent:
-        chosen = hold_out.chosen((name, label) for name, _, label in entries)
-        entries = [entry for entry in entries if entry[0] in chosen]
-    if not entries:
-        raise RequestError(f"data.root={root} holds no image to evaluate the model on{_left_out(found.ignored)}")
-    return Split.from_entries(entries)
-
-
-def _missing_split(root: Path, present: str, folders: list[bytes]) -> RequestError:
-    """Return the error of a folder with train/ or val/ alone. folders: all that are in it."""
-    missing = "val" if present == "train" else "train"
-    similar = [printable_name(name) for name in folders if split_of(name) == missing]
-    tests = [printable_name(name) for name in folders if split_of(name) == "test" and missing == "val"]
-    advice = f"add {missing}/ with one folder per class"
-    if similar:
-        advice = f"rename {similar[0]}/ to {missing}/"
-    elif tests:
-        advice += f", or rename {tests[0]}/ to {missing}/ to validate on it"
-    return RequestError(f"data.root={root} has {present}/ but no {missing}/", advice)
-
-
-def _refuse_splits_as_classes(root: Path, classes: list[bytes]) -> None:
-    """Raise RequestError if all class folders are named as splits, such as Train and Validation."""
-    parts = {name: split_of(name) for name in classes}
-    if not all(parts.values()):
-        return
-    advice = "give a folder with train/ and val/, each with one folder per class, or with class folders only"
-    names = [printable_name(name) for name in classes]
-    train, val = (
-        next((printable_name(name) for kind in kinds for name in classes if parts[name] == kind), None)
-        for kinds in (("train",), ("val", "test"))
-    )
-    if train and val:
-        advice = f"rename {train}/ to train/ and {val}/ to val/"
-    found = "the folders" if len(names) > 1 else "the folder"
-    raise RequestError(f"data.root={root} holds no classes, but {found} {list_first(names, 5)}", advice)
-
-
-def _left_out(ignored: dict[str, int]) -> str:
-    return f" (left out: {describe_ignored(ignored)})" if ignored else ""
-
-
-class _Scan:
+class Walk:
     """A walk through an image folder, and what it found besides images."""
 
-    def __init__(self, root: Path, ignored: Counter[str] | None = None) -> None:
+    def __init__(self, root: Path) -> None:
         self._root = root
         self._base = os.fsencode(root)
         self.folders: dict[str, int] = {}
         """The modification time of each folder with images."""
-        self.ignored: Counter[str] = Counter() if ignored is None else ignored
+        self.ignored: Counter[str] = Counter()
         """The number of files and folders that are left out, by the reason."""
 
     @contextmanager
@@ -313,7 +223,7 @@ class _Scan:
             problem = f"data.root={self._root} cannot be read: {name}: {error.strerror}"
             raise RequestError(problem, PLACE_OF_DATA) from None
 
-    def subfolders(self, parent: bytes) -> dict[str, bytes]:
+    def classes(self, parent: bytes) -> dict[str, bytes]:
         """Return the folders in `parent`, a name below the root, by their classes.
 
         Raises RequestError if two folders have the same class.
@@ -340,32 +250,12 @@ class _Scan:
                 )
         return classes
 
-    def class_folders(self, parent: str) -> dict[str, bytes]:
-        """Return the class folders in train/, val/ or the root. Raises RequestError if none."""
-        names = self.subfolders(parent.encode())
-        if names:
-            return names
-        split = parent or str(self._root)
-        images = sum(map(is_image, os.listdir(os.path.join(self._base, parent.encode()))))
-        if images:
-            raise RequestError(
-                f"{split}/ is flat",
-                f"it holds images ({images:,}) but no class folders; sort them into {split}/<class>/,"
-                " with the class names of train/",
-            )
-        raise RequestError(f"{split}/ holds no class folders", "it needs one for each class, with images in it")
-
-    def class_images(self, folder: bytes) -> list[tuple[bytes, int]]:
-        """Return the images of a class folder. Raises RequestError if there are none."""
+    def images_of_class(self, folder: bytes) -> list[tuple[bytes, int]]:
+        """Return `images` of a class folder. Raises RequestError if there are none."""
         before = self.ignored.copy()
-        images = list(self.images(folder))
-        if not images:
-            kinds = " ".join(kind.decode() for kind in EXTENSIONS)
-            raise RequestError(
-                f"class folder {printable_name(folder)}/ holds no image ({kinds}){_left_out(self.ignored - before)}",
-                "add images or remove the folder",
-            )
-        return images
+        if images := list(self.images(folder)):
+            return images
+        raise part("error of an empty class")(folder, self.ignored - before)
 
     def images(self, folder: bytes, above: Sequence[tuple[int, int]] = ()) -> Iterator[tuple[bytes, int]]:
         """Yield (name below the root, bytes) of each image in `folder` and the folders in it.
@@ -398,15 +288,6 @@ class _Scan:
                     yield from self.images(name, [*above, here])
                 else:
                     self.ignored[why_ignored(entry.name)] += 1
-
-
-def _check_same_classes(train: dict[str, bytes], val: dict[str, bytes]) -> None:
-    if train.keys() != val.keys():
-        differing = [f"{escaped_name(train[name])} in train/ only" for name in train if name not in val]
-        differing += [f"{escaped_name(val[name])} in val/ only" for name in val if name not in train]
-        raise RequestError(
-            f"the classes of train/ and val/ differ: {list_first(differing, 5)}", "both need the same class folders"
-        )
 
 
 def _last_link(base: bytes, folder: bytes) -> bytes | None:

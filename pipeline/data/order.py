@@ -20,14 +20,14 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.plan import Plan, class_shares
+from pipeline.data.options import Sizes
 from pipeline.randomness import derive, generator
 
 Ids = NDArray[np.int64]
 
 
 class Order:
-    def __init__(self, plan: Plan, seed: int, labels: NDArray[np.int32] | None = None) -> None:
+    def __init__(self, plan: Sizes, seed: int, labels: NDArray[np.int32] | None = None) -> None:
         """labels: [train_images], the class of each image; needed with `data.balance`."""
         self._plan, self._seed = plan, seed
         # reading ahead crosses the end of an epoch, and to draw a balanced one takes long
@@ -35,7 +35,7 @@ class Order:
         self._classes: _Classes | None = None
         if plan.balance != "none":
             assert labels is not None
-            self._classes = _Classes(labels, plan.balance)
+            self._classes = _Classes(labels, plan)
 
     def draws(self, step: int) -> tuple[Ids, Ids]:
         """Return ids and views of the update after `step` updates, [global_batch] int64 each."""
@@ -86,10 +86,10 @@ class Order:
 class _Classes:
     """The images of each class, to draw from."""
 
-    def __init__(self, labels: NDArray[np.int32], balance: str) -> None:
+    def __init__(self, labels: NDArray[np.int32], plan: Sizes) -> None:
         self._labels = labels
         self._counts = np.bincount(labels)
-        self._ends = np.cumsum(class_shares(balance, self._counts.tolist()))
+        self._ends = np.cumsum(plan.class_shares(self._counts.tolist()))
         self._starts = np.cumsum(self._counts) - self._counts
         self._images = np.argsort(labels, kind="stable")
 

@@ -64,31 +64,27 @@ class FolderImages(SplitImages):
 
 def data_root(config: Config) -> Path:
     """Return the folder of the data; the digits have a default."""
-    return Path(config.data.root or DIGITS_ROOT)
+    return Path(_place(config))
 
 
 def data_size(config: Config) -> DataSize:
     """Return the size of the data, also if the digits are not made yet."""
-    if config.data.source == "digits" and _is_absent(data_root(config)):
-        return DIGITS_SIZE
-    return open_source(config).size
+    return DIGITS_SIZE if _lacks_digits(config) else open_source(config).size
 
 
 def class_counts(config: Config) -> dict[str, int]:
     """Return the training images of each class by its name; {} if the digits are not made yet."""
-    if config.data.source == "digits" and _is_absent(data_root(config)):
+    if _lacks_digits(config):
         return {}
     source = open_source(config)
-    return dict(
-        zip(source.classes, np.bincount(source.train.labels, minlength=len(source.classes)).tolist(), strict=True)
-    )
+    counts = np.bincount(source.train.labels, minlength=len(source.classes)).tolist()
+    return dict(zip(source.classes, counts, strict=True))
 
 
 def known_size(config: Config) -> DataSize | None:
     """Return the size of data that this package makes; None for other data. Looks at no file."""
     if config.data.source == "synthetic":
-        size: DataSize = part("synthetic")(config).size
-        return size
+        return open_source(config).size
     return DIGITS_SIZE if config.data.source == "digits" else None
 
 
@@ -110,13 +106,13 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
         index = open_pack(config)
     else:
         root = data_root(config)
-        ensure_digits(config, root)
+        ensure_digits(config)
         if os.path.exists(root / PACK_FILE):
             raise RequestError(f"data.root={root} is a pack", "set data.source=pack")
         index = open_index(root, hold_out_of(config), config.run_dir / "index", check_sizes=check_sizes)
         index = replace(index, upright=config.data.orientation == "apply")
     check_has_validation(index, _place(config))
-    return source_from_index(_place(config), index, config)
+    return sent_source(config, index)
 
 
 def open_pack(config: Config) -> Index:
@@ -133,39 +129,9 @@ def hold_out_of(config: Config) -> HoldOut:
     return HoldOut(config.data.val_split, config.data.split_by)
 
 
-def _cache(config: Config) -> Path | None:
-    return Path(config.data.cache) if config.data.cache else None
-
-
-def _place(config: Config) -> str:
-    return str(config.data.root or DIGITS_ROOT)
-
-
 def sent_source(config: Config, index: Index) -> Source:
     """Return the source of a process that gets the index from rank 0: it reads no index itself."""
     return source_from_index(_place(config), index, config)
-
-
-def ensure_digits(config: Config, root: Path) -> None:
-    """Make the digits, unless they are there."""
-    if config.data.source == "digits" and _is_absent(root):
-        try:
-            part("digits")(root)
-        except RequestError:
-            if _is_absent(root):  # else another process made them at the same time
-                raise
-
-
-def _is_absent(root: Path) -> bool:
-    """Return True if `root` does not exist. Raises RequestError if it cannot be looked up."""
-    try:
-        root.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except OSError as error:
-        raise_if_outage(root, error)
-        raise RequestError(f"data.root={root} cannot be read: {error.strerror}", PLACE_OF_DATA) from None
-    return False
 
 
 def source_from_index(place: str | Path, index: Index, config: Config | None = None) -> Source:
@@ -183,3 +149,35 @@ def source_from_index(place: str | Path, index: Index, config: Config | None = N
     else:
         train, val = (FolderImages(Path(place), split, upright=index.upright) for split in (index.train, index.val))
     return Source(index.size, index.digest, index.classes, train, val, index)
+
+
+def ensure_digits(config: Config) -> None:
+    """Make the digits, unless they are there."""
+    if _lacks_digits(config):
+        try:
+            part("digits")(data_root(config))
+        except RequestError:
+            if _lacks_digits(config):  # else another process made them at the same time
+                raise
+
+
+def _lacks_digits(config: Config) -> bool:
+    """Return True if the digits are to be made. Raises RequestError if they cannot be looked up."""
+    root = data_root(config)
+    try:
+        if config.data.source == "digits":
+            root.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError as error:
+        raise_if_outage(root, error)
+        raise RequestError(f"data.root={root} cannot be read: {error.strerror}", PLACE_OF_DATA) from None
+    return False
+
+
+def _place(config: Config) -> str:
+    return str(config.data.root or DIGITS_ROOT)
+
+
+def _cache(config: Config) -> Path | None:
+    return Path(config.data.cache) if config.data.cache else None

@@ -15,9 +15,10 @@ from pipeline import errors, machine
 from pipeline.config.load import from_yaml, refuse_changes
 from pipeline.config.schema import Config
 from pipeline.data import sources
-from pipeline.data.access import is_bucket, is_non_empty_folder, printable_name
+from pipeline.data.access import is_bucket, is_non_empty_folder
 from pipeline.data.index import Index
 from pipeline.data.manifest import SPLITS, find_cached_index, find_missing_folder
+from pipeline.data.names import printable_name
 from pipeline.data.sources import Source
 from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.lazy import part

@@ -13,7 +13,7 @@ answer, and it is in no sum. The loss of one image counts at most `MAX_LOSS`, so
 overflow.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -55,8 +55,6 @@ class EvalResult(NamedTuple):
     evaluation: Evaluation
     predictions: Predictions
     bad_images: list[BadImage]
-    failed_reads: Sequence[Sequence[int]] = ()
-    """See `Batch.failed_reads`: those of this process."""
 
 
 class Evaluator:
@@ -102,7 +100,6 @@ class Evaluator:
         # their sum is what it set
         per_image = torch.zeros((4, len(self.images)), dtype=torch.int64, device=device)
         defects: list[tuple[int, str]] = []
-        failed_reads: list[Sequence[int]] = []
         in_training = [module for module in self._model.modules() if module.training]  # frozen modules are not
         self._model.eval()
         try:
@@ -113,7 +110,6 @@ class Evaluator:
                     if batch is not None:
                         counts += self._count(batch, per_image)
                         defects += batch.defects
-                        failed_reads.append(batch.failed_reads)
                     elif self._predict:  # the other processes need this one's part of the model
                         self._logits_of_views(torch.empty((0, 3, self._size, self._size), device=device))
                     outage = batch.outage if batch else None
@@ -142,7 +138,7 @@ class Evaluator:
             classes=predictions.classes_with_images,
             correct1_plain=correct1_plain if self._flips else None,
         )  # fmt: skip
-        return EvalResult(evaluation, predictions, bad_images, failed_reads)
+        return EvalResult(evaluation, predictions, bad_images)
 
     def _count(self, batch: Batch, per_image: Tensor) -> Tensor:
         """Evaluate a batch, and set its columns of `per_image`, [4, images].

@@ -91,8 +91,6 @@ def update_once(trainer: Trainer, batches: Iterator[Batch]) -> bool:
     with timer.charge("optimizer"):
         step.apply_gradients()
     with timer.charge("tracking"):
-        for batch in used:
-            trainer.metrics.add_failed_reads(batch.failed_reads)
         # rank 0 alone has listeners, but all processes take part in the sums that they write
         ids, digest = _trace(trainer, used) if trainer.job.config.run.trace else ([], "")
         best_top1 = state.best.top1 if state.best else None
@@ -115,8 +113,6 @@ def evaluate(trainer: Trainer) -> Evaluated | None:
         result = trainer.evaluator.evaluate(step, process.terminal, process.asked_to_stop)
         if result is None:
             return None
-        for counts in result.failed_reads:
-            trainer.metrics.add_failed_reads(counts)
         is_best = state.add_evaluation(result.evaluation)
     with process.timer.charge("tracking"):
         row = state.receipt_row()  # in all processes: a sharded model is gathered for its digest

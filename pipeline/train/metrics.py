@@ -9,13 +9,12 @@ import os
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from pipeline.config.schema import Config
-from pipeline.data.access import READ_FAILURES
+from pipeline.data.access import is_bucket
 from pipeline.lazy import part
 from pipeline.plan import Plan
 from pipeline.timing import ENTRIES, Seconds
@@ -30,9 +29,7 @@ class Metrics:
         self._plan, self._group, self._timer = plan, process.group, process.timer
         self._stragglers = stragglers
         self._mfu = part("mfu meter")(config, plan.num_classes, plan.world, process.group.device)
-        self._failed_reads = torch.zeros(len(READ_FAILURES), dtype=torch.int64)
-        """Counts of this process since the last report."""
-        self._has_bucket = False
+        self._pop_failed_reads = part("failed reads") if is_bucket(config.data.root) else list
         self._has_new_steps = False
         self._timer.pop()  # the time before this is not training
         self.restart_window()
@@ -41,15 +38,6 @@ class Metrics:
         """Begin a new window: the time until now, of an evaluation say, is not that of steps."""
         self._start, self._waited, self._steps = time.perf_counter(), self._timer.seconds["data"], 0
         self._cpu = sum(os.times()[:2])
-
-    def add_failed_reads(self, counts: Sequence[int]) -> None:
-        """Count failed attempts to read an image.
-
-        counts: by `READ_FAILURES`; empty if the images are not in a bucket.
-        """
-        if counts:
-            self._has_bucket = True
-            self._failed_reads += torch.tensor(counts)
 
     def after_update(self, state: TrainState) -> dict[str, float]:
         """Return the metrics of the steps since the last report, or {} if none is due."""
@@ -61,11 +49,11 @@ class Metrics:
         totals = state.totals.cpu()  # waits for the device, so its remaining work is in the time
         times = self._stragglers.pop_times()
         elapsed = max(1e-9, time.perf_counter() - self._start)
-        mine = torch.cat([totals, self._failed_reads, times, self._machine(elapsed).flatten()])
+        failures = torch.tensor(self._pop_failed_reads(), dtype=torch.int64)
+        mine = torch.cat([totals, failures, times, self._machine(elapsed).flatten()])
         loss, correct, images, *rest = self._group.all_reduce(mine).tolist()
         state.totals.zero_()
-        self._failed_reads.zero_()
-        failed_reads, rest = rest[: len(READ_FAILURES)], rest[len(READ_FAILURES) :]
+        failed_reads, rest = rest[: len(failures)], rest[len(failures) :]
         images_per_s = self._steps * self._plan.global_batch / elapsed
         metrics = {
             "train/loss": loss / LOSS_UNIT / images,
@@ -75,7 +63,7 @@ class Metrics:
             "time/images_per_s": images_per_s,
             "time/step_ms": 1000 * elapsed / self._steps,
             "time/waiting_for_data": (self._timer.seconds["data"] - self._waited) / elapsed,
-            **(_failed_read_metrics(failed_reads) if self._has_bucket else {}),
+            **(part("metrics of failed reads")(failed_reads) if failed_reads else {}),
             **self._stragglers.log_slow_rank(rest[: len(times)], self._steps),
             **self._mfu.metrics(images_per_s, self._plan.image_size_at(step - 1)),
             **_by_machine(self._group.hosts, rest[len(times) :]),
@@ -103,14 +91,6 @@ class Metrics:
         if device.type == "cuda":
             rows[self._group.rank, 2] = torch.cuda.max_memory_allocated(device) // 1024
         return rows
-
-
-def _failed_read_metrics(counts: list[int]) -> dict[str, float]:
-    """Return the number of failed attempts to read an image, and of each kind that occurred."""
-    kinds = zip(READ_FAILURES, counts, strict=True)
-    return {"data/failed_reads": float(sum(counts))} | {
-        f"data/failed_reads_{kind}": float(count) for kind, count in kinds if count
-    }
 
 
 def _by_machine(hosts: list[str], rows: list[int]) -> dict[str, float]:

@@ -41,14 +41,14 @@ GUARDS = (
     ),
     Guard(
         "processes end with their parent",
-        "pipeline/supervision.py",
+        "pipeline/orphan.py",
         "    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)\n",
         "",
         ("tests/faults/test_kills.py::test_killed_processes_end_with_the_same_bits[seed=0-2]",),
     ),
     Guard(
         "loader workers ignore SIGTERM",
-        "pipeline/data/loader.py",
+        "pipeline/data/workers.py",
         "        signal.signal(number, signal.SIG_IGN)\n",
         "        signal.signal(number, signal.SIG_DFL)\n",
         ("tests/faults/test_stops.py::test_loader_workers_ignore_signals_to_their_process_group",),

@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.addons.datasets import pack
+from pipeline.addons.datasets import checksums, pack
 from pipeline.addons.store.bucket import MissingError, Store
-from pipeline.data import checksums, manifest, sources
-from pipeline.data.access import Images, UnreadableError, check_folder, printable_name
+from pipeline.data import manifest, sources
+from pipeline.data.access import Images, UnreadableError, check_folder
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import Index
+from pipeline.data.names import printable_name
 from pipeline.errors import RequestError, StorageError, TemporaryError, count_of
 from pipeline.machine import available_cpus
 
@@ -229,7 +230,7 @@ def check(root: Path | Store, val_split: float, *, write_sums: bool, as_json: bo
 def _check_images(root: Path, val_split: float, *, write_sums: bool) -> tuple[Findings, str]:
     """Look at all images of a folder. Return what was found, and the end of a line about it."""
     if write_sums and not os.access(root, os.W_OK | os.X_OK):
-        raise RequestError(f"{root} is read-only: --write-sums needs to write {checksums.SUMS} there")
+        raise RequestError(f"{root} is read-only: --write-sums needs to write {manifest.SUMS} there")
     index = manifest.scan(root, HoldOut(val_split))
     # a file fixed in place changes no folder's time: training would use an older cached index
     manifest.save_index(index, root / manifest.CACHE)
@@ -240,7 +241,7 @@ def _check_images(root: Path, val_split: float, *, write_sums: bool) -> tuple[Fi
     elif not found.defects:
         checksums.write_sums(root, index, found.digests)
         found.index = manifest.scan(root, HoldOut(val_split))  # its digest is over the sums, too
-        return found, f", sums written to {checksums.SUMS}"
+        return found, f", sums written to {manifest.SUMS}"
     return found, ""
 
 

@@ -24,8 +24,9 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.data.access import outage_error, printable_name
+from pipeline.data.access import outage_error
 from pipeline.data.index import Index, Split, SplitImages
+from pipeline.data.names import printable_name
 from pipeline.data.sources import Source
 from pipeline.errors import RequestError, list_first
 

@@ -1,8 +1,8 @@
 """Lossless recoding of a JPEG with restart markers and optimal Huffman tables, by jpegtran.
 
-Promise: no coefficient changes, so any decoder makes the same pixels, and `jpeg.part` can crop the
-file. jpegtran, a program of libjpeg-turbo, makes the Huffman tables and the entropy-coded bytes;
-the header is written here, from that of the source.
+Promise: no coefficient changes, so any decoder makes the same pixels, and `jpeg_cuts.part` can crop
+the file. jpegtran, a program of libjpeg-turbo, makes the Huffman tables and the entropy-coded
+bytes; the header is written here, from that of the source.
 """
 
 import io
@@ -17,6 +17,7 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image
 
+from pipeline.addons.datasets.jpeg_cuts import BLOCK, CUTS_HEAD
 from pipeline.data import jpeg
 from pipeline.errors import RequestError, StorageError
 from pipeline.machine import start_failure
@@ -31,7 +32,7 @@ _INSTALL = "install libjpeg-turbo-progs (Fedora: libjpeg-turbo-utils), or pack p
 
 
 def with_restarts(data: bytes, orientation: int = 1) -> bytes | None:
-    """Return the same image for `jpeg.part` to crop; None if jpegtran cannot make it.
+    """Return the same image for `jpeg_cuts.part` to crop; None if jpegtran cannot make it.
 
     That is if it is not a sequential JPEG of one scan, has restart markers already, or is damaged.
     orientation: the only metadata that is written, as Exif data, unless it is 1.
@@ -57,7 +58,7 @@ def with_restarts(data: bytes, orientation: int = 1) -> bytes | None:
     huffman = b"".join(sorted(_huffman_tables(made)))
     try:
         lengths = struct.pack(f">{len(scans)}H", *map(len, scans))
-        cuts = _segment(jpeg.CUTS, jpeg.CUTS_NAME + jpeg.CUTS_HEAD.pack(interval, *mcu) + lengths)
+        cuts = _segment(jpeg.CUTS, jpeg.CUTS_NAME + CUTS_HEAD.pack(interval, *mcu) + lengths)
     except struct.error:  # too large for our table
         return None
     parts = [
@@ -130,10 +131,10 @@ def _huffman_tables(data: bytes) -> list[bytes]:
 def _mcu(sampling: bytes) -> tuple[int, int]:
     """Return the height and width of an MCU in pixels. sampling: that byte of each component."""
     if len(sampling) == 1:  # coded block by block, whatever its factors
-        return jpeg.BLOCK, jpeg.BLOCK
+        return BLOCK, BLOCK
     down = max((byte & 15 for byte in sampling), default=0)
     across = max((byte >> 4 for byte in sampling), default=0)
-    return jpeg.BLOCK * down, jpeg.BLOCK * across
+    return BLOCK * down, BLOCK * across
 
 
 def _segment(marker: int, body: bytes) -> bytes:

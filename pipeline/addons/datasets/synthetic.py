@@ -48,9 +48,6 @@ class SyntheticImages:
     def expect(self, samples: Iterable[int]) -> None:
         """Prepare nothing."""
 
-    def pop_failed_reads(self) -> list[int]:
-        return []
-
     def read(self, i: int) -> NDArray[np.uint8]:
         coarse = np.random.Generator(np.random.Philox(derive(0, "pattern", self.label(i))))
         fine = np.random.Generator(np.random.Philox(derive(0, "noise", self.split, i)))

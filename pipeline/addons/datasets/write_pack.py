@@ -57,8 +57,8 @@ from pipeline.data.sources import Source
 from pipeline.errors import RequestError, StorageError, list_first
 from pipeline.files import parse_json
 from pipeline.machine import available_cpus, start_failure
+from pipeline.orphan import die_with_parent
 from pipeline.record.terminal import Terminal, format_duration
-from pipeline.supervision import die_with_parent
 
 _MIN_SHARD, _MAX_SHARD = 1 << 20, 1 << 30  # bytes
 _MAX_SHARDS = 256  # each is a file that a loader worker holds open

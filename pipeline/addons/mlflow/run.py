@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.addons.mlflow.connection import ARTIFACTS, check_artifact_host
 from pipeline.config.credentials import without_password
 from pipeline.config.schema import Config
-from pipeline.data.access import printable_name
+from pipeline.data.names import printable_name
 from pipeline.errors import RequestError, TemporaryError
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read

@@ -24,10 +24,10 @@ from pipeline.addons.models.exported_model import ExportedModel
 from pipeline.addons.report.figures import Tile, draw_contact_sheet, drawn_name
 from pipeline.config.load import from_yaml
 from pipeline.config.schema import MODEL_URI_PREFIX
-from pipeline.data.access import HIDDEN, is_hidden, is_image, printable_name, why_ignored
 from pipeline.data.batch import NO_LABEL, Batch
 from pipeline.data.index import MISSING, Split, describe_ignored
 from pipeline.data.loader import EvalBatches, batches
+from pipeline.data.names import HIDDEN, is_hidden, is_image, printable_name, why_ignored
 from pipeline.data.sources import FolderImages
 from pipeline.device import choose_device
 from pipeline.errors import NotFiniteError, RequestError, StorageError

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.addons.datasets.folders import scan_validation
 from pipeline.addons.datasets.pack import train_shard
 from pipeline.config.schema import Config
-from pipeline.data.access import class_of
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import Index, Split, describe_ignored
-from pipeline.data.manifest import scan, scan_validation
+from pipeline.data.manifest import scan
+from pipeline.data.names import class_of
 from pipeline.data.sources import (
     Source,
     data_root,
@@ -61,7 +62,7 @@ def open_validation(
         source = source_from_index(place, index, config)
         return source, description.format(count=f"{len(split):,}", pack=f"the pack {place}")
     root = data_root(config)
-    ensure_digits(config, root)
+    ensure_digits(config)
     hold_out = None
     if (root / "val").is_dir():
         description = "the {count} images of {root}/val"

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.addons.ops.provenance import model_provenance
+from pipeline.addons.datasets.folders import changes
 from pipeline.config.schema import Config
 from pipeline.data.manifest import find_cached_index
 from pipeline.data.sources import Source, data_root
@@ -25,7 +26,7 @@ def describe_data_change(config: Config, source: Source, before: str, fallback_c
     if index is None:
         return f"its digest is {source.digest[:16]}, not {before[:16]}"
     # version 0.2 sorted names as the system spells them
-    lines = list(index.differences(source.index)) or ["its names are sorted in another way, in Unicode's form NFC"]
+    lines = list(changes(index, source.index)) or ["its names are sorted in another way, in Unicode's form NFC"]
     return "; ".join(lines[:3]) + (f" and {len(lines) - 3} more" if len(lines) > 3 else "")
 
 

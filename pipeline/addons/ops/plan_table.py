@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pipeline.addons.shard.plan import fsdp_slices
 from pipeline.config.schema import Config
 from pipeline.errors import count_of, mib
-from pipeline.plan import DataSize, Plan, Resources, class_shares
+from pipeline.plan import DataSize, Plan, Resources
 
 _MAX_BALANCE_ROWS = 20
 
@@ -95,7 +95,7 @@ def gathered_row(config: Config, parameters: int, plan: Plan, pass_bytes: int) -
 def effective_counts(plan: Plan, counts: Sequence[int]) -> list[float]:
     """Return the expected number of images of each class in an epoch."""
     images = plan.steps_per_epoch * plan.global_batch
-    return [images * share for share in class_shares(plan.balance, counts)]
+    return [images * share for share in plan.class_shares(counts)]
 
 
 def balance_rows(plan: Plan, counts: dict[str, int]) -> list[str]:

@@ -42,7 +42,7 @@ class SanityChecks:
 
     def __init__(self, config: Config, plan: Plan, source: Source, here: World) -> None:
         self._config, self._source, self._classes = config, source, plan.num_classes
-        self._chance_loss = math.log(plan.num_classes)
+        self._chance_loss, self._total_steps = math.log(plan.num_classes), plan.total_steps
         self._device = choose_device(config, here)
         self._normalise = Normalise(self._device, channels_last=config.model.channels_last)
         small = replace(plan, micro_batch=min(_IMAGES, plan.global_batch), accumulate=1)
@@ -96,7 +96,7 @@ class SanityChecks:
         return build(self._config.model, self._classes).to(self._device).train()
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
-        batch = self._batches[step % self._batches.plan.total_steps].readable()
+        batch = self._batches[step % self._total_steps].readable()
         return self._normalise(batch.images), batch.labels.to(self._device)
 
     def _train(self, model: nn.Module, batch: Callable[[int], tuple[Tensor, Tensor]]) -> tuple[float, float]:

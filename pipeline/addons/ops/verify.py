@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline import errors, machine, supervision
+from pipeline import errors, machine
 from pipeline.addons.models.inputs import check_run_folder
 from pipeline.addons.models.trust import check_is_trusted, check_place_is_trusted
 from pipeline.addons.ops.compare import Run, compare
@@ -34,6 +34,7 @@ from pipeline.addons.ops.receipt import read_receipt
 from pipeline.config.schema import Config
 from pipeline.data import sources
 from pipeline.errors import RequestError, TemporaryError, one_line, printable_line
+from pipeline.orphan import die_with_parent
 from pipeline.record.folder import RunFolder
 
 
@@ -195,7 +196,7 @@ def _repeat(config: Config, start: dict[str, Any], recipe: Path) -> None:
         stdout=subprocess.DEVNULL,  # standard output of verify is its own result line only
         env=os.environ | hidden,
         # safe: the only other threads are those of numpy, which are idle and hold no lock
-        preexec_fn=partial(supervision.die_with_parent, os.getpid()),
+        preexec_fn=partial(die_with_parent, os.getpid()),
         check=False,
     ).returncode
     if code:

@@ -32,9 +32,13 @@ from urllib.request import getproxies, proxy_bypass
 from botocore.httpsession import get_cert_path
 
 from pipeline.addons.store.bucket import Store
-from pipeline.data.access import READ_FAILURES, OutageError, UnreadableError
+from pipeline.data.access import OutageError, UnreadableError
 from pipeline.errors import RunError, one_line
 
+READ_FAILURES = (
+    "denied", "missing", "slow_down", "server_error", "truncated", "wrong_bytes", "stalled", "unreachable", "ignored",
+)  # fmt: skip
+"""The kinds of failed attempts to read an image, each of which is made again."""
 MAX_READS = 256
 """Reads in flight, waiting for another attempt, or ready and not taken."""
 MAX_BYTES = 64 << 20
@@ -53,6 +57,29 @@ _SIGNED_S, _SIGN_AGAIN_S = 3600, 300
 """boto3 renews temporary credentials 10 minutes before they expire, so a younger URL is valid."""
 _REFUSED_S = 1.0  # after which the source of the credentials is asked again
 _ERROR_BYTES = 4096  # of the text of an error
+
+
+_FAILURES = {kind: os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for kind in READ_FAILURES}
+"""Counters of failed attempts in the kernel, one for this process and the workers it forks."""
+
+
+def pop_failures() -> list[int]:
+    """Return the number of failed attempts of each of READ_FAILURES since the last call."""
+    counts = []
+    for counter in _FAILURES.values():
+        try:
+            counts.append(os.eventfd_read(counter))
+        except BlockingIOError:  # it is 0
+            counts.append(0)
+    return counts
+
+
+def failure_metrics(counts: list[int]) -> dict[str, float]:
+    """Return the number of failed attempts to read an image, and of each kind that occurred."""
+    kinds = zip(READ_FAILURES, counts, strict=True)
+    return {"data/failed_reads": float(sum(counts))} | {
+        f"data/failed_reads_{kind}": float(count) for kind, count in kinds if count
+    }
 
 
 class RangesIgnoredError(OutageError):
@@ -96,7 +123,6 @@ class RangeReader:
         self._local = threading.local()  # the connection of each thread
         self._tls = ssl.create_default_context(cafile=os.environ.get("AWS_CA_BUNDLE") or get_cert_path(True))
         self._lock = threading.Lock()
-        self._failures: Counter[str] = Counter()
         self._store: Store | None = None
         self._urls: dict[str, tuple[str | RunError, float]] = {}
         """Name of an object -> its URL, or why there is none, and until when that counts."""
@@ -130,13 +156,6 @@ class RangeReader:
             self._drop(number)
             self._begin_expected()
         return data
-
-    def pop_failures(self) -> list[int]:
-        """Return the number of failed attempts of each of READ_FAILURES since the last call."""
-        with self._lock:
-            counts = [self._failures[kind] for kind in READ_FAILURES]
-            self._failures.clear()
-        return counts
 
     def close(self) -> None:
         """End all reads and close all connections. A fork after it meets no thread."""
@@ -175,9 +194,9 @@ class RangeReader:
             except _FailedRead as failure:
                 kinds.append(failure.kind)
                 give_up = give_up or time.monotonic() + _PATIENCE_S
-                with self._lock:
-                    self._failures[failure.kind] += 1
-                    if failure.status == 403:
+                os.eventfd_write(_FAILURES[failure.kind], 1)
+                if failure.status == 403:
+                    with self._lock:
                         self._urls.pop(part.name, None)  # sign another one
                 if kinds.count("wrong_bytes") >= _MAX_WRONG:
                     changed = f"{part.name} has changed at byte {part.offset:,} since it was packed"

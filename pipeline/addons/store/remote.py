@@ -126,9 +126,6 @@ class StoreImages(SplitImages):
             wanted = [i for i in wanted if not self.cache.has(i)]
         self._reader().expect(wanted)
 
-    def pop_failed_reads(self) -> list[int]:
-        return self._reader().pop_failures()
-
     def part(self, i: int) -> Range:
         """Return where image i is."""
         shard, offset, crc = self.split.places[3 * i : 3 * i + 3].tolist()

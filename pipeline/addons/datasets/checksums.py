@@ -1,6 +1,5 @@
 """SHA256SUMS of an image folder: the SHA-256 of each image, as the tool `sha256sum` writes it."""
 
-import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -9,12 +8,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.access import is_image, normal_path, open_regular, printable_name
+from pipeline.data.access import open_regular
 from pipeline.data.index import Index
+from pipeline.data.manifest import SUMS
+from pipeline.data.names import is_image, normal_path, printable_name
 from pipeline.errors import RequestError, StorageError
 from pipeline.files import atomic_write, target_of
-
-SUMS = "SHA256SUMS"
 
 
 def write_sums(root: Path, index: Index, digests: NDArray[np.uint8]) -> None:
@@ -68,12 +67,6 @@ def read_sums(root: Path) -> dict[bytes, bytes] | None:
             place = f"{root / SUMS} line {number}"
             raise RequestError(f"{place} is not a sum and a file name", "write the file again, or remove it")
     return {normal_path(name): digest for name, digest in sums.items()} | sums
-
-
-def digest_of_sums(root: Path) -> str | None:
-    """Return the SHA-256 of the file SHA256SUMS, or None if there is none."""
-    data = _read(root)
-    return None if data is None else hashlib.sha256(data).hexdigest()
 
 
 def _read(root: Path) -> bytes | None:
