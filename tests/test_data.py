@@ -28,7 +28,7 @@ from streams import joined, prepare, stream
 from test_pack import encoded, photo
 
 from pipeline.addons.datasets import checksums
-from pipeline.addons.datasets.folders import changes, scan_validation
+from pipeline.addons.datasets.folders import changes
 from pipeline.addons.datasets.write_pack import pack as make_pack
 from pipeline.config.load import load
 from pipeline.data import images, manifest
@@ -85,17 +85,23 @@ def write_sums(root: Path) -> None:
     checksums.write_sums(root, index, digests(root, index))
 
 
+# --- the index
+
+
 def refused(call: Callable[[], object]) -> str:
     with pytest.raises(RequestError) as refusal:
         call()
-    return str(refusal.value)
+    line = str(refusal.value)
+    assert len(line.splitlines()) == 1
+    return line
 
 
 # --- the index
 
 
-def test_an_index_has_each_image_once_in_name_order(folder: Path) -> None:
+def test_an_index_has_each_image_once_in_name_order_and_round_trips_through_its_bytes(folder: Path) -> None:
     (folder / "train/cat/notes.txt").write_text("no image")
+    write_sums(folder)
     index = scan(folder, HoldOut())
     assert names(index.train) == [b"train/cat/1.png", b"train/cat/2.PNG", b"train/cat/more/3.jpeg", b"train/dog/1.png",
                                   b"train/dog/2.png"]  # fmt: skip
@@ -103,14 +109,8 @@ def test_an_index_has_each_image_once_in_name_order(folder: Path) -> None:
     assert (index.train.labels.tolist(), index.val.labels.tolist()) == ([0, 0, 0, 1, 1], [0, 1])
     assert index.classes == ("cat", "dog")
     assert index.train.sizes.tolist() == [(folder / name.decode()).stat().st_size for name in names(index.train)]
-
-
-def test_an_index_round_trips_through_its_bytes(folder: Path) -> None:
-    write_sums(folder)
-    index = scan(folder, HoldOut())
     restored = Index.from_bytes(index.to_bytes())
-    assert restored.to_bytes() == index.to_bytes()
-    assert restored.digest == index.digest
+    assert (restored.to_bytes(), restored.digest) == (index.to_bytes(), index.digest)
     for damaged in (b"", b"nonsense", index.to_bytes()[:-9], index.to_bytes()[:40]):
         with pytest.raises(ValueError, match=r"."):
             Index.from_bytes(damaged)
@@ -164,27 +164,24 @@ def test_the_cache_is_used_until_a_folder_changes(
     assert not (tmp_path / "spare").exists()
 
 
-def test_a_changed_size_is_detected_if_sizes_are_checked(tmp_path: Path, folder: Path) -> None:
+def test_a_changed_size_is_detected_if_sizes_are_checked_and_a_damaged_cache_is_ignored(
+    tmp_path: Path, folder: Path
+) -> None:
     before = open_index(folder, HoldOut(), tmp_path, check_sizes=True)
-    (folder / "train/dog/2.png").write_bytes(b"x")  # in place, so that no folder's mtime changes
-    assert open_index(folder, HoldOut(), tmp_path, check_sizes=False).digest == before.digest
-    assert open_index(folder, HoldOut(), tmp_path, check_sizes=True).digest != before.digest
-    found = manifest.find_cached_index(folder, tmp_path, before.digest)
-    assert found is not None, "a resume can name what changed"
-
-
-def test_a_damaged_cache_is_ignored(tmp_path: Path, folder: Path) -> None:
-    expected = open_index(folder, HoldOut(), tmp_path, check_sizes=False).digest
     (path,) = (folder / manifest.CACHE).glob("*.index")
     content = path.read_bytes()
     for damaged in (b"", content[:100], content[:-20] + bytes(20), content.replace(b"dog", b"cow"), b"x" * 1000):
         path.write_bytes(damaged)
         index = open_index(folder, HoldOut(), tmp_path, check_sizes=False)
-        assert (index.digest, index.classes) == (expected, ("cat", "dog"))
+        assert (index.digest, index.classes) == (before.digest, ("cat", "dog"))
+    (folder / "train/dog/2.png").write_bytes(b"x")  # in place, so that no folder's mtime changes
+    assert open_index(folder, HoldOut(), tmp_path, check_sizes=False).digest == before.digest
+    assert open_index(folder, HoldOut(), tmp_path, check_sizes=True).digest != before.digest
+    assert manifest.find_cached_index(folder, tmp_path, before.digest), "a resume can name what changed"
 
 
 @pytest.mark.fault("C3")
-def test_the_index_of_read_only_data_is_saved_in_the_run_folder(
+def test_the_index_of_read_only_data_is_saved_in_the_run_folder_or_it_is_logged(
     tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / manifest.CACHE).write_text("not even root can make a folder here")
@@ -192,21 +189,11 @@ def test_the_index_of_read_only_data_is_saved_in_the_run_folder(
         assert len(open_index(folder, HoldOut(), tmp_path / "run/index", check_sizes=False).train) == 5
     assert len(list((tmp_path / "run/index").glob("*.index"))) == 1
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.fault("C3")
-def test_an_index_that_cannot_be_saved_is_logged_once_per_scan(
-    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / manifest.CACHE).write_text("a file, so that not even root can make a folder here")
     (tmp_path / "file").write_text("x")
-    line = (
-        f"the index of the images cannot be saved ({folder / manifest.CACHE}: File exists,"
-        f" {tmp_path / 'file/index'}: Not a directory): the next start will scan the data again\n"
-    )
     for _ in range(2):
         assert len(open_index(folder, HoldOut(), tmp_path / "file/index", check_sizes=False).train) == 5
-        assert capsys.readouterr().err == line
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{folder / manifest.CACHE}: File exists, {tmp_path / 'file/index'}: Not a directory" in line
 
 
 def test_file_names_need_not_be_utf_8(tmp_path: Path) -> None:
@@ -263,24 +250,21 @@ def test_a_file_of_a_split_by_file_moves_no_other(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [("rm -r {}", "data.root={} is not a folder: give a folder with train/ and val/ in it"),
-     ("rm -r {}/val", "data.root={} has train/ but no val/: add val/ with one folder per class"),
-     ("rm -r {}/train", "data.root={} has val/ but no train/: add train/ with one folder per class"),
-     ("rm -r {}/train {}/val",
-      "data.root={} holds no folders: it needs train/ and val/, each with one folder per class"),
-     ("mv {}/val/cat/1.png {}/val/; rm -r {}/val/*/", "val/ is flat: it holds images (1) but no class folders"),
-     ("rm {}/train/dog/*", "class folder train/dog/ holds no image (.jpg .jpeg .png "),
-     ("mv {}/val/dog {}/val/cow", "differ: dog in train/ only, cow in val/ only: both need the same class folders"),
-     ("rm -r {}/*/dog", "data.root={} holds one class folder, cat/: at least two are needed"),
+    [("rm -r {}", "data.root={} is not a folder"), ("rm -r {}/val", "data.root={} has train/ but no val/"),
+     ("rm -r {}/train", "data.root={} has val/ but no train/"),
+     ("rm -r {}/train {}/val", "data.root={} holds no folders"),
+     ("mv {}/val/cat/1.png {}/val/; rm -r {}/val/*/", "val/ is flat: it holds images (1)"),
+     ("rm {}/train/dog/*", "class folder train/dog/ holds no image"),
+     ("mv {}/val/dog {}/val/cow", "differ: dog in train/ only, cow in val/ only"),
+     ("rm -r {}/*/dog", "data.root={} holds one class folder, cat/"),
      ("ln -s loop {}/train/dog/loop", "data.root={} cannot be read: "),
-     ("mkdir {}/train/dog/000.png", "{}/train/dog/000.png is a folder that is named like an image: rename or remove"),
+     ("mkdir {}/train/dog/000.png", "{}/train/dog/000.png is a folder that is named like an image"),
      ("echo abc > {}/SHA256SUMS", "SHA256SUMS line 1 is not a sum and a file name")],
 )  # fmt: skip
-def test_a_wrong_layout_is_one_line_with_a_remedy(folder: Path, change: str, says: str) -> None:
+def test_a_wrong_layout_is_one_line(folder: Path, change: str, says: str) -> None:
     subprocess.run(change.replace("{}", str(folder)), shell=True, check=True)
     line = refused(lambda: open_index(folder, HoldOut(), folder.parent / "spare", check_sizes=False))
     assert says.replace("{}", str(folder)) in line
-    assert len(line.splitlines()) == 1
 
 
 @pytest.mark.usefixtures("jpegtran")
@@ -288,16 +272,13 @@ def test_data_without_an_image_to_validate_on_is_packed_and_not_trained_on(tmp_p
     root = fill(tmp_path / "images", *(f"class {i:02}/1.png" for i in range(40)))
     assert scan(root, HoldOut(0.5)).size == DataSize(40, 0, 40, "50 % of each class held out")
     assert quick("data", "check", str(root)).code == 0
-    for share in ("0.3", "0"):
-        assert quick("data", "pack", str(root), str(tmp_path / share), "--val-split", share).code == 0
+    assert quick("data", "pack", str(root), str(tmp_path / "0"), "--val-split", "0").code == 0
     assert quick("data", "check", str(tmp_path / "0")).code == 0
     for source, place in (("folder", root), ("pack", tmp_path / "0")):
         result = quick("train", "digits", *SMALL, f"data.source={source}", f"data.root={place}")
         assert (result.code, "no image to validate on" in result.error) == (2, True), result.err
     fill(root, "class 07/2.png", "class 07/3.png")
     assert scan(root, HoldOut(0.1)).size.val_images == 1
-    words = ("data.source=folder", f"data.root={root}", "data.split_by=file", "data.val_split=0.001")
-    assert "data.split_by=file draws no file; add images, or" in quick("plan", "digits", *words).error
 
 
 def test_a_class_without_a_training_image_is_refused_by_name(tmp_path: Path) -> None:
@@ -312,27 +293,15 @@ def test_a_class_without_a_training_image_is_refused_by_name(tmp_path: Path) -> 
     assert (result.code, says in result.error) == (2, True)
 
 
-def test_a_model_is_evaluated_on_its_own_classes(folder: Path) -> None:
-    split = scan_validation(folder, ("bee", "cat", "dog"), HoldOut())
-    assert split.labels.tolist() == [1, 2]
-    unknown = refused(lambda: scan_validation(folder, ("cat",), None))
-    assert "class folders that the model does not know: dog" in unknown
-    index = scan(folder / "train", HoldOut(0.5))
-    assert names(scan_validation(folder / "train", index.classes, HoldOut(0.5))) == names(index.val)
-
-
 # --- generated data sets
 
 
-def test_the_digits_are_1437_and_360_of_10_classes(digits: Path) -> None:
+def test_the_digits_and_the_synthetic_source_follow_their_settings(digits: Path) -> None:
     source = open_source(load("digits", [f"data.root={digits}"]))
     assert (source.size.train_images, source.size.val_images, source.size.num_classes) == (1437, 360, 10)
     assert source.classes == tuple("0123456789")
     assert source.digest == "1f2e3d4762166333" + source.digest[16:]
     assert decode(source.train.read(0)).shape == (3, 8, 8)
-
-
-def test_the_synthetic_source_follows_its_settings() -> None:
     words = ["data.source=synthetic", "data.num_images=30", "data.num_classes=4", "augment.size=32"]
     source = open_source(load("digits", words))
     assert (len(source.train), len(source.val), source.size.num_classes) == (30, 8, 4)
@@ -357,38 +326,21 @@ def test_generated_data_is_complete_and_never_overwritten(tmp_path: Path) -> Non
 # --- data check
 
 
-def test_data_check_reports_sizes_and_digest(folder: Path) -> None:
-    result = quick("data", "check", str(folder))
-    assert result.code == 0
-    digest = scan(folder, HoldOut()).digest[:16]
-    page = result.out.splitlines()
-    assert page[-1] == f"{folder} is good: 5 images to train, 2 held out, 2 classes, digest {digest}"
-    assert [line.split() for line in page[2:4]] == [["3", "1", "cat"], ["2", "1", "dog"]]
-
-
 @pytest.mark.fault("E2")
 def test_data_check_names_each_defect_once(folder: Path) -> None:
+    good = quick("data", "check", str(folder))
+    assert good.out.splitlines()[-1].startswith(f"{folder} is good: 5 images to train, 2 held out, 2 classes, digest ")
     (folder / "train/cat/1.png").write_bytes(b"")
     (folder / "train/cat/2.PNG").write_text("hello: world")
     (folder / "train/dog/1.png").unlink()
     (folder / "train/dog/1.png").symlink_to("nowhere")
     result = quick("data", "check", str(folder))
     assert (result.code, result.out.splitlines()[-1]) == (4, f"{folder} is not good: 3 defects")
-    assert result.err.splitlines() == [
-        "5 of 7 images checked",
+    assert result.err.splitlines()[1:-1] == [
         "train/cat/1.png: empty file",
         "train/cat/2.PNG: not an image in a known format",
         "train/dog/1.png: No such file or directory",
-        f"pipeline: 3 defects in the 7 images of {folder}: fix or remove the files",
     ]
-
-
-def test_sums_that_cannot_be_written_are_refused_before_any_image_is_checked(small_disk: Path) -> None:
-    root = fill(small_disk / "images", "train/a/1.png", "train/b/1.png", "val/a/1.png", "val/b/1.png")
-    (root / "val/a/1.png").write_bytes(b"no image")
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    result = quick("data", "check", str(root), "--write-sums")
-    assert (result.code, result.error) == (2, f"{root} is read-only: --write-sums needs to write SHA256SUMS there")
 
 
 @pytest.mark.fault("E2")
@@ -424,26 +376,25 @@ def test_sums_name_no_file_that_is_not_an_image_of_the_folder(folder: Path) -> N
     """Only their names are reported: whether a sum matches would tell what other files hold."""
     assert quick("data", "check", str(folder), "--write-sums").code == 0
     os.mkfifo(folder / "pipe.png")
-    (folder.parent / "outside.png").write_bytes(b"")
     outside = ["../outside.png", str(folder.parent / "outside.png"), "pipe.png"]
     with open(folder / checksums.SUMS, "a") as file:
         file.writelines(f"{'0' * 64}  {name}\n" for name in [*outside, "/dev/zero", "notes.txt"])
     result = quick("data", "check", str(folder), timeout=60)
-    assert result.error == f"3 defects in the 7 images of {folder}: fix or remove the files"
     reason = "has a sum in SHA256SUMS, but is not an image of this folder"
     assert result.err.splitlines()[1:-1] == [f"{name}: {reason}" for name in outside]
 
 
-@pytest.mark.parametrize("name", ["train/cat/pipe.png", checksums.SUMS, f"{manifest.CACHE}/{'0' * 16}.index"])
-def test_a_named_pipe_is_not_waited_for(folder: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "codes"),
+    [("train/cat/pipe.png", (4, 0)), (checksums.SUMS, (2, 2)), (f"{manifest.CACHE}/{'0' * 16}.index", (0, 0))],
+)
+def test_a_named_pipe_is_not_waited_for(folder: Path, name: str, codes: tuple[int, int]) -> None:
     (folder / name).parent.mkdir(exist_ok=True)
     os.mkfifo(folder / name)
     plan = quick("plan", "digits", "batch.global=2", "data.source=folder", f"data.root={folder}", timeout=60)
     result = quick("data", "check", str(folder), timeout=60)
-    says = {"pipe.png": f"{name}: not a regular file", checksums.SUMS: f"{folder / name}: not a regular file"}
-    assert says.get(Path(name).name, "") in result.err
-    codes = {"pipe.png": (4, 0), checksums.SUMS: (2, 2)}
-    assert (result.code, plan.code) == codes.get(Path(name).name, (0, 0)), plan.err
+    assert (result.code, plan.code) == codes, plan.err
+    assert codes == (0, 0) or f"{name}: not a regular file" in result.err
 
 
 @pytest.mark.fault("E2")
@@ -463,24 +414,9 @@ def test_a_flipped_bit_in_any_image_is_named(tmp_path: Path, notes: Notes, pytes
     notes.note("E2", times=count)
 
 
-@pytest.mark.full
-def test_an_image_fixed_in_place_is_used_after_data_check(folder: Path) -> None:
-    words = [f"data.root={folder}", f"run.dir={folder.parent / 'run'}"]
-    (folder / "train/cat/1.png").write_bytes(b"")
-    assert open_source(load("digits", words)).train.read(0) == b""
-    (folder / "train/cat/1.png").write_bytes(small_png())
-    with pytest.raises(
-        UnreadableError, match="changed since it was indexed, when it had 0 bytes: 'pipeline data check'"
-    ):
-        open_source(load("digits", words)).train.read(0)
-    assert quick("data", "check", str(folder)).code == 0
-    assert open_source(load("digits", words)).train.read(0) == small_png()
-
-
 # --- image formats
 
 RGB = Image.fromarray(PIXELS)
-WIDE = (np.arange(40 * 48, dtype=np.uint16) * 34).reshape(40, 48)  # 16-bit grey, up to 65,246
 
 
 def animated(kind: str) -> bytes:
@@ -530,14 +466,6 @@ def test_an_image_has_the_pixels_that_pillow_decodes(kind: str) -> None:
     assert np.abs(pixels.permute(1, 2, 0).numpy().astype(int) - expected).max() <= 2
 
 
-@pytest.mark.fault("E1")
-@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
-def test_16_bits_are_scaled_not_clipped(kind: str) -> None:
-    pixels = decode(encoded(Image.fromarray(WIDE), kind))
-    assert (pixels.dtype, pixels.shape) == (torch.uint8, (3, 40, 48))
-    assert np.abs(pixels.numpy() - WIDE[None] / 257).max() <= 0.5
-
-
 def png(width: int, height: int, depth: int, colour: int) -> bytes:
     """Return a black PNG, compressed piece by piece to save memory."""
 
@@ -578,24 +506,6 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded() -> None:
 def test_a_file_that_is_no_image_is_a_named_defect(data: bytes, reason: str) -> None:
     with pytest.raises(BadImageError, match=reason):
         decode(data)
-
-
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_a_damaged_image_is_decoded_or_named(kind: str) -> None:
-    rng = np.random.default_rng(0)
-    for number in range(30):
-        data = bytearray(KINDS[kind])
-        for at in rng.integers(0, len(data), 3):
-            data[at] = rng.integers(256)
-        del data[rng.integers(len(data)) if number % 3 == 0 else len(data) :]
-        try:
-            pixels = decode(bytes(data))
-        except BadImageError as defect:
-            reason = str(defect)
-        else:
-            reason = "none"
-            assert (pixels.dtype, pixels.shape[0]) == (torch.uint8, 3)
-        assert reason
 
 
 def test_a_file_that_cannot_be_read_is_named(folder: Path) -> None:
@@ -643,15 +553,14 @@ def test_an_input_output_error_is_an_outage_and_no_defect(folder: Path) -> None:
     (folder / "train/cat/1.png").unlink()
     (folder / "train/cat/1.png").symlink_to("/proc/self/mem")  # can be opened, but reading at 0 fails with EIO
     images = source_from_index(folder, scan(folder, HoldOut())).train
-    with pytest.raises(
-        OutageError, match=r"^the data is out of reach \(.*/train/cat/1.png: Input/output error\): give the same"
-    ):
+    with pytest.raises(OutageError, match=r"/train/cat/1.png: Input/output error"):
         images.read(0)
     result = quick("data", "check", str(folder))
     assert (result.code, "Input/output error" in result.error) == (75, True)
 
 
 def test_links_whose_targets_come_back_are_indexed_again(folder: Path, tmp_path: Path) -> None:
+    (folder / "archives").symlink_to("/nowhere/archives")  # beside train/ and val/: no outage
     store = fill(tmp_path / "store", "1.png", "2.png")
     (folder / "train/cat/1.png").unlink()
     (folder / "train/cat/1.png").symlink_to(store / "2.png")
@@ -704,11 +613,6 @@ def test_no_image_is_blamed_or_packed_as_bad_while_its_link_leads_nowhere(place:
     (place.path / "away").rename(store)
     assert not place.train("run.dir=runs/new")[0]
     assert place.run("data", "pack", "images", "packed").endswith("; 0 bad\n")
-
-
-def test_a_stale_link_beside_train_and_val_is_no_outage(folder: Path) -> None:
-    (folder / "archives").symlink_to("/nowhere/archives")
-    assert scan(folder, HoldOut()).size.num_classes == 2
 
 
 @pytest.mark.usefixtures("jpegtran")
@@ -776,20 +680,14 @@ def test_bad_images_are_replaced_identically_at_any_number_of_ranks_and_workers(
     expected, defects = stream(partly_bad, range(3), "data.workers=0")
     bad = {0, 10, 20, 30, 40, 50, 60, 70}
     seen = {sample for batch in expected for sample in batch.ids}
-    assert {sample for sample, _ in defects} >= bad & seen
-    assert {sample for sample, _ in defects} <= bad
+    assert bad & seen <= {sample for sample, _ in defects} <= bad
     assert {reason for _, reason in defects} == {"empty file", "not an image in a known format"}
     for world, workers, accumulate in ((1, 2, 1), (2, 0, 2), (4, 4, 1)):
         words = (f"data.workers={workers}", f"batch.accumulate={accumulate}")
         assert stream(partly_bad, range(3), *words, world=world) == (expected, defects)
-
-
-def test_a_replacement_image_has_its_own_label(partly_bad: Path) -> None:
-    (batch,), _ = stream(partly_bad, range(1), "data.workers=0", "run.seed=3")
-    replaced = [(sample, label) for sample, label in zip(batch.ids, batch.labels, strict=True) if sample % 10 == 0]
-    others = [(sample, label) for sample, label in zip(batch.ids, batch.labels, strict=True) if sample % 10]
-    assert all(label == sample // 40 for sample, label in others)
-    assert any(label != sample // 40 for sample, label in replaced)
+    rows = [pair for batch in expected for pair in zip(batch.ids, batch.labels, strict=True)]
+    assert all(label == sample // 40 for sample, label in rows if sample not in bad)
+    assert any(label != sample // 40 for sample, label in rows if sample in bad), "a replacement has its own label"
 
 
 def test_a_bad_validation_image_counts_as_wrong(partly_bad: Path) -> None:
@@ -803,9 +701,15 @@ def test_a_bad_validation_image_counts_as_wrong(partly_bad: Path) -> None:
 
 @pytest.mark.fault("E1")
 def test_a_run_names_each_bad_image_once_and_fails_above_the_limit(tmp_path: Path, partly_bad: Path) -> None:
-    words = ["digits", f"data.root={partly_bad}", "batch.global=16", "train.epochs=1", "run.device=cpu",
-             "track.uri=none", "schedule.warmup=0", "model.arch=shufflenet_v2_x0_5", "data.workers=2",
-             "run.threads=1"]  # fmt: skip
+    words = [
+        "digits",
+        *SMALL,
+        f"data.root={partly_bad}",
+        "batch.global=16",
+        "train.epochs=1",
+        "train.max_steps=none",
+        "data.workers=2",
+    ]
     run = quick("train", *words, f"run.dir={tmp_path / 'run'}", "data.max_bad=0.1")
     assert run.code == 0, run.err
     assert run.done["images"] == "8/8"
@@ -816,10 +720,7 @@ def test_a_run_names_each_bad_image_once_and_fails_above_the_limit(tmp_path: Pat
 
     above = quick("train", *words, f"run.dir={tmp_path / 'above'}", "data.max_bad=0.09")
     assert above.code == 4
-    assert above.error == (
-        "8 of 80 training images cannot be decoded, more than data.max_bad=0.09 allows (7): raise data.max_bad to train"
-        " without them, or fix the files that 'pipeline data check' names and start again with run.resume=never"
-    )
+    assert "8 of 80 training images cannot be decoded, more than data.max_bad=0.09 allows (7)" in above.error
 
 
 def jpegs() -> dict[str, bytes]:
@@ -865,17 +766,3 @@ def test_simplejpeg_and_pillow_decode_the_same_and_print_nothing(
         assert (found[0] is None) == ("cut" in kind)
     assert len({pixels is None for pixels in found}) == 1, "it is bad whatever the crop"
     assert capfd.readouterr() == ("", "")
-
-
-def test_a_damaged_jpeg_is_bad_in_all_crops_or_in_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    draw, whole = random.Random(0), [data for kind, data in jpegs().items() if "," not in kind]
-    num_bad = 0
-    for _ in range(300):
-        data = bytearray(draw.choice(whole))
-        for _ in range(draw.randint(1, 4)):
-            at = draw.randrange(2, len(data))
-            data[at : at + draw.randint(0, 2)] = draw.randbytes(draw.randint(0, 3))
-        found = outcomes(bytes(data), simplejpeg, monkeypatch)
-        assert found == outcomes(bytes(data), None, monkeypatch)
-        num_bad += None in found
-    assert 20 < num_bad < 280

@@ -2,10 +2,12 @@
 
 import hashlib
 import os
+import re
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,9 +26,9 @@ from pipeline.data.images import Picture
 from pipeline.data.loader import TrainBatches, batches
 from pipeline.data.order import Order
 from pipeline.data.transfer import to_device
-from pipeline.data.workers import Allocate, allocate
+from pipeline.data.workers import Allocate
 from pipeline.errors import StorageError
-from pipeline.plan import DataSize, Resources
+from pipeline.plan import DataSize
 from pipeline.planning import make_plan
 from pipeline.randomness import derive
 from pipeline.world import World
@@ -51,41 +53,34 @@ def test_every_global_batch_is_the_same_however_it_is_made(
     assert found == reference
 
 
+FEATURES = {
+    "policy": "augment.policy=randaugment augment.erase=0.5 augment.mixup=0.2 augment.cutmix=1",
+    "views and sizes": "augment.repeats=3 augment.size=96 augment.first_size=32 augment.growth=[0.5 epoch,1 epoch]"
+    " augment.mixup=0.2",
+    "shifts and flips": "augment.size=32 augment.pad=4 augment.alternate_flips=true augment.repeats=2",
+    "uniform draws": "data.balance=uniform augment.repeats=2 augment.mixup=0.2",
+    "draws by square roots": "data.balance=sqrt augment.repeats=2 augment.mixup=0.2",
+}
+POLICIES = ("autoaugment", "trivialaugment", "augmix")
+MORE_FEATURES = {name: f"augment.policy={name} augment.mixup=0.2" for name in POLICIES}
+    name: f"augment.policy={name} augment.mixup=0.2" for name in ("autoaugment", "trivialaugment", "augmix")
+}
+
+
 @pytest.mark.parametrize(
-    "policy",
-    [
-        "randaugment",
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("autoaugment", "trivialaugment", "augmix")),
-    ],
+    "words",
+    [*FEATURES.values(), *(pytest.param(words, marks=pytest.mark.full) for words in MORE_FEATURES.values())],
+    ids=[*FEATURES, *MORE_FEATURES],
 )
-def test_policies_and_mixes_are_the_same_however_they_are_made(
-    digits: Path, reference: list[GlobalBatch], policy: str
-) -> None:
-    words = (f"augment.policy={policy}", "augment.erase=0.5", "augment.mixup=0.2", "augment.cutmix=1")
-    expected, _ = stream(digits, range(28, 31), *words, "data.workers=0")
-    assert not {batch.pixels for batch in expected} & {batch.pixels for batch in reference}, "the policy changes pixels"
+def test_features_are_the_same_however_they_are_made(digits: Path, reference: list[GlobalBatch], words: str) -> None:
+    steps = range(27, 31)  # over the end of an epoch, where sizes grow
+    options = re.split(r" (?=\w+\.)", words)
+    expected, _ = stream(digits, steps, *options, "data.workers=0")
+    assert not {batch.pixels for batch in expected} & {batch.pixels for batch in reference}
     for world, num_workers, accumulate in ((1, 2, 2), (2, 0, 1), (4, 2, 1)):
         more = (f"data.workers={num_workers}", f"batch.accumulate={accumulate}")
-        assert stream(digits, range(28, 31), *words, *more, world=world)[0] == expected
-    assert stream(digits, range(29, 31), *words, "data.workers=1")[0] == expected[1:]
-
-
-def test_views_and_sizes_are_the_same_however_they_are_made(digits: Path) -> None:
-    words = ("augment.repeats=3", "augment.size=96", "augment.first_size=32", "augment.growth=[1 epoch, 3 epochs]",
-             "augment.mixup=0.2", "data.workers=0")  # fmt: skip
-    steps = range(57, 60)  # the second epoch, at 32 px, becomes the third, at 64 px
-    expected, _ = stream(digits, steps, *words)
-    for world, accumulate in ((2, 2), (4, 1)):
-        assert stream(digits, steps, *words, f"batch.accumulate={accumulate}", world=world)[0] == expected
-    assert stream(digits, range(58, 60), *words, "data.workers=2")[0] == expected[1:]
-
-
-def test_shifts_and_alternating_flips_are_the_same_however_they_are_made(digits: Path) -> None:
-    words = ("augment.size=32", "augment.pad=4", "augment.alternate_flips=true", "augment.repeats=2", "data.workers=0")
-    expected, _ = stream(digits, range(28, 31), *words)
-    for world, accumulate in ((2, 2), (4, 1)):
-        assert stream(digits, range(28, 31), *words, f"batch.accumulate={accumulate}", world=world)[0] == expected
-    assert stream(digits, range(29, 31), *words, "data.workers=1")[0] == expected[1:]
+        assert stream(digits, steps, *options, *more, world=world)[0] == expected
+    assert stream(digits, steps[1:], *options, "data.workers=1")[0] == expected[1:]
 
 
 def test_a_shift_fills_by_reflection_and_a_flip_alternates() -> None:
@@ -106,16 +101,6 @@ def test_a_shift_fills_by_reflection_and_a_flip_alternates() -> None:
     assert len({shift for _, shift in views.values()}) > 20, "of 49 shifts"
     first = [derive(7, "flip", sample) % 2 for sample in range(1000)]
     assert 400 < sum(first) < 600, "half of the images are flipped first"
-
-
-@pytest.mark.parametrize("balance", ["uniform", "sqrt"])
-def test_draws_with_replacement_are_the_same_however_they_are_made(digits: Path, balance: str) -> None:
-    words = (f"data.balance={balance}", "augment.repeats=2", "augment.mixup=0.2", "data.workers=0")
-    expected, _ = stream(digits, range(28, 32), *words)
-    assert expected != stream(digits, range(28, 32), *words[1:])[0]
-    for world, accumulate in ((2, 2), (4, 1)):
-        assert stream(digits, range(28, 32), *words, f"batch.accumulate={accumulate}", world=world)[0] == expected
-    assert stream(digits, range(30, 32), *words, "data.workers=2")[0] == expected[2:]
 
 
 @pytest.mark.parametrize(("balance", "weights"), [("uniform", (1, 1, 0, 1)), ("sqrt", (3, 1, 0, 10))])
@@ -155,19 +140,6 @@ def test_the_replacement_of_a_bad_image_has_its_class() -> None:
     assert {int(labels[sample]) for sample in replacements} == {1}
 
 
-def test_an_image_that_is_drawn_again_in_an_epoch_looks_different(digits: Path) -> None:
-    config, plan, source = prepare(digits, 1, "data.balance=uniform", "data.workers=0")
-    data, first = TrainBatches(source.train, config, plan, 0), {}
-    for step in range(plan.steps_per_epoch):
-        for row, sample in enumerate(data[step].ids.tolist()):
-            if sample in first:
-                before, at = first[sample]
-                assert not torch.equal(data[before].images[at], data[step].images[row])
-                return
-            first[sample] = (step, row)
-    raise AssertionError("no image was drawn twice")
-
-
 def test_repeated_views_of_an_image_differ_and_are_in_the_same_batch(digits: Path) -> None:
     config, plan, source = prepare(digits, 1, "augment.repeats=3")
     batch = TrainBatches(source.train, config, plan, 0)[0]
@@ -192,15 +164,11 @@ def test_an_epoch_of_repeated_views_has_every_view_once() -> None:
     assert len({sample for sample, _ in pairs}) == 320
 
 
-def test_prefetching_changes_nothing(digits: Path, reference: list[GlobalBatch]) -> None:
+def test_prefetching_and_a_start_in_the_middle_change_nothing_and_a_seed_does(
+    digits: Path, reference: list[GlobalBatch]
+) -> None:
     assert stream(digits, STEPS, "data.workers=2", "data.prefetch=5")[0] == reference
-
-
-def test_a_start_in_the_middle_continues_with_the_same_batches(digits: Path, reference: list[GlobalBatch]) -> None:
     assert stream(digits, range(30, 32), "data.workers=0")[0] == reference[4:]
-
-
-def test_another_seed_is_another_stream(digits: Path, reference: list[GlobalBatch]) -> None:
     other, _ = stream(digits, STEPS, "data.workers=0", "run.seed=1")
     assert not {batch.ids for batch in other} & {batch.ids for batch in reference}
 
@@ -241,10 +209,8 @@ def test_the_trace_is_the_digest_over_pixels_and_label(digits: Path) -> None:
     config, plan, source = prepare(digits, 1)
     batch = TrainBatches(source.train, config, plan, 0)[0]
     rows = [
-        hashlib.sha256(
-            batch.images[i].contiguous().numpy().tobytes() + int(batch.labels[i]).to_bytes(8, "little")
-        ).digest()
-        for i in range(48)
+        hashlib.sha256(image.contiguous().numpy().tobytes() + label.to_bytes(8, "little")).digest()
+        for image, label in zip(batch.images, batch.labels.tolist(), strict=True)
     ]
     assert joined([batch]).trace == hashlib.sha256(b"".join(rows)).hexdigest()
 
@@ -261,15 +227,6 @@ def test_an_epoch_uses_each_image_at_most_once_and_as_many_as_fit(images: int) -
         assert set(ids.tolist()) <= set(range(images))
         epochs.append(ids.tolist())
     assert epochs[0] != epochs[1] != epochs[2]
-
-
-@pytest.mark.parametrize("world", [1, 3, 4])
-def test_ranks_and_passes_only_slice_the_global_batch(world: int) -> None:
-    plan = make_plan(load("digits", ["batch.accumulate=2"]), World(size=world, local_size=world), DataSize(1437, 1, 2))
-    order = Order(plan, 5)
-    for step in (0, 13, 14, 100):
-        parts = [order.micro_draws(step, rank, micro)[0] for rank in range(world) for micro in range(2)]
-        assert np.array_equal(np.concatenate(parts), order.ids(step))
 
 
 @pytest.mark.fault("A5")
@@ -301,9 +258,6 @@ def test_a_batch_keeps_its_memory_as_long_as_something_refers_to_it(digits: Path
 class FailingMaker:
     """Kills its process at position 1, sleeps at 2, raises at 3."""
 
-    def __getitem__(self, position: int) -> Batch:
-        return self.make_batch(position, (), allocate)
-
     def make_batch(self, position: int, following: Sequence[int], allocate: Allocate) -> Batch:
         if position == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -316,7 +270,11 @@ class FailingMaker:
         return Batch(allocate(1, 2), one, one, none, none, [])
 
 
-LOADER = {"world": 1, "local_world": 1, "prefetch": 1, "threads": 1, "eval_batch": 1}
+def failing(positions: Sequence[int], count: int = 1) -> Generator[Batch]:
+    """Return a loader of `count` workers that has yielded position 0."""
+    loaded = batches(FailingMaker(), positions, SimpleNamespace(workers=count, prefetch=1), pin=False)
+    assert next(loaded).ids.tolist() == [0]
+    return loaded
 
 
 def test_a_worker_that_hangs_in_its_fork_is_replaced(
@@ -331,23 +289,18 @@ def test_a_worker_that_hangs_in_its_fork_is_replaced(
 
 def test_workers_that_keep_dying_at_one_batch_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "_MAX_REBUILDS", 1)
-    loaded = batches(FailingMaker(), range(3), Resources(**LOADER, workers_per_node=1, workers=1), pin=False)
-    assert next(loaded).ids.tolist() == [0]
     with pytest.raises(StorageError, match="loader workers died 2 times at one batch"):
-        next(loaded)
+        next(failing(range(3)))
 
 
 def test_an_error_in_a_worker_is_not_taken_for_its_death() -> None:
-    loaded = batches(FailingMaker(), [0, 3], Resources(**LOADER, workers_per_node=1, workers=1), pin=False)
-    assert next(loaded).ids.tolist() == [0]
     with pytest.raises(RuntimeError, match="ConnectionResetError: mine"):
-        next(loaded)
+        next(failing([0, 3]))
 
 
 def test_a_worker_that_waits_for_a_slow_disk_delays_no_exit() -> None:
     before = set(children(os.getpid()))
-    loaded = batches(FailingMaker(), [0, 2, 2], Resources(**LOADER, workers_per_node=2, workers=2), pin=False)
-    assert next(loaded).ids.tolist() == [0]
+    loaded = failing([0, 2, 2], 2)
     start = time.monotonic()
     loaded.close()
     assert time.monotonic() - start < 4  # 10 s or even 60 s if the workers were only asked to exit

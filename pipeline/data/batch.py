@@ -4,8 +4,7 @@ from typing import NamedTuple, Self
 
 from torch import Tensor
 
-from pipeline.data.access import OutageError
-from pipeline.errors import list_first
+from pipeline.errors import TemporaryError, list_first
 
 NO_LABEL = -1
 """Label of a validation image that cannot be decoded: it counts, and no prediction is right."""
@@ -30,7 +29,7 @@ class Batch(NamedTuple):
     mix: Tensor
     """[B, 5] float32: how each image is mixed with its neighbour, see `data.mix`; or [0, 5]."""
     defects: list[Defect]
-    outage: OutageError | None = None
+    outage: TemporaryError | None = None
     """Set if the storage failed while the batch was made: its images must then not be used."""
 
     def readable(self) -> Self:
