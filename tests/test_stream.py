@@ -63,8 +63,6 @@ FEATURES = {
 }
 POLICIES = ("autoaugment", "trivialaugment", "augmix")
 MORE_FEATURES = {name: f"augment.policy={name} augment.mixup=0.2" for name in POLICIES}
-    name: f"augment.policy={name} augment.mixup=0.2" for name in ("autoaugment", "trivialaugment", "augmix")
-}
 
 
 @pytest.mark.parametrize(

@@ -231,40 +231,33 @@ class Index:
     @classmethod
     def from_bytes(cls, buffer: Any) -> "Index":
         """Return the index that `to_bytes` wrote. Raises ValueError for any other bytes."""
-        try:
-            return cls._from_bytes(buffer)
-        except (KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise ValueError(f"not an index: {error}") from None
-
-    @classmethod
-    def _from_bytes(cls, buffer: Any) -> "Index":
         view = memoryview(buffer)
         at = len(_MAGIC)
         if bytes(view[:at]) != _MAGIC:
             raise ValueError("not an index")
-        length = int.from_bytes(view[at : at + 8], "little")
-        head = parse_json(bytes(view[at + 8 : at + 8 + length]))
-        at += 8 + length
-        if [dtype for dtype, _ in head["arrays"]] != 2 * _DTYPES:
-            raise ValueError("not the arrays of an index")
-        arrays = []
-        for dtype, count in head["arrays"]:
-            array = np.frombuffer(view, np.dtype(dtype), count, at)
-            arrays.append(array)
-            at += array.nbytes + (-array.nbytes % 8)
-        train, val = Split(*arrays[:6]), Split(*arrays[6:])
-        classes, folders, ignored = tuple(head["classes"]), dict(head["folders"]), dict(head.get("ignored", {}))
-        if not all(isinstance(name, str) and name.isprintable() for name in classes):
-            raise ValueError("the name of a class is not valid")
-        if any(b"\0" in os.fsencode(folder) for folder in folders):
-            raise ValueError("the name of a folder is not valid")
-        # version 0.2, which wrote no such entries, split by file and turned no image
-        if not all(reason.isprintable() and isinstance(count, int) for reason, count in ignored.items()):
-            raise ValueError("the number of ignored files is not valid")
-        hold_out = HoldOut(float(head["val_split"]), head.get("split_by", "file"))
-        if not 0 <= hold_out.share < 1 or hold_out.by not in ("class", "file"):
-            raise ValueError("the rule by which images are held out is not valid")
-        return cls(train, val, classes, head["sums"], folders, hold_out, head.get("upright", False), ignored)
+        try:
+            length = int.from_bytes(view[at : at + 8], "little")
+            head = parse_json(bytes(view[at + 8 : at + 8 + length]))
+            at += 8 + length
+            if [dtype for dtype, _ in head["arrays"]] != 2 * _DTYPES:
+                raise ValueError("not the arrays of an index")
+            arrays = []
+            for dtype, count in head["arrays"]:
+                arrays.append(np.frombuffer(view, np.dtype(dtype), count, at))
+                at += arrays[-1].nbytes + (-arrays[-1].nbytes % 8)
+            classes, folders, ignored = tuple(head["classes"]), dict(head["folders"]), dict(head.get("ignored", {}))
+            # version 0.2, which wrote no such entries, split by file and turned no image
+            hold_out = HoldOut(float(head["val_split"]), head.get("split_by", "file"))
+            upright = head.get("upright", False)
+            is_valid = all(isinstance(name, str) and name.isprintable() for name in classes)
+            is_valid &= not any(b"\0" in os.fsencode(folder) for folder in folders)
+            is_valid &= all(reason.isprintable() and isinstance(count, int) for reason, count in ignored.items())
+            is_valid &= 0 <= hold_out.share < 1 and hold_out.by in ("class", "file")
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"not an index: {error}") from None
+        if not is_valid:
+            raise ValueError("a name or a number in it is not valid")
+        return cls(Split(*arrays[:6]), Split(*arrays[6:]), classes, head["sums"], folders, hold_out, upright, ignored)
 
 
 def describe_ignored(ignored: dict[str, int]) -> str:

@@ -16,28 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.data.access import (
-    PLACE_OF_DATA,
-    OutageError,
-    check_folder,
-    is_non_empty_folder,
-    is_outage,
-    open_regular,
-    outage_error,
-    read_error,
-)
+from pipeline.data import access, names
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import MISSING, Index, Split
-from pipeline.data.names import (
-    HIDDEN,
-    class_of,
-    escaped_name,
-    is_hidden,
-    is_image,
-    normal_path,
-    printable_name,
-    why_ignored,
-)
 from pipeline.errors import RequestError, list_first
 from pipeline.files import atomic_write
 from pipeline.lazy import part
@@ -61,7 +42,7 @@ def open_index(root: Path, hold_out: HoldOut, spare: Path, *, check_sizes: bool)
     """
     layout = "train/ and val/ in it, each with one folder per class"
     how_to_make = "" if os.path.exists(root) else part("how to make a folder")(root)
-    check_folder(root, f"data.root={root}", f"give a folder with {layout}, with data.root=FOLDER{how_to_make}")
+    access.check_folder(root, f"data.root={root}", f"give a folder with {layout}, with data.root=FOLDER{how_to_make}")
     for cached in _cached(root, spare, _CACHED):
         if cached.hold_out == hold_out and _is_current(cached, root, check_sizes):
             return cached
@@ -94,7 +75,7 @@ def find_missing_folder(index: Index, root: Path) -> str | None:
     for folder in index.folders:
         # another system may have written the index, and spell the folder in another of these forms
         spellings = {folder, *(unicodedata.normalize(form, folder) for form in ("NFC", "NFD"))}
-        if not any(is_non_empty_folder(root / spelling) for spelling in spellings):
+        if not any(access.is_non_empty_folder(root / spelling) for spelling in spellings):
             start = os.fsencode(folder) + b"/"
             if any(name.startswith(start) for name in index.names()):
                 return folder
@@ -106,7 +87,7 @@ def _cached(root: Path, spare: Path, suffix: str) -> Iterator[Index]:
     paths = [path for folder in (root / CACHE, spare) if os.path.isdir(folder) for path in folder.glob(f"*{suffix}")]
     for path in sorted(paths, key=lambda path: path.lstat().st_mtime_ns, reverse=True):
         try:
-            with open(path, "rb", opener=open_regular) as file:
+            with open(path, "rb", opener=access.open_regular) as file:
                 index = Index.from_bytes(np.memmap(file, np.uint8, "r"))
             is_valid = all(split.is_valid(len(index.classes)) for split in (index.train, index.val))
         except (OSError, ValueError):
@@ -140,7 +121,7 @@ def _sizes_match(split: Split, base: bytes, check_all: bool) -> bool:
 
 def digest_of_sums(root: Path) -> str | None:
     """Return the SHA-256 of the file SHA256SUMS, or None if there is none. Raises OSError."""
-    with suppress(FileNotFoundError), open(root / SUMS, "rb", opener=open_regular) as file:
+    with suppress(FileNotFoundError), open(root / SUMS, "rb", opener=access.open_regular) as file:
         return hashlib.sha256(file.read()).hexdigest()
     return None
 
@@ -217,11 +198,11 @@ class Walk:
             yield
         except OSError as error:
             path = error.filename or self._root  # an error in the middle of a listing names no file
-            if is_outage(error):
-                raise outage_error(path, error) from None
-            name = printable_name(os.fsencode(path))
+            if access.is_outage(error):
+                raise access.outage_error(path, error) from None
+            name = names.printable_name(os.fsencode(path))
             problem = f"data.root={self._root} cannot be read: {name}: {error.strerror}"
-            raise RequestError(problem, PLACE_OF_DATA) from None
+            raise RequestError(problem, access.PLACE_OF_DATA) from None
 
     def classes(self, parent: bytes) -> dict[str, bytes]:
         """Return the folders in `parent`, a name below the root, by their classes.
@@ -229,23 +210,23 @@ class Walk:
         Raises RequestError if two folders have the same class.
         """
         place = os.path.join(self._base, parent) if parent else self._base
-        names = []
+        folders = []
         with os.scandir(place) as found:
             for entry in found:
-                if is_hidden(entry.name):
+                if names.is_hidden(entry.name):
                     if entry.name != CACHE.encode():
-                        self.ignored[HIDDEN] += 1
+                        self.ignored[names.HIDDEN] += 1
                 elif _is_folder(entry):
-                    names.append(entry.name)
-                elif is_image(entry.name):
+                    folders.append(entry.name)
+                elif names.is_image(entry.name):
                     self.ignored["outside of the class folders"] += 1
         classes: dict[str, bytes] = {}
-        for name in sorted(names, key=lambda name: (normal_path(name), name)):
-            other = classes.setdefault(class_of(name), name)
+        for name in sorted(folders, key=lambda name: (names.normal_path(name), name)):
+            other = classes.setdefault(names.class_of(name), name)
             if other != name:
                 raise RequestError(
-                    f"{printable_name(place)} has two folders whose names look alike, {escaped_name(other)} and"
-                    f" {escaped_name(name)}",
+                    f"{names.printable_name(place)} has two folders whose names look alike,"
+                    f" {names.escaped_name(other)} and {names.escaped_name(name)}",
                     "move the images of one into the other",
                 )
         return classes
@@ -269,25 +250,25 @@ class Walk:
             above = [(place.st_dev, place.st_ino) for place in (os.stat(self._base), os.stat(os.path.dirname(path)))]
         here = (status.st_dev, status.st_ino)
         if here in above and (link := _last_link(self._base, folder)):
-            raise RequestError(f"{printable_name(link)} is a link to a folder that it is in", "remove the link")
+            raise RequestError(f"{names.printable_name(link)} is a link to a folder that it is in", "remove the link")
         self.folders[os.fsdecode(folder)] = status.st_mtime_ns
         with os.scandir(path) as found:
             for entry in found:
                 name = os.path.join(folder, entry.name)
-                if is_hidden(entry.name):
-                    self.ignored[HIDDEN] += 1
-                elif is_image(entry.name):
+                if names.is_hidden(entry.name):
+                    self.ignored[names.HIDDEN] += 1
+                elif names.is_image(entry.name):
                     size = _size(entry)
                     if size != MISSING and entry.is_dir():
                         raise RequestError(
-                            f"{printable_name(entry.path)} is a folder that is named like an image",
+                            f"{names.printable_name(entry.path)} is a folder that is named like an image",
                             "rename or remove it",
                         )
                     yield name, size
                 elif _is_folder(entry):
                     yield from self.images(name, [*above, here])
                 else:
-                    self.ignored[why_ignored(entry.name)] += 1
+                    self.ignored[names.why_ignored(entry.name)] += 1
 
 
 def _last_link(base: bytes, folder: bytes) -> bytes | None:
@@ -315,7 +296,7 @@ def _size(entry: os.DirEntry[bytes]) -> int:
     try:
         return entry.stat().st_size
     except OSError as error:
-        failure = read_error(entry.path, error)
-        if isinstance(failure, OutageError):
+        failure = access.read_error(entry.path, error)
+        if isinstance(failure, access.OutageError):
             raise failure from None
         return MISSING

@@ -11,16 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.config.schema import Config
-from pipeline.data.access import (
-    PACK_FILE,
-    PLACE_OF_DATA,
-    Images,
-    UnreadableError,
-    is_bucket,
-    open_regular,
-    raise_if_outage,
-    read_error,
-)  # fmt: skip
+from pipeline.data import access
+from pipeline.data.access import Images, UnreadableError, is_bucket
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import MISSING, Index, SplitImages
 from pipeline.data.manifest import check_has_validation, open_index
@@ -50,12 +42,12 @@ class FolderImages(SplitImages):
         expected = self.size(i)
         path = os.path.join(os.fsencode(self.root), self.split.name(i))
         try:
-            with open(path, "rb", buffering=0, opener=open_regular) as file:
+            with open(path, "rb", buffering=0, opener=access.open_regular) as file:
                 data = file.read(max(0, expected) + 1)
         except OSError as error:
             if expected == MISSING and not os.path.islink(path):
                 raise UnreadableError(error.strerror) from None
-            raise read_error(path, error) from None
+            raise access.read_error(path, error) from None
         if len(data) != expected:
             was = "it could not be read" if expected == MISSING else f"it had {expected:,} bytes"
             raise UnreadableError(f"changed since it was indexed, when {was}: 'pipeline data check' updates the index")
@@ -107,7 +99,7 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
     else:
         root = data_root(config)
         ensure_digits(config)
-        if os.path.exists(root / PACK_FILE):
+        if os.path.exists(root / access.PACK_FILE):
             raise RequestError(f"data.root={root} is a pack", "set data.source=pack")
         index = open_index(root, hold_out_of(config), config.run_dir / "index", check_sizes=check_sizes)
         index = replace(index, upright=config.data.orientation == "apply")
@@ -170,8 +162,8 @@ def _lacks_digits(config: Config) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return True
     except OSError as error:
-        raise_if_outage(root, error)
-        raise RequestError(f"data.root={root} cannot be read: {error.strerror}", PLACE_OF_DATA) from None
+        access.raise_if_outage(root, error)
+        raise RequestError(f"data.root={root} cannot be read: {error.strerror}", access.PLACE_OF_DATA) from None
     return False
 
 
