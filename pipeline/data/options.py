@@ -1,7 +1,7 @@
 """The settings that a batch depends on: some fields of a configuration and of a plan.
 
-`config.schema.Config` and `plan.Plan` have them, with their meaning. Nothing else of a request
-reaches the loader, so a batch cannot depend on anything else.
+`config.schema.Config` (Options) and `plan.Plan` (sizes) have them, with their meaning. Nothing else
+of a request reaches the loader, so a batch cannot depend on anything else.
 """
 
 from collections.abc import Sequence
@@ -52,8 +52,6 @@ class AugmentOptions(Protocol):
 
 
 class Options(Protocol):
-    """The part of `Config` that a loader uses."""
-
     @property
     def run(self) -> RunOptions: ...
     @property
@@ -63,8 +61,6 @@ class Options(Protocol):
 
 
 class WorkerSizes(Protocol):
-    """The part of `Resources` that a loader uses."""
-
     @property
     def workers(self) -> int: ...
     @property
@@ -72,8 +68,6 @@ class WorkerSizes(Protocol):
 
 
 class Sizes(Protocol):
-    """The part of `Plan` that a loader uses."""
-
     @property
     def train_images(self) -> int: ...
     @property
