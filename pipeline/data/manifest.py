@@ -171,13 +171,12 @@ def check_train_classes(index: Index, root: str | Path) -> None:
 def check_has_validation(index: Index, root: str | Path) -> None:
     """Raise RequestError if there is no image to validate on."""
     if not len(index.val):
-        larger = "add images, or give a larger data.val_split (for a pack: --val-split)"
-        rule, remedy = "of each class is none", larger
+        rule, other = "of each class is none", ""
         if index.hold_out.by == "file":
-            rule, remedy = "with data.split_by=file draws no file", f"{larger}, or give data.split_by=class"
-        raise RequestError(
-            f"{root} has no image to validate on", f"data.val_split={index.hold_out.share:g} {rule}; {remedy}"
-        )
+            rule, other = "with data.split_by=file draws no file", ", or give data.split_by=class"
+        remedy = f"add images, or give a larger data.val_split (for a pack: --val-split){other}"
+        problem = f"{root} has no image to validate on: data.val_split={index.hold_out.share:g} {rule}"
+        raise RequestError(problem, remedy)
 
 
 class Walk:
