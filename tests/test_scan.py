@@ -179,15 +179,8 @@ def test_an_evaluation_of_a_folder_of_splits_names_the_split_to_give(tmp_path: P
 
 @pytest.mark.parametrize("split", ["", "train/"])
 def test_a_cycle_of_links_is_named_by_its_link(tmp_path: Path, split: str) -> None:
-    for number, (target, link) in enumerate(
-        (
-            (".", "cat/loop"),
-            ("..", "cat/loop"),
-            ("../..", "cat/loop"),
-            ("../../..", "cat/a/b/loop"),
-            ("../dog", "cat/loop"),
-        )
-    ):
+    links = {".": "cat/loop", "..": "cat/loop", "../..": "cat/loop", "../../..": "cat/a/b/loop", "../dog": "cat/loop"}
+    for number, (target, link) in enumerate(links.items()):
         root = fill(tmp_path / str(number), *(IMAGES if split else (name[6:] for name in IMAGES[:8])))
         place = root / split / link
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -62,6 +62,8 @@ class Workers:
             for number in range(count):
                 pipe, theirs = Pipe()
                 self._pipes.append(pipe)
+                # dealt out by number, not by speed: who makes a batch needs no exchange, and each
+                # worker knows what it makes next, which a bucket reads ahead
                 mine = positions[number::count]
                 process = get_context("fork").Process(
                     target=_work, args=(maker, mine, prefetch, theirs, os.getpid()), daemon=True
@@ -74,7 +76,7 @@ class Workers:
                     raise WorkersDiedError(f"a worker did not start in {_START_TIMEOUT_S} s")
                 pipe.recv()
         except BaseException as error:
-            self.close()
+            self.close()  # none of them may be left, whatever was raised, KeyboardInterrupt too
             if isinstance(error, EOFError):
                 raise WorkersDiedError("a worker died at its start") from None
             raise
@@ -85,13 +87,14 @@ class Workers:
 
         Raises WorkersDiedError; RuntimeError with the traceback of an error in a worker.
         """
+        # each worker has a pipe of its own, so a slow batch of one does not mix up the order
         for i in range(self._count):
             yield _receive(self._pipes[i % len(self._pipes)])
 
     def close(self) -> None:
         """End the processes at once, also those that wait for a slow disk."""
         for process in self._processes:
-            process.kill()
+            process.kill()  # they hold nothing that would have to be written
         for process in self._processes:
             process.join()
 
@@ -99,6 +102,7 @@ class Workers:
 def _receive(pipe: Connection) -> Batch:
     """Return the next batch of a worker, and let it make one more."""
     try:
+        # a pickle, but from our own fork; the pixels follow as a descriptor, and are not copied
         fields, shape = pipe.recv()
         if isinstance(fields, str):
             raise RuntimeError(f"in a loader worker: {fields}")
@@ -113,12 +117,14 @@ def _receive(pipe: Connection) -> Batch:
 
 def _work(maker: BatchMaker, positions: Sequence[int], prefetch: int, pipe: Connection, parent: int) -> None:
     """Make the batches of `positions`: the life of a worker."""
+    # a launcher's signals are for the process that trains: it needs batches until it has saved
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # a launcher's signals are for the process that trains
+        signal.signal(number, signal.SIG_IGN)
     die_with_parent(parent)
     with suppress(EOFError, OSError):  # the other end is closed: nobody wants more
         pipe.send("started")
         for i, position in enumerate(positions):
+            # the first batches unasked, then one for each that was taken: so memory has a bound
             if i >= prefetch:
                 pipe.recv_bytes()
             _send(pipe, maker, position, positions[i + 1 : i + 1 + prefetch])
@@ -139,9 +145,11 @@ def _send(pipe: Connection, maker: BatchMaker, position: int, following: Sequenc
         fields = batch._asdict() | {"images": None}
         arrays = {name: value.numpy() if isinstance(value, Tensor) else value for name, value in fields.items()}
     except BaseException:
+        # as text: an exception of any type could fail to be pickled, or look like a lost pipe
         pipe.send((traceback.format_exc(), ()))
         return
     pipe.send((arrays, shape))
+    # the kernel keeps the memory as long as one of both has it mapped
     send_handle(pipe, files[-1], 0)
     os.close(files[-1])
 
