@@ -17,8 +17,8 @@ from PIL import Image
 
 from pipeline.addons.datasets.write_pack import pack
 from pipeline.config.load import load
-from pipeline.data.access import UnreadableError
 from pipeline.data.images import _16_BIT_MODES, _FORMATS, MAX_PIXELS, BadImageError, decode
+from pipeline.data.interface import UnreadableError
 from pipeline.data.sources import open_source
 
 Pixels = NDArray[np.uint8] | None

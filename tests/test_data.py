@@ -32,12 +32,12 @@ from pipeline.addons.datasets.folders import changes
 from pipeline.addons.datasets.write_pack import pack as make_pack
 from pipeline.config.load import load
 from pipeline.data import images, manifest
-from pipeline.data.access import OutageError, UnreadableError
 from pipeline.data.augment import center_crop
 from pipeline.data.batch import NO_LABEL
 from pipeline.data.holdout import HoldOut
 from pipeline.data.images import BadImageError, Picture, decode
 from pipeline.data.index import MISSING, Index, Split
+from pipeline.data.interface import OutageError, UnreadableError
 from pipeline.data.loader import EvalBatches, TrainBatches, batches
 from pipeline.data.manifest import open_index, scan
 from pipeline.data.names import printable_name

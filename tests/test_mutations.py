@@ -16,8 +16,8 @@ from pipeline.addons.datasets.write_pack import encode
 from pipeline.addons.datasets.write_pack import pack as make
 from pipeline.config.load import load
 from pipeline.data import jpeg
-from pipeline.data.access import UnreadableError
 from pipeline.data.images import BadImageError, Picture
+from pipeline.data.interface import UnreadableError
 from pipeline.data.sources import open_source
 from pipeline.errors import RequestError
 

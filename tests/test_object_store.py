@@ -19,7 +19,7 @@ from test_security import foreign_server
 from pipeline.addons.datasets.pack_target import open_target
 from pipeline.addons.store import bucket as store_module
 from pipeline.addons.store.bucket import ConflictError, MissingError, Store
-from pipeline.data.access import OutageError
+from pipeline.data.interface import OutageError
 from pipeline.errors import RequestError, RunError
 
 BYTES = random.Random(0).randbytes

@@ -27,9 +27,9 @@ from pipeline.addons.datasets.write_pack import pack as make
 from pipeline.cli.main import main
 from pipeline.config.load import load
 from pipeline.data import jpeg
-from pipeline.data.access import UnreadableError
 from pipeline.data.holdout import HoldOut
 from pipeline.data.images import Picture, decode
+from pipeline.data.interface import UnreadableError
 from pipeline.data.manifest import scan
 from pipeline.data.sources import open_source
 from pipeline.errors import RequestError

@@ -24,7 +24,7 @@ from pipeline.addons.datasets.write_pack import pack as make
 from pipeline.addons.store import ranges
 from pipeline.addons.store.ranges import Range, RangeReader, RangesIgnoredError
 from pipeline.addons.store.remote import StoreImages
-from pipeline.data.access import OutageError, UnreadableError
+from pipeline.data.interface import OutageError, UnreadableError
 from pipeline.data.loader import read as read_patiently
 from pipeline.data.sources import Images, open_source
 from pipeline.errors import RequestError

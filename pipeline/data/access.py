@@ -3,14 +3,11 @@
 import errno
 import os
 import stat
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
+from pipeline.data.interface import OutageError, UnreadableError
 from pipeline.data.names import printable_name
 from pipeline.errors import RequestError, TemporaryError
 
@@ -35,44 +32,12 @@ def is_bucket(place: object) -> bool:
     return str(place).startswith("s3://")
 
 
-class UnreadableError(Exception):
-    """An image file that cannot be read, or that changed since it was indexed."""
-
-
 class BadImage(NamedTuple):
     """An image that cannot be decoded, for people."""
 
     id: int
     name: str
     reason: str
-
-
-class Images(Protocol):
-    """The images of one split."""
-
-    @property
-    def labels(self) -> NDArray[np.int32]:
-        """The class of each image, [N]."""
-
-    @property
-    def upright(self) -> bool:
-        """Images are turned as their EXIF orientation says."""
-
-    def __len__(self) -> int: ...
-    def name(self, i: int) -> str: ...
-    def label(self, i: int) -> int: ...
-    def read(self, i: int) -> bytes | NDArray[np.uint8]:
-        """Return the bytes of the file, or decoded pixels [3, H, W] uint8.
-
-        Raises UnreadableError if this image cannot be read, OutageError if its storage cannot.
-        """
-
-    def expect(self, samples: Iterable[int]) -> None:
-        """Prepare to read these images next, in this order. Only a bucket looks at them."""
-
-
-class OutageError(TemporaryError):
-    """The storage that holds the images cannot be read. It says nothing about any single image."""
 
 
 PLACE_OF_DATA = "make it readable, or give its new place with data.root=FOLDER"

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torchvision.transforms import v2 as transforms
 
 from pipeline.data.images import Picture
-from pipeline.data.options import AugmentOptions, EvaluateOptions
+from pipeline.data.interface import AugmentOptions, EvaluateOptions
 from pipeline.randomness import derive, generator
 
 _ATTEMPTS = 10

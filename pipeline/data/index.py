@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.access import UnreadableError
 from pipeline.data.holdout import HoldOut
+from pipeline.data.interface import UnreadableError
 from pipeline.data.names import normal_path, printable_name
 from pipeline.errors import list_first
 from pipeline.files import parse_json

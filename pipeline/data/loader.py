@@ -17,12 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipeline.data.access import Images, OutageError, UnreadableError
 from pipeline.data.augment import SampleKey, augment, center_crop, evaluation_geometry
 from pipeline.data.batch import NO_LABEL, Batch, Defect
 from pipeline.data.images import BadImageError, Picture, decode
+from pipeline.data.interface import Images, Options, OutageError, Sizes, UnreadableError, WorkerSizes
 from pipeline.data.mix import MIX_COLUMNS, draw_mix
-from pipeline.data.options import Options, Sizes, WorkerSizes
 from pipeline.data.order import Order
 from pipeline.data.transfer import pinned
 from pipeline.data.workers import Allocate, Workers, WorkersDiedError, allocate

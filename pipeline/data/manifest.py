@@ -19,6 +19,7 @@ import numpy as np
 from pipeline.data import access, names
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import MISSING, Index, Split
+from pipeline.data.interface import OutageError
 from pipeline.errors import RequestError, list_first
 from pipeline.files import atomic_write
 from pipeline.lazy import part
@@ -296,6 +297,6 @@ def _size(entry: os.DirEntry[bytes]) -> int:
         return entry.stat().st_size
     except OSError as error:
         failure = access.read_error(entry.path, error)
-        if isinstance(failure, access.OutageError):
+        if isinstance(failure, OutageError):
             raise failure from None
         return MISSING

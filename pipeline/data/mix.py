@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.data.options import AugmentOptions
+from pipeline.data.interface import AugmentOptions
 from pipeline.randomness import derive
 
 MIX_COLUMNS = 5

@@ -20,7 +20,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.data.options import Sizes
+from pipeline.data.interface import Sizes
 from pipeline.randomness import derive, generator
 
 Ids = NDArray[np.int64]

@@ -12,9 +12,10 @@ import numpy as np
 
 from pipeline.config.schema import Config
 from pipeline.data import access
-from pipeline.data.access import Images, UnreadableError, is_bucket
+from pipeline.data.access import is_bucket
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import MISSING, Index, SplitImages
+from pipeline.data.interface import Images, UnreadableError
 from pipeline.data.manifest import check_has_validation, open_index
 from pipeline.errors import RequestError
 from pipeline.lazy import part

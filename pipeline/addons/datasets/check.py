@@ -21,9 +21,10 @@ import numpy as np
 from pipeline.addons.datasets import checksums, pack
 from pipeline.addons.store.bucket import MissingError, Store
 from pipeline.data import manifest, sources
-from pipeline.data.access import Images, UnreadableError, check_folder
+from pipeline.data.access import check_folder
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import Index
+from pipeline.data.interface import Images, UnreadableError
 from pipeline.data.names import printable_name
 from pipeline.errors import RequestError, StorageError, TemporaryError, count_of
 from pipeline.machine import available_cpus

@@ -13,9 +13,10 @@ from pipeline.addons.datasets import cifar10, synthetic
 from pipeline.addons.datasets.pack import Level
 from pipeline.addons.store.bucket import Store
 from pipeline.data import manifest, sources
-from pipeline.data.access import Images, UnreadableError, check_folder
+from pipeline.data.access import check_folder
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import SplitImages
+from pipeline.data.interface import Images, UnreadableError
 from pipeline.errors import RequestError, StorageError, TemporaryError
 from pipeline.files import atomic_write
 

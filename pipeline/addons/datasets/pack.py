@@ -34,13 +34,12 @@ from pipeline.addons.store.bucket import MissingError, Store
 from pipeline.data.access import (
     PACK_FILE,
     PLACE_OF_DATA,
-    OutageError,
-    UnreadableError,
     open_regular,
     outage_error,
     raise_if_outage,
 )
 from pipeline.data.index import Index, SplitImages
+from pipeline.data.interface import OutageError, UnreadableError
 from pipeline.errors import RequestError
 from pipeline.files import atomic_write, parse_json
 

@@ -48,11 +48,12 @@ from pipeline.addons.datasets.pack import (
 from pipeline.addons.datasets.pack_target import Target, open_target
 from pipeline.addons.store.bucket import MissingError, Store
 from pipeline.data import manifest, sources
-from pipeline.data.access import UnreadableError, check_folder
+from pipeline.data.access import check_folder
 from pipeline.data.augment import resize_image
 from pipeline.data.holdout import HoldOut
 from pipeline.data.images import BadImageError, Picture, decode
 from pipeline.data.index import MISSING, Index, Split, describe_ignored
+from pipeline.data.interface import UnreadableError
 from pipeline.data.sources import Source
 from pipeline.errors import RequestError, StorageError, list_first
 from pipeline.files import parse_json

@@ -92,8 +92,8 @@ def _comparison_images(
     import torch
 
     from pipeline.addons.models.validation import open_validation
-    from pipeline.data.access import OutageError
     from pipeline.data.augment import evaluation_geometry
+    from pipeline.data.interface import OutageError
     from pipeline.data.loader import EvalBatches
 
     try:

@@ -115,8 +115,8 @@ def check_disk_space(config: Config, plan: Plan, folder: RunFolder) -> str:
 
 def check_images_decode(source: Source) -> str:
     """Check that a few images from all parts of each split can be decoded."""
-    from pipeline.data.access import UnreadableError
     from pipeline.data.images import BadImageError, decode, jpeg_decoder
+    from pipeline.data.interface import UnreadableError
 
     defects: list[str] = []
     start = time.perf_counter()

@@ -17,9 +17,9 @@ from pipeline.addons.report import evaluations
 from pipeline.addons.report.commands import STARTED_BY_RUN
 from pipeline.addons.report.evaluations import SavedEvaluation
 from pipeline.addons.report.page import write_page
-from pipeline.data.access import OutageError, UnreadableError
 from pipeline.data.augment import center_crop, evaluation_geometry, resize_image
 from pipeline.data.images import BadImageError, decode
+from pipeline.data.interface import OutageError, UnreadableError
 from pipeline.data.loader import TrainBatches
 from pipeline.data.mix import mix_images
 from pipeline.train.job import Job

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.credentials import hide_credentials
-from pipeline.data.access import OutageError
+from pipeline.data.interface import OutageError
 from pipeline.data.names import printable_name
 from pipeline.errors import RequestError, RunError, TemporaryError, one_line
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.addons.store.bucket import ConflictError, Store
-from pipeline.data.access import Images, UnreadableError
+from pipeline.data.interface import Images, UnreadableError
 from pipeline.errors import RequestError, RunError
 
 _READS = 5

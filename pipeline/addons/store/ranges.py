@@ -32,7 +32,7 @@ from urllib.request import getproxies, proxy_bypass
 from botocore.httpsession import get_cert_path
 
 from pipeline.addons.store.bucket import Store
-from pipeline.data.access import OutageError, UnreadableError
+from pipeline.data.interface import OutageError, UnreadableError
 from pipeline.errors import RunError, one_line
 
 READ_FAILURES = (

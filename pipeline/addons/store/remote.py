@@ -30,8 +30,8 @@ from pipeline.addons.datasets import pack
 from pipeline.addons.datasets.pack import NOT_PACKED, cache_folder, file_or_pixels, shard_name
 from pipeline.addons.store.bucket import Store
 from pipeline.addons.store.ranges import Range, RangeReader, RangesIgnoredError
-from pipeline.data.access import UnreadableError
 from pipeline.data.index import MAX_FILE_BYTES, Index, Split, SplitImages
+from pipeline.data.interface import UnreadableError
 from pipeline.errors import RequestError
 from pipeline.streams import log
 

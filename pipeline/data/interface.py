@@ -1,11 +1,48 @@
-"""The settings that a batch depends on: some fields of a configuration and of a plan.
+"""The interface of the loader: the images that it reads, and the settings that a batch depends on.
 
-`config.schema.Config` (Options) and `plan.Plan` (sizes) have them, with their meaning. Nothing else
-of a request reaches the loader, so a batch cannot depend on anything else.
+`config.schema.Config` (Options) and `plan.Plan` (sizes) have the settings, with their meaning.
+Nothing else of a request reaches the loader, so a batch cannot depend on anything else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.errors import TemporaryError
+
+
+class UnreadableError(Exception):
+    """An image file that cannot be read, or that changed since it was indexed."""
+
+
+class OutageError(TemporaryError):
+    """The storage that holds the images cannot be read. It says nothing about any single image."""
+
+
+class Images(Protocol):
+    """The images of one split."""
+
+    @property
+    def labels(self) -> NDArray[np.int32]:
+        """The class of each image, [N]."""
+
+    @property
+    def upright(self) -> bool:
+        """Images are turned as their EXIF orientation says."""
+
+    def __len__(self) -> int: ...
+    def name(self, i: int) -> str: ...
+    def label(self, i: int) -> int: ...
+    def read(self, i: int) -> bytes | NDArray[np.uint8]:
+        """Return the bytes of the file, or decoded pixels [3, H, W] uint8.
+
+        Raises UnreadableError if this image cannot be read, OutageError if its storage cannot.
+        """
+
+    def expect(self, samples: Iterable[int]) -> None:
+        """Prepare to read these images next, in this order. Only a bucket looks at them."""
 
 
 class RunOptions(Protocol):
