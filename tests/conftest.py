@@ -35,7 +35,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--full", action="store_true", help="also run the tests that repeat a promise at more sizes, as CI does"
     )
     parser.addoption("--engine", action="store_true", help="run only the tests that build and run containers")
-    parser.addoption("--corpus", metavar="FOLDER", help="odd and damaged images for test_corpus")
     parser.addoption("--outage", type=int, default=8, help="seconds that the MLflow server is away (long: 20)")
 
 

@@ -266,27 +266,6 @@ def test_a_run_reports_a_non_finite_validation(tmp_path: Path, digits: Path, ful
     assert [row["not_finite"] for row in rows if row.get("event") == "evaluated"] == [360]
 
 
-@pytest.mark.full
-def test_a_checkpoint_that_cannot_be_evaluated_is_refused_in_one_line(
-    trained: Job, tmp_path: Path, digits: Path
-) -> None:
-    empty = quick("evaluate", str(tmp_path))
-    assert (empty.code, "holds no checkpoint" in empty.error) == (4, True)
-    path = trained.checkpoints()[-1]
-    renamed = tmp_path / "model.pt"
-    shutil.copy(path, renamed)
-    assert f"rename it to {path.name}" in quick("evaluate", str(renamed)).error
-    damaged = tmp_path / path.name
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    damaged.write_bytes(data)
-    refused = quick("evaluate", str(damaged))
-    assert (refused.code, f"{path.name} is damaged" in refused.error) == (4, True)
-    shutil.copytree(digits, tmp_path / "other")
-    (tmp_path / "other/val/3").rename(tmp_path / "other/val/three")
-    assert "does not know: three" in evaluate(trained, 1, f"data.root={tmp_path / 'other'}").error
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     """Return 360 images in class folders, without train/ and val/."""

@@ -120,15 +120,6 @@ def test_classes_are_drawn_by_their_shares(balance: str, weights: tuple[int, ...
     assert not np.array_equal(epochs[0][0][0], epochs[1][0][0])
 
 
-def test_reading_ahead_over_the_end_of_an_epoch_draws_each_epoch_once() -> None:
-    plan = make_plan(load("digits", ["data.balance=uniform"]), World(), DataSize(960, 10, 2))
-    order = Order(plan, 0, np.arange(960, dtype=np.int32) % 2)
-    for step in range(40):
-        for ahead in range(3):
-            order.draws(step + ahead)
-    assert order._draw_epoch.cache_info().misses == 5
-
-
 def test_the_replacement_of_a_bad_image_has_its_class() -> None:
     labels = np.repeat(np.arange(2, dtype=np.int32), (990, 10))
     plan = make_plan(load("digits", ["data.balance=uniform"]), World(), DataSize(1000, 10, 2))

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.addons.ops.provenance import model_provenance
 from pipeline.addons.datasets.folders import changes
+from pipeline.addons.ops.provenance import model_provenance
 from pipeline.config.schema import Config
 from pipeline.data.manifest import find_cached_index
 from pipeline.data.sources import Source, data_root
