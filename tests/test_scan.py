@@ -296,8 +296,6 @@ def test_a_class_without_a_validation_image_is_named_and_counted(tmp_path: Path)
     trained = quick("train", *words, timeout=200)
     assert trained.code == 0, trained.err
     assert "over 2 of 3 classes" in next(line for line in trained.err.splitlines() if "validation at step 1" in line)
-    (page,) = (run / "report").glob("*.html")
-    assert "balanced (2 of 3 classes)" in page.read_text()
     assert quick("data", "pack", str(root), str(tmp_path / "pack")).code == 0
     pack = ("data.source=pack", f"data.root={tmp_path / 'pack'}")
     result = quick("evaluate", str(run), *pack, timeout=200)

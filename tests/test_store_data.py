@@ -58,7 +58,6 @@ def upload(bucket: Bucket, root: Path) -> str:
 
 
 def images(place: str | Path, *overrides: str) -> Images:
-    ranges.pop_failures()  # of another test
     return open_source(prepare(Path(), 1, "data.source=pack", *overrides, f"data.root={place}")[0]).train
 
 
@@ -176,6 +175,7 @@ def test_a_bucket_that_stays_dead_ends_the_run_and_the_same_command_resumes_it(
 
 def test_every_failed_read_is_repeated_and_counted_by_kind(place: str, packed: Path, fault_proxy: FaultProxy) -> None:
     found = images(place)
+    ranges.pop_failures()  # of another test
     fault_proxy.rates, fault_proxy.only = dict.fromkeys(KINDS, 0.02), READS
     assert read_all(found, range(400)) == read_all(images(packed), range(400))
     counted = dict(zip(ranges.READ_FAILURES, ranges.pop_failures(), strict=True))

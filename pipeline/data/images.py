@@ -121,6 +121,11 @@ class Picture:
         return (left, top, width, height) if swaps else (top, left, height, width)
 
 
+def jpeg_decoder() -> str:
+    """Return the name of the package that decodes JPEG here, with the way to a faster one."""
+    return "simplejpeg" if simplejpeg else "Pillow, which is slower ('pip install simplejpeg')"
+
+
 def decode(data: bytes | NDArray[np.uint8], *, upright: bool = True) -> Tensor:
     """Return all pixels, [3, H, W] uint8, on the CPU. Raises BadImageError."""
     picture = Picture.open(data, upright=upright)

@@ -115,7 +115,7 @@ def check_disk_space(config: Config, plan: Plan, folder: RunFolder) -> str:
 
 def check_images_decode(source: Source) -> str:
     """Check that a few images from all parts of each split can be decoded."""
-    from pipeline.data import images as decoding
+    from pipeline.data.images import BadImageError, decode, jpeg_decoder
     from pipeline.data.interface import UnreadableError
 
     defects: list[str] = []
@@ -124,15 +124,14 @@ def check_images_decode(source: Source) -> str:
         count = min(_SAMPLES, len(images))
         for sample in [i * len(images) // count for i in range(count)]:
             try:
-                decoding.decode(images.read(sample), upright=images.upright)
-            except (decoding.BadImageError, UnreadableError) as error:
+                decode(images.read(sample), upright=images.upright)
+            except (BadImageError, UnreadableError) as error:
                 defects.append(f"{images.name(sample)} ({error})")
     if defects:
         problem = f"{len(defects)} of {2 * _SAMPLES} sampled images cannot be decoded, the first is {defects[0]}"
         raise StorageError(problem, "list all with 'pipeline data check'")
     each_ms = 1000 * (time.perf_counter() - start) / 2 / _SAMPLES
-    decoder = "simplejpeg" if decoding.simplejpeg else "Pillow, which is slower ('pip install simplejpeg')"
-    return f"{_SAMPLES} images of each split, {each_ms:.1f} ms each, JPEG by {decoder}"
+    return f"{_SAMPLES} images of each split, {each_ms:.1f} ms each, JPEG by {jpeg_decoder()}"
 
 
 def check_loader_feeds_gpus(
