@@ -70,7 +70,7 @@ USER 10001:10001
 WORKDIR /store
 VOLUME /store
 EXPOSE 8333
-COPY pipeline/addons/deploy/forward.py /opt/forward.py
+COPY docker/forward.py /opt/forward.py
 # only the S3 protocol, which needs credentials, is open to other containers; the keys are AWS_ACCESS_KEY_ID and
 # AWS_SECRET_ACCESS_KEY of the environment
 ENTRYPOINT ["python3", "/opt/forward.py", "8333", "8334", \

@@ -70,23 +70,19 @@ class Fake:
     def is_finished(self):
         return any(row.get("status") == "FINISHED" for row in self.rows)
 
-    def has_succeeded(self, index):
-        is_first = self.job["run"] in self.quirks.get("peer ends first", [])
-        return bool(self.end()) or (is_first and index == 1 and self.is_finished())
-
     def replace(self, index):
         """Give the index a new pod, with which training starts again.
 
         An elastic job trains on the other node until then.
         """
-        if self.has_succeeded(index):
+        if self.end():
             return
         self.job["generations"][index] += 1
         if self.is_finished():
             return
         if self.job["is elastic"] and not self.quirks.get("never shrinks"):
             self.start(nodes=1)
-            self.job["smaller"] = not self.quirks.get("never grows")
+            self.job["smaller"] = True
         else:
             self.start()
 
@@ -97,13 +93,13 @@ class Fake:
         for i in range(self.job["pods"]):
             ended = {"terminated": {"exitCode": 0}}
             status = {
-                "phase": "Succeeded" if self.has_succeeded(i) else "Running",
+                "phase": "Succeeded" if self.end() else "Running",
                 "initContainerStatuses": [{"name": name, "state": ended} for name in self.job["init"]],
                 "containerStatuses": [
                     {
                         "name": "trainer",
                         "restartCount": 1,
-                        "state": ended if self.has_succeeded(i) else {"running": {}},
+                        "state": ended if self.end() else {"running": {}},
                     }
                 ],
             }
@@ -164,8 +160,7 @@ class Fake:
             points += points[:1] * self.quirks.get("twice", 0)
             points = points[self.quirks.get("lost", 0) :]
             points += [["system/of_another_program", 0]] * 2
-            status = self.quirks.get("status", "FINISHED")
-            return json.dumps([{"status": status, "points": points}] * self.quirks.get("runs", 1))
+            return json.dumps([{"status": "FINISHED", "points": points}] * self.quirks.get("runs", 1))
         if target != "helper":
             self.replace(1)  # a rank is killed
             return ""
@@ -235,10 +230,6 @@ def main():
         else:
             flags[name] = rest.pop(0)
     fake = Fake()
-    fake.state["calls"] = fake.state.get("calls", 0) + 1
-    if verb == "get" and fake.state["calls"] % fake.quirks.get("fails each", sys.maxsize) == 0:
-        fake.save()
-        sys.exit("Unable to connect to the server: net/http: TLS handshake timeout")
     print(fake.run(verb, words, flags, text))
     fake.save()
 

@@ -171,20 +171,13 @@ def ends(pod: dict[str, Any], container: str) -> list[int]:
     return [state["terminated"]["exitCode"] for state in found if "terminated" in state]
 
 
-def delete(index: int) -> Callable[[Run], float]:
+def remove_pod(index: int, *, by_eviction: bool = False) -> Callable[[Run], float]:
     def fault(run: Run) -> float:
         run.wait_for_step(FAULT_STEP)
         pod = run.name(index)
+        if by_eviction:
+            return run.disturb(lambda: run.cluster.evict(pod))
         return run.disturb(lambda: run.cluster.kubectl("delete", "pod", pod, "--wait=false"))
-
-    return fault
-
-
-def evict(index: int) -> Callable[[Run], float]:
-    def fault(run: Run) -> float:
-        run.wait_for_step(FAULT_STEP)
-        pod = run.name(index)
-        return run.disturb(lambda: run.cluster.evict(pod))
 
     return fault
 
@@ -272,7 +265,7 @@ def sync(run: Run) -> None:
     """Bring MLflow back and run the Job of `render --sync`."""
     run.cluster.kubectl("scale", "deployment/mlflow", "--replicas", "1")
     run.cluster.kubectl("rollout", "status", "deployment/mlflow", "--timeout=600s", timeout=630)
-    found = sync_documents(run.run_name, run.given)
+    found = render(run.given, "--sync", run.run_name)
     run.cluster.apply(found)
     (job,) = [document["metadata"]["name"] for document in found if document["kind"] == "Job"]
     outcome = run.wait("the Job of render --sync", lambda: run.cluster.end_of(job))
@@ -331,11 +324,11 @@ CASES = {
     case.name: case
     for case in (
         Case("no-fault", "the reference of the cases below"),
-        Case("worker-deleted", "pod 1 deleted", delete(1)),
-        Case("node-0-deleted", "pod 0 deleted", delete(0)),
+        Case("worker-deleted", "pod 1 deleted", remove_pod(1)),
+        Case("node-0-deleted", "pod 0 deleted", remove_pod(0)),
         Case("rank-killed", "a rank of pod 1 killed", kill_rank),
-        Case("evicted", "pod 1 evicted, as by a drain", evict(1)),
-        Case("evicted-node-0", "pod 0 evicted", evict(0)),
+        Case("evicted", "pod 1 evicted, as by a drain", remove_pod(1, by_eviction=True)),
+        Case("evicted-node-0", "pod 0 evicted", remove_pod(0, by_eviction=True)),
         Case("evicted-while-waiting", "pod 0 evicted before pod 1 is there", evict_while_waiting, parallelism=1),
         Case("peer-lost-at-the-end", "pod 1 lost once the run is FINISHED", lose_peer_at_the_end, tries=3),
         Case("suspended", "the Job suspended and resumed, twice", suspend),
@@ -371,10 +364,6 @@ def documents(case: Case, given: argparse.Namespace, run: str) -> list[Document]
     if case.parallelism:
         one(found, "Job", "trainer")["spec"]["parallelism"] = case.parallelism
     return found
-
-
-def sync_documents(run: str, given: argparse.Namespace) -> list[Document]:
-    return render(given, "--sync", run)
 
 
 @dataclass
@@ -493,7 +482,7 @@ def dry_run(given: argparse.Namespace, cases: list[Case]) -> list[str]:
     found = []
     for case in cases:
         rendered = documents(replace(case, parallelism=None), given, case.name)
-        alone = [helper(rendered, "node-1"), *(sync_documents(case.name, given) if case.after else [])]
+        alone = [helper(rendered, "node-1"), *(render(given, "--sync", case.name) if case.after else [])]
         lines = problems(rendered) + [line for document in alone for line in problems_alone(document)]
         found += [f"{case.name}: {line}" for line in lines]
         print(f"{case.name}: {len(rendered) + len(alone)} manifests", flush=True)

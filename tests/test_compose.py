@@ -172,7 +172,7 @@ class Store(Weed):
         names = ("master", "volume", "filer", "master.port.grpc", "volume.port.grpc", "filer.port.grpc", "s3.port.grpc")
         given = [f"-{name if '.' in name else f'{name}.port'}={port}" for name, port in zip(names, ports, strict=False)]
         changes = {
-            "python3": sys.executable, "/opt/forward.py": str(ROOT / "pipeline/addons/deploy/forward.py"),
+            "python3": sys.executable, "/opt/forward.py": str(ROOT / "docker/forward.py"),
             "8333": str(self.port), "8334": str(s3_port), "-s3.port=8334": f"-s3.port={s3_port}",
             "weed": str(BIN / "weed"), "-dir=/store": f"-dir={self.folder / 'data'}",
         }  # fmt: skip

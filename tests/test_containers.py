@@ -331,7 +331,7 @@ def test_a_change_of_the_code_reuses_the_cached_packages(images: None, tmp_path:
         shutil.copy(ROOT / name, tmp_path)
     for path in ROOT.glob("requirements*.lock"):
         shutil.copy(path, tmp_path)
-    for folder in ("pipeline", "benchmarks"):
+    for folder in ("pipeline", "benchmarks", "docker"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     with open(tmp_path / "pipeline/world.py", "a") as file:
         file.write("# changed\n")
@@ -434,7 +434,7 @@ def test_an_interrupted_rehearsal_removes_everything_it_made(images: None) -> No
         (("train.epochs=0",), "train.epochs=0"),
         (("data.source=folder", "data.root=/data"), "/data"),
         (("--image", "no-such-image"), "image 'no-such-image' is not on this machine"),
-        (("--kill", "2@5"), "node 2 does not exist"),
+        (("--kill", "2@5"), "cannot kill node 2"),
         (("--kill", "half"), "'half' is not NODE@STEP"),
         (("batch.global=97",), "batch.global=97 does not divide by 2 processes"),
     ],

@@ -5,10 +5,8 @@ import itertools
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,8 @@ from manifests import Document, containers, one, pod_of, problems, problems_alon
 
 import pipeline as package
 from pipeline.addons.deploy import node
-from pipeline.addons.deploy.commands import EXAMPLES
-from pipeline.addons.deploy.k8s import RenderOptions, render, render_example, render_sync
+from pipeline.addons.deploy.k8s import render, render_example, render_sync
+from pipeline.addons.deploy.options import EXAMPLES, RenderOptions
 from pipeline.config.load import load
 
 IMAGE = f"registry.example/train@sha256:{64 * '0'}"
@@ -36,6 +34,11 @@ def documents(request: RenderOptions) -> list[Document]:
 @pytest.fixture(scope="module")
 def defaults() -> list[Document]:
     return documents(RenderOptions())
+
+
+@pytest.fixture(scope="module")
+def stored() -> list[Document]:
+    return documents(STORE)
 
 
 def test_the_k8s_folder_equals_the_rendered_defaults() -> None:
@@ -145,7 +148,7 @@ def test_pods_with_gpus_require_them(gpus: int, overrides: tuple[str, ...], devi
 
 OPTIONS: dict[str, Any] = {
     "runtime_class": "nvidia", "priority_class": "high", "queue": "team-a", "gang": "native", "rdma": "rdma/hca_shared",
-    "topology": "topology.kubernetes.io/zone", "recovery": False, "mlflow_auth": True,
+    "topology": "topology.kubernetes.io/zone", "no_recovery": True, "mlflow_auth": True,
     "pull_secret": "registry", "single_node": True, "gpus": 8, "numa_binding": "node", "store": "s3://my-data/imagenet",
     "service_account": "trainer",
 }  # fmt: skip
@@ -177,6 +180,7 @@ def test_an_option_is_written_where_it_belongs() -> None:
     assert preflight["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert trainer["resources"]["limits"]["rdma/hca_shared"] == 1
     assert trainer["command"][0] == "setpriv"
+    assert trainer["command"][5:7] == ["torchrun", "--numa-binding=node"]
     assert settings(found)["NCCL_NET"] == "IB"
     assert not [d for d in found if d["kind"] in ("Role", "ServiceAccount")]
 
@@ -196,6 +200,8 @@ def test_with_an_object_store_no_volume_is_shared(nodes: tuple[int, int | None],
     assert volumes["runs"] == {"name": "runs", "emptyDir": {"sizeLimit": "50Gi"}}
     assert volumes["data"] == {"name": "data", "emptyDir": {"sizeLimit": "1Gi"}}
     assert settings(found)["AWS_ENDPOINT_URL"] == "https://s3.example.org:9000"
+    references = re.findall(r"'?name'?: (store-[\w-]+)", yaml.safe_dump_all(found))
+    assert {*references} == {"store-credentials"}
 
 
 PACK = {"data.source": "pack", "model.arch": "resnet18"}
@@ -228,12 +234,10 @@ PUBLIC = {"10.0.0.0/8", "100.64.0.0/10", "169.254.0.0/16", "172.16.0.0/12", "192
 @pytest.mark.parametrize(
     ("endpoint", "cidr", "peers", "port"),
     [
-        (None, None, {"0.0.0.0/0": PUBLIC, "::/0": {"fc00::/7", "fe80::/10"}}, 443),
         ("https://storage.googleapis.com", None, {"0.0.0.0/0": PUBLIC, "::/0": {"fc00::/7", "fe80::/10"}}, 443),
         ("http://10.0.0.5:9000", None, {"10.0.0.5/32": set()}, 9000),
         ("http://[fd00::5]", None, {"fd00::5/128": set()}, 80),
         ("https://s3.mine.internal", "10.1.0.0/16", {"10.1.0.0/16": set()}, 443),
-        ("http://seaweedfs.storage.svc:8333", None, "storage", 8333),
         ("http://seaweedfs.storage.svc.cluster.local:8333", None, "storage", 8333),
     ],
 )
@@ -257,29 +261,11 @@ def test_trainers_reach_the_store_and_nothing_else_outside(
         assert {block["cidr"]: {*block.get("except", [])} for block in blocks} == peers
 
 
-def test_a_rendered_file_holds_no_credential_and_no_bucket_unless_given(
-    monkeypatch: pytest.MonkeyPatch, defaults: list[Document]
-) -> None:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIASECRETID")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-key-of-mine")
-    text = "".join(render(STORE).values())
-    assert "AKIASECRETID" not in text
-    assert "secret-key-of-mine" not in text
-    assert re.findall(r"^\s+(?:name|key): (store-.*?)(?: #.*)?$", text, re.MULTILINE) == ["store-credentials"]
-    assert not re.search("s3://|AWS_|emptyDir: # of", yaml.safe_dump_all(defaults))
-
-
 def test_a_native_gang_is_a_field_of_kubernetes_1_37() -> None:
     job = one(documents(RenderOptions(nodes=4, gang="native")), "Job", "trainer")
     assert job["spec"]["scheduling"] == {"schedulingPolicy": {"gang": {"minCount": 4}}}
     with pytest.raises(kubernetes_validate.ValidationError, match="scheduling"):
         kubernetes_validate.validate(job, "1.36", strict=True)
-
-
-def test_without_options_nothing_depends_on_an_addition_to_the_cluster(defaults: list[Document]) -> None:
-    text = yaml.safe_dump_all(defaults)
-    for word in ("runtimeClassName", "priorityClassName", "kueue", "scheduling:", "IPC_LOCK", "setpriv", "gang"):
-        assert word not in text, word
 
 
 LOCKS_MEMORY = """
@@ -321,7 +307,7 @@ def test_a_trainer_with_rdma_may_lock_memory_and_is_not_root() -> None:
     assert done.stdout.split() == ["10001", "10001", "locked"], done.stderr
 
 
-@pytest.mark.parametrize("run", ["digits", "My_run.2", "x" * 90])
+@pytest.mark.parametrize("run", ["My_run.2", "x" * 90])
 def test_a_run_is_sent_to_mlflow_by_a_job_of_its_own(run: str, defaults: list[Document]) -> None:
     ((name, text),) = render_sync(RenderOptions(image=IMAGE, namespace="mine"), run).items()
     job = yaml.safe_load(text)
@@ -359,20 +345,6 @@ def test_an_example_follows_the_options(name: str) -> None:
     assert "nvidia.com/gpu" not in text
 
 
-def test_sync_and_example_write_one_file(tmp_path: Path) -> None:
-    for words, name in ((("--sync", "digits"), "sync-digits"), (("--example", "stage-imagenet"), "stage-imagenet")):
-        result = pipeline(
-            "k8s", "render", *words, "--namespace", "mine", "--image", IMAGE, "--out", str(tmp_path / name)
-        )
-        assert result.code == 0, result.err
-        (file,) = (tmp_path / name).iterdir()
-        assert file.name == f"{name}.yaml"
-        assert f"kubectl apply -f {file}" in result.out
-        job = yaml.safe_load(file.read_text())
-        assert job["metadata"]["namespace"] == "mine"
-        assert pod_of(job)["containers"][0]["image"] == IMAGE
-
-
 def test_an_elastic_job_has_as_many_pods_as_may_train_and_knows_which_numbers_divide() -> None:
     found = documents(RenderOptions(nodes=5, min_nodes=1, gang="native"))
     assert problems(found) == []
@@ -383,42 +355,6 @@ def test_an_elastic_job_has_as_many_pods_as_may_train_and_knows_which_numbers_di
     assert settings(found)["PET_NNODES"] == "1:5"
     rendered = pipeline("k8s", "render", "--nodes", "1:5", "--gang", "native")
     assert list(yaml.safe_load_all(rendered.out)) == found
-
-
-@pytest.mark.skipif(
-    not shutil.which("checkov"), reason="needs checkov (pip install checkov, in an environment of its own)"
-)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"rdma": "rdma/hca", "queue": "team-a", "topology": "zone", "runtime_class": "nvidia"},
-     {"gang": "native", "mlflow_auth": True, "gpus": 0, "single_node": True, "recovery": False},
-     {"store": "s3://my-data/imagenet", "service_account": "trainer"}],
-    ids=["defaults", "rdma", "native", "store"],
-)  # fmt: skip
-def test_checkov_finds_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
-    request = RenderOptions(**options)
-    texts = {**render(request), **({} if request.store else render_sync(request, "digits"))}
-    if not options:
-        texts = {str(path.relative_to(K8S)): path.read_text() for path in K8S.rglob("*.yaml")}
-    for name, text in texts.items():
-        (tmp_path / Path(name).name).write_text(text)
-    command = ["checkov", "--config-file", str(K8S.parent / ".checkov.yaml"), "--skip-download", "--compact"]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [*command, "-d", str(tmp_path), "--output", "json"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    report = json.loads(done.stdout)
-    assert report["summary"]["passed"] > 100
-    assert [(c["check_id"], c["resource"]) for c in report["results"]["failed_checks"]] == []
-
-
-def test_numa_binding_is_an_option_of_torchrun() -> None:
-    text = render(RenderOptions(numa_binding="node"))["50-trainer.yaml"]
-    assert "command: [tini, --, torchrun, --numa-binding=node, -m, pipeline, train, " in text
 
 
 def test_the_recipe_in_the_configmap_is_the_local_recipe(tmp_path: Path, defaults: list[Document]) -> None:
@@ -434,11 +370,9 @@ def test_the_recipe_in_the_configmap_is_the_local_recipe(tmp_path: Path, default
 @pytest.mark.parametrize(
     "text",
     [
-        "---\ndata: {root: /data}\nmodel: {arch: resnet18}\n",
         "# a comment\n%YAML 1.1\n---\n# another\ndata: {root: /data}\n...\n",
         "{data: {root: /data}, train: {epochs: 3, precision: 'fp32'}}\n",
         "  data:\n    root: /data\n  train:\n    epochs: 3\n",
-        "---\nrecipe: mine\ndata: {root: /data}\n",
         "# a comment\n\ndata:  # another\n  root: /data\r\ntrain:\n  epochs: 3",
     ],
 )
@@ -450,123 +384,110 @@ def test_a_recipe_of_any_yaml_style_survives_its_configmap(tmp_path: Path, text:
     assert ("# another" in mounted.read_text()) == ("# a comment\n\n" in text), "comments are kept where possible"
 
 
-def _set(path: str, value: Any) -> Callable[[list[Document]], None]:
-    """Return a function that sets `Kind/name: field|field` to `value`, or deletes it if None."""
+# one change a line, as KIND/NAME: FIELD|FIELD = VALUE in JSON; null deletes the field
+MISTAKES = """\
+Job/trainer: spec|completion = 2
+Job/trainer: spec|completions = 3
+Job/trainer: spec|parallelism = 1
+Job/trainer: spec|completionMode = "NonIndexed"
+Job/trainer: spec|podReplacementPolicy = "TerminatingOrFailed"
+Job/trainer: spec|backoffLimit = 1
+Job/trainer: spec|podFailurePolicy|rules|0|onExitCodes|values = [4]
+Job/trainer: spec|podFailurePolicy|rules|0|onExitCodes|containerName = "trainer"
+Job/trainer: spec|podFailurePolicy|rules|1|action = "Count"
+POD|restartPolicy = "OnFailure"
+POD|subdomain = null
+POD|subdomain = "trainers"
+POD|terminationGracePeriodSeconds = 30
+POD|initContainers|0|image = "ddp-pipeline:0.0.9"
+POD|initContainers|0|command|4 = "digits"
+POD|containers|0|command|0 = "sh"
+POD|initContainers|0|terminationMessagePolicy = null
+POD|containers|0|command|7 = "run.device=auto"
+Job/trainer: spec|successPolicy = null
+POD|tolerations|0|tolerationSeconds = 300
+POD|volumes|3|emptyDir = {}
+POD|volumes|3|emptyDir|sizeLimit = "24Gi"
+POD|volumes|2|persistentVolumeClaim|claimName = "run"
+SERVER|enableServiceLinks = null
+POD|automountServiceAccountToken = true
+POD|securityContext|runAsNonRoot = false
+SERVER|securityContext|seccompProfile = null
+POD|containers|0|securityContext|capabilities|add = ["IPC_LOCK"]
+SERVER|containers|0|securityContext|readOnlyRootFilesystem = false
+POD|hostNetwork = true
+Namespace/ddp-pipeline: metadata|labels = {"team": "vision"}
+Service/mlflow: metadata|namespace = "default"
+Service/trainer: spec|selector|app = "train"
+Service/trainer: spec|clusterIP = "10.0.0.1"
+Service/trainer: spec|publishNotReadyAddresses = null
+ConfigMap/trainer: data|PET_RDZV_ENDPOINT = "trainer-0:29500"
+ConfigMap/trainer: data|PET_RDZV_BACKEND = "c10d"
+ConfigMap/trainer: data|PET_MAX_RESTARTS = "0"
+ConfigMap/trainer: data|PET_NPROC_PER_NODE = "2"
+ConfigMap/trainer: data|TORCH_ELASTIC_SHUTDOWN_TIMEOUT = "10"
+SERVER|containers|0|args|1 = "mlflow,localhost:*"
+ConfigMap/trainer: data|MLFLOW_TRACKING_URI = "http://tracker:5000"
+SERVER|containers|0|args = ["--allowed-hosts", "mlflow:5000", "--app-name", "basic-auth"]
+POD|volumes|4|emptyDir = {}
+SERVER|volumes|1|emptyDir = {}
+NetworkPolicy/default-deny: spec|podSelector = {"matchLabels": {"app": "mlflow"}}
+NetworkPolicy/default-deny: spec|policyTypes = ["Ingress"]
+NetworkPolicy/default-deny: spec|ingress = [{}]
+Deployment/mlflow: spec|strategy|type = "RollingUpdate"
+SERVER|containers|0|readinessProbe|httpGet|path = "/health"
+SERVER|containers|0|startupProbe|failureThreshold = 3
+NetworkPolicy/trainer: spec|ingress|0|ports = [{"port": 29500}]
+Role/recovery: rules|0|resources = ["pods", "secrets"]
+RoleBinding/recovery: roleRef|kind = "ClusterRole"
+Deployment/recovery: spec|template|spec|automountServiceAccountToken = false
+ServiceAccount/recovery: automountServiceAccountToken = true
+Deployment/recovery: spec|template|spec|tolerations = []
+NetworkPolicy/recovery: spec|egress = []
+NetworkPolicy/trainer: spec|egress|2 = {"ports": [{"port": 53, "protocol": "UDP"}]}
+"""
+STORE_MISTAKES = """\
+POD|containers|0|command|8 = "run.trace=true"
+POD|containers|0|command|8 = "checkpoint.mirror=s3://my-data/imagenet/runs"
+PersistentVolumeClaim/mlflow: spec|accessModes = ["ReadWriteMany"]
+POD|volumes|1 = {"name": "data", "persistentVolumeClaim": {"claimName": "mlflow"}}
+POD|volumes|2|emptyDir = {}
+POD|containers|0|volumeMounts|1|readOnly = true
+POD|initContainers|0|envFrom|2 = null
+ConfigMap/trainer: data|AWS_SECRET_ACCESS_KEY = "x"
+NetworkPolicy/trainer: spec|egress|2|ports|0|port = 443
+NetworkPolicy/trainer: spec|egress|2|ports = null
+NetworkPolicy/trainer: spec|egress|2|to|0|ipBlock|except = ["10.0.0.0/8"]
+"""
+
+
+def _make_mistake(line: str, found: list[Document]) -> None:
+    for name, place in (("POD", "Job/trainer"), ("SERVER", "Deployment/mlflow")):
+        line = line.replace(f"{name}|", f"{place}: spec|template|spec|")
+    path, _, value = line.partition(" = ")
     head, _, keys = path.partition(": ")
-
-    def edit(found: list[Document]) -> None:
-        parent: Any = one(found, *head.split("/"))
-        *parents, last = [int(key) if key.isdecimal() else key for key in keys.split("|")]
-        for key in parents:
-            parent = parent[key]
-        if value is None:
-            del parent[last]
-        else:
-            parent[last] = value
-
-    return edit
+    parent: Any = one(found, *head.split("/"))
+    *parents, last = [int(key) if key.isdecimal() else key for key in keys.split("|")]
+    for key in parents:
+        parent = parent[key]
+    if value == "null":
+        del parent[last]
+    else:
+        parent[last] = json.loads(value)
 
 
-_POD = "Job/trainer: spec|template|spec"
-_SERVER = "Deployment/mlflow: spec|template|spec"
-MISTAKES = {
-    "a field that does not exist": _set("Job/trainer: spec|completion", 2),
-    "more pods than the rendezvous waits for": _set("Job/trainer: spec|completions", 3),
-    "fewer at a time": _set("Job/trainer: spec|parallelism", 1),
-    "pods without lasting names": _set("Job/trainer: spec|completionMode", "NonIndexed"),
-    "two pods of one index": _set("Job/trainer: spec|podReplacementPolicy", "TerminatingOrFailed"),
-    "no back-off for the loss of node 0": _set("Job/trainer: spec|backoffLimit", 1),
-    "a wrong recipe tried again and again": _set("Job/trainer: spec|podFailurePolicy|rules|0|onExitCodes|values", [4]),
-    "exit codes of a container that has none": _set(
-        "Job/trainer: spec|podFailurePolicy|rules|0|onExitCodes|containerName", "trainer"
-    ),
-    "a drain that counts": _set("Job/trainer: spec|podFailurePolicy|rules|1|action", "Count"),
-    "restarts in place": _set(f"{_POD}|restartPolicy", "OnFailure"),
-    "no subdomain": _set(f"{_POD}|subdomain", None),
-    "another subdomain": _set(f"{_POD}|subdomain", "trainers"),
-    "too little grace": _set(f"{_POD}|terminationGracePeriodSeconds", 30),
-    "two images": _set(f"{_POD}|initContainers|0|image", "ddp-pipeline:0.0.9"),
-    "a preflight of another recipe": _set(f"{_POD}|initContainers|0|command|4", "digits"),
-    "a shell as process 1": _set(f"{_POD}|containers|0|command|0", "sh"),
-    "a failure without a message": _set(f"{_POD}|initContainers|0|terminationMessagePolicy", None),
-    "a GPU that is not there, unnoticed": _set(f"{_POD}|containers|0|command|7", "run.device=auto"),
-    "all pods must succeed": _set("Job/trainer: spec|successPolicy", None),
-    "a lost node waited for": _set(f"{_POD}|tolerations|0|tolerationSeconds", 300),
-    "/dev/shm on disk": _set(f"{_POD}|volumes|3|emptyDir", {}),
-    "/dev/shm as large as the memory": _set(f"{_POD}|volumes|3|emptyDir|sizeLimit", "24Gi"),
-    "a claim that is not there": _set(f"{_POD}|volumes|2|persistentVolumeClaim|claimName", "run"),
-    "service links": _set(f"{_SERVER}|enableServiceLinks", None),
-    "a token": _set(f"{_POD}|automountServiceAccountToken", True),
-    "root": _set(f"{_POD}|securityContext|runAsNonRoot", False),
-    "no seccomp": _set(f"{_SERVER}|securityContext|seccompProfile", None),
-    "a capability": _set(f"{_POD}|containers|0|securityContext|capabilities|add", ["IPC_LOCK"]),
-    "a writable root": _set(f"{_SERVER}|containers|0|securityContext|readOnlyRootFilesystem", False),
-    "the host's network": _set(f"{_POD}|hostNetwork", True),
-    "a namespace that lets all in": _set("Namespace/ddp-pipeline: metadata|labels", {"team": "vision"}),
-    "another namespace": _set("Service/mlflow: metadata|namespace", "default"),
-    "a Service that selects nobody": _set("Service/trainer: spec|selector|app", "train"),
-    "a Service with an address": _set("Service/trainer: spec|clusterIP", "10.0.0.1"),
-    "names only for the ready": _set("Service/trainer: spec|publishNotReadyAddresses", None),
-    "a rendezvous at nobody's": _set("ConfigMap/trainer: data|PET_RDZV_ENDPOINT", "trainer-0:29500"),
-    "a rendezvous that waits for a dark node": _set("ConfigMap/trainer: data|PET_RDZV_BACKEND", "c10d"),
-    "no restarts": _set("ConfigMap/trainer: data|PET_MAX_RESTARTS", "0"),
-    "more processes than GPUs": _set("ConfigMap/trainer: data|PET_NPROC_PER_NODE", "2"),
-    "a shutdown shorter than a save": _set("ConfigMap/trainer: data|TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "10"),
-    "hosts without the port": _set(f"{_SERVER}|containers|0|args|1", "mlflow,localhost:*"),
-    "a tracking address of nobody": _set("ConfigMap/trainer: data|MLFLOW_TRACKING_URI", "http://tracker:5000"),
-    "a password that is nowhere": _set(
-        f"{_SERVER}|containers|0|args",
-        ["--allowed-hosts", "mlflow:5000,localhost:*,127.0.0.1:*", "--app-name", "basic-auth"],
-    ),
-    "a scratch volume without end": _set(f"{_POD}|volumes|4|emptyDir", {}),
-    "a server's scratch volume without end": _set(f"{_SERVER}|volumes|1|emptyDir", {}),
-    "pods without a policy": _set("NetworkPolicy/default-deny: spec|podSelector", {"matchLabels": {"app": "mlflow"}}),
-    "pods without a policy that reach out": _set("NetworkPolicy/default-deny: spec|policyTypes", ["Ingress"]),
-    "a policy that lets all in": _set("NetworkPolicy/default-deny: spec|ingress", [{}]),
-    "two writers of SQLite": _set("Deployment/mlflow: spec|strategy|type", "RollingUpdate"),
-    "a health check that is always green": _set(f"{_SERVER}|containers|0|readinessProbe|httpGet|path", "/health"),
-    "a cold start cut short": _set(f"{_SERVER}|containers|0|startupProbe|failureThreshold", 3),
-    "a port for the ranks, who choose theirs": _set("NetworkPolicy/trainer: spec|ingress|0|ports", [{"port": 29500}]),
-    "a recovery with more rights": _set("Role/recovery: rules|0|resources", ["pods", "secrets"]),
-    "a recovery with the rights of the cluster": _set("RoleBinding/recovery: roleRef|kind", "ClusterRole"),
-    "a recovery without its token": _set("Deployment/recovery: spec|template|spec|automountServiceAccountToken", False),
-    "a token for all pods of the account": _set("ServiceAccount/recovery: automountServiceAccountToken", True),
-    "a recovery that stays on a lost node": _set("Deployment/recovery: spec|template|spec|tolerations", []),
-    "a recovery without the API server": _set("NetworkPolicy/recovery: spec|egress", []),
-    "no names": _set("NetworkPolicy/trainer: spec|egress|2", {"ports": [{"port": 53, "protocol": "UDP"}]}),
-}
-
-
-_EGRESS = "NetworkPolicy/trainer: spec|egress|2"
-STORE_MISTAKES = {
-    "a run that ends with its pod": _set(f"{_POD}|containers|0|command|8", "run.trace=true"),
-    "one mirror for all runs": _set(f"{_POD}|containers|0|command|8", "checkpoint.mirror=s3://my-data/imagenet/runs"),
-    "a shared claim": _set("PersistentVolumeClaim/mlflow: spec|accessModes", ["ReadWriteMany"]),
-    "data on a claim": _set(f"{_POD}|volumes|1", {"name": "data", "persistentVolumeClaim": {"claimName": "mlflow"}}),
-    "a run folder without end": _set(f"{_POD}|volumes|2|emptyDir", {}),
-    "a cache that cannot be written": _set(f"{_POD}|containers|0|volumeMounts|1|readOnly", True),
-    "a preflight without credentials": _set(f"{_POD}|initContainers|0|envFrom|2", None),
-    "a key in the ConfigMap": _set("ConfigMap/trainer: data|AWS_SECRET_ACCESS_KEY", "x"),
-    "the store's port closed": _set(f"{_EGRESS}|ports|0|port", 443),
-    "every port": _set(f"{_EGRESS}|ports", None),
-    "the metadata service": _set(f"{_EGRESS}|to|0|ipBlock|except", ["10.0.0.0/8"]),
-}
-
-
-@pytest.mark.parametrize("mistake", STORE_MISTAKES)
-def test_a_planted_mistake_with_a_store_is_found(mistake: str) -> None:
-    found = documents(STORE)
-    assert problems(found) == []
-    STORE_MISTAKES[mistake](found)
-    assert problems(found), mistake
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_planted_mistake_is_found(defaults: list[Document], mistake: str) -> None:
-    assert problems(defaults) == []
+@pytest.mark.parametrize("line", MISTAKES.splitlines())
+def test_a_planted_mistake_is_found(defaults: list[Document], line: str) -> None:
     found = copy.deepcopy(defaults)
-    MISTAKES[mistake](found)
-    assert problems(found), mistake
+    _make_mistake(line, found)
+    assert problems(found)
+
+
+@pytest.mark.parametrize("line", STORE_MISTAKES.splitlines())
+def test_a_planted_mistake_with_a_store_is_found(stored: list[Document], line: str) -> None:
+    found = copy.deepcopy(stored)
+    _make_mistake(line, found)
+    assert problems(found)
 
 
 def test_render_prints_what_it_writes_to_files(tmp_path: Path) -> None:
@@ -574,6 +495,9 @@ def test_render_prints_what_it_writes_to_files(tmp_path: Path) -> None:
     printed = pipeline(*words)
     written = pipeline(*words, "--out", str(tmp_path / "k8s"))
     assert (printed.code, written.code) == (0, 0)
+    one_file = pipeline("k8s", "render", "--sync", "digits", "--out", str(tmp_path / "sync"))
+    assert f"kubectl apply -f {tmp_path / 'sync/sync-digits.yaml'}" in one_file.out
+    assert (tmp_path / "sync/sync-digits.yaml").is_file()
     assert list(yaml.safe_load_all(printed.out)) == [
         document
         for path in sorted((tmp_path / "k8s").glob("*.yaml"))
@@ -589,13 +513,9 @@ def test_the_manifest_of_a_server_with_a_password_does_not_contain_it() -> None:
     assert server["envFrom"] == [{"secretRef": {"name": "mlflow-auth"}}]
     assert "env" not in server
     assert not [d for d in found if d["kind"] == "Secret"], "the user creates the Secret"
-    for mistake in ("envFrom", "startupProbe"):
+    for mistake in ("envFrom = null", 'startupProbe|exec|command = ["true"]'):
         wrong = copy.deepcopy(found)
-        (server,) = pod_of(one(wrong, "Deployment", "mlflow"))["containers"]
-        if mistake == "envFrom":
-            del server["envFrom"]
-        else:
-            server["startupProbe"]["exec"]["command"] = ["true"]
+        _make_mistake(f"SERVER|containers|0|{mistake}", wrong)
         assert problems(wrong), mistake
 
 

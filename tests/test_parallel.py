@@ -7,24 +7,20 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from harness import SMALL, Job, free_port, kill, pipeline, quick, read_rows, two_nodes
 from streams import make_trainer
 from torch import nn
 from torch.nn.parallel import parallel_apply
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision import models
 from torchvision.models.convnext import CNBlockConfig
 from torchvision.models.regnet import BlockParams
 
 from pipeline.addons.ops.plan_table import memory_row
 from pipeline.addons.shard.dataparallel import AutocastModel
-from pipeline.addons.shard.fsdp import FSDPStrategy, blocks, gathered_bytes, units
+from pipeline.addons.shard.fsdp import FSDPStrategy, blocks, units
 from pipeline.addons.shard.partition import StageModule, remove_layers, split_into_stages
 from pipeline.config.load import load
 from pipeline.config.sections import Model
@@ -38,7 +34,6 @@ from pipeline.plan import DataSize, Plan
 from pipeline.planning import make_plan
 from pipeline.record.checkpoint import decode
 from pipeline.record.checkpoint_files import read_verified
-from pipeline.train.optimizer import make_optimizer
 from pipeline.train.state import TrainState
 from pipeline.train.step import Step
 from pipeline.world import World, from_environment
@@ -124,39 +119,20 @@ def test_slices_within_a_machine_resume_with_the_same_bits_and_at_other_sizes(tm
         assert run.run_in_forks().done["step"] == str(step)
 
 
-@pytest.mark.parametrize(
-    ("local_size", "hosts"),
-    [(1, ["a", "a", "b", "b"]), (2, ["a", "b", "a", "b"])],
-    ids=["without LOCAL_WORLD_SIZE", "ranks not consecutive"],
-)
-def test_slices_within_a_machine_need_the_ranks_of_a_machine(local_size: int, hosts: list[str]) -> None:
-    config, world = load("digits", ["parallel=fsdp", "fsdp.shard=node"]), World(size=4, local_size=local_size)
-    group = Group(world, torch.device("cpu"))
-    group.hosts = hosts
-    with pytest.raises(RequestError, match=rf"^fsdp.shard=node needs .* not ranks on {', '.join(hosts)}: start with"):
-        FSDPStrategy(config, make_plan(config, world, DataSize(960, 96, 10)), build(config.model, 10), group)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [("parallel=fsdp", "run.exact=true"), ("parallel=stages", "run.exact=true"),
-     ("parallel=fsdp", "train.precision=fp16"), ("parallel=stages", "model.batchnorm=average"),
-     ("parallel=dataparallel", "run.exact=true")],
-)  # fmt: skip
-def test_settings_that_do_not_combine_are_refused_by_name(words: tuple[str, str]) -> None:
-    with pytest.raises(RequestError) as refusal:
-        load("digits", list(words))
-    assert words[0] in str(refusal.value)
-    assert words[1] in str(refusal.value)
+def test_slices_within_a_machine_need_the_ranks_of_a_machine() -> None:
+    for local_size, hosts in ((1, ["a", "a", "b", "b"]), (2, ["a", "b", "a", "b"])):
+        config, world = load("digits", ["parallel=fsdp", "fsdp.shard=node"]), World(size=4, local_size=local_size)
+        group = Group(world, torch.device("cpu"))
+        group.hosts = hosts
+        with pytest.raises(RequestError, match=rf"^fsdp.shard=node needs .* not ranks on {', '.join(hosts)}"):
+            FSDPStrategy(config, make_plan(config, world, DataSize(960, 96, 10)), build(config.model, 10), group)
 
 
 @pytest.mark.full
 def test_a_model_that_cannot_be_split_is_refused_before_the_group_forms(tmp_path: Path, digits: Path) -> None:
     result = job(tmp_path / "run", digits, 2, "parallel=stages", "model.arch=squeezenet1_0").run()
     assert result.code == 2
-    assert result.error.startswith(
-        "parallel=stages cannot split model.arch=squeezenet1_0: use one of torchvision's AlexNet, "
-    )
+    assert result.error.startswith("parallel=stages cannot split model.arch=squeezenet1_0: ")
 
 
 def test_the_plan_shows_the_memory_of_a_process_and_of_rank_0() -> None:
@@ -169,45 +145,6 @@ def test_the_plan_shows_the_memory_of_a_process_and_of_rank_0() -> None:
     assert "of which a process has about 1/2 = 6.0 MiB" in row("fsdp.shard=node")
 
 
-def test_the_plan_shows_what_fsdp_gathers() -> None:
-    words = ("batch.accumulate=2", "parallel=fsdp", "model.arch=resnet18", "train.precision=bf16")
-    result = pipeline("plan", "digits", *words, "--world", "2")
-    assert (
-        "  gathered       85.4 MiB of weights a step and process = 2 passes × 42.7 MiB (blocks forward and backward,"
-        " the rest once); 42.7 MiB of gradients are summed once a step\n"
-    ) in result.out
-    assert "gathered" not in pipeline("plan", "digits", *words).out, "one process gathers nothing"
-
-
-class CountGathers(TorchDispatchMode):
-    """Counts what torch.distributed gathers."""
-
-    num_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name() == "c10d::_allgather_base_":
-            self.num_bytes += args[0].numel() * args[0].itemsize
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("arch", ["resnet18", "vit_b_32", "convnext_tiny"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_bytes_gathered_are_those_of_the_plan(arch: str, precision: str) -> None:
-    config = load("digits", ["parallel=fsdp", f"model.arch={arch}", f"train.precision={precision}"])
-    plan = make_plan(config, World(size=4, local_size=4), DataSize(960, 96, 10))
-    group, model = Group(World(size=4), torch.device("cpu")), build(config.model, 10)
-    images = torch.randn(2, 3, 224, 224)
-    expected = gathered_bytes(model, 4, is_bf16=precision == "bf16")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)  # sends nothing
-    try:
-        strategy = FSDPStrategy(config, plan, model, group)
-        with CountGathers() as gathers, strategy.gradient_sync(0), autocast(group.device, precision):
-            strategy.forward(images).sum().backward()  # type: ignore[no-untyped-call]
-    finally:
-        dist.destroy_process_group()
-    assert gathers.num_bytes == expected
-
-
 def test_stages_that_do_not_divide_are_refused_with_values_that_work() -> None:
     with pytest.raises(RequestError, match=r"stages\.count=3 .* worlds that work are 3, 6"):
         plan_stages(4, "stages.count=3")
@@ -217,11 +154,6 @@ def test_stages_that_do_not_divide_are_refused_with_values_that_work() -> None:
         plan_stages(4, "stages.count=4", "stages.micro_batches=2")
     made = plan_stages(4, "batch.accumulate=2")
     assert (made.stages, made.micro_batch, made.micro_batches, made.bn_batch) == (2, 12, 4, 6)
-
-
-def test_dataparallel_uses_one_process() -> None:
-    with pytest.raises(RequestError, match="parallel=dataparallel uses one process"):
-        make_plan(load("digits", ["parallel=dataparallel"]), World(size=2, local_size=2), DataSize(960, 96, 10))
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])  # autocast defaults on CPU and GPU
@@ -260,16 +192,15 @@ SMALL_MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("arch", SMALL_MODELS)
-def test_the_stages_in_sequence_are_the_model(arch: str) -> None:
+def test_the_stages_in_sequence_are_the_model_and_send_contiguous_tensors(arch: str) -> None:
     torch.manual_seed(0)
     model = SMALL_MODELS[arch]().eval()
     images = torch.randn(2, 3, 64, 64)
     stages = split_into_stages(model, arch, 3, 64)
-    with torch.no_grad():
-        x = images
-        for links in stages:
-            x = StageModule(model, links)(x)
-        assert torch.equal(x, model(images))
+    x = images
+    for links in stages:
+        x = StageModule(model, links)(x)
+    assert torch.equal(x, model(images))
     found: list[str] = []
     for stage in range(3):
         part = copy.deepcopy(model)
@@ -278,17 +209,12 @@ def test_the_stages_in_sequence_are_the_model(arch: str) -> None:
         assert any(True for _ in part.parameters())
         found += part.state_dict()
     assert sorted(found) == sorted(model.state_dict()), "each weight is in exactly one stage"
-
-
-@pytest.mark.parametrize("arch", SMALL_MODELS)
-def test_tensors_sent_between_stages_are_contiguous(arch: str) -> None:
-    model = SMALL_MODELS[arch]().to(memory_format=torch.channels_last)
-    x = torch.randn(2, 3, 64, 64).to(memory_format=torch.channels_last)
-    for links in split_into_stages(model, arch, 3, 64):
+    model, x = model.to(memory_format=torch.channels_last), images.to(memory_format=torch.channels_last)
+    for links in stages:
         x = x.detach().requires_grad_()
         output = StageModule(model, links)(x)
         (gradient,) = torch.autograd.grad(output.square().sum(), x)  # as torch.distributed.pipelining does
-        assert output.is_contiguous()
+        assert output.is_contiguous(), "only contiguous tensors can be sent"
         assert gradient.is_contiguous()
         x = output
 
@@ -300,18 +226,12 @@ def test_stages_cost_about_the_same() -> None:
     assert blocks_of == [4, 4, 4, 4]
 
 
-@pytest.mark.parametrize(
-    ("arch", "count", "line"),
-    [("googlenet", 2, "cannot split model.arch=googlenet: use one of torchvision's AlexNet, "),
-     ("resnet18", 13, "stages.count=13 is too large for resnet18: set stages.count to at most 11")],
-)  # fmt: skip
-def test_a_model_that_cannot_be_split_is_refused_by_name(arch: str, count: int, line: str) -> None:
-    with pytest.raises(RequestError) as refusal:
-        split_into_stages(meta_model(Model(arch=arch), 10), arch, count, 64)
-    assert line in str(refusal.value)
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"stages.count=13 is too large for resnet18: .* at most 11"):
+        split_into_stages(meta_model(Model(arch="resnet18"), 10), "resnet18", 13, 64)
 
 
-@pytest.mark.parametrize("arch", ["resnet50", "vit_b_32", "convnext_tiny", "swin_t", "mobilenet_v3_small"])
+@pytest.mark.parametrize("arch", ["resnet50", "vit_b_32", "swin_t", "mobilenet_v3_small"])
 def test_fsdp_blocks_are_small_modules_that_are_called_as_one(arch: str) -> None:
     model = meta_model(Model(arch=arch), 1000)
     found = list(blocks(model))
@@ -368,20 +288,6 @@ def test_weights_gathered_in_bf16_give_the_bits_of_autocast(arch: str, group: Gr
         assert torch.equal(sharded.grad.full_tensor(), param.grad), name  # type: ignore[union-attr, operator, arg-type]
 
 
-def test_sharded_weights_are_updated_together(group: Group) -> None:
-    config = load("digits", ["parallel=fsdp", "model.arch=resnet18"])
-    strategy = FSDPStrategy(
-        config, make_plan(config, group.world, DataSize(960, 96, 10)), build(config.model, 10), group
-    )
-    optimizer = make_optimizer(strategy.model, config)
-    for param in strategy.model.parameters():
-        param.grad = torch.ones_like(param)
-    with torch.profiler.profile() as profile:
-        optimizer.step()
-    calls = sum(event.count for event in profile.key_averages() if event.key.startswith("aten::_foreach_"))
-    assert 0 < calls < len(list(strategy.model.parameters())), "one by one, each would need several"
-
-
 @pytest.mark.parametrize(("name", "skips"), [("sgd", False), ("adamw", True)])
 def test_nothing_leaves_an_fsdp_step_whose_loss_is_nan(name: str, skips: bool, digits: Path, group: Group) -> None:
     trainer = make_trainer(digits, "model.arch=shufflenet_v2_x0_5", "batch.global=24", f"optimizer.name={name}")
@@ -406,23 +312,21 @@ def test_nothing_leaves_an_fsdp_step_whose_loss_is_nan(name: str, skips: bool, d
 
 
 def test_processes_started_by_hand_need_the_address_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    for name in ("INIT_METHOD", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(RequestError, match="no address of rank 0"):
-        from_environment()
-    for wrong in ("127.0.0.1:29500", "tcp://localhost:99999", "tcp://localhost:0", "tcp://a b:29500"):
-        monkeypatch.setenv("INIT_METHOD", wrong)
-        with pytest.raises(RequestError, match=f"INIT_METHOD='{wrong}' is not tcp://HOST:PORT, .*1 to 65535"):
-            from_environment()
-    monkeypatch.setenv("INIT_METHOD", "tcp://127.0.0.1:29500")
-    assert from_environment().init_method == "tcp://127.0.0.1:29500"
-    monkeypatch.delenv("INIT_METHOD")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    for wrong in ("abc", "0", "65536", "-1", ""):
-        monkeypatch.setenv("MASTER_PORT", wrong)
-        with pytest.raises(RequestError, match=f"MASTER_PORT='{wrong}' .* is not a port: set it to a number from 1 to"):
-            from_environment()
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    assert from_environment().init_method is None
+    for given, problem in (
+        ({}, "no address of rank 0"),
+        ({"INIT_METHOD": "127.0.0.1:29500"}, "INIT_METHOD="),
+        ({"INIT_METHOD": "tcp://localhost:99999"}, "INIT_METHOD="),
+        ({"INIT_METHOD": "tcp://127.0.0.1:29500"}, None),
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "65536"}, "MASTER_PORT="),
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": ""}, "MASTER_PORT="),
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}, None),
+    ):
+        for name in ("INIT_METHOD", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in {"RANK": "1", "WORLD_SIZE": "2", **given}.items():
+            monkeypatch.setenv(name, value)
+        if problem is None:
+            assert from_environment().init_method == given.get("INIT_METHOD")
+        else:
+            with pytest.raises(RequestError, match=problem):
+                from_environment()

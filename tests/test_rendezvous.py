@@ -4,7 +4,6 @@ The agents run on this machine. tests/faults/test_nodes.py has them in network n
 """
 
 import random
-import re
 import signal
 import socket
 import subprocess
@@ -84,10 +83,11 @@ def test_a_silent_node_ends_the_round_and_the_others_continue_when_they_have_sto
     assert membership.update(found, heard + 3).members == (1, 3)
 
 
-def test_a_node_that_was_just_killed_is_not_in_the_next_round() -> None:
+def test_a_node_that_was_just_killed_is_not_in_the_next_round_and_is_named() -> None:
     membership, found = Membership(LEADER, [2]), nodes(3, now=20)
     found[2] = replace(found[2], heard=12)
     assert membership.update(found, 20).members == (1, 3)
+    assert Membership(LEADER, [3]).waiting_for({1: found[1], 3: found[3]}, 20) == "trainer-1"
 
 
 def test_an_agent_that_never_comes_back_is_not_waited_for_without_end() -> None:
@@ -111,14 +111,6 @@ def test_a_node_that_would_not_make_the_world_larger_does_not_end_the_round() ->
     assert membership.waiting_for(found, 100) == "3 nodes are here; 2 of them train, the most that are allowed"
     found[4] = Node("trainer-3", heard=100, arrived=1)
     assert membership.update(found, 100).reason == "trainer-2, trainer-3 can join"
-
-
-def test_missing_nodes_are_named() -> None:
-    membership = Membership(LEADER, [3])
-    found = nodes(3)
-    del found[2]
-    membership.update(found, 0)
-    assert membership.waiting_for(found, 0) == "trainer-1"
 
 
 class Agents:
@@ -169,13 +161,6 @@ class Agents:
             assert time.monotonic() < deadline, f"no world of {size} in {timeout} s:\n{self.log()}"
             assert self.running[0].poll() is None, self.log()
             time.sleep(0.05)
-
-    def wait(self) -> str:
-        """Wait for the end of all agents; return the `done` line."""
-        codes = [agent.wait(180) for agent in self.running]
-        assert codes == [0] * len(codes), self.log()
-        (line,) = [line for log in self.logs for line in log.read_text().splitlines() if line.startswith("done ")]
-        return line
 
     def log(self) -> str:
         return "\n".join(f"== {log.name}\n{log.read_text()[-3000:]}" for log in self.logs)
@@ -240,7 +225,7 @@ def test_an_agent_that_finds_no_peer_leaves_with_75(tmp_path: Path, digits: Path
     agents.start()
     assert agents.running[0].wait(30 * SHARING) == 75, agents.log()
     (line,) = [line for line in agents.logs[0].read_text().splitlines() if line.startswith("pipeline: ")]
-    assert re.fullmatch(r"pipeline: waited for .*\(1 of 2 are here: .*\), 3 s of 3 s: start all nodes of the job", line)
+    assert "(1 of 2 are here: " in line
     assert "Traceback" not in agents.log()
 
 
@@ -286,15 +271,10 @@ def test_an_agent_that_was_frozen_leaves_with_its_ranks(tmp_path: Path, digits: 
     assert "this node exits, and may be started again" in agents.log()
 
 
-@pytest.mark.parametrize(
-    ("conf", "says"),
-    [("allowed_nodes=two", "allowed_nodes=two in --rdzv-conf: give numbers joined by +"),
-     ("allowed_nodes=4+8", "allowed_nodes=4+8 in --rdzv-conf has no number from 1 to 3 (--nnodes)")],
-)  # fmt: skip
-def test_wrong_options_are_refused(tmp_path: Path, digits: Path, conf: str, says: str) -> None:
-    agents = Agents(tmp_path, digits, "1:3", conf=conf).start()
+def test_wrong_options_are_refused(tmp_path: Path, digits: Path) -> None:
+    agents = Agents(tmp_path, digits, "1:3", conf="allowed_nodes=4+8").start()
     assert agents.running[0].wait(30 * SHARING) == 2
-    assert says in agents.log()
+    assert "allowed_nodes=4+8 in --rdzv-conf has no number from 1 to 3" in agents.log()
 
 
 @pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.long), 4])

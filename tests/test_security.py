@@ -34,7 +34,8 @@ from test_predict import CLASSES, run_dir  # noqa: F401 — a fixture
 from torch import nn
 from torchvision.datasets.folder import default_loader
 
-from pipeline.addons.deploy.k8s import RenderOptions, render
+from pipeline.addons.deploy.k8s import render
+from pipeline.addons.deploy.options import RenderOptions
 from pipeline.addons.mlflow.connection import check_artifact_host
 from pipeline.addons.mlflow.exported_program import read_weights
 from pipeline.addons.mlflow.model import export_model

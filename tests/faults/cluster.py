@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from engine import docker
-from harness import SMALL, Job, children, command_line, environment, kill, read_rows, variable
+from harness import SMALL, Job, assert_each_sample_once, children, command_line, environment, kill, read_rows, variable
 
 from faults.pods import Pods, rendered
 from pipeline.addons.deploy.rehearse import LABEL
@@ -43,13 +43,13 @@ class Cluster(ABC):
         """Send SIGKILL, and restart by hand where nothing else restarts the training."""
 
     @abstractmethod
-    def wait(self) -> str:
-        """Wait for a successful end; return the `done` line."""
+    def wait(self) -> None:
+        """Wait for a successful end."""
 
-    def run_undisturbed(self) -> str:
-        """Train from the start to the end; return the `done` line."""
+    def run_undisturbed(self) -> None:
+        """Train from the start to the end."""
         self.start()
-        return self.wait()
+        self.wait()
 
     @abstractmethod
     def close(self) -> None:
@@ -143,17 +143,14 @@ class Processes(Cluster):
         self.run.wait_until(lambda: set(self.run.checkpoints()) - before, "saved file", pause=0.0002)
         return 0
 
-    def wait(self) -> str:
+    def wait(self) -> None:
         result = self.run.wait()
         assert result.code == 0, result.err
-        return result.out.splitlines()[-1]
 
-    def run_undisturbed(self) -> str:
+    def run_undisturbed(self) -> None:
         """Train with new interpreters: forks of one process have the same hashes, for example."""
         self.run.interpreter = True
-        result = self.run.run()
-        assert result.code == 0, result.err
-        return result.out.splitlines()[-1]
+        super().run_undisturbed()
 
     def close(self) -> None:
         self.run.clean()
@@ -182,19 +179,18 @@ class Namespaces(Cluster):
             case "one rank":
                 self.pods.kill_rank(draw.randrange(self.pods.nodes))
             case "node 0":
-                self.pods.kill_pod(0)
+                self.pods[0].kill()
             case _:
-                self.pods.kill_pod(draw.randrange(1, self.pods.nodes))
+                self.pods[draw.randrange(1, self.pods.nodes)].kill()
 
     def cut(self, seconds: float, draw: random.Random) -> None:
         pod = draw.randrange(self.pods.nodes)
-        self.pods.partition(pod)
+        self.pods[pod].set_network("down")
         time.sleep(seconds)
-        self.pods.heal(pod)
+        self.pods[pod].set_network("up")
 
-    def wait(self) -> str:
+    def wait(self) -> None:
         assert self._wait_for_end() == 0, self.log()
-        return done_line(self.run)
 
     def close(self) -> None:
         self.pods.__exit__()
@@ -243,10 +239,9 @@ class Containers(Cluster):
         time.sleep(seconds)
         docker("network", "connect", "--ip", address, "--alias", alias, network, node)
 
-    def wait(self) -> str:
+    def wait(self) -> None:
         assert self._process
         assert self._process.wait(600) == 0, self.log()
-        return done_line(self.run)
 
     def close(self) -> None:
         if self._process:
@@ -269,3 +264,11 @@ def done_line(run: Job) -> str:
     """Return the `done` line that the journal of a finished run keeps."""
     (line,) = {row["line"] for row in read_rows(run.folder / "journal.jsonl") if row.get("status") == "FINISHED"}
     return str(line)
+
+
+def assert_same(run: Job, expected: Job) -> None:
+    """Assert that a run has the weights, samples and figures of an undisturbed one."""
+    assert done_line(run) == done_line(expected)
+    assert_each_sample_once(run.trace(), 48)
+    assert run.trace() == expected.trace()
+    assert run.journal("train/", "val/") == expected.journal("train/", "val/")

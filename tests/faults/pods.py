@@ -30,7 +30,8 @@ import yaml
 from harness import Job, children, command_line, kill, variable
 from manifests import Document, one, pod_of, settings
 
-from pipeline.addons.deploy.k8s import RenderOptions, render
+from pipeline.addons.deploy.k8s import render
+from pipeline.addons.deploy.options import RenderOptions
 from pipeline.supervision import process_stat
 
 BIN = Path(sys.executable).parent
@@ -74,7 +75,6 @@ class Pod:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, container: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes] | None:
-        """Start a container's process, unless the pod is marked for deletion."""
         with self._lock:
             self._process = None if self.is_deleted else container()
             return self._process
@@ -128,10 +128,9 @@ class Pod:
     def rank(self, rank: int) -> int | None:
         """Return the process of a rank, not its loader workers; None if it does not run here."""
         found = [pid for pid in self.trainers() if variable(pid, "RANK") == str(rank)]
-        return next((pid for pid in found if _parent(pid) not in found), None)
+        return next((pid for pid in found if int(_stat(pid)[1]) not in found), None)
 
     def create_namespace(self) -> None:
-        """Connect a new network namespace to the switch."""
         _ip("netns", "add", self.namespace)
         _ip("link", "add", "eth0", "address", self.mac, "netns", self.namespace, "type", "veth",
             "peer", "name", self.port, "netns", SWITCH)  # fmt: skip
@@ -287,16 +286,6 @@ class Pods:
             if (pid := pod.rank(rank)) is not None:
                 kill(pid, signal.SIGKILL)
 
-    def kill_pod(self, pod: int) -> None:
-        """Kill all processes of the pod at once."""
-        self[pod].kill()
-
-    def partition(self, pod: int) -> None:
-        self[pod].set_network("down")
-
-    def heal(self, pod: int) -> None:
-        self[pod].set_network("up")
-
     def freeze(self, pod: int) -> Pod:
         """Make the pod's node lose power: no packet leaves or arrives, and no process runs."""
         self[pod].is_frozen = True
@@ -311,11 +300,9 @@ class Pods:
         pod.continue_processes()
 
     def replace_lost(self, pod: int) -> None:
-        """Play what a cluster does with the pod of a frozen node, without the minutes it waits.
+        """Set the pod of a frozen node to Failed, as the recovery controller does after minutes.
 
-        The node controller marks the pod for deletion. No kubelet answers, so the recovery
-        controller sets its phase to Failed; then the Job controller replaces it. The processes of
-        the old pod stay as they are.
+        The Job controller replaces it. The processes of the old pod stay as they are.
         """
         self[pod].is_disrupted = True
         self._lose(self[pod])
@@ -328,13 +315,6 @@ class Pods:
         self[pod].is_disrupted = True
         self[pod].is_replaced = is_replaced
         return self._delete([self[pod]])
-
-    def processes(self, pod: int) -> list[int]:
-        return self[pod].processes()
-
-    def trainers(self, pod: int) -> list[int]:
-        """Return the living ranks and loader workers of a pod."""
-        return self[pod].trainers()
 
     def start_pod(self, pod: int) -> Pod:
         """Start a pod with a namespace and an address of its own; its name moves to it."""
@@ -351,7 +331,6 @@ class Pods:
         return new
 
     def volume(self, pod: Pod, name: str) -> Path:
-        """Return the folder in place of a volume: for an emptyDir, one of this pod alone."""
         (volume,) = (volume for volume in pod_of(self.job)["volumes"] if volume["name"] == name)
         return self.folder / pod.namespace / name if "emptyDir" in volume else self.folder / name
 
@@ -375,13 +354,11 @@ class Pods:
             pod.delete_namespace()
 
     def _end(self, pod: Pod) -> None:
-        """Report the end of a pod, by its exit code or because its node is lost."""
         pod.has_ended.set()
         self._write_names()
         self._ended.put(pod)
 
     def _lose(self, pod: Pod) -> None:
-        """Set the phase of a frozen pod to Failed, as the recovery controller does."""
         assert pod.is_frozen
         pod.mark_deleted()
         self._end(pod)
@@ -442,10 +419,6 @@ class Pods:
     def start_and_watch(self, timeout: float) -> Callable[[], int]:
         """Start all pods and call `wait` in a thread; return a function that returns its result."""
         self.start()
-        return self.watch(timeout)
-
-    def watch(self, timeout: float) -> Callable[[], int]:
-        """Call `wait` in a thread; return a function that returns its result."""
         pool = ThreadPoolExecutor(1)
         future = pool.submit(self.wait, timeout)
         pool.shutdown(wait=False)
@@ -510,14 +483,9 @@ class Pods:
                 return str(rule["action"])
         return "Count"
 
-    # The run
-
-    def step(self) -> int:
-        return self.run.step()
-
     def wait_for_step(self, step: int, timeout: float = 180) -> int:
-        self.wait_until(lambda: self.step() >= step, f"step {step}", timeout)
-        return self.step()
+        self.wait_until(lambda: self.run.step() >= step, f"step {step}", timeout)
+        return self.run.step()
 
     def wait_until(self, condition: Callable[[], object], what: str, timeout: float = 180) -> float:
         """Wait until the condition is true; return the seconds it took."""
@@ -541,7 +509,6 @@ def rendered(data: Path | str, *words: str, nodes: int = 2, **options: Any) -> l
 
 
 def _indexes(text: str) -> Iterator[int]:
-    """Yield the indexes of a text such as 0,2-4."""
     for part in text.split(","):
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)
@@ -561,23 +528,16 @@ def _address(number: int) -> tuple[str, str]:
 
 def _runs(pid: int, *, is_told: bool) -> bool:
     """Return True unless a process has stopped or ended. is_told: SIGSTOP was sent to it."""
-    state = _state(pid)
-    return state not in ("T", "Z", "") and not (is_told and state == "D")
+    state = _stat(pid)[0]
+    return state not in ("T", "Z") and not (is_told and state == "D")
 
 
-def _state(pid: int) -> str:
-    """Return the state of a process as /proc names it, "" if it has ended."""
+def _stat(pid: int) -> list[str]:
+    """Return the fields of /proc after the name; those of a zombie if the process has ended."""
     try:
-        return process_stat(pid)[0]
+        return process_stat(pid)
     except OSError:
-        return ""
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(process_stat(pid)[1])
-    except OSError:
-        return 0
+        return ["Z", "0"]
 
 
 def _ip(*arguments: str, check: bool = True) -> str:

@@ -25,15 +25,15 @@ def test_a_permanent_network_cut_ends_both_sides(tmp_path: Path, digits: Path) -
     with Pods(rendered(digits, *WORDS, *words), tmp_path / "cut") as pods:
         pods.start()
         pods.wait_for_step(8)
-        pods.partition(1)
+        pods[1].set_network("down")
         cut = time.monotonic()
-        before = {pod: pods.trainers(pod) for pod in (0, 1)}
-        while any(set(pids) & set(pods.trainers(pod)) for pod, pids in before.items()):
+        before = {pod: pods[pod].trainers() for pod in (0, 1)}
+        while any(set(pids) & set(pods[pod].trainers()) for pod, pids in before.items()):
             assert time.monotonic() - cut < limit + 15, "no rank trains longer than the timeout"
             time.sleep(0.2)
-        step = pods.step()
+        step = pods.run.step()
         time.sleep(3)
-        assert pods.step() == step, "neither side continues alone"
+        assert pods.run.step() == step, "neither side continues alone"
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_second_job_in_the_same_run_folder_is_refused(tmp_path: Path, digits: 
         assert second.code == 75
         assert "is held by process" in second.error
         for pod in (0, 1):
-            for pid in pods.processes(pod):
+            for pid in pods[pod].processes():
                 kill(pid, 9)
 
 
@@ -105,7 +105,7 @@ def test_node_0_lost_after_the_last_step_does_not_keep_the_job_from_completing(t
         end = pods.start_and_watch(300)
         journal = pods.run.folder / "journal.jsonl"
         pods.wait_until(lambda: any(row.get("status") == "FINISHED" for row in read_rows(journal)), "end of rank 0")
-        pods.kill_pod(0)
+        pods[0].kill()
         assert end() == 0, pods.logs()
         log = (pods.folder / "pod-0.log").read_text()
     assert "the run is already finished" in log

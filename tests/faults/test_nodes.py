@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import SHARING, SMALL, Job, assert_each_sample_once, command_line, read_rows
+from harness import SHARING, SMALL, Job, command_line, read_rows
 from manifests import Document
 
-from faults.cluster import done_line
+from faults.cluster import assert_same
 from faults.ledger import Notes
 from faults.pods import Pod, Pods, missing, rendered
 from pipeline.record.checkpoint_files import step_of
@@ -42,16 +42,16 @@ def test_a_frozen_node_is_replaced_and_writes_nothing_when_it_thaws(
         end = pods.start_and_watch(900)
         pods.wait_for_step(draw.randint(3, STEPS - 20))
         time.sleep(draw.uniform(0, 0.3))
-        survivors = pods.trainers(1 - node)
+        survivors = pods[1 - node].trainers()
         old = pods.freeze(node)
-        seconds = pods.wait_until(lambda: not {*survivors} & {*pods.trainers(1 - node)}, "end of the other ranks", 75)
+        seconds = pods.wait_until(lambda: not {*survivors} & {*pods[1 - node].trainers()}, "end of the other ranks", 75)
         notes.note("L1", seconds=seconds)
         pods.replace_lost(node)
         if thaws_early := seed % 2 == 1:
             pods.wait_until(lambda: len(pods.run.starts()) == 2, "start")
             _assert_ends_alone(pods, old)
         assert end() == 0, pods.logs()
-        _assert_same(pods.run, undisturbed)
+        assert_same(pods.run, undisturbed)
         if not thaws_early:
             before = _contents(pods.run.folder)
             _assert_ends_alone(pods, old)
@@ -71,10 +71,10 @@ def test_a_suspended_job_resumes_with_the_same_bits(
             seconds = pods.suspend()
             notes.note("L2", seconds=seconds)
             assert seconds < 10 * SHARING
-            assert step_of(pods.run.checkpoints()[-1]) == pods.step(), "the last step is saved"
+            assert step_of(pods.run.checkpoints()[-1]) == pods.run.step(), "the last step is saved"
             pods.resume()
         assert end() == 0, pods.logs()
-        _assert_same(pods.run, undisturbed)
+        assert_same(pods.run, undisturbed)
 
 
 @pytest.mark.full
@@ -96,10 +96,10 @@ def test_a_peer_lost_at_the_end_does_not_keep_the_job_from_completing(
         if seed % 4 == 2:
             pods.freeze(1)
         else:
-            pods.kill_pod(1)
+            pods[1].kill()
         assert end() == 0, pods.logs()
         notes.note("L3", seconds=time.monotonic() - lost)
-        _assert_same(pods.run, undisturbed)
+        assert_same(pods.run, undisturbed)
 
 
 @pytest.mark.long
@@ -134,7 +134,7 @@ def test_a_pod_evicted_before_training_is_gone_in_seconds(
             pods.freeze(0)
         pods.start_pod(pod)
         words = "pipeline doctor" if phase in ("preflight", "no name") else "torchrun"
-        pods.wait_until(lambda: any(words in command_line(pid) for pid in pods.processes(pod)), words)
+        pods.wait_until(lambda: any(words in command_line(pid) for pid in pods[pod].processes()), words)
         time.sleep(random.Random(seed).uniform(*(8, 12) if phase == "no name" else (0, 6)))
         seconds = pods.evict(pod, is_replaced=False)
         notes.note("L4", seconds=seconds)
@@ -167,13 +167,6 @@ def _is_finished(run: Job) -> bool:
 def _assert_ends_alone(pods: Pods, old: Pod) -> None:
     pods.thaw(old)
     pods.wait_until(lambda: not old.processes(), "end of the thawed pod's processes", 10 * SHARING)
-
-
-def _assert_same(run: Job, expected: Job) -> None:
-    assert done_line(run) == done_line(expected)
-    assert_each_sample_once(run.trace(), 48)
-    assert run.trace() == expected.trace()
-    assert run.journal("train/", "val/") == expected.journal("train/", "val/")
 
 
 def _contents(folder: Path) -> dict[str, tuple[str, int]]:

@@ -6,11 +6,11 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import SHARING, SMALL, Job, assert_each_sample_once, pipeline, read_rows
+from harness import SHARING, SMALL, Job, pipeline, read_rows
 from manifests import Document
 from object_store import Bucket
 
-from faults.cluster import done_line
+from faults.cluster import assert_same
 from faults.ledger import Notes
 from faults.pods import Pods, missing, rendered
 
@@ -63,17 +63,17 @@ def test_node_0_lost_with_its_disk_comes_back_bit_identical(
         lost, before = time.monotonic(), pods.run.folder
         run_id = _run_ids(pods.run)
         if loss == "killed":
-            pods.kill_pod(0)
+            pods[0].kill()
         else:
             pods.freeze(0)
-            pods.wait_until(lambda: not pods.trainers(1), "end of the other rank", 75)
+            pods.wait_until(lambda: not pods[1].trainers(), "end of the other rank", 75)
             pods.replace_lost(0)
         pods.wait_until(lambda: pods.run.folder != before and len(pods.run.starts()) == 2, "start on an empty disk")
         notes.note("K5", seconds=time.monotonic() - lost)
         assert end() == 0, pods.logs()
         assert pods.run.starts()[1]["step"] > 0, "it continues, it does not start again"
         assert _run_ids(pods.run) == run_id
-        _assert_same(pods.run, undisturbed)
+        assert_same(pods.run, undisturbed)
     names = bucket.names("runs/")
     assert not [name for name in names if not name.startswith("runs/digits/")], "one mirror for the run"
     assert bucket.read("runs/digits/journal.jsonl") == (pods.run.folder / "journal.jsonl").read_bytes()
@@ -97,7 +97,7 @@ def test_a_suspended_job_loses_its_disks_and_no_step(
         pods.resume()
         assert end() == 0, pods.logs()
         assert [row["step"] for row in pods.run.starts()] == [0, last_step]
-        _assert_same(pods.run, undisturbed)
+        assert_same(pods.run, undisturbed)
 
 
 @pytest.mark.long
@@ -110,15 +110,8 @@ def test_node_0_lost_with_its_disk_after_the_last_step_does_not_keep_the_job_fro
         end = pods.start_and_watch(300)
         pods.wait_for_step(STEPS - 2)
         pods.wait_until(lambda: b'"FINISHED"' in bucket.read("runs/digits/journal.jsonl"), "end of rank 0")
-        pods.kill_pod(0)
+        pods[0].kill()
         assert end() == 0, pods.logs()
-
-
-def _assert_same(run: Job, expected: Job) -> None:
-    assert done_line(run) == done_line(expected)
-    assert_each_sample_once(run.trace(), 48)
-    assert run.trace() == expected.trace()
-    assert run.journal("train/", "val/") == expected.journal("train/", "val/")
 
 
 def _run_ids(run: Job) -> set[str]:

@@ -9,8 +9,7 @@ are applied.
 import json
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from ipaddress import ip_network
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -18,8 +17,8 @@ from urllib.parse import urlsplit
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from pipeline import __version__
 from pipeline.addons.deploy import node
+from pipeline.addons.deploy.options import RenderOptions
 from pipeline.addons.ops.model import check_model_builds, check_model_exists
 from pipeline.config.load import from_yaml, load, recipe_text
 from pipeline.config.schema import Config
@@ -41,74 +40,6 @@ _LOCK_MEMORY = ("setpriv", "--reuid=10001", "--inh-caps=+ipc_lock", "--ambient-c
 """Starts a command as user 10001 with the capability IPC_LOCK, in a container of root."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RenderOptions:
-    recipe: str = "digits"
-    overrides: Sequence[str] = ()
-    nodes: int = 2
-    """Pods, and the most that train."""
-    min_nodes: int | None = None
-    """The fewest that train; None: all."""
-    gpus: int = 1
-    """GPUs of a node, one process each; 0: train on the CPU."""
-    nproc: int = 1
-    """Processes of a node without GPUs."""
-    image: str = f"ddp-pipeline:{__version__}"
-    mlflow_image: str = f"ddp-pipeline-mlflow:{__version__}"
-    mlflow_auth: bool = False
-    """MLflow requires a password, that of the Secret `mlflow-auth`."""
-    pull_secret: str | None = None
-    namespace: str = "ddp-pipeline"
-    storage_class: str | None = None
-    """None: the cluster's default."""
-    store: str | None = None
-    """s3://bucket/prefix of data and runs, in place of volumes that the pods share."""
-    store_endpoint: str | None = None
-    """URL of a store other than AWS's."""
-    store_cidr: str | None = None
-    """Addresses of the store. None: those that `store_endpoint` names, or every public one."""
-    service_account: str | None = None
-    """The trainers' ServiceAccount, with rights to the bucket. None: the namespace's default."""
-    single_node: bool = False
-    """All pods on one machine (kind, minikube): volumes for one node, and no anti-affinity."""
-    cpus: int | None = None
-    """CPUs of a pod. None: 8 per process with GPUs, 2 without."""
-    memory: str | None = None
-    shm: str | None = None
-    numa_binding: str | None = None
-    """torchrun's option of that name: which CPUs a process is bound to."""
-    runtime_class: str | None = None
-    """The pods' RuntimeClass. None: the node's default container runtime."""
-    priority_class: str | None = None
-    queue: str | None = None
-    """Kueue's LocalQueue that admits the Job."""
-    gang: str | None = None
-    """`native`: Kubernetes 1.37 starts all pods together or none."""
-    topology: str | None = None
-    """A node label: prefer nodes that share its value, such as one zone or one rack."""
-    rdma: str | None = None
-    """The resource of an RDMA device, one for each pod."""
-    recovery: bool = True
-    """Include the controller that ends the pods of a lost node."""
-
-    @property
-    def processes(self) -> int:
-        """Return the processes of a pod."""
-        return self.gpus or self.nproc
-
-    @property
-    def cpus_of_pod(self) -> int:
-        return self.cpus or (8 if self.gpus else 2) * self.processes
-
-    @property
-    def memory_of_pod(self) -> str:
-        return self.memory or f"{node.memory_gib(self.gpus, self.nproc)}Gi"
-
-    @property
-    def shm_of_pod(self) -> str:
-        return self.shm or f"{(8 if self.gpus else 1) * self.processes}Gi"
-
-
 def render(request: RenderOptions) -> dict[str, str]:
     """Return the text of each manifest by file name.
 
@@ -118,12 +49,14 @@ def render(request: RenderOptions) -> dict[str, str]:
     overrides = [*request.overrides, "run.dir=/runs"]  # in a pod run.dir comes from the ConfigMap
     config = load(request.recipe, overrides)
     node.check_resume_is_auto(config)
-    _check_run_dir(request)
+    for word in request.overrides:
+        if word.startswith("run.dir="):
+            raise RequestError(f"{word} has no effect in a pod: set RUN_DIR in 10-config.yaml, or rename the recipe")
     _check_store(request, config)
     _check_pods(request, config)
     _check_plan(request, config)
     names = sorted(path.name for path in _TEMPLATES.glob("[0-9]*.yaml"))
-    if not request.recovery:
+    if request.no_recovery:
         names.remove("60-recovery.yaml")
     values = _values(request)
     manifests = {name: _fill(name, values) for name in names}
@@ -202,27 +135,24 @@ def _use_store(request: RenderOptions) -> RenderOptions:
 def _check_store(request: RenderOptions, config: Config) -> None:
     """Raise RequestError for what needs a bucket and has none, or a volume that all pods share."""
     if not request.store:
-        for given, place in (
-            ("--store-endpoint ", request.store_endpoint), ("--store-cidr ", request.store_cidr),
-            ("data.root=", config.data.root), ("checkpoint.mirror=", config.checkpoint.mirror),
-        ):  # fmt: skip
-            if place and (given.startswith("--") or place.startswith("s3://")):
-                raise RequestError(
-                    f"{given}{place} is for pods that may reach a bucket: add --store s3://BUCKET/PREFIX"
-                )
+        places = [f"{key}={place}" for key, place in
+                  (("data.root", config.data.root), ("checkpoint.mirror", config.checkpoint.mirror))
+                  if str(place).startswith("s3://")]  # fmt: skip
+        flags = {"--store-endpoint": request.store_endpoint, "--store-cidr": request.store_cidr}
+        given = [*places, *(f"{flag} {value}" for flag, value in flags.items() if value)]
+        if given:
+            raise RequestError(f"{given[0]} is for pods that may reach a bucket", "add --store s3://BUCKET/PREFIX")
         return
     if config.data.source == "folder":
         raise RequestError(
-            "data.source=folder needs a volume that all pods share, and --store has none: run 'pipeline data pack"
-            f" {config.data.root} {request.store}/data', and add data.source=pack"
+            "data.source=folder needs a volume that all pods share, and --store has none",
+            f"run 'pipeline data pack {config.data.root} {request.store}/data', and add data.source=pack",
         )
     if config.data.cache and Path("/data") not in Path(config.data.cache).parents:
-        raise RequestError(
-            f"data.cache={config.data.cache} is not on the pods' disk for it: give data.cache=/data/cache"
-        )
+        raise RequestError(f"data.cache={config.data.cache} is not on the pods' disk for it", "use /data/cache")
     for word in request.overrides:
         if word.startswith("checkpoint.mirror=") and "=s3://" not in word:
-            raise RequestError(f"{word} would lose the run with the disk of its pod: leave it out")
+            raise RequestError(f"{word} would lose the run with the disk of its pod", "leave it out")
 
 
 def _store_values(request: RenderOptions) -> dict[str, object]:
@@ -248,34 +178,31 @@ def _store_values(request: RenderOptions) -> dict[str, object]:
     return {"store_port": port, "store_namespace": namespace, "store_addresses": addresses}
 
 
-def _check_run_dir(request: RenderOptions) -> None:
-    given = [word for word in request.overrides if word.startswith("run.dir=")]
-    if given:
-        raise RequestError(f"{given[0]} has no effect in a pod: set RUN_DIR in 10-config.yaml, or rename the recipe")
-
-
 def _check_pods(request: RenderOptions, config: Config) -> None:
     """Raise RequestError if the options contradict each other, or the recipe."""
-    memory, shm = request.memory_of_pod, request.shm_of_pod
-    if 2 * _bytes(shm) > _bytes(memory):
-        raise RequestError(
-            f"--shm {shm} is more than half of --memory {memory}, of which it is a part: give more memory, or less for"
-            " /dev/shm"
-        )
-    if request.gpus and request.nproc != 1:
-        raise RequestError(f"--nproc {request.nproc} is for pods without GPUs: add --cpu, or give --gpus instead")
-    if not request.gpus and request.numa_binding:
-        raise RequestError(f"--numa-binding {request.numa_binding} binds to the CPUs next to a GPU: leave --cpu out")
-    if not request.gpus and request.rdma:
-        raise RequestError(f"--rdma {request.rdma} is for NCCL, which needs GPUs: leave --cpu out")
-    if request.gang and request.queue:
-        raise RequestError(f"--gang {request.gang} and --queue {request.queue} both start all pods together: give one")
-    if not request.gpus and config.run.device == "cuda":
-        raise RequestError("run.device=cuda, but pods with --cpu have no GPU: leave one of the two out")
-    if request.gpus and config.run.device == "cpu":
-        raise RequestError("run.device=cpu, but the pods ask for GPUs: add --cpu, or leave run.device out")
-    if not request.gpus and config.model.batchnorm == "sync" and request.nodes * request.processes > 1:
-        raise RequestError("model.batchnorm=sync: torch synchronises batch norm on GPUs only; use local or average")
+    memory, shm = _memory_of(request), request.shm_of_pod
+    on_gpus, on_cpus = request.gpus > 0, request.gpus == 0
+    conflicts = (
+        (2 * _bytes(shm) > _bytes(memory), f"--shm {shm} is more than half of --memory {memory}", "raise --memory"),
+        (on_gpus and request.nproc != 1, f"--nproc {request.nproc} is for pods without GPUs", "add --cpu"),
+        (on_cpus and request.numa_binding, f"--numa-binding {request.numa_binding} needs GPUs", "leave --cpu out"),
+        (on_cpus and request.rdma, f"--rdma {request.rdma} is for NCCL, which needs GPUs", "leave --cpu out"),
+        (
+            request.gang and request.queue,
+            f"--gang and --queue {request.queue} both start all pods together",
+            "give one",
+        ),
+        (on_cpus and config.run.device == "cuda", "run.device=cuda, but pods with --cpu have no GPU", "give one"),
+        (on_gpus and config.run.device == "cpu", "run.device=cpu, but the pods ask for GPUs", "add --cpu"),
+        (
+            on_cpus and config.model.batchnorm == "sync" and request.nodes * request.processes > 1,
+            "model.batchnorm=sync: torch synchronises batch norm on GPUs only",
+            "use local or average",
+        ),
+    )
+    for is_wrong, problem, remedy in conflicts:
+        if is_wrong:
+            raise RequestError(problem, remedy)
 
 
 def _allowed_nodes(request: RenderOptions, config: Config) -> tuple[int, ...]:
@@ -302,12 +229,13 @@ def _check_plan(request: RenderOptions, config: Config) -> None:
             raise RequestError(problem, "give more, or lower data.prefetch, evaluate.batch or augment.size")
 
 
+def _memory_of(request: RenderOptions) -> str:
+    return request.memory or f"{node.memory_gib(request.gpus, request.nproc)}Gi"
+
+
 def _bytes(memory: str) -> int:
     """Return the bytes of an amount such as 512Mi, 64Gi or 1Ti."""
-    match = re.fullmatch(r"(\d+)([MGT])i", memory)
-    if not match:
-        raise RequestError(f"{memory} is not an amount of memory, such as 512Mi or 64Gi")
-    return int(match[1]) << {"M": 20, "G": 30, "T": 40}[match[2]]
+    return int(memory[:-2]) << {"Mi": 20, "Gi": 30, "Ti": 40}[memory[-2:]]
 
 
 def write(manifests: dict[str, str], folder: Path) -> None:
@@ -343,7 +271,7 @@ def _values(request: RenderOptions) -> dict[str, object]:
         "claims": [*shared, ("mlflow", "ReadWriteOnce", "20Gi")],
         **_store_values(request),
         "data_size": f"{math.ceil(config.data.cache_gib * 11 / 10) if config.data.cache else 1}Gi",
-        "cpus": str(request.cpus_of_pod), "memory": request.memory_of_pod, "shm": request.shm_of_pod,
+        "cpus": str(request.cpus_of_pod), "memory": _memory_of(request), "shm": request.shm_of_pod,
         "spread": request.nodes > 1 and not request.single_node,
         "backoff_limit": node.max_replacements(request.nodes, request.min_nodes),
         "grace_period": node.SHUTDOWN_TIMEOUT_S + 30,

@@ -18,7 +18,17 @@ from torch.distributed.elastic.rendezvous.api import (
 _LOOPBACK = "127.0.0.1"
 
 
-class LocalRendezvous(RendezvousHandler):
+class OpenRendezvous(RendezvousHandler):
+    """A rendezvous that no agent closes for the others."""
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+
+class LocalRendezvous(OpenRendezvous):
     """The rendezvous of an agent that needs no other. Each round has a store of its own."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
@@ -43,12 +53,6 @@ class LocalRendezvous(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         return 0
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
 
     def shutdown(self) -> bool:
         return True

@@ -14,16 +14,13 @@ from pipeline.planning import divisors
 
 JOB = "trainer"
 """Name of the job and of the service that gives its nodes their host names."""
-PORT = 29500
-BACKEND = "pipeline"
-"""The rendezvous of deploy/rendezvous.py. torchrun's own, c10d, unpickles what others send."""
+_PORT = 29500
+_BACKEND = "pipeline"  # the rendezvous of this folder. torchrun's own, c10d, unpickles what others send
 COMMAND = ("torchrun", "-m", "pipeline", "train")
 SHUTDOWN_TIMEOUT_S = 90
 """Longer than a step and a save, shorter than the grace period of a container."""
-MAX_RESTARTS = 20
-"""Restarts of the ranks by torchrun while their nodes stay alive."""
-ELASTIC_RESTARTS = 100
-"""The same if nodes come and go: torchrun counts a restart when a peer was drained."""
+_MAX_RESTARTS = 20  # of the ranks by torchrun while their nodes stay alive
+_ELASTIC_RESTARTS = 100  # if nodes come and go: torchrun counts a restart when a peer was drained
 
 
 def max_replacements(nodes: int, min_nodes: int | None = None) -> int:
@@ -61,8 +58,7 @@ def environment(nodes: int, nproc: int, min_nodes: int | None = None, allowed: S
     """Return the variables of a node, the same for every node of the job.
 
     nproc: processes of a node. min_nodes: the job also trains with fewer than `nodes`, if their
-    number is in `allowed` (`allowed_nodes`). The rendezvous orders ranks by host name, so rank 0
-    stays on node 0.
+    number is in `allowed`, from `allowed_nodes`.
     """
     shared = {
         "PET_NPROC_PER_NODE": str(nproc),
@@ -71,20 +67,20 @@ def environment(nodes: int, nproc: int, min_nodes: int | None = None, allowed: S
         "OMP_NUM_THREADS": "1",
     }
     if nodes == 1:
-        return {"PET_RDZV_BACKEND": BACKEND, "PET_RDZV_ENDPOINT": "localhost", **shared}
+        return {"PET_RDZV_BACKEND": _BACKEND, "PET_RDZV_ENDPOINT": "localhost", **shared}
     is_elastic = min_nodes is not None and min_nodes < nodes
     options = ["join_timeout=1800"]  # longer than a node takes to pull an image of many GB
     if is_elastic:
         options.append(f"allowed_nodes={'+'.join(map(str, allowed))}")
     return {
         "PET_NNODES": f"{min_nodes}:{nodes}" if is_elastic else str(nodes),
-        "PET_RDZV_BACKEND": BACKEND,
-        "PET_RDZV_ENDPOINT": f"{host_name(0)}:{PORT}",
+        "PET_RDZV_BACKEND": _BACKEND,
+        "PET_RDZV_ENDPOINT": f"{host_name(0)}:{_PORT}",
         "PET_RDZV_ID": JOB,
         "PET_RDZV_CONF": ",".join(options),
         # all nodes have as many processes: their agents need not tell each other
         "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
         "PIPELINE_FINISHED": "/tmp/finished",  # written by the preflight of a run that is finished
-        "PET_MAX_RESTARTS": str(ELASTIC_RESTARTS if is_elastic else MAX_RESTARTS),
+        "PET_MAX_RESTARTS": str(_ELASTIC_RESTARTS if is_elastic else _MAX_RESTARTS),
         **shared,
     }

@@ -7,10 +7,9 @@ A Job with `podReplacementPolicy: Failed` starts a replacement once the old pod 
 (`isPodFailed` in Kubernetes' pkg/controller/job/job_controller.go). Only the kubelet of the pod's
 node reports that, so the Job waits for ever if the node is dead. This controller does what pod
 garbage collection does for a node that is gone (`markFailedAndDeletePodWithCondition` in
-pkg/controller/podgc/gc_controller.go), and Kueue for pods with its annotation
-(pkg/controller/failurerecovery/pod_termination_controller.go): it patches the pod's status to
-Failed, then deletes the pod without grace. The Job controller counts the pod, removes its finalizer
-and starts the replacement. If the deletion fails, only the old pod's object stays.
+pkg/controller/podgc/gc_controller.go): it patches the pod's status to Failed, then deletes the pod
+without grace. The Job controller counts the pod, removes its finalizer and starts the replacement.
+If the deletion fails, only the old pod's object stays.
 
 A dead node cannot be told from one that is cut off and still trains. The lock of the run's folder
 (`takeover.py`) decides: the replacement takes it over from a dead rank 0, and exits with 75
@@ -41,36 +40,28 @@ DELAY = timedelta(seconds=15)
 """Time between the end of a pod's grace period and this controller's action."""
 _POLL_S = 5
 _TIMEOUT_S = 10
-_REPEAT_S = 60
 _MAX_ANSWER = 8 << 20  # bytes: about 800 pods, for which 128 MiB of memory are enough
 _SELECTOR = "labelSelector=app%3Dtrainer&fieldSelector=status.phase%21%3DSucceeded%2Cstatus.phase%21%3DFailed"
-_RULES = {"GET": "list on pods", "PATCH": "patch on pods/status", "DELETE": "delete on pods"}
+_REMEDIES = {401: "check the ServiceAccount of this pod", 403: "the Role of 60-recovery.yaml allows it"}
 
 
 def recover(account: Path = ACCOUNT) -> NoReturn:
     """End overdue pods until SIGTERM. Raises RequestError outside a cluster."""
     api = connect(account)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(OK))
-    log = Log()
-    log(f"watching the pods app=trainer in namespace {api.namespace}")
+    _log(f"watching the pods app=trainer in namespace {api.namespace}")
+    before: set[str] = set()
     while True:
-        for line in end_overdue_pods(api):
-            log(line)
+        lines = list(end_overdue_pods(api))
+        for line in lines:
+            if line not in before:  # an error that lasts is printed once
+                _log(line)
+        before = set(lines)
         time.sleep(_POLL_S)
 
 
-class Log:
-    """Prints lines, the same one at most once a minute."""
-
-    def __init__(self) -> None:
-        self._printed: dict[str, float] = {}
-
-    def __call__(self, line: str) -> None:
-        now = time.monotonic()
-        self._printed = {text: at for text, at in self._printed.items() if now - at < _REPEAT_S}
-        if line not in self._printed:
-            self._printed[line] = now
-            print(f"recovery | {line}", file=sys.stderr, flush=True)
+def _log(line: str) -> None:
+    print(f"recovery | {line}", file=sys.stderr, flush=True)
 
 
 class ApiError(Exception):
@@ -103,23 +94,14 @@ class ApiServer:
             with closing(HTTPSConnection(self.host, self.port, timeout=_TIMEOUT_S, context=context)) as connection:
                 connection.request(verb, url, None if body is None else json.dumps(body), headers)
                 response = connection.getresponse()
-                text = response.read(_MAX_ANSWER)
-        except (OSError, HTTPException) as error:
-            raise ApiError(f"{verb} {url}: {one_line(error, 500) or type(error).__name__}; trying again") from None
-        try:
-            answer, date = parse_json(text), parsedate_to_datetime(response.headers["Date"])
-        except (ValueError, TypeError):
-            raise ApiError(
-                f"{verb} {url}: answer {response.status} is not JSON, or longer than 8 MiB; trying again"
-            ) from None
-        if response.status >= 400:
-            reason = one_line(answer.get("message", "") if isinstance(answer, dict) else "", 500)
-            remedy = {
-                401: "; check the ServiceAccount of this pod",
-                403: f"; the Role of this pod's ServiceAccount needs {_RULES[verb]}",
-            }.get(response.status, "; trying again")
-            raise ApiError(f"{verb} {url}: answer {response.status} {reason}{remedy}")
-        return answer, date
+                answer = parse_json(response.read(_MAX_ANSWER))
+            if response.status < 400:
+                return answer, parsedate_to_datetime(response.headers["Date"])
+            problem = f"answer {response.status} {one_line(answer['message'], 500)}"
+            remedy = _REMEDIES.get(response.status, "trying again")
+        except (OSError, HTTPException, ValueError, TypeError, KeyError) as error:  # also an answer that is not JSON
+            problem, remedy = one_line(error, 500) or type(error).__name__, "trying again"
+        raise ApiError(f"{verb} {url}: {problem}; {remedy}")
 
 
 def connect(account: Path) -> ApiServer:
@@ -129,7 +111,7 @@ def connect(account: Path) -> ApiServer:
         return ApiServer(host, port, account, (account / "namespace").read_text(encoding="utf-8").strip())
     except (KeyError, ValueError, OSError):
         problem = f"this is not a pod with a service account: KUBERNETES_SERVICE_HOST or {account} is missing"
-        raise RequestError(f"{problem}; apply 60-recovery.yaml of 'pipeline k8s render'") from None
+        raise RequestError(problem, "apply 60-recovery.yaml of 'pipeline k8s render'") from None
 
 
 def end_overdue_pods(api: ApiServer) -> Iterator[str]:
@@ -151,22 +133,16 @@ def end_overdue_pods(api: ApiServer) -> Iterator[str]:
 
 
 def _is_overdue(metadata: dict[str, str], now: datetime) -> bool:
-    """Return True if the pod's grace period ended more than DELAY ago.
-
-    Kubernetes' deletionTimestamp includes the grace period. Both times are the API server's.
-    """
+    # deletionTimestamp includes the grace period; both times are the API server's
     end = metadata.get("deletionTimestamp")
     return end is not None and now - datetime.fromisoformat(end) > DELAY
 
 
 def _end(api: ApiServer, pod: dict[str, Any], now: datetime) -> str:
-    """Mark the pod as Failed, then delete it; return the line for the log.
-
-    The patch applies only to the version that was listed: a pod that has ended since stays as it
-    is. The deletion applies only to the same uid, never to a later pod of that name.
-    """
+    """Mark the pod as Failed, then delete it; return the line for the log."""
     metadata, status = pod["metadata"], pod.get("status", {})
-    name, node, end = metadata["name"], pod.get("spec", {}).get("nodeName", "none"), metadata["deletionTimestamp"]
+    name, uid, node = metadata["name"], metadata["uid"], pod.get("spec", {}).get("nodeName", "none")
+    end = metadata["deletionTimestamp"]
     message = f"its grace period ended at {end}, and node {node} has not reported its end"
     failed: dict[str, object] = {"phase": "Failed", "reason": "NodeDidNotAnswer", "message": message}
     conditions = status.get("conditions") or []
@@ -176,9 +152,10 @@ def _end(api: ApiServer, pod: dict[str, Any], now: datetime) -> str:
             "type": "DisruptionTarget", "status": "True", "reason": "DeletionByRecovery", "message": message,
             "lastTransitionTime": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
         }]  # fmt: skip
-    uid = metadata["uid"]
+    # only to the version that was listed: a pod that has ended since stays as it is
     patch = {"metadata": {"uid": uid, "resourceVersion": metadata["resourceVersion"]}, "status": failed}
     api.request("PATCH", f"pods/{name}/status", patch, "application/strategic-merge-patch+json")
+    # never a later pod of that name
     options = {"apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 0, "preconditions": {"uid": uid}}
     api.request("DELETE", f"pods/{name}", options)
     return f"pod {name} on node {node}: {message}; marked as Failed, so that the Job replaces it"

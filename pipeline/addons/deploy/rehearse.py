@@ -21,17 +21,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import docker
-from docker import DockerClient
 from docker.errors import APIError, DockerException, ImageNotFound
 from docker.models.containers import Container
 from docker.types import DeviceRequest, IPAMConfig, IPAMPool
 
+import docker
+from docker import DockerClient
 from pipeline import errors
 from pipeline.addons.deploy import node as node_settings
 from pipeline.config.load import load
 from pipeline.config.schema import Config
-from pipeline.errors import CRASH, OK, RequestError, TemporaryError
+from pipeline.errors import CRASH, OK, RequestError, TemporaryError, one_line
 from pipeline.guards.signals import handle
 
 LABEL = "ddp-pipeline.rehearsal"
@@ -63,17 +63,16 @@ class RehearsalOptions:
     num_nodes: int
     min_nodes: int | None = None
     """The job also trains with fewer nodes, down to this number. None: `num_nodes`."""
-    nproc: int = 1
+    nproc: int
     """Processes of a node without GPUs; otherwise there is one for each GPU."""
-    gpus: int = 0
-    """GPUs of a node; 0: the nodes train on the CPU."""
-    image: str = "ddp-pipeline"
-    data: Path | None = None
+    gpus: int
+    image: str
+    data: Path | None
     """Folder of this machine that is mounted read-only as /data in the nodes."""
-    runs: str | None = None
+    runs: str | None
     """Docker volume for /runs in the nodes, which is kept; None: one that is removed at the end."""
-    faults: Sequence[Fault] = ()
-    env: Sequence[str] = ()
+    faults: Sequence[Fault]
+    env: Sequence[str]
     """Additional variables of the nodes, as NAME=VALUE."""
 
     @property
@@ -96,24 +95,33 @@ def rehearse(request: RehearsalOptions) -> str | int:
     )
     for fault in request.faults:
         if fault.node >= request.num_nodes:
-            nodes = request.num_nodes
-            raise RequestError(f"node {fault.node} does not exist: with --nodes {nodes} the nodes are 0 to {nodes - 1}")
+            raise RequestError(f"cannot {fault}: with --nodes {request.num_nodes} there is no such node")
     with contextlib.closing(_connect_to_docker()) as client:
         handle(signal.default_int_handler)  # SIGINT, too: shells ignore it in background jobs
-        with _open_cluster(client, request, config, allowed) as cluster:
+        try:
+            image = client.images.get(request.image)
+        except ImageNotFound:
+            remedy = "build it with 'docker compose build trainer', or name another with --image"
+            raise RequestError(f"image {request.image!r} is not on this machine", remedy) from None
+        cluster = Cluster(client, request, config, allowed, image)
+        try:
             return cluster.run()
+        except APIError as error:
+            raise RequestError(f"Docker refused a request: {error.explanation}") from None
+        finally:
+            handle(signal.SIG_IGN)  # a second Ctrl-C must not interrupt the removal
+            cluster.close()
 
 
 class Cluster:
     """The nodes of one rehearsal, each in a container with a thread that runs it."""
 
     def __init__(
-        self, client: DockerClient, request: RehearsalOptions, config: Config, allowed: Sequence[int], name: str,
-        image: Any,
-    ) -> None:  # fmt: skip
-        self._client, self._request, self._config, self._name, self._image = client, request, config, name, image
-        self._allowed = allowed
-        """Numbers of nodes that divide the batch."""
+        self, client: DockerClient, request: RehearsalOptions, config: Config, allowed: Sequence[int], image: Any
+    ) -> None:
+        self._client, self._request, self._config, self._image = client, request, config, image
+        self._name = f"rehearsal-{uuid.uuid4().hex[:8]}"
+        self._environment = _environment(request, allowed, image)
         self._nodes: dict[int, Container] = {}
         self._addresses: dict[int, str] = {}
         self._exits: queue.Queue[tuple[int, int | Exception]] = queue.Queue()
@@ -127,7 +135,11 @@ class Cluster:
 
     def run(self) -> str | int:
         """Run all nodes with the faults, replacing those that fail; return as `rehearse` does."""
+        if self._request.runs is None:
+            self._client.volumes.create(self._name, labels={LABEL: self._name})
         self._create_network()
+        image = f"{self._request.image} ({self._image.short_id})"
+        _log(f"{self._name}: {self._request.num_nodes} nodes with image {image}")
         for node in range(self._request.num_nodes):
             self._start_node(node)
         faults = sorted(self._request.faults, key=lambda fault: fault.step)
@@ -164,23 +176,33 @@ class Cluster:
         return self._done_line or CRASH
 
     def _kill_others(self, codes: dict[int, int]) -> None:
-        """End the nodes that still wait for one that has succeeded."""
         for node, container in list(self._nodes.items()):
             if node not in codes:
                 with contextlib.suppress(APIError):  # it may just have ended
                     container.kill()
 
     def close(self) -> None:
-        """Prevent the node threads from creating more containers."""
+        """Remove all that was created. Raises APIError if a container stays for a minute."""
         with self._create_lock:
-            self._closed = True
+            self._closed = True  # the threads of the nodes create no more containers
+        labelled = {"label": f"{LABEL}={self._name}"}
+        deadline = time.monotonic() + _API_TIMEOUT_S
+        while containers := self._client.containers.list(all=True, filters=labelled, ignore_removed=True):
+            for container in containers:
+                try:
+                    container.remove(force=True)
+                except APIError:  # a preflight may be removing its own container: try again until it is gone
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(_POLL_S)
+        for network in self._client.networks.list(filters=labelled):
+            network.remove()
+        for volume in self._client.volumes.list(filters=labelled):
+            volume.remove(force=True)
 
     def _create_network(self) -> None:
-        """Create a network with an explicit subnet.
-
-        Docker lets a container ask for an address only in such a network, and a node must get its
-        own address again when it is reconnected. A temporary network finds a subnet that is free.
-        """
+        # Docker lets a container ask for an address only in a network with an explicit subnet, and
+        # a node must get its own again when it is reconnected. A temporary network finds a subnet.
         settings: dict[str, Any] = {"labels": {LABEL: self._name}, "driver": "bridge"}
         temporary = self._client.networks.create(self._name, **settings)
         temporary.reload()
@@ -240,7 +262,7 @@ class Cluster:
                 raise InterruptedError("the rehearsal is over")
             return self._client.containers.create(
                 self._image, name=name, labels={LABEL: self._name}, entrypoint=command, command=arguments,
-                environment=self._environment(), hostname=host, domainname=domain, network=self._name,
+                environment=self._environment, hostname=host, domainname=domain, network=self._name,
                 networking_config={self._name: self._client.api.create_endpoint_config(aliases=[host_name])},
                 device_requests=[DeviceRequest(device_ids=gpus, capabilities=[["gpu"]])] if gpus else None,
                 volumes=volumes, read_only=True, tmpfs={"/tmp": "size=8g"}, shm_size="1g",
@@ -248,22 +270,8 @@ class Cluster:
                 cap_drop=["ALL"], security_opt=["no-new-privileges:true"], init=True,
             )  # fmt: skip
 
-    def _environment(self) -> dict[str, str]:
-        digests = self._image.attrs.get("RepoDigests") or []
-        return {
-            **node_settings.environment(
-                self._request.num_nodes, self._request.processes, self._request.min_nodes, self._allowed
-            ),
-            "PIPELINE_IMAGE": digests[0] if digests else self._request.image,
-            "PIPELINE_IMAGE_ID": self._image.id,
-            **dict(variable.split("=", 1) for variable in self._request.env),
-        }
-
     def _forward_output(self, node: int, stream: Iterator[tuple[bytes | None, bytes | None]]) -> None:
-        """Log a node's output line by line until it ends, and keep its done line.
-
-        stream: chunks of (standard output, standard error).
-        """
+        # stream: chunks of (standard output, standard error)
         incomplete = [b"", b""]
         for chunks in stream:
             for i, chunk in enumerate(chunks):
@@ -275,7 +283,6 @@ class Cluster:
                     _log(text, f"node {node} | ")
 
     def _last_reported_step(self) -> int:
-        """Return the step of the journal's last row, or 0 if no node can read it now."""
         for node, container in list(self._nodes.items()):
             if node in self._reconnect_times:
                 continue
@@ -297,7 +304,6 @@ class Cluster:
             _log(f"cannot {fault}: {error.explanation}")
 
     def _reconnect_nodes(self) -> None:
-        """Reconnect the nodes that have been disconnected for long enough."""
         for node, reconnect_time in list(self._reconnect_times.items()):
             if time.monotonic() >= reconnect_time:
                 del self._reconnect_times[node]
@@ -307,47 +313,15 @@ class Cluster:
                     _log(f"node {node} is connected again")
 
 
-@contextlib.contextmanager
-def _open_cluster(
-    client: DockerClient, request: RehearsalOptions, config: Config, allowed: Sequence[int]
-) -> Iterator[Cluster]:
-    """Create a cluster and its volume; at the end remove everything with the cluster's label."""
-    try:
-        image = client.images.get(request.image)
-    except ImageNotFound:
-        remedy = "build it with 'docker compose build trainer', or name another with --image"
-        raise RequestError(f"image {request.image!r} is not on this machine: {remedy}") from None
-    name = f"rehearsal-{uuid.uuid4().hex[:8]}"
-    cluster = Cluster(client, request, config, allowed, name, image)
-    try:
-        if request.runs is None:
-            client.volumes.create(name, labels={LABEL: name})
-        _log(f"{name}: {request.num_nodes} nodes with image {request.image} ({image.short_id})")
-        yield cluster
-    except APIError as error:
-        raise RequestError(f"Docker refused a request: {error.explanation}") from None
-    finally:
-        handle(signal.SIG_IGN)  # a second Ctrl-C must not interrupt the removal
-        cluster.close()
-        _remove_all(client, name)
-
-
-def _remove_all(client: DockerClient, name: str) -> None:
-    """Remove all of a rehearsal. Raises APIError if a container stays for a minute."""
-    labelled = {"label": f"{LABEL}={name}"}
-    deadline = time.monotonic() + _API_TIMEOUT_S
-    while containers := client.containers.list(all=True, filters=labelled, ignore_removed=True):
-        for container in containers:
-            try:
-                container.remove(force=True)
-            except APIError:  # a preflight may be removing its own container: try again until it is gone
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(_POLL_S)
-    for network in client.networks.list(filters=labelled):
-        network.remove()
-    for volume in client.volumes.list(filters=labelled):
-        volume.remove(force=True)
+def _environment(request: RehearsalOptions, allowed: Sequence[int], image: Any) -> dict[str, str]:
+    """Return the variables of each node."""
+    digests = image.attrs.get("RepoDigests") or []
+    return {
+        **node_settings.environment(request.num_nodes, request.processes, request.min_nodes, allowed),
+        "PIPELINE_IMAGE": digests[0] if digests else request.image,
+        "PIPELINE_IMAGE_ID": image.id,
+        **dict(variable.split("=", 1) for variable in request.env),
+    }
 
 
 def _connect_to_docker() -> DockerClient:
@@ -357,9 +331,8 @@ def _connect_to_docker() -> DockerClient:
         client.ping()
         return client
     except DockerException as error:
-        causes = ("Permission denied", "No such file or directory", "Connection refused")
-        cause = next((cause for cause in causes if cause in str(error)), str(error))
-        raise RequestError(f"no Docker engine answers ({cause}): start it, or set DOCKER_HOST to its address") from None
+        problem = f"no Docker engine answers ({one_line(error)})"
+        raise RequestError(problem, "start it, or set DOCKER_HOST to its address") from None
 
 
 _log_lock = threading.Lock()

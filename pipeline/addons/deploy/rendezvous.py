@@ -46,7 +46,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname, parse_rendezvous_endpoint
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from pipeline.addons.deploy.local_rendezvous import LocalRendezvous
+from pipeline.addons.deploy.local_rendezvous import LocalRendezvous, OpenRendezvous
 from pipeline.addons.deploy.membership import LOST_S, STOPPING_S, Membership, Node, alive
 from pipeline.errors import OK, RequestError, TemporaryError
 from pipeline.guards.signals import is_hangup_ignored
@@ -69,16 +69,11 @@ class _Link:
         self, host: str, port: int, local_address: str | None, allowed: Sequence[int], is_done: bool = False
     ) -> None:
         self._host, self._port, self._local_address, self._allowed = host, port, local_address, allowed
+        # sent with each heartbeat; the leader sets the two times
         self.state = Node(socket.gethostname(), is_waiting=not is_done, is_done=is_done)
-        """The state of this agent, sent with each heartbeat. The leader sets the two times."""
-        self._store: TCPStore | None = None
-        self.agent_store: TCPStore | None = None
-        """A connection for torchrun: one that waits for a key blocks other threads."""
-        self.key = 0
-        """The number of this agent in the store."""
+        self.key = 0  # the number of this agent in the store
         self.is_leader = False
-        self.answer: dict[str, Any] = {}
-        """The leader's last answer, see `_lead`."""
+        self.answer: dict[str, Any] = {}  # the leader's last answer, see `_lead`
         self.error = ""
         self.changed = threading.Condition()
         self._wake = threading.Event()
@@ -124,25 +119,27 @@ class _Link:
                 self.changed.notify_all()
 
     def _connect(self) -> None:
-        timeout = timedelta(seconds=_CONNECT_S)
         if _is_this_machine(self._host):
             with suppress(RuntimeError, ValueError):  # the port is in use: an agent beside this one leads
-                self._store = TCPStore(self._host, self._port, is_master=True, timeout=timeout, wait_for_workers=False)
+                self._store = self._open_store(is_leader=True)
                 self.is_leader = True
-        if self._store is None:
-            self._store = TCPStore(self._host, self._port, is_master=False, timeout=timeout)
-        self.agent_store = TCPStore(self._host, self._port, is_master=False, timeout=timeout)
-        for store in (self._store, self.agent_store):
-            store.set_timeout(_STORE_TIMEOUT)
+        if not self.is_leader:
+            self._store = self._open_store()
+        self.agent_store = self._open_store()  # for torchrun: one that waits for a key blocks other threads
         self.key = self._store.add("nodes", 1)
         self._sent = 0
         self._nodes: dict[int, Node] = {}
+        # address for the process group of the current round, of which the leader has rank 0
         self._master: tuple[str, int] | None = None
-        """Address for the process group of the current round, of which the leader has rank 0."""
         self._membership = Membership(self.key, self._allowed)
 
+    def _open_store(self, *, is_leader: bool = False) -> TCPStore:
+        timeout = timedelta(seconds=_CONNECT_S)
+        store = TCPStore(self._host, self._port, is_master=is_leader, timeout=timeout, wait_for_workers=False)
+        store.set_timeout(_STORE_TIMEOUT)
+        return store
+
     def _beat(self) -> None:
-        assert self._store is not None
         self._sent += 1
         self._store.set(f"node/{self.key}", json.dumps(asdict(self.state) | {"beat": self._sent}))
         if self.is_leader:
@@ -156,7 +153,6 @@ class _Link:
 
     def _lead(self) -> dict[str, Any]:
         """Read all heartbeats, decide, and return the answer to all agents."""
-        assert self._store is not None
         now, nodes, before = time.monotonic(), self._nodes, self._membership.round
         for key in range(1, self._store.add("nodes", 0) + 1):
             known = nodes.get(key)
@@ -187,7 +183,7 @@ class _Link:
         }  # fmt: skip
 
 
-class Rendezvous(RendezvousHandler):
+class Rendezvous(OpenRendezvous):
     """The rendezvous of one agent. torchrun calls its methods in the main thread."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
@@ -242,7 +238,6 @@ class Rendezvous(RendezvousHandler):
                 logged = now
         link.state = replace(link.state, round=answer["number"], is_waiting=False)
         link.send_now()
-        assert link.agent_store is not None
         store = PrefixStore(str(answer["number"]), link.agent_store)
         rank, size = answer["members"].index(link.key), len(answer["members"])
         return RendezvousInfo(store, rank, size, RendezvousStoreInfo(*answer["master"]))
@@ -261,12 +256,6 @@ class Rendezvous(RendezvousHandler):
             return 1
         answer = link.answer
         return int(answer["over"] or answer["number"] > link.state.round)
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
 
     def shutdown(self) -> bool:
         """Leave. torchrun calls it in a `finally`: without an exception the ranks here are done.
@@ -303,11 +292,9 @@ class Rendezvous(RendezvousHandler):
         return self._link
 
     def _exit_if_finished(self) -> None:
-        """Exit with 0 if the preflight of this pod found that the run is finished.
-
-        No round may ever form: other nodes may have ended for good. A leader that waits for this
-        node learns here that it need not (`preflight.doctor`).
-        """
+        """Exit with 0 if the preflight of this pod found that the run is finished."""
+        # No round may ever form: other nodes may have ended for good. A leader that waits for this
+        # node learns here that it need not.
         file, host = os.environ.get("PIPELINE_FINISHED"), self._endpoint[0]
         if not file or not os.path.exists(file):
             return

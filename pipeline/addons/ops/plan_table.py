@@ -82,16 +82,6 @@ def memory_row(config: Config, parameters: int, plan: Resources) -> str:
     )
 
 
-def gathered_row(config: Config, parameters: int, plan: Plan, pass_bytes: int) -> str:
-    """Return the table's row about what FSDP sends. pass_bytes: weights gathered in a pass."""
-    place = ", within a machine," if config.fsdp.shard == "node" else ""
-    return (
-        f"  gathered       {mib(plan.accumulate * pass_bytes)} of weights a step and process{place} ="
-        f" {count_of(plan.accumulate, 'pass', 'es')} × {mib(pass_bytes)} (blocks forward and backward, the rest once);"
-        f" {mib(4 * parameters)} of gradients are summed once a step"
-    )
-
-
 def effective_counts(plan: Plan, counts: Sequence[int]) -> list[float]:
     """Return the expected number of images of each class in an epoch."""
     images = plan.steps_per_epoch * plan.global_batch

@@ -1,9 +1,7 @@
 """DataParallel: one process drives all GPUs of a machine, as in the oldest guides.
 
-In every pass torch copies the model to each GPU, splits the batch, and collects logits and
-gradients on the first GPU, from threads of one Python process. It is here for comparison, and for
-code that cannot have several processes. Each GPU normalises its own part of a pass; the running
-statistics are those of the first GPU.
+It is here for comparison. Each GPU normalises its own part of a pass; the running statistics are
+those of the first GPU.
 """
 
 from collections.abc import Callable

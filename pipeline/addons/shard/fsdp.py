@@ -6,8 +6,7 @@ runs, and one unit for the rest. Gradients are summed in torch's own order, whic
 repeats: no warm-up pass is needed.
 
 - A checkpoint is the one complete file that DDP writes: all processes gather each tensor in turn,
-  and rank 0 keeps it, so rank 0 has the whole state in host memory during a save. On resume every
-  process reads it whole and keeps its shard.
+  and rank 0 keeps it. On resume every process reads it whole and keeps its shard.
 - Running statistics are no weights: each process has its own complete ones, as under DDP, and rank
   0's are saved.
 - With several passes a step, gradients stay unsharded until the last pass: `batch.accumulate` costs
@@ -32,26 +31,30 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+<<<<<<< HEAD
 from pipeline.addons.shard.plan import fsdp_slices
+=======
+from pipeline.addons.shard.sharded import ShardedStrategy, join_one_of
+>>>>>>> a4c33ca (Deploy, shard: options in one place, one base of sharded strategies, smaller tests)
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError
 from pipeline.group import Group
 from pipeline.model.ema import make_ema
 from pipeline.model.weights import map_tensors, replace_tensors
+<<<<<<< HEAD
 from pipeline.parallel.strategy import Strategy
 from pipeline.plan import Plan
+=======
+from pipeline.plan import Plan, fsdp_slices
+>>>>>>> a4c33ca (Deploy, shard: options in one place, one base of sharded strategies, smaller tests)
 from pipeline.train.optimizer import parameter_groups
 
 _CAST_BY_AUTOCAST = {kind.forward for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)}
 """Forward functions that use weights only as autocast casts them, to bf16."""
 
 
-class FSDPStrategy(Strategy):
-    is_replicated = False
-    notice = (
-        "parallel=fsdp: rank 0 holds the whole state in host memory during a save, and every process on resume;"
-        " run.watch compares nothing"
-    )
+class FSDPStrategy(ShardedStrategy):
+    notice = f"parallel=fsdp: {ShardedStrategy.notice}"
 
     def __init__(self, config: Config, plan: Plan, model: nn.Module, group: Group) -> None:
         super().__init__(config, plan, model, group)
@@ -125,15 +128,12 @@ class FSDPStrategy(Strategy):
         return local
 
 
-def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the FSDP units of a model: the members of its outermost `nn.Sequential`s."""
-    for child in model.children():
-        if type(child) is nn.Sequential:
-            for member in child:
-                if type(member) is nn.Sequential:
-                    yield from blocks(nn.Sequential(member))
-                elif any(True for _ in member.parameters()):
-                    yield member
+def blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the blocks of a model: the members with weights of its outermost `nn.Sequential`s."""
+    for child in module.children():
+        is_member = type(module) is nn.Sequential and type(child) is not nn.Sequential
+        if is_member and any(True for _ in child.parameters()):
+            yield child
         else:
             yield from blocks(child)
 
@@ -155,12 +155,18 @@ def _make_mesh(config: Config, plan: Plan, group: Group) -> DeviceMesh:
             f" LOCAL_WORLD_SIZE, not ranks on {', '.join(hosts[:16])}",
             "start with torchrun, or use fsdp.shard=all",
         ).collective()
+<<<<<<< HEAD
     names = ("replicate", "shard")
     mesh = init_device_mesh(group.device.type, (len(rows), slices), mesh_dim_names=names)
     for name in names:
         assert group.device_timeout is not None
         mesh.get_group(name)._get_backend(group.device)._set_default_timeout(group.device_timeout)
     return mesh
+=======
+    ranks = torch.arange(group.size).view(-1, slices)
+    subgroups = [join_one_of(part.tolist(), group) for part in (ranks.T, ranks)]
+    return DeviceMesh.from_group(subgroups, group.device.type, ranks, mesh_dim_names=("replicate", "shard"))
+>>>>>>> a4c33ca (Deploy, shard: options in one place, one base of sharded strategies, smaller tests)
 
 
 def _shard_model(model: nn.Module, mesh: DeviceMesh, *, is_bf16: bool) -> None:
@@ -178,18 +184,17 @@ def units(model: nn.Module, *, is_bf16: bool) -> list[tuple[list[nn.Module], tor
     A unit gathers weights of one dtype. So with bf16 the norms of all blocks are a unit in fp32. A
     block that has other weights which autocast leaves in fp32, as ConvNeXt's, stays in fp32 whole.
     """
-    fp32_modules = {block: _fp32_modules(block) for block in blocks(model)}
-    cast = {
-        block: norms
-        for block, norms in fp32_modules.items()
-        if is_bf16 and all(param.ndim < 2 for norm in norms for param in norm.parameters())
-    }
-    all_norms = [norm for norms in cast.values() for norm in norms]
-    found: list[tuple[list[nn.Module], torch.dtype]] = [(all_norms, torch.float32)] if all_norms else []
-    for block in fp32_modules:
-        if block not in all_norms:
-            found.append(([block], torch.bfloat16 if block in cast else torch.float32))
-    return found
+    norms: list[nn.Module] = []
+    found: list[tuple[list[nn.Module], torch.dtype]] = []
+    for block in blocks(model):
+        kept = _fp32_modules(block)
+        if not is_bf16 or any(param.ndim >= 2 for module in kept for param in module.parameters()):
+            found.append(([block], torch.float32))
+            continue
+        norms += kept
+        if block not in kept:  # otherwise the block itself is a norm
+            found.append(([block], torch.bfloat16))
+    return [(norms, torch.float32), *found] if norms else found
 
 
 def check_can_shard(model: nn.Module) -> None:
@@ -200,25 +205,6 @@ def check_can_shard(model: nn.Module) -> None:
             f"parallel=fsdp cannot cut {scalars[0]}, a parameter without dimensions (the model has {len(scalars)})",
             "use parallel=ddp, or another model.arch",
         )
-
-
-def gathered_bytes(model: nn.Module, slices: int, *, is_bf16: bool) -> int:
-    """Return the bytes of weights that a process gathers in a pass, its own slices included.
-
-    A unit is gathered before its forward pass, and again before its backward pass. The rest is kept
-    between the two (torch 2.14: reshard_after_forward is False for the root). All slices have the
-    same number of rows, so the last ones are padded. Raises what `check_can_shard` does.
-    """
-    check_can_shard(model)
-    counted: set[nn.Parameter] = set()
-    total = 0
-    gathers = [(modules, 2 * dtype.itemsize) for modules, dtype in units(model, is_bf16=is_bf16)]
-    for modules, num_bytes in [*gathers, ([model], 4)]:
-        parameters = {param for module in modules for param in module.parameters()} - counted
-        rows = [(-(-len(param) // slices) * slices, param.numel() // len(param)) for param in parameters]
-        total += num_bytes * sum(count * width for count, width in rows)
-        counted |= parameters
-    return total
 
 
 def _fp32_modules(block: nn.Module) -> list[nn.Module]:

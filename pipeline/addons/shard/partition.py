@@ -9,9 +9,9 @@ would silently train another model.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,17 +22,12 @@ from torchvision import models
 from pipeline.errors import RequestError
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """One step of the forward pass, which works with any copy of the model."""
 
     owns: tuple[str, ...]
     """Names of the modules and parameters that it uses."""
     run: Callable[[nn.Module, Tensor], Tensor]
-
-
-def _function(run: Callable[[Tensor], Tensor]) -> Layer:
-    return Layer((), lambda _, x: run(x))
 
 
 def _embed(model: nn.Module, images: Tensor) -> Tensor:
@@ -43,8 +38,8 @@ def _embed(model: nn.Module, images: Tensor) -> Tensor:
     return embedded
 
 
-_FLATTEN = _function(lambda x: x.flatten(1))
-_POOL = _function(lambda x: functional.adaptive_avg_pool2d(x, 1).flatten(1))
+_FLATTEN = Layer((), lambda _, x: x.flatten(1))
+_POOL = Layer((), lambda _, x: functional.adaptive_avg_pool2d(x, 1).flatten(1))
 _COMMON: tuple[str | Layer, ...] = ("features", "avgpool", _FLATTEN, "classifier")
 
 _LAYERS: dict[type[nn.Module], tuple[str | Layer, ...]] = {
@@ -62,7 +57,7 @@ _LAYERS: dict[type[nn.Module], tuple[str | Layer, ...]] = {
     models.VGG: _COMMON,
     models.VisionTransformer: (
         Layer(("conv_proj", "class_token", "encoder.pos_embedding"), _embed), "encoder.layers", "encoder.ln",
-        _function(lambda x: x[:, 0]), "heads",
+        Layer((), lambda _, x: x[:, 0]), "heads",
     ),
 }  # fmt: skip
 
@@ -105,11 +100,8 @@ def remove_layers(model: nn.Module, layers: list[Layer]) -> None:
     """Remove the weights of `layers` from the model, in place."""
     modules = dict(model.named_modules())
     for name in [name for layer in layers for name in layer.owns]:
-        if name in modules:
-            model.set_submodule(name, nn.Identity())
-        else:
-            owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, None)
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, nn.Identity() if name in modules else None)
 
 
 def _layers(model: nn.Module, arch: str) -> list[Layer]:
@@ -128,7 +120,6 @@ def _layers(model: nn.Module, arch: str) -> list[Layer]:
 
 
 def _members(model: nn.Module, name: str) -> list[Layer]:
-    """Return a layer for a module, or one for each member of a Sequential."""
     module = model.get_submodule(name)
     if type(module) is nn.Sequential:
         return [layer for inner, _ in module.named_children() for layer in _members(model, f"{name}.{inner}")]
@@ -147,7 +138,6 @@ def _join_unweighted(model: nn.Module, layers: list[Layer]) -> list[list[Layer]]
 
 
 def _flops(model: nn.Module, units: list[list[Layer]], size: int) -> list[int]:
-    """Return the FLOPs of each unit for one image."""
     was_training = model.training
     x = torch.zeros((1, 3, size, size), device=next(model.parameters()).device)
     flops = []
@@ -166,26 +156,18 @@ def _balance(costs: list[int], count: int) -> tuple[int, ...]:
 
     @cache
     def best(end: int, runs: int) -> tuple[int, tuple[int, ...]]:
-        """Return the largest sum and the ends of the best split of costs[:end]."""
         if runs == 1:
             return sums[end], (end,)
-        splits = []
-        for start in range(runs - 1, end):
-            largest, ends = best(start, runs - 1)
-            splits.append((max(largest, sums[end] - sums[start]), (*ends, end)))
-        return min(splits)
+        before = [(start, *best(start, runs - 1)) for start in range(runs - 1, end)]
+        return min((max(largest, sums[end] - sums[start]), (*ends, end)) for start, largest, ends in before)
 
     return best(len(costs), count)[1]
 
 
 def _contiguous(x: Tensor) -> Tensor:
-    """Return `x` in contiguous memory, and make its gradient contiguous.
-
-    Only contiguous tensors can be sent, and ConvNeXt and channels_last produce others.
-    """
+    # its gradient, too: only these can be sent, and ConvNeXt and channels_last produce others
     return x.flatten().view(x.shape)
 
 
 def _is_within(name: str, owners: list[str] | tuple[str, ...]) -> bool:
-    """Return True if a weight's name is one of `owners`, or belongs to one of them."""
     return any(name == owner or name.startswith(f"{owner}.") for owner in owners)

@@ -13,13 +13,11 @@ accuracy are those of any other strategy, and no image is decoded twice.
 - Batch norm sees one micro-batch at a time, and running statistics are updated once per
   micro-batch.
 - A checkpoint is the one complete file that DDP writes: the stages of the first copy send rank 0
-  their parts, so rank 0 has the whole state in host memory during a save. On resume every process
-  reads it whole and keeps its part.
+  their parts. On resume every process reads it whole and keeps its part.
 - The gradients of the copies are averaged after the last pass, not during the backward pass.
 """
 
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -29,39 +27,37 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from pipeline.addons.shard.partition import StageModule, remove_layers, split_into_stages
+from pipeline.addons.shard.sharded import ShardedStrategy, join_one_of
 from pipeline.config.schema import Config
 from pipeline.group import Group, flatten, split_like
 from pipeline.model.loss import Targets, classification_loss
 from pipeline.model.weights import map_tensors, replace_tensors
-from pipeline.parallel.strategy import Strategy, autocast
+from pipeline.parallel.strategy import autocast
 from pipeline.plan import Plan
 from pipeline.train.optimizer import parameter_groups
 
 
-class StagesStrategy(Strategy):
-    is_replicated = False
-    notice = (
-        "parallel=stages: batch norm sees one micro-batch at a time; rank 0 holds the whole state in host memory during"
-        " a save, and every process on resume; run.watch compares nothing"
-    )
+class StagesStrategy(ShardedStrategy):
+    notice = f"parallel=stages: batch norm sees one micro-batch at a time; {ShardedStrategy.notice}"
 
     def __init__(self, config: Config, plan: Plan, model: nn.Module, group: Group) -> None:
         super().__init__(config, plan, model, group)
         self._count, self._classes, self._eval_batch = plan.stages, plan.num_classes, plan.eval_batch
         self._copies = group.size // plan.stages
         self._copy, self._stage = divmod(group.rank, plan.stages)
-        ranks, timeout = range(group.size), group.device_timeout
+        ranks = range(group.size)
         # a copy's stages are neighbours; the same stage of all copies averages its gradients
-        self._pp_group = _join_one_of([ranks[first : first + plan.stages] for first in ranks[:: plan.stages]], timeout)
-        self._dp_group = _join_one_of([ranks[stage :: plan.stages] for stage in range(plan.stages)], timeout)
+        self._pp_group = join_one_of([ranks[first : first + self._count] for first in ranks[:: self._count]], group)
+        self._dp_group = join_one_of([ranks[stage :: self._count] for stage in range(self._count)], group)
         state = model.state_dict()
         self._whole_state = replace_tensors(state, dict.fromkeys(state))  # names and versions only
-        self._names = _optimizer_names(model)
+        whole = _optimizer_names(model)
         parts = split_into_stages(model, config.model.arch, plan.stages, plan.image_size)
         self._links = parts.pop(self._stage)
         for links in parts:
             remove_layers(model, links)
-        self._local_names = _optimizer_names(model)
+        # a parameter's number in this optimizer -> that in an optimizer of the whole model
+        self._numbers = {number: whole.index(name) for number, name in enumerate(_optimizer_names(model))}
         self._autocast = partial(autocast, group.device, config.train.precision)
         part = StageModule(model, self._links)
         part.autocast = self._autocast
@@ -108,37 +104,34 @@ class StagesStrategy(Strategy):
             dist.broadcast(buffer, group=self._dp_group, group_src=0)
 
     def full_state(self, states: dict[str, Any]) -> dict[str, Any]:
+        elsewhere: dict[str, Any] = {key: {} for key in states}
         if self._copy:
-            return {key: {} for key in states}
+            return elsewhere
         part = map_tensors(states, lambda tensor: tensor.detach().cpu())
         if "optimizer" in part:
-            part["optimizer"]["state"] = _by_name(part["optimizer"]["state"], self._local_names)
+            part["optimizer"] = _renumber(part["optimizer"], self._numbers)
         parts: list[Any] = [None] * self._count
         dist.gather_object(part, parts if self._stage == 0 else None, group=self._pp_group, group_dst=0)
         if self._stage:
-            return {key: {} for key in states}
-        full: dict[str, Any] = {}
-        for key in states:
-            if key == "optimizer":
-                moments = {name: value for part in parts for name, value in part[key]["state"].items()}
-                full[key] = _optimizer_state(moments, part[key]["param_groups"], self._names)
-            else:
-                tensors = {name: tensor for part in parts for name, tensor in (part[key] or {}).items()}
-                whole = {name: tensors[name] for name in self._whole_state} if tensors else None
-                full[key] = whole and replace_tensors(self._whole_state, whole)
+            return elsewhere
+        full = {key: self._join_weights([part[key] for part in parts]) for key in states if key != "optimizer"}
+        if "optimizer" in states:
+            full["optimizer"] = _join_optimizers([part["optimizer"] for part in parts])
         return full
+
+    def _join_weights(self, parts: list[dict[str, Tensor] | None]) -> dict[str, Tensor] | None:
+        tensors = {name: tensor for part in parts for name, tensor in (part or {}).items()}
+        whole = {name: tensors[name] for name in self._whole_state} if tensors else None
+        return whole and replace_tensors(self._whole_state, whole)
 
     def local_state(self, states: dict[str, Any]) -> dict[str, Any]:
         names = set(self.model.state_dict())
-        local: dict[str, Any] = {}
-        for key, full in states.items():
-            if key == "optimizer":
-                moments = _by_name(full["state"], self._names)
-                local[key] = _optimizer_state(moments, full["param_groups"], self._local_names)
-            else:
-                part = {name: tensor for name, tensor in (full or {}).items() if name in names}
-                local[key] = full and replace_tensors(full, part)
-        return local
+        local = {
+            key: full and replace_tensors(full, {name: tensor for name, tensor in full.items() if name in names})
+            for key, full in states.items()
+        }
+        here = {whole: number for number, whole in self._numbers.items()}
+        return {**local, "optimizer": _renumber(states["optimizer"], here)}
 
     def _pipeline(self, part: StageModule) -> PipelineStage:
         return PipelineStage(part, self._stage, self._count, self.group.device, group=self._pp_group)
@@ -183,13 +176,6 @@ class StagesStrategy(Strategy):
             gradient.copy_(mean)
 
 
-def _join_one_of(groups: list[range], timeout: timedelta | None) -> dist.ProcessGroup:
-    """Return the group that this process is in, of those that all processes create together."""
-    group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], timeout)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
-
-
 def _map_targets(targets: Targets, change: Callable[[Tensor], Tensor]) -> Targets:
     partners, own_share = targets.partners, targets.own_share
     return Targets(
@@ -199,28 +185,29 @@ def _map_targets(targets: Targets, change: Callable[[Tensor], Tensor]) -> Target
     )
 
 
-def _optimizer_names(model: nn.Module) -> list[list[str]]:
-    """Return the parameter names of each optimizer group, in the order of torch's numbers."""
+def _optimizer_names(model: nn.Module) -> list[str]:
+    """Return the names of the parameters in the order of an optimizer's numbers."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [[names[id(parameter)] for parameter in group["params"]] for group in parameter_groups(model, 0)]
+    return [names[id(parameter)] for group in parameter_groups(model, 0) for parameter in group["params"]]
 
 
-def _by_name(moments: dict[int, Any], names: list[list[str]]) -> dict[str, Any]:
-    """Return an optimizer's numbered moments by the names of their parameters."""
-    flat = [name for group in names for name in group]
-    return {flat[number]: moment for number, moment in moments.items()}
-
-
-def _optimizer_state(moments: dict[str, Any], settings: list[dict[str, Any]], names: list[list[str]]) -> dict[str, Any]:
-    """Return the state dict of an optimizer over the parameters `names`.
-
-    settings: its `param_groups`.
-    """
-    numbers = {name: number for number, name in enumerate(name for group in names for name in group)}
+def _renumber(optimizer: dict[str, Any], numbers: dict[int, int]) -> dict[str, Any]:
+    """Return an optimizer's state with other numbers, without parameters that have none."""
     return {
-        "state": {number: moments[name] for name, number in numbers.items() if name in moments},
+        "state": {numbers[number]: moments for number, moments in optimizer["state"].items() if number in numbers},
         "param_groups": [
-            {**group, "params": [numbers[name] for name in group_names]}
-            for group, group_names in zip(settings, names, strict=True)
+            {**group, "params": [numbers[number] for number in group["params"] if number in numbers]}
+            for group in optimizer["param_groups"]
+        ],
+    }
+
+
+def _join_optimizers(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    moments = {number: moment for part in parts for number, moment in part["state"].items()}
+    return {
+        "state": dict(sorted(moments.items())),
+        "param_groups": [
+            {**groups[-1], "params": sorted(number for group in groups for number in group["params"])}
+            for groups in zip(*(part["param_groups"] for part in parts), strict=True)
         ],
     }
