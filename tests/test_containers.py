@@ -1,6 +1,5 @@
 """The images and `docker compose up` on a real Docker engine: training, faults and security."""
 
-import contextlib
 import http.client
 import json
 import os
@@ -299,7 +298,6 @@ def test_mlflow_listens_only_on_loopback_and_the_compose_network(project: Projec
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("GET", "/api/2.0/mlflow-artifacts/artifacts/../../../../etc/passwd"),
         ("GET", "/api/2.0/mlflow-artifacts/artifacts/%2e%2e/%2e%2e/%2e%2e/etc/passwd"),
         ("GET", "/api/2.0/mlflow-artifacts/artifacts/%252e%252e%252f%252e%252e%252fetc%252fpasswd"),
         ("GET", "/api/2.0/mlflow-artifacts/artifacts?path=../../../etc"),
@@ -348,7 +346,6 @@ def test_a_change_of_the_code_reuses_the_cached_packages(images: None, tmp_path:
     ("env", "says"),
     [
         ({"RECIPE": "digit"}, "did you mean digits?"),
-        ({"OVERRIDES": "batch.global=97"}, "batch.global=97 does not divide by 2 processes"),
         ({"OVERRIDES": "data.source=folder data.root=/data/imagenet"}, "/data/imagenet is not a folder"),
         ({"DATA": "/no/such/folder"}, "/no/such/folder"),
     ],
@@ -366,16 +363,6 @@ def test_without_a_gpu_the_default_compose_file_reports_the_missing_driver(image
     assert 'could not select device driver "nvidia"' in output
     page = (ROOT / "docs/operations.md").read_text()
     assert 'could not select device driver "nvidia"' in page, "the documentation explains this error"
-
-
-def test_a_port_that_is_taken_is_named(project: Project) -> None:
-    compose = ("compose", "-p", "pipeline-port", *CPU)
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
-        port = str(taken.getsockname()[1])
-        output = docker(*compose, "up", "--detach", "mlflow", check=False, MLFLOW_PORT=port)
-        docker(*compose, "down", "--volumes", check=False)
-    assert "address already in use" in output
-    assert port in output
 
 
 @pytest.fixture(scope="module")
@@ -431,12 +418,8 @@ def test_an_interrupted_rehearsal_removes_everything_it_made(images: None) -> No
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("train.epochs=0",), "train.epochs=0"),
         (("data.source=folder", "data.root=/data"), "/data"),
         (("--image", "no-such-image"), "image 'no-such-image' is not on this machine"),
-        (("--kill", "2@5"), "cannot kill node 2"),
-        (("--kill", "half"), "'half' is not NODE@STEP"),
-        (("batch.global=97",), "batch.global=97 does not divide by 2 processes"),
     ],
 )
 def test_a_wrong_rehearsal_request_prints_one_line(images: None, words: tuple[str, ...], says: str) -> None:

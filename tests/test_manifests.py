@@ -180,7 +180,7 @@ def test_an_option_is_written_where_it_belongs() -> None:
     assert preflight["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert trainer["resources"]["limits"]["rdma/hca_shared"] == 1
     assert trainer["command"][0] == "setpriv"
-    assert trainer["command"][5:7] == ["torchrun", "--numa-binding=node"]
+    assert trainer["command"][6:8] == ["torchrun", "--numa-binding=node"]
     assert settings(found)["NCCL_NET"] == "IB"
     assert not [d for d in found if d["kind"] in ("Role", "ServiceAccount")]
 

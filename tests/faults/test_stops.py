@@ -59,16 +59,23 @@ def test_sigterm_to_one_rank_saves_that_step_and_exits_75(
         assert run.journal("train/", "val/") == uninterrupted.journal("train/", "val/")
 
 
-@pytest.mark.parametrize("by_torchrun", [pytest.param(False, marks=pytest.mark.full), True])
-def test_sigterm_to_the_launcher_saves_that_step(tmp_path: Path, digits: Path, by_torchrun: bool) -> None:
+@pytest.mark.parametrize(
+    ("number", "nproc", "by_torchrun"),
+    [(signal.SIGTERM, 2, True), (signal.SIGHUP, 1, False), (signal.SIGHUP, 2, False),
+     pytest.param(signal.SIGTERM, 2, False, marks=pytest.mark.full)],
+)  # fmt: skip
+def test_a_signal_to_the_launcher_saves_that_step(
+    tmp_path: Path, digits: Path, number: int, nproc: int, by_torchrun: bool
+) -> None:
     """Test with loader workers: torchrun's agent signals the whole process group."""
-    run = job(tmp_path / "run", digits, "data.workers=2", nproc=2)
+    run = job(tmp_path / "run", digits, "data.workers=2", nproc=nproc)
     run.by_torchrun = by_torchrun
     run.start().wait_for_step(5)
     assert run.process
-    kill(run.process.pid, signal.SIGTERM)
+    kill(run.process.pid, number)
     result = run.wait()
     assert result.code == (1 if by_torchrun else 75)  # torchrun exits 1 for every failure
+    assert by_torchrun or f"step {run.step()} is saved" in result.error
     assert step_of(run.checkpoints()[-1]) == run.step()
 
 
@@ -85,18 +92,6 @@ def test_loader_workers_ignore_signals_to_their_process_group(tmp_path: Path, di
     assert all(" train " in command_line(pid) for pid in workers), "no worker ended"
     kill(run.process.pid, signal.SIGTERM)
     assert run.wait().code == 75
-
-
-@pytest.mark.parametrize("nproc", [1, 2])
-def test_a_closed_terminal_saves_that_step_and_exits_75(tmp_path: Path, digits: Path, nproc: int) -> None:
-    run = job(tmp_path / "run", digits, "data.workers=1", nproc=nproc).start()
-    run.wait_for_step(3)
-    assert run.process
-    kill(run.process.pid, signal.SIGHUP)
-    result = run.wait()
-    assert result.code == 75
-    assert f"step {run.step()} is saved" in result.error
-    assert step_of(run.checkpoints()[-1]) == run.step()
 
 
 @pytest.mark.parametrize("by_torchrun", [False, True])

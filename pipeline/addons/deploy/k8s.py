@@ -224,8 +224,8 @@ def _check_plan(request: RenderOptions, config: Config) -> None:
     else:
         plan = make_plan(config, world, size)
         check_model_builds(config, plan, world, is_resumed=True)  # model.init is in the cluster
-        if plan.prefetch_bytes > _bytes(request.memory_of_pod):
-            problem = f"--memory {request.memory_of_pod} is less than the batches that its loader workers hold"
+        if plan.prefetch_bytes > _bytes(_memory_of(request)):
+            problem = f"--memory {_memory_of(request)} is less than the batches that its loader workers hold"
             raise RequestError(problem, "give more, or lower data.prefetch, evaluate.batch or augment.size")
 
 
