@@ -23,10 +23,7 @@ PARTS = {
     "dataparallel": "pipeline.addons.shard.dataparallel:DataParallelStrategy",
     "exact": "pipeline.parallel.exact:ExactStrategy",
     "fsdp": "pipeline.addons.shard.fsdp:FSDPStrategy",
-<<<<<<< HEAD
     "divide into stages": "pipeline.addons.shard.plan:divide_into_stages",
-=======
->>>>>>> a4c33ca (Deploy, shard: options in one place, one base of sharded strategies, smaller tests)
     "stages": "pipeline.addons.shard.stages:StagesStrategy",
     # data, by `data.source`
     "digits": "pipeline.addons.datasets.synthetic:make_digits",

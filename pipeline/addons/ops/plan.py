@@ -30,8 +30,7 @@ def add_gpu_speed(parser: Parser) -> None:
 
 
 def _plan(options: argparse.Namespace) -> str:
-    from pipeline.addons.ops.plan_table import balance_rows, effective_counts, gathered_row, memory_row, table
-    from pipeline.addons.shard.plan import fsdp_slices
+    from pipeline.addons.ops.plan_table import balance_rows, effective_counts, memory_row, table
     from pipeline.config.load import load
     from pipeline.data.sources import class_counts, data_size
     from pipeline.planning import divisors, make_plan
@@ -59,12 +58,6 @@ def _plan(options: argparse.Namespace) -> str:
         from pipeline.addons.ops.machine import loader_row
 
         rows.append(loader_row(config, plan, here, options.gpu_images_per_s))
-    if config.parallel == "fsdp" and plan.world > 1:
-        from pipeline.addons.shard.fsdp import gathered_bytes
-
-        slices, is_bf16 = fsdp_slices(config, plan), config.train.precision == "bf16"
-        pass_bytes = gathered_bytes(model, slices, is_bf16=is_bf16)
-        rows.append(gathered_row(config, parameters, plan, pass_bytes))
     if options.json:
         texts = dict(row.split(maxsplit=1) for row in rows)
         effective = dict(zip(counts, effective_counts(plan, [*counts.values()]), strict=True))

@@ -31,22 +31,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-<<<<<<< HEAD
 from pipeline.addons.shard.plan import fsdp_slices
-=======
 from pipeline.addons.shard.sharded import ShardedStrategy, join_one_of
->>>>>>> a4c33ca (Deploy, shard: options in one place, one base of sharded strategies, smaller tests)
 from pipeline.config.schema import Config
 from pipeline.errors import RequestError
 from pipeline.group import Group
 from pipeline.model.ema import make_ema
 from pipeline.model.weights import map_tensors, replace_tensors
-<<<<<<< HEAD
-from pipeline.parallel.strategy import Strategy
 from pipeline.plan import Plan
-=======
-from pipeline.plan import Plan, fsdp_slices
->>>>>>> a4c33ca (Deploy, shard: options in one place, one base of sharded strategies, smaller tests)
 from pipeline.train.optimizer import parameter_groups
 
 _CAST_BY_AUTOCAST = {kind.forward for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)}
@@ -155,18 +147,9 @@ def _make_mesh(config: Config, plan: Plan, group: Group) -> DeviceMesh:
             f" LOCAL_WORLD_SIZE, not ranks on {', '.join(hosts[:16])}",
             "start with torchrun, or use fsdp.shard=all",
         ).collective()
-<<<<<<< HEAD
-    names = ("replicate", "shard")
-    mesh = init_device_mesh(group.device.type, (len(rows), slices), mesh_dim_names=names)
-    for name in names:
-        assert group.device_timeout is not None
-        mesh.get_group(name)._get_backend(group.device)._set_default_timeout(group.device_timeout)
-    return mesh
-=======
     ranks = torch.arange(group.size).view(-1, slices)
     subgroups = [join_one_of(part.tolist(), group) for part in (ranks.T, ranks)]
     return DeviceMesh.from_group(subgroups, group.device.type, ranks, mesh_dim_names=("replicate", "shard"))
->>>>>>> a4c33ca (Deploy, shard: options in one place, one base of sharded strategies, smaller tests)
 
 
 def _shard_model(model: nn.Module, mesh: DeviceMesh, *, is_bf16: bool) -> None:
