@@ -148,8 +148,8 @@ def _report(results: list[dict[str, Any]]) -> str:
             "",
             _wrap(
                 "*Identical*: the digest of the weights, the trace (each sample once an epoch) and the figures equal"
-                " those of an undisturbed run. *Promise kept*: successes of attempts. *Time*: until training made a step"
-                " again, or until all processes had ended."
+                " those of an undisturbed run. *Promise kept*: successes of attempts. *Time*: until training made a"
+                " step again, or until all processes had ended."
             ),
             "",
             "| row | injected | promised | promise kept | time (median) | test |",
