@@ -34,6 +34,7 @@ from pipeline.addons.store.bucket import MissingError, Store
 from pipeline.data.access import (
     PACK_FILE,
     PLACE_OF_DATA,
+    is_non_empty_folder,
     open_regular,
     outage_error,
     raise_if_outage,
@@ -254,8 +255,8 @@ def read_summary(root: Path | Store) -> dict[str, Any]:
         if not is_valid or not summary["level"] or not summary["source"]:
             raise ValueError("an entry is not valid")
     except (FileNotFoundError, NotADirectoryError, MissingError):
-        remedy = f"give its place with data.root, or make one with 'pipeline data pack SRC {shlex.quote(str(root))}'"
-        raise RequestError(f"data.root={root} holds no complete pack ({SUMMARY} is missing)", remedy) from None
+        missing = f"data.root={root} holds no complete pack ({SUMMARY} is missing)"
+        raise RequestError(missing, _how_to_make(root)) from None
     except OSError as error:
         assert isinstance(root, Path)
         raise_if_outage(root / SUMMARY, error)
@@ -263,6 +264,24 @@ def read_summary(root: Path | Store) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(root, f"{SUMMARY} cannot be read ({error})") from None
     return dict(summary)
+
+
+def _how_to_make(root: Path | Store) -> str:
+    """Return the advice for a place that holds no complete pack: a command that works there."""
+    given = "give its place with data.root=FOLDER, or"
+    quoted = shlex.quote(str(root))
+    if isinstance(root, Store):
+        return f"give its place with data.root, or make one with 'pipeline data pack SRC {quoted}'"
+    if re.match("imagenet(-|$)", root.name) and not root.exists():
+        make = f"pipeline data import imagenet ARCHIVES {quoted} --pack max-side=500,q=90"
+        return f"{given} make one of ImageNet's archives with '{make}'"
+    if root.is_file():
+        return "give the folder of a pack"
+    if is_non_empty_folder(root) and not (root / REQUEST).exists():
+        new = shlex.quote(str(root.with_name(f"{root.name}-pack")))
+        remedy = f"{given} make one with 'pipeline data pack {quoted} {new}' and give data.root={new}"
+        return f"{remedy}, or train from a folder of images with data.source=folder"
+    return f"{given} make one with 'pipeline data pack SRC {quoted}'"
 
 
 def changed_shards(root: Path, summary: dict[str, Any]) -> Iterator[tuple[str, str]]:

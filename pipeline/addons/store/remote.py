@@ -185,7 +185,7 @@ def check_ranges(store: Store, index: Index) -> None:
     except RangesIgnoredError as error:
         raise RequestError(
             f"data.root={store}: the store answers a read of a part of an object with {error.status}, not 206",
-            "check AWS_ENDPOINT_URL, use a store that honours ranges, or copy the pack to a disk",
+            "use a store that honours ranges, check AWS_ENDPOINT_URL, or copy the pack to a disk",
         ) from None
     except UnreadableError:
         pass  # an image that has changed is named when it is used
