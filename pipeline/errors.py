@@ -7,7 +7,7 @@ Kubernetes can rely on them.
 torchrun exits 1 whatever its ranks return. So a rank that ends with 2, 3 or 4 also saves its
 failure in the run's folder. The next start of the same request prints that line and exits with that
 code instead of failing the same way again. Errors found by the checks before a start
-(`preflight.request`) are not saved: the next start checks again.
+(`operate.request`) are not saved: the next start checks again.
 """
 
 import contextlib

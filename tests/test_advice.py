@@ -24,12 +24,9 @@ from pipeline.guards.watchdog import Watchdog
 from pipeline.record.checkpoint_files import step_of
 
 DIVERGE = "optimizer.lr=1e6 optimizer.momentum=0 optimizer.nesterov=false train.max_steps=4"
-EXACT = "run.exact=true exact.shards=2 batch.global=16"
 HELD = ("run.dir=runs/held", "train.epochs=1000")
 LONG = "train.epochs=1000 evaluate.every=1000_epochs"
-GROW = "augment.size=64 augment.first_size=32"
 TUNE = "model.init=runs/done"
-VIT = "model.arch=vit_b_32 model.args.image_size=32"
 
 
 def corrupt_images(place: Place) -> None:
@@ -55,11 +52,6 @@ def train_on_truncated_images(place: Place) -> None:
         shutil.copy(path, place.path / path.name)
         os.truncate(path, path.stat().st_size // 2)
     assert place.train("run.dir=runs/cut", "data.max_bad=0.9")[0] == 0
-
-
-def truncate_images(place: Place) -> None:
-    train_on_truncated_images(place)
-    shutil.rmtree(place.path / "runs/cut")
 
 
 def replace_truncated_images(place: Place) -> None:
@@ -123,14 +115,6 @@ def pack(place: Place) -> None:
 
 def pack_beside(place: Place) -> None:
     place.run("data", "pack", "images", "images-pack", "--level", "raw=64")
-
-
-def add_folder_image(place: Place) -> None:
-    (place.path / "images/train/class-0000/000.jpg").mkdir()
-
-
-def remove_folder_image(place: Place) -> None:
-    (place.path / "images/train/class-0000/000.jpg").rmdir()
 
 
 def pack_and_damage(place: Place) -> None:
@@ -209,37 +193,18 @@ FROM_DONE = "run.dir=runs/new run.resume=runs/done optimizer.lr=0.3"
 RESUME = "run.dir=runs/done train.max_steps=2"  # resumes the existing run
 ROWS = [
     Advice(2, "train.epoch=3", "did you mean train.epochs?", "train.epochs=3"),
-    Advice(2, "model.arch=squeezenet1_", "did you mean squeezenet1_1?", "model.arch=squeezenet1_1"),
     Advice(2, "batch.global=9 batch.accumulate=2", "that works is 8 or 10", "batch.global=10 batch.accumulate=2"),
-    Advice(2, "batch.global=20", "set batch.global to at most 16", "batch.global=16"),
     Advice(2, "schedule.warmup=5_epochs", "make it shorter", "schedule.warmup=1_epochs"),
-    Advice(2, "schedule.cooldown=5_epochs", "make it shorter", "schedule.cooldown=1_epochs"),
-    Advice(2, f"{GROW} augment.growth=[1,1]", "", f"{GROW} augment.growth=[0,1_epochs]"),
-    Advice(2, "augment.first_size=64", "the side can only grow", "augment.first_size=32"),
     Advice(2, "optimizer.momentum=0", "or set nesterov=false", "optimizer.momentum=0 optimizer.nesterov=false"),
-    Advice(2, "augment.mixup=0.2 batch.global=5", "an even number", "augment.mixup=0.2 batch.global=6"),
     Advice(2, "run.exact=true exact.shards=3", "exact.shards that work are 1, 2, 4, 8",
            "run.exact=true exact.shards=4"),
-    Advice(2, f"{EXACT} train.precision=fp16", "use bf16 or fp32", f"{EXACT} train.precision=bf16"),
-    Advice(2, "run.exact=true exact.shards=2 batch.accumulate=4", "raise exact.shards",
-           "run.exact=true exact.shards=4 batch.accumulate=4"),
-    Advice(2, "run.deterministic=true model.batchnorm=average", "use local", "run.deterministic=true"),
-    Advice(2, "parallel=fsdp train.precision=fp16", "use bf16 or fp32", "parallel=fsdp train.precision=bf16"),
     Advice(2, "model.freeze=backbone", "set model.init to pretrained weights", f"model.freeze=backbone {TUNE}"),
     Advice(2, f"{TUNE} model.freeze=stag2", "did you mean stage2?", f"{TUNE} model.freeze=stage2"),
-    Advice(2, f"{TUNE} model.freeze=conv1,stage2,stage3,stage4,conv5,fc", "do not freeze the head, fc",
-           f"{TUNE} model.freeze=conv1,stage2,stage3,stage4,conv5"),
     Advice(2, f"{TUNE} model.arch=resnet18", "set model.arch to its own", f"{TUNE} model.arch=shufflenet_v2_x0_5"),
     Advice(2, "model.arch=squeezenet1_1 augment.size=8", "raise augment.size",
            "model.arch=squeezenet1_1 augment.size=32"),
-    Advice(2, "model.arch=squeezenet1_1 augment.first_size=8 augment.size=64 augment.growth=[0,1_epochs]",
-           "raise augment.first_size", f"model.arch=squeezenet1_1 {GROW} augment.growth=[0,1_epochs]"),
-    Advice(2, f"{VIT} {GROW} augment.growth=[0,1_epochs] evaluate.size=32", "set augment.size=32",
-           f"{VIT} augment.first_size=32 augment.size=32 evaluate.size=32"),
     Advice(2, "batch.global=1", "have more images in a pass", "batch.global=2"),
     Advice(2, "run.device=cuda", "use run.device=cpu", "run.device=cpu"),
-    Advice(2, "profile.steps=[5,2]", "give the smaller number first", "profile.steps=[1,1]"),
-    Advice(2, "track.required=true", "leave track.required out", ""),
     Advice(2, "track.required=true track.uri=http://127.0.0.1:PORT", "with track.required=false",
            "track.required=false track.uri=http://127.0.0.1:PORT"),
     Advice(2, "run.dir=runs/file/run", "give a folder that can", "run.dir=runs/folder", before=block_folder),
@@ -257,43 +222,28 @@ ROWS = [
            "run.dir=runs/done optimizer.lr=0.3 run.resume=never"),
     Advice(2, FROM_DONE, "run.resume=runs/done was trained with another configuration: optimizer.lr: 0.1 -> 0.3:"
            " restore these keys", "run.dir=runs/new run.resume=runs/done"),
-    Advice(2, FROM_DONE, "or start again with run.resume=never", f"{FROM_DONE} run.resume=never"),
     Advice(2, RESUME, "restore it", RESUME, put_image_back, remove_image),
     Advice(2, RESUME, "start again with run.resume=never", f"{RESUME} run.resume=never", before=remove_image),
-    Advice(2, "run.resume=nowhere", "auto | never | a checkpoint", "run.resume=auto"),
     Advice(2, "run.resume=nowhere", "auto | never | a checkpoint", "run.resume=runs/done"),
     Advice(3, f"run.dir=runs/nan {DIVERGE}", "lower optimizer.lr",
            "run.dir=runs/nan train.max_steps=4 run.resume=never"),
-    Advice(3, f"run.dir=runs/nan {DIVERGE} checkpoint.every=1000_epochs", "start again with run.resume=never",
-           "run.dir=runs/nan train.max_steps=4 run.resume=never"),
     Advice(4, RESUME, "raise data.max_bad", f"{RESUME} data.max_bad=0.9", before=corrupt_images),
-    Advice(4, RESUME, "fix the files", f"{RESUME} run.resume=never", repair_images, corrupt_images),
     Advice(4, RESUME, "resume with run.resume=runs/done", f"{RESUME} run.resume=runs/done",
            repair_images, corrupt_images),
     Advice(4, "run.dir=runs/bad", "start again with run.resume=never", "run.dir=runs/bad run.resume=never",
            repair_images, corrupt_images),
-    Advice(4, "run.dir=runs/cut", "start again with run.resume=never", "run.dir=runs/cut run.resume=never",
-           replace_truncated_images, truncate_images),
     Advice(4, "run.dir=runs/cut train.max_steps=2",
            "if that changed the size of an image, start again with run.resume=never",
            "run.dir=runs/cut train.max_steps=2 run.resume=never", replace_truncated_images, train_on_truncated_images),
     Advice(4, RESUME, "restore one from a copy", RESUME, restore_checkpoints, damage_checkpoints),
     Advice(4, RESUME, "start again with run.resume=never", f"{RESUME} run.resume=never", before=damage_checkpoints),
-    Advice(4, RESUME, "restore one from a copy", RESUME, restore_checkpoints, remove_checkpoints),
     Advice(4, RESUME, "start again with run.resume=never", f"{RESUME} run.resume=never", before=remove_checkpoints),
     Advice(75, "run.dir=runs/held", "wait for it, stop it", f"run.dir=runs/held {LONG}", stop_holder, start_holder),
-    Advice(75, "run.dir=runs/held", "another run.dir", "run.dir=runs/other", before=start_holder),
-    Advice(2, "augment.scale=0.5", "such as 'augment.scale=[0.08, 1.0]'", "augment.scale=[0.08,1.0]"),
-    Advice(2, "augment.growth=5", "such as 'augment.growth=[5 epochs, 10 epochs]'",
-           "augment.growth=[5_epochs,10_epochs]"),
-    Advice(2, "track.uri=htp://foo", "set track.uri=none", "track.uri=none"),
     Advice(2, "data.source=pack data.root=images",
            "'pipeline data pack images images-pack' and give data.root=images-pack",
            "data.source=pack data.root=images-pack", pack_beside),
-    Advice(2, "data.source=pack data.root=images", "with data.source=folder", "data.source=folder data.root=images"),
     Advice(2, "data.source=folder data.root=packed", "set data.source=pack", "data.source=pack data.root=packed",
            before=pack),
-    Advice(2, "", "rename or remove it", "", remove_folder_image, add_folder_image),
 ]  # fmt: skip
 
 

@@ -103,7 +103,7 @@ def test_the_names_of_classes_are_printed_as_one_line_or_refused(
     [
         ("{run}", "{empty}", 2, "no image in"),
         ("{empty}", "{digits}", 4, "holds no checkpoint"),
-        ("{run}", "gone.png", 2, "pipeline: gone.png: file not found: give image files"),
+        ("{run}", "gone.png", 2, "pipeline: gone.png does not exist: give image files"),
         ("nowhere", "{digits}", 2, "pipeline: nowhere does not exist: give a run's folder"),
         ("models:/digits@best", "{digits}", 2, "set MLFLOW_TRACKING_URI"),
     ],

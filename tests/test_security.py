@@ -32,7 +32,6 @@ from mlflow import MlflowClient
 from server import Server
 from test_predict import CLASSES, run_dir  # noqa: F401 — a fixture
 from torch import nn
-from torchvision.datasets.folder import default_loader
 
 from pipeline.addons.deploy.k8s import render
 from pipeline.addons.deploy.options import RenderOptions
@@ -270,19 +269,6 @@ def test_a_logged_model_has_the_predictions_and_weights_of_its_checkpoint(
     assert weights_digest(read) == weights_digest(weights)
 
 
-def test_the_remedy_for_a_logged_model_without_weights_works(
-    in_project: Path, logged: Path, run_dir: Path, digits: Path, tmp_path: Path,  # noqa: F811
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    copy_changed(logged, tmp_path / "model", lambda _: None)
-    (tmp_path / "model/data/model.pt2").unlink()
-    uri = register(in_project, "without-weights", tmp_path / "model")
-    assert main(["predict", uri, str(digits / "val" / "3")]) == 2
-    assert "give its run's folder, or a checkpoint, instead" in capsys.readouterr().err
-    for target in (run_dir, checkpoint_files.find(run_dir)):
-        assert main(["predict", str(target), str(digits / "val" / "3")]) == 0
-
-
 def test_a_logged_model_needs_no_pickle_to_be_served(logged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "false")
     served = mlflow.pyfunc.load_model(str(logged))
@@ -316,18 +302,16 @@ def foreign_server(status: int = 200, **headers: str) -> Iterator[tuple[str, lis
     server.server_close()
 
 
-@pytest.mark.parametrize("named", [False, True], ids=["runs/mlflow.db", "MLFLOW_TRACKING_URI"])
 def test_a_registry_cannot_send_a_client_to_another_host(
-    named: bool, in_project: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    in_project: Path, digits: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
-    if named:
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{in_project}/runs/mlflow.db")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{in_project}/runs/mlflow.db")
     with foreign_server() as (uri, seen):
         sources = (f"{uri}/model", uri.replace("http:", "mlflow-artifacts:"), "ftp://127.0.0.1/x", "abfss://c@a.b/x")
         for n, source in enumerate(sources):
-            name = f"elsewhere-{n}-{named}"
+            name = f"elsewhere-{n}"
             client(in_project).create_registered_model(name)
             client(in_project).create_model_version(name, source)
             assert main(["predict", f"models:/{name}/1", str(digits / "val" / "3")]) == 2
@@ -423,31 +407,24 @@ def test_a_run_is_not_sent_to_a_server_that_would_receive_the_password(
     assert seen == []
 
 
-@pytest.mark.parametrize(
-    ("files", "server"),
-    [("http://mlflow.example/x", "https://mlflow.example"), ("https://mlflow.example/x", "http://mlflow.example"),
-     ("http://mlflow.example:5000/x", "http://mlflow.example"), ("http://other.example/x", "http://mlflow.example"),
-     ("mlflow-artifacts://mlflow.example:443/x", "http://mlflow.example"),
-     ("http://me@mlflow.example/x", "http://mlflow.example"), ("abfss://c@a.dfs.core.windows.net/m", "sqlite:///x")],
-)  # fmt: skip
-def test_only_the_server_itself_gets_its_password(files: str, server: str, unsent: Path) -> None:
-    with pytest.raises(RequestError):
+def test_only_the_server_itself_and_stores_get_files_with_a_password(unsent: Path) -> None:
+    http, https = "http://mlflow.example", "https://mlflow.example"
+    for files, server in (
+        (f"{http}/x", https), (f"{https}/x", http), (f"{http}:5000/x", http), ("http://other.example/x", http),
+        ("mlflow-artifacts://mlflow.example:443/x", http), ("http://me@mlflow.example/x", http),
+        ("abfss://c@a.dfs.core.windows.net/m", "sqlite:///x"),
+    ):  # fmt: skip
+        with pytest.raises(RequestError):
+            check_artifact_host(files, server)
+    for files, server in (
+        (f"{https}:443/x", https), ("http://Mlflow.example/x", f"{http}:80"), ("mlflow-artifacts:/x", http),
+        ("mlflow-artifacts://mlflow.example:80/x", http), ("s3://bucket/x", http),
+        ("dbfs:/databricks/mlflow-tracking/x", "databricks"), ("/mlruns/x", "sqlite:///x"),
+    ):  # fmt: skip
         check_artifact_host(files, server)
 
 
-@pytest.mark.parametrize(
-    ("files", "server"),
-    [("https://mlflow.example:443/x", "https://mlflow.example"), ("http://Mlflow.example/x", "http://mlflow.example:80"),
-     ("mlflow-artifacts:/x", "http://mlflow.example"), ("mlflow-artifacts://mlflow.example:80/x", "http://mlflow.example"),
-     ("s3://bucket/x", "http://mlflow.example"),
-     ("dbfs:/databricks/mlflow-tracking/x", "databricks"), ("/mlruns/x", "sqlite:///x")],
-)  # fmt: skip
-def test_usual_places_of_files_are_allowed_with_a_password(files: str, server: str, unsent: Path) -> None:
-    check_artifact_host(files, server)
-
-
-@pytest.mark.parametrize("status", [302, 307, 308])
-@pytest.mark.parametrize("command", ["sync", "predict"])
+@pytest.mark.parametrize(("command", "status"), [("sync", 302), ("sync", 307), ("predict", 308)])
 def test_mlflow_is_told_nothing_at_the_target_of_a_redirect(
     command: str, status: int, unsent: Path, digits: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -576,41 +553,23 @@ HEADS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.fault("J5")
-@pytest.mark.parametrize("change", HEADS.values(), ids=HEADS)
-def test_a_forged_header_of_an_index_is_refused(change: Callable[[dict[str, Any]], Any], digits: Path) -> None:
-    index = manifest.scan(digits, HoldOut())
-    assert Index.from_bytes(forge_head(index, lambda head: head)).digest == index.digest
-    with pytest.raises(ValueError, match=r"."):
-        Index.from_bytes(forge_head(index, change))
-
-
-@pytest.mark.fault("J5")
-def test_a_start_ignores_forged_indices_in_the_data(digits: Path, tmp_path: Path) -> None:
+def test_forged_indices_in_the_data_are_refused_and_ignored(digits: Path, tmp_path: Path) -> None:
     root = tmp_path / "digits"
     shutil.copytree(digits, root, copy_function=os.link)
     real = manifest.scan(root, HoldOut())
+    assert Index.from_bytes(forge_head(real, lambda head: head)).digest == real.digest
     ends = real.train.ends.copy()
     ends[1:3] = (1 << 63) - 1, 1000 - (1 << 63)  # each difference wraps to a positive number
     wrapping = dataclasses.replace(real, train=dataclasses.replace(real.train, ends=ends))
     shutil.rmtree(root / manifest.CACHE, ignore_errors=True)
     manifest.save_index(wrapping, root / manifest.CACHE)
     for number, change in enumerate(HEADS.values()):
-        (root / manifest.CACHE / f"{number}.index").write_bytes(forge_head(real, change))
+        forged = forge_head(real, change)
+        with pytest.raises(ValueError, match=r"."):
+            Index.from_bytes(forged)
+        (root / manifest.CACHE / f"{number}.index").write_bytes(forged)
     assert manifest.open_index(root, HoldOut(), tmp_path / "spare", check_sizes=False).digest == real.digest
     assert manifest.find_cached_index(root, tmp_path / "spare", wrapping.digest) is None
-
-
-def test_an_image_starts_no_ghostscript_in_the_loaders_of_a_benchmark(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Open a file whose content is EPS, for which Pillow starts `gs`, whatever the file's name."""
-    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/executed\n")
-    (tmp_path / "gs").chmod(0o755)
-    (tmp_path / "cat.jpg").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(OSError, match="Ghostscript"):
-        default_loader(str(tmp_path / "cat.jpg"))
-    assert not (tmp_path / "executed").exists()
 
 
 @pytest.mark.parametrize(
@@ -631,8 +590,7 @@ def test_no_error_line_repeats_a_key_that_was_given_in_a_url(
     assert "secret" not in lines
 
 
-@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-@pytest.mark.parametrize("kind", ["address", "environment", "token"])
+@pytest.mark.parametrize(("kind", "status"), [("address", 301), ("environment", 303), ("token", 307), ("token", 308)])
 def test_a_password_follows_no_redirect(
     status: int, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

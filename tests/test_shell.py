@@ -14,7 +14,6 @@ import pytest
 from harness import SMALL, Job, environment, read_rows
 
 from pipeline.addons.models.best import best_checkpoint
-from pipeline.addons.ops import doctor
 from pipeline.addons.ops.keys import all_keys
 from pipeline.cli.arguments import Parser
 from pipeline.cli.main import main, make_parser
@@ -141,14 +140,6 @@ def test_bash_completes_commands_flags_and_files_without_a_slow_import(tmp_path:
     assert set(commands) == {name for name in COMMANDS if name and " " not in name}
     assert flags == ["--help", "--nproc", "--numa-binding", "--quiet"]
     assert files == ["my.yaml"]
-
-
-def test_the_doctor_prints_a_finding_before_the_next_check(capsys: pytest.CaptureFixture[str]) -> None:
-    report = doctor._Report(as_json=False)
-    report.run("first", lambda: "fine")
-    seen = []
-    report.run("second", lambda: seen.append(capsys.readouterr().err) or "fine")
-    assert seen == ["ok  first        fine\n"]
 
 
 # ---- --best

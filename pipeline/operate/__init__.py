@@ -1,1 +1,1 @@
-"""The commands of a run and its data: launch, predict, export, verify, report, pack and data."""
+"""A run from its command to its processes: checks of the request, restarts, launch, evaluation."""

@@ -74,19 +74,6 @@ def find(config: Config, folder: RunFolder, source: Source, log: Callable[[str],
     return VerifiedCheckpoint(path, data, contents)
 
 
-def resume_value_at_restart(named: str, used: str, folder: RunFolder) -> str:
-    """Return run.resume for the restart of a run that resumed from file `used` of path `named`.
-
-    That is auto: the start has put the file into the run's folder. It is the same file, and no
-    newer one of its folder, if it could not be put there.
-    """
-    own = list_checkpoints(folder.checkpoints)
-    if own and step_of(own[0]) >= step_of(Path(used)):
-        return "auto"
-    places = (Path(named) / used, Path(named) / "checkpoints" / used)
-    return next((str(path) for path in places if path.exists()), named)
-
-
 def prepare_folder(used: Path | None, best_step: int | None, folder: RunFolder, log: Callable[[str], None]) -> None:
     """Prepare the folder to continue from `used`: set newer checkpoints aside.
 

@@ -87,15 +87,7 @@ class Level:
 
 
 def shard_name(split: str, number: int) -> str:
-    return f"{split}-{number:04d}.tar" if number >= 0 else shard_name("train", train_shard(number))
-
-
-def train_shard(number: Any) -> Any:
-    """Return the number of a shard of train/ as a split of all images has it, or convert it back.
-
-    number: an integer, or an array of them.
-    """
-    return -1 - number
+    return f"{split}-{number:04d}.tar"
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ def _predict(options: argparse.Namespace) -> str:
     from pipeline.addons.models import inputs
 
     inputs.check_model(options.target)
-    inputs.check_images(options.images)
+    for path in options.images:
+        inputs.check_exists(path, "give image files, or folders with images")
     inputs.check_output("--sheet", options.sheet)
     if options.sheet and options.sheet.suffix != ".png":
         raise RequestError(f"--sheet {options.sheet} is not allowed: give the name of a .png file")
@@ -62,6 +63,12 @@ def _add_export(commands: Commands) -> None:
 
 
 def _export(options: argparse.Namespace) -> str:
+    from pipeline.addons.models import inputs
+
+    target = Path(arguments.target_of(options))
+    inputs.check_target(target)
+    inputs.check_output("--out", options.out)
+
     from pipeline.addons.models import export
 
-    return export.export(Path(arguments.target_of(options)), options.to, options.out, options.overrides)
+    return export.export(target, options.to, options.out, options.overrides)

@@ -11,23 +11,28 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipeline.addons.models.inputs import check_output, check_target
+import torch
+from torch import Tensor
+
+from pipeline.addons.models.exported_model import ExportedModel
+from pipeline.addons.models.validation import open_validation
+from pipeline.config.load import for_evaluation
+from pipeline.config.schema import Config
+from pipeline.data.augment import evaluation_geometry
+from pipeline.data.interface import OutageError
+from pipeline.data.loader import EvalBatches
 from pipeline.errors import NotFiniteError, RequestError, StorageError
 from pipeline.files import replacing, target_of
+from pipeline.model.architectures import build
+from pipeline.model.trained import eval_model
+from pipeline.model.weights import load_weights
+from pipeline.record import checkpoint, checkpoint_files
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from pipeline.config.schema import Config
-
-_SUFFIXES = {"torch.export": "pt2", "onnx": "onnx", "safetensors": "safetensors"}
-_LIBRARIES = {"torch.export": (), "onnx": ("onnx", "onnxruntime", "onnxscript"), "safetensors": ("safetensors",)}
 _IMAGES = 8
 _TOLERANCE = 1e-4
-
-Predictor = Callable[["Tensor"], "Tensor"]
+Predictor = Callable[[Tensor], Tensor]
 """[B, 3, H, W] float32 of 0..255 -> [B, classes] probabilities."""
 
 
@@ -37,42 +42,31 @@ def export(target: Path, kind: str, out: Path | None, overrides: list[str]) -> s
     Raises RequestError if a library of the format is not installed, NotFiniteError if the logits
     are not finite.
     """
-    check_target(target)
-    check_output("--out", out)
-    missing = [name for name in _LIBRARIES[kind] if importlib.util.find_spec(name) is None]
+    suffix, libraries, write = _FORMATS[kind]
+    missing = [name for name in libraries if importlib.util.find_spec(name) is None]
     if missing:
         problem = f"--to {kind} needs {' and '.join(missing)}, not part of the lock file"
         raise RequestError(f"{problem}: pip install {' '.join(missing)}")
-
-    import torch
-
-    from pipeline.addons.models.exported_model import ExportedModel
-    from pipeline.config.load import for_evaluation
-    from pipeline.model.trained import eval_model
-    from pipeline.record import checkpoint, checkpoint_files
-
     source = checkpoint_files.find(target)
     contents = checkpoint.read_model(source)
     trained, config = for_evaluation(contents["config"], str(source), overrides)
-    model = eval_model(contents, config.model)
     pixels, description = _comparison_images(config, contents, trained, overrides)
-    served = ExportedModel(model).eval()
+    served = ExportedModel(eval_model(contents, config.model)).eval()
     with torch.inference_mode():
-        expected: Tensor = served(pixels)
+        expected = served(pixels)
     if not checkpoint.all_finite([expected]):
         raise NotFiniteError(f"the logits of {source} are not finite on {description}: use another checkpoint")
 
     folder = source.absolute().parent
     run = folder.parent if folder.name == "checkpoints" else folder
-    path = out or run / "export" / f"{source.name.split('.')[0]}.{_SUFFIXES[kind]}"
+    path = out or run / "export" / f"{source.name.split('.')[0]}.{suffix}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target_of(path)) as temporary:
-            if kind == "safetensors":
-                loaded = _write_safetensors(model, config, contents, temporary)
-            else:
-                loaded = (_write_onnx if kind == "onnx" else _write_torch_export)(served, pixels, temporary)
-            difference = _largest_difference(expected, loaded, pixels)
+            loaded = write(served, pixels, temporary, config, contents)
+            with torch.inference_mode():
+                single = torch.cat([loaded(image[None]) for image in pixels])
+                difference = float(torch.maximum((loaded(pixels) - expected).abs(), (single - expected).abs()).max())
             if not difference <= _TOLERANCE:  # also true for NaN
                 problem = f"probabilities of the {kind} model differ from the original's by up to {difference:.1e}"
                 raise StorageError(f"{problem}: nothing was written; try another format")
@@ -83,19 +77,12 @@ def export(target: Path, kind: str, out: Path | None, overrides: list[str]) -> s
 
 
 def _comparison_images(
-    config: "Config", contents: dict[str, Any], trained: "Config", overrides: list[str]
-) -> tuple["Tensor", str]:
+    config: Config, contents: dict[str, Any], trained: Config, overrides: list[str]
+) -> tuple[Tensor, str]:
     """Return validation images, [8, 3, size, size] float32 of 0..255, and their description.
 
     Noise replaces them if the training data is not here and the overrides name no other data.
     """
-    import torch
-
-    from pipeline.addons.models.validation import open_validation
-    from pipeline.data.augment import evaluation_geometry
-    from pipeline.data.interface import OutageError
-    from pipeline.data.loader import EvalBatches
-
     try:
         images = open_validation(config, contents, trained, overrides)[0].val
         batch = EvalBatches(images, config.replacing("evaluate", batch=_IMAGES))[0].readable()
@@ -108,18 +95,7 @@ def _comparison_images(
     return batch.images.contiguous().float(), f"{len(batch.images)} validation images"
 
 
-def _largest_difference(expected: "Tensor", loaded: Predictor, pixels: "Tensor") -> float:
-    import torch
-
-    with torch.inference_mode():
-        batched = loaded(pixels)
-        single = torch.cat([loaded(pixels[i : i + 1]) for i in range(len(pixels))])
-        return float(torch.maximum((batched - expected).abs(), (single - expected).abs()).max())
-
-
-def _write_torch_export(served: "nn.Module", pixels: "Tensor", path: Path) -> Predictor:
-    import torch
-
+def _write_torch_export(served: ExportedModel, pixels: Tensor, path: Path, *_: Any) -> Predictor:
     program = torch.export.export(served, (pixels[:2],), dynamic_shapes=({0: torch.export.Dim("images")},))
     buffer = io.BytesIO()  # torch aborts the process if it cannot write to a file
     torch.export.save(program, buffer)
@@ -129,9 +105,8 @@ def _write_torch_export(served: "nn.Module", pixels: "Tensor", path: Path) -> Pr
     return loaded
 
 
-def _write_onnx(served: "nn.Module", pixels: "Tensor", path: Path) -> Predictor:
+def _write_onnx(served: ExportedModel, pixels: Tensor, path: Path, *_: Any) -> Predictor:
     import onnxruntime
-    import torch
 
     program = torch.onnx.export(
         served, (pixels[:2],), dynamo=True, verbose=False, input_names=["pixels"], output_names=["probabilities"],
@@ -144,13 +119,10 @@ def _write_onnx(served: "nn.Module", pixels: "Tensor", path: Path) -> Predictor:
     return lambda images: torch.from_numpy(session.run(None, {"pixels": images.numpy()})[0])
 
 
-def _write_safetensors(model: "nn.Module", config: "Config", contents: dict[str, Any], path: Path) -> Predictor:
-    import torch
+def _write_safetensors(
+    served: ExportedModel, pixels: Tensor, path: Path, config: Config, contents: dict[str, Any]
+) -> Predictor:
     from safetensors.torch import load, save
-
-    from pipeline.addons.models.exported_model import ExportedModel
-    from pipeline.model.architectures import build
-    from pipeline.model.weights import load_weights
 
     metadata = {
         "arch": config.model.arch, "args": json.dumps(config.model.args), "step": str(contents["step"]),
@@ -158,8 +130,17 @@ def _write_safetensors(model: "nn.Module", config: "Config", contents: dict[str,
         "pixels": "RGB of 0 to 255, minus the mean and divided by the deviation of ImageNet",
     }  # fmt: skip
     # safetensors refuses tensors that share memory, such as tied weights
-    weights = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in model.state_dict().items()}
+    state = served.model.state_dict()
+    weights = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}
     path.write_bytes(save(weights, metadata))  # save_file makes a file that only its owner can read
     loaded = build(config.model, len(contents["classes"]))
     load_weights(loaded, load(path.read_bytes()))
     return ExportedModel(loaded).eval()
+
+
+_FORMATS: dict[str, tuple[str, tuple[str, ...], Callable[..., Predictor]]] = {
+    "torch.export": ("pt2", (), _write_torch_export),
+    "onnx": ("onnx", ("onnx", "onnxruntime", "onnxscript"), _write_onnx),
+    "safetensors": ("safetensors", ("safetensors",), _write_safetensors),
+}
+"""By --to: the suffix of the file, the libraries that it needs, and what writes and loads it."""

@@ -17,8 +17,6 @@ from torch import nn
 from pipeline.addons.models.trust import check_is_trusted
 from pipeline.errors import RequestError, nearest, one_line
 
-_TIMM = "timm/"
-
 
 def timm_builder(arch: str) -> Callable[..., nn.Module]:
     """Return the function that makes timm's model with random weights.
@@ -29,13 +27,10 @@ def timm_builder(arch: str) -> Callable[..., nn.Module]:
         import timm
     except ImportError:
         raise RequestError(f"model.arch={arch} needs timm", "pip install 'ddp-pipeline[timm]'") from None
-    name = arch.removeprefix(_TIMM)
+    name = arch.removeprefix("timm/")
     if not timm.is_model(name):  # also for hf-hub:…, which would fetch a model
-        close = nearest(name, timm.list_models(), 0.7).replace("mean ", f"mean model.arch={_TIMM}")
-        raise RequestError(
-            f"model.arch={arch} is not a model of timm {timm.__version__}{close}",
-            "" if close else "timm.list_models() names them, without the tag of their weights",
-        )
+        problem = f"model.arch={arch} is not a model of timm {timm.__version__}{nearest(name, timm.list_models(), 0.7)}"
+        raise RequestError(problem, "timm.list_models() names them, without the tag of their weights")
     return partial(timm.create_model, name, pretrained=False)
 
 
@@ -49,17 +44,13 @@ def own_builder(arch: str) -> Callable[..., nn.Module]:
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", arch):
         raise RequestError(f"model.arch={arch} is not allowed", "give package.module:function")
     check_is_trusted(arch)
-    folder = os.getcwd()
-    if folder not in sys.path:
-        sys.path.append(folder)  # last, so that no file in it replaces a library
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last, so that no file in it replaces a library
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # it is the user's code
-        problem = f"{type(error).__name__}: {one_line(error)}"
-        raise RequestError(
-            f"model.arch={arch} cannot be imported ({problem})",
-            "install the package, or start in the folder that holds it",
-        ) from error
+        problem = f"model.arch={arch} cannot be imported ({type(error).__name__}: {one_line(error)})"
+        raise RequestError(problem, "install the package, or start in the folder that holds it") from error
     function = getattr(module, name, None)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]

@@ -37,10 +37,14 @@ def fit_passes(
     """
     images, unit = plan.process_batch, 2 if config.mixes else 1  # mixing needs pairs
     for accumulate in range(plan.accumulate, images // unit + 1, plan.accumulate):
-        if images % accumulate or images // accumulate % unit:
+        if images % (accumulate * unit):
             continue
-        (too_large,) = group.any_rank(not fits(try_pass, images // accumulate))
-        if too_large:
+        try:
+            try_pass(images // accumulate)
+            is_too_large = False
+        except torch.OutOfMemoryError:
+            is_too_large = True
+        if any(group.any_rank(is_too_large)):
             continue
         if accumulate == plan.accumulate:
             return plan
@@ -52,10 +56,8 @@ def fit_passes(
         if config.train.compile == "reduce-overhead":
             remedy = "lower batch.global, or use train.compile=on"
             raise RequestError(f"{shortage}, and train.compile=reduce-overhead needs one pass", remedy).collective()
-        log(
-            f"{shortage}: {accumulate} passes of {images // accumulate} make the same batch"
-            f" (batch.accumulate={accumulate})"
-        )
+        passes = f"{accumulate} passes of {images // accumulate} make the same batch"
+        log(f"{shortage}: {passes} (batch.accumulate={accumulate})")
         return replace(plan, accumulate=accumulate, micro_batch=images // accumulate)
     raise RequestError(
         f"not even a pass of {unit} of {plan.image_size} px fits into the memory of {_name(group.device)}",
@@ -85,15 +87,6 @@ def make_try_pass(model: nn.Module, config: Config, plan: Plan, device: torch.de
             torch.cuda.empty_cache()
 
     return try_pass
-
-
-def fits(try_pass: Callable[[int], None], images: int) -> bool:
-    """Return True if a pass of so many images fits into the memory."""
-    try:
-        try_pass(images)
-    except torch.OutOfMemoryError:
-        return False
-    return True
 
 
 def _name(device: torch.device) -> str:

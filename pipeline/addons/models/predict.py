@@ -15,16 +15,16 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from pipeline import world
 from pipeline.addons.models.exported_model import ExportedModel
 from pipeline.addons.report.figures import Tile, draw_contact_sheet, drawn_name
 from pipeline.config.load import from_yaml
 from pipeline.config.schema import MODEL_URI_PREFIX
-from pipeline.data.batch import NO_LABEL, Batch
 from pipeline.data.index import MISSING, Split, describe_ignored
 from pipeline.data.loader import EvalBatches, batches
 from pipeline.data.names import HIDDEN, is_hidden, is_image, printable_name, why_ignored
@@ -39,10 +39,19 @@ from pipeline.record.terminal import Terminal
 
 _TOP_K = 5
 _SHEET_TILES = 64
+_NOT_FINITE = "the model's logits for it are not finite"
 _MACHINE_OVERRIDES = ["run.device=auto", "data.workers=auto"]
 """Keys of the model's configuration that describe the training machine, reset for this one."""
-TopClasses = list[tuple[str, float]]
-"""(class, probability), the most probable first."""
+
+
+class _Prediction(NamedTuple):
+    image: str
+    defect: str
+    """Why there is no prediction, or ""."""
+    pixels: Tensor
+    labels: list[int]
+    """The most probable class first."""
+    probabilities: list[float]
 
 
 def predict(target: str, paths: list[str], *, as_json: bool, sheet: Path | None) -> str:
@@ -53,54 +62,50 @@ def predict(target: str, paths: list[str], *, as_json: bool, sheet: Path | None)
     """
     terminal = Terminal()
     split, left_out = _list_images(paths)
-    images = FolderImages(Path(), split)
     contents = _read_model(target)
     if left_out:
         terminal.log(left_out)
-    predictions: list[tuple[str, TopClasses]] = []
-    tiles: list[Tile] = []
-    labels = {printable_name(name): label for label, name in enumerate(contents["classes"])}
-    bad: dict[str, str] = {}
-    has_bad_logits = False
-    for batch, tops in _classify(contents, target, images):
-        bad |= {images.name(sample): defect for sample, defect in batch.defects}
-        for sample, label, pixels, top in zip(batch.ids.tolist(), batch.labels, batch.images, tops, strict=True):
-            if label == NO_LABEL:
-                continue
-            if not math.isfinite(top[0][1]):
-                bad[images.name(sample)] = "the model's logits for it are not finite"
-                has_bad_logits = True
-                continue
-            predictions.append((images.name(sample), top))
-            if sheet and len(tiles) < _SHEET_TILES:
-                name = drawn_name(top[0][0], label=labels[top[0][0]])
-                tiles.append(Tile(pixels.numpy(), f"{name} {top[0][1]:.2f}"))
-        terminal.progress(f"{len(predictions) + len(bad):,} of {len(images):,} images")
-    if predictions or len(bad) > 1:
-        for image, defect in bad.items():
-            terminal.log(f"bad image {image}: {defect}")
-    if has_bad_logits and not predictions:
-        raise NotFiniteError(f"the logits of {target} are not finite for any image: use another checkpoint")
-    if not predictions:
-        image, defect = next(iter(bad.items()))
-        others = f" (and none of the other {len(bad) - 1:,} images can be decoded)" if len(bad) > 1 else ""
-        raise StorageError(f"{image}: {defect}{others}: give images that can be decoded")
-    if sheet:
-        picture = io.BytesIO()
-        draw_contact_sheet(picture, tiles, target)
-        try:
-            atomic_write(target_of(sheet), picture.getvalue())
-        except OSError as error:
-            raise StorageError(f"--sheet {sheet} cannot be written: {error.strerror}") from None
-    return _json(predictions, bad) if as_json else _table(predictions)
-
-
-def _classify(contents: dict[str, Any], target: str, images: FolderImages) -> Iterator[tuple[Batch, list[TopClasses]]]:
-    """Yield each batch with the most probable classes of its images, by the model `contents`."""
-    config, here = from_yaml(contents["config"], target, _MACHINE_OVERRIDES), world.from_environment()
-    device = choose_device(config, here)
     # a name in a foreign model could write a second line, or control the terminal
     classes = [printable_name(name) for name in contents["classes"]]
+    good: list[_Prediction] = []
+    bad: dict[str, str] = {}
+    for prediction in _classify(contents, target, FolderImages(Path(), split)):
+        if prediction.defect:
+            bad[prediction.image] = prediction.defect
+        else:
+            has_tile = sheet and len(good) < _SHEET_TILES
+            good.append(prediction if has_tile else prediction._replace(pixels=torch.empty(0)))
+        terminal.progress(f"{len(good) + len(bad):,} of {len(split):,} images")
+    if good or len(bad) > 1:
+        for image, defect in bad.items():
+            terminal.log(f"bad image {image}: {defect}")
+    if not good and _NOT_FINITE in bad.values():
+        raise NotFiniteError(f"the logits of {target} are not finite for any image: use another checkpoint")
+    if not good:
+        image, defect = next(iter(bad.items()))
+        others = f" (and none of the other {len(bad) - 1:,} images can be decoded)" if len(bad) > 1 else ""
+        raise StorageError(f"{image}: {defect}{others}", "give images that can be decoded")
+    if sheet:
+        _draw(sheet, good[:_SHEET_TILES], classes, target)
+    rows = [(image, [classes[label] for label in labels], shares) for image, _, _, labels, shares in good]
+    if as_json:
+        tops = [
+            {"image": image, "top": [{"class": name, "probability": share} for name, share in zip(*top, strict=True)]}
+            for image, *top in rows
+        ]
+        return json.dumps({"predictions": tops, "bad": [{"image": name, "defect": bad[name]} for name in bad]})
+    width = max(len(image) for image, _, _ in rows)
+    class_width = max(len(name) for _, names, _ in rows for name in names)
+    return "\n".join(
+        f"{image:<{width}}"
+        + "".join(f"  {name:>{class_width}} {share:.4f}" for name, share in zip(names, shares, strict=True))
+        for image, names, shares in rows
+    )
+
+
+def _classify(contents: dict[str, Any], target: str, images: FolderImages) -> Iterator[_Prediction]:
+    config, here = from_yaml(contents["config"], target, _MACHINE_OVERRIDES), world.from_environment()
+    device = choose_device(config, here)
     model = ExportedModel(eval_model(contents, config.model)).eval().to(device)
     data = EvalBatches(replace(images, upright=config.data.orientation == "apply"), config)
     resources = divide_resources(config, here)
@@ -108,12 +113,26 @@ def _classify(contents: dict[str, Any], target: str, images: FolderImages) -> It
     resources = replace(resources, workers=min(resources.workers, len(data) - 1))
     with torch.inference_mode():
         for batch in batches(data, range(len(data)), resources, pin=device.type == "cuda"):
-            probabilities, labels = model(batch.readable().images.to(device).float()).topk(min(_TOP_K, len(classes)))
-            tops = [
-                [(classes[label], probability) for label, probability in zip(*row, strict=True)]
-                for row in zip(labels.tolist(), probabilities.tolist(), strict=True)
-            ]
-            yield batch, tops
+            found = model(batch.readable().images.to(device).float())
+            shares, labels = found.topk(min(_TOP_K, len(contents["classes"])))
+            defects = dict(batch.defects)
+            for row, sample in enumerate(batch.ids.tolist()):
+                probabilities = shares[row].tolist()
+                defect = defects.get(sample, "" if math.isfinite(probabilities[0]) else _NOT_FINITE)
+                yield _Prediction(images.name(sample), defect, batch.images[row], labels[row].tolist(), probabilities)
+
+
+def _draw(sheet: Path, predictions: list[_Prediction], classes: list[str], target: str) -> None:
+    picture = io.BytesIO()
+    tiles = [
+        Tile(pixels.numpy(), f"{drawn_name(classes[labels[0]], label=labels[0])} {shares[0]:.2f}")
+        for _, _, pixels, labels, shares in predictions
+    ]
+    draw_contact_sheet(picture, tiles, target)
+    try:
+        atomic_write(target_of(sheet), picture.getvalue())
+    except OSError as error:
+        raise StorageError(f"--sheet {sheet} cannot be written: {error.strerror}") from None
 
 
 def _list_images(paths: list[str]) -> tuple[Split, str]:
@@ -132,11 +151,10 @@ def _list_images(paths: list[str]) -> tuple[Split, str]:
                     names.add(os.path.join(folder, name))
                 else:
                     ignored[why_ignored(os.fsencode(name))] += 1
-            for name in filter(lambda name: is_hidden(os.fsencode(name)), [*folders]):
-                folders.remove(name)
-                ignored[HIDDEN] += 1
-            if links := sum(os.path.islink(os.path.join(folder, name)) for name in folders):
-                ignored["behind a link"] += links  # which may lead back
+            hidden = [name for name in folders if is_hidden(os.fsencode(name))]
+            folders[:] = [name for name in folders if name not in hidden]
+            links = sum(os.path.islink(os.path.join(folder, name)) for name in folders)  # which may lead back
+            ignored += Counter({HIDDEN: len(hidden), "behind a link": links})
     left_out = f"left out: {describe_ignored(ignored)}" if ignored else ""
     if not names:
         given = ", ".join(paths) + (f" ({left_out})" if left_out else "")
@@ -152,21 +170,3 @@ def _read_model(target: str) -> dict[str, Any]:
 
         return fetch_model(target)
     return checkpoint.read_model(checkpoint_files.find(Path(target)))
-
-
-def _json(predictions: list[tuple[str, TopClasses]], bad: dict[str, str]) -> str:
-    rows = [
-        {"image": image, "top": [{"class": name, "probability": probability} for name, probability in top]}
-        for image, top in predictions
-    ]
-    defects = [{"image": image, "defect": defect} for image, defect in bad.items()]
-    return json.dumps({"predictions": rows, "bad": defects})
-
-
-def _table(predictions: list[tuple[str, TopClasses]]) -> str:
-    image_width = max(len(image) for image, _ in predictions)
-    class_width = max(len(name) for _, top in predictions for name, _ in top)
-    return "\n".join(
-        f"{image:<{image_width}}" + "".join(f"  {name:>{class_width}} {probability:.4f}" for name, probability in top)
-        for image, top in predictions
-    )

@@ -9,7 +9,7 @@ statistics that followed the new data would no longer match the frozen weights.
 """
 
 import os
-import urllib.error
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pipeline.addons.models.state_dict import read_state_dict
 from pipeline.config.schema import MODEL_URI_PREFIX
 from pipeline.config.sections import Model
-from pipeline.errors import RequestError, StorageError, TemporaryError, nearest
+from pipeline.errors import RequestError, StorageError, TemporaryError, nearest, one_line
 from pipeline.group import Group
 from pipeline.model.trained import eval_weights
 from pipeline.model.weights import load_weights
@@ -65,11 +65,10 @@ def freeze(model: nn.Module, names: str) -> str:
     children = [name for name, child in model.named_children() if any(True for _ in child.parameters())]
     heads = _heads(model, children)
     modules = dict(model.named_modules())
+    chosen, own = [name.strip() for name in names.split(",")], dict[str, nn.Parameter]()
     if names == "backbone":
         chosen = [name for name in children if name not in heads]
-    else:
-        chosen = [name.strip() for name in names.split(",")]
-    own = dict(model.named_parameters(recurse=False)) if names == "backbone" else {}  # a transformer's class token
+        own = dict(model.named_parameters(recurse=False))  # a transformer's class token
     for parameter in own.values():
         parameter.requires_grad_(False)
     for name in chosen:
@@ -82,18 +81,14 @@ def freeze(model: nn.Module, names: str) -> str:
         modules[name].eval().requires_grad_(False)
     left = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     if not left:
-        raise RequestError(
-            f"model.freeze={names} leaves nothing to train", f"do not freeze the head, {', '.join(heads)}"
-        )
+        remedy = f"do not freeze the head, {', '.join(heads)}"
+        raise RequestError(f"model.freeze={names} leaves nothing to train", remedy)
     total = sum(parameter.numel() for parameter in model.parameters())
     return f"{', '.join([*own, *chosen])} frozen: {left:,} of {total:,} weights are trained"
 
 
 def _heads(model: nn.Module, children: list[str]) -> list[str]:
-    """Return the names of the children with a classifier.
-
-    They are those that timm's `get_classifier` names, or the last child.
-    """
+    """Return the children with a classifier: those that timm names, or the last child."""
     is_timm = type(model).__module__.startswith("timm.")
     named = model.get_classifier() if is_timm else ()  # type: ignore[operator]
     classifiers = [*named] if isinstance(named, (tuple, list)) else [named]
@@ -106,35 +101,35 @@ def _read(arch: str, init: str) -> dict[str, Tensor]:
         from pipeline.addons.mlflow.registry import fetch_model
 
         return eval_weights(fetch_model(init))
+    if re.fullmatch(r"[A-Z][A-Z0-9_]*", init):
+        return _published(arch, init)
+    if not os.path.exists(init):
+        names = ", ".join(pretrained_weights(arch)) or "none"
+        remedy = f"give a file, a run's folder, models:/NAME@ALIAS, or torchvision's weights of {arch} ({names})"
+        raise RequestError(f"model.init={init} does not exist", remedy)
     if os.path.isfile(init) and not checkpoint_files.NAME.fullmatch(Path(init).name):
         return read_state_dict(Path(init))
-    if os.path.exists(init):
-        try:
-            path = checkpoint_files.find(Path(init))
-        except StorageError as error:
-            raise RequestError(f"model.init={init} is not allowed: {error.problem}", error.remedy) from None
-        return eval_weights(checkpoint.read_model(path))
-    names = pretrained_weights(arch)
-    if init not in names:
-        close = nearest(init, list(names))
-        raise RequestError(
-            f"model.init={init} is neither a file or folder here, nor models:/NAME@ALIAS, nor one of torchvision's"
-            f" weights of {arch}{close}",
-            "" if close else f"there are {', '.join(names) or 'none'}",
-        )
     try:
-        weights: dict[str, Tensor] = names[init].get_state_dict(progress=False, check_hash=True, weights_only=True)
-    except (OSError, urllib.error.URLError) as error:
-        raise TemporaryError(
-            f"model.init={init} cannot be fetched ({error})",
-            "put the file into torch's cache (TORCH_HOME), or name a path",
-        ) from error
+        path = checkpoint_files.find(Path(init))
+    except StorageError as error:
+        raise RequestError(f"model.init={init} is not allowed: {error.problem}", error.remedy) from None
+    return eval_weights(checkpoint.read_model(path))
+
+
+def _published(arch: str, name: str) -> dict[str, Tensor]:
+    """Return torchvision's weights of that name."""
+    names = pretrained_weights(arch)
+    if name not in names:
+        problem = f"model.init={name} is none of torchvision's weights of {arch}{nearest(name, list(names))}"
+        raise RequestError(problem, f"give {' or '.join(names) or 'a file'}")
+    try:
+        weights: dict[str, Tensor] = names[name].get_state_dict(progress=False, check_hash=True, weights_only=True)
+    except OSError as error:
+        remedy = "put the file into torch's cache (TORCH_HOME), or name a path"
+        raise TemporaryError(f"model.init={name} cannot be fetched ({error})", remedy) from error
     except Exception as error:  # torch raises many types for a file that holds no weights
-        raise StorageError(
-            f"model.init={init}: its file in torch's cache (TORCH_HOME) holds no weights"
-            f" ({' '.join(str(error).split())[:200]})",
-            "remove it",
-        ) from None
+        problem = f"its file in torch's cache (TORCH_HOME) holds no weights ({one_line(error)})"
+        raise StorageError(f"model.init={name}: {problem}", "remove it") from None
     return weights
 
 

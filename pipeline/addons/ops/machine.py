@@ -1,8 +1,7 @@
 """Checks of this machine: CPUs, memory, disk, image decoding, loader, all-reduce.
 
 Each returns a line for the user, or raises a RunError whose message ends with what to do. A check
-takes a second or two, and removes what it writes. Some import torch. None communicates with ranks
-on other machines.
+takes a second or two, and leaves no file. None communicates with ranks on other machines.
 """
 
 import math
@@ -18,19 +17,16 @@ from pipeline import machine
 from pipeline.config.schema import Config
 from pipeline.data.sources import Source
 from pipeline.errors import RequestError, StorageError, TemporaryError, summary
+from pipeline.operate.request import open_data
 from pipeline.plan import Plan
-from pipeline.preflight.request import open_data
 from pipeline.record.folder import RunFolder
 from pipeline.world import World
 
-_MIB, _GIB = 2**20, 2**30
+_GIB = 2**30
 _PROCESS_BYTES, _WORKER_BYTES = _GIB, _GIB // 4
 """Memory of a CPU process with torch, and of a loader worker without its batches (measured)."""
-_WRITE_BYTES = 8 * _MIB
-_SLOW_MIB_S = 5
 _SAMPLES = 8
 _TIMED_IMAGES = 32
-_ALL_REDUCE_FLOATS = 4 * _MIB
 _LOCAL_FILE_SYSTEMS = ("ext4", "ext3", "xfs", "btrfs", "zfs", "overlay", "tmpfs", "f2fs")
 
 
@@ -54,28 +50,6 @@ def check_memory(plan: Plan) -> str:
     return f"about {needed:.1f} of {available:.1f} GiB needed"
 
 
-def check_disk_speed(folder: RunFolder) -> str:
-    """Check that the disk of run.dir stores 8 MiB, synced, at an acceptable speed."""
-    place = folder.nearest_existing()
-    start = time.perf_counter()
-    try:
-        with tempfile.NamedTemporaryFile(prefix=".doctor-", dir=place, delete=False) as file:
-            try:
-                file.write(os.urandom(_WRITE_BYTES))
-                file.flush()
-                os.fsync(file.fileno())
-            finally:
-                Path(file.name).unlink(missing_ok=True)  # another process may have removed it
-    except OSError as error:
-        problem = f"8 MiB cannot be written to {place} ({error.strerror})"
-        raise StorageError(problem, "make room, or give another run.dir") from None
-    rate = _WRITE_BYTES / _MIB / (time.perf_counter() - start)
-    if rate < _SLOW_MIB_S:
-        problem = f"{place} is written at {rate:.1f} MiB/s with sync, and each save waits for the one before"
-        raise TemporaryError(problem, "use a faster disk, or raise checkpoint.every")
-    return f"{place} is written at {rate:,.0f} MiB/s with sync"
-
-
 def check_run_folder_is_shared(config: Config, folder: RunFolder, here: World) -> str:
     """Check that run.dir is on a file system that all machines of the job can mount.
 
@@ -95,13 +69,23 @@ def check_run_folder_is_shared(config: Config, folder: RunFolder, here: World) -
     return f"{place} is on {kind}"
 
 
+def _file_system(place: Path) -> str:
+    """Return the type of the file system that holds `place`, such as ext4 or nfs4."""
+    real, kinds = Path(os.path.realpath(place)), dict[Path, str]()
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").strip().split("\n"):
+        mount, _, details = line.partition(" - ")
+        name = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), mount.split(" ")[4])
+        kinds[Path(name)] = details.split()[0]  # of two mounts on one folder the later one is seen
+    return next((kinds[folder] for folder in (real, *real.parents) if folder in kinds), "unknown")
+
+
 def check_disk_space(config: Config, plan: Plan, folder: RunFolder) -> str:
     """Check that the disk holds the checkpoints to keep, the best one and the one being written."""
     from pipeline.model.architectures import meta_model
 
     copies = 1 + config.optimizer.moments + (1 if config.train.ema is not None else 0)
-    parameters = sum(parameter.numel() for parameter in meta_model(config.model, plan.num_classes).parameters())
-    checkpoint_bytes = 4 * copies * parameters
+    model = meta_model(config.model, plan.num_classes)
+    checkpoint_bytes = 4 * copies * sum(parameter.numel() for parameter in model.parameters())
     present = sum(path.stat().st_size for path in folder.checkpoints.glob("step-*.pt"))
     keep = config.checkpoint.keep
     needed = max(0, (keep + 2) * checkpoint_bytes - present) / _GIB
@@ -119,7 +103,6 @@ def check_images_decode(source: Source) -> str:
     from pipeline.data.interface import UnreadableError
 
     defects: list[str] = []
-    start = time.perf_counter()
     for images in (source.train, source.val):
         count = min(_SAMPLES, len(images))
         for sample in [i * len(images) // count for i in range(count)]:
@@ -130,8 +113,7 @@ def check_images_decode(source: Source) -> str:
     if defects:
         problem = f"{len(defects)} of {2 * _SAMPLES} sampled images cannot be decoded, the first is {defects[0]}"
         raise StorageError(problem, "list all with 'pipeline data check'")
-    each_ms = 1000 * (time.perf_counter() - start) / 2 / _SAMPLES
-    return f"{_SAMPLES} images of each split, {each_ms:.1f} ms each, JPEG by {jpeg_decoder()}"
+    return f"{_SAMPLES} images of each split, JPEG by {jpeg_decoder()}"
 
 
 def check_loader_feeds_gpus(
@@ -161,66 +143,13 @@ def check_loader_feeds_gpus(
     made = f"a core makes {speed:,.0f} images/s of {plan.image_size} px"
     if not gpu_images_per_s:
         return f"{made}; --gpu-images-per-s N tells how many cores N images/s of a GPU need"
-    gpus = here.local_size
-    needed = math.ceil(gpu_images_per_s * gpus / speed)
-    wanted = f"{gpus} × {gpu_images_per_s:,} images/s"
+    needed = math.ceil(gpu_images_per_s * here.local_size / speed)
+    wanted = f"{here.local_size} × {gpu_images_per_s:,} images/s"
     if needed > here.cpus:
         pack = "a pack of smaller images" if config.data.source == "pack" else "a pack"
         remedy = f"use more cores for each GPU, or {pack} ('pipeline data pack')"
         raise RequestError(f"{made}, so {wanted} need {needed:,} cores, and here are {here.cpus}", remedy)
     return f"{made}, so {wanted} take {needed} of {here.cpus} cores"
-
-
-def check_all_reduce(config: Config, here: World) -> str:
-    """Check that processes here can all-reduce, over NCCL if they have GPUs, otherwise gloo."""
-    if here.local_size == 1:
-        return "one process: not needed"
-    import torch
-    from torch.multiprocessing.spawn import spawn
-
-    nccl = config.run.device != "cpu" and torch.cuda.is_available()
-    backend = "NCCL" if nccl else "gloo"
-    count = here.local_size if nccl else 2
-    if nccl and torch.cuda.device_count() < count:
-        return "not tried: this process sees only its own GPU"
-    try:
-        with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
-            spawn(_all_reduce, (count, folder, backend), nprocs=count)  # type: ignore[no-untyped-call]
-            seconds = float(Path(folder, "seconds").read_text(encoding="utf-8"))
-    except Exception as error:
-        problem = f"all-reduce of {count} processes failed over {backend} ({summary(str(error), 300)})"
-        remedy = "look at the driver, at NCCL_DEBUG=INFO and at the loopback interface"
-        raise TemporaryError(problem, remedy) from None
-    return f"{count} processes, {4 * _ALL_REDUCE_FLOATS / seconds / 1e9:.1f} GB/s over {backend}"
-
-
-def _all_reduce(rank: int, count: int, folder: str, backend: str) -> None:
-    """Time an all-reduce of `count` processes that meet in `folder`; rank 0 writes the seconds."""
-    import torch
-    from torch import distributed as dist
-
-    device = torch.device("cuda", rank) if backend == "NCCL" else torch.device("cpu")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(backend.lower(), init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count)
-    tensor = torch.ones(_ALL_REDUCE_FLOATS, device=device)
-    dist.all_reduce(tensor)  # the first call opens the connections
-    start = time.perf_counter()
-    dist.all_reduce(tensor)
-    if float(tensor[0]) != count * count:
-        raise ValueError(f"the sum is {float(tensor[0])}, not {count * count}")
-    if rank == 0:
-        Path(folder, "seconds").write_text(str(time.perf_counter() - start), encoding="utf-8")
-    dist.destroy_process_group()
-
-
-def _file_system(place: Path) -> str:
-    """Return the type of the file system that holds `place`, such as ext4 or nfs4."""
-    real, kinds = Path(os.path.realpath(place)), dict[Path, str]()
-    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").strip().split("\n"):
-        mount, _, details = line.partition(" - ")
-        name = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), mount.split(" ")[4])
-        kinds[Path(name)] = details.split()[0]  # of two mounts on one folder the later one is seen
-    return next((kinds[folder] for folder in (real, *real.parents) if folder in kinds), "unknown")
 
 
 def loader_row(config: Config, plan: Plan, here: World, gpu_images_per_s: int) -> str:
@@ -232,3 +161,36 @@ def loader_row(config: Config, plan: Plan, here: World, gpu_images_per_s: int) -
     except RequestError as error:
         line = f"too few cores: {error}"
     return f"  loader         {line}"
+
+
+def check_all_reduce(config: Config, here: World) -> str:
+    """Check that processes here can all-reduce, over NCCL if they have GPUs, otherwise gloo."""
+    if here.local_size == 1:
+        return "one process: not needed"
+    import torch
+    from torch.multiprocessing.spawn import spawn
+
+    has_gpus = config.run.device != "cpu" and torch.cuda.is_available()
+    backend, count = ("nccl", here.local_size) if has_gpus else ("gloo", 2)
+    if has_gpus and torch.cuda.device_count() < count:
+        return "not tried: this process sees only its own GPU"
+    try:
+        with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
+            spawn(_all_reduce, (count, f"file://{folder}/rendezvous", backend), nprocs=count)  # type: ignore[no-untyped-call]
+    except Exception as error:
+        problem = f"all-reduce of {count} processes failed over {backend} ({summary(str(error), 300)})"
+        remedy = "look at the driver, at NCCL_DEBUG=INFO and at the loopback interface"
+        raise TemporaryError(problem, remedy) from None
+    return f"{count} processes over {backend}"
+
+
+def _all_reduce(rank: int, count: int, rendezvous: str, backend: str) -> None:
+    import torch
+    from torch import distributed as dist
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=count)
+    tensor = torch.ones(1, device=f"cuda:{rank}" if backend == "nccl" else "cpu")
+    dist.all_reduce(tensor)
+    assert float(tensor) == count
+    dist.destroy_process_group()

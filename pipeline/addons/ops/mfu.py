@@ -23,14 +23,18 @@ _SHARE_OF_PEAK = {"bf16": 1.0, "fp16": 1.0, "tf32": 0.5}
 
 
 class MfuMeter:
-    def __init__(self, options: Model, num_classes: int, peak: float | None) -> None:
-        """Measure against `peak`: FLOP/s of all devices of the job together, None if unknown."""
-        self._options, self._num_classes, self._peak = options, num_classes, peak
+    """Measures a job on `devices` devices like this one."""
+
+    def __init__(self, config: Config, num_classes: int, devices: int, device: torch.device) -> None:
+        self._options, self._num_classes = config.model, num_classes
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        peak = next((peak for part, peak in _PEAKS if part in name), 0)
+        self._peak = peak * devices * _SHARE_OF_PEAK.get(config.train.precision, 0)
         self._flops: dict[int, int] = {}
 
     def metrics(self, images_per_s: float, size: int) -> dict[str, float]:
         """Return the metrics of a job at `images_per_s` images of `size` × `size` px."""
-        if self._peak is None:
+        if not self._peak:
             return {}
         if size not in self._flops:
             try:
@@ -38,14 +42,6 @@ class MfuMeter:
             except Exception:  # a model of the user's that needs values, not only shapes
                 self._flops[size] = 0
         return {"time/mfu": images_per_s * self._flops[size] / self._peak} if self._flops[size] else {}
-
-
-def make_mfu_meter(config: Config, num_classes: int, devices: int, device: torch.device) -> MfuMeter:
-    """Return the meter of a job on `devices` devices like this one."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    peak = next((peak for part, peak in _PEAKS if part in name), None)
-    share = _SHARE_OF_PEAK.get(config.train.precision)
-    return MfuMeter(config.model, num_classes, peak * share * devices if peak and share else None)
 
 
 def flops_per_image(options: Model, num_classes: int, size: int) -> int:

@@ -45,13 +45,11 @@ def check_model_builds(config: Config, plan: Plan, here: World, *, is_resumed: b
         check_can_shard(model)
     if plan.stages > 1:
         split_into_stages(model, config.model.arch, plan.stages, plan.image_size)
-    if config.model.init and not is_resumed:
-        return pretrained.read(config.model, model)
-    return None
+    return pretrained.read(config.model, model) if config.model.init and not is_resumed else None
 
 
 def check_model_exists(config: Config, num_classes: int) -> nn.Module:
-    """Check that torchvision has the model and the modules to freeze; return it without weights."""
+    """Check that there are the model and the modules to freeze; return it without weights."""
     model = meta_model(config.model, num_classes)
     if config.model.freeze:
         pretrained.freeze(model, config.model.freeze)
@@ -69,12 +67,12 @@ def check_shapes(options: Model, num_classes: int, batch: int, sizes: Sequence[i
     """
     hint = " or set model.args.img_size" if options.arch.startswith("timm/") else ""
     smallest = "augment.size" if len(sizes) == 1 else "augment.first_size"
-    passes = [(batch, sizes[0], True, f"raise {smallest}{hint}")]
-    passes += [(batch, side, True, f"set augment.size={sizes[0]}") for side in sizes[1:]]
-    passes.append((2, eval_size, False, f"raise evaluate.size{hint}"))
-    for images, side, is_training, remedy in passes:
+    passes = [(batch, sizes[0], f"raise {smallest}{hint}")]
+    passes += [(batch, side, f"set augment.size={sizes[0]}") for side in sizes[1:]]
+    passes.append((2, eval_size, f"raise evaluate.size{hint}"))
+    for images, side, remedy in passes:
         try:
-            logits = _try_pass(options, num_classes, images, side, is_training=is_training)
+            logits = _try_pass(options, num_classes, images, side, is_training=(images, side, remedy) != passes[-1])
         except RequestError:
             raise
         except Exception as error:  # batch norm, for one, raises ValueError for one value per channel
@@ -94,9 +92,8 @@ def check_shapes(options: Model, num_classes: int, batch: int, sizes: Sequence[i
 
 @torch.no_grad()
 def _try_pass(options: Model, num_classes: int, images: int, side: int, *, is_training: bool) -> Any:
-    model = meta_model(options, num_classes).train(is_training)
     try:
-        return _forward(model, images, side)
+        return _forward(meta_model(options, num_classes).train(is_training), images, side)
     except Exception:
         if not is_function(options.arch):
             raise
@@ -140,22 +137,20 @@ def check_weights_have_gradients(options: Model, num_classes: int, model: nn.Mod
 
     DDP waits for every gradient. Raises RequestError if the gradient of a weight never comes.
     """
+    used = model
     try:
-        with_gradient = _weights_with_gradient(model, batch, size)
+        _forward(model.train(), batch, size).sum().backward()
     except Exception:
         try:  # a model that needs values
-            with_gradient = _weights_with_gradient(build(options, num_classes), min(batch, 2), size)
+            used = build(options, num_classes).train()
+            _forward(used, min(batch, 2), size).sum().backward()
         except Exception:  # a model that needs values and more images: DDP itself reports a gradient that never comes
             return
-    unused = [name for name, param in model.named_parameters() if param.requires_grad and name not in with_gradient]
+    missing = {name for name, param in used.named_parameters() if param.grad is None}
+    unused = [name for name, param in model.named_parameters() if param.requires_grad and name in missing]
     if unused:
         raise RequestError(
             f"model.arch={options.arch} does not use {list_first(unused, 3)} for its logits, but with several"
             " processes parallel=ddp needs a gradient of each weight",
             "remove the unused layers, set requires_grad=False on their weights, or train with run.exact=true",
         )
-
-
-def _weights_with_gradient(model: nn.Module, batch: int, size: int) -> set[str]:
-    _forward(model.train(), batch, size).sum().backward()
-    return {name for name, param in model.named_parameters() if param.grad is not None}

@@ -6,7 +6,6 @@ reports, and after the first steps, in which kernels are chosen and compiled.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -15,25 +14,24 @@ from pipeline.train.job import Job
 from pipeline.train.listener import Listener, Start, Update
 
 
-class Profiler:
-    def __init__(self, first: int, last: int, folder: Path, device: torch.device, log: Callable[[str], None]) -> None:
-        self._first, self._last, self._log = first, last, log
-        self._file = folder / f"profile-steps-{first}-{last}.json.gz"
+class ToProfile(Listener):
+    """Has torch's profiler record the steps of `profile.steps`."""
+
+    def __init__(self, job: Job, device: torch.device, log: Callable[[str], None]) -> None:
+        assert job.config.profile.steps
+        self._first, self._last = job.config.profile.steps
+        self._file, self._log = job.folder.report / f"profile-steps-{self._first}-{self._last}.json.gz", log
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
         self._profile = profile(activities=activities)
         self._is_recording = False
 
-    def at_step(self, step: int) -> None:
-        """Start or stop to record if it is due.
+    def started(self, start: Start) -> None:
+        self._start_if_due(start.step)
 
-        Called at the start of training and after each update.
-        """
-        if step == self._first - 1:
-            self._profile.start()
-            self._is_recording = True
-        elif step == self._last and self._is_recording:  # a run that resumes within the window records nothing
+    def stepped(self, update: Update) -> None:
+        self._start_if_due(update.step)
+        if update.step == self._last and self._is_recording:  # a run that resumes in the window records nothing
             self._profile.stop()
-            self._is_recording = False
             try:
                 self._file.parent.mkdir(exist_ok=True)
                 self._profile.export_chrome_trace(str(self._file))
@@ -41,16 +39,7 @@ class Profiler:
             except (OSError, RuntimeError) as error:
                 self._log(f"the profile could not be written: {error}")
 
-
-class ToProfile(Listener):
-    """Has torch's profiler record the steps of `profile.steps`."""
-
-    def __init__(self, job: Job, device: torch.device, log: Callable[[str], None]) -> None:
-        assert job.config.profile.steps
-        self._profiler = Profiler(*job.config.profile.steps, job.folder.report, device, log)
-
-    def started(self, start: Start) -> None:
-        self._profiler.at_step(start.step)
-
-    def stepped(self, update: Update) -> None:
-        self._profiler.at_step(update.step)
+    def _start_if_due(self, step: int) -> None:
+        if step == self._first - 1:
+            self._profile.start()
+            self._is_recording = True

@@ -28,8 +28,8 @@ class StragglerWatch:
         self._start: Any = None
         self._steps: list[tuple[Any, Any]] = []
         """(start, end) of each step since the last report: seconds, or events of the device."""
-        self._slow_rank: int | None = None
-        self._times_in_a_row = 0
+        self._slow_ranks: list[int] = []
+        """The slow rank of each report since none was slow."""
         self._named: set[int] = set()
         self._is_on = strategy.group.size > 1 and strategy.is_replicated
         if self._is_on:
@@ -46,15 +46,12 @@ class StragglerWatch:
         Returns [0] if the watch does nothing. Called when a report is due, whose sum has just
         waited for the device: the events have completed.
         """
-        if not self._is_on:
-            return torch.zeros(0, dtype=torch.int64)
-        if self._group.device.type == "cuda":
-            seconds = sum(start.elapsed_time(end) / 1000 for start, end in self._steps)
-        else:
-            seconds = sum(end - start for start, end in self._steps)
+        times = torch.zeros(self._group.size if self._is_on else 0, dtype=torch.int64)
+        if self._is_on:
+            is_cuda = self._group.device.type == "cuda"
+            seconds = [start.elapsed_time(end) / 1000 if is_cuda else end - start for start, end in self._steps]
+            times[self._group.rank] = round(1e6 * sum(seconds))
         self._steps.clear()
-        times = torch.zeros(self._group.size, dtype=torch.int64)
-        times[self._group.rank] = round(1e6 * seconds)
         return times
 
     def log_slow_rank(self, times: list[int], steps: int) -> dict[str, float]:
@@ -66,19 +63,12 @@ class StragglerWatch:
         ratio = times[slowest] / max(1, others)
         if ratio < _RECOVERED:
             self._named.clear()
-        if ratio < _SLOW:
-            self._slow_rank, self._times_in_a_row = None, 0
-        elif slowest == self._slow_rank:
-            self._times_in_a_row += 1
-        else:
-            self._slow_rank, self._times_in_a_row = slowest, 1
-        if self._times_in_a_row >= _REPORTS_IN_A_ROW and slowest not in self._named:
+        self._slow_ranks = [*self._slow_ranks[-1:], slowest] if ratio >= _SLOW else []
+        if self._slow_ranks[-_REPORTS_IN_A_ROW:] == [slowest] * _REPORTS_IN_A_ROW and slowest not in self._named:
             self._named.add(slowest)
-            self._log(
-                f"rank {slowest} is slow: its own part of a step (data, forward, backward) takes"
-                f" {times[slowest] / 1000 / steps:,.0f} ms, that of the others {others / 1000 / steps:,.0f} ms: they"
-                " wait"
-            )
+            own, other = (f"{spent / 1000 / steps:,.0f} ms" for spent in (times[slowest], others))
+            part = "its own part of a step (data, forward, backward)"
+            self._log(f"rank {slowest} is slow: {part} takes {own}, that of the others {other}: they wait")
         return {"time/slowest_rank": float(slowest), "time/slowest_rank_ratio": ratio}
 
     def _end_pass(self) -> None:

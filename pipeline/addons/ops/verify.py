@@ -2,7 +2,7 @@
 
 Promise: "identical" means that the repetition had the same weights at every step for which both
 runs have a digest or a checkpoint, and that no field of the receipt from which they follow, or that
-follows from them, was changed (`operate/compare.py` says which these are). It uses the receipt's
+follows from them, was changed (`compare` says which these are). It uses the receipt's
 configuration, number of processes, and kind of device. It is an ordinary `pipeline train` in a
 temporary folder; nothing is written to RUN_DIR. A run that MLflow has gets the result as a tag.
 
@@ -11,11 +11,10 @@ compared. With --steps A-B it starts from RUN_DIR's checkpoint of step A, so a r
 verified in parts, by several people. The steps up to A are then trusted, and the result says so:
 the weights of that checkpoint are those of the receipt, but its optimizer state is what it is.
 
-A run that certainly cannot repeat is refused (exit 2): not deterministic, parts trained by
-different numbers of processes, changed data, no GPU here, a checkpoint with other weights than the
-receipt's. Differences that may or may not change bits (versions, the device's model) do not stop
-the repetition, and are named if the results differ. Different bits are exit 1, as with `cmp`. A
-repetition that fails ends with its own exit code, or with 75.
+A run that certainly cannot repeat is refused (exit 2). Differences that may or may not change bits
+(versions, the device's model) do not stop the repetition, and are named if the results differ.
+Different bits are exit 1, as with `cmp`. A repetition that fails ends with its own exit code, or
+with 75.
 """
 
 import os
@@ -27,15 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import errors, machine
-from pipeline.addons.models.inputs import check_run_folder
 from pipeline.addons.models.trust import check_is_trusted, check_place_is_trusted
 from pipeline.addons.ops.compare import Run, compare
-from pipeline.addons.ops.receipt import read_receipt
 from pipeline.config.schema import Config
 from pipeline.data import sources
 from pipeline.errors import RequestError, TemporaryError, one_line, printable_line
 from pipeline.orphan import die_with_parent
-from pipeline.record.folder import RunFolder
 
 
 def verify(run_dir: Path, steps: int | None, start: int = 0) -> int:
@@ -43,26 +39,23 @@ def verify(run_dir: Path, steps: int | None, start: int = 0) -> int:
 
     start: the step of the checkpoint to repeat from; 0 repeats from the initial weights.
     """
-    check_run_folder(run_dir)
-    run = Run(read_receipt(RunFolder(run_dir)), RunFolder(run_dir))
+    run = Run.read(run_dir)
     if run.folder.lock.is_held():
         raise TemporaryError(f"the run in {run_dir} is still training: wait for its end, or stop it")
     with tempfile.TemporaryDirectory(prefix="pipeline-verify-", ignore_cleanup_errors=True) as scratch:
-        repeated = RunFolder(Path(scratch) / "run")
+        repeated = Path(scratch) / "run"
         config = _repetition_config(run, repeated)
         _refuse_what_cannot_repeat(run, config, start)
         last = _last_comparable_step(run, start, steps)
         config = config.replacing("train", max_steps=last)
-        origin = ""
         if start:
-            checkpoint = _checkpoint_of(run, start)
-            config = config.replacing("run", resume=str(checkpoint.absolute()))
-            origin = f" from {checkpoint.name}"
-        print(f"repeating {run_dir}{origin} up to step {last:,} in {repeated.path}", file=sys.stderr, flush=True)
-        _repeat(config, run.receipt["starts"][-1], Path(scratch) / "recipe.yaml")
-        new = Run(read_receipt(repeated), repeated)
-        if new.receipt["starts"][0]["step"] != start:
-            first = f"started at step {new.receipt['starts'][0]['step']} and not at step {start}"
+            config = config.replacing("run", resume=str(_checkpoint_of(run, start).absolute()))
+        origin = f" from step {start:,}" if start else ""
+        print(f"repeating {run_dir}{origin} up to step {last:,} in {repeated}", file=sys.stderr, flush=True)
+        _repeat(config, run.starts[-1], Path(scratch) / "recipe.yaml")
+        new = Run.read(repeated)
+        if new.starts[0]["step"] != start:
+            first = f"started at step {new.starts[0]['step']} and not at step {start}"
             raise RequestError(f"the repetition {first}, so it did not train these steps and nothing was compared")
         result = printable_line(compare(run, new, start, last))
     print(result, flush=True)
@@ -73,19 +66,17 @@ def verify(run_dir: Path, steps: int | None, start: int = 0) -> int:
     return errors.OK if result.startswith("identical") else errors.CRASH
 
 
-def _repetition_config(run: Run, repeated: RunFolder) -> Config:
+def _repetition_config(run: Run, repeated: Path) -> Config:
     """Return the run's configuration, in the folder of the repetition and without a tracker.
 
     It has no mirror either: from there the repetition would restore the finished run. Digits that
     are not there are made in their default place, never in a folder that only the receipt names.
     """
     changes = [
-        f"run.dir={repeated.path}", "run.resume=auto", "track.uri=none", "track.report=false", "track.required=false",
+        f"run.dir={repeated}", "run.resume=auto", "track.uri=none", "track.report=false", "track.required=false",
         "checkpoint.mirror=none", "data.cache=none",
     ]  # fmt: skip
-    if run.folder.trace.exists():
-        changes.append("run.trace=true")
-    config = run.config(changes)
+    config = run.config(changes + ["run.trace=true"] * run.folder.trace.exists())
     check_place_is_trusted("data.root", config.data.root)
     check_place_is_trusted("model.init", config.model.init)
     if config.data.source == "digits" and not os.path.exists(sources.data_root(config)):
@@ -95,55 +86,34 @@ def _repetition_config(run: Run, repeated: RunFolder) -> Config:
 
 
 def _refuse_what_cannot_repeat(run: Run, config: Config, start: int) -> None:
-    receipt, run_dir = run.receipt, run.folder.path
+    refused = f"the run in {run.folder.path}"
     if not config.is_deterministic:
-        problem = f"the run in {run_dir} is not deterministic (run.deterministic=false and run.exact=false)"
-        remedy = "train with run.deterministic=true to verify"
-        raise RequestError(f"{problem}, so its weights differ each time: {remedy}")
-    _refuse_contradiction(run)
-    parts = run.parts(start)
-    if not parts:
-        place = f"at step {receipt['starts'][0]['step']}, from another run's checkpoint"
-        raise RequestError(f"the run in {run_dir} started {place}: verify that run")
-    first, *later = parts
+        problem = f"{refused} is not deterministic (run.deterministic=false and run.exact=false)"
+        raise RequestError(f"{problem}, so its weights differ each time", "train with run.deterministic=true to verify")
+    starts = run.starts_after(start)
+    if not starts:
+        place = f"at step {run.starts[0]['step']}, from another run's checkpoint"
+        raise RequestError(f"{refused} started {place}", "verify that run")
     for name in ("epochs",) if config.run.exact else ("world", "epochs"):
-        for part in later:
-            if part.get(name) != first.get(name):
+        for part in starts[1:]:
+            if part.get(name) != starts[0].get(name):
                 hint = "; with run.exact=true the number of processes may change" if name == "world" else ""
-                values = f"from {one_line(first.get(name))} to {one_line(part.get(name))}"
+                values = f"from {one_line(starts[0].get(name))} to {one_line(part.get(name))}"
                 change = f"{name} changed {values} at step {part['step']}"
-                raise RequestError(f"the run in {run_dir} cannot be repeated in one piece: {change}{hint}")
-    if receipt["starts"][-1].get("device_type") == "cuda" and not machine.has_gpu():
+                raise RequestError(f"{refused} cannot be repeated in one piece: {change}{hint}")
+    if run.starts[-1].get("device_type") == "cuda" and not machine.has_gpu():
         raise machine.no_gpu_error()
     source = sources.open_source(config)
-    if source.digest != receipt["data"]:
+    if source.digest != run.receipt["data"]:
         from pipeline.addons.ops.changes import describe_data_change
 
-        changed = describe_data_change(config, source, str(receipt["data"]), run_dir / "index")
-        raise RequestError(f"the data differs from that of the run in {run_dir}: {changed}; restore it")
-
-
-def _refuse_contradiction(run: Run) -> None:
-    """Raise RequestError if the receipt's result line is not that of its last evaluation."""
-    if run.receipt["done"] is None:
-        return
-    row: dict[str, Any] = max(run.rows, key=lambda row: row["step"], default={"step": 0})
-    known = row | {"epoch": row["step"] // run.receipt["plan"]["steps_per_epoch"]}
-    for word in str(run.receipt["done"]).split()[1:]:
-        name, _, stated = word.partition("=")
-        value = known.get(name, "missing")
-        value = f"{value:.4f}" if isinstance(value, float) else value
-        if stated != str(value):
-            given = one_line(f"{name}={stated}")
-            problem = f"{run.folder.receipt} contradicts itself: its result line has {given}"
-            value = one_line(value)
-            raise RequestError(f"{problem}, and its evaluation of step {row['step']} {value}", "restore the file")
+        changed = describe_data_change(config, source, str(run.receipt["data"]), run.folder.path / "index")
+        raise RequestError(f"the data differs from that of {refused}: {changed}", "restore it")
 
 
 def _last_comparable_step(run: Run, start: int, steps: int | None) -> int:
     """Return the last step after `start`, up to `steps`, that has an evaluation or a checkpoint."""
-    known = {row["step"] for row in run.rows} | run.checkpoints().keys()
-    later = [step for step in known if step > start]
+    later = [step for step in run.rows.keys() | run.checkpoints().keys() if step > start]
     after = f" after step {start}" if start else ""
     if not later:
         missing = f"the run in {run.folder.path} has neither an evaluation nor a checkpoint{after}"
@@ -151,8 +121,7 @@ def _last_comparable_step(run: Run, start: int, steps: int | None) -> int:
     comparable = [step for step in later if steps is None or step <= steps]
     if not comparable:
         first = f"the first evaluation or checkpoint{after} in {run.folder.path} is of step {min(later)}"
-        given = f"{start}-{steps}" if start else steps
-        raise RequestError(f"--steps {given} is too small: {first}; give that or more")
+        raise RequestError(f"--steps {steps} is too small: {first}", "give that or more")
     return max(comparable)
 
 
@@ -163,19 +132,17 @@ def _checkpoint_of(run: Run, step: int) -> Path:
     damaged.
     """
     found = run.checkpoints()
-    if not found:
-        problem = f"{run.folder.checkpoints} has no checkpoint, so nothing can be repeated from step {step}"
-        raise RequestError(problem, "docs/reproducibility.md, 'Publish a receipt', says where to get one")
     if step not in found:
-        steps = ", ".join(map(str, sorted(found)))
-        raise RequestError(f"{run.folder.checkpoints} has no checkpoint of step {step}", f"it has those of {steps}")
+        steps = f"those of {', '.join(map(str, sorted(found)))}" if found else "none"
+        remedy = f"it has {steps}; docs/reproducibility.md, 'Publish a receipt', says where to get one"
+        raise RequestError(f"{run.folder.checkpoints} has no checkpoint of step {step}", remedy)
 
     from pipeline.model.trained import eval_weights
     from pipeline.model.weights import weights_digest
     from pipeline.record.checkpoint import read_model
 
     digest = f"sha256:{weights_digest(eval_weights(read_model(found[step])))}"
-    stated = next((row["weights"] for row in run.rows if row["step"] == step), digest)
+    stated = run.rows.get(step, {"weights": digest})["weights"]
     if stated != digest:
         problem = f"{found[step]} does not belong to the receipt"
         raise RequestError(f"{problem}: its weights are {digest}, and those of step {step} in the receipt {stated}")
@@ -188,11 +155,11 @@ def _repeat(config: Config, start: dict[str, Any], recipe: Path) -> None:
     start: the last start of the run.
     """
     recipe.write_text(config.to_yaml(), encoding="utf-8")
-    command = [sys.executable, "-m", "pipeline", "train", str(recipe)]
+    processes = ["--nproc", str(start["world"])] if start["world"] > 1 else []
     # not by run.device, which must be that of the checkpoint
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if start.get("device_type") == "cpu" else {}
     code = subprocess.run(
-        [*command, "--nproc", str(start["world"])] if start["world"] > 1 else command,
+        [sys.executable, "-m", "pipeline", "train", str(recipe), *processes],
         stdout=subprocess.DEVNULL,  # standard output of verify is its own result line only
         env=os.environ | hidden,
         # safe: the only other threads are those of numpy, which are idle and hold no lock

@@ -1,36 +1,30 @@
 """Checks of a request: a start runs them in order, `doctor` runs all and reports each.
 
 A check returns a line for the user or what it loaded, or raises the RunError that a start would end
-with. The checks of model and GPUs, and `train.resume.find` before them, import torch and come last.
-None communicates with other ranks: a node that replaces a lost one is checked while the others
-train. None changes anything, except that `open_data` makes the digits if they are missing.
+with. None imports torch or communicates with other ranks: a node that replaces a lost one is
+checked while the others train. None changes anything, except that `open_data` makes the digits if
+they are missing.
 """
 
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipeline import errors, machine
 from pipeline.config.load import from_yaml, refuse_changes
 from pipeline.config.schema import Config
 from pipeline.data import sources
 from pipeline.data.access import is_bucket, is_non_empty_folder
-from pipeline.data.index import Index
 from pipeline.data.manifest import SPLITS, find_cached_index, find_missing_folder
 from pipeline.data.names import printable_name
 from pipeline.data.sources import Source
 from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.lazy import part
-from pipeline.plan import Plan
 from pipeline.planning import request_digest
 from pipeline.randomness import FIXED_ORDER_ALGORITHM
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import last_event
 from pipeline.world import World
-
-if TYPE_CHECKING:
-    pass
 
 
 def check_run_folder_is_writable(config: Config, folder: RunFolder) -> str:
@@ -38,12 +32,9 @@ def check_run_folder_is_writable(config: Config, folder: RunFolder) -> str:
     folder.check_writable()
     is_data = os.path.realpath(sources.data_root(config)) == os.path.realpath(config.run_dir)
     if config.data.source != "synthetic" and is_data:
-        raise RequestError(
-            f"run.dir={config.run_dir} is data.root, the folder of the images", "give a folder of its own"
-        )
-    uri = part("tracking uri")(config, folder)
+        raise RequestError(f"run.dir={config.run_dir} is data.root, the folder of the images", "give another folder")
     if config.track.required:
-        part("check tracker's database")(uri)
+        part("check tracker's database")(part("tracking uri")(config, folder))
     return f"{folder.path} can be written"
 
 
@@ -61,11 +52,11 @@ def check_device(config: Config, here: World) -> str:
     """Check that this machine has a GPU if the request needs one, and NCCL's order of sums."""
     if config.run.device == "cuda" and not here.has_gpu:
         raise machine.no_gpu_error()
-    if config.model.batchnorm == "sync" and here.size > 1 and not here.uses_gpu(config.run.device):
+    has_sums_on_gpus = here.size > 1 and here.uses_gpu(config.run.device)
+    if config.model.batchnorm == "sync" and here.size > 1 and not has_sums_on_gpus:
         raise RequestError("model.batchnorm=sync: torch synchronises batch norm on GPUs only", "use local or average")
     algorithm = os.environ.get("NCCL_ALGO") or FIXED_ORDER_ALGORITHM
-    has_sums = here.size > 1 and here.uses_gpu(config.run.device)
-    needs_fixed_order = has_sums and config.run.deterministic and not config.run.exact
+    needs_fixed_order = has_sums_on_gpus and config.run.deterministic and not config.run.exact
     if needs_fixed_order and algorithm.lower() != FIXED_ORDER_ALGORITHM.lower():
         raise RequestError(
             f"NCCL_ALGO={algorithm} in the environment contradicts run.deterministic=true, which needs sums in a fixed"
@@ -88,8 +79,14 @@ def open_data(config: Config, folder: RunFolder) -> Source:
     if was_started:
         _check_data_is_present(config, folder, start.get("tags", {}).get("data"))
     source = sources.open_source(config, check_sizes=was_started)
-    if source.index and source.index.folders:
-        _check_run_folder_is_outside(config, source.index)
+    if source.index and source.index.folders:  # the next scan would take a run's folder in it for a class
+        root = sources.data_root(config)
+        folders = [root / name for name in source.index.folders]
+        folders += [] if SPLITS[0] in source.index.folders else [root]  # class folders
+        place = Path(os.path.realpath(config.run_dir))
+        if {Path(os.path.realpath(path)) for path in folders} & {place, *place.parents}:
+            problem = f"run.dir={config.run_dir} is among the images of data.root={root}"
+            raise RequestError(problem, "give a folder outside of them")
     return source
 
 
@@ -99,30 +96,16 @@ def _check_data_is_present(config: Config, folder: RunFolder, digest: str | None
     is_same = before and before.data.source == config.data.source != "digits" and before.data.root == root
     if root is None or is_bucket(root) or not is_same:
         return
-    if not is_non_empty_folder(Path(root)):
-        problem = f"data.root={root} is missing or empty, and the run in {config.run_dir} was trained on it"
-        raise TemporaryError(problem, "restore it, or give its new location with data.root=FOLDER")
-    index = find_cached_index(Path(root), config.run_dir / "index", digest) if digest else None
-    missing = find_missing_folder(index, Path(root)) if index and config.run.resume != "never" else None
-    if missing:
-        name = printable_name(os.fsencode(missing))
-        problem = f"data.root={root}: {name}/ is missing or empty, and the run in {config.run_dir} was trained on it"
-        raise TemporaryError(
-            problem, f"restore it, give its new location with data.root=FOLDER, or {config.start_again}"
-        )
-
-
-def _check_run_folder_is_outside(config: Config, index: Index) -> None:
-    """Raise RequestError if run.dir is among the images: the next scan would find a class there."""
-    root, place = sources.data_root(config), Path(os.path.realpath(config.run_dir))
-    folders = [root / name for name in index.folders]
-    if SPLITS[0] not in index.folders:  # then the classes are in the root
-        folders.append(root)
-    above = {str(path) for path in (place, *place.parents)}
-    if any(os.path.realpath(path) in above for path in folders):
-        raise RequestError(
-            f"run.dir={config.run_dir} is among the images of data.root={root}", "give a folder outside of them"
-        )
+    lost, remedy = "", "restore it, or give its new location with data.root=FOLDER"
+    if is_non_empty_folder(Path(root)):
+        index = find_cached_index(Path(root), config.run_dir / "index", digest) if digest else None
+        missing = find_missing_folder(index, Path(root)) if index and config.run.resume != "never" else None
+        if not missing:
+            return
+        lost = f": {printable_name(os.fsencode(missing))}/"
+        remedy = f"restore it, give its new location with data.root=FOLDER, or {config.start_again}"
+    problem = f"data.root={root}{lost} is missing or empty, and the run in {config.run_dir} was trained on it"
+    raise TemporaryError(problem, remedy)
 
 
 def check_config_is_compatible(config: Config, folder: RunFolder) -> None:
@@ -131,23 +114,6 @@ def check_config_is_compatible(config: Config, folder: RunFolder) -> None:
         before = _previous_config(folder)
         if before:  # otherwise `train.resume.find` compares with the configuration in the checkpoint
             refuse_changes(before, config)
-
-
-def finished_line(plan: Plan, folder: RunFolder) -> str | None:
-    """Return the `done` line of a run that is finished, otherwise None."""
-    end = last_event(folder.journal)
-    return end["line"] if end.get("status") == "FINISHED" and end["step"] >= plan.last_step else None
-
-
-def check_gpus_are_supported(config: Config, here: World) -> str:
-    """Check that this build of torch can use the GPUs of this machine."""
-    if not here.has_gpu:
-        return "no GPU is visible; training on CPU"
-    if config.run.device == "cpu":
-        return "not used: run.device=cpu"
-    from pipeline.device import choose_device
-
-    return f"torch can use {choose_device(config, here)}"
 
 
 def _previous_config(folder: RunFolder) -> Config | None:

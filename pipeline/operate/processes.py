@@ -1,0 +1,102 @@
+"""The processes of `--nproc N`, started by torch's own elastic agent, with no restarts."""
+
+import gc
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from pipeline import errors, supervision
+from pipeline.errors import RequestError, TemporaryError
+from pipeline.guards.signals import LAUNCHER_REPORTS, SIGNALS, EarlyStopError, StopRequest
+from pipeline.lazy import part
+from pipeline.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+
+@contextmanager
+def freeze_imports() -> Iterator[None]:
+    """Freeze the objects that the block imports, so that the garbage collector never scans them.
+
+    Scanning takes a tenth of a start's time. During training a collection on one rank delays all
+    ranks, and in a forked worker it copies every page that it touches.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def check_numa_binding(mode: str, nproc: int | None, here: World) -> None:
+    """Raise RequestError if torch could not bind processes: it would end in a traceback."""
+    if not nproc or nproc < 2:
+        raise RequestError(f"--numa-binding {mode} is for --nproc N", "add it, or give both options to torchrun")
+    if not here.has_gpu:
+        raise RequestError(f"--numa-binding {mode} binds to the CPUs next to a GPU, and there is none", "leave it out")
+    if not shutil.which("numactl"):
+        raise RequestError(f"--numa-binding {mode} needs the program numactl", "install it, or leave the option out")
+
+
+def start_processes(
+    nproc: int, arguments: list[str], stop: StopRequest, numa_binding: str | None = None,
+    advice: str = "give the same command again",
+) -> int:  # fmt: skip
+    """Start `nproc` processes on this machine; return the exit code of the first failure, or 0.
+
+    At a signal, stop them and raise EarlyStopError. They get the signals after that one, too.
+
+    numa_binding: torch's AffinityMode by which a process is bound to CPUs next to its GPU. If torch
+    cannot bind it, it logs why, and the process starts unbound. advice: what to do after a crash.
+    """
+    with stop.raise_on_signal(), freeze_imports():
+        from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+        from torch.numa.binding import AffinityMode, NumaOptions
+
+    # one line says why a run ended; the agent's own report would bury it
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    rendezvous_handler_registry.register("local", part("local rendezvous"))
+    os.environ[LAUNCHER_REPORTS] = "1"
+    with tempfile.TemporaryDirectory(prefix="pipeline-ranks-", ignore_cleanup_errors=True) as reports:
+        config = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id="local", max_restarts=0, rdzv_backend="local",
+            numa_options=NumaOptions(AffinityMode(numa_binding), True) if numa_binding else None,
+            logs_specs=DefaultLogsSpecs(reports),  # torch would not remove its own folder
+            signals_to_handle="",  # it would take SIGHUP if that is ignored, and kill the ranks at a second signal
+        )  # fmt: skip
+        try:
+            with stop.raise_on_signal(supervision.signal_children):
+                elastic_launch(config, sys.executable)("-m", "pipeline", *arguments)
+        except ChildFailedError as failure:
+            return _exit_code(failure, advice)
+        finally:
+            del os.environ[LAUNCHER_REPORTS]
+    return errors.OK
+
+
+def _exit_code(failure: "ChildFailedError", advice: str) -> int:
+    """Return the exit code of the first rank that failed if it is one of ours, otherwise CRASH."""
+    rank, first = failure.get_first_failure()
+    if first.exitcode in (*errors.PERMANENT, TemporaryError.code):
+        return first.exitcode
+    details = first.error_file_data.get("message")  # a dict if the rank wrote it (supervision.report_to_agent)
+    reported = details["message"] if isinstance(details, dict) else None
+    # Stopped before its first step (see StopRequest). A rank that left a report had failed before
+    # the agent stopped it.
+    if -first.exitcode in SIGNALS and reported is None:
+        print(f"pipeline: {EarlyStopError()}", file=sys.stderr)
+        return TemporaryError.code
+    end = f"was killed by signal {-first.exitcode}" if first.exitcode < 0 else f"exited with code {first.exitcode}"
+    reason = f"rank {rank} {end}" if reported is None else reported
+    print(f"pipeline: {reason}; the other ranks were stopped, {advice}", file=sys.stderr)
+    return errors.CRASH

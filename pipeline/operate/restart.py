@@ -1,0 +1,60 @@
+"""Restarts: `run.resume` applies once in a job, however often its ranks are started again.
+
+run.resume=never or a path would discard at each restart what the run has saved since. torchrun's
+count of restarts leaves out nodes that come and go, and a node that replaces a lost one counts from
+0. So the journal of a run says which job applied which value. Nothing here imports torch.
+"""
+
+from pathlib import Path
+
+from pipeline import supervision
+from pipeline.config.schema import Config
+from pipeline.errors import RequestError
+from pipeline.record.checkpoint_files import list_checkpoints, step_of
+from pipeline.record.folder import RunFolder
+from pipeline.record.journal import last_event
+from pipeline.record.terminal import make_terminal
+
+
+def check_launch_has_id(config: Config) -> None:
+    """Raise RequestError if a restart of this job could not be told from a later job."""
+    if _applies_once(config) and supervision.launch_id() == supervision.NO_LAUNCH_ID:
+        raise RequestError(
+            f"run.resume={config.run.resume} would apply again whenever torchrun restarts the ranks of a job without"
+            " an id",
+            "name this job with torchrun's --rdzv-id NAME, or leave run.resume out",
+        )
+
+
+def has_applied_resume(config: Config, journal: Path) -> bool:
+    """Return True if this job has applied its run.resume, by the last start in a run's journal."""
+    job = supervision.launch_id()
+    if job is None or not _applies_once(config):
+        return False
+    start = last_event(journal, "started")
+    return (start.get("launch"), start.get("resume")) == (job, config.run.resume)
+
+
+def config_after_restart(config: Config) -> Config:
+    """Return the configuration, with run.resume changed if it was applied earlier in this job.
+
+    A restart resumes from what the run has saved since (auto), or from the same checkpoint.
+    """
+    folder = RunFolder(config.run_dir)
+    if not has_applied_resume(config, folder.journal):
+        return config
+    named, resume = config.run.resume, "auto"
+    used, own = last_event(folder.journal, "started")["checkpoint"], list_checkpoints(folder.checkpoints)
+    is_copied = own and used and step_of(own[0]) >= step_of(Path(used))
+    if named != "never" and used and not is_copied:  # the same file, and no newer one of its folder
+        places = (Path(named) / used, Path(named) / "checkpoints" / used)
+        resume = next((str(path) for path in places if path.exists()), named)
+    make_terminal(is_main=True).log(
+        f"an earlier start of job {supervision.launch_id()} applied run.resume={named}: continuing with"
+        f" run.resume={resume} (another torchrun --rdzv-id applies it again)"
+    )
+    return config.replacing("run", resume=resume)
+
+
+def _applies_once(config: Config) -> bool:
+    return config.run.resume != "auto" and Path(config.run.resume).absolute() != config.run_dir.absolute()
