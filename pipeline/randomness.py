@@ -3,7 +3,7 @@
 Promise: every random number is a function of (seed, purpose, position). So no random state is
 saved, and a run draws the same numbers after a resume and at any number of processes or threads.
 Why this holds: code that needs randomness seeds a generator with `derive(seed, purpose, *position)`
-just before it draws, and no generator is used for more than one sample or one pass.
+just before it draws, and no generator is used for more than one sample, pass or epoch.
 
 torch is imported where it is used, because `derive` is also called before torch is imported.
 """

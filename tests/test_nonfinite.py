@@ -55,7 +55,7 @@ def test_the_device_guard_skips_the_update_and_reports_it_one_step_later(digits:
 def test_reporting_evaluating_and_saving_check_the_loss_first(digits: Path) -> None:
     run = Run(digits, "track.every=1 step", on_device=True)
     run.step()
-    assert run.state.confirmed_step == 1
+    assert run.state.confirm_step() == 1
     run.step(with_nan=True)
     for reader in (
         lambda: run.state.to_dict(run.state.totals),

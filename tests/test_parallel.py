@@ -299,14 +299,14 @@ def test_nothing_leaves_an_fsdp_step_whose_loss_is_nan(name: str, skips: bool, d
     batch = TrainBatches(trainer.job.source.train, config, plan, 0)[0]
     for factor in (1, torch.nan):
         before = [param.full_tensor().clone() for param in state.model.parameters()]  # type: ignore[operator]
-        assert state.confirmed_step == state.step
+        assert state.confirm_step() == state.step
         loss = step.forward_backward(iter([batch]))
         assert not state.loss_guard.check(state.step + 1, loss * factor, step.used), "the host does not know yet"
         step.apply_gradients()
     after = [param.full_tensor() for param in state.model.parameters()]  # type: ignore[operator]
     assert all(map(torch.equal, before, after)) == skips, "fused AdamW skips the update of sharded weights"
     with pytest.raises(NotFiniteError, match=r"the loss is nan at step 2 on rank 0 .*: the step is not saved;"):
-        _ = state.confirmed_step
+        _ = state.confirm_step()
     loss = step.forward_backward(iter([batch]))
     assert state.loss_guard.check(3, loss, step.used), "the run ends at the next step at the latest"
 

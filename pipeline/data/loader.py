@@ -28,7 +28,7 @@ from pipeline.data.workers import Allocate, Workers, WorkersDiedError, allocate
 from pipeline.errors import StorageError
 from pipeline.streams import log
 
-_MAX_REPLACEMENTS = 16
+_MAX_ATTEMPTS = 16
 _MAX_REBUILDS = 3
 # The other ranks wait in a collective meanwhile, which fails after the whole `run.timeout`.
 _RETRY_FRACTION = 0.5
@@ -39,26 +39,31 @@ class LoaderError(StorageError):
     """A loader that gave up. Only its own process knows: the ranks cannot agree to stop."""
 
 
-def read(images: Images, sample: int, timeout: float) -> bytes | NDArray[np.uint8]:
-    """Return what `images.read` returns, and retry while the storage fails.
+class Patience:
+    """Reads the images of a batch, and retries while the storage fails: for so long in all."""
 
-    Raises OutageError after `timeout` seconds.
-    """
-    start, pause = time.monotonic(), _FIRST_PAUSE_S
-    while True:
-        try:
-            data = images.read(sample)
-        except OutageError as outage:
-            if time.monotonic() + pause > start + timeout:
-                raise
-            if pause == _FIRST_PAUSE_S:
-                log(f"{outage.problem}: waiting for it, {timeout:g} s at most")
-        else:
-            if pause > _FIRST_PAUSE_S:
-                log(f"the data is back after {time.monotonic() - start:.1f} s")
-            return data
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
+    def __init__(self, images: Images, timeout: float) -> None:
+        self._images, self._seconds_left = images, timeout
+
+    def read(self, sample: int) -> bytes | NDArray[np.uint8]:
+        """Return what `images.read` returns. Raises OutageError when the time is used up."""
+        start, pause = time.monotonic(), _FIRST_PAUSE_S
+        while True:
+            try:
+                data = self._images.read(sample)
+            except OutageError as outage:
+                if time.monotonic() + pause > start + self._seconds_left:
+                    raise
+                if pause == _FIRST_PAUSE_S:
+                    log(f"{outage.problem}: waiting for it, {round(self._seconds_left, 1):g} s at most")
+            else:
+                if pause > _FIRST_PAUSE_S:
+                    waited = time.monotonic() - start
+                    self._seconds_left -= waited
+                    log(f"the data is back after {waited:.1f} s")
+                return data
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
 @dataclass
@@ -87,10 +92,10 @@ class TrainBatches:
         pixels = allocate(len(ids), self.plan.image_size_at(step))
         labels = torch.zeros(len(ids), dtype=torch.int64)
         defects: list[Defect] = []
-        outage = None
+        outage, patience = None, Patience(self.images, self._timeout)
         try:
             for row, (sample, view) in enumerate(zip(ids.tolist(), views.tolist(), strict=True)):
-                used = self._load(SampleKey(epoch, sample, view), pixels[row], defects)
+                used = self._load(patience, SampleKey(epoch, sample, view), pixels[row], defects)
                 labels[row] = self.images.label(used)
         except OutageError as error:
             # not raised here: the ranks agree on it after the pass, and leave together
@@ -106,12 +111,12 @@ class TrainBatches:
         step, micro = divmod(position, self.plan.accumulate)
         return self._order.micro_draws(step, self.rank, micro)
 
-    def _load(self, key: SampleKey, out: Tensor, defects: list[Defect]) -> int:
+    def _load(self, patience: Patience, key: SampleKey, out: Tensor, defects: list[Defect]) -> int:
         """Write the pixels of a sample, or of its replacement, to `out`. Return the id used."""
         used = key.sample
-        for attempt in range(_MAX_REPLACEMENTS):
+        for attempt in range(_MAX_ATTEMPTS):
             try:
-                picture = Picture.open(read(self.images, used, self._timeout), upright=self.images.upright)
+                picture = Picture.open(patience.read(used), upright=self.images.upright)
                 # with the key of the bad sample: a replacement is cropped as that would have been
                 out.copy_(augment(picture, self.config.augment, out.shape[-1], self.config.run.seed, key))
                 return used
@@ -138,7 +143,8 @@ class EvalBatches:
     def make_batch(self, position: int, following: Sequence[int], allocate: Allocate) -> Batch:
         """See `workers.BatchMaker`."""
         size, resize = evaluation_geometry(self.config.evaluate, self.config.augment)
-        ids, timeout = self._samples(position), _RETRY_FRACTION * self.config.run.timeout
+        ids = self._samples(position)
+        patience = Patience(self.images, _RETRY_FRACTION * self.config.run.timeout)
         self.images.expect(sample for ahead in (position, *following) for sample in self._samples(ahead))
         pixels = allocate(len(ids), size)
         # an image that cannot be decoded is not replaced: it keeps NO_LABEL, and so counts as wrong
@@ -147,7 +153,7 @@ class EvalBatches:
         outage = None
         for row, sample in enumerate(ids):
             try:
-                image = decode(read(self.images, sample, timeout), upright=self.images.upright)
+                image = decode(patience.read(sample), upright=self.images.upright)
                 pixels[row] = center_crop(image, size, resize)
                 labels[row] = self.images.label(sample)
             except (BadImageError, UnreadableError) as error:

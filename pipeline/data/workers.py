@@ -121,7 +121,8 @@ def _work(maker: BatchMaker, positions: Sequence[int], prefetch: int, pipe: Conn
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(parent)
-    with suppress(EOFError, OSError):  # the other end is closed: nobody wants more
+    torch.set_num_threads(1)  # OpenMP's threads did not survive the fork: a parallel loop would wait for them
+    with suppress(EOFError, OSError):  # the process that trains closes the pipe only after it has killed this one
         pipe.send("started")
         for i, position in enumerate(positions):
             # the first batches unasked, then one for each that was taken: so memory has a bound

@@ -65,7 +65,7 @@ class Strategy:
         return nullcontext()
 
     def on_gradients_computed(self, callback: Callable[[], None]) -> None:
-        """Call `callback` in each backward pass, once this process has its last gradient."""
+        """Call `callback` in each backward pass, once the first weights have their gradient."""
         first = next(parameter for parameter in self.model.parameters() if parameter.requires_grad)
         # gradients arrive from the last layer to the first
         first.register_post_accumulate_grad_hook(lambda _: callback())  # type: ignore[no-untyped-call]

@@ -18,11 +18,11 @@ from pipeline.train.state import Evaluation
 from pipeline.train.trainer import Trainer
 
 
-def train(trainer: Trainer, batches: Iterator[Batch], *, is_saved: bool) -> Evaluation:
+def train(trainer: Trainer, batches: Iterator[Batch], *, is_moved: bool) -> Evaluation:
     """Train to the plan's last step. Return the evaluation of the last step's model.
 
-    is_saved: False if the state comes from a checkpoint in another folder, so that it must be saved
-    here too.
+    is_moved: the state comes from a checkpoint in another folder, so it is saved here too if it is
+    due.
 
     Raises TemporaryError, after a save, if a process was asked to stop, and what `update_once` and
     `save` raise: in all processes together.
@@ -30,8 +30,8 @@ def train(trainer: Trainer, batches: Iterator[Batch], *, is_saved: bool) -> Eval
     state, plan, metrics = trainer.state, trainer.job.plan, trainer.metrics
     timer, watchdog = trainer.process.timer, trainer.process.watchdog
     first_step = state.step  # above 0 if the run was resumed
-    # what the newest checkpoint holds: a step is saved again once its evaluation is known
-    saved = (state.step, state.is_evaluated) if is_saved else None
+    # needs no save, or has one: a step is saved again once its evaluation is known
+    saved = None if is_moved else (state.step, state.is_evaluated)
     is_stopping = False
     while True:
         is_best = False
@@ -68,11 +68,11 @@ def update_once(trainer: Trainer, batches: Iterator[Batch]) -> bool:
     not finite, OutageError if the data stays out of reach, StorageError if too many images are bad,
     DivergedError if weights differ.
     """
-    state, step, plan = trainer.state, trainer.step, trainer.job.plan
+    state, plan = trainer.state, trainer.job.plan
     group, timer = trainer.process.group, trainer.process.timer
     trainer.stragglers.begin_step()
-    loss = step.forward_backward(batches)  # the gradients are summed over the processes, the weights as before
-    used = step.used
+    loss = trainer.step.forward_backward(batches)  # the gradients are exchanged, the weights as before
+    used = trainer.step.used
     with timer.charge("communication"):
         # the only exchange of a step beside the gradients: whatever one process knows, all decide.
         # A process that left by itself would leave the others waiting in their next collective.
@@ -89,7 +89,7 @@ def update_once(trainer: Trainer, batches: Iterator[Batch]) -> bool:
     if has_defects:  # other images are in their place, so the update is made
         _record_bad_images(trainer, used)
     with timer.charge("optimizer"):
-        step.apply_gradients()
+        trainer.step.apply_gradients()
     with timer.charge("tracking"):
         # rank 0 alone has listeners, but all processes take part in the sums that they write
         ids, digest = _trace(trainer, used) if trainer.job.config.run.trace else ([], "")
@@ -107,7 +107,7 @@ def evaluate(trainer: Trainer) -> Evaluated | None:
     """Evaluate the current model. Return None if a process was asked to stop meanwhile."""
     state, process, strategy = trainer.state, trainer.process, trainer.state.strategy
     with process.timer.charge("validation"):
-        step = state.confirmed_step
+        step = state.confirm_step()
         trainer.divergence.compare(step)  # an evaluation of weights that differ would say nothing
         strategy.broadcast_buffers(state.eval_model)
         result = trainer.evaluator.evaluate(step, process.terminal, process.asked_to_stop)
@@ -125,7 +125,7 @@ def evaluate(trainer: Trainer) -> Evaluated | None:
 
 def _trace(trainer: Trainer, used: list[Batch]) -> tuple[list[int], str]:
     """Return the sample ids of the last update in global order, and one digest over all samples."""
-    assert trainer.state.confirmed_step  # nothing of a step whose loss is bad is recorded
+    trainer.state.confirm_step()  # nothing of a step whose loss is bad is recorded
     parts = trainer.process.group.all_gather([(batch.ids.tolist(), batch.digests.numpy().tobytes()) for batch in used])
     passes = [ids_and_digests for part in parts for ids_and_digests in part]
     digest = hashlib.sha256(b"".join(digests for _, digests in passes)).hexdigest()

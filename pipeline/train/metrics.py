@@ -45,7 +45,7 @@ class Metrics:
         self._has_new_steps = True
         if not self._plan.logs_at(state.step):
             return {}
-        step = state.confirmed_step
+        step = state.confirm_step()
         totals = state.totals.cpu()  # waits for the device, so its remaining work is in the time
         times = self._stragglers.pop_times()
         elapsed = max(1e-9, time.perf_counter() - self._start)

@@ -36,7 +36,7 @@ class VerifiedCheckpoint:
 def find(config: Config, folder: RunFolder, source: Source, log: Callable[[str], None]) -> VerifiedCheckpoint | None:
     """Return the checkpoint to resume from, or None for a fresh start. Changes nothing.
 
-    1. run.resume=never: a fresh start (the earlier run was set aside).
+    1. run.resume=never: a fresh start (an earlier run is set aside once all checks have passed).
     2. run.resume=PATH: that checkpoint, or the newest of that folder that verifies, and nothing
        else.
     3. run.resume=auto: the newest checkpoint here that verifies; if there are some and none does,
@@ -69,6 +69,7 @@ def find(config: Config, folder: RunFolder, source: Source, log: Callable[[str],
     path, data = verified
     contents = decode_state(data, path)  # weights_only: a file never executes
     _refuse_others(contents, config, source)
+    # in addons/ops/changes.py: they only put differences into words
     part("refuse another model")(contents, config, path)
     part("log changed code")(config, path, log)
     return VerifiedCheckpoint(path, data, contents)

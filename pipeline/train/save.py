@@ -18,7 +18,7 @@ def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
     """
     state, job, group = trainer.state, trainer.job, trainer.process.group
     writer = trainer.records.checkpoints  # None on ranks other than 0
-    step = state.confirmed_step
+    step = state.confirm_step()
     trainer.divergence.compare(step)
     for model in filter(None, (state.model, state.ema)):
         state.strategy.average_buffers(model)
@@ -39,6 +39,7 @@ def save(trainer: Trainer, *, is_last: bool, is_stopping: bool = False) -> None:
     if writer:
         patience_s = min(LAST_SAVE_S, job.config.run.timeout / 2) if is_last and not is_stopping else 0
         epoch = job.plan.epoch_at(step)
+        # returns once the tensors are on the host: a thread writes the file while training goes on
         writer.save({**contents, **trainer.records.identity, "epoch": epoch}, step, state.best_step, patience_s)
         if is_last:
             writer.wait()

@@ -40,13 +40,18 @@ from pipeline.train.state import Evaluation, TrainState
 from pipeline.train.trainer import Trainer
 from pipeline.world import World
 
+# A hang is reported by the first of three that sees it: a collective on the host (run.timeout), the
+# watchdog (+ _MARGIN_S), and NCCL's own, which ends the process without a line of ours.
 _MARGIN_S = 10
 _GPU_MARGIN_S = 120  # the watchdog's margin and the part of a step between a collective and its last progress
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The findings of rank 0 before the group forms."""
+    """The findings of rank 0 before the group forms.
+
+    `operate.launch` makes them: the folder's lock, data, plan, checkpoint, first weights.
+    """
 
     source: Source
     table: str
@@ -72,8 +77,8 @@ def run_training(
     """
     session = Session(config, world, folder, stop)
     # nothing here refers to what is prepared, so that training keeps no checkpoint in memory
-    trainer, is_saved = session.set_up(session.prepare(prepare) if prepare else None)
-    return session.finish(trainer, session.train(trainer, is_saved=is_saved))
+    trainer, is_moved = session.set_up(session.prepare(prepare) if prepare else None)
+    return session.finish(trainer, session.train(trainer, is_moved=is_moved))
 
 
 class Session:
@@ -107,7 +112,7 @@ class Session:
     def set_up(self, prepared: Prepared | None) -> tuple[Trainer, bool]:
         """Join the group, build all parts, load the state and open the records.
 
-        Return the trainer, and False if its state comes from a checkpoint in another folder.
+        Return the trainer, and True if its state comes from a checkpoint in another folder.
 
         The checkpoint's bytes and contents are local here, so that training does not keep them in
         memory.
@@ -117,7 +122,8 @@ class Session:
         mirror = prepared.mirror if prepared else None
         with ExitStack() as setting_up:
             with self._saving_failure():
-                # one process waits for no peers
+                # Waiting for peers is native code, in which no exception can be raised: exit. One
+                # process has none.
                 with stop.exit_on_signal() if self._world.size > 1 else stop.raise_on_signal():
                     group = join(config, self._world)
                 if not group.is_main:
@@ -147,9 +153,9 @@ class Session:
                 records = open_records(job, process, state, resumed_from, mirror)
             trainer = Trainer(job, process, state, records)
             setting_up.pop_all()  # the watchdog also watches the training
-        return trainer, not is_moved
+        return trainer, is_moved
 
-    def train(self, trainer: Trainer, *, is_saved: bool) -> Evaluation:
+    def train(self, trainer: Trainer, *, is_moved: bool) -> Evaluation:
         """Train to the last step; return the evaluation of its model. Record why if that fails."""
         config, folder = self._config, self._folder
         process, state, plan = trainer.process, trainer.state, trainer.job.plan
@@ -160,7 +166,7 @@ class Session:
             positions = range(state.step * plan.accumulate, max(state.step, plan.last_step) * plan.accumulate)
             watchdog.begin_training(partial(record_hang, trainer), config.same_command)
             with closing(batches(data, positions, plan, pin=group.device.type == "cuda")) as loaded:
-                return train(trainer, to_device(loaded, group.device), is_saved=is_saved)
+                return train(trainer, to_device(loaded, group.device), is_moved=is_moved)
         except LoaderError as error:  # known to this process only: the others cannot be told
             folder.check_ours()
             errors.save_failure(folder.path, error, self._request)
@@ -170,7 +176,8 @@ class Session:
             # the modules that raise it do not know the configuration
             error.remedy = error.remedy.replace("the same command", config.same_command)
             with self._saving_failure():
-                errors.save_failure(folder.path, error, self._request)  # the mirror gets it, too
+                # `_saving_failure` does it again; here it comes first, so that the mirror gets it
+                errors.save_failure(folder.path, error, self._request)
                 group.run_long_task(partial(leave, trainer, error))
                 group.shutdown()
                 raise

@@ -21,7 +21,7 @@ from pipeline.train.optimizer import make_optimizer
 LOSS_UNIT = 2**20
 """Losses are summed as integers in units of 2^-20: the sum is the same in any order."""
 MAX_LOSS = 2**16
-"""The most that an image's loss counts in a sum: 2^27 images then stay below 2^63 units."""
+"""The most that an image's loss counts in a sum: 2^26 images then stay below 2^63 units."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class TrainState:
     totals: Tensor
     """[loss in 2^-20, correct, images] int64 on the device, since the last report."""
     step: int = 0
-    """Updates made: the only position of a run. It leaves this process as `confirmed_step`."""
+    """Updates made: the only position of a run. It leaves this process through `confirm_step`."""
     evaluation: Evaluation | None = None
     """The last one made."""
     best: Evaluation | None = None
@@ -139,11 +139,11 @@ class TrainState:
     def best_step(self) -> int | None:
         return self.best.step if self.best else None
 
-    @property
-    def confirmed_step(self) -> int:
-        """The step, once its loss is known to be finite. Raises NotFiniteError in all processes.
+    def confirm_step(self) -> int:
+        """Return the step, once its loss is known to be finite.
 
-        Whatever reports, evaluates or saves a step reads it here.
+        Whatever reports, evaluates or saves a step calls this first. Raises NotFiniteError in all
+        processes.
         """
         self.loss_guard.sync()
         return self.step
@@ -195,7 +195,7 @@ class TrainState:
             "optimizer": self.optimizer.state_dict(),
         }
         return {
-            "step": self.confirmed_step,
+            "step": self.confirm_step(),
             **self.strategy.full_state(states),
             "scaler": self.strategy.scaler.state_dict(),
             "totals": totals,

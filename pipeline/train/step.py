@@ -74,7 +74,7 @@ class Step:
 def warm_up(strategy: Strategy, normalise: Normalise, timer: StepTimer, plan: Plan) -> None:
     """Run one discarded pass on blank images.
 
-    The caller restores weights and buffers afterwards.
+    `train.build` calls it, and restores weights and buffers afterwards.
     """
     shape = (plan.micro_batch, 3, plan.first_size, plan.first_size)
     labels = torch.zeros(plan.micro_batch, dtype=torch.int64, device=strategy.group.device)
