@@ -40,7 +40,7 @@ from pipeline.record.checkpoint_files import read_verified
 from pipeline.record.predictions import NO_PREDICTION, Predictions
 from pipeline.record.terminal import NullTerminal
 from pipeline.train.evaluate import EvalResult, Evaluator
-from pipeline.train.state import LOSS_UNIT, MAX_LOSS, Evaluation
+from pipeline.train.evaluation import LOSS_UNIT, MAX_LOSS, Evaluation
 from pipeline.world import World
 
 SIZES = (1, 7, 48, 97, 1000)

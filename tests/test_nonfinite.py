@@ -10,7 +10,7 @@ from pipeline.data.loader import TrainBatches
 from pipeline.errors import NotFiniteError
 from pipeline.guards.nonfinite import DeviceLossGuard, LossGuard
 from pipeline.train import loop
-from pipeline.train.state import LOSS_UNIT, MAX_LOSS
+from pipeline.train.evaluation import LOSS_UNIT, MAX_LOSS
 
 
 class Run:

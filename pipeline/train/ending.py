@@ -10,8 +10,8 @@ from pipeline import errors
 from pipeline.data.batch import format_sample_ids
 from pipeline.errors import RunError, TemporaryError, summary
 from pipeline.supervision import kill_stopped_peers, report_to_agent, stop_restarts
+from pipeline.train.evaluation import Evaluation
 from pipeline.train.listener import End
-from pipeline.train.state import Evaluation
 from pipeline.train.trainer import Trainer
 
 _CRASH_MIRROR_S = 10

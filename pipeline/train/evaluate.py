@@ -35,7 +35,7 @@ from pipeline.parallel.strategy import autocast
 from pipeline.plan import Resources
 from pipeline.record.predictions import CONFIDENCE_UNIT, NO_PREDICTION, Predictions
 from pipeline.record.terminal import Terminal
-from pipeline.train.state import LOSS_UNIT, MAX_LOSS, Evaluation
+from pipeline.train.evaluation import LOSS_UNIT, MAX_LOSS, Evaluation
 
 _IMAGE_LOSS_UNIT = 2**40
 

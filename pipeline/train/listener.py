@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from pipeline.data.access import BadImage
 from pipeline.record.predictions import Predictions
-from pipeline.train.state import Evaluation
+from pipeline.train.evaluation import Evaluation
 
 
 @dataclass(frozen=True)

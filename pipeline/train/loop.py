@@ -12,9 +12,9 @@ from contextlib import nullcontext
 from pipeline.data.access import BadImage
 from pipeline.data.batch import Batch
 from pipeline.errors import StorageError, TemporaryError
+from pipeline.train.evaluation import Evaluation
 from pipeline.train.listener import Evaluated, Update
 from pipeline.train.save import save
-from pipeline.train.state import Evaluation
 from pipeline.train.trainer import Trainer
 
 

@@ -18,8 +18,9 @@ from pipeline.data.access import is_bucket
 from pipeline.lazy import part
 from pipeline.plan import Plan
 from pipeline.timing import ENTRIES, Seconds
+from pipeline.train.evaluation import LOSS_UNIT
 from pipeline.train.job import Process
-from pipeline.train.state import LOSS_UNIT, TrainState
+from pipeline.train.state import TrainState
 
 
 class Metrics:

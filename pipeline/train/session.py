@@ -30,13 +30,14 @@ from pipeline.record.terminal import make_terminal
 from pipeline.timing import make_timer
 from pipeline.train.build import build_state
 from pipeline.train.ending import crash, done_line, end_of, leave, record_end, record_hang
+from pipeline.train.evaluation import Evaluation
 from pipeline.train.job import Job, Process
 from pipeline.train.join import agree_on_plan, broadcast_source, check_same_request, join
 from pipeline.train.listener import Mirror
 from pipeline.train.loop import train
 from pipeline.train.records import Records, describe_result, open_records
 from pipeline.train.resume import VerifiedCheckpoint, broadcast_contents, resume
-from pipeline.train.state import Evaluation, TrainState
+from pipeline.train.state import TrainState
 from pipeline.train.trainer import Trainer
 from pipeline.world import World
 
