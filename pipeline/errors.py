@@ -10,14 +10,9 @@ code instead of failing the same way again. Errors found by the checks before a 
 (`operate.request`) are not saved: the next start checks again.
 """
 
-import contextlib
 import difflib
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Self
-
-from pipeline.files import atomic_write, parse_json
 
 OK = 0
 CRASH = 1
@@ -119,42 +114,11 @@ class TemporaryError(RunError):
 PERMANENT = (RequestError.code, NotFiniteError.code, StorageError.code)
 """Exit codes that a retry of the same request would end with again."""
 
-FAILURE = "failure.json"
-
 
 def from_exit_code(code: int) -> type[RunError]:
     """Return the error class of an exit code; RunError for a code without a class."""
     kinds = (RequestError, NotFiniteError, StorageError, TemporaryError)
     return next((kind for kind in kinds if kind.code == code), RunError)
-
-
-def save_failure(folder: Path, error: RunError, request: str) -> bool:
-    """Save a permanent failure of `request` (its digest) for the next start; return True if saved.
-
-    Does not raise OSError, because the failure may be that of the disk.
-    """
-    if error.code not in PERMANENT:
-        return False
-    parts = {"line": str(error), "problem": error.problem, "remedy": error.remedy}
-    data = json.dumps({"code": error.code, **parts, "request": request}).encode()
-    with contextlib.suppress(OSError):
-        atomic_write(folder / FAILURE, data, durable=False, shared=True)  # several ranks may fail at once
-        return True
-    return False
-
-
-def load_failure(folder: Path, request: str) -> RunError | None:
-    """Return the permanent error that the last start of this request (its digest) ended with."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        saved = parse_json((folder / FAILURE).read_text(encoding="utf-8"))
-        if saved["request"] == request:
-            return from_exit_code(saved["code"])(saved["problem"], saved["remedy"])
-    return None
-
-
-def clear_failure(folder: Path) -> None:
-    """Remove the saved failure: the request has changed, or `run.resume` says to resume."""
-    (folder / FAILURE).unlink(missing_ok=True)
 
 
 def shorten(name: str, width: float, width_of: Callable[[str], float] = len) -> str:

@@ -14,12 +14,12 @@ from harness import SMALL, Job, assert_resumes, pipeline
 from torch import nn
 
 from pipeline.config.load import load
-from pipeline.errors import FAILURE
 from pipeline.group import Group
 from pipeline.machine import missing_to_compile
 from pipeline.parallel import choose_strategy
 from pipeline.plan import DataSize
 from pipeline.planning import make_plan
+from pipeline.record.failure import FAILURE
 from pipeline.world import World
 
 SMALLER = [*SMALL, "model.arch=squeezenet1_1", "augment.size=48", "optimizer.lr=0.01", "data.workers=0"]

@@ -34,6 +34,7 @@ from pipeline.device import choose_device
 from pipeline.errors import NotFiniteError
 from pipeline.model.architectures import build
 from pipeline.planning import make_plan, request_digest
+from pipeline.record.failure import load_failure, save_failure
 from pipeline.record.folder import RunFolder
 from pipeline.world import World
 
@@ -93,7 +94,7 @@ def test_the_failure_of_the_last_start_is_reported(tmp_path: Path, digits: Path)
     config = load("digits", [f"data.root={digits}", f"run.dir={tmp_path / 'run'}"])
     config.run_dir.mkdir()
     digest = request_digest(config, World())
-    errors.save_failure(config.run_dir, NotFiniteError("the loss is nan at step 7"), digest)
+    save_failure(config.run_dir, NotFiniteError("the loss is nan at step 7"), digest)
     result = run_doctor(tmp_path, digits, "--json")
     assert result.code == 3
     assert findings(result)["last start"]["line"] == "the loss is nan at step 7"
@@ -422,7 +423,7 @@ def test_no_message_is_taken_apart_again(tmp_path: Path) -> None:
 
 
 def _saved_and_loaded(folder: Path, error: errors.RunError) -> errors.RunError:
-    errors.save_failure(folder, error, "request")
-    loaded = errors.load_failure(folder, "request")
+    save_failure(folder, error, "request")
+    loaded = load_failure(folder, "request")
     assert loaded
     return loaded

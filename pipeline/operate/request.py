@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from pipeline import errors, machine
+from pipeline import machine
 from pipeline.config.load import from_yaml, refuse_changes
 from pipeline.config.schema import Config
 from pipeline.data import sources
@@ -22,6 +22,7 @@ from pipeline.errors import RequestError, RunError, TemporaryError
 from pipeline.lazy import part
 from pipeline.planning import request_digest
 from pipeline.randomness import FIXED_ORDER_ALGORITHM
+from pipeline.record.failure import load_failure
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import last_event
 from pipeline.world import World
@@ -40,7 +41,7 @@ def check_run_folder_is_writable(config: Config, folder: RunFolder) -> str:
 
 def check_previous_start_did_not_fail(config: Config, here: World, folder: RunFolder) -> str:
     """Raise the error of the previous start of this request if it failed permanently."""
-    failure = errors.load_failure(folder.path, request_digest(config, here))
+    failure = load_failure(folder.path, request_digest(config, here))
     if failure and config.run.resume == "auto":
         advice = folder.advice_after_failure(failure, config)
         print(f"the previous start of this request failed with the error below: {advice}", file=sys.stderr)

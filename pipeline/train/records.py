@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from pipeline import errors
 from pipeline.config.credentials import without_password
 from pipeline.data.access import BadImage
 from pipeline.data.index import Index
 from pipeline.errors import RunError
 from pipeline.lazy import part
 from pipeline.record.checkpoint import CheckpointWriter
+from pipeline.record.failure import clear_failure
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal, events, run_id
 from pipeline.record.receipt import Receipt
@@ -237,7 +237,7 @@ def _prepare_folder(job: Job, state: TrainState, resumed_from: Path | None, log:
     """Set aside what this start replaces, and write what it was asked for. Raises OSError."""
     folder = job.folder
     prepare_folder(resumed_from, state.best_step, folder, log)
-    errors.clear_failure(folder.path)
+    clear_failure(folder.path)
     folder.write(folder.config, job.config.to_yaml().encode())
     folder.write(folder.plan, json.dumps(job.plan.to_dict(), indent=1).encode())
 

@@ -23,6 +23,7 @@ from pipeline.errors import RunError
 from pipeline.guards.signals import StopRequest
 from pipeline.guards.watchdog import COMPILATION_S, Watchdog
 from pipeline.planning import request_digest
+from pipeline.record.failure import FAILURE, save_failure
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import final_status
 from pipeline.record.receipt import Receipt
@@ -170,7 +171,7 @@ class Session:
                 return train(trainer, to_device(loaded, group.device), is_moved=is_moved)
         except LoaderError as error:  # known to this process only: the others cannot be told
             folder.check_ours()
-            errors.save_failure(folder.path, error, self._request)
+            save_failure(folder.path, error, self._request)
             crash(trainer, error)
         except RunError as error:  # raised in all processes together
             watchdog.stop()
@@ -178,7 +179,7 @@ class Session:
             error.remedy = error.remedy.replace("the same command", config.same_command)
             with self._saving_failure():
                 # `_saving_failure` does it again; here it comes first, so that the mirror gets it
-                errors.save_failure(folder.path, error, self._request)
+                save_failure(folder.path, error, self._request)
                 group.run_long_task(partial(leave, trainer, error))
                 group.shutdown()
                 raise
@@ -230,11 +231,11 @@ class Session:
             yield
         except RunError as error:
             self._folder.check_ours()
-            if errors.save_failure(self._folder.path, error, self._request):
+            if save_failure(self._folder.path, error, self._request):
                 advice = self._folder.advice_after_failure(error, self._config)
                 self._terminal.log(f"with run.resume=auto this request now fails at once: {advice}")
             elif error.code in errors.PERMANENT:
-                self._terminal.log(f"{errors.FAILURE} could not be written: {self._config.same_command} tries again")
+                self._terminal.log(f"{FAILURE} could not be written: {self._config.same_command} tries again")
             raise
 
     def _update_mirror(self, mirror: Mirror | None) -> None:

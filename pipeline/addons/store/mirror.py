@@ -33,8 +33,9 @@ from pipeline.addons.store.restore import (
     records,
     step,
 )
-from pipeline.errors import FAILURE, RequestError, RunError, StorageError, TemporaryError
+from pipeline.errors import RequestError, RunError, StorageError, TemporaryError
 from pipeline.record.checkpoint_files import step_of
+from pipeline.record.failure import FAILURE
 from pipeline.record.folder import RunFolder
 
 FINISH_S = 120

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.addons.store.bucket import MissingError, Store
-from pipeline.errors import FAILURE, RequestError, StorageError, TemporaryError
+from pipeline.errors import RequestError, StorageError, TemporaryError
 from pipeline.files import parse_json
 from pipeline.record.checkpoint_files import NAME, list_checkpoints, read_verified, step_of
+from pipeline.record.failure import FAILURE
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal, last_event, run_id
 

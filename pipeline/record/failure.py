@@ -1,0 +1,43 @@
+"""The permanent failure of a run, kept in its folder for the next start of the same request.
+
+torchrun exits 1 whatever its ranks return, and starts them again. So the next start prints the line
+and exits with the code of the failure, instead of failing the same way again.
+"""
+
+import contextlib
+import json
+from pathlib import Path
+
+from pipeline.errors import PERMANENT, RunError, from_exit_code
+from pipeline.files import atomic_write, parse_json
+
+FAILURE = "failure.json"
+
+
+def save_failure(folder: Path, error: RunError, request: str) -> bool:
+    """Save a permanent failure of `request` (its digest) for the next start; return True if saved.
+
+    Does not raise OSError, because the failure may be that of the disk.
+    """
+    if error.code not in PERMANENT:
+        return False
+    parts = {"line": str(error), "problem": error.problem, "remedy": error.remedy}
+    data = json.dumps({"code": error.code, **parts, "request": request}).encode()
+    with contextlib.suppress(OSError):
+        atomic_write(folder / FAILURE, data, durable=False, shared=True)  # several ranks may fail at once
+        return True
+    return False
+
+
+def load_failure(folder: Path, request: str) -> RunError | None:
+    """Return the permanent error that the last start of this request (its digest) ended with."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        saved = parse_json((folder / FAILURE).read_text(encoding="utf-8"))
+        if saved["request"] == request:
+            return from_exit_code(saved["code"])(saved["problem"], saved["remedy"])
+    return None
+
+
+def clear_failure(folder: Path) -> None:
+    """Remove the saved failure: the request has changed, or `run.resume` says to resume."""
+    (folder / FAILURE).unlink(missing_ok=True)
