@@ -71,6 +71,7 @@ PARTS = {
     "provenance": "pipeline.addons.ops.provenance:provenance",
     "plan table": "pipeline.addons.ops.plan_table:table",
     "profiler": "pipeline.addons.ops.profiler:ToProfile",
+    "receipt": "pipeline.addons.ops.receipt:ToReceipt",
     "refuse another model": "pipeline.addons.ops.changes:refuse_another_model",
     "report": "pipeline.addons.report.samples:ToReport",
     "tracker": "pipeline.addons.mlflow.sender:ToMLflow",

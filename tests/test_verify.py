@@ -16,13 +16,13 @@ from pipeline.addons.ops import verify as commands
 from pipeline.addons.ops.against import against
 from pipeline.addons.ops.commands import _step_range
 from pipeline.addons.ops.compare import Run, compare
-from pipeline.addons.ops.receipt import read_receipt
+from pipeline.addons.ops.published import read_receipt
+from pipeline.addons.ops.receipt import Receipt
 from pipeline.config.schema import Config
 from pipeline.config.trust import trust
 from pipeline.errors import RequestError, printable_line
 from pipeline.model.weights import digest_and_checksums
 from pipeline.record.folder import RunFolder
-from pipeline.record.receipt import Receipt
 
 Change = Callable[[dict[str, Any]], object]
 """Edits the contents of a receipt."""
@@ -395,7 +395,7 @@ def test_a_malformed_receipt_is_refused_and_the_text_of_any_is_printable(
     assert result.isprintable()
     assert len(result) < 2_000
     assert str(RequestError("\x1b[2J\nhere", "…")) == "\\x1b[2J here: …"
-    monkeypatch.setattr("pipeline.addons.ops.receipt._MAX_BYTES", 1 << 10)
+    monkeypatch.setattr("pipeline.addons.ops.published._MAX_BYTES", 1 << 10)
     with pytest.raises(RequestError, match="has no readable receipt"):
         read_receipt(RunFolder(copy))
 

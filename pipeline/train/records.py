@@ -18,7 +18,6 @@ from pipeline.record.checkpoint import CheckpointWriter
 from pipeline.record.failure import clear_failure
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import Journal, events, run_id
-from pipeline.record.receipt import Receipt
 from pipeline.record.trace import Trace
 from pipeline.supervision import launch_id
 from pipeline.train.job import Job, Process
@@ -83,7 +82,7 @@ def _list_records(job: Job, process: Process, start: Start, mirror: Mirror | Non
     tracker = part("tracker")(job, log) if config.track.uri != "none" else None
     listeners: list[Listener | None] = [
         journal,
-        ToReceipt(folder, log),
+        part("receipt")(folder, log),
         ToTrace(folder, start.step) if config.run.trace else None,
         part("report")(job, start.step, log) if config.track.report else None,
         tracker,
@@ -171,22 +170,6 @@ class ToJournal(Listener):
             self._event("mirror failed", reason=self._mirror.failures.pop(0))
         while self._mirror and self._mirror.uploaded:
             self._event("mirrored", checkpoint=self._mirror.uploaded.pop(0))
-
-
-class ToReceipt(Listener):
-    """Writes `receipt.json`, from the rows of the journal."""
-
-    def __init__(self, folder: RunFolder, log: Callable[[str], None]) -> None:
-        self._receipt, self._log = Receipt(folder), log
-
-    def started(self, start: Start) -> None:
-        self._receipt.write(self._log)
-
-    def evaluated(self, result: Evaluated) -> None:
-        self._receipt.write(self._log)
-
-    def ended(self, end: End) -> None:
-        self._receipt.write(self._log)
 
 
 class ToTrace(Listener):

@@ -22,11 +22,11 @@ from pipeline.data.transfer import to_device
 from pipeline.errors import RunError
 from pipeline.guards.signals import StopRequest
 from pipeline.guards.watchdog import COMPILATION_S, Watchdog
+from pipeline.lazy import part
 from pipeline.planning import request_digest
 from pipeline.record.failure import FAILURE, save_failure
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import final_status
-from pipeline.record.receipt import Receipt
 from pipeline.record.terminal import make_terminal
 from pipeline.timing import make_timer
 from pipeline.train.build import build_state
@@ -221,7 +221,7 @@ class Session:
             return False
         self._terminal.log(f"already finished: {folder.path} is at step {state.step:,} of {job.plan.last_step:,}")
         if group.is_main:
-            Receipt(folder).write(self._terminal.log)  # the earlier start may have been killed before it did
+            part("receipt")(folder, self._terminal.log).write()  # the earlier start may have been killed before it did
         return True
 
     @contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 from pipeline.addons.mlflow import connection
 from pipeline.addons.mlflow.run import MlflowRun, find_run
 from pipeline.addons.mlflow.uri import tracking_uri, uri_in_environment
+from pipeline.addons.ops.receipt import Receipt
 from pipeline.addons.report.page import FILE_NAME, render_page
 from pipeline.addons.report.summary import describe_run
 from pipeline.config.credentials import without_password
@@ -20,7 +21,6 @@ from pipeline.errors import RequestError
 from pipeline.files import parse_json
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import events, run_id
-from pipeline.record.receipt import Receipt
 
 _DESCRIPTION, _CONTINUED = "mlflow.note.content", "continued by"
 _PARENT, _PARENT_TAG = "mlflow.parentRunId", "pipeline.parent"

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
+from pipeline.addons.ops.receipt import rank
 from pipeline.errors import RequestError
 from pipeline.files import parse_json
 from pipeline.record.checkpoint_files import list_checkpoints, step_of
 from pipeline.record.folder import RunFolder
-from pipeline.record.receipt import rank
 
 
 def best_checkpoint(target: str) -> Path:

@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from pipeline.addons.models.inputs import check_run_folder
-from pipeline.addons.ops.receipt import read_receipt
+from pipeline.addons.ops.published import read_receipt
 from pipeline.config.load import from_yaml
 from pipeline.config.schema import Config
 from pipeline.errors import count_of, one_line

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pipeline.addons.ops.receipt import Receipt
 from pipeline.addons.report import evaluations
 from pipeline.addons.report.summary import repeat_command, summarise
 from pipeline.config.credentials import without_password
@@ -27,7 +28,6 @@ from pipeline.config.load import from_yaml
 from pipeline.files import parse_json
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import read
-from pipeline.record.receipt import Receipt
 
 FILE_NAME = "index.html"
 _TEMPLATE = Path(__file__).with_name("page.html")

@@ -3,11 +3,11 @@
 import shlex
 from typing import Any
 
+from pipeline.addons.ops.receipt import Receipt, rank
 from pipeline.config.schema import Config
 from pipeline.errors import count_of
 from pipeline.record.folder import RunFolder
 from pipeline.record.journal import events
-from pipeline.record.receipt import Receipt, rank
 
 _STATUS = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
 _FACTS = ("commit", "image", "image_id", "torch", "device")
