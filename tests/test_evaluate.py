@@ -22,6 +22,7 @@ from streams import make_trainer, prepare
 from torch import Tensor, nn
 from torchvision.models import get_model
 
+from pipeline.addons.datasets.manifest import scan
 from pipeline.addons.datasets.write_pack import pack
 from pipeline.addons.models.best import best_checkpoint
 from pipeline.addons.report.evaluations import most_confident_mistakes, most_confused_classes
@@ -31,7 +32,6 @@ from pipeline.config.load import load
 from pipeline.data.batch import NO_LABEL
 from pipeline.data.holdout import HoldOut
 from pipeline.data.loader import EvalBatches
-from pipeline.data.manifest import scan
 from pipeline.group import Group
 from pipeline.model.normalise import Normalise
 from pipeline.model.weights import weights_digest

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from harness import SMALL, pipeline
 
-from pipeline.data import manifest
+from pipeline.addons.datasets import manifest
+from pipeline.addons.datasets.manifest import open_index
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import Index, Split
-from pipeline.data.manifest import open_index
 
 IMAGENET = 1_281_167
 

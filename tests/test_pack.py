@@ -22,6 +22,7 @@ from streams import stream
 
 from pipeline.addons.datasets import jpeg_cuts, jpeg_restarts, pack
 from pipeline.addons.datasets import write_pack as packing
+from pipeline.addons.datasets.manifest import scan
 from pipeline.addons.datasets.write_pack import encode
 from pipeline.addons.datasets.write_pack import pack as make
 from pipeline.cli.main import main
@@ -30,7 +31,6 @@ from pipeline.data import jpeg
 from pipeline.data.holdout import HoldOut
 from pipeline.data.images import Picture, decode
 from pipeline.data.interface import UnreadableError
-from pipeline.data.manifest import scan
 from pipeline.data.sources import open_source
 from pipeline.errors import RequestError
 

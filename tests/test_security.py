@@ -33,6 +33,7 @@ from server import Server
 from test_predict import CLASSES, run_dir  # noqa: F401 — a fixture
 from torch import nn
 
+from pipeline.addons.datasets import manifest
 from pipeline.addons.deploy.k8s import render
 from pipeline.addons.deploy.options import RenderOptions
 from pipeline.addons.mlflow.connection import check_artifact_host
@@ -44,7 +45,6 @@ from pipeline.addons.models.pretrained import pretrained_weights
 from pipeline.cli.main import main
 from pipeline.config.load import from_yaml, load
 from pipeline.config.sections import Model
-from pipeline.data import manifest
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import Index
 from pipeline.errors import RequestError, StorageError, TemporaryError

@@ -16,7 +16,6 @@ from pipeline.data.access import is_bucket
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import MISSING, Index, SplitImages
 from pipeline.data.interface import Images, UnreadableError
-from pipeline.data.manifest import check_has_validation, open_index
 from pipeline.errors import RequestError
 from pipeline.lazy import part
 from pipeline.plan import DataSize
@@ -84,8 +83,8 @@ def known_size(config: Config) -> DataSize | None:
 def open_source(config: Config, *, check_sizes: bool = False) -> Source:
     """Return the source that the configuration names. The digits are made on first use.
 
-    check_sizes: see `manifest.open_index`. Raises RequestError if the data is missing or laid out
-    wrong.
+    check_sizes: see `open_index` in addons.datasets.manifest. Raises RequestError if the data is
+    missing or laid out wrong.
     """
     if config.data.source == "synthetic":
         source: Source = part("synthetic")(config)
@@ -102,9 +101,9 @@ def open_source(config: Config, *, check_sizes: bool = False) -> Source:
         ensure_digits(config)
         if os.path.exists(root / access.PACK_FILE):
             raise RequestError(f"data.root={root} is a pack", "set data.source=pack")
-        index = open_index(root, hold_out_of(config), config.run_dir / "index", check_sizes=check_sizes)
+        index = part("folder")(root, hold_out_of(config), config.run_dir / "index", check_sizes=check_sizes)
         index = replace(index, upright=config.data.orientation == "apply")
-    check_has_validation(index, _place(config))
+    part("check validation")(index, _place(config))
     return sent_source(config, index)
 
 

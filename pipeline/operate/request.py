@@ -8,17 +8,13 @@ they are missing.
 
 import os
 import sys
-from pathlib import Path
 
 from pipeline import machine
 from pipeline.config.load import from_yaml, refuse_changes
 from pipeline.config.schema import Config
 from pipeline.data import sources
-from pipeline.data.access import is_bucket, is_non_empty_folder
-from pipeline.data.manifest import SPLITS, find_cached_index, find_missing_folder
-from pipeline.data.names import printable_name
 from pipeline.data.sources import Source
-from pipeline.errors import RequestError, RunError, TemporaryError
+from pipeline.errors import RequestError, RunError
 from pipeline.lazy import part
 from pipeline.planning import request_digest
 from pipeline.randomness import FIXED_ORDER_ALGORITHM
@@ -78,46 +74,21 @@ def open_data(config: Config, folder: RunFolder) -> Source:
     start = last_event(folder.journal, "started") if has_journal else {}
     was_started = bool(start) or folder.has_checkpoints()
     if was_started:
-        _check_data_is_present(config, folder, start.get("tags", {}).get("data"))
+        part("check data is there")(config, previous_config(folder), start.get("tags", {}).get("data"))
     source = sources.open_source(config, check_sizes=was_started)
-    if source.index and source.index.folders:  # the next scan would take a run's folder in it for a class
-        root = sources.data_root(config)
-        folders = [root / name for name in source.index.folders]
-        folders += [] if SPLITS[0] in source.index.folders else [root]  # class folders
-        place = Path(os.path.realpath(config.run_dir))
-        if {Path(os.path.realpath(path)) for path in folders} & {place, *place.parents}:
-            problem = f"run.dir={config.run_dir} is among the images of data.root={root}"
-            raise RequestError(problem, "give a folder outside of them")
+    part("check place of data")(config, source)
     return source
-
-
-def _check_data_is_present(config: Config, folder: RunFolder, digest: str | None) -> None:
-    """Raise TemporaryError if data.root, or a folder of the data with this digest, is away."""
-    root, before = config.data.root, _previous_config(folder)
-    is_same = before and before.data.source == config.data.source != "digits" and before.data.root == root
-    if root is None or is_bucket(root) or not is_same:
-        return
-    lost, remedy = "", "restore it, or give its new location with data.root=FOLDER"
-    if is_non_empty_folder(Path(root)):
-        index = find_cached_index(Path(root), config.run_dir / "index", digest) if digest else None
-        missing = find_missing_folder(index, Path(root)) if index and config.run.resume != "never" else None
-        if not missing:
-            return
-        lost = f": {printable_name(os.fsencode(missing))}/"
-        remedy = f"restore it, give its new location with data.root=FOLDER, or {config.start_again}"
-    problem = f"data.root={root}{lost} is missing or empty, and the run in {config.run_dir} was trained on it"
-    raise TemporaryError(problem, remedy)
 
 
 def check_config_is_compatible(config: Config, folder: RunFolder) -> None:
     """Check that no key that a resumed run must keep has changed."""
     if folder.has_checkpoints() and config.run.resume == "auto":
-        before = _previous_config(folder)
+        before = previous_config(folder)
         if before:  # otherwise `train.resume.find` compares with the configuration in the checkpoint
             refuse_changes(before, config)
 
 
-def _previous_config(folder: RunFolder) -> Config | None:
+def previous_config(folder: RunFolder) -> Config | None:
     """Return the configuration that the last start saved, or None if it cannot be read."""
     try:
         return from_yaml(folder.config.read_text(encoding="utf-8", errors="replace"), str(folder.config))

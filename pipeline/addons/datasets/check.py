@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.addons.datasets import checksums, pack
+from pipeline.addons.datasets import checksums, manifest, pack
 from pipeline.addons.store.bucket import MissingError, Store
-from pipeline.data import manifest, sources
+from pipeline.data import sources
 from pipeline.data.access import check_folder
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import Index

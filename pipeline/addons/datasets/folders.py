@@ -1,6 +1,6 @@
 """Image folders: what is wrong with their layout, what changed in them, and what to evaluate on.
 
-`data.manifest` scans them, and asks for these by name.
+`manifest` scans them.
 """
 
 import os
@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from pipeline.addons.datasets.manifest import Walk
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import Index, Split, describe_ignored
-from pipeline.data.manifest import Walk
 from pipeline.data.names import EXTENSIONS, class_of, escaped_name, is_image, normal_path, printable_name
 from pipeline.errors import RequestError, list_first
 

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from pipeline.addons.datasets import cifar10, synthetic
+from pipeline.addons.datasets import cifar10, manifest, synthetic
 from pipeline.addons.datasets.pack import Level
 from pipeline.addons.store.bucket import Store
-from pipeline.data import manifest, sources
+from pipeline.data import sources
 from pipeline.data.access import check_folder
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import SplitImages

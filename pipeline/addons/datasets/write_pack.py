@@ -31,7 +31,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from pipeline.addons.datasets import jpeg_restarts
+from pipeline.addons.datasets import jpeg_restarts, manifest
 from pipeline.addons.datasets.pack import (
     FORMAT,
     INDEX,
@@ -47,7 +47,7 @@ from pipeline.addons.datasets.pack import (
 )
 from pipeline.addons.datasets.pack_target import Target, open_target
 from pipeline.addons.store.bucket import MissingError, Store
-from pipeline.data import manifest, sources
+from pipeline.data import sources
 from pipeline.data.access import check_folder
 from pipeline.data.augment import resize_image
 from pipeline.data.holdout import HoldOut

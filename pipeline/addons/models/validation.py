@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from pipeline.addons.datasets.folders import scan_validation
+from pipeline.addons.datasets.manifest import scan
 from pipeline.config.schema import Config
 from pipeline.data.holdout import HoldOut
 from pipeline.data.index import Index, Split, describe_ignored
-from pipeline.data.manifest import scan
 from pipeline.data.names import class_of
 from pipeline.data.sources import (
     Source,

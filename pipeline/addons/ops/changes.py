@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from pipeline.addons.datasets.folders import changes
+from pipeline.addons.datasets.manifest import find_cached_index
 from pipeline.addons.ops.provenance import model_provenance
 from pipeline.config.schema import Config
-from pipeline.data.manifest import find_cached_index
 from pipeline.data.sources import Source, data_root
 from pipeline.errors import RequestError
 from pipeline.model.architectures import meta_model

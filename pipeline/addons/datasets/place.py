@@ -1,0 +1,44 @@
+"""The place of a run's data: it is there, and the run's folder is not in it."""
+
+import os
+from pathlib import Path
+
+from pipeline.addons.datasets.manifest import SPLITS, find_cached_index, find_missing_folder
+from pipeline.config.schema import Config
+from pipeline.data.access import is_bucket, is_non_empty_folder
+from pipeline.data.names import printable_name
+from pipeline.data.sources import Source, data_root
+from pipeline.errors import RequestError, TemporaryError
+
+
+def check_run_is_outside(config: Config, source: Source) -> None:
+    """Raise RequestError if run.dir is among the images: a scan would take it for a class."""
+    if source.index and source.index.folders:
+        root = data_root(config)
+        folders = [root / name for name in source.index.folders]
+        folders += [] if SPLITS[0] in source.index.folders else [root]  # class folders
+        place = Path(os.path.realpath(config.run_dir))
+        if {Path(os.path.realpath(path)) for path in folders} & {place, *place.parents}:
+            problem = f"run.dir={config.run_dir} is among the images of data.root={root}"
+            raise RequestError(problem, "give a folder outside of them")
+
+
+def check_is_there(config: Config, before: Config | None, digest: str | None) -> None:
+    """Raise TemporaryError if data.root, or a folder of the data with this digest, is away.
+
+    before: the configuration of the last start.
+    """
+    root = config.data.root
+    is_same = before and before.data.source == config.data.source != "digits" and before.data.root == root
+    if root is None or is_bucket(root) or not is_same:
+        return
+    lost, remedy = "", "restore it, or give its new location with data.root=FOLDER"
+    if is_non_empty_folder(Path(root)):
+        index = find_cached_index(Path(root), config.run_dir / "index", digest) if digest else None
+        missing = find_missing_folder(index, Path(root)) if index and config.run.resume != "never" else None
+        if not missing:
+            return
+        lost = f": {printable_name(os.fsencode(missing))}/"
+        remedy = f"restore it, give its new location with data.root=FOLDER, or {config.start_again}"
+    problem = f"data.root={root}{lost} is missing or empty, and the run in {config.run_dir} was trained on it"
+    raise TemporaryError(problem, remedy)
