@@ -30,8 +30,9 @@ def check_run_folder_is_writable(config: Config, folder: RunFolder) -> str:
     is_data = os.path.realpath(sources.data_root(config)) == os.path.realpath(config.run_dir)
     if config.data.source != "synthetic" and is_data:
         raise RequestError(f"run.dir={config.run_dir} is data.root, the folder of the images", "give another folder")
+    uri = part("tracking uri")(config, folder)
     if config.track.required:
-        part("check tracker's database")(part("tracking uri")(config, folder))
+        part("check tracker's database")(uri)
     return f"{folder.path} can be written"
 
 
