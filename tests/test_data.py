@@ -10,7 +10,7 @@ import struct
 import subprocess
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from pipeline.addons.datasets.write_pack import pack as make_pack
 from pipeline.config.load import load
 from pipeline.data import images
 from pipeline.data.augment import center_crop
-from pipeline.data.batch import NO_LABEL
+from pipeline.data.batch import NO_LABEL, Batch
 from pipeline.data.holdout import HoldOut
 from pipeline.data.images import BadImageError, Picture, decode
 from pipeline.data.index import MISSING, Index, Split
@@ -42,6 +42,7 @@ from pipeline.data.interface import OutageError, UnreadableError
 from pipeline.data.loader import EvalBatches, TrainBatches, batches
 from pipeline.data.names import printable_name
 from pipeline.data.sources import open_source, source_from_index
+from pipeline.data.workers import Allocate, Workers
 from pipeline.errors import RequestError
 from pipeline.plan import DataSize
 
@@ -620,6 +621,26 @@ def test_loaders_wait_for_missing_data_and_return_the_same_batches(
 
 
 @pytest.mark.fault("J3")
+class Counting:
+    """Makes batches whose label is the number of threads of the process that makes them."""
+
+    def make_batch(self, position: int, following: Sequence[int], allocate: Allocate) -> Batch:
+        threads = torch.tensor([torch.get_num_threads()])
+        return Batch(allocate(1, 4), threads, threads, torch.empty((0, 32)), torch.empty((0, 5)), [])
+
+
+def test_a_loader_worker_computes_with_one_thread() -> None:
+    """OpenMP's threads do not survive a fork: a parallel loop would wait for them for ever."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    workers = Workers(Counting(), range(1), count=1, prefetch=1)
+    try:
+        assert [batch.labels.tolist() for batch in workers] == [[1]]
+    finally:
+        workers.close()
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_loaders_give_up_on_data_that_stays_missing(tmp_path: Path, partly_bad: Path, workers: int) -> None:
     config, plan, source = prepare(partly_bad, 1, f"data.workers={workers}", "run.timeout=1", "evaluate.batch=5")

@@ -11,7 +11,7 @@ NO_LABEL = -1
 
 
 class Defect(NamedTuple):
-    """An image that could not be decoded. A NamedTuple: DataLoader makes lists of plain tuples."""
+    """An image that could not be decoded."""
 
     sample: int
     reason: str
