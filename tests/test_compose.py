@@ -74,7 +74,7 @@ def test_a_service_has_minimal_privileges(name: str, file: str) -> None:
 def test_the_documentation_names_the_limit_that_compose_does_not_set() -> None:
     assert EXAMPLES["TRAINER_MEMORY"] == "0"
     said = " ".join((ROOT / "SECURITY.md").read_text().split())
-    assert "the trainer's memory has no limit until you set `TRAINER_MEMORY`" in said
+    assert "trainer has none until `.env` sets `TRAINER_MEMORY`" in said
 
 
 def test_the_trainer_has_the_environment_of_a_single_node() -> None:
