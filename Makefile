@@ -43,7 +43,7 @@ setup: .venv/ready
 train: setup
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --rdzv-backend pipeline --rdzv-endpoint localhost --nproc-per-node $(NPROC) -m pipeline train digits $(ARGS)
 	@echo
-	@$(BIN)/pipeline verify $(RUN) --against docs/receipts
+	@$(BIN)/pipeline verify $(RUN) --against docs/receipts --page README.md
 	@echo 'the run is in $(RUN); show it with: make ui'
 
 ui: setup

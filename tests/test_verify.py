@@ -307,6 +307,10 @@ def test_a_run_is_compared_with_published_receipts(
         return change
 
     assert answer() == f"these are the weights that {published / 'digits'} names: {weights}\n"
+    page = copy.parent / "PAGE.md"
+    page.write_text(f"`{weights[:23]}…`")
+    assert against(copy, published, page) == 0
+    assert capsys.readouterr().out == f"these are the weights that {page} names: {weights}\n"
     assert answer(lambda contents: contents["config"]["run"].update(deterministic=False)), "run.portable implies it"
     shorter = answer(lambda contents: contents["evaluations"].pop())
     assert shorter.startswith(f"these are the weights that {published / 'digits'} names for step 8: sha256:")

@@ -7,6 +7,7 @@ if something known explains them, and the line says what: another torch or CPU, 
 only if nothing explains them: then the code computes something else.
 """
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,13 +24,16 @@ _CAUSES = (
     "driver", "python", "world", "portable", "threads", "device_type", "device",
 )  # fmt: skip
 _SAME, _EXPLAINED, _UNEXPLAINED = range(3)
+_SHOWN_DIGITS = len("sha256:") + 16  # on a page
 
 
-def against(run_dir: Path, folder: Path) -> int:
+def against(run_dir: Path, folder: Path, page: Path | None = None) -> int:
     """Run `pipeline verify --against`; print one line, and return the exit code.
 
-    folder: a run's folder, or a folder of such folders.
+    folder: a run's folder, or a folder of such folders. page: a text, which the line names if it
+    has the digest of the weights. Raises OSError.
     """
+    text = page.read_text(encoding="utf-8") if page else ""
     run = Run.read(run_dir)
     check_run_folder(folder)
     keys = training_keys(run.config())
@@ -44,6 +48,8 @@ def against(run_dir: Path, folder: Path) -> int:
         return errors.OK
     results = [_compare(run, other) for different, other in published if not different]
     result, line = min(results, key=lambda found: found[0])
+    if result == _SAME and line.rpartition(" ")[2][:_SHOWN_DIGITS] in text:
+        line = re.sub(r"that .* names", f"that {page} names", line)
     print(printable_line(line), flush=True)
     return errors.CRASH if result == _UNEXPLAINED else errors.OK
 

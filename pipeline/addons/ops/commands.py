@@ -6,6 +6,7 @@ import signal
 from pipeline.addons.ops.plan import add_gpu_speed
 from pipeline.cli import arguments
 from pipeline.cli.arguments import Commands, add_command, add_recipe, add_trust, positive_int
+from pipeline.errors import RequestError
 from pipeline.guards.signals import handle
 
 
@@ -59,6 +60,8 @@ def _add_verify(commands: Commands) -> None:
     kind.add_argument("--steps", type=_step_range, metavar="N|A-B", default=(0, None), help=help)
     help = "compare with the receipt of the same configuration in FOLDER, a run's folder or a folder of them"
     kind.add_argument("--against", type=arguments.path, metavar="FOLDER", help=help)
+    help = "with --against: a text, which the result names if it has the digest of the weights"
+    parser.add_argument("--page", type=arguments.path, metavar="FILE", help=help)
     add_trust(parser)
 
 
@@ -76,7 +79,9 @@ def _verify(options: argparse.Namespace) -> int:
     if options.against:
         from pipeline.addons.ops.against import against
 
-        return against(options.run_dir, options.against)
+        return against(options.run_dir, options.against, options.page)
+    if options.page:
+        raise RequestError("--page needs --against", "give both, or leave --page out")
     handle(signal.default_int_handler)  # SIGTERM ends the repeated training and removes its folder, as Ctrl-C does
 
     from pipeline.addons.ops import verify
