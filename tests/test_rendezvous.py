@@ -256,16 +256,19 @@ def test_a_leader_that_waits_leaves_when_another_node_finds_the_run_finished(tmp
 def test_an_agent_that_was_frozen_leaves_with_its_ranks(tmp_path: Path, digits: Path) -> None:
     agents = Agents(tmp_path, digits, "2", "train.epochs=1000")
     try:
-        agents.start().start()
-        agents.wait_for_world(2)
+        agents.start().wait_for_leader()
+        agents.start().wait_for_world(2)
         last = agents.running.pop()
         kill(last.pid, signal.SIGSTOP)
-        deadline = time.monotonic() + (LOST_S + 40) * SHARING
+        frozen = time.monotonic()
+        deadline = frozen + (LOST_S + 40) * SHARING
         while children(agents.running[0].pid):
             assert time.monotonic() < deadline, f"the peer still trains:\n{agents.log()}"
             time.sleep(0.2)
+        # the leader counts from the last heartbeat, the agent from its thaw: let both be sure
+        time.sleep(max(0, frozen + LOST_S + 2 - time.monotonic()))
         kill(last.pid, signal.SIGCONT)
-        assert last.wait(10 * SHARING) == 75
+        assert last.wait(10 * SHARING) == 75, agents.log()
     finally:
         agents.close()
     assert "this node exits, and may be started again" in agents.log()
